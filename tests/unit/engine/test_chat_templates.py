@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
+from tinygrad_nv.engine.text.templates import templates_in_metadata
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import RequestError, TokenizerError
 
@@ -85,6 +86,12 @@ def test_templates_without_a_default_are_named(tmp_path: Path, vocabulary: str):
     with pytest.raises(TokenizerError, match="rag, tool_use, and none is the default"):
         ours(path, turns(False))
     assert ours(path, turns(False), TOOLS).startswith("1 <tool_call> system")
+
+
+def test_templates_in_the_metadata_of_gguf():
+    metadata = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b",
+                "tokenizer.chat_templates": ["tool_use"]}
+    assert templates_in_metadata(metadata) == {"default": "a", "tool_use": "b"}
 
 
 LOOP = "{% for p in X %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}\n"

@@ -51,6 +51,7 @@ def test_every_argument_is_passed_on(text: str, wanted: dict[str, Any]):
 @pytest.mark.parametrize(("text", "content", "count"), [
     ("[send-mail(1)]", "[send-mail(1)]", 0),                # no parameter for it
     ("[f(n=1), send-mail(1, a=2)]", " send-mail(1, a=2)]", 1),
+    ("[f(n=1),]", "", 1), ('[f(city="a" n=1)]', '[f(city="a" n=1)]', 0),
     ("[f(n=f(n=1))]", "[f(n=f(n=1))]", 0), ('[f(city="a', '[f(city="a', 0), ("[f(n=1), f(n=", " f(n=", 1)])
 def test_what_cannot_be_passed_on_is_shown(text: str, content: str, count: int):
     events = every_cut(lambda: Pythonic(SCHEMAS), text)

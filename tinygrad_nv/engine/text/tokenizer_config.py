@@ -96,17 +96,22 @@ def _set_prefix(backend: Tokenizer, config: Config) -> None:
     """add_prefix_space, for the classes whose tokenizers transformers makes with it; of SentencePiece's only
     where it is given: else tokenizer.json says it."""
     name, prefix = str(config.get("tokenizer_class", "")).removesuffix("Fast"), config.get("add_prefix_space")
-    parts = json.loads(backend.to_str()) if name in BYTE_LEVEL or name in METASPACE else {}
-    if name in BYTE_LEVEL and parts["pre_tokenizer"] is not None:
-        made = _with_prefix(parts["pre_tokenizer"], BYTE_LEVEL[name] if prefix is None else bool(prefix))
-        if made != parts["pre_tokenizer"]: backend.pre_tokenizer = _pre_tokenizer(made)
-    elif name in METASPACE and prefix is not None and "ByteLevel" not in json.dumps(parts["decoder"]):
+    if name in BYTE_LEVEL and backend.pre_tokenizer is not None:
+        part = _state(backend.pre_tokenizer)
+        made = _with_prefix(part, BYTE_LEVEL[name] if prefix is None else bool(prefix))
+        if made != part: backend.pre_tokenizer = _pre_tokenizer(made)
+    elif name in METASPACE and prefix is not None and "ByteLevel" not in json.dumps(_state(backend.decoder)):
         blanks, scheme = BLANK, "always" if config.get("legacy") else "first"
         backend.normalizer = normalizers.Sequence([])
         backend.pre_tokenizer = pre_tokenizers.Metaspace(blanks, scheme if prefix else "never", split=False)
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
         backend.decoder = decoders.Sequence([decoders.Replace(blanks, " "), decoders.ByteFallback(),
                                              decoders.Fuse(), *strip])
+
+
+def _state(part: Any) -> Any:
+    """The JSON of a part, without the vocabulary that `to_str` has."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _with_prefix(part: Any, prefix: bool) -> Any:

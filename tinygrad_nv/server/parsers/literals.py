@@ -16,7 +16,7 @@ WORDS = {"true": True, "false": False, "null": None}
 def literal(text: str, bare: bool = False) -> Any:
     """See above. `bare`: words without quotes are texts."""
     text = text.strip()
-    try: return json.loads(text, parse_constant=_no_constant, strict=False)
+    try: return json.loads(text, parse_constant=_no_constant, parse_float=_finite, strict=False)
     except (ValueError, RecursionError): pass
     try: return value_of(ast.parse(one_line(text), mode="eval").body, bare)
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
@@ -72,6 +72,11 @@ def one_line(text: str) -> str:
 def opening(text: str, at: int) -> str:
     """The quote that begins at a place: one sign, or three."""
     return text[at:at + 3] if text[at:at + 3] == text[at] * 3 else text[at]
+
+
+def _finite(text: str) -> float:
+    if math.isfinite(value := float(text)): return value
+    raise ValueError(f"{text} is no float of 64 bits")
 
 
 def _no_constant(word: str) -> float: raise ValueError(f"{word} is not a JSON number")

@@ -58,6 +58,8 @@ class Pythonic(CallMachine):
     def _name(self) -> bool:
         if self.lines and not self.held.strip().strip("[") and not self.ended: return False
         if self.lines: self.held = self.held.lstrip().removeprefix("[")
+        text = self.held.lstrip()
+        if self.calls and text[:1] == "]": return self.next(self._closing, text[1:])
         if (found := NAME.match(self.held)) is None:
             if not self.ended and MAY_BE_NAME.fullmatch(self.held): return False
             return self.next(self.rest, self.before + self.held)
@@ -135,7 +137,7 @@ class Pythonic(CallMachine):
             if not isinstance(value, str) or text.rstrip()[-1] in "\"'":
                 self._emit(key, to_json(value))
                 return True
-        if self.index < 0 and has_call(text): return False
+        if self.index < 0 and (has_call(text) or text.lstrip()[:1] in ("'", '"')): return False
         self.bare = key, text
         return True
 
