@@ -5,6 +5,7 @@ Addresses beyond an op's own are made 64-bit values first (`async_address`), wha
 """
 from __future__ import annotations
 
+from tinygrad_nv.ptx.emulator.lower_memory import scope_flag
 from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Vector
 
@@ -259,10 +260,10 @@ def tensormap_copy(low: FunctionLowering, instruction: Instruction) -> None:
     [dst], [src], 128;`."""
     to, source, size = instruction.operands
     if not isinstance(size, Immediate) or size.value != 128: raise low.fail("a size that is not 128", "128")
-    low.emit("tensormap_copy", b=address_of(low, source), space=SPACES["global"], **low.address(to))
+    low.emit("tensormap_copy", b=address_of(low, source), space=SPACES["global"], flags=scope_flag(low), **low.address(to))
 
 
 @lowers("fence.proxy.tensormap::generic.acquire")
 def tensormap_acquire(low: FunctionLowering, instruction: Instruction) -> None:
     """`fence.proxy.tensormap::generic.acquire.scope [map], 128;`."""
-    low.emit("tensormap_acquire", **low.address(instruction.operands[0]))
+    low.emit("tensormap_acquire", flags=scope_flag(low), **low.address(instruction.operands[0]))

@@ -2,14 +2,15 @@
 csrc/barriers.c, csrc/mbarrier.c."""
 from __future__ import annotations
 
+from tinygrad_nv.ptx.emulator.lower_memory import scope_flag
 from tinygrad_nv.ptx.emulator.lowering import SPACES, FunctionLowering, lowers
 from tinygrad_nv.ptx.syntax import Immediate, Instruction, Operand, Register, Sink
 
 WAITS, REDUCES, UNALIGNED = 16, 32, 64            # barriers.c
-NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED, TEST = 16, 32, 64, 128, 256, 512  # mbarrier.c
+NO_COMPLETE, EXPECT, DROP, PARITY, RELAXED, TEST, CLUSTER_WIDE = 16, 32, 64, 128, 256, 512, 1024  # mbarrier.c
 REDUCTIONS = {"popc": 0, "and": 1, "or": 2}
 SHARED, GLOBAL = 1, 2                             # fence_proxy
-ACQUIRES, RELEASES, INITS, SYSTEM = 1, 2, 4, 8               # fence
+ACQUIRES, RELEASES, INITS = 1, 2, 4               # fence
 
 
 # **** named barriers ****
@@ -90,6 +91,7 @@ def mbarrier_arrive(low: FunctionLowering, instruction: Instruction) -> None:
     if low.has("expect_tx"): flags |= EXPECT
     if low.has("arrive_drop"): flags |= DROP
     if low.has("relaxed"): flags |= RELAXED
+    if low.has("cluster"): flags |= CLUSTER_WIDE
     if flags & (EXPECT | NO_COMPLETE) and not count:
         raise low.fail("no count", "bytes" if flags & EXPECT else "arrivals")
     fields = place(low, address)
@@ -105,9 +107,9 @@ def mbarrier_wait(low: FunctionLowering, instruction: Instruction) -> None:
     """`mbarrier.{test_wait, try_wait}{.parity}{.sem}{.scope}{.space}.b64 p, [a], {state, parity}{, ns};`. How
     long try_wait may take is up to the machine."""
     ended, address, which = instruction.operands[:3]
-    flags = PARITY if low.has("parity") else 0
-    low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if flags else "b64"),
-             flags=flags | (TEST if low.has("test_wait") else 0),
+    parity = PARITY if low.has("parity") else 0
+    low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if parity else "b64"),
+             flags=parity | (TEST if low.has("test_wait") else 0) | (CLUSTER_WIDE if low.has("cluster") else 0),
              **place(low, address))
 
 
@@ -127,8 +129,7 @@ def fence(low: FunctionLowering, instruction: Instruction) -> None:
     …;`."""
     one = {"acquire": ACQUIRES, "release": RELEASES}
     inits = INITS if instruction.mnemonic == "fence" and low.has("mbarrier_init") else 0
-    scope = SYSTEM if low.has("sys") else 0
-    low.emit("fence", flags=inits | scope | one.get(low.one_of(*one), ACQUIRES | RELEASES))
+    low.emit("fence", flags=inits | scope_flag(low) | one.get(low.one_of(*one), ACQUIRES | RELEASES))
 
 
 @lowers("fence.proxy.async", "fence.proxy.async::generic")

@@ -5,13 +5,20 @@ from tinygrad_nv.ptx.emulator.lowering import SPACES, WIDTHS, FunctionLowering, 
 from tinygrad_nv.ptx.syntax import Address, Immediate, Instruction, Operand, Register, Sink, Vector
 
 SIGNED, STRONG, ACQUIRE, RELEASE, SYSTEM = 1, 2, 4, 8, 16
+NONCOHERENT = 256
+SCOPES = {"sys": SYSTEM, "cta": 64, "cluster": 128}
 ORDERS = {"volatile": STRONG | SYSTEM, "mmio": STRONG | SYSTEM, "relaxed": STRONG,
           "acquire": STRONG | ACQUIRE, "release": STRONG | RELEASE, "acq_rel": STRONG | ACQUIRE | RELEASE}
 
 
 def order_flags(low: FunctionLowering) -> int:
-    """STRONG, ACQUIRE, RELEASE and SYSTEM as the modifiers say."""
-    return ORDERS.get(low.one_of(*ORDERS), 0) | (SYSTEM if low.has("sys") else 0)
+    """STRONG, ACQUIRE, RELEASE and the scope as the modifiers say."""
+    return ORDERS.get(low.one_of(*ORDERS), 0) | scope_flag(low)
+
+
+def scope_flag(low: FunctionLowering) -> int:
+    """The scope that an instruction names, that of the GPU without one."""
+    return SCOPES.get(low.one_of(*SCOPES), 0)
 
 
 def memory_space(low: FunctionLowering) -> int:
@@ -62,7 +69,7 @@ def load(low: FunctionLowering, instruction: Instruction) -> None:
     where = low.address(instruction.operands[1])
     space = memory_space(low)
     out = destinations(low, items)
-    flags = order_flags(low) | (SIGNED if kind.startswith("s") else 0)
+    flags = order_flags(low) | (SIGNED if kind.startswith("s") else 0) | (NONCOHERENT if low.has("nc") else 0)
     handler = "ld_param" if space == SPACES["param"] and where["a"] == -1 else "ld"
     low.emit(handler, list=out, space=space, width=width, vector=len(items), flags=flags, **where,
              more=register_bytes(low, items, width), reads=places(low, where),

@@ -45,7 +45,7 @@ class FoundHere(ctypes.Structure):
     """core.h: Finding."""
     _fields_ = (*((name, i32) for name in
                   ("kind", "line", "other", "cta", "other_cta", "thread", "other_thread", "count")),
-                ("text", ctypes.c_char * 256))
+                ("address", u64), ("text", ctypes.c_char * 256))
 
 
 class LaunchStruct(ctypes.Structure):
@@ -59,7 +59,7 @@ class LaunchStruct(ctypes.Structure):
         ("shared_bytes", u32), ("static_bytes", u32), ("dynamic_align", u32), ("local_bytes", u32),
         ("sm_count", u32),
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
-        ("resident", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
+        ("resident", i32), ("narrow", i32), ("remote", i32), ("seed", u64), ("step_limit", u64), ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
         ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32),
         ("brief", u64), ("idle", i32), ("peers", ctypes.c_void_p), ("gpu", i32),

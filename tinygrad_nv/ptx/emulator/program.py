@@ -66,6 +66,8 @@ class Program:
     opcodes: list[str]
     lines: list[int]
     uses_wgmma: bool
+    narrow: bool        # an access or a fence has a scope smaller than the GPU's
+    remote: bool        # threads arrive at mbarriers that may be another CTA's
 
     def specials(self) -> list[int]:
         """Places of special registers in the order of core.h, -1 where unused."""
@@ -124,7 +126,22 @@ def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -
     return Program(function.name, function, low.ops, bytes(low.constants),
                    len(low.constants) + low.register_bytes,
                    low.registers, local_bytes, static_bytes, align, [i.opcode for i in function.body],
-                   [i.line for i in function.body], any(i.mnemonic == "wgmma" for i in function.body))
+                   [i.line for i in function.body], any(i.mnemonic == "wgmma" for i in function.body),
+                   any(is_narrow(i) for i in function.body), any(is_remote(i) for i in function.body))
+
+
+def is_narrow(instruction: Instruction) -> bool:
+    """Whether an access or a fence has a scope smaller than the GPU's. fence.mbarrier_init, which can have no other,
+    is not counted."""
+    ordering = ("ld", "st", "atom", "red", "fence", "membar", "multimem", "tensormap")
+    return instruction.mnemonic in ordering and "mbarrier_init" not in instruction.modifiers \
+        and not {"cta", "cluster"}.isdisjoint(instruction.modifiers)
+
+
+def is_remote(instruction: Instruction) -> bool:
+    """Whether threads arrive at an mbarrier that may be another CTA's."""
+    return instruction.mnemonic == "mbarrier" and instruction.modifiers[0] in ("arrive", "arrive_drop") \
+        and {"shared", "shared::cta"}.isdisjoint(instruction.modifiers)
 
 
 def known(instruction: Instruction) -> Lower:

@@ -54,7 +54,7 @@ setp.ne.u32 %p_more, %r_step, 0;
 @%p_more bra FOLD;
 setp.ne.u32 %p_other, %r_thread, 0;
 @!%p_other st.global.b32 [%d_out], %r_x;
-""", {"no-first-barrier": "race|uninitialized", "no-fold-barrier": "race", "unwritten": "uninitialized",
+""", {"no-first-barrier": "race", "no-fold-barrier": "race", "unwritten": "uninitialized",
       "past-end": "out-of-bounds|uninitialized", "divergent-barrier": "barrier|race|deadlock"},
               setup(VALUES, np.array(VALUES.sum(), np.int32)), block=256)
 
@@ -87,7 +87,7 @@ add.u32 %r_turn, %r_turn, 1;
 setp.lt.u32 %p_more, %r_turn, 8;
 @%p_more bra NEXT_ROW;
 st.global.v4.b32 [%d_out], {%r_s0, %r_s1, %r_s2, %r_s3};
-""", {"one-buffer": "race", "no-barrier": "race|uninitialized", "store-misaligned": "misaligned",
+""", {"one-buffer": "race", "no-barrier": "race", "store-misaligned": "misaligned",
       "load-misaligned": "misaligned"}, setup(ROWS, ROWS.sum(0, np.int32).reshape(128, 4)[::-1]))
 
 # **** named barriers: warps 0 and 1 give, warps 2 and 3 take ****
@@ -131,7 +131,7 @@ setp.lt.u32 %p_more, %r_turn, 6;
 @%p_more bra TAKE;
 st.global.b32 [%d_out], %r_sum;
 END:
-""", {"empty-unawaited": "race", "full-unawaited": "race|uninitialized", "wrong-id": "deadlock|barrier|race",
+""", {"empty-unawaited": "race", "full-unawaited": "race", "wrong-id": "deadlock|barrier|race",
       "count-differs": "barrier", "taker-silent": "deadlock"}, setup(GIVE_TAKE, GIVE_TAKE.sum(0, np.int32)))
 
 # **** lanes of a warp ****
@@ -161,7 +161,7 @@ sub.s32 %r_x, %r_y, %r_x;
 SUBTRACT:
 bar.sync 0;
 st.global.b32 [%d_out], %r_x;
-""", {"no-warp-sync": "race|uninitialized", "no-second-sync": "race", "lanes-missing": "barrier|deadlock"},
+""", {"no-warp-sync": "race", "no-second-sync": "race", "lanes-missing": "barrier|deadlock"},
               setup(LANES, LANES.sum(dtype=np.int32) - np.cumsum(LANES, dtype=np.int32)), block=32)
 
 # **** memory that is not there ****
@@ -238,7 +238,7 @@ add.s64 %d_x, %d_x, 512; add.s64 %d_out, %d_out, 64;
 add.u32 %r_turn, %r_turn, 1;
 setp.lt.u32 %p_more, %r_turn, 2;
 @%p_more bra ROW;
-""", {"clear-races": "race|uninitialized", "plain-add": "race", "plain-read": "race"},
+""", {"clear-races": "race", "plain-add": "race", "plain-read": "race"},
       setup(HISTOGRAM, COUNTS))
 
 KERNELS = [TREE, DOUBLE, NAMED, WARP, LOCAL, PAGED, COUNT]

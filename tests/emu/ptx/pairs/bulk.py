@@ -50,7 +50,7 @@ setp.lt.u32 %p_more, %r_turn, {TILES};
 @%p_more bra TILE;
 @!%p_other cp.async.bulk.wait_group.read 0;
 """, {"source-overwritten": "async-hazard", "read-two": "async-hazard", "no-barrier-before": "async-hazard",
-      "no-proxy-fence": "proxy-fence", "no-barrier-after": "async-hazard|uninitialized",
+      "no-proxy-fence": "proxy-fence", "no-barrier-after": "async-hazard",
       "uncommitted": "async-hazard", "misaligned": "misaligned", "half-written": "uninitialized"}, tiles)
 
 ROW = integers(256)
@@ -116,7 +116,7 @@ st.global.b32 [%d_out], %r_y;
 """, {"global-unfenced": "proxy-fence", "global-no-barrier": "async-hazard|proxy-fence|race",
       "size-odd": "misaligned",
       "size-past-end": "out-of-bounds", "shared-past-end": "out-of-bounds",
-      "unawaited": "async-hazard|uninitialized",
+      "unawaited": "async-hazard",
       "two-into-one": "async-hazard", "uninitialised": "barrier", "expect-without-arrive": "deadlock",
       "refilled": "async-hazard", "read-wait-only": "async-hazard", "no-wait-at-all": "async-hazard"},
                with_scratch, block=256)

@@ -17,10 +17,11 @@ mad.lo.u32 %r_x, %r_cta, 128, %r_thread; mul.wide.u32 %d_at, %r_x, 4;
 add.s64 %d_in, %d_in, %d_at; add.s64 %d_out, %d_out, %d_at;
 ld.global.b32 %r_x, [%d_in];
 shl.b32 %r_at, %r_thread, 2; add.u32 %r_at, %r_at, %r_line;
-st.shared.b32 [%r_at], %r_x;                           //: at=no-first-barrier,arrive-relaxed
-//: cure=no-first-barrier,arrive-relaxed,cta-barrier,twice
+st.shared.b32 [%r_at], %r_x;                           //: at=no-first-barrier,arrive-relaxed,fence-cta
+fence.acq_rel.cta;                                     //: bug=fence-cta
+//: cure=no-first-barrier,arrive-relaxed,cta-barrier,twice,fence-cta
 barrier.cluster.arrive.release.aligned;
-barrier.cluster.arrive.relaxed.aligned;                //: bug=arrive-relaxed
+barrier.cluster.arrive.relaxed.aligned;                //: bug=arrive-relaxed,fence-cta
 barrier.cluster.wait.acquire.aligned;                  //: cure=no-first-barrier,cta-barrier at=twice
 bar.sync 0;                                            //: bug=cta-barrier
 mov.u32 %r_rank, %cluster_ctarank;
@@ -28,16 +29,86 @@ xor.b32 %r_peer, %r_rank, 1;                           //: cure=no-such-rank
 add.u32 %r_peer, %r_rank, 1;                           //: bug=no-such-rank
 mapa.shared::cluster.u32 %r_far, %r_at, %r_peer;
 //: cure=own-window
-//: at=no-first-barrier,arrive-relaxed,no-such-rank,cta-barrier
+//: at=no-first-barrier,arrive-relaxed,no-such-rank,cta-barrier,fence-cta
 ld.shared::cluster.b32 %r_y, [%r_far];
 ld.shared::cta.b32 %r_y, [%r_far];                     //: bug=own-window at=own-window
 barrier.cluster.arrive.release.aligned;                //: cure=exits-early
 barrier.cluster.wait.acquire.aligned;                  //: cure=exits-early
 add.s32 %r_x, %r_x, %r_y;
 st.global.b32 [%d_out], %r_x;
-""", {"no-first-barrier": "race|uninitialized", "arrive-relaxed": "race", "cta-barrier": "race|uninitialized",
+""", {"no-first-barrier": "race", "arrive-relaxed": "race", "cta-barrier": "race",
       "no-such-rank": "out-of-bounds", "own-window": "out-of-bounds", "exits-early": "race|out-of-bounds",
-      "twice": "barrier"}, setup(VALUES, SWAPPED), grid=4, cluster=2)
+      "twice": "barrier", "fence-cta": "race"}, setup(VALUES, SWAPPED), grid=4, cluster=2)
+
+# each CTA of a pair puts its numbers into the other's shared memory
+PUT = kernel("put", "d_in d_out", "line:512:16", """
+mad.lo.u32 %r_x, %r_cta, 128, %r_thread; mul.wide.u32 %d_at, %r_x, 4;
+add.s64 %d_in, %d_in, %d_at; add.s64 %d_out, %d_out, %d_at;
+ld.global.b32 %r_x, [%d_in];
+shl.b32 %r_at, %r_thread, 2; add.u32 %r_at, %r_at, %r_line;
+mov.u32 %r_rank, %cluster_ctarank; xor.b32 %r_peer, %r_rank, 1;
+mapa.shared::cluster.u32 %r_far, %r_at, %r_peer;
+barrier.cluster.arrive.relaxed.aligned;                //: cure=not-started,arrived-alone
+barrier.cluster.wait.acquire.aligned;                  //: cure=not-started,arrived-alone
+barrier.cluster.arrive.relaxed.aligned;                //: bug=arrived-alone
+st.shared::cluster.b32 [%r_far], %r_x;                 //: at=not-started,arrived-alone,exits-early
+barrier.cluster.wait.acquire.aligned;                  //: bug=arrived-alone
+barrier.cluster.arrive.release.aligned;                //: cure=exits-early
+barrier.cluster.wait.acquire.aligned;                  //: cure=exits-early
+bar.sync 0;                                            //: bug=exits-early
+ld.shared.b32 %r_y, [%r_at];
+add.s32 %r_x, %r_x, %r_y;
+st.global.b32 [%d_out], %r_x;
+""", {"not-started": "race", "arrived-alone": "race", "exits-early": "race"},
+             setup(VALUES, SWAPPED), grid=4, cluster=2)
+
+# CTA 0 of each pair hands a row to CTA 1 with a flag in global memory
+ROWS = integers(4, 128, seed=2)
+
+
+def rows_and_flags(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]]]:
+    """Rows, a flag for each pair, an output of which pairs have rows."""
+    out = emu.alloc(1024)
+    return ([emu.alloc(ROWS), emu.alloc(1024), emu.alloc(np.zeros(2, np.int32)), out],
+            [(out, bytes_of(ROWS[::2, ::-1] + 1))])
+
+
+TOLD = kernel("told", "d_in d_row d_flag d_out", "", """
+mov.u32 %r_rank, %cluster_ctarank; shr.u32 %r_pair, %r_cta, 1;
+mul.wide.u32 %d_x, %r_pair, 4; add.s64 %d_flag, %d_flag, %d_x;
+mul.wide.u32 %d_x, %r_pair, 512; add.s64 %d_row, %d_row, %d_x; add.s64 %d_out, %d_out, %d_x;
+setp.ne.u32 %p_other, %r_thread, 0; mul.wide.u32 %d_at, %r_thread, 4;
+setp.eq.u32 %p_second, %r_rank, 1; setp.eq.u32 %p_odd, %r_pair, 1;
+@%p_second bra SECOND;
+mad.lo.u32 %r_x, %r_cta, 128, %r_thread; mul.wide.u32 %d_x, %r_x, 4; add.s64 %d_in, %d_in, %d_x;
+ld.global.b32 %r_x, [%d_in]; add.s32 %r_x, %r_x, 1;
+add.s64 %d_x, %d_row, %d_at;
+st.global.b32 [%d_x], %r_x;                            //: at=release-cta,acquire-cta,other-pair
+bar.sync 0;
+@%p_other bra END;
+st.release.cluster.global.b32 [%d_flag], 1;            //: cure=release-cta
+st.release.cta.global.b32 [%d_flag], 1;                //: bug=release-cta
+bra END;
+SECOND:
+@!%p_odd add.s64 %d_row, %d_row, 512;                  //: bug=other-pair
+@!%p_odd add.s64 %d_flag, %d_flag, 4;                  //: bug=other-pair
+@%p_odd sub.s64 %d_row, %d_row, 512;                   //: bug=other-pair
+@%p_odd sub.s64 %d_flag, %d_flag, 4;                   //: bug=other-pair
+@%p_other bra SEEN;
+LOOK:
+ld.acquire.cluster.global.b32 %r_x, [%d_flag];         //: cure=acquire-cta
+ld.acquire.cta.global.b32 %r_x, [%d_flag];             //: bug=acquire-cta
+setp.ne.u32 %p_wait, %r_x, 1;
+@%p_wait bra LOOK;
+SEEN:
+bar.sync 0;
+xor.b32 %r_x, %r_thread, 127; mul.wide.u32 %d_x, %r_x, 4; add.s64 %d_x, %d_row, %d_x;
+ld.global.b32 %r_x, [%d_x];                            //: at=release-cta,acquire-cta,other-pair
+add.s64 %d_out, %d_out, %d_at;
+st.global.b32 [%d_out], %r_x;
+END:
+""", {"release-cta": "race", "acquire-cta": "race", "other-pair": "race"}, rows_and_flags, grid=4, cluster=2,
+              step_limit=200_000)
 
 # st.async to the other CTA, whose mbarrier counts the bytes
 SEND = kernel("send", "d_in d_out", "line:512:16 barrier:8:8", f"""
@@ -68,8 +139,8 @@ st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r_far], %r_x, [%r_fa
 ld.shared.b32 %r_y, [%r_at];                           //: at=unawaited,bytes-few
 add.s32 %r_x, %r_x, %r_y;
 st.global.b32 [%d_out], %r_x;
-""", {"unawaited": "async-hazard|uninitialized", "bytes-many": "deadlock",
-      "bytes-few": "async-hazard|uninitialized|deadlock",
+""", {"unawaited": "async-hazard", "bytes-many": "deadlock",
+      "bytes-few": "async-hazard|deadlock",
       "own-barrier": "barrier|deadlock", "init-relaxed": "race", "init-unseen": "race|barrier"},
               setup(VALUES, SWAPPED), grid=4, cluster=2)
 
@@ -90,21 +161,25 @@ add.s64 %d_to, %d_out, %d_at; add.s64 %d_from, %d_in, %d_at;
 setp.eq.u32 %p_first, %r_rank, 0;
 @%p_first bra FIRST;
 ld.global.b32 %r_x, [%d_from]; add.s32 %r_x, %r_x, 1;
-st.global.b32 [%d_to], %r_x;                           //: at=relaxed,exits
+st.global.b32 [%d_to], %r_x;                           //: at=relaxed,exits,arrive-cta,wait-cta
 mapa.shared::cluster.u32 %r_far, %r_barrier, 0;
-mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r_far]; //: cure=relaxed,exits at=count-few
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r_far]; //: cure=relaxed,exits,arrive-cta at=count-few
+mbarrier.arrive.shared::cluster.b64 _, [%r_far];       //: bug=arrive-cta
 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r_far]; //: bug=relaxed
 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r_far]; //: bug=exits at=exits
 bra END;
 FIRST:
-{wait("barrier", "0").replace(".parity.", ".parity.acquire.cluster.")} //: cure=exits at=count-many
+//: cure=exits,wait-cta at=count-many
+{wait("barrier", "0").replace(".parity.", ".parity.acquire.cluster.")}
+{wait("barrier", "0")}                                 //: bug=wait-cta
 xor.b32 %r_x, %r_thread, 127; mad.lo.u32 %r_x, %r_cta, 128, %r_x; add.u32 %r_x, %r_x, 128;
 mul.wide.u32 %d_at, %r_x, 4;
 add.s64 %d_from, %d_out, %d_at;
-ld.global.b32 %r_x, [%d_from];                         //: at=relaxed,exits
+ld.global.b32 %r_x, [%d_from];                         //: at=relaxed,exits,arrive-cta,wait-cta
 st.global.b32 [%d_to], %r_x;
 END:
-""", {"count-many": "deadlock", "count-few": "barrier", "relaxed": "race", "exits": "race|out-of-bounds"},
+""", {"count-many": "deadlock", "count-few": "barrier", "relaxed": "race", "exits": "race|out-of-bounds",
+      "arrive-cta": "race", "wait-cta": "race"},
                 setup(VALUES, np.stack([VALUES[1, ::-1], VALUES[1], VALUES[3, ::-1], VALUES[3]]) + 1),
                 grid=4, cluster=2)
 
@@ -197,4 +272,4 @@ barrier.cluster.wait.acquire;                          //: cure=exits-early
       "exits-early": "race|out-of-bounds|async-hazard"},
                    columns, grid=2, cluster=2, block=160)
 
-KERNELS = [EXCHANGE, SEND, NOTICE, MULTICAST]
+KERNELS = [EXCHANGE, PUT, TOLD, SEND, NOTICE, MULTICAST]

@@ -61,8 +61,8 @@ add.u32 %r_i, %r_i, 1;
 setp.lt.u32 %p_more, %r_i, {TILES};
 @%p_more bra TURN;
 st.global.v4.b32 [%d_out], {{%r_s0, %r_s1, %r_s2, %r_s3}};
-""", {"no-wait": "async-hazard|uninitialized", "wait-one-more": "async-hazard",
-      "no-barrier": "async-hazard|uninitialized",
+""", {"no-wait": "async-hazard", "wait-one-more": "async-hazard",
+      "no-barrier": "async-hazard",
       "barrier-late": "async-hazard", "slot-in-use": "async-hazard", "tail-uncommitted": "async-hazard",
       "past-end": "out-of-bounds", "to-misaligned": "misaligned", "from-misaligned": "misaligned"},
                   setup(ROWS, SUM), arch="sm_80")

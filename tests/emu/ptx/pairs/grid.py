@@ -22,11 +22,13 @@ SPLIT = kernel("split", "d_in d_out", "", """
 mad.lo.u32 %r_x, %r_cta, 128, %r_thread; mul.wide.u32 %d_x, %r_x, 4; add.s64 %d_x, %d_in, %d_x;
 mul.wide.u32 %d_at, %r_thread, 4; add.s64 %d_at, %d_out, %d_at;
 ld.global.b32 %r_x, [%d_x];
-red.relaxed.gpu.global.add.s32 [%d_at], %r_x;          //: cure=no-atomics
+red.relaxed.gpu.global.add.s32 [%d_at], %r_x;          //: cure=no-atomics,of-the-cta,of-the-cluster
+red.relaxed.cta.global.add.s32 [%d_at], %r_x;          //: bug=of-the-cta at=of-the-cta
+red.relaxed.cluster.global.add.s32 [%d_at], %r_x;      //: bug=of-the-cluster at=of-the-cluster
 ld.global.b32 %r_y, [%d_at];                           //: bug=no-atomics at=no-atomics
 add.s32 %r_y, %r_y, %r_x;                              //: bug=no-atomics
 st.global.b32 [%d_at], %r_y;                           //: bug=no-atomics at=no-atomics
-""", {"no-atomics": "race"}, sums, grid=4)
+""", {"no-atomics": "race", "of-the-cta": "race", "of-the-cluster": "race"}, sums, grid=4)
 
 
 # each CTA leaves a sum of its own; who comes last adds them up
@@ -41,12 +43,14 @@ LAST = kernel("last", "d_in d_parts d_count d_out", "told:4:4", """
 mad.lo.u32 %r_x, %r_cta, 128, %r_thread; mul.wide.u32 %d_x, %r_x, 4; add.s64 %d_from, %d_in, %d_x;
 add.s64 %d_to, %d_parts, %d_x;
 ld.global.b32 %r_x, [%d_from]; mul.lo.s32 %r_x, %r_x, 3;
-st.global.b32 [%d_to], %r_x;                           //: at=no-fence,no-first-barrier
-fence.acq_rel.gpu;                                     //: cure=no-fence
+st.global.b32 [%d_to], %r_x;                           //: at=no-fence,no-first-barrier,fence-cta
+fence.acq_rel.gpu;                                     //: cure=no-fence,fence-cta
+membar.cta;                                            //: bug=fence-cta
 bar.sync 0;                                            //: cure=no-first-barrier
 setp.ne.u32 %p_other, %r_thread, 0;
 @%p_other bra TOLD;
-atom.relaxed.gpu.global.inc.u32 %r_y, [%d_count], 3;
+atom.relaxed.gpu.global.inc.u32 %r_y, [%d_count], 3;   //: cure=count-cta
+atom.relaxed.cta.global.inc.u32 %r_y, [%d_count], 3;   //: bug=count-cta at=count-cta
 fence.acq_rel.gpu;
 st.shared.b32 [told], %r_y;                            //: at=no-second-barrier
 TOLD:
@@ -57,15 +61,17 @@ setp.ne.u32 %p_done, %r_y, 3;
 mov.u32 %r_sum, 0; mov.u32 %r_i, 0;
 mul.wide.u32 %d_at, %r_thread, 4; add.s64 %d_from, %d_parts, %d_at; add.s64 %d_to, %d_out, %d_at;
 PART:
-ld.global.b32 %r_x, [%d_from]; add.s32 %r_sum, %r_sum, %r_x; //: at=no-fence,no-first-barrier
+ld.global.b32 %r_x, [%d_from];                         //: cure=non-coherent at=no-fence,no-first-barrier,fence-cta
+ld.global.nc.b32 %r_x, [%d_from];                      //: bug=non-coherent at=non-coherent
+add.s32 %r_sum, %r_sum, %r_x;
 add.s64 %d_from, %d_from, 512;
 add.u32 %r_i, %r_i, 1;
 setp.lt.u32 %p_more, %r_i, 4;
 @%p_more bra PART;
 st.global.b32 [%d_to], %r_sum;
 END:
-""", {"no-fence": "race", "no-first-barrier": "race|uninitialized",
-      "no-second-barrier": "race|uninitialized"},
+""", {"no-fence": "race", "no-first-barrier": "race",
+      "no-second-barrier": "race", "fence-cta": "race", "count-cta": "race", "non-coherent": "race"},
               last_block, grid=4)
 
 
@@ -85,18 +91,23 @@ setp.eq.u32 %p_second, %r_cta, 1;
 ld.global.b32 %r_x, [%d_in]; add.s32 %r_x, %r_x, 1;
 add.s64 %d_x, %d_row, %d_at;
 //: at=store-relaxed,load-relaxed,store-plain,no-sender-barrier,no-receiver-barrier
+//: at=store-cta,store-cluster,load-cta,load-cluster
 st.global.b32 [%d_x], %r_x;
 bar.sync 0;                                            //: cure=no-sender-barrier
 @%p_other bra END;
 mov.u32 %r_one, 1;
-st.release.gpu.global.b32 [%d_flag], %r_one;           //: cure=store-relaxed,store-plain,never-raised
+st.release.gpu.global.b32 [%d_flag], %r_one;           //: cure=store-relaxed,store-plain,never-raised,store-cta,store-cluster
+st.release.cta.global.b32 [%d_flag], %r_one;           //: bug=store-cta
+st.release.cluster.global.b32 [%d_flag], %r_one;       //: bug=store-cluster
 st.relaxed.gpu.global.b32 [%d_flag], %r_one;           //: bug=store-relaxed
 st.global.b32 [%d_flag], %r_one;                       //: bug=store-plain at=store-plain
 bra END;
 SECOND:
 @%p_other bra SEEN;
 LOOK:
-ld.acquire.gpu.global.b32 %r_x, [%d_flag];             //: cure=load-relaxed at=store-plain,never-raised
+ld.acquire.gpu.global.b32 %r_x, [%d_flag];             //: cure=load-relaxed,load-cta,load-cluster at=store-plain,never-raised
+ld.acquire.cta.global.b32 %r_x, [%d_flag];             //: bug=load-cta
+ld.acquire.cluster.global.b32 %r_x, [%d_flag];         //: bug=load-cluster
 ld.relaxed.gpu.global.b32 %r_x, [%d_flag];             //: bug=load-relaxed
 setp.ne.u32 %p_wait, %r_x, 1;                          //: at=never-raised
 @%p_wait bra LOOK;                                     //: at=never-raised
@@ -104,12 +115,14 @@ SEEN:
 bar.sync 0;                                            //: cure=no-receiver-barrier
 xor.b32 %r_x, %r_thread, 127; mul.wide.u32 %d_x, %r_x, 4; add.s64 %d_x, %d_row, %d_x;
 //: at=store-relaxed,load-relaxed,store-plain,no-sender-barrier,no-receiver-barrier
+//: at=store-cta,store-cluster,load-cta,load-cluster
 ld.global.b32 %r_x, [%d_x];
 add.s64 %d_out, %d_out, %d_at;
 st.global.b32 [%d_out], %r_x;
 END:
 """, {"store-relaxed": "race", "load-relaxed": "race", "store-plain": "race", "no-sender-barrier": "race",
-      "no-receiver-barrier": "race|uninitialized", "never-raised": "instruction-limit"}, message, grid=2,
+      "no-receiver-barrier": "race", "never-raised": "instruction-limit", "store-cta": "race",
+      "store-cluster": "race", "load-cta": "race", "load-cluster": "race"}, message, grid=2,
       step_limit=200_000)
 
 # the same with relaxed accesses and fences around them
@@ -120,24 +133,32 @@ setp.eq.u32 %p_second, %r_cta, 1;
 @%p_second bra SECOND;
 ld.global.b32 %r_x, [%d_in]; add.s32 %r_x, %r_x, 1;
 add.s64 %d_x, %d_row, %d_at;
-st.global.b32 [%d_x], %r_x;                            //: at=no-sender-fence,no-receiver-fence
+//: at=no-sender-fence,no-receiver-fence,sender-fence-cta,receiver-fence-cta,raised-cta,polled-cta
+st.global.b32 [%d_x], %r_x;
 bar.sync 0;
 @%p_other bra END;
-fence.acq_rel.gpu;                                     //: cure=no-sender-fence
-red.relaxed.gpu.global.add.u32 [%d_flag], 1;
+fence.acq_rel.gpu;                                     //: cure=no-sender-fence,sender-fence-cta
+fence.acq_rel.cta;                                     //: bug=sender-fence-cta
+red.relaxed.gpu.global.add.u32 [%d_flag], 1;           //: cure=raised-cta
+red.relaxed.cta.global.add.u32 [%d_flag], 1;           //: bug=raised-cta
 bra END;
 SECOND:
 LOOK:
-ld.relaxed.gpu.global.b32 %r_x, [%d_flag];
+ld.relaxed.gpu.global.b32 %r_x, [%d_flag];             //: cure=polled-cta
+ld.relaxed.cta.global.b32 %r_x, [%d_flag];             //: bug=polled-cta
 setp.ne.u32 %p_wait, %r_x, 1;
 @%p_wait bra LOOK;
-fence.acq_rel.gpu;                                     //: cure=no-receiver-fence
+fence.acq_rel.gpu;                                     //: cure=no-receiver-fence,receiver-fence-cta
+membar.cta;                                            //: bug=receiver-fence-cta
+bar.sync 0;                                            //: bug=receiver-fence-cta
 xor.b32 %r_x, %r_thread, 127; mul.wide.u32 %d_x, %r_x, 4; add.s64 %d_x, %d_row, %d_x;
-ld.global.b32 %r_x, [%d_x];                            //: at=no-sender-fence,no-receiver-fence
+//: at=no-sender-fence,no-receiver-fence,sender-fence-cta,receiver-fence-cta,raised-cta,polled-cta
+ld.global.b32 %r_x, [%d_x];
 add.s64 %d_out, %d_out, %d_at;
 st.global.b32 [%d_out], %r_x;
 END:
-""", {"no-sender-fence": "race", "no-receiver-fence": "race"}, message, grid=2, step_limit=200_000)
+""", {"no-sender-fence": "race", "no-receiver-fence": "race", "sender-fence-cta": "race",
+      "receiver-fence-cta": "race", "raised-cta": "race", "polled-cta": "race"}, message, grid=2, step_limit=200_000)
 
 # each CTA has 128 columns of a row of 500
 ROW = integers(500)
@@ -171,6 +192,6 @@ add.s64 %d_x, %d_out, 4; add.s64 %d_x, %d_x, %d_at;    //: bug=reads-neighbour
 @!%p_end ld.global.b32 %r_z, [%d_x];                   //: bug=reads-neighbour at=reads-neighbour
 END:
 """, {"freed": "out-of-bounds", "overlapping": "race", "bound-off-by-one": "out-of-bounds",
-      "reads-neighbour": "race|uninitialized"}, shifted, grid=4)
+      "reads-neighbour": "race"}, shifted, grid=4)
 
 KERNELS = [SPLIT, LAST, FLAG, FENCED, SHIFT]

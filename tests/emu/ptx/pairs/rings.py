@@ -150,9 +150,9 @@ END:
 RING = kernel(
     "ring", "map_a map_b d_out",
     f"tiles_a:{STAGES * A_BYTES}:1024 tiles_b:{STAGES * B_BYTES}:1024 barriers:48:8", BODY, {
-        "full-unawaited": "wgmma-hazard|uninitialized",
+        "full-unawaited": "wgmma-hazard",
         "consumer-parity": "wgmma-hazard|uninitialized",
-        "try-once": "wgmma-hazard|uninitialized",
+        "try-once": "wgmma-hazard",
         "producer-parity": "deadlock",
         "producer-never-flips": "wgmma-hazard|async-hazard|deadlock",
         "producer-skips": "wgmma-hazard|async-hazard",

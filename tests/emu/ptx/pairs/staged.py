@@ -87,7 +87,7 @@ setp.lt.u32 %p_more, %r_turn, {TURNS};
 wgmma.wait_group.sync.aligned 0;
 {STORE}
 """, {
-    "no-proxy-fence": "proxy-fence", "no-barrier": "wgmma-hazard|uninitialized|proxy-fence|race",
+    "no-proxy-fence": "proxy-fence", "no-barrier": "wgmma-hazard|proxy-fence|race",
     "one-buffer": "wgmma-hazard", "no-wait": "wgmma-hazard", "uncommitted": "wgmma-hazard"},
                 factors())
 
@@ -120,7 +120,7 @@ setp.lt.u32 %p_more, %r_turn, {TURNS};
 @%p_more bra TURN;
 wgmma.wait_group.sync.aligned 0;
 {STORE}
-""", {"no-proxy-fence": "proxy-fence", "no-copy-wait": "async-hazard|wgmma-hazard|uninitialized",
+""", {"no-proxy-fence": "proxy-fence", "no-copy-wait": "async-hazard|wgmma-hazard",
       "freed-early": "wgmma-hazard",
       "scaled-unfenced": "wgmma-hazard", "scaled-early": "wgmma-hazard"},
                 factors(twice=True), refused="scaled-unfenced scaled-early")

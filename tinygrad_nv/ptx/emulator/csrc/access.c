@@ -9,7 +9,13 @@
 
 #include "core.h"
 
-enum { SIGNED = 1, STRONG = 2, ACQUIRE = 4, RELEASE = 8, SYSTEM_SCOPE = 16 };
+enum { SIGNED = 1, STRONG = 2, ACQUIRE = 4, RELEASE = 8, SYSTEM_SCOPE = 16, CTA_SCOPE = 64, CLUSTER_SCOPE = 128,
+       NONCOHERENT = 256 };
+
+static int scope_of(const Op *op) {
+    return op->flags & SYSTEM_SCOPE ? SCOPE_SYSTEM : op->flags & CTA_SCOPE ? SCOPE_CTA
+        : op->flags & CLUSTER_SCOPE ? SCOPE_CLUSTER : SCOPE_GPU;
+}
 
 static const i32 *items_of(const Machine *m, const Op *op, const i32 *single) {
     return op->count ? m->launch.lists + op->list : single;
@@ -25,7 +31,7 @@ static void synchronise(Machine *m, Warp *w, const Op *op, const Reach *reach, b
         if (reach->region[l] == last && reach->offset[l] == at) continue;
         last = reach->region[l], at = reach->offset[l];
         bool acquire = !writes && op->flags & ACQUIRE, release = writes && op->flags & RELEASE;
-        clock_location(m, w, last, at, reads, writes, acquire, release, op->flags & SYSTEM_SCOPE);
+        clock_location(m, w, last, at, reads, writes, acquire, release, scope_of(op));
     }
 }
 
@@ -83,7 +89,7 @@ HANDLER(ld) {
     }
     if (m->launch.check) {
         Who who = thread_of(w, op, 0);
-        who.strong = strong, who.system = (op->flags & SYSTEM_SCOPE) != 0;
+        who.strong = strong, who.scope = (i8)scope_of(op), who.noncoherent = (op->flags & NONCOHERENT) != 0;
         for (u32 l = 0; l < LANES; l++) {
             if (!(reach.good >> l & 1)) continue;
             who.lane = (i32)l;
@@ -150,7 +156,7 @@ HANDLER(st) {
     for (int i = 0; i < op->vector; i++) gather_element(w, op, items[i], rows, (u32)i * op->width);
     bool strong = op->flags & STRONG;
     Who who = thread_of(w, op, 0);
-    who.strong = strong, who.system = (op->flags & SYSTEM_SCOPE) != 0;
+    who.strong = strong, who.scope = (i8)scope_of(op);
     u32 good = reach.good;
     if (strong) __atomic_thread_fence(__ATOMIC_RELEASE);
     EACH {

@@ -26,6 +26,7 @@ static bool async_place(Machine *m, Warp *w, const Op *op, int lane, int space, 
     u64 rank = address >> RANK_SHIFT;
     if (space != SHARED_CLUSTER || rank >= (u64)k->size || k->ctas[rank].gone || address & (align - 1))
         return reach_lane(m, w, op, lane, space, address, bytes, align, kind, p);
+    if (m->launch.check && (i32)rank != w->cta->rank) check_started(m, w, op, lane, (i32)rank);
     Region *r = &k->ctas[rank].shared;
     *p = (Place){r, address - r->base, r->data + (address - r->base)};
     if (address >= r->base && within(p->offset, bytes, r->size)) return true;
@@ -64,6 +65,12 @@ static bool find_signal(Machine *m, Warp *w, const Op *op, int lane, u64 address
     Who who = {w, op, lane, b->actor, b->epoch + 1, 0, 1};
     shadow_access(m, &who, p.region, p.offset, 8, ATOMIC);
     clock_phases(m, w, b->clock[b->phase & 1]);
+    if (m->launch.check) {
+        Clock *told = b->clock[b->phase & 1];
+        u32 *maps = part(told, KNOWN) + actor_of(w, ACTOR_MAP);
+        told->started |= 1u << w->cta->rank;
+        if (*maps < w->map_reads) *maps = w->map_reads;
+    }
     if (m->launch.check && owner != w->cta) owner->remote[b->actor] = b->epoch + 1;
     return true;
 }
@@ -313,5 +320,6 @@ HANDLER(bulk_wait) {
     }
     clock_observe(m, w, actor_of(w, ACTOR_BULK_READ), newest);
     if (!op->flags) clock_observe(m, w, actor_of(w, ACTOR_BULK), newest);
+    clock_observe(m, w, actor_of(w, ACTOR_MAP), w->map_reads);  /* CUTLASS's tma_desc_wait_group */
     return NEXT;
 }

@@ -109,7 +109,7 @@ static void atomic_begin(Machine *m, Warp *w, const Op *op, u32 mask, Atomic *a)
     u64 order = random_u64(m);
     a->first = order & 31, a->stride = (order >> 5 & 31) | 1;
     a->who = thread_of(w, op, 0);
-    a->who.system = (op->flags & SYSTEM_SCOPE) != 0;
+    a->who.scope = (i8)scope_of(op);
     synchronise(m, w, op, &a->reach, true, false);
 }
 

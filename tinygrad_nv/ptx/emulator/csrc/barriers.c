@@ -145,7 +145,7 @@ HANDLER(cluster_arrive) {
     w->cluster_arrived |= mask;
     w->cluster_pending |= mask;
     tape_note(w, JOINS, (u32)popcount(mask), k->sequence, k->phase, 0);
-    if (op->flags & RELAXED) release_published(m, w, k->clock[k->phase & 1]);
+    if (op->flags & RELAXED) release_published(m, w, k->clock[k->phase & 1], SCOPE_CLUSTER);
     else clock_release(m, w, k->clock[k->phase & 1]);
     cluster_check(m, k);
     return NEXT;
@@ -164,6 +164,7 @@ HANDLER(cluster_wait) {
     w->cluster_pending &= ~mask;
     tape_note(w, JOINS, (u32)popcount(mask), k->sequence, k->phase - 1, 1);
     clock_acquire(m, w, k->clock[~k->phase & 1]);
+    if (m->launch.check) w->clock->started = ~0u;
     lanes_sync(m, w, mask);
     return NEXT;
 }
@@ -178,10 +179,10 @@ HANDLER(fence_proxy) {
 }
 
 /* fence.{sc, acq_rel, acquire, release}, membar, fence.mbarrier_init, fence.proxy.tensormap: flags 1:
- * acquires, 2: releases, 4: mbarrier_init, 8: of system scope. */
+ * acquires, 2: releases, 4: mbarrier_init; and its scope. */
 HANDLER(fence) {
     if (op->flags & 4) fence_inits(w, mask);
-    clock_fence(m, w, op->flags & 1, op->flags & 2, op->flags & 8);
+    clock_fence(m, w, op->flags & 1, op->flags & 2, scope_of(op));
     return NEXT;
 }
 

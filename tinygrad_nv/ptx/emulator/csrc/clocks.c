@@ -7,9 +7,8 @@
  * those of other clusters in a sorted list, which is nearly always empty. There is also the one event of
  * cluster 0, which is none: that the kernels ahead have ended.
  *
- * Among peers (peers.c) releases and acquires of system scope order all GPUs, others those of one GPU alone:
- * a location has a clock for each GPU and one of system scope, and fences publish for each scope apart. Cluster
- * 0 has an event for each GPU as well: up to which launch it is known to have run.
+ * Releases and acquires order the threads of their scope alone (scopes.c). Among peers (peers.c) cluster 0 has an
+ * event for each GPU as well: up to which launch it is known to have run.
  */
 #include <stdlib.h>
 
@@ -17,17 +16,23 @@
 
 typedef struct { u32 key, known, fenced; } Foreign;  /* key: cluster << 12 | actor */
 typedef struct { Foreign *items; i32 count, room; } Sparse;
-typedef struct { u64 key; Sparse clock; } Location;   /* key: host address of the word, and whose clock; 0: empty */
-enum { OWN, SYSTEM, SCOPES };
+/* key: host address of the word, 0: empty; whose: the threads that its clock is for */
+typedef struct { u64 key, whose; Sparse clock; } Location;
+enum { CTA_LEVEL, CLUSTER_LEVEL, GPU_LEVEL, SYSTEM_LEVEL, LEVELS };  /* scopes, by size */
 
 struct Clock {
-    i32 actors;
+    i32 actors, length;         /* length: of v */
+    u32 started;                /* ranks of CTAs of the cluster that are known to have started */
     Sparse foreign;
-    /* what was known at fences, for relaxed writes after them; NULL: none. Barriers hand it on: CUDA's threads
-     * call __threadfence, then __syncthreads, then one of them tells the other blocks. */
-    Sparse *published[SCOPES];
-    Sparse *pending[SCOPES];    /* a warp's: what relaxed reads saw, for the fence after them */
-    u32 v[];            /* known, fenced for shared memory, fenced for global memory: `actors` each */
+    /* what was known at fences of at least this scope, for relaxed writes after them; NULL: none. Barriers hand it
+     * on: CUDA's threads call __threadfence, then __syncthreads, then one of them tells the other blocks. */
+    Sparse *published[LEVELS];
+    Sparse *pending[LEVELS];    /* a warp's: what relaxed reads saw, for the fence after them */
+    u8 missed;                  /* levels of `pending` that a fence came after, of a scope too small */
+    /* known, fenced for shared memory, fenced for global memory: `actors` each. With Launch.remote, of warps alone:
+     * what is known otherwise than by arrivals at mbarriers of other CTAs whose scope is too small; and, of an
+     * mbarrier's, what of that came by arrivals of its own CTA */
+    u32 v[];
 };
 
 struct Shadow {
@@ -72,17 +77,21 @@ static const PeerLaunch *launch_of(const Peers *p, u32 cluster) {
 
 enum { KNOWN, FENCED_SHARED, FENCED_GLOBAL };
 enum { AHEAD = 0 };  /* Foreign.key; those after it: GPUs among peers, up to which launch they are known to have run */
-enum { LOCATION_BITS = 56, MANY = 48 };
-#define OF_SYSTEM 255ull
+enum { MANY = 48 };
 #define ACTOR_BITS 12
 
+static i32 sound_warps(i32 actors) { return actors / ACTORS * MAX_WARPS; }
+static u32 *sound(Clock *c) { return c->v + 3 * (size_t)c->actors; }                    /* Launch.remote */
+static u32 *sound_here(Clock *c) { return sound(c) + sound_warps(c->actors); }
+static i32 sound_at(u32 actor) { return (i32)(actor / ACTORS) * MAX_WARPS + (i32)(actor % ACTORS); }
 static u32 *part(Clock *c, int which) { return c->v + (size_t)which * (size_t)c->actors; }
 static u32 own(const Warp *w) { return actor_of(w, 0); }
 
 Clock *clock_new(Machine *m) {
     if (!m->launch.check) return NULL;
-    Clock *c = calloc(1, sizeof *c + 3 * sizeof(u32) * (size_t)m->actors);
-    c->actors = m->actors;
+    i32 length = 3 * m->actors + (m->launch.remote ? 2 * sound_warps(m->actors) : 0);
+    Clock *c = calloc(1, sizeof *c + sizeof(u32) * (size_t)length);
+    c->actors = m->actors, c->length = length;
     return c;
 }
 
@@ -92,15 +101,16 @@ static void sparse_free(Sparse *s) {
 
 void clock_free(Clock *c) {
     if (!c) return;
-    for (int s = 0; s < SCOPES; s++) sparse_free(c->published[s]), sparse_free(c->pending[s]);
+    for (int s = 0; s < LEVELS; s++) sparse_free(c->published[s]), sparse_free(c->pending[s]);
     free(c->foreign.items), free(c);
 }
 
 void clock_clear(Machine *m, Clock *c) {
     if (!c) return;
-    memset(c->v, 0, 3 * sizeof(u32) * (size_t)m->actors);
-    c->foreign.count = 0;
-    for (int s = 0; s < SCOPES; s++) sparse_free(c->published[s]), c->published[s] = NULL;
+    (void)m;
+    memset(c->v, 0, sizeof(u32) * (size_t)c->length);
+    c->foreign.count = 0, c->started = 0;
+    for (int s = 0; s < LEVELS; s++) sparse_free(c->published[s]), c->published[s] = NULL;
 }
 
 /* **** sorted lists **** */
@@ -168,6 +178,11 @@ static bool after_wait(const Warp *w, const Sparse *s) {
     return s->count && s->items[0].key == AHEAD && s->items[0].known == w->cta->cluster->launch;
 }
 
+/* Whether what is known soundly is kept of an actor. */
+static bool is_sound(const Warp *w, u32 actor) {
+    return w->clock->length > 3 * w->clock->actors && actor % ACTORS < MAX_WARPS;
+}
+
 static void sparse_into(Warp *w, const Sparse *from) {
     if (after_wait(w, from)) w->behind = 0;
     u32 *known = part(w->clock, KNOWN), *fenced = part(w->clock, FENCED_GLOBAL);
@@ -178,23 +193,33 @@ static void sparse_into(Warp *w, const Sparse *from) {
         u32 at = f.key & ((1u << ACTOR_BITS) - 1);
         if (known[at] < f.known) known[at] = f.known;
         if (fenced[at] < f.fenced) fenced[at] = f.fenced;
+        if (is_sound(w, at) && sound(w->clock)[sound_at(at)] < f.known) sound(w->clock)[sound_at(at)] = f.known;
     }
 }
 
 /* **** synchronisation **** */
 
-static void join_dense(Clock *into, const Clock *from) {
-    for (i32 i = 0; i < 3 * into->actors; i++) into->v[i] = into->v[i] < from->v[i] ? from->v[i] : into->v[i];
+static void raise_words(u32 *into, const u32 *from, i32 count) {
+    for (i32 i = 0; i < count; i++) into[i] = into[i] < from[i] ? from[i] : into[i];
+}
+
+/* The first `length` words of a clock, and its lists. */
+static void join_words(Clock *into, const Clock *from, i32 length) {
+    raise_words(into->v, from->v, length);
+    into->started |= from->started;
     if (from->foreign.count) sparse_join(&into->foreign, &from->foreign);
-    for (int s = 0; s < SCOPES; s++) {
+    for (int s = 0; s < LEVELS; s++) {
         if (!from->published[s]) continue;
         if (!into->published[s]) into->published[s] = calloc(1, sizeof(Sparse));
         sparse_join(into->published[s], from->published[s]);
     }
 }
 
+static void join_dense(Clock *into, const Clock *from) { join_words(into, from, into->length); }
+
 /* The warp's own entry is its clock; what it does from now on is later. */
 static void tick(Warp *w) {
+    if (is_sound(w, own(w))) sound(w->clock)[sound_at(own(w))] = w->now;
     part(w->clock, KNOWN)[own(w)] = w->now++;
 }
 
@@ -233,24 +258,7 @@ void clock_proxy_fence(Machine *m, Warp *w, bool shared, bool global) {
     for (i32 i = 0; i < s->count; i++) s->items[i].fenced = s->items[i].known;
 }
 
-/* What relaxed reads saw becomes known. */
-static void take_pending(Warp *w, int scope) {
-    if (!w->clock->pending[scope]) return;
-    sparse_into(w, w->clock->pending[scope]);
-    sparse_free(w->clock->pending[scope]);
-    w->clock->pending[scope] = NULL;
-}
-
-void clock_fence(Machine *m, Warp *w, bool acquire, bool release, bool system) {
-    if (!m->launch.check) return;
-    if (release) tick(w);
-    for (int scope = OWN; scope <= (system && m->launch.peers ? SYSTEM : OWN); scope++) {
-        if (acquire) take_pending(w, scope);
-        if (!release) continue;
-        if (!w->clock->published[scope]) w->clock->published[scope] = calloc(1, sizeof(Sparse));
-        sparse_from(w, w->clock->published[scope]);
-    }
-}
+#include "scopes.c"
 
 /* cp.asyncs that the warp knows to be complete are so for the lanes in mask, whichever lane waited for them. */
 static void copies_become_seen(Warp *w, u32 mask) {
@@ -262,7 +270,7 @@ static void copies_become_seen(Warp *w, u32 mask) {
  * (atomicInc by one thread, then __syncthreads) has no fence between the two. */
 void lanes_sync(Machine *m, Warp *w, u32 mask) {
     if (!m->launch.check) return;
-    take_pending(w, OWN);
+    take_unfenced(w);
     tick(w);
     ACTIVE w->lane_sync[l] = w->now;
     w->behind &= ~mask;
@@ -295,60 +303,6 @@ void clock_begin(Warp *w, const Machine *m) {
 void clock_end(Machine *m, const Warp *w) {
     if (m->launch.check && m->launch.peers)
         sparse_join(&m->launch.peers->gpus[m->launch.gpu].ended, &w->clock->foreign);
-}
-
-/* **** locations: atomics, acquire loads, release stores **** */
-
-static Location *location_at(struct Shadow *s, u64 key) {
-    if (2 * s->location_count >= s->location_room) {
-        Location *old = s->locations;
-        i32 room = s->location_room;
-        s->location_room = room ? 2 * room : 64;
-        s->locations = calloc((size_t)s->location_room, sizeof *s->locations);
-        s->location_count = 0;
-        for (i32 i = 0; i < room; i++) if (old[i].key) *location_at(s, old[i].key) = old[i];
-        free(old);
-    }
-    u64 at = key * 0x9e3779b97f4a7c15ull >> 20;
-    for (;; at++) {
-        Location *found = &s->locations[at & (u64)(s->location_room - 1)];
-        if (found->key == key) return found;
-        if (found->key) continue;
-        found->key = key;
-        s->location_count++;
-        return found;
-    }
-}
-
-/* The part of an access to a location that is of one scope. */
-static void synchronise_scope(Warp *w, Sparse *at, int scope, bool reads, bool writes, bool acquire, bool release) {
-    if (reads && acquire) sparse_into(w, at);
-    else if (reads && at->count) {
-        if (!w->clock->pending[scope]) w->clock->pending[scope] = calloc(1, sizeof(Sparse));
-        sparse_join(w->clock->pending[scope], at);
-    }
-    if (!writes) return;
-    if (release) sparse_from(w, at);
-    else if (w->clock->published[scope]) sparse_join(at, w->clock->published[scope]);
-    if (scope == SYSTEM && at->count && at->items[0].key == AHEAD)  /* which is of one GPU alone */
-        memmove(at->items, at->items + 1, sizeof *at->items * (size_t)--at->count);
-}
-
-void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
-                    bool release, bool system) {
-    if (!m->launch.check) return;
-    u64 key = (u64)(r->data + offset) & ~3ull;
-    bool shared_by_gpus = m->launch.peers && !r->cta;
-    if (writes && release) tick(w);
-    Location *at = location_at(m->shadow, shared_by_gpus ? key | (u64)(m->launch.gpu + 1) << LOCATION_BITS : key);
-    synchronise_scope(w, &at->clock, OWN, reads, writes, acquire, release);
-    if (!shared_by_gpus) return;
-    if (at->clock.count > MANY) forget_ended(m->launch.peers, &at->clock);
-    if (!system) return;
-    at = location_at(m->shadow, key | OF_SYSTEM << LOCATION_BITS);
-    synchronise_scope(w, &at->clock, SYSTEM, reads, writes, acquire, release);
-    if (at->clock.count > MANY) forget_ended(m->launch.peers, &at->clock);
-    if (w->clock->foreign.count > MANY) forget_ended(m->launch.peers, &w->clock->foreign);
 }
 
 /* Whether the warp knows that `actor` of `cluster` has reached `clock` (which: KNOWN, or past a proxy

@@ -147,6 +147,7 @@ struct Warp {
     u32 copy_groups[LANES], copy_done[LANES];  /* cp.async groups committed, known complete */
     u32 copy_arrivals;  /* cp.async.mbarrier.arrives: they tell copies before them from those after */
     u32 bulk_groups[LANES], bulk_done[LANES], bulk_read[LANES];
+    u32 map_reads;      /* tensor maps that loads of this warp began to read */
     u32 bulk_issued[LANES];  /* the group of the last copy out of shared memory, and which that was */
     const Op *bulk_last;
     u32 wgmma_groups, wgmma_done;
@@ -225,6 +226,7 @@ typedef struct {
     i32 cta, other_cta;     /* linear CTA numbers, -1: none */
     i32 thread, other_thread;
     i32 count;              /* how often it was seen */
+    u64 address;            /* UNINITIALIZED: of the byte */
     char text[256];
 } Finding;
 
@@ -254,6 +256,7 @@ typedef struct {
     i32 arch;              /* 80, 89, 90 */
     i32 check, exact;      /* checks on; tensor cores accumulate exactly in fp32 */
     i32 uses_wgmma, registers, resident;  /* resident: clusters that fit on the device at once */
+    i32 narrow, remote;    /* an access or fence has a scope smaller than the GPU's; mbarriers arrived at may be remote */
     u64 seed, step_limit;
     i32 late;              /* the seed "late": copies complete when nothing else can run, first waits fail */
     void (*trace)(const Warp *w, const Op *op, u32 mask);
@@ -284,6 +287,7 @@ struct Machine {
     Totals totals;
     Finding *findings;
     i32 finding_count, finding_room;
+    u32 conflicts;            /* of accesses that nothing orders */
     Cluster **clusters;       /* resident */
     i32 cluster_count, cluster_room, window;
     u32 next_cluster, cluster_total;
@@ -405,13 +409,17 @@ typedef struct {
     u32 actor, clock;
     u8 async;     /* 0: generic; 1: cp.async (generic proxy, asynchronous); 2: async proxy */
     u8 strong;    /* acquire/release/relaxed/volatile: atomic accesses do not race with one another */
-    u8 system;    /* of system scope: nor do those of two GPUs */
+    i8 scope;     /* of strong accesses */
+    u8 noncoherent;  /* ld.global.nc */
 } Who;
 
+/* Scopes of strong accesses and fences, by size. */
+enum { SCOPE_CTA = -2, SCOPE_CLUSTER, SCOPE_GPU, SCOPE_SYSTEM };
+
 /* Numbers of actors in a cluster: of each CTA, 32 warps, their wgmmas, bulk groups, cp.async groups, and its
- * mbarriers; then what bulk groups read, which wait_group.read waits for alone. */
+ * mbarriers; then what bulk groups read, which wait_group.read waits for alone, and the tensor maps of loads. */
 enum { ACTORS = 256, ACTOR_WGMMA = 32, ACTOR_BULK = 64, ACTOR_COPY = 96, ACTOR_MBARRIER = 128,
-       MBARRIER_ACTORS = 96, ACTOR_BULK_READ = ACTOR_MBARRIER + MBARRIER_ACTORS };
+       MBARRIER_ACTORS = 64, ACTOR_BULK_READ = ACTOR_MBARRIER + MBARRIER_ACTORS, ACTOR_MAP = ACTOR_BULK_READ + 32 };
 static inline u32 actor_of(const Warp *w,
                            int family) { return (u32)(w->cta->rank * ACTORS + family + w->id); }
 
@@ -425,15 +433,15 @@ void clock_acquire(Machine *m, Warp *w, const Clock *from);  /* and out of it */
  * operation of w signals tells that much */
 void clock_phases(Machine *m, const Warp *w, Clock *into);
 void clock_observe(Machine *m, Warp *w, u32 actor, u32 clock);  /* w waited until `actor` reached `clock` */
-/* fence.acq_rel, for relaxed accesses around it; `system`: of system scope */
-void clock_fence(Machine *m, Warp *w, bool acquire, bool release, bool system);
+/* fence.acq_rel of a scope, for relaxed accesses around it */
+void clock_fence(Machine *m, Warp *w, bool acquire, bool release, int scope);
 void clock_proxy_fence(Machine *m, Warp *w, bool shared, bool global);
 void clock_wait(Machine *m, Warp *w, u32 mask);              /* the lanes waited for the kernels ahead */
 bool clock_after_wait(const Warp *w, int lane);              /* this lane did, or learned that another has */
 void lanes_sync(Machine *m, Warp *w, u32 mask);              /* bar.warp.sync and all that includes it */
 /* A release / acquire / relaxed access to one location (atomics, ld.acquire, st.release, volatile). */
 void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool writes, bool acquire,
-                    bool release, bool system);
+                    bool release, int scope);
 void clock_begin(Warp *w, const Machine *m);    /* a warp starts: what its stream knows, among peers */
 void clock_end(Machine *m, const Warp *w);      /* and ends */
 

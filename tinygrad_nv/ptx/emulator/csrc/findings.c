@@ -40,7 +40,7 @@ void report_pair(Machine *m, int kind, const Op *op, const Warp *w, int lane, in
     if (known_finding(m, kind, line, other_line)) return;
     Finding *f = &m->findings[m->finding_count++];
     *f = (Finding){kind, line, other_line, w ? cta_number(m, w->cta) : -1, other_cta,
-                   w ? (i32)warp_thread(w, lane) : -1, other_thread, 1, ""};
+                   w ? (i32)warp_thread(w, lane) : -1, other_thread, 1, 0, ""};
     snprintf(f->text, sizeof f->text, "%s", text);
 }
 

@@ -248,6 +248,7 @@ Machine *machine_new(const Launch *launch) {
     m->rng = launch->seed * 0x2545f4914f6cdd1dull + 1;
     m->async_end = &m->async;
     m->actors = (i32)(launch->cluster[0] * launch->cluster[1] * launch->cluster[2]) * ACTORS;
+    m->launch.remote &= m->actors > ACTORS;
     m->findings = calloc(MAX_FINDINGS, sizeof *m->findings);
     u64 ctas = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     m->cluster_total = (u32)(ctas / ((u64)m->actors / ACTORS));

@@ -14,7 +14,8 @@
 #include "core.h"
 
 #define MBARRIER_LIMIT ((1 << 20) - 1)
-enum { NO_COMPLETE = 16, EXPECT = 32, DROP = 64, PARITY = 128, RELAXED = 256, TEST = 512 };
+enum { NO_COMPLETE = 16, EXPECT = 32, DROP = 64, PARITY = 128, RELAXED = 256, TEST = 512,
+       CLUSTER_WIDE = 1024 };
 
 /* The arrivals of a warp in one phase: lanes; the clocks of the last, and of the instruction it was in. */
 typedef struct Arrival { u32 lanes, clock, began; } Arrival;
@@ -168,9 +169,9 @@ static Mbarrier *mbarrier_of(Machine *m, Warp *w, const Op *op, int lane, u64 ad
 /* **** clocks **** */
 
 /* A relaxed arrival: what the last fence published goes along. */
-static void release_published(Machine *m, const Warp *w, Clock *into) {
-    if (!m->launch.check || !w->clock->published[OWN]) return;
-    const Sparse *s = w->clock->published[OWN];
+static void release_published(Machine *m, const Warp *w, Clock *into, int scope) {
+    const Sparse *s = m->launch.check ? w->clock->published[largest_level(m, w, scope)] : NULL;
+    if (!s) return;
     u32 *known = part(into, KNOWN), *fenced = part(into, FENCED_GLOBAL);
     for (i32 i = 0; i < s->count; i++) {
         Foreign f = s->items[i];
@@ -178,24 +179,42 @@ static void release_published(Machine *m, const Warp *w, Clock *into) {
         u32 at = f.key & ((1u << ACTOR_BITS) - 1);
         if (known[at] < f.known) known[at] = f.known;
         if (fenced[at] < f.fenced) fenced[at] = f.fenced;
+        if (is_sound(w, at) && sound(into)[sound_at(at)] < f.known) sound(into)[sound_at(at)] = f.known;
     }
 }
 
 /* The lanes in mask acquire; what other lanes of the warp released into `from` is before them too. */
-static void acquire_lanes(Machine *m, Warp *w, u32 mask, Clock *from) {
+static void acquire_lanes(Machine *m, Warp *w, const Op *op, u32 mask, Clock *from) {
     if (!m->launch.check) return;
-    clock_acquire(m, w, from);
+    if (!m->launch.remote || op->flags & CLUSTER_WIDE) clock_acquire(m, w, from);
+    else {
+        join_words(w->clock, from, 3 * from->actors);
+        raise_words(sound(w->clock), sound_here(from), sound_warps(from->actors));
+    }
     copies_become_seen(w, mask);
     if (after_wait(w, &from->foreign)) w->behind &= ~mask;
     u32 since = part(from, KNOWN)[own(w)] + 1;
     ACTIVE if (w->lane_sync[l] < since) w->lane_sync[l] = since;
 }
 
-static void mbarrier_release(Machine *m, Warp *w, const Op *op, Mbarrier *b) {
+/* An arrival at an mbarrier of another CTA takes a scope of .cluster, which is not the default. CUTLASS leaves it out
+ * where it tells that a buffer has been read: so all becomes known, but not soundly. */
+static void mbarrier_release(Machine *m, Warp *w, const Op *op, const Cta *owner, Mbarrier *b) {
+    if (!m->launch.check) return;
     Clock *into = b->clock[b->phase & 1];
-    if (!(op->flags & RELAXED)) { clock_release(m, w, into); return; }
-    release_published(m, w, into);
-    clock_phases(m, w, into);
+    bool elsewhere = owner != w->cta, wide = op->flags & CLUSTER_WIDE;
+    into->started |= 1u << w->cta->rank;
+    if (op->flags & RELAXED) {
+        release_published(m, w, into, wide ? SCOPE_CLUSTER : SCOPE_CTA);
+        clock_phases(m, w, into);
+    } else if (elsewhere && !wide) {
+        tick(w);
+        join_words(into, w->clock, 3 * into->actors);
+    } else {
+        clock_release(m, w, into);
+        if (m->launch.remote && !elsewhere)
+            raise_words(sound_here(into), sound(w->clock), sound_warps(into->actors));
+    }
 }
 
 static void enter_arrival(const Warp *w, int lane, Mbarrier *b, u32 began) {
@@ -322,7 +341,7 @@ HANDLER(mbarrier_arrive) {
         check_phase(m, w, op, l, cta, b);
         state[l] = mbarrier_word(b);
         enter_arrival(w, l, b, began);
-        mbarrier_release(m, w, op, b);
+        mbarrier_release(m, w, op, cta, b);
         if (w->tape) tape_note(w, ARRIVED, (u32)count, barrier_key(m, cta, b->offset), b->epoch,
                                op->flags & EXPECT ? operand : 0);
         if (op->flags & EXPECT) mbarrier_add_tx(m, w, op, l, cta, b, operand);
@@ -376,7 +395,7 @@ HANDLER(mbarrier_wait) {
         if (first >> l & 1 || !mbarrier_ended(w, op, l, b)) continue;
         ended |= 1u << l;
         w->failed_pc[l] = -1;
-        acquire_lanes(m, w, 1u << l, b->clock[~b->phase & 1]);
+        acquire_lanes(m, w, op, 1u << l, b->clock[~b->phase & 1]);
         clock_observe(m, w, b->actor, b->epoch);
         if (w->tape) tape_note(w, WAITED, 1, barrier_key(m, cta, b->offset), b->epoch - 1, 0);
     }

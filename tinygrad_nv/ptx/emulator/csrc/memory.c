@@ -47,6 +47,15 @@ static bool within(u64 offset, u64 bytes, u64 size) { return offset <= size && b
 
 static bool in_window(u64 address, u64 window) { return address - window < WINDOW_BYTES; }
 
+/* The shared memory of a CTA is there once the CTA has started. */
+static void check_started(Machine *m, Warp *w, const Op *op, int lane, i32 rank) {
+    if (w->clock->started >> rank & 1) return;
+    const u32 *known = part(w->clock, KNOWN) + rank * ACTORS;
+    for (i32 i = 0; i < MAX_WARPS; i++) if (known[i]) { w->clock->started |= 1u << rank; return; }
+    report(m, RACE, op, w, lane, "an access to the shared memory of the CTA of rank %d, which is not known to have "
+           "started: barrier.cluster before the first", rank);
+}
+
 Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
     i32 rank = (i32)((u32)address >> RANK_SHIFT);
     Cluster *cluster = w->cta->cluster;
@@ -63,6 +72,7 @@ Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
                "shared address 0x%x lies in the CTA of rank %d, which has exited", (u32)address, rank);
         return NULL;
     }
+    if (m->launch.check) check_started(m, w, op, lane, rank);
     if (cta->remote) cta->remote[actor_of(w, 0)] = w->now;
     return cta;
 }
@@ -210,19 +220,26 @@ u8 *locate(Machine *m, Warp *w, const Op *op, int lane, int space, u64 address, 
     return p.host;
 }
 
-/* Initialisation and races of one lane's access; it may have no region. */
+static void report_uninitialized(Machine *m, const Who *who, const Region *r, u64 offset, u32 bytes, int kind, u32 first) {
+    i32 before = m->finding_count;
+    report(m, UNINITIALIZED, who->op, who->warp, who->lane,
+           "%s of %u bytes at %s address 0x%llx: byte %u of them was never written", kind_name(kind), bytes,
+           r->cta ? "shared" : "global", (ull)(r->base + offset), first);
+    if (m->finding_count > before) m->findings[before].address = r->base + offset + first;
+}
+
+/* Races and initialisation of one lane's access; it may have no region. Bytes that a race is about need not have been
+ * written. */
 static void enter_access(Machine *m, Who *who, Region *r, u64 offset, u32 bytes, int kind) {
     if (!m->launch.check || r == NULL) return;
-    if (r->valid) {
-        u8 *valid = r->valid + offset, *first;
-        if (kind != WRITE && (first = memchr(valid, 0, bytes)) != NULL)
-            report(m, UNINITIALIZED, who->op, who->warp, who->lane,
-                   "%s of %u bytes at %s address 0x%llx: byte %d of them was never written", kind_name(kind),
-                   bytes, r->cta ? "shared" : "global", (ull)(r->base + offset), (int)(first - valid));
-        if (kind != READ) memset(valid, 1, bytes);
-    }
     if (!r->cta && (m->launch.footprint || r->flight)) footprint_enter(m, who, r, offset, bytes, kind);
+    u32 conflicts = m->conflicts;
     shadow_access(m, who, r, offset, bytes, kind);
+    if (!r->valid) return;
+    u8 *valid = r->valid + offset, *first;
+    if (kind != WRITE && m->conflicts == conflicts && (first = memchr(valid, 0, bytes)) != NULL)
+        report_uninitialized(m, who, r, offset, bytes, kind, (u32)(first - valid));
+    if (kind != READ) memset(valid, 1, bytes);
 }
 
 static Who thread_of(Warp *w, const Op *op, int lane) {

@@ -29,12 +29,12 @@ static i32 multicast_places(Machine *m, Warp *w, const Op *op, int lane, u64 add
 static void multimem_order(Machine *m, Warp *w, const Op *op, const Place *p, bool reads) {
     if (!(op->flags & STRONG)) return;
     clock_location(m, w, p->region, p->offset, reads, !reads, reads && op->flags & ACQUIRE, !reads && op->flags & RELEASE,
-                   op->flags & SYSTEM_SCOPE);
+                   scope_of(op));
 }
 
 static void multimem_enter(Machine *m, Warp *w, const Op *op, int lane, const Place *p, u32 bytes, int kind) {
     Who who = thread_of(w, op, lane);
-    who.strong = (op->flags & STRONG) != 0, who.system = (op->flags & SYSTEM_SCOPE) != 0;
+    who.strong = (op->flags & STRONG) != 0, who.scope = (i8)scope_of(op);
     enter_access(m, &who, p->region, p->offset, bytes, kind);
 }
 

@@ -18,22 +18,23 @@
 
 enum { PAGE_WORDS = 1024, MAX_READERS = 32, MAX_GLOBAL_READERS = 4 };
 
-/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, system scope 1, op 21;
- * 0: never accessed. */
+/* Who, in 64 bits: cluster 20, actor 12, lane 5, several lanes 1, async 2, strong 1, wrote 1, scope 2, op 20; 0: never
+ * accessed. */
 typedef u64 Id;
 /* A list of readers also has ordinary writers that atomic writes came after, marked WROTE: an atomic access
  * conflicts with them, and not with the atomic one that is in Cell.writer. */
 typedef struct Reader { Id id; u32 clock, next; } Reader;
 /* more, split: pool indices, 0: none */
 typedef struct Cell { Id writer, reader; u32 written, read, more, split; } Cell;
-typedef struct Page { Cell cells[PAGE_WORDS]; } Page;
+/* noncoherent: for each word the op of the last ld.global.nc << 4 | bytes that such have read in a launch; NULL: none */
+typedef struct Page { Cell cells[PAGE_WORDS]; u32 *noncoherent, launch; } Page;
 
-#define OP_MASK 0x1fffffull
+#define OP_MASK 0xfffffull
 
 static Id id_of(const Machine *m, const Who *who, bool strong) {
     return (u64)who->warp->cta->cluster->sequence << 44 | (u64)(who->actor & 0xfff) << 32
         | (u64)(who->lane & 31) << 27 | (u64)(who->async & 3) << 24 | (u64)strong << 23
-        | (u64)(strong && who->system) << 21 | ((u64)(who->op - m->launch.ops) & OP_MASK);
+        | (u64)(who->scope - SCOPE_CTA) << 20 | ((u64)(who->op - m->launch.ops) & OP_MASK);
 }
 static u32 id_cluster(Id id) { return (u32)(id >> 44); }
 static u32 id_actor(Id id) { return id >> 32 & 0xfff; }
@@ -41,7 +42,7 @@ static i32 id_lane(Id id) { return id >> 27 & 31; }
 static bool id_many(Id id) { return id >> 26 & 1; }
 static u32 id_async(Id id) { return id >> 24 & 3; }
 static bool id_strong(Id id) { return id >> 23 & 1; }
-static bool id_system(Id id) { return id >> 21 & 1; }
+static int id_scope(Id id) { return (int)(id >> 20 & 3) + SCOPE_CTA; }
 
 /* The launch of an id, among peers; NULL without. */
 static const PeerLaunch *id_launch(const Machine *m, Id id) {
@@ -123,118 +124,7 @@ static void clear_readers(struct Shadow *s, Cell *c, bool strong) {
         push_reader(s, c, c->writer | WROTE, c->written);
 }
 
-/* **** conflicts **** */
-
-/* Whether what `id` did at `clock` is ordered before `who`. */
-static bool ordered(const Who *who, Id id, u32 clock) {
-    const Warp *w = who->warp;
-    u32 cluster = id_cluster(id), actor = id_actor(id);
-    bool same_warp = cluster == w->cta->cluster->sequence && actor == actor_of(w, 0);
-    if (cluster == w->cta->cluster->sequence && actor == actor_of(w, ACTOR_COPY)) {
-        /* a thread's own cp.asyncs: those it waited for; other lanes' ones: those of before they synchronised */
-        bool waited = id_lane(id) == who->lane && clock <= w->copy_done[who->lane] + w->copy_arrivals;
-        return waited || clock <= w->copies_seen[who->lane];
-    }
-    if (!same_warp) return knows(w, cluster, actor, clock, KNOWN);
-    if (id_lane(id) == who->lane && !id_many(id)) return true;
-    return clock < w->lane_sync[who->lane];
-}
-
-static const char *deed(Id id, bool wrote) {
-    u32 family = id_actor(id) % ACTORS;
-    if (family >= ACTOR_MBARRIER && id_strong(id) && !id_async(id)) return "an asynchronous copy's signal";
-    if (family >= ACTOR_MBARRIER) return wrote ? "an asynchronous copy's write" : "an asynchronous read";
-    if (family >= ACTOR_COPY) return wrote ? "a cp.async's write" : "a cp.async's read";
-    if (family >= ACTOR_BULK) return wrote ? "a bulk copy's write" : "a bulk copy's read";
-    if (family >= ACTOR_WGMMA) return "a wgmma's read";
-    return id_strong(id) ? "an atomic access" : wrote ? "a write" : "a read";
-}
-
-/* A conflict is of the kind of what was not waited for: of a wgmma, of a copy, or of a thread. */
-static bool is_wgmma(Id id) { return id_actor(id) % ACTORS / 32 == ACTOR_WGMMA / 32; }
-
-static int kind_of(Id me, Id other) {
-    if (is_wgmma(other)) return WGMMA_HAZARD;
-    if (is_wgmma(me)) return id_async(other) ? ASYNC_HAZARD : RACE;
-    return id_async(me) || id_async(other) ? ASYNC_HAZARD : RACE;
-}
-
-/* The CTA of an id, as a number in the grid. */
-static i32 id_cta(const Machine *m, Id id) {
-    const PeerLaunch *launch = id_launch(m, id);
-    const u32 *grid = launch ? launch->grid : m->launch.grid, *size = launch ? launch->cluster : m->launch.cluster;
-    u32 number = launch ? m->launch.peers->clusters[id_cluster(id)].number : id_cluster(id) - 1;
-    u32 nx = grid[0] / size[0], ny = grid[1] / size[1], rank = id_actor(id) / ACTORS;
-    u32 x = number % nx * size[0] + rank % size[0];
-    u32 y = number / nx % ny * size[1] + rank / size[0] % size[1];
-    u32 z = number / nx / ny * size[2] + rank / size[0] / size[1];
-    return (i32)(x + grid[0] * (y + grid[1] * z));
-}
-
-static void conflict(Machine *m, const Who *who, Id me, Id other, bool wrote, bool write, const Region *r,
-                     u64 offset,
-                     int kind) {
-    char text[256], memory[48] = "", whose[128] = "";
-    u32 family = id_actor(other) % ACTORS;
-    const Op *op = id_op(m, other);
-    const PeerLaunch *launch = id_launch(m, other);
-    if (known_finding(m, kind, who->op->line, op->line)) return;
-    i32 thread = family < ACTOR_MBARRIER ? (i32)(family % 32) * LANES + id_lane(other) : -1;
-    const char *why = kind == PROXY_FENCE ? "has not passed a fence.proxy.async" : "is not ordered before";
-    if (launch && !r->cta) {
-        snprintf(memory, sizeof memory, " of GPU %d", r->gpu);
-        snprintf(whose, sizeof whose, " of kernel %.60s on GPU %d", launch->name, launch->gpu);
-    }
-    snprintf(text, sizeof text, "%s of %s memory at %#llx%s: %s (line %d, CTA %d%s) %s", deed(me, write),
-             r->cta ? "shared" : "global", (unsigned long long)(r->base + offset), memory, deed(other, wrote), op->line,
-             id_cta(m, other), whose, why);
-    report_pair(m, kind, who->op, who->warp, who->lane, op->line, id_cta(m, other), thread, text);
-}
-
-/* Whether it does not matter which of two ordinary writes of one CTA comes last: they are of the same value
-   (Triton's warpgroups may store a tile that each of them computed), or of lanes of one warp in one
-   instruction, where PTX stores the value of one of them (Triton stores sums that lanes have added up in
-   different orders). */
-static bool replicated(const Machine *m, Id me, Id other, const Region *r, u64 offset, u32 bytes, u64 from) {
-    if (!m->storing || id_async(other) || id_cta(m, me) != id_cta(m, other)) return false;
-    if (id_launch(m, me) != id_launch(m, other)) return false;
-    if ((me & OP_MASK) == (other & OP_MASK) && id_actor(me) == id_actor(other)) return true;
-    return memcmp(r->data + offset, m->storing + (offset - from), bytes) == 0;
-}
-
-typedef struct {
-    Machine *m;
-    const Who *who;
-    Region *r;
-    Id me;
-    u64 from;      /* where the whole access begins */
-    bool write, strong;
-} Access;
-
-/* Two strong accesses, whose scopes include each other's thread: what the scope is counts between GPUs alone. */
-static bool excused(const Access *a, Id other) {
-    if (!a->strong || !id_strong(other)) return false;
-    const PeerLaunch *launch = id_launch(a->m, other);
-    return !launch || launch->gpu == a->m->launch.gpu || (id_system(a->me) && id_system(other));
-}
-
-static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) {
-    if (!c->writer || excused(a, c->writer)) return;
-    if (!ordered(a->who, c->writer, c->written)) {
-        if (!(a->write && replicated(a->m, a->me, c->writer, a->r, offset, bytes, a->from)))
-            conflict(a->m, a->who, a->me, c->writer, true, a->write, a->r, offset, kind_of(a->me, c->writer));
-        return;
-    }
-    if (a->who->async != 2 || a->write || id_async(c->writer) == 2) return;
-    int which = a->r->cta ? FENCED_SHARED : FENCED_GLOBAL;
-    if (!knows(a->who->warp, id_cluster(c->writer), id_actor(c->writer), c->written, which))
-        conflict(a->m, a->who, a->me, c->writer, true, false, a->r, offset, PROXY_FENCE);
-}
-
-static void check_reader(const Access *a, Id reader, u32 clock, u64 offset) {
-    if (!reader || excused(a, reader) || ordered(a->who, reader, clock)) return;
-    conflict(a->m, a->who, a->me, reader, reader & WROTE, a->write, a->r, offset, kind_of(a->me, reader));
-}
+#include "conflicts.c"
 
 static void write_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
     struct Shadow *s = a->m->shadow;
@@ -288,6 +178,43 @@ static void access_word(const Access *a, Cell *c, u64 offset, u32 bytes) {
     }
 }
 
+/* **** ld.global.nc, which sees no writes of its launch **** */
+
+/* `bytes` of the word from `offset` on, which is `word` of the page. */
+static void read_noncoherent(const Access *a, Page *page, u64 word, u64 offset, u32 bytes) {
+    const Cell *c = &page->cells[word];
+    Machine *m = a->m;
+    if (!page->noncoherent) page->noncoherent = calloc(PAGE_WORDS, sizeof *page->noncoherent);
+    if (page->launch != m->peer_launch) memset(page->noncoherent, 0, sizeof *page->noncoherent * PAGE_WORDS);
+    page->launch = m->peer_launch;
+    u32 mask = ((1u << bytes) - 1) << (offset & 3);
+    page->noncoherent[word] = (u32)(a->me & OP_MASK) << 4 | (page->noncoherent[word] & 15) | mask;
+    for (u32 i = 0; i < (c->split ? bytes : 1); i++) {
+        Id writer = c->split ? m->shadow->cells[c->split + ((offset + i) & 3)].writer : c->writer;
+        if (!writer || id_launch(m, writer) != id_launch(m, a->me)) continue;
+        m->conflicts++;
+        if (known_finding(m, RACE, a->who->op->line, id_op(m, writer)->line)) continue;
+        char text[256];
+        snprintf(text, sizeof text, "a read by ld.global.nc of global memory at %#llx, which the launch has written (line %d, "
+                 "CTA %d): such reads need not see it", (unsigned long long)(a->r->base + offset + i),
+                 id_op(m, writer)->line, id_cta(m, writer));
+        report_pair(m, RACE, a->who->op, a->who->warp, a->who->lane, id_op(m, writer)->line, id_cta(m, writer), -1, text);
+    }
+}
+
+/* A write of what was read so before: known GPUs read what there was. */
+static void write_noncoherent(const Access *a, const Page *page, u64 word, u64 offset, u32 bytes) {
+    u32 was = page->noncoherent[word];
+    bool read = page->launch == a->m->peer_launch && was & ((1u << bytes) - 1) << (offset & 3);
+    if (!read) return;
+    int line = a->m->launch.ops[was >> 4].line;
+    char text[256];
+    if (known_finding(a->m, NOTE, a->who->op->line, line)) return;
+    snprintf(text, sizeof text, "a write of global memory at %#llx, which ld.global.nc (line %d) has read: it is for bytes "
+             "that the launch does not write", (unsigned long long)(a->r->base + offset), line);
+    report_pair(a->m, NOTE, a->who->op, a->who->warp, a->who->lane, line, -1, -1, text);
+}
+
 static u64 page_count(u64 nbytes) { return nbytes / 4 / PAGE_WORDS + 2; }
 
 void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes, int kind) {
@@ -302,6 +229,8 @@ void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes,
         Page **page = &r->pages[word / PAGE_WORDS];
         if (!*page) *page = calloc(1, sizeof **page);
         access_word(&a, &(*page)->cells[word % PAGE_WORDS], at, some);
+        if (who->noncoherent && !r->cta) read_noncoherent(&a, *page, word % PAGE_WORDS, at, some);
+        else if (a.write && (*page)->noncoherent) write_noncoherent(&a, *page, word % PAGE_WORDS, at, some);
         at += some;
     }
 }
@@ -313,7 +242,7 @@ void shadow_start(Machine *m) {
 }
 
 static void free_pages(Page **pages, u64 count) {
-    for (u64 i = 0; i < count; i++) free(pages[i]);
+    for (u64 i = 0; i < count; i++) if (pages[i]) free(pages[i]->noncoherent), free(pages[i]);
     free(pages);
 }
 
@@ -325,8 +254,7 @@ void shadow_region_free(Machine *m, Region *r) {
     /* locations are known by host address, which may be used again */
     for (i32 i = 0; r->cta && i < m->shadow->location_room; i++) {
         Location *at = &m->shadow->locations[i];
-        u64 key = at->key & ((1ull << LOCATION_BITS) - 1);
-        if (key >= (u64)r->data && key < (u64)(r->data + r->size)) at->clock.count = 0;
+        if (at->key >= (u64)r->data && at->key < (u64)(r->data + r->size)) at->clock.count = 0;
     }
 }
 

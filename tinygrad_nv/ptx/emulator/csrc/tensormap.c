@@ -73,12 +73,12 @@ static void decode_map(const u8 *raw, Map *map) {
 }
 
 /* The map at a generic address, for an instruction on a tensor of `vector` dimensions; false: reported. It is
- * read past the generic proxy, so that who writes one in global memory must pass a fence.proxy.tensormap. */
-static bool read_map(Machine *m, Warp *w, const Op *op, int lane, u64 address, Map *map) {
+ * read past the generic proxy, so that who writes one in global memory must pass a fence.proxy.tensormap; and until
+ * `actor` has come to `clock`. */
+static bool read_map(Machine *m, Warp *w, const Op *op, int lane, u64 address, u32 actor, u32 clock, Map *map) {
     Place p;
     if (!async_place(m, w, op, lane, GENERIC, address, MAP_BYTES, 64, READ, &p)) return false;
-    Who who = thread_of(w, op, lane);
-    who.async = 2;
+    Who who = {.warp = w, .op = op, .lane = lane, .actor = actor, .clock = clock, .async = 2};
     enter_access(m, &who, p.region, p.offset, MAP_BYTES, READ);
     decode_map(p.host, map);
     bool im2col = op->flags & IM2COL;
@@ -175,7 +175,7 @@ HANDLER(tensormap_copy) {
     if (!from || !host) return NEXT;
     memcpy(host, from, MAP_BYTES);
     if (locate(m, w, op, lane, GLOBAL, to[lane], MAP_BYTES, 64, &r, &offset))
-        clock_location(m, w, r, offset, false, true, false, true, false);
+        clock_location(m, w, r, offset, false, true, false, true, scope_of(op));
     lanes_sync(m, w, mask);
     happened(m, w->cta->cluster);
     return NEXT;
@@ -193,9 +193,9 @@ HANDLER(tensormap_acquire) {
         EACH if (address[l] == address[lane]) left &= ~(1u << l);
         if (!address[lane]) continue;
         if (locate(m, w, op, lane, GENERIC, address[lane], MAP_BYTES, 1, &r, &offset) && r)
-            clock_location(m, w, r, offset, true, false, true, false, false);
+            clock_location(m, w, r, offset, true, false, true, false, scope_of(op));
     }
-    clock_fence(m, w, true, false, false);
+    clock_fence(m, w, true, false, scope_of(op));
     clock_proxy_fence(m, w, false, true);
     return NEXT;
 }

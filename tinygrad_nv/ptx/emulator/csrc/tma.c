@@ -236,7 +236,7 @@ HANDLER(tma_load) {
     ACTIVE {
         Map map;
         u64 barrier = r64(w, op->c)[l];
-        if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
+        if (!read_map(m, w, op, l, r64(w, op->b)[l], actor_of(w, ACTOR_MAP), ++w->map_reads, &map)) continue;
         Box *box = find_box(m, w, op, l, &map, READ);
         if (!box) continue;
         note_rows(w, box, READS);
@@ -286,7 +286,7 @@ HANDLER(tma_store) {
         Place p;
         u32 group = w->bulk_groups[l] + 1;
         done |= same = twins(m, w, op, mask, l, from);
-        if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
+        if (!read_map(m, w, op, l, r64(w, op->b)[l], actor_of(w, ACTOR_BULK_READ), group, &map)) continue;
         if (!place_box(m, w, op, l, from[l], READ, &map, &p)) continue;
         Box *b = find_box(m, w, op, l, &map, WRITE);
         if (!b) continue;
@@ -308,7 +308,7 @@ HANDLER(tma_store) {
 HANDLER(tma_prefetch) {
     ACTIVE {
         Map map;
-        if (!read_map(m, w, op, l, r64(w, op->b)[l], &map)) continue;
+        if (!read_map(m, w, op, l, r64(w, op->b)[l], actor_of(w, 0), w->now, &map)) continue;
         free(find_box(m, w, op, l, &map, READ));
     }
     return NEXT;
