@@ -11,9 +11,10 @@ from tinygrad_nv.host.calls_stream import nodes_of
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.graphs import Executable, Graph, Node
 from tinygrad_nv.host.session import Session
-from tinygrad_nv.host.works import Copy, Fill, HostCall, Kernel, Nothing, Rows, Work
+from tinygrad_nv.host.works import Copy, Fill, HostCall, Kernel, Lifetime, Nothing, Rows, Work
+from tinygrad_nv.runtime.emulated.order import FREES
 
-TYPES: dict[type, int] = {Kernel: 0, Copy: 1, Fill: 2, HostCall: 3, Nothing: 5}      # cudaGraphNodeType
+TYPES: dict[type, int] = {Kernel: 0, Copy: 1, Fill: 2, HostCall: 3, Nothing: 5, Lifetime: 10}     # cudaGraphNodeType
 SAME_TOPOLOGY, OTHER_TOPOLOGY = 0, 2
 
 
@@ -143,7 +144,8 @@ def set_node_attribute(s: Session, node: Word, attribute: Int, value: Word) -> N
 
 @api("cudaGraphNodeGetType", "cuGraphNodeGetType")
 def node_type(s: Session, node: Word, into: Word) -> None:
-    s.put(into, TYPES[type(s.object(node, Node).work)], size=4)
+    work = s.object(node, Node).work
+    s.put(into, TYPES[type(work)] + (isinstance(work, Lifetime) and work.what == FREES), size=4)
 
 
 @api("cudaGraphGetNodes", "cuGraphGetNodes")

@@ -8,7 +8,8 @@ from tinygrad_nv.host.api import Extent, Int, Unsigned, Word, api
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.memory import Kind
 from tinygrad_nv.host.session import Session
-from tinygrad_nv.host.works import Nothing
+from tinygrad_nv.host.works import Lifetime
+from tinygrad_nv.runtime.emulated.order import ALLOCATES, FREES
 
 PITCH = 512             # bytes, of rows of cudaMallocPitch
 MEMORY_TYPE = {Kind.HOST: 1, Kind.DEVICE: 2, Kind.MANAGED: 3}      # cudaMemoryType
@@ -31,8 +32,10 @@ def malloc(s: Session, pointer: Word, nbytes: Word) -> None: s.put(pointer, allo
 
 @api("cudaMallocAsync", "cuMemAllocAsync")
 def malloc_async(s: Session, pointer: Word, nbytes: Word, stream: Word) -> None:
-    s.put(pointer, allocated(s, nbytes))
-    s.streams.submit(Nothing(), s.stream(stream))
+    if not nbytes: return s.put(pointer, 0)
+    memory = s.memory.alloc(nbytes)
+    s.put(pointer, memory.address)
+    s.streams.submit(Lifetime(memory, ALLOCATES), s.stream(stream))
 
 
 @api("cudaMallocFromPoolAsync", "cuMemAllocFromPoolAsync")
@@ -87,7 +90,9 @@ def free(s: Session, pointer: Word) -> None:
 @api("cudaFreeAsync", "cuMemFreeAsync")
 def free_async(s: Session, pointer: Word, stream: Word) -> None:
     into = s.stream(stream)
-    s.streams.submit(Nothing(), into)
+    if not pointer: return
+    memory = s.memory.to_free(pointer, (Kind.DEVICE,))
+    s.streams.submit(Lifetime(memory, FREES), into)
     if into.capture is None: s.streams.forget(s.memory.free(pointer, (Kind.DEVICE,)).buffer)
 
 

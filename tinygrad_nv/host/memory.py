@@ -68,6 +68,7 @@ class Memory:
         self.bytes = np.frombuffer(self.map, np.uint8)
         self.next = 0
         self.by_address: dict[int, Allocation] = {}
+        self.freed: dict[int, int] = {}     # bytes by address
         self.addresses: list[int] = []
 
     def alloc(self, nbytes: int, kind: Kind = Kind.DEVICE, flags: int = 0) -> Allocation:
@@ -100,13 +101,18 @@ class Memory:
         insort(self.addresses, made.address)
         return made
 
-    def free(self, address: int, kinds: tuple[Kind, ...]) -> Allocation:
-        """Returns what was there. Raises `CudaError` for what is no beginning of an allocation of these
-        kinds."""
+    def to_free(self, address: int, kinds: tuple[Kind, ...]) -> Allocation:
+        """The allocation that begins at an address. Raises `CudaError` where none of these kinds does."""
         found = self.by_address.get(address)
         if found is None or not found.own or found.kind not in kinds:
             raise CudaError(Status.INVALID_VALUE, f"address {address:#x} is freed: {self.said(address)}")
+        return found
+
+    def free(self, address: int, kinds: tuple[Kind, ...]) -> Allocation:
+        """Returns what was there. Raises `CudaError` as `to_free` does."""
+        found = self.to_free(address, kinds)
         self.leave(found)
+        self.freed[address] = found.nbytes
         self.emulator.free(found.buffer)
         offset, room = address - BASE, _whole(found.nbytes)
         if found.kind != Kind.HOST: self.used -= found.nbytes
@@ -137,6 +143,8 @@ class Memory:
         found = self.by_address[self.addresses[at]] if at >= 0 else None
         if found is not None and address < found.address + found.nbytes + GRANULE:
             return f"byte {address - found.address} of an allocation of {found.nbytes}"
+        for start, nbytes in self.freed.items():
+            if start <= address < start + nbytes: return f"byte {address - start} of {nbytes} that have been freed"
         if BASE <= address < BASE + SIZE: return "device memory that is not allocated"
         return "no device memory"
 

@@ -6,6 +6,7 @@ programmatic launch may run beside.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import numpy as np
 from tinygrad_nv.host.demangle import demangled
 from tinygrad_nv.host.device import Device
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.host.launches import Launch, launched
+from tinygrad_nv.host.launches import Launch, LaunchReport, launched
 from tinygrad_nv.host.memory import Allocation, HostPages, Kind
 from tinygrad_nv.host.wire import BASE
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
@@ -22,6 +23,7 @@ from tinygrad_nv.runtime.emulated.order import Done, Part, touched
 
 HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
 Beside = tuple[Footprint, ...]
+ADDRESS = re.compile(r"bytes at (0x[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,17 @@ class Kernel:
         what = f"launch {len(d.results.launches)} ({demangled(self.launch.kernel.name):.40})"
         d.results.launches.append(known)
         d.sticky = known.status         # told by the next call
+        d.results.notes += told_freed(d, what, known)
         if report.printed: d.print(report.printed)
         runs = report.footprint.runs if report.footprint is not None else {}
         return Ran(Done(Footprint(what, runs), report.early), known.timing.seconds if known.timing else 0.0)
+
+
+def told_freed(d: Device, what: str, launch: LaunchReport) -> list[str]:
+    """Which of the addresses that a launch should not have touched are of memory that was freed."""
+    outside = [at for each in launch.findings if each.kind == "out-of-bounds" for at in ADDRESS.findall(each.message)[:1]]
+    said = {at: d.memory.said(int(at, 16)) for at in outside}
+    return [f"{what} uses {at}: {words}" for at, words in said.items() if words.endswith("freed")]
 
 
 @dataclass(frozen=True)
@@ -171,13 +181,22 @@ class HostCall:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Work that does nothing: a node that only joins others, an allocation that was made when it was asked
-    for."""
+    """Work that does nothing: a node that only joins others."""
 
     def run(self, d: Device, ahead: Beside = ()) -> Ran: return Ran(Done(Footprint("nothing")))
 
 
-Work = Kernel | Copy | Fill | HostCall | Nothing
+@dataclass(frozen=True)
+class Lifetime:
+    """Where an allocation's life begins or ends in a stream's order: `what` is ALLOCATES or FREES."""
+    memory: Allocation
+    what: str
+
+    def run(self, d: Device, ahead: Beside = ()) -> Ran:
+        return Ran(Done(footprint(d, self.what, [(Rows(self.memory.address, self.memory.nbytes), self.memory, WRITE)])))
+
+
+Work = Kernel | Copy | Fill | HostCall | Lifetime | Nothing
 
 
 def footprint(d: Device, what: str, parts: list[tuple[Rows, Allocation, int]]) -> Footprint:

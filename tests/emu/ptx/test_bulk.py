@@ -107,6 +107,18 @@ def test_destination_of_a_bulk_store_needs_the_full_wait(read: str) -> None:
     assert read or first[0] == 0
 
 
+@pytest.mark.parametrize("fence", ["", "fence.proxy.async.shared::cta;\n"])
+def test_a_tile_is_refilled_after_it_was_read(fence: str) -> None:
+    """A note: PTX asks for a fence between the reads and the next copy; CUTLASS's pipelines do without."""
+    load = EXPECT.format(bytes=512) + LOAD.format(bytes=512)
+    body = INIT.format(count=1) + load + wait() + COPY + BACK + fence + "bar.sync 0;\n" + load + wait(1, parity=1)
+    report, (source, out) = run(body, DATA, ZEROS)
+    assert not report.findings
+    assert (out == source).all()
+    noted = ["a read (line" in note.message and "fence.proxy.async" in note.message for note in report.notes]
+    assert noted == ([] if fence else [True])
+
+
 def test_exit_before_the_source_is_read() -> None:
     """A note: PTX asks for the wait, but DeepGEMM's last stores run right without."""
     report, _ = run(FILL + FENCE + STORE.format(source="%r2") + "cp.async.bulk.commit_group;\n", DATA, ZEROS)

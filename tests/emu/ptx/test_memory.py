@@ -110,13 +110,15 @@ def test_vectors_hold_immediates_sinks_and_single_items() -> None:
 def test_hints_are_accepted() -> None:
     emu = Emulator()
     a = emu.alloc(np.arange(32, dtype=np.uint32))
-    sound(run("""mov.b64 %d1, 0x12f0000000000000;
+    report = run("""mov.b64 %d1, 0x12f0000000000000;
         ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%r1, %r2, %r3, %r4}, [%a0];
         ld.global.L1::evict_last.L2::cache_hint.b32 %r5, [%a0+16], %d1; ld.global.cg.b32 %r6, [%a0];
         ldu.global.b32 %r7, [%a0]; ld.weak.global.ca.b32 %r8, [%a0]; st.global.cs.b32 [%a0], %r1;
         st.global.L2::cache_hint.b32 [%a0+4], %r2, %d1;
         prefetch.global.L2 [%a0]; prefetchu.L1 [%a0]; prefetch.global.L1 [%a0+1000000];
-        applypriority.global.L2::evict_normal [%a0], 128;""", a, emu=emu, block=1))
+        applypriority.global.L2::evict_normal [%a0], 128;""", a, emu=emu, block=1)
+    sound(report)
+    assert ["which ld.global.nc (line 6) has read" in note.message for note in report.notes] == [True, True]
     assert words(a).tolist() == list(range(32))
 
 

@@ -120,8 +120,9 @@ class StreamHistory:
     def _conflicts(self, footprint: Footprint, into: StreamHistory, known: int) -> Iterator[str]:
         if self.position <= known: return
         for memory, runs in footprint.runs.items():
-            for entry in self.log.get(memory, {}).values():
-                if entry.position <= known or (overlap := runs.conflict(entry.runs)) is None: continue
+            unordered = [each for each in self.log.get(memory, {}).values() if each.position > known]
+            for entry in sorted(unordered, key=lambda each: -each.position):    # an event after the last will do
+                if (overlap := runs.conflict(entry.runs)) is None: continue
                 yield (f"order: {told(memory, overlap, footprint.what, entry.what)}: record an event in "
                        f"stream {self.number} after {entry.what}, and let stream {into.number} wait for it "
                        f"before {footprint.what}")
@@ -138,15 +139,19 @@ def touched(what: str, *parts: Part) -> Footprint:
     return Footprint(what, runs)
 
 
+ALLOCATES, FREES = "cudaMallocAsync", "cudaFreeAsync"   # work that all other work on the bytes must come after, before
+
+
 def told(memory: object, overlap: Overlap, what: str, other: str) -> str:
     """Two works that nothing orders, and the bytes."""
     where = f"the {memory.nbytes} allocated at {memory.ptr:#x}" if isinstance(memory, Buffer) \
         else "page-locked memory"
-    return (f"{what} {_deed(overlap.flags)}, and {other} {_deed(overlap.other)}, bytes {overlap.start} to "
+    return (f"{what} {_deed(what, overlap.flags)}, and {other} {_deed(other, overlap.other)}, bytes {overlap.start} to "
             f"{overlap.stop - 1} of {where}, and nothing orders the two")
 
 
-def _deed(flags: int) -> str:
+def _deed(what: str, flags: int) -> str:
+    if what.startswith((ALLOCATES, FREES)): return "allocates" if what.startswith(ALLOCATES) else "frees"
     if not flags & ANY_WRITE: return "reads"
     return "writes" if flags & WRITE else "updates"
 

@@ -151,7 +151,7 @@ RING = kernel(
     "ring", "map_a map_b d_out",
     f"tiles_a:{STAGES * A_BYTES}:1024 tiles_b:{STAGES * B_BYTES}:1024 barriers:48:8", BODY, {
         "full-unawaited": "wgmma-hazard",
-        "consumer-parity": "wgmma-hazard|uninitialized",
+        "consumer-parity": "wgmma-hazard|async-hazard",
         "try-once": "wgmma-hazard",
         "producer-parity": "deadlock",
         "producer-never-flips": "wgmma-hazard|async-hazard|deadlock",

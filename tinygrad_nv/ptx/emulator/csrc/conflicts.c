@@ -8,6 +8,7 @@ typedef struct {
     Id me;
     u64 from;      /* where the whole access begins */
     bool write, strong;
+    bool asks_more;     /* than order, of what came before: of threads of other CTAs of a cluster, or before copies */
 } Access;
 
 /* Whether what `id` did at `clock` is ordered before `who`. */
@@ -88,7 +89,7 @@ static void name_race(Machine *m, const Finding *race, u64 address) {
 }
 
 /* `known`: it is ordered before, but not soundly. */
-static void conflict(const Access *a, Id other, bool wrote, u64 offset, int kind, bool known) {
+__attribute__((cold, noinline)) static void conflict(const Access *a, Id other, bool wrote, u64 offset, int kind, bool known) {
     char text[256], memory[48] = "", whose[128] = "";
     Machine *m = a->m;
     const Who *who = a->who;
@@ -98,7 +99,7 @@ static void conflict(const Access *a, Id other, bool wrote, u64 offset, int kind
     u64 address = a->r->base + offset;
     i32 thread = family < ACTOR_MBARRIER ? (i32)(family % 32) * LANES + id_lane(other) : -1;
     m->conflicts += kind != NOTE;
-    if (a->write && !wrote && kind != NOTE)
+    if (a->write && kind != NOTE)
         name_race(m, &(Finding){.kind = kind, .line = who->op->line, .other = op->line, .cta = cta_number(m, who->warp->cta),
                                 .other_cta = id_cta(m, other), .thread = (i32)warp_thread(who->warp, who->lane)}, address);
     if (known_finding(m, kind, who->op->line, op->line)) return;
@@ -129,19 +130,19 @@ static int common_scope(const Machine *m, Id a, Id b) {
     return !m->launch.peers || id_launch(m, a)->gpu == id_launch(m, b)->gpu ? SCOPE_GPU : SCOPE_SYSTEM;
 }
 
-/* Two strong accesses, whose scopes include each other's thread. */
-static bool excused(const Access *a, Id other) {
-    if (!a->strong || !id_strong(other)) return false;
+__attribute__((noinline)) static bool scopes_have_both(const Access *a, Id other) {
     int least = id_scope(a->me) < id_scope(other) ? id_scope(a->me) : id_scope(other);
-    return least >= common_scope(a->m, a->me, other);
+    return (least >= SCOPE_GPU && !a->m->launch.peers) || least >= common_scope(a->m, a->me, other);
 }
 
-static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) {
-    if (!c->writer || excused(a, c->writer)) return;
-    bool known = ordered(a->who, c->writer, c->written);
-    if (!known || !is_known_soundly(a, c->writer, c->written)) {
+/* Two strong accesses, whose scopes include each other's thread. */
+static bool excused(const Access *a, Id other) { return a->strong && id_strong(other) && scopes_have_both(a, other); }
+
+/* A writer that is ordered before, where order is not enough: of another CTA of the cluster, or before a copy. */
+__attribute__((noinline)) static void check_ordered_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) {
+    if (!is_known_soundly(a, c->writer, c->written)) {
         if (!(a->write && replicated(a->m, a->me, c->writer, a->r, offset, bytes, a->from)))
-            conflict(a, c->writer, true, offset, kind_of(a->me, c->writer), known);
+            conflict(a, c->writer, true, offset, kind_of(a->me, c->writer), true);
         return;
     }
     if (a->who->async != 2 || id_async(c->writer) == 2) return;
@@ -150,8 +151,16 @@ static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) 
         conflict(a, c->writer, true, offset, PROXY_FENCE, false);
 }
 
+static void check_writer(const Access *a, const Cell *c, u64 offset, u32 bytes) {
+    if (!c->writer || excused(a, c->writer)) return;
+    if (!ordered(a->who, c->writer, c->written)) {
+        if (!(a->write && replicated(a->m, a->me, c->writer, a->r, offset, bytes, a->from)))
+            conflict(a, c->writer, true, offset, kind_of(a->me, c->writer), false);
+    } else if (a->asks_more) check_ordered_writer(a, c, offset, bytes);
+}
+
 /* A reader that is ordered before, where PTX asks for more: CUTLASS's pipelines do without. */
-static void note_reader(const Access *a, Id reader, u32 clock, u64 offset) {
+__attribute__((noinline)) static void note_ordered_reader(const Access *a, Id reader, u32 clock, u64 offset) {
     if (!is_known_soundly(a, reader, clock)) conflict(a, reader, false, offset, NOTE, true);
     if (a->who->async != 2 || !a->r->cta || id_async(reader)) return;
     if (!knows(a->who->warp, id_cluster(reader), id_actor(reader), clock, FENCED_SHARED))
@@ -160,6 +169,6 @@ static void note_reader(const Access *a, Id reader, u32 clock, u64 offset) {
 
 static void check_reader(const Access *a, Id reader, u32 clock, u64 offset) {
     if (!reader || excused(a, reader)) return;
-    if (ordered(a->who, reader, clock)) { note_reader(a, reader, clock, offset); return; }
-    conflict(a, reader, reader & WROTE, offset, kind_of(a->me, reader), false);
+    if (!ordered(a->who, reader, clock)) conflict(a, reader, reader & WROTE, offset, kind_of(a->me, reader), false);
+    else if (a->asks_more) note_ordered_reader(a, reader, clock, offset);
 }

@@ -288,6 +288,7 @@ struct Machine {
     Finding *findings;
     i32 finding_count, finding_room;
     u32 conflicts;            /* of accesses that nothing orders */
+    bool noncoherent;         /* ld.global.nc has been executed */
     Cluster **clusters;       /* resident */
     i32 cluster_count, cluster_room, window;
     u32 next_cluster, cluster_total;

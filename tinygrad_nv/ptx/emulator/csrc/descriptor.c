@@ -88,14 +88,17 @@ static void join_bytes(u32 *out, int words, int rows, int row_step, int k_step) 
 static void enter_range(Machine *m, Warp *w, const Op *op, u32 from, u32 bytes, const char *which) {
     Region *r = &w->cta->shared;
     u64 offset = from - ((u32)r->base & ((1u << RANK_SHIFT) - 1));
-    const u8 *invalid = r->valid ? memchr(r->valid + offset, 0, bytes) : NULL;
-    if (invalid)
-        report(m, UNINITIALIZED, op, w, 0,
-               "%s reads shared memory at 0x%x as %s, and nothing has been written there",
-               wgmma_name(op), (u32)(invalid - r->valid) + ((u32)r->base & ((1u << RANK_SHIFT) - 1)), which);
+    u32 conflicts = m->conflicts;
     u32 leader = (u32)(w->cta->rank * ACTORS + ACTOR_WGMMA + (w->id & ~3));
     Who who = {.warp = w, .op = op, .lane = 0, .actor = leader, .clock = w->wgmma_groups + 1, .async = 2};
     shadow_access(m, &who, r, offset, bytes, READ);
+    const u8 *invalid = r->valid && m->conflicts == conflicts ? memchr(r->valid + offset, 0, bytes) : NULL;
+    if (!invalid) return;
+    i32 before = m->finding_count;
+    u64 first = (u64)(invalid - r->valid);
+    report(m, UNINITIALIZED, op, w, 0, "%s reads shared memory at 0x%x as %s, and nothing has been written there",
+           wgmma_name(op), (u32)first + ((u32)r->base & ((1u << RANK_SHIFT) - 1)), which);
+    if (m->finding_count > before) m->findings[before].address = r->base + first;
 }
 
 /* Enters what this warp answers for: its rows of A, or a quarter of B's, which all four read. */

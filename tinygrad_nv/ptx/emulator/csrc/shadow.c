@@ -215,12 +215,20 @@ static void write_noncoherent(const Access *a, const Page *page, u64 word, u64 o
     report_pair(a->m, NOTE, a->who->op, a->who->warp, a->who->lane, line, -1, -1, text);
 }
 
+__attribute__((noinline)) static void enter_noncoherent(const Access *a, Page *page, u64 word, u64 offset, u32 bytes) {
+    if (a->who->noncoherent) read_noncoherent(a, page, word, offset, bytes);
+    else if (a->write && page->noncoherent) write_noncoherent(a, page, word, offset, bytes);
+}
+
 static u64 page_count(u64 nbytes) { return nbytes / 4 / PAGE_WORDS + 2; }
 
 void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes, int kind) {
     if (!m->launch.check || !bytes) return;
     bool strong = who->strong || kind == ATOMIC;
-    Access a = {m, who, r, id_of(m, who, strong), offset, kind != READ, strong};
+    Access a = {m, who, r, id_of(m, who, strong), offset, kind != READ, strong,
+                m->launch.remote || who->async == 2};
+    m->noncoherent |= who->noncoherent;
+    bool watched = m->noncoherent && !r->cta;
     if (!r->pages) r->pages = calloc(page_count(r->size), sizeof *r->pages);
     /* cells are for words of host memory, whose alignment is that of the address */
     for (u64 at = offset, end = offset + bytes; at < end;) {
@@ -229,8 +237,7 @@ void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes,
         Page **page = &r->pages[word / PAGE_WORDS];
         if (!*page) *page = calloc(1, sizeof **page);
         access_word(&a, &(*page)->cells[word % PAGE_WORDS], at, some);
-        if (who->noncoherent && !r->cta) read_noncoherent(&a, *page, word % PAGE_WORDS, at, some);
-        else if (a.write && (*page)->noncoherent) write_noncoherent(&a, *page, word % PAGE_WORDS, at, some);
+        if (watched) enter_noncoherent(&a, *page, word % PAGE_WORDS, at, some);
         at += some;
     }
 }
