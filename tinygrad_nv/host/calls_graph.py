@@ -14,7 +14,8 @@ from tinygrad_nv.host.session import Session
 from tinygrad_nv.host.works import Copy, Fill, HostCall, Kernel, Lifetime, Nothing, Rows, Work
 from tinygrad_nv.runtime.emulated.order import FREES
 
-TYPES: dict[type, int] = {Kernel: 0, Copy: 1, Fill: 2, HostCall: 3, Nothing: 5, Lifetime: 10}     # cudaGraphNodeType
+# cudaGraphNodeType; 11 for the end of a lifetime
+TYPES: dict[type, int] = {Kernel: 0, Copy: 1, Fill: 2, HostCall: 3, Nothing: 5, Lifetime: 10}
 SAME_TOPOLOGY, OTHER_TOPOLOGY = 0, 2
 
 

@@ -144,7 +144,8 @@ class Memory:
         if found is not None and address < found.address + found.nbytes + GRANULE:
             return f"byte {address - found.address} of an allocation of {found.nbytes}"
         for start, nbytes in self.freed.items():
-            if start <= address < start + nbytes: return f"byte {address - start} of {nbytes} that have been freed"
+            if start <= address < start + nbytes:
+                return f"byte {address - start} of {nbytes} that have been freed"
         if BASE <= address < BASE + SIZE: return "device memory that is not allocated"
         return "no device memory"
 

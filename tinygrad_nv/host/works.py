@@ -53,7 +53,8 @@ class Kernel:
 
 def told_freed(d: Device, what: str, launch: LaunchReport) -> list[str]:
     """Which of the addresses that a launch should not have touched are of memory that was freed."""
-    outside = [at for each in launch.findings if each.kind == "out-of-bounds" for at in ADDRESS.findall(each.message)[:1]]
+    outside = [at for each in launch.findings if each.kind == "out-of-bounds"
+               for at in ADDRESS.findall(each.message)[:1]]
     said = {at: d.memory.said(int(at, 16)) for at in outside}
     return [f"{what} uses {at}: {words}" for at, words in said.items() if words.endswith("freed")]
 
@@ -193,7 +194,8 @@ class Lifetime:
     what: str
 
     def run(self, d: Device, ahead: Beside = ()) -> Ran:
-        return Ran(Done(footprint(d, self.what, [(Rows(self.memory.address, self.memory.nbytes), self.memory, WRITE)])))
+        whole = Rows(self.memory.address, self.memory.nbytes)
+        return Ran(Done(footprint(d, self.what, [(whole, self.memory, WRITE)])))
 
 
 Work = Kernel | Copy | Fill | HostCall | Lifetime | Nothing

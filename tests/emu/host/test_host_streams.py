@@ -183,21 +183,23 @@ LIFE = """
     ON(two, a, p); ON(two, p, b);
     if (bug == 3) cudaFreeAsync(p, two);
     if (bug != 2) { cudaEventRecord(event, two); cudaStreamWaitEvent(one, event, 0); }
-    if (bug == 4) cudaStreamBeginCapture(one, 0), cudaFreeAsync(p, one), ON(one, a, b), cudaStreamEndCapture(one, &graph);
+    if (bug == 4) cudaStreamBeginCapture(one, 0), cudaFreeAsync(p, one), cudaStreamEndCapture(one, &graph);
     if (bug == 3) ON(one, p, b);
     else if (bug != 4) cudaFreeAsync(p, one);
 """
 
 
-def test_memory_of_a_stream_is_there_from_its_allocation_to_its_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_memory_of_a_stream_is_there_from_its_allocation_to_its_end(tmp_path: Path,
+                                                                    capfd: pytest.CaptureFixture[str]):
     program = str(compiled(tmp_path, START + LIFE + SHOW))
     results = [run_program([program, str(bug)], check=True) for bug in range(5)]
     said = [result.order for result in results]
     assert [len(each) for each in said] == [0, 2, 1, 0, 0]
-    assert said[1][0].startswith("order: launch 0 (scaled) writes, and cudaMallocAsync allocates, bytes 0 to 127")
+    assert "launch 0 (scaled) writes, and cudaMallocAsync allocates, bytes 0 to 127" in said[1][0]
     assert "record an event in stream 1 after cudaMallocAsync, and let stream 2 wait for it" in said[1][0]
-    assert said[2][0].startswith("order: cudaFreeAsync frees, and launch 1 (scaled) reads, bytes 0 to 127")
+    assert "cudaFreeAsync frees, and launch 1 (scaled) reads, bytes 0 to 127" in said[2][0]
     assert "record an event in stream 2 after launch 1 (scaled), and let stream 1 wait for it" in said[2][0]
-    assert [result.launches[-1].status.name for result in results] == ["SUCCESS"] * 3 + ["ILLEGAL_ADDRESS", "SUCCESS"]
-    assert re.fullmatch(r"launch 2 \(scaled\) uses 0x\w+: byte 0 of 128 that have been freed", results[3].notes[0])
+    ended = [result.launches[-1].status.name for result in results]
+    assert ended == ["SUCCESS"] * 3 + ["ILLEGAL_ADDRESS", "SUCCESS"]
+    assert re.fullmatch(r"launch 2 .* uses 0x\w+: byte 0 of 128 that have been freed", results[3].notes[0])
     assert "cudaErrorIllegalAddress" in capfd.readouterr().out

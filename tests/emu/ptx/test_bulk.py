@@ -111,7 +111,8 @@ def test_destination_of_a_bulk_store_needs_the_full_wait(read: str) -> None:
 def test_a_tile_is_refilled_after_it_was_read(fence: str) -> None:
     """A note: PTX asks for a fence between the reads and the next copy; CUTLASS's pipelines do without."""
     load = EXPECT.format(bytes=512) + LOAD.format(bytes=512)
-    body = INIT.format(count=1) + load + wait() + COPY + BACK + fence + "bar.sync 0;\n" + load + wait(1, parity=1)
+    read = wait() + COPY + BACK + fence + "bar.sync 0;\n"
+    body = INIT.format(count=1) + load + read + load + wait(1, parity=1)
     report, (source, out) = run(body, DATA, ZEROS)
     assert not report.findings
     assert (out == source).all()

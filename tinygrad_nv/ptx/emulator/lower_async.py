@@ -260,7 +260,8 @@ def tensormap_copy(low: FunctionLowering, instruction: Instruction) -> None:
     [dst], [src], 128;`."""
     to, source, size = instruction.operands
     if not isinstance(size, Immediate) or size.value != 128: raise low.fail("a size that is not 128", "128")
-    low.emit("tensormap_copy", b=address_of(low, source), space=SPACES["global"], flags=scope_flag(low), **low.address(to))
+    low.emit("tensormap_copy", b=address_of(low, source), space=SPACES["global"], flags=scope_flag(low),
+             **low.address(to))
 
 
 @lowers("fence.proxy.tensormap::generic.acquire")

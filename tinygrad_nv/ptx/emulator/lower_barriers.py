@@ -108,8 +108,9 @@ def mbarrier_wait(low: FunctionLowering, instruction: Instruction) -> None:
     long try_wait may take is up to the machine."""
     ended, address, which = instruction.operands[:3]
     parity = PARITY if low.has("parity") else 0
+    scope = CLUSTER_WIDE if low.has("cluster") else 0
     low.emit("mbarrier_wait", d=low.dest(ended, "pred"), b=low.source(which, "u32" if parity else "b64"),
-             flags=parity | (TEST if low.has("test_wait") else 0) | (CLUSTER_WIDE if low.has("cluster") else 0),
+             flags=parity | scope | (TEST if low.has("test_wait") else 0),
              **place(low, address))
 
 

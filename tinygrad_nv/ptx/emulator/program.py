@@ -131,8 +131,8 @@ def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -
 
 
 def is_narrow(instruction: Instruction) -> bool:
-    """Whether an access or a fence has a scope smaller than the GPU's. fence.mbarrier_init, which can have no other,
-    is not counted."""
+    """Whether an access or a fence has a scope smaller than the GPU's. fence.mbarrier_init, which can have no
+    other, is not counted."""
     ordering = ("ld", "st", "atom", "red", "fence", "membar", "multimem", "tensormap")
     return instruction.mnemonic in ordering and "mbarrier_init" not in instruction.modifiers \
         and not {"cta", "cluster"}.isdisjoint(instruction.modifiers)

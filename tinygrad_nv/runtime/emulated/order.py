@@ -121,7 +121,8 @@ class StreamHistory:
         if self.position <= known: return
         for memory, runs in footprint.runs.items():
             unordered = [each for each in self.log.get(memory, {}).values() if each.position > known]
-            for entry in sorted(unordered, key=lambda each: -each.position):    # an event after the last will do
+            # an event after the last will do
+            for entry in sorted(unordered, key=lambda each: -each.position):
                 if (overlap := runs.conflict(entry.runs)) is None: continue
                 yield (f"order: {told(memory, overlap, footprint.what, entry.what)}: record an event in "
                        f"stream {self.number} after {entry.what}, and let stream {into.number} wait for it "
@@ -139,14 +140,15 @@ def touched(what: str, *parts: Part) -> Footprint:
     return Footprint(what, runs)
 
 
-ALLOCATES, FREES = "cudaMallocAsync", "cudaFreeAsync"   # work that all other work on the bytes must come after, before
+ALLOCATES, FREES = "cudaMallocAsync", "cudaFreeAsync"   # work that others on the bytes come after, or before
 
 
 def told(memory: object, overlap: Overlap, what: str, other: str) -> str:
     """Two works that nothing orders, and the bytes."""
     where = f"the {memory.nbytes} allocated at {memory.ptr:#x}" if isinstance(memory, Buffer) \
         else "page-locked memory"
-    return (f"{what} {_deed(what, overlap.flags)}, and {other} {_deed(other, overlap.other)}, bytes {overlap.start} to "
+    deed, before = _deed(what, overlap.flags), _deed(other, overlap.other)
+    return (f"{what} {deed}, and {other} {before}, bytes {overlap.start} to "
             f"{overlap.stop - 1} of {where}, and nothing orders the two")
 
 

@@ -163,7 +163,9 @@ setp.eq.u32 %p_first, %r_rank, 0;
 ld.global.b32 %r_x, [%d_from]; add.s32 %r_x, %r_x, 1;
 st.global.b32 [%d_to], %r_x;                           //: at=relaxed,exits,arrive-cta,wait-cta
 mapa.shared::cluster.u32 %r_far, %r_barrier, 0;
-mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r_far]; //: cure=relaxed,exits,arrive-cta at=count-few
+//: cure=relaxed,exits,arrive-cta
+//: at=count-few
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r_far];
 mbarrier.arrive.shared::cluster.b64 _, [%r_far];       //: bug=arrive-cta
 mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%r_far]; //: bug=relaxed
 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r_far]; //: bug=exits at=exits

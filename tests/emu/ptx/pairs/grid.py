@@ -61,7 +61,9 @@ setp.ne.u32 %p_done, %r_y, 3;
 mov.u32 %r_sum, 0; mov.u32 %r_i, 0;
 mul.wide.u32 %d_at, %r_thread, 4; add.s64 %d_from, %d_parts, %d_at; add.s64 %d_to, %d_out, %d_at;
 PART:
-ld.global.b32 %r_x, [%d_from];                         //: cure=non-coherent at=no-fence,no-first-barrier,fence-cta
+//: cure=non-coherent
+//: at=no-fence,no-first-barrier,fence-cta
+ld.global.b32 %r_x, [%d_from];
 ld.global.nc.b32 %r_x, [%d_from];                      //: bug=non-coherent at=non-coherent
 add.s32 %r_sum, %r_sum, %r_x;
 add.s64 %d_from, %d_from, 512;
@@ -96,7 +98,8 @@ st.global.b32 [%d_x], %r_x;
 bar.sync 0;                                            //: cure=no-sender-barrier
 @%p_other bra END;
 mov.u32 %r_one, 1;
-st.release.gpu.global.b32 [%d_flag], %r_one;           //: cure=store-relaxed,store-plain,never-raised,store-cta,store-cluster
+//: cure=store-relaxed,store-plain,never-raised,store-cta,store-cluster
+st.release.gpu.global.b32 [%d_flag], %r_one;
 st.release.cta.global.b32 [%d_flag], %r_one;           //: bug=store-cta
 st.release.cluster.global.b32 [%d_flag], %r_one;       //: bug=store-cluster
 st.relaxed.gpu.global.b32 [%d_flag], %r_one;           //: bug=store-relaxed
@@ -105,7 +108,9 @@ bra END;
 SECOND:
 @%p_other bra SEEN;
 LOOK:
-ld.acquire.gpu.global.b32 %r_x, [%d_flag];             //: cure=load-relaxed,load-cta,load-cluster at=store-plain,never-raised
+//: cure=load-relaxed,load-cta,load-cluster
+//: at=store-plain,never-raised
+ld.acquire.gpu.global.b32 %r_x, [%d_flag];
 ld.acquire.cta.global.b32 %r_x, [%d_flag];             //: bug=load-cta
 ld.acquire.cluster.global.b32 %r_x, [%d_flag];         //: bug=load-cluster
 ld.relaxed.gpu.global.b32 %r_x, [%d_flag];             //: bug=load-relaxed
@@ -158,7 +163,8 @@ add.s64 %d_out, %d_out, %d_at;
 st.global.b32 [%d_out], %r_x;
 END:
 """, {"no-sender-fence": "race", "no-receiver-fence": "race", "sender-fence-cta": "race",
-      "receiver-fence-cta": "race", "raised-cta": "race", "polled-cta": "race"}, message, grid=2, step_limit=200_000)
+      "receiver-fence-cta": "race", "raised-cta": "race", "polled-cta": "race"}, message, grid=2,
+                step_limit=200_000)
 
 # each CTA has 128 columns of a row of 500
 ROW = integers(500)

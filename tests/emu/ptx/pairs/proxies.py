@@ -44,7 +44,8 @@ def tiles(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]]]
 STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group"
 LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 REPLACE = "tensormap.replace.tile.global_address.shared::cta.b1024.b64 [map]"
-PUBLISH = "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%d_map], [map], 128;"
+PUBLISH = ("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned "
+           "[%d_map], [map], 128;")
 ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%d_map], 128;"
 
 # a warp loads two rows, and stores two, through one map whose address it changes
