@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from gemm_case import GUARD, TORCH, bits, tensor_map
+from report_case import told
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import NOOPT, Context
@@ -121,8 +122,8 @@ def _emulated(made: Any, memory: dict[str, np.ndarray], places: Sequence[Argumen
                 for one in each.launch.maps]
         report = emu.launch(each.ptx, each.grid, each.threads, [*order, *map(np.uint32, integers), *maps],
                             dynamic_smem=each.dynamic_smem, cluster=each.cluster)
-        told = [*report.findings, *report.notes]
-        assert told == [], "\n".join(map(str, told))
+        found = told(report)
+        assert found == [], "\n".join(map(str, found))
     for name, buffer in buffers.items(): memory[name][:] = np.frombuffer(buffer.numpy().tobytes(), np.uint8)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, Finding, Peers
@@ -88,7 +89,7 @@ class Case:
                 args = (*outs, x, *after, there, *([multicast] if every else []), np.uint32(rank))
                 report = yield launching(gpu, texts[number], kernel.grid, kernel.threads, args, kernel.name)
                 assert report is not None
-                self.found += [*report.findings, *report.notes]
+                self.found += told(report)
                 made[call][rank] = [tensor(out, self.spec.dtype) for out in outs]
         self.found = []
         peers.run([work(rank) for rank in range(self.spec.world)])

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from gemm_case import GUARD, TORCH, bits, dense, evaluate, view
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
@@ -248,8 +249,8 @@ def run(made: AttentionKernel, spec: AttentionSpec, given: dict[str, torch.Tenso
     """The result [*batch, s_q, d_v] and l [*batch, s_q] in float64. Nothing may be found, and nothing beside
     them written."""
     storages, report = launched(made, spec, given, arch, seed, **extents)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     s_q, got = actual(spec, extents)["s_q"], []
     for name, storage in storages.items():
         offset, shape, strides = places(spec)[name][1]

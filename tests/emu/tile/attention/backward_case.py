@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from attention_case import LEAST, UNIT, Place, actual, attention, forget, matrix, rows, seen, tensor_map
 from gemm_case import GUARD, TORCH, bits, dense, evaluate, view
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -191,8 +192,8 @@ def run(made: BackwardKernel, spec: BackwardSpec, given: Given, arch: str = "sm_
         **extents: int) -> Gradients:
     """The gradients. Nothing may be found, and nothing beside them written."""
     storages, report = launched(made, spec, given, arch, seed, **extents)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     at, got = actual(spec.forward, extents), []
     for name, storage in storages.items():
         mine = lies(spec, storages, name)[..., :at["s_q" if name == "dq" else "s_kv"], :]

@@ -17,6 +17,7 @@ import attention_case as dense
 import numpy as np
 import torch
 from gemm_case import GUARD, TORCH, bits
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -132,8 +133,8 @@ def run(made: AttentionKernel, case: Case, given: Given, arch: str = "sm_80", se
     maps = [dense.tensor_map(arguments, argument, []) for argument in made.maps]
     report = emu.launch(made.ptx, made.grid, made.threads, [*arguments, *maps],
                         dynamic_smem=made.dynamic_smem, cluster=made.cluster)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     storages = {name: torch.frombuffer(bytearray(pointers[name].numpy().tobytes()), dtype=given[name].dtype)
                 for name in order(spec) if name in ("out", "l")}
     return results(case, storages)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from attention_case import LEAST, UNIT, rows
 from gemm_case import GUARD, TORCH, bits, evaluate, view
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -301,8 +302,8 @@ def run(spec: DecodeSpec, given: Given, schedule: KeySplits = SMALL, arch: str =
     """The result [batch, heads, group, s_q, d_v], in its dtype. Nothing may be found, and nothing beside it
     written."""
     storage, reports = launched(TABLE.build(spec, schedule, GPU(arch)), spec, given, arch, seed)
-    told = [each for report in reports for each in (*report.findings, *report.notes)]
-    assert told == [], "\n".join(map(str, told))
+    found = [each for report in reports for each in told(report)]
+    assert found == [], "\n".join(map(str, found))
     lies = view(storage, *place(spec, spec.out, spec.d_v))
     got = lies.clone()
     lies.fill_(GUARD)

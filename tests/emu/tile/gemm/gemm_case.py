@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
@@ -228,8 +229,8 @@ def run(made: GemmKernel, spec: GemmSpec, given: dict[str, torch.Tensor], arch: 
         m: int | None = None) -> torch.Tensor:
     """The result [*batch, m, n] in float64. Nothing may be found, and nothing beside it written."""
     storage, report = launched(made, spec, given, arch, seed, m)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     rows, out = spec.m if m is None else m, spec.out
     extents, strides = (*spec.batch, rows, spec.n), (*out.batch, out.m, out.n)
     got = view(storage, extents, strides, out.offset).double()

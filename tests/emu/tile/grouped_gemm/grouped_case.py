@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from cpu_grouped_case import Given
 from gemm_case import TORCH, bits, tensor_map
+from report_case import told
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -86,8 +87,8 @@ def launched(made: TileKernel, spec: GroupedGemmSpec, held: Given, arch: str = "
     maps = [tensor_map(order, each, 0) for each in made.maps]
     report = emu.launch(made.ptx, made.grid, made.threads, [*order, *maps], made.name,
                         made.cluster, made.dynamic_smem)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     data = np.frombuffer(order[0].numpy().tobytes(), np.uint8).copy()
     return torch.from_numpy(data).view(out.dtype).view(out.shape).double(), report
 

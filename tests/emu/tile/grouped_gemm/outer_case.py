@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from cpu_outer_case import UNIT, C, answer, given
 from gemm_case import TORCH, bits
+from report_case import told
 
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
@@ -43,8 +44,8 @@ def launched(made: TileKernel, spec: GroupedOuterSpec, held: Held, arch: str,
     maps = [tensor_map(pointers, each, ()) for each in made.maps]
     report = emu.launch(made.ptx, made.grid, made.threads, [*pointers, *maps], made.name, made.cluster,
                         made.dynamic_smem)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     data = np.frombuffer(pointers[0].numpy().tobytes(), np.uint8).copy()
     return torch.from_numpy(data).view(out.dtype).view(out.shape).double(), report
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from gemm_case import GUARD, TORCH, bits, evaluate, view
+from report_case import told
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.emulator import Emulator
@@ -157,8 +158,8 @@ def launched(spec: NormSpec, given: Given, arch: str, seed: int = 0, m: int | No
     report = emu.launch(made.ptx, made.grid_for(rows), made.threads,
                         [*outs, *inputs, *([np.uint32(rows)] if spec.symbolic else [])], made.name,
                         made.cluster)
-    told = [*report.findings, *report.notes]
-    assert told == [], "\n".join(map(str, told))
+    found = told(report)
+    assert found == [], "\n".join(map(str, found))
     found = []
     for each, out, lying in zip(spec.results, outs, places, strict=True):
         storage = torch.frombuffer(bytearray(out.numpy().tobytes()), dtype=TORCH[each.result.dtype])
