@@ -72,7 +72,7 @@ static const char *conflict_reason(Id me, Id other, int kind, bool known) {
     if (kind == NOTE && !known) return "has not passed a fence.proxy.async, which PTX asks for before a copy writes there";
     if (known) return "is ordered before by an arrival at another CTA's mbarrier, which .cluster must be the scope of, as of "
                       "the wait for it";
-    return id_strong(me) && id_strong(other) ? "is not ordered before, and they are atomic in a scope that has not both"
+    return id_strong(me) && id_strong(other) ? "is not ordered before, and the scope of one is too small for both"
                                              : "is not ordered before";
 }
 
