@@ -51,7 +51,7 @@ def exported(model: Any) -> bytes:
     ones = torch.ones(2, 8, dtype=torch.int64)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        torch.onnx.export(First(), (ones, ones), file, input_names=names, output_names=["output"],
+        torch.onnx.export(First().eval(), (ones, ones), file, input_names=names, output_names=["output"],
                           opset_version=18, dynamo=False,
                           dynamic_axes={name: {0: "batch", 1: "tokens"} for name in names})
     return file.getvalue()
