@@ -92,9 +92,9 @@ def by_onnx(file: bytes, given: dict[str, np.ndarray], threads: int) -> dict[str
 
 
 def measured(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
-    """Milliseconds of a call, in turn: median and quartiles; seconds of the first, how far results are apart."""
+    """Milliseconds of a call, in turn: median and quartiles; seconds of the first; distance of results."""
     found: dict[str, Any] = {}
-    results = {}
+    results: dict[str, np.ndarray] = {}
     for name, call in calls.items():
         begun = time.perf_counter()
         results[name] = call()
@@ -109,7 +109,7 @@ def measured(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
     for name, each in seconds.items():
         low, middle, high = (1e3 * q for q in statistics.quantiles(each, n=4))
         found[name] |= {"median_ms": middle, "low_ms": low, "high_ms": high}
-        if (peer := PEERS.get(name)) in results:
+        if (peer := PEERS.get(name)) is not None:
             found[name]["difference"] = float(np.abs(results[name] - results[peer]).max())
     return found
 

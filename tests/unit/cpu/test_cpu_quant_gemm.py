@@ -19,7 +19,7 @@ from cpu_quant_case import (
     run,
     stored,
 )
-from tinygrad import Tensor, Variable
+from tinygrad import Tensor, Variable, dtypes
 from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu import isa
@@ -139,3 +139,24 @@ def test_what_no_kernel_takes_runs_its_reference():
     assert "a bias of float to half" in str(explain(made))
     want = (x.float() @ w.dequantize().T).numpy().astype(np.float16).astype(np.float32) + 1
     np.testing.assert_array_equal(made.numpy(), want)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_matrices_that_a_graph_dequantises_are_multiplied_as_codes(rows: int):
+    """Cast(int8) · scale by rows or as a whole, in either order; scales of columns are no type of matrix."""
+    random = np.random.default_rng(rows)
+    codes = random.integers(-128, 128, (160, 96)).astype(np.int8)
+    x, bias = random.standard_normal((rows, 96), np.float32), random.standard_normal(160, np.float32)
+    with Context(DEV="CPU"):
+        given, added, c = Tensor(x).realize(), Tensor(bias).realize(), Tensor(codes).realize()
+        made = []
+        for shape in ((160, 1), (1, 1), (1,), (1, 96)):
+            scale = random.uniform(1e-3, 2e-3, shape).astype(np.float32)
+            s = Tensor(scale).realize()
+            w = s * c.cast(dtypes.float32) if shape == (1, 1) else c.float() * s
+            y = (given @ w.T + added).relu()
+            taken = any("quant" in (kernel.template or "") for kernel in explain(y).kernels)
+            assert taken == (shape != (1, 96))
+            made.append((y, x.astype(np.float64) @ (codes * scale.astype(np.float64)).T + bias))
+        Tensor.realize(*(y for y, _ in made))
+        for y, exact in made: np.testing.assert_allclose(y.numpy(), np.maximum(exact, 0), atol=1e-5)

@@ -10,6 +10,7 @@ patterns/target.py says; NV_GEMM=0 leaves all to tinygrad.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,11 +40,14 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
+from tinygrad_nv.patterns.quant_gemm.match import quantised
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
+from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
+from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 NAME = "gemm"
 NEEDS = ({Ops.REDUCE, Ops.MUL},)
@@ -156,9 +160,13 @@ def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Targe
     extras = list(dict.fromkeys(node for node, _ in entries))
     loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
     spec = _spec(dims, out, last(_finished(tail.expression, loads, numbers)), part, len(numbers))
+    rows = dims.m.extent if isinstance(dims.m.extent, UOp) else None
+    if (known := quantised(spec, dims.b.storage)) is not None:
+        inputs = (dims.a.storage, *known[1], *extras)
+        with contextlib.suppress(NotOurs):
+            return MatmulMatch(end, region, choose(known[0], target, inputs=len(inputs)), inputs, rows)
     inputs = (dims.a.storage, dims.b.storage, *extras)
-    return MatmulMatch(end, region, choose(spec, target, inputs=len(inputs)), inputs,
-                       dims.m.extent if isinstance(dims.m.extent, UOp) else None)
+    return MatmulMatch(end, region, choose(spec, target, inputs=len(inputs)), inputs, rows)
 
 
 def _sides(found: MatmulReduce, space: Space, at: Indices,
@@ -234,20 +242,24 @@ def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expressi
 
 def called(match: MatmulMatch, inputs: Sequence[UOp], dtype: DType, words: str = "") -> UOp:
     """The result of a match's kernel, which the graph has as `dtype`."""
-    spec, rows, end = match.how.spec, match.rows, match.end
+    made, rows, end = match.how.spec, match.rows, match.end
+    spec = made.gemm if isinstance(made, QuantGemmSpec) else made
     m: sint = spec.m if rows is None else rows
     return match.how.called(end.device, [program.Output(end.shape, dtype)], inputs, words=words, rows=m,
                             variables=[] if rows is None else [rows], flops=spec.flops // spec.m * m,
-                            nbytes=_bytes(spec, m))[0]
+                            nbytes=_bytes(made, m))[0]
 
 
-def _bytes(spec: GemmSpec, m: sint) -> sint:
+def _bytes(made: GemmSpec | QuantGemmSpec, m: sint) -> sint:
     """What a kernel reads and writes if it reads nothing twice."""
+    spec = made.gemm if isinstance(made, QuantGemmSpec) else made
+
     def read(dtype: DType, m_stride: int, n_stride: int, batch: tuple[int, ...]) -> sint:
         fixed = prod(e for e, s in zip(spec.batch, batch, strict=True) if s) * (spec.n if n_stride else 1)
         return m * (fixed * dtype.itemsize) if m_stride else fixed * dtype.itemsize
     total = read(spec.out.dtype, 1, 1, spec.batch)
     total += read(spec.a.dtype, 1, 0, spec.a.batch) * spec.k
-    total += read(spec.b.dtype, 0, 1, spec.b.batch) * (spec.k * spec.parts)
+    if isinstance(made, QuantGemmSpec): total += nbytes(made.type, *made.shape)
+    else: total += read(spec.b.dtype, 0, 1, spec.b.batch) * (spec.k * spec.parts)
     for each in loads(spec.epilogue): total += read(each.dtype, each.m, each.n, each.batch)
     return total
