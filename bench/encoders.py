@@ -80,7 +80,7 @@ def by_torch(model: Any, given: dict[str, np.ndarray]) -> dict[str, Call]:
 
 def by_onnx(file: bytes, given: dict[str, np.ndarray], threads: int) -> dict[str, Call]:
     """Calls of an ONNX model, by this package and by onnxruntime."""
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-untyped]
 
     from tinygrad_nv.onnx import OnnxRunner
     options = onnxruntime.SessionOptions()

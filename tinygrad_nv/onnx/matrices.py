@@ -26,8 +26,9 @@ from tinygrad_nv.quant.packing import packed
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import INT8, UINT4, UINT8, QType, Scale
 
-CODES = {TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT4: (-8, 7),
-         TensorProto.UINT4: (0, 15)}
+CODES: dict[int, tuple[int, int]] = {
+    TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT4: (-8, 7),
+    TensorProto.UINT4: (0, 15)}
 WIDER = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.INT16, TensorProto.INT32,
          TensorProto.INT64)     # types that hold all codes, and differences of them
 SCALES: dict[np.dtype, DType] = {np.dtype("float32"): dtypes.float32, np.dtype("float16"): dtypes.float16}
