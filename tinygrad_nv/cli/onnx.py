@@ -117,7 +117,7 @@ def _random(runner: OnnxRunner, name: str, dims: Mapping[str, int]) -> Any:
     kind = runner.graph.types[name].tensor_type
     if not kind.elem_type:
         raise RequestError(f"the input {name!r} is no tensor", "--input for it", "call it from Python")
-    shape = [each.dim_value if each.HasField("dim_value") else dims.get(each.dim_param, 1)
+    shape = [each.dim_value if each.dim_value > 0 else dims.get(each.dim_param, 1)
              for each in kind.shape.dim]
     dtype, generator = helper.tensor_dtype_to_np_dtype(kind.elem_type), np.random.default_rng(0)
     numbers = generator.integers(0, 2, shape) if dtype.kind in "iub" else generator.standard_normal(shape)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
 from tinygrad_nv import explain
-from tinygrad_nv.onnx import OnnxRunner
+from tinygrad_nv.onnx import OnnxRunner, captured
 from tinygrad_nv.onnx.scope import Scope
 
 RNG = np.random.default_rng(0)
@@ -124,6 +125,22 @@ def test_how_many_are_kept():
     assert x.grad is not None
     np.testing.assert_allclose(x.grad.numpy(), np.broadcast_to(W.sum(1), (2, 3)), rtol=1e-5)
     assert not lazy._captured
+
+
+def test_progress_of_a_first_call(monkeypatch: pytest.MonkeyPatch):
+    shown: list[Any] = []
+
+    @contextmanager
+    def bar(words: str) -> Iterator[Any]:
+        shown.append(words)
+        yield lambda done, count: shown.append((done, count))
+    monkeypatch.setattr(captured, "bar", bar)
+    monkeypatch.setattr(captured, "CHUNK", 1)
+    runner, given = OnnxRunner(AFFINE), {"x": floats(2, 3), "b": floats(4)}
+    for _ in range(2): runner(given)
+    number = len(shown) - 1     # the second call compiles nothing
+    assert number > 1
+    assert shown == ["compiling kernels", *((i, number) for i in range(number))]
 
 
 def test_under_a_jit_and_explained():
