@@ -20,6 +20,11 @@ def tracked() -> list[str]:
     return [name for name in names if (ROOT / name).is_file()]
 
 
+def outside() -> dict[str, str]:
+    """The environment variables, but for what brings a checkout's package."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 @dataclass(frozen=True)
 class Installed:
     """An environment with the wheel, and all else that the environment of the tests has."""
@@ -30,10 +35,9 @@ class Installed:
         """Runs a program of the environment, away from the checkout."""
         programs, away = self.folder / "bin", self.folder / "away"
         away.mkdir(exist_ok=True)
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         path = os.pathsep.join((str(programs), os.environ["PATH"]))
         return subprocess.run([str(programs / command[0]), *command[1:]], cwd=away, check=False, text=True,
-                              env={**kept, "PATH": path}, capture_output=True)
+                              env={**outside(), "PATH": path}, capture_output=True)
 
 
 def build(folder: Path) -> Path:
@@ -55,6 +59,6 @@ def install(wheel: Path, folder: Path) -> None:
     install of this one does nothing."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     subprocess.run([sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q",
-                    "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True)
+                    "--no-deps", "--no-index", "--no-compile", str(wheel)], check=True, env=outside())
     place = sysconfig.get_path("purelib", "venv", vars={"base": str(folder)})
     (Path(place) / "third_party.pth").write_text(sysconfig.get_path("purelib"))
