@@ -50,6 +50,28 @@ def test_norms():
     checked("SkipLayerNormalization", {"x": x, "s": skip, "w": w, "b": floats(64)}, epsilon=1e-6)
 
 
+@pytest.mark.parametrize(("mean", "deviation"), [(0, 300), (1000, 4)])
+def test_norms_of_float16(mean: float, deviation: float):
+    """The sum and its norm in float32, as onnxruntime has them on a CPU."""
+    x, skip, w, b = (np.float16(floats(*shape) * by + plus) for shape, by, plus in
+                     (((3, 64), deviation, mean), ((3, 64), deviation, 0), ((64,), 1, 0), ((64,), 1, 0)))
+    total = x.astype(np.float64) + skip
+    away = total - total.mean(-1, keepdims=True)
+    for op, given, want in (
+        ("SkipLayerNormalization", {"x": x, "s": skip, "w": w, "b": b},
+         away / np.sqrt((away**2).mean(-1, keepdims=True) + 1e-6) * w + b),
+        ("SkipSimplifiedLayerNormalization", {"x": x, "s": skip, "w": w},
+         total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * w)):
+        graph = helper.make_graph(
+            [helper.make_node(op, [*given], ["y"], domain="com.microsoft", epsilon=1e-6)], "g",
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT16, each.shape)
+             for name, each in given.items()],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT16, None)])
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+        made = OnnxRunner(helper.make_model(graph, opset_imports=opsets))(given)["y"].numpy()
+        np.testing.assert_allclose(made, want, rtol=2e-3, atol=6e-3)
+
+
 def test_activations():
     checked("QuickGelu", {"x": floats(3, 7)}, alpha=1.702)
     checked("FastGelu", {"x": floats(3, 7), "b": floats(7)})

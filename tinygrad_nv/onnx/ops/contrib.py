@@ -103,12 +103,27 @@ def rms_norm(x: Tensor, scale: Tensor, axis: int = -1, epsilon: float = 1e-5, st
     return (f * (f.square().mean(dims, keepdim=True) + epsilon).rsqrt()).cast(x.dtype) * scale
 
 
+def _total(x: Tensor, skip: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum that is normalised, in float32, as statistics are."""
+    total = x.float() + skip.float()
+    return total if bias is None else total + bias.float()
+
+
+@op("SkipLayerNormalization", domain=MICROSOFT)
+def skip_layer_norm(x: Tensor, skip: Tensor, gamma: Tensor, beta: Tensor | None = None,
+                    bias: Tensor | None = None, epsilon: float = 1e-12) -> tuple[Tensor | None, ...]:
+    """The norm of a sum, and the sum."""
+    total = _total(x, skip, bias)
+    made = total.layernorm(eps=epsilon).cast(x.dtype) * gamma
+    return (made if beta is None else made + beta), None, None, total.cast(x.dtype)
+
+
 @op("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
 def skip_rms_norm(x: Tensor, skip: Tensor, gamma: Tensor, bias: Tensor | None = None, epsilon: float = 1e-5
                   ) -> tuple[Tensor | None, ...]:
     """The norm of a sum, and the sum."""
-    total = x + skip if bias is None else x + skip + bias
-    return rms_norm(total, gamma, epsilon=epsilon), None, None, total
+    total = _total(x, skip, bias)
+    return rms_norm(total, gamma.float(), epsilon=epsilon).cast(x.dtype), None, None, total.cast(x.dtype)
 
 
 @op("QuickGelu", domain=MICROSOFT)
