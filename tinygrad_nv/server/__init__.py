@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API, and Anthropic's, over an engine.
+"""OpenAI's HTTP API, Anthropic's, Ollama's and llama.cpp's, over an engine.
 
 Read in this order:
   errors.py       error responses
@@ -16,6 +16,8 @@ Read in this order:
   responses.py    POST /v1/responses (with responses_request.py: requests, response_events.py: the response
                   and its events, response_store.py: those that are kept)
   messages.py     POST /v1/messages (with messages_request.py: requests)
+  ollama.py       Ollama's API: POST /api/chat, … (with ollama_request.py: requests)
+  llama_cpp.py    llama.cpp's: POST /completion, GET /props
   embeddings.py   POST /v1/embeddings
   images.py       POST /v1/images/generations
   transcriptions.py  POST /v1/audio/transcriptions, /v1/audio/translations (with transcription_request.py:

@@ -7,13 +7,16 @@ gate.py stands in front of all, and says which requests are admitted.
     POST /v1/images/generations
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
     POST /v1/audio/transcriptions, /v1/audio/translations: a form, transcription_request.py
+    POST /api/chat, /api/generate, /api/embed, /api/show, GET /api/tags, /api/ps, /api/version: ollama.py
+    POST /completion, GET /props: llama_cpp.py
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     POST /sleep, /wake_up, GET /is_sleeping
     GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /tokenizer_info, /metrics, / (the page)
 """
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,7 +32,9 @@ from tinygrad_nv.server import (
     completions,
     embeddings,
     images,
+    llama_cpp,
     messages,
+    ollama,
     pooling,
     responses,
     sleeping,
@@ -54,7 +59,21 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "/pooling": (pooling.pooling, "pool-"), "/classify": (pooling.classify, "classify-"),
     **dict.fromkeys(("/score", "/v1/score"), (pooling.score, "score-")),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (pooling.rerank, "rerank-")),
+    "/api/chat": (ollama.chat, "chat-"), "/api/generate": (ollama.generate, "gen-"),
+    "/api/embed": (ollama.embed, "embd-"), "/api/show": (ollama.show, "show-"),
+    "/completion": (llama_cpp.completion, "cmpl-"),
     "/tokenize": (tokenization.tokenize, "tok-"), "/detokenize": (tokenization.detokenize, "tok-")}
+UNTYPED = ("/api/chat", "/api/generate", "/api/embed", "/api/show", "/completion")
+# paths of other servers, and what does the same here
+ELSEWHERE = {**dict.fromkeys(("/generate", "/generate_stream", "/infer"), "/v1/completions"),
+             **dict.fromkeys(("/invocations", "/chat", "/v1/chat"), "/v1/chat/completions"),
+             **dict.fromkeys(("/api/embeddings", "/embedding"), "/api/embed"),
+             **dict.fromkeys(("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/models"),
+                             "/v1/models"),
+             **dict.fromkeys(("/infill", "/completions"), "/completion"),
+             **dict.fromkeys(("/slots", "/server_info", "/get_server_info"), "/load"),
+             "/get_model_info": "/v1/models", "/apply-template": "/tokenize", "/reranking": "/rerank",
+             "/lora-adapters": "/v1/load_lora_adapter"}
 KEPT = [("GET", "", responses.retrieve), ("DELETE", "", responses.delete),
         ("GET", "/input_items", responses.input_items), ("POST", "/cancel", responses.cancel)]
 
@@ -69,11 +88,12 @@ def application(service: Service) -> ASGIApp:
                for name, change in (("load", adapters.load), ("unload", adapters.unload))]
     routes += [Route(path, transcriptions.endpoint(service, task), methods=["POST"])
                for path, task in transcriptions.PATHS.items()]
-    routes += [*status.routes(service), *sleeping.routes(service.sleeping, service.cors.origins)]
+    routes += [*ollama.routes(service), *llama_cpp.routes(service), *status.routes(service),
+               *sleeping.routes(service.sleeping, service.cors.origins)]
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO))
+    return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO, "/props"))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -99,16 +119,27 @@ async def _refused(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         made = APIError(405, f"{request.method} is not served at {path}; expected: "
                         f"{(headers or {}).get('Allow', '')}", "method_not_allowed", None, headers)
-    else: made = APIError(error.status_code, f"there is nothing at {path}", "not_found", None, headers)
+    else:
+        made = APIError(error.status_code, f"there is nothing at {path}{_nearest(path, request.app.routes)}",
+                        "not_found", None, headers)
     request.scope["record"].error = made.code
     return made.response(path, request.scope["record"].id)
+
+
+def _nearest(path: str, routes: Sequence[Route]) -> str:
+    """The path that does the same, or the most similar one, for a message; "" if there is none."""
+    served = [each.path for each in routes if each.path.count("/") <= 3 and each.path != "/"]
+    found = ELSEWHERE.get(path) or next((each for each in served if each.endswith(path)), None) \
+        or next(iter(get_close_matches(path, served, 1)), None)
+    return f"; to fix: {found} is the nearest that is served" if found else ""
 
 
 def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         record: Record = request.scope["record"]
         record.id = prefix + record.id
-        _require_json(request.headers)
+        # clients of Ollama and llama.cpp, curl among them, need not say what a body is
+        if not request.url.path.endswith(UNTYPED): _require_json(request.headers)
         return await answer(request, service, record, parse(await read_body(request, service.limits)))
     return endpoint
 

@@ -61,17 +61,23 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     """The response to a request with body `data`."""
     asked, model = parsed(data), service.require_embedder()
     name = service.require_name(asked.model)
+    vectors = await embedded(request, service, model, asked, record)
+    tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
+    return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
+                         "data": [{"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
+                                  for at, vector in enumerate(vectors)], "usage": tokens})
+
+
+async def embedded(request: Request, service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,
+                   record: Record) -> np.ndarray:
+    """The embeddings of a request's texts. Counts their tokens."""
     try: model.require_dimensions(asked.dimensions)
     except NVError as error: raise api_error(error, "dimensions") from error
     size = sum(map(len, asked.inputs))
     ids = await service.aside(size, lambda: [model.encode(text, asked.truncate) for text in asked.inputs])
     record.prompt_tokens = sum(map(len, ids))
     found = await until_disconnect(request, pooled(service, model, ids))
-    vectors = model.finish(found, asked.normalize, asked.dimensions)
-    tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
-                         "data": [{"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
-                                  for at, vector in enumerate(vectors)], "usage": tokens})
+    return model.finish(found, asked.normalize, asked.dimensions)
 
 
 async def pooled(service: Service, model: EmbeddingClient, ids: Sequence[Sequence[int]],

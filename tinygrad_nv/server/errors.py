@@ -4,7 +4,8 @@ Protocol: every response that is not 2xx has the body {"error": {"message", "typ
 OpenAI's clients turn into exceptions. `type` is "invalid_request_error" for errors of the client,
 "rate_limit_error" if it should retry later, "server_error" for errors of the server. `code` is for programs,
 `param` is the invalid field. An `NVError` keeps its three parts in the message. Responses of /v1/messages are
-{"type": "error", "error": {"type", "message"}, "request_id"}, as Anthropic's clients read them.
+{"type": "error", "error": {"type", "message"}, "request_id"}, as Anthropic's clients read them, and those of
+/api/ are {"error": message}, as Ollama's do.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from starlette.responses import JSONResponse
 
 from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError, TokenizerError
 
-MESSAGES = "/v1/messages"
+MESSAGES, OLLAMA = "/v1/messages", "/api/"
 # of Anthropic's API
 MESSAGE_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
                  429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
@@ -38,9 +39,14 @@ class APIError(Exception):
                           "code": self.code}}
 
     def response(self, path: str = "", request_id: str = "") -> JSONResponse:
-        """The response, in the shape of Anthropic's API for its paths."""
-        body = self.message_body(request_id) if path.startswith(MESSAGES) else self.body()
+        """The response, in the shape of Anthropic's or Ollama's API for their paths."""
+        body = self.message_body(request_id) if path.startswith(MESSAGES) else \
+            self.ollama_body() if path.startswith(OLLAMA) else self.body()
         return JSONResponse(body, self.status, self.headers)
+
+    def ollama_body(self) -> dict[str, Any]:
+        """The JSON body in the shape of Ollama's API."""
+        return {"error": self.message}
 
     def message_body(self, request_id: str) -> dict[str, Any]:
         """The JSON body in the shape of Anthropic's API."""

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinygrad_nv.server.errors import APIError
+from tinygrad_nv.server.errors import OLLAMA, APIError
 from tinygrad_nv.server.leniency import HEADER, MOST_LOGGED, Ignored, collect
 from tinygrad_nv.server.log import LOG, line, request_line
 from tinygrad_nv.server.record import Record
@@ -26,7 +26,7 @@ EXPOSED = ("X-Request-Id", "Retry-After", "X-Ignored-Fields")   # what scripts o
 
 
 class Gate:
-    """Middleware around `app`. `guarded`: paths that need a key, besides those under /v1/."""
+    """Middleware around `app`. `guarded`: paths that need a key, besides those under /v1/ and /api/."""
 
     def __init__(self, app: ASGIApp, service: Service, guarded: Collection[str]) -> None:
         self.app, self.service, self.guarded = app, service, frozenset(guarded)
@@ -81,7 +81,7 @@ class Gate:
 
     def _guards(self, scope: Scope) -> bool:
         """Whether the path computes, or tells of what did."""
-        return (path := route_path(scope)).startswith("/v1/") or path in self.guarded
+        return (path := route_path(scope)).startswith(("/v1/", OLLAMA)) or path in self.guarded
 
     def _admit(self, scope: Scope) -> None:
         if self.service.keys:

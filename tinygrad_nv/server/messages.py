@@ -59,7 +59,7 @@ async def _whole(events: Chunks, builder: MessageBuilder) -> Response:
     return JSONResponse(builder.message)
 
 
-def _object(text: str) -> dict[str, Any]:
+def argument_object(text: str) -> dict[str, Any]:
     """The object that `text` is; empty where it is cut, or has half a surrogate pair, which no response can
     carry."""
     try:
@@ -137,7 +137,7 @@ class MessageBuilder:
         self.open = False
         block = self.blocks[-1]
         if block["type"] == "tool_use":
-            block["input"] = _object(self.arguments or "{}")
+            block["input"] = argument_object(self.arguments or "{}")
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _usage(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class Plain:
     """The style of completions."""
     end = b"data: [DONE]\n\n"
+    media_type = "text/event-stream"
 
     def event(self, data: dict[str, Any]) -> bytes:
         """One event."""
@@ -82,7 +83,7 @@ async def streamed(request: Request, chunks: Chunks, record: Record, style: Plai
                 yield style.error(internal())
             if style.end: yield style.end
 
-    return _Closing(events(), headers=HEADERS, media_type="text/event-stream")
+    return _Closing(events(), headers=HEADERS, media_type=style.media_type)
 
 
 class _Closing(StreamingResponse):
