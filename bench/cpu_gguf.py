@@ -23,8 +23,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -38,6 +40,7 @@ MODES, ENGINES = ("tg", "pp"), ("tinygrad_nv", "llama.cpp", "transformers")
 OURS, THEIRS, FLOATS = ENGINES
 QUIET = 0.05    # of the cores that others may take
 PATIENCE = 4    # times as many pairs as are asked for, before those that are not quiet count, too
+LAST_LINES = 12     # of what a process that ended has written
 SHORT = [0, *range(20, 51)]     # 32 ids that every vocabulary has
 
 
@@ -47,8 +50,12 @@ def prompt_of(mode: str, count: int) -> list[int]:
 
 
 def rate(mode: str, prompt: list[int], count: int, first: float, whole: float) -> float:
-    """Tokens/s, of the prompt or of those after the first."""
-    return len(prompt) / first if mode == "pp" else (count - 1) / (whole - first)
+    """Tokens/s, of the prompt or of those after the first. Raises `ValueError` for an answer of one token."""
+    if mode == "pp": return len(prompt) / first
+    if count < 2 or whole <= first:
+        raise ValueError(f"an answer of {count} tokens, expected at least 2: what is measured is the time "
+                         "after the first; to fix: raise --tokens")
+    return (count - 1) / (whole - first)
 
 
 def timed(run: Callable[[list[int], int], tuple[float, float]],
@@ -129,21 +136,34 @@ class Worker:
         command = [python, __file__, str(path), "--work", engine, "--dtype", arguments.dtype,
                    "--tokens", str(arguments.tokens), "--prompt", str(arguments.prompt)]
         alone = {"NUM_CPU_THREADS": "1", "OMP_NUM_THREADS": "1"} if arguments.cpu_time else {}
+        self.engine, self.path, self.errors = engine, path, tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen([*command, *["--cpu-time"] * arguments.cpu_time], text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | alone)
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors,
+                                        env=os.environ | alone)
         self.answer()
 
     def answer(self) -> Any:
         """The process's next line."""
         assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()): raise SystemExit("a process ended early")
+        if not (line := self.process.stdout.readline()): raise SystemExit(self.why_ended())
         return json.loads(line)
+
+    def why_ended(self) -> str:
+        """Which process ended, how, and its last lines."""
+        code = self.process.wait()
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self.errors.seek(0)
+        last = self.errors.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n  ".join([f"{self.path.name}: the process of {self.engine} ended {how}"
+                            + (", and wrote:" if last else ", and wrote nothing"), *last])
 
     def once(self, mode: str) -> float:
         """One repetition: tokens/s."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{mode}\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(f"{mode}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError: raise SystemExit(self.why_ended()) from None
         return float(self.answer())
 
     def ticks(self) -> int:

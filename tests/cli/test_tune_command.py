@@ -245,3 +245,16 @@ def test_a_directory_for_a_database_is_refused_before_anything_is_tried(
         words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command):
     monkeypatch.setenv("NV_SCHEDULES", str(tmp_path))
     command(*words).refused(f"{tmp_path} is a directory", f"NV_SCHEDULES={tmp_path / 'schedules.json'}")
+
+
+def test_a_matmul_is_written_in_one_word_too(capsys: pytest.CaptureFixture[str]):
+    from tinygrad_nv import cli
+    from tinygrad_nv.cli import tune
+    tuned: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "_tune", lambda arguments: tuned.append(arguments.extents))
+        for words in (["64", "32", "16"], ["64x32x16"], ["--gemm", "64x32x16"], ["64X32", "16"]):
+            assert cli.main(["tune", *words]) == 0
+    assert tuned == [[64, 32, 16]] * 4
+    with pytest.raises(SystemExit): cli.main(["tune", "--gemm", "64x32"])
+    assert "'64x32' is not MxNxK; write 512x512x512" in capsys.readouterr().err

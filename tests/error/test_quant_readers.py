@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tinygrad_nv.quant.readers.reader import Activations, Stored, StoredMatrix, 
 from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.quant.types import E4M3, Scale
 from tinygrad_nv.quant.types import NF4 as NF4_ELEMENT
+from tinygrad_nv.quantize.directory import require_plain
 
 L, SHAPE = "model.layers.0.mlp.up_proj", (64, 128)
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
@@ -307,3 +309,11 @@ def test_mxfp4_experts():
     refused(lambda: reader.matrix(name, (64, 96), stored), "is U8 [64, 4, 16]", "[64, 3, 16]")
     both = {key.replace("down", "gate_up"): value for key, value in stored.items()}
     refused(lambda: reader.matrix(name.replace("down", "up"), SHAPE, both), "[128, 4, 16]")
+
+
+def test_a_gguf_file_is_not_quantised_again(tmp_path: Path):
+    """It has types of its own; what is read is a directory."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for source in (tmp_path / "model.gguf", tmp_path):
+        with pytest.raises(ModelError) as caught: require_plain(source, tmp_path / "out")
+        assert f"{source} is a GGUF file, and quantize reads model directories" in str(caught.value)

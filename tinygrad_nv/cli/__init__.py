@@ -75,6 +75,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     top = parser(words[0] if words and words[0] in COMMANDS else None)
     if words[:1] == ["bench"]: words = _module("bench").named(words)
     words, model = vllm_options.normal(words), None
+    if words[:1] == ["train"]: words = _module("train").with_switches(words)
     if (command := _command(top, words)) is not None: words, model = with_file(command, words)
     arguments, rest = top.parse_known_args(words)
     if model is not None and arguments.named is None and getattr(arguments, "model", None) is None:

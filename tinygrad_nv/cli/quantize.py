@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,11 +27,15 @@ from tinygrad_nv.runtime.observe.memory_report import human
 
 SAMPLES, LENGTH = 256, 512  # sequences of calibration, and tokens of each at most
 HELD_OUT = 1 << 12          # sequences of a report at most
+# seconds of a report at most, by those of quantising, and those that it may have in any case; a text that is
+# asked for by --held-out is read whole
+REPORT_SHARE, REPORT_S = 2.5, 5.0
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], model: str) -> None:
     """Adds `quantize`; `model` is the help of MODEL."""
-    made = commands.add_parser("quantize", help="write a quantised copy of a model directory")
+    made = commands.add_parser("quantize", help="write a quantised copy of a model directory",
+                                 usage="%(prog)s [options] --scheme SCHEME --out DIR MODEL")
     made.add_argument("model", type=Path, metavar="MODEL", help=model)
     made.add_argument("--scheme", required=True, metavar="SCHEME", help=", ".join(NAMES))
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="the directory to write")
@@ -90,12 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
     if scheme.calibrated:
         given = stories("train") if a.calibration is None else texts(a.calibration)
         text = tokens(a.model, read_config(a.model), given, a.samples, a.length)
+    begun = time.monotonic()
     with bar(f"quantising {a.model.name}") as progress:
         found = quantize(a.model, scheme, a.out, a.ignore or IGNORED, progress, text, _noted)
+    limit_s = math.inf if a.held_out is not None else max(REPORT_SHARE * (time.monotonic() - begun), REPORT_S)
     quality: Quality | None = None
     if held_out.text is not None:
         with bar(f"evaluating {a.out.name}") as progress:
-            quality = compared(a.model, a.out, held_out.text, progress)
+            quality = compared(a.model, a.out, held_out.text, progress, limit_s)
         made = report.report(scheme, found, quality, held_out.name)
         for path in (a.out / report.NAME, *([a.report] if a.report else [])): report.write(path, made)
     elif held_out.name: print(f"no report: {held_out.name}", file=sys.stderr)

@@ -2,7 +2,8 @@
 
 Protocol: options are the fields of train/arguments.py. `tinygrad-nv train MODEL DATA…`; both may also be
 given as --model-name-or-path and --dataset-name (repeated), or in the --config file as `model` and `data`.
-Underscores in names of options are taken for dashes. Figures go to stderr and the log file, and what was
+Underscores in names of options are taken for dashes, and --bf16, --fp16 and --torch-dtype for --dtype; a
+boolean may have a value, as in --packing True. Figures go to stderr and the log file, and what was
 written to stdout.
 
 Several ranks: a command that no launcher started starts all ranks itself, and supervises them: the arguments
@@ -27,7 +28,7 @@ from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
-from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.arguments import FLAGS_OF_DTYPES, TRUTHS, TrainingArguments
 from tinygrad_nv.train.layout import needed
 from tinygrad_nv.train.run import assembled
 from tinygrad_nv.train.trainer import train
@@ -57,13 +58,33 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], m
     for each in dataclasses.fields(TrainingArguments):
         group = groups.setdefault(each.metadata["group"], made.add_argument_group(each.metadata["group"]))
         _add(group, each)
+        if each.name == "dtype":
+            for name, dtype in FLAGS_OF_DTYPES.items():
+                group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction,
+                                   default=argparse.SUPPRESS, help=f"--dtype {dtype}")
+            group.add_argument("--torch-dtype", default=argparse.SUPPRESS, metavar="DTYPE", help="--dtype")
     made.set_defaults(run=run)
+
+
+def with_switches(words: list[str]) -> list[str]:
+    """The command line with booleans that have a value as switches: --packing False is --no-packing."""
+    switches = {f"--{each.name.replace('_', '-')}" for each in dataclasses.fields(TrainingArguments)
+                if str(each.type).startswith("bool")} | {f"--{name}" for name in FLAGS_OF_DTYPES}
+    made, left = list[str](), list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--": return [*made, word, *left]
+        option, equals, value = word.partition("=")
+        if option in switches:
+            if not equals and left and left[0].lower() in TRUTHS: value = left.pop(0)
+            if value.lower() in TRUTHS: word = option if TRUTHS[value.lower()] else f"--no-{option[2:]}"
+        made.append(word)
+    return made
 
 
 def _add(group: Any, each: dataclasses.Field[Any]) -> None:
     """Adds the option of a field; what is not given is not set."""
     names = [f"--{each.name.replace('_', '-')}"]
-    if "_" in each.name: names.append(f"--{each.name}")
     if each.name in SHORT: names.append(SHORT[each.name])
     kind, default = str(each.type), each.default
     words = each.metadata["help"]
@@ -84,7 +105,7 @@ def run(given: argparse.Namespace) -> int:
     """Trains. Raises `NVError`."""
     options = {} if given.config is None else option_file.read(given.config)
     model, data = _named(given, options, needs_data=not given.plan)
-    known = {each.name for each in dataclasses.fields(TrainingArguments)}
+    known = {*(each.name for each in dataclasses.fields(TrainingArguments)), *FLAGS_OF_DTYPES, "torch_dtype"}
     options |= {name: value for name, value in vars(given).items() if name in known}
     arguments = arguments_.made(options)
     if given.plan:

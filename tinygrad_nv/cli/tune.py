@@ -52,8 +52,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds `tune`."""
     tune = commands.add_parser("tune", help="find the best schedule of a matmul or attention, and store it",
                                usage="%(prog)s [options] M N K | --attention BxHxSxD | --decode BxHxSxD")
-    tune.add_argument("extents", nargs="*", type=_extent, metavar="M N K",
-                      help="of a matmul: rows, columns, length of sums")
+    tune.add_argument("extents", nargs="*", type=_extents, metavar="M N K",
+                      help="of a matmul: rows, columns, length of sums; also as MxNxK")
+    tune.add_argument("--gemm", type=_shape, metavar="MxNxK", help="the same as M N K")
     tune.add_argument("--attention", type=_heads, metavar="BxHxSxD",
                       help="an attention: batch, heads, rows, elements of a head")
     tune.add_argument("--decode", type=_heads, metavar="BxHxSxD",
@@ -103,6 +104,14 @@ def _extent(text: str) -> int:
     return value
 
 
+def _extents(text: str) -> tuple[int, ...]: return tuple(map(_extent, text.lower().split("x")))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if len(made := _extents(text)) == 3: return made
+    raise argparse.ArgumentTypeError(f"{text!r} is not MxNxK; write 512x512x512")
+
+
 def _batch(text: str) -> tuple[int, ...]: return tuple(map(_extent, re.split("[,x]", text)))
 
 
@@ -116,9 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     about = any((arguments.list, arguments.export, arguments.import_, arguments.merge, arguments.clear))
     heads = bool(arguments.attention) + bool(arguments.decode)
     if heads > 1: raise RequestError("--attention and --decode", "one of them", "leave one out")
+    arguments.extents = [*(arguments.gemm or ()), *(each for word in arguments.extents for each in word)]
     if len(arguments.extents) != (0 if about or heads else 3):
         raise RequestError(f"{len(arguments.extents)} numbers", "none with --attention, --decode, --list, "
-                           "--export, --import or --clear, else three: M N K",
+                           "--export, --import or --clear, else three: M N K or MxNxK",
                            "tinygrad-nv tune 4096 4096 4096")
     if (file := database.path()).is_dir():
         raise RequestError(f"{file} is a directory", "a file for the schedule database",

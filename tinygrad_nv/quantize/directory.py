@@ -106,6 +106,12 @@ def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = I
 def require_plain(source: Path, out: Path) -> dict[str, Any]:
     """What config.json says. Raises `ModelError` for a model that is quantised already, `RequestError` for an
     `out` that exists."""
+    if source.suffix == ".gguf" or (source.is_dir() and not (source / "config.json").exists()
+                                    and any(source.glob("*.gguf"))):
+        raise ModelError(f"{source} is a GGUF file, and quantize reads model directories",
+                         "a directory with config.json and weights of float32, float16 or bfloat16",
+                         "quantise the model that the file was made from, or run the file as it is: its own "
+                         "types are read")
     data = read_json(source / "config.json")
     if data.get("quantization_config"):
         raise ModelError(f"{source} is quantised already", "a model of float32, float16 or bfloat16 weights",

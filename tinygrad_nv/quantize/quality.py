@@ -8,8 +8,10 @@ apart. `affordable(config)` is how many tokens take about a minute or two on a C
 """
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from tinygrad_nv.quantize.text import Sequences
 
 LOGITS = 1 << 25        # elements of a batch of tokens' logits
 OPERATIONS = 2e13       # of an evaluation: two models, two for each parameter and token
+HEADS = 10              # steps of progress of the last layer
 MOST, LEAST = 1 << 15, 1 << 11  # tokens of one that nothing else says
 Progress = Callable[[int, int], None]
 
@@ -54,16 +57,19 @@ def perplexity(directory: Path, text: Sequences) -> float:
     return float(np.exp(lost / _predicted(text)))
 
 
-def compared(before: Path, after: Path, text: Sequences, progress: Progress | None = None) -> Quality:
-    """Of a quantised copy `after`. `progress(done, total)` counts layers. Raises `ModelError` and
-    `WeightError`."""
+def compared(before: Path, after: Path, text: Sequences, progress: Progress | None = None,
+             seconds: float = math.inf) -> Quality:
+    """Of a quantised copy `after`. `progress(done, total)` counts layers of both, and parts of the last one.
+    Later sequences are left out where all would take longer than `seconds`, by the second layer's time: the
+    first one compiles. Raises `ModelError` and `WeightError`."""
     states: list[float] = []
     lost, divergence, same = np.zeros(2), 0.0, 0
-    for (log, other), next in _predictions([before, after], text, states, progress):
+    count = 0
+    for (log, other), next in _predictions([before, after], text, states, progress, seconds):
+        count += len(next)
         lost -= [float(_chosen(each, next).sum()) for each in (log, other)]
         divergence += float((np.exp(log) * (log - other)).sum(dtype=np.float64))
         same += int((log.argmax(-1) == other.argmax(-1)).sum())
-    count = _predicted(text)
     first, second = (float(each) for each in np.exp(lost / count))
     return Quality(count, first, second, divergence / count, same / count, tuple(states))
 
@@ -76,20 +82,42 @@ def _chosen(log: np.ndarray, next: np.ndarray) -> np.ndarray:
 
 
 def _predictions(directories: Sequence[Path], text: Sequences, states: list[float] | None = None,
-                 progress: Progress | None = None) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
+                 progress: Progress | None = None, seconds: float = math.inf
+                 ) -> Iterator[tuple[list[np.ndarray], np.ndarray]]:
     """Logarithms of probabilities [T, vocab] by each model, and the tokens that came, some at a time."""
     sources = [Source(each, max(text.lengths)) for each in directories]
+    begun = started = time.monotonic()
     xs = [source.embedded(text.ids) for source in sources]
-    for index in range(layers := sources[0].config.num_layers):
-        for source, x in zip(sources, xs, strict=True): advanced(source.block(index), x, text.lengths)
+    layers, done = sources[0].config.num_layers, 0
+    whole = len(sources) * layers + HEADS
+
+    def step_done(count: float) -> None:
+        if progress is not None: progress(round(count), whole)
+    for index in range(layers):
+        started = time.monotonic()
+        for source, x in zip(sources, xs, strict=True):
+            advanced(source.block(index), x, text.lengths)
+            step_done(done := done + 1)
         if states is not None: states.append(_apart(*xs))
-        if progress is not None: progress(index + 1, layers)
+        if index == 1:
+            left = seconds - (now := time.monotonic()) + begun
+            text = _within(text, left / (now - started) / (layers - 1))
+            xs = [x[:len(text.ids)] for x in xs]
     heads, begins = [source.head() for source in sources], np.cumsum(text.lengths)
     rows = np.delete(np.arange(len(text.ids)), begins - 1)
     step = max(1, LOGITS // sources[0].config.vocab_size)
     for begin in range(0, len(rows), step):
+        step_done(done + HEADS * begin / len(rows))
         some = rows[begin:begin + step]
         yield [log_softmax(head(x[some])) for head, x in zip(heads, xs, strict=True)], text.ids[some + 1]
+
+
+def _within(text: Sequences, share: float) -> Sequences:
+    """The first sequences of a text, about a share of its tokens; at least one."""
+    if share >= 1: return text
+    ends = np.cumsum(text.lengths)
+    count = max(1, int(np.searchsorted(ends, share * len(text.ids), "right")))
+    return replace(text, ids=text.ids[:ends[count - 1]], lengths=text.lengths[:count])
 
 
 def _apart(x: np.ndarray, other: np.ndarray) -> float:

@@ -208,7 +208,8 @@ def routes(service: Service) -> list[Route]:
     def endpoint(made: Callable[[], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(_: Request) -> Response: return JSONResponse(made())
         return answer
-    tags = {"/api/tags": lambda: {"models": [_card(service, name) for name in service.names]},
+    tags: dict[str, Callable[[], dict[str, Any]]] = {
+            "/api/tags": lambda: {"models": [_card(service, name) for name in service.names]},
             "/api/ps": lambda: {"models": [{**_card(service, name), "expires_at": FOREVER, "size_vram": 0,
                                             "context_length": service.model.length}
                                            for name in service.names[:1]]},

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from logging import DEBUG, INFO
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.text.templates import DEFAULT, read_template
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.engine.worker import prebuilt_steps
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.adapter_options import lora_modules, lora_options
@@ -161,7 +163,9 @@ def warm_up(llm: LLM, waterfall: Waterfall) -> None:
 
 def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
     if (store := llm.runner.step_store) is not None and store.note:
-        LOG.info(line("prebuilt_steps", used=0, why=store.note))
+        # that there are none is usual: they are made for releases
+        LOG.log(DEBUG if store.note == prebuilt_steps.MISSING else INFO,
+                line("prebuilt_steps", used=0, why=store.note))
     llm.capture(progress)
     for temperature in (0.0, 1.0):
         llm.warm_up(replace(llm.defaults, temperature=temperature), 1)

@@ -30,6 +30,10 @@ OPTIMIZERS = {"adamw_torch": ("adamw", 32, False), "adamw_torch_fused": ("adamw"
               "lion_32bit": ("lion", 32, False), "lion_8bit": ("lion", 8, False),
               "paged_lion_32bit": ("lion", 32, True), "muon": ("muon", 32, False),
               "adafactor": ("adafactor", 32, False), "sgd": ("sgd", 32, False)}
+FLAGS_OF_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}     # flags of transformers for a dtype
+# values of booleans that transformers takes
+TRUTHS = {**dict.fromkeys(("true", "yes", "t", "y", "1"), True),
+          **dict.fromkeys(("false", "no", "f", "n", "0"), False)}
 SAVES = ("steps", "epoch", "no")
 FOUR_BITS = "bitsandbytes"      # of `ONLINE`, as vLLM calls it
 # words that YAML takes for booleans
@@ -328,11 +332,24 @@ def made(options: Mapping[str, Any]) -> TrainingArguments:
     """The arguments of options by name, whose values may be texts, as YAML reads 1e-4. Raises
     `ConfigError`."""
     known = {each.name: each for each in fields(TrainingArguments)}
+    options = _with_dtype(options)
     if strange := sorted(set(options) - set(known)):
         raise ConfigError(f"unknown option {strange[0]}", "an option of `tinygrad-nv train --help`",
                           "correct its name")
     return TrainingArguments(**{name: _value(known[name].type, name, value)
                                 for name, value in options.items()})
+
+
+def _with_dtype(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with `dtype` for the names that transformers and TRL have for it."""
+    given = dict(options)
+    asked = {name: dtype for name, dtype in FLAGS_OF_DTYPES.items()
+             if _value("bool", name, given.pop(name, False))}
+    if (older := given.pop("torch_dtype", None)) is not None: asked["torch_dtype"] = str(older)
+    for name, dtype in asked.items():
+        if given.setdefault("dtype", dtype) != dtype:
+            raise ConfigError(f"{name} and dtype {given['dtype']}", "one of them", "leave one out")
+    return given
 
 
 def _value(kind: Any, name: str, value: Any) -> Any:
@@ -343,6 +360,7 @@ def _value(kind: Any, name: str, value: Any) -> Any:
             return (value,) if isinstance(value, str) else tuple(str(each) for each in value)
         if str(kind).startswith("bool"):
             if isinstance(value, bool): return value
+            if str(value).lower() in TRUTHS: return TRUTHS[str(value).lower()]
             raise ValueError("true or false")
         if isinstance(value, bool): return YAML_WORDS[name, value]
         if kind == "int":

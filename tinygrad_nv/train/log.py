@@ -3,7 +3,8 @@
 Protocol: `Log(output, arguments, steps)` is a context. `step(row)` takes the figures of a step, `note(row)`
 those of an evaluation. Each is a JSON object on a line of the log file, which is flushed at once, so that a
 killed run loses none, and of which a resumed run drops lines after its step. On a terminal a bar shows loss,
-tokens/s, norm, memory and the time that is left; elsewhere a line is printed every few seconds. `finish`
+tokens/s, norm, memory and the time that is left, by the median of later steps, as the first ones compile;
+elsewhere a line is printed every few seconds. `finish`
 draws curves.png; without matplotlib a line says that there is none.
 """
 from __future__ import annotations
@@ -13,8 +14,10 @@ import math
 import sys
 import time
 from collections import Counter
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +27,7 @@ from tinygrad_nv.train.arguments import TrainingArguments
 
 CURVES = "curves.png"
 COUNTED = "fp8_"        # how names of counts begin
+COMPILING, RECENT = 2, 20   # steps that compile and capture; and those whose time predicts others
 QUIET_S = 10.0      # between printed lines where there is no terminal
 
 
@@ -63,6 +67,7 @@ class Log:
         except OSError as error:
             raise ConfigError(f"--log-file {self.path}: {error.strerror}", "a file that can be written",
                               "choose another") from error
+        self._seen, self._seconds = 0, list[float]()
         self._losses, self._counts = list[float](), Counter[str]()      # since the last line
         self._board, self._bar, self._printed = _board(arguments), _bar(steps, first), 0.0
 
@@ -86,11 +91,20 @@ class Log:
             self._counts.clear()
         words = (f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  norm {row['grad_norm']:.3f}  "
                  f"{row['tokens_per_s']:,.0f} tokens/s  {human(row['memory_bytes'])}")
-        if self._bar is not None: self._bar[0].update(self._bar[1], completed=row["step"], figures=words)
+        left = self._left(row)
+        if self._bar is not None: self._bar[0].update(self._bar[1], completed=row["step"], figures=words,
+                                                      left=left)
         elif time.monotonic() - self._printed > QUIET_S or row["step"] == self.steps:
             self._printed = time.monotonic()
-            left = (self.steps - row["step"]) * row["seconds"]
-            print(f"step {row['step']:>6}/{self.steps}  {words}  {left / 60:.0f} min left", file=sys.stderr)
+            print(f"step {row['step']:>6}/{self.steps}  {words}  {left}".rstrip(), file=sys.stderr)
+
+    def _left(self, row: dict[str, Any]) -> str:
+        """The time that is left in words, "" until a step has run that compiled nothing."""
+        self._seen += 1
+        if self._seen > COMPILING: self._seconds = [*self._seconds[1 - RECENT:], row["seconds"]]
+        if not self._seconds: return ""
+        left = round((self.steps - row["step"]) * median(self._seconds))
+        return f"{timedelta(seconds=left)} left"
 
     def note(self, row: dict[str, Any], words: str) -> None:
         """Figures of something else than a step, and words to print."""
@@ -152,12 +166,12 @@ def _board(arguments: TrainingArguments) -> Any:
 def _bar(steps: int, first: int) -> Any:
     """rich's bar and its task on a terminal, else None."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     console = Console(stderr=True)
     if not console.is_terminal: return None
     made = Progress(MofNCompleteColumn(), BarColumn(20), TextColumn("{task.fields[figures]}"),
-                    TimeRemainingColumn(), console=console)
-    task = made.add_task("", total=steps, completed=first, figures="compiling")
+                    TextColumn("{task.fields[left]}"), console=console)
+    task = made.add_task("", total=steps, completed=first, figures="compiling", left="")
     made.start()
     return made, task
 

@@ -72,3 +72,24 @@ def test_pairs_in_turn_of_which_the_quiet_ones_count(monkeypatch: pytest.MonkeyP
     assert (found["others"], found["types"]) == ({"tg": 0.0}, {"F16": 29})
     assert FakeWorker.asked == [("tinygrad_nv", "tg"), ("llama.cpp", "tg")] * 3 + [("tinygrad_nv", "end"),
                                                                                ("llama.cpp", "end")]
+
+
+def test_an_answer_of_one_token_is_no_rate():
+    """A model that stops early, as trained ones do, was a division by zero."""
+    with pytest.raises(ValueError, match="an answer of 1 tokens, expected at least 2"):
+        cpu_gguf.rate("tg", [0], 1, 0.5, 0.5)
+    assert cpu_gguf.rate("pp", [0, 1], 1, 0.5, 0.5) == 4
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("import sys; sys.stderr.write('no such type\\n'); sys.exit(3)", "code 3, and wrote:\n  no such type"),
+    ("import os; os.kill(os.getpid(), 11)", "by SIGSEGV, and wrote nothing")])
+def test_a_process_that_ends_early_is_named(script: str, words: str, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch):
+    """Which one, how it ended, and what it wrote last."""
+    monkeypatch.setattr(cpu_gguf, "__file__", str(program := tmp_path / "program.py"))
+    program.write_text(script)
+    arguments = Namespace(peer=sys.executable, dtype="auto", tokens=2, prompt=2, cpu_time=False)
+    with pytest.raises(SystemExit) as ended: cpu_gguf.Worker("llama.cpp", Path("x.gguf"), arguments)
+    assert str(ended.value).startswith("x.gguf: the process of llama.cpp ended ")
+    assert words in str(ended.value)

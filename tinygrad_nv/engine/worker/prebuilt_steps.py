@@ -28,6 +28,7 @@ from tinygrad_nv.cpu.isa import flags
 from tinygrad_nv.engine.worker import step_file
 
 NAME = "steps-x86-64-v3.xz"
+MISSING = f"there is no {NAME}"
 PARTS = 4
 # what Linux calls the instructions of level 3 (x86-64 psABI, 2.8)
 LEVEL_3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
@@ -63,7 +64,7 @@ def why_unused(model: Path, device: str, facts: Iterable[object], places: object
     if (why := why_not(device)): return why
     try:
         with (model / NAME).open("rb") as file: found = file.read(KEY_BYTES).decode(errors="replace")
-    except OSError: return f"there is no {NAME}"
+    except OSError: return MISSING
     return "" if found == key(facts, places) else f"{NAME} is of other sources, weights or options"
 
 

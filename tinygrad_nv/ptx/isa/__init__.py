@@ -36,7 +36,8 @@ def find(mnemonic: str, modifiers: tuple[str, ...], line: int = 0) -> Form:
     opcode = ".".join((mnemonic, *modifiers))
     if mnemonic not in MNEMONICS:
         near = difflib.get_close_matches(mnemonic, MNEMONICS, 3)
-        raise PTXError(f"line {line}: no instruction {mnemonic}", line, "an instruction of __init__.py",
+        raise PTXError(f"line {line}: no instruction {mnemonic}", line,
+                       "an instruction of the PTX ISA, such as add.s32 or ld.global.b32",
                        f"perhaps {' or '.join(near)}" if near else "write it with others")
     nearest = sorted(MNEMONICS[mnemonic], key=lambda form: -_likeness(form, modifiers))[:3]
     raise PTXError(f"line {line}: no instruction {opcode}", line,
