@@ -27,7 +27,7 @@ from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import Transformers
 from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total
 from tinygrad_nv.cli import DEFAULT_MODEL
-from tinygrad_nv.cli.bench import our_server
+from tinygrad_nv.cli.bench_serve import our_server
 
 SERVER, BATCHES = "tinygrad_nv, server", "transformers, batches"
 ALONE, THEIRS_ALONE = "tinygrad_nv, server, one at a time", "transformers, one at a time"
