@@ -32,6 +32,7 @@ from tinygrad_nv.cli.bench_serve import our_server
 SERVER, BATCHES = "tinygrad_nv, server", "transformers, batches"
 ALONE, THEIRS_ALONE = "tinygrad_nv, server, one at a time", "transformers, one at a time"
 BATCH = 32
+WHOLE = {"temperature": 0.0, "ignore_eos": True}      # answers to their full length
 
 
 class Worker:
@@ -74,7 +75,7 @@ def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> d
     """Figures of the server under this load."""
     async def run() -> dict[str, Any]:
         name = (await client.fetch(client.Endpoint(url, ""), "/v1/models"))["data"][0]["id"]
-        answers, seconds = await client.load(client.Endpoint(url, name), workload, [0.0] * len(workload),
+        answers, seconds = await client.load(client.Endpoint(url, name, body=WHOLE), workload, [0.0] * len(workload),
                                              concurrency)
         if failed := [answer.error for answer in answers if answer.error]: raise SystemExit(failed[0])
         return figures.served(answers, seconds)
@@ -118,8 +119,8 @@ def main() -> None:
     arguments = parser.parse_args()
     workload = load(arguments)
     if arguments.worker: return work(arguments, workload)
-    options = argparse.Namespace(dtype=arguments.dtype, max_model_len=None, device=None,
-                                 gpu_memory_utilization=None)
+    options = argparse.Namespace(dtype=arguments.dtype, enable_prefix_caching=False, deterministic=False,
+                                 vllm={})
     worker = Worker(arguments)
     try:
         with our_server(options, arguments.model) as url: made = measured(arguments, workload, url, worker)
