@@ -75,8 +75,8 @@ def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> d
     """Figures of the server under this load."""
     async def run() -> dict[str, Any]:
         name = (await client.fetch(client.Endpoint(url, ""), "/v1/models"))["data"][0]["id"]
-        answers, seconds = await client.load(client.Endpoint(url, name, body=WHOLE), workload, [0.0] * len(workload),
-                                             concurrency)
+        target = client.Endpoint(url, name, body=WHOLE)
+        answers, seconds = await client.load(target, workload, [0.0] * len(workload), concurrency)
         if failed := [answer.error for answer in answers if answer.error]: raise SystemExit(failed[0])
         return figures.served(answers, seconds)
     return asyncio.run(run())
