@@ -18,7 +18,7 @@ from typing import Any
 os.environ["NUM_CPU_THREADS"] = "1"     # read when tinygrad is imported
 
 import numpy as np
-import onnxruntime
+import onnxruntime  # type: ignore[import-untyped]
 from onnx import helper
 
 from tinygrad_nv.onnx import OnnxRunner

@@ -117,8 +117,9 @@ class OnnxRunner:
             elif isinstance(x, Replayed): element, shape = x.kind.element, x.kind.shape
             elif isinstance(x, Tensor) and x.dtype not in dtypes.weaks:
                 element, shape = TYPES.get(x.dtype), x.shape
-            elif name in self.graph.types and not isinstance(x, list):
-                element = self.graph.types[name].tensor_type.elem_type
+            elif name in self.graph.types:
+                # 0 of what is no tensor
+                if not (element := self.graph.types[name].tensor_type.elem_type): return None
                 shape = tuple(x.shape) if isinstance(x, Tensor) else np.shape(x)
             else: return None
             if element not in PLAIN or 0 in shape: return None

@@ -57,7 +57,7 @@ def test_inputs_of_every_kind_and_results_that_stay(monkeypatch: pytest.MonkeyPa
                       (tensor[3:5, :3], whole[3:5, :3]),
                       (tensor.reshape(-1)[5:11].reshape(2, 3), whole.reshape(-1)[5:11]),
                       (tensor[:2, :3] * 2 + 1, whole[:2, :3] * 2 + 1),
-                      (Tensor.zeros(2, 3), np.zeros((2, 3)))]:
+                      (Tensor.zeros(2, 3), np.zeros((2, 3))), (whole[:2, :3].tolist(), whole[:2, :3])]:
         made = runner({"x": x, "b": b})
         kept.append((made, wanted.reshape(2, 3) @ W + b))
     for made, wanted in kept:       # later calls wrote other memory
