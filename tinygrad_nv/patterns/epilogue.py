@@ -30,6 +30,7 @@ STORED = NODES[:-1]
 NAMES = {Ops[operation.graph]: operation.name for operation in OPERATIONS.values() if operation.graph}
 ELEMENTWISE = {*NAMES, Ops.POW, Ops.CMPEQ}
 MOVED = {Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.PAD}  # of a pad, no element may be read
+LOGIC = {Ops.ADD: Ops.OR, Ops.MUL: Ops.AND, Ops.MAX: Ops.OR}    # what arithmetic of booleans is
 MOST_BESIDE = 32  # nodes beside a region that are translated with it
 MOST_INSIDE = 128
 MOST_POWER = 8
@@ -134,9 +135,10 @@ class Epilogue:
                      for s, each in zip(node.src, wants, strict=True))
         if node.op is Ops.CAST: return args[0].cast(dtype)
         if node.op in (Ops.CMPNE, Ops.CMPEQ): return _unequal(args, node.op is Ops.CMPEQ)
-        if args[-1].dtype == dtypes.bool and node.op not in (Ops.AND, Ops.OR, Ops.XOR):
+        op = LOGIC.get(node.op, node.op) if dtype == dtypes.bool else node.op
+        if args[-1].dtype == dtypes.bool and op not in (Ops.AND, Ops.OR, Ops.XOR):
             raise Unfused("arithmetic of booleans")
-        return Apply(NAMES[node.op], args, dtype)
+        return Apply(NAMES[op], args, dtype)
 
     def _power(self, node: UOp, indices: Indices, dtype: DType) -> Expression:
         """Whole powers, multiplied in the order in which tinygrad does."""
