@@ -165,7 +165,8 @@ class Epilogue:
             except NotAffine: return self._load_small(node, indices)
         if node.op in ELEMENTWISE and self._is_computed(node) \
                 and node.dtype in (*NODES, *dtypes.weaks) and self.beside < MOST_BESIDE:
-            if self._is_normalised(node): return self._load(node, indices)
+            if _numel(node) == _numel(self.end) and is_normalised(node, self.memory):
+                return self._load(node, indices)
             self.beside += 1
             return self._applied(node, indices, want)
         return self._load_small(node, indices)
@@ -175,20 +176,6 @@ class Epilogue:
         Constants have no device, and no storage."""
         if node.op is Ops.CAST or node.dtype not in STORED or node.device is None: return True
         return _numel(node) == _numel(self.end)
-
-    def _is_normalised(self, node: UOp) -> bool:
-        """Whether a value is made of reductions of rows, a norm: computed here it would be computed again
-        wherever it is used, of statistics that were stored for it."""
-        if node.dtype not in STORED or node.device is None or _numel(node) != _numel(self.end): return False
-        waiting, seen = [node], {node}
-        for each in waiting:
-            if each.op is Ops.REDUCE and _numel(each) < _numel(node): return True
-            if len(seen) > MOST_BESIDE or self.memory(each): continue
-            if each.op not in ELEMENTWISE and each.op not in GroupOp.Movement: continue
-            new = [s for s in each.src if s.device is not None and s not in seen]
-            seen.update(new)
-            waiting += new
-        return False
 
     def _load_small(self, node: UOp, indices: Indices) -> Expression:
         if 2 * _numel(node) > _numel(self.end): raise Unfused("a large value beside it that is not in memory")
@@ -201,6 +188,21 @@ class Epilogue:
         number = self.numbers.setdefault((node, lies.key()), len(self.loads))
         if number == len(self.loads): self.loads.append((node, lies))
         return Load(number, node.dtype, 0, 0)
+
+
+def is_normalised(node: UOp, memory: Callable[[UOp], bool]) -> bool:
+    """Whether a value is made of reductions of rows, a norm: computed where it is used it would be computed
+    again for each use, of statistics that were stored for it."""
+    if node.dtype not in STORED or node.device is None: return False
+    waiting, seen = [node], {node}
+    for each in waiting:
+        if each.op is Ops.REDUCE and _numel(each) < _numel(node): return True
+        if len(seen) > MOST_BESIDE or memory(each): continue
+        if each.op not in ELEMENTWISE and each.op not in GroupOp.Movement: continue
+        new = [s for s in each.src if s.device is not None and s not in seen]
+        seen.update(new)
+        waiting += new
+    return False
 
 
 def _key(indices: Indices) -> tuple[int, ...]:

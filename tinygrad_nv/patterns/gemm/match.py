@@ -38,7 +38,7 @@ from tinygrad_nv.patterns.contraction import (
     product,
     side,
 )
-from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, usable
+from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, is_normalised, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.quant_gemm.match import quantised
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
@@ -73,9 +73,10 @@ def rewrite(sink: UOp) -> UOp:
     if not config.get("NV_GEMM"): return sink
     matcher = _MatmulMatcher(sink)
     matches = matcher.matches()
-    if not matches: return sink
+    if not matches and not matcher.norms: return sink
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+        if node in matcher.norms: return node.replace(src=tuple(map(new, node.src))).contiguous()
         if (found := matches.get(node)) is None: return None
         inputs = [new(x) for x in found.inputs]
         total = min((x for x in found.region if x.op is Ops.REDUCE), key=matcher.place.__getitem__)
@@ -96,6 +97,7 @@ class _MatmulMatcher:
         self.ends: dict[UOp, MatmulMatch] = {}
         self.inside: set[UOp] = set()
         self.operands: set[UOp] = set()
+        self.norms: set[UOp] = set()    # operands of tinygrad's matmuls, which would compute them again
 
     def matches(self) -> dict[UOp, MatmulMatch]:
         """The matches, by their ends."""
@@ -110,13 +112,18 @@ class _MatmulMatcher:
         self.multiplied = {node for found in products for node in (found.mul, *found.chain)}
         self.operands = {each for found in products for each in operands(found)}
         for found in products: self.match(found)
+        self.norms = {each for found in products if found.total not in self.inside
+                      for each in operands(found) if is_normalised(each, self.is_memory)}
         return self.ends
 
     def is_memory(self, node: UOp) -> bool:
-        """Whether a node is storage from its beginning, will be the result of a kernel of ours, or will be
-        stored as the operand of one: a norm before matmuls and a residual is computed once, not in each
-        kernel that reads it."""
-        return node in self.ends or node in self.operands or is_storage(node)
+        """Whether a node is storage from its beginning, or will be the result of a kernel of ours."""
+        return node in self.ends or is_storage(node)
+
+    def is_read(self, node: UOp) -> bool:
+        """Whether an epilogue reads a node from memory: also what will be stored as the operand of a matmul.
+        A norm before matmuls and a residual is computed once, not in each kernel that reads it."""
+        return node in self.operands or self.is_memory(node)
 
     def is_taken(self, node: UOp) -> bool:
         """Whether a node belongs to a match, or to a product that may become one."""
@@ -129,7 +136,7 @@ class _MatmulMatcher:
         closed = ends(found.total, self.consumers, self.place, self.is_taken)
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
-            try: made = matched(found, end, region, target, self.is_memory)
+            try: made = matched(found, end, region, target, self.is_memory, read=self.is_read)
             except (Unfused, NotAffine) as no: reason = reason or str(no)
             except SpecError as error: reason = reason or error.found
             except NotOurs as no:
@@ -144,12 +151,14 @@ class _MatmulMatcher:
 
 def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
             memory: Callable[[UOp], bool],
-            last: Callable[[Expression], Expression] = lambda value: value) -> MatmulMatch:
-    """The match of a region, whose result is `last` of its end's values. Raises `NotOurs`, `Unfused`,
+            last: Callable[[Expression], Expression] = lambda value: value,
+            read: Callable[[UOp], bool] | None = None) -> MatmulMatch:
+    """The match of a region, whose result is `last` of its end's values; the epilogue takes what is `read`
+    from memory (by default what is in `memory`). Raises `NotOurs`, `Unfused`,
     `NotAffine` or `SpecError` where there is none."""
     space = Space()
     kept = space.ranges(end.shape)
-    tail = Epilogue(space, found.total, end, region, kept, memory)
+    tail = Epilogue(space, found.total, end, region, kept, read or memory)
     summed = space.ranges(found.total.src[0].shape[:found.total.arg[1]])
     places = [_sides(found, space, summed + at, memory) for at in tail.paths]
     a, b, numbers, part = _parts(space, places)
