@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from parser_case import calls_of, every_cut
 
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.parsers.qwen import Qwen
+from tinygrad_nv.server.parsers.schema_values import names_of, parameter
 
 TEXT, WHOLE, NULL, LIST = ({"type": kind} for kind in ("string", "integer", "null", "array"))
 DEFS = {"E": {**TEXT, "enum": ["1", "2"]}, "I": {"$ref": "#/$defs/J"}, "J": WHOLE, "L": {"$ref": "#/$defs/L"}}
@@ -57,6 +59,19 @@ def test_a_parameter_is_found_where_schemas_combine():
                    (("n", "1"), ("x-a", "true"), ("other", "[]")))
     [call] = calls_of(every_cut(lambda: Qwen({"f": schema}), f"<function=f>{text}</function> then"))
     assert json.loads(call.arguments) == {"n": 1, "x-a": True, "other": []}
+
+
+def test_references_in_circles_are_followed_once():
+    twice = [{"$ref": "#/$defs/C"}, {"$ref": "#/$defs/C"}]      # 2 ** depth schemas, if each was followed
+    long = [*({"$ref": f"#/long/{at + 1}"} for at in range(3000)), {"properties": {"far": WHOLE}}]
+    schema = {"allOf": [*twice, {"$ref": "#/long/0"}], "long": long, "$defs": {"C": {
+        "allOf": [*twice, {"$ref": "#"}], "anyOf": twice,
+        "properties": {"n": {"anyOf": [{"$ref": "#/$defs/C/properties/n"}] * 2, "type": "integer"}}}}}
+    begin = time.process_time()
+    assert names_of(schema) == ["n", "far"]
+    assert [parameter(schema, name).types for name in ("n", "far")] == [frozenset({"integer"})] * 2
+    assert parameter(schema, "nowhere").is_text
+    assert time.process_time() - begin < 2
 
 
 def test_a_missing_end_is_the_next_parameter_of_the_tool():

@@ -98,7 +98,8 @@ def _by_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     if only == {"const"}: names = [words["const"]]
     if only in ({"enum"}, {"const"}) and isinstance(names, list):
         return {**out, "properties": {name: rest for name in names if isinstance(name, str)}}
-    if only == {"pattern"}: return {**out, "patternProperties": {words["pattern"]: rest}}
+    if only == {"pattern"} and isinstance(words["pattern"], str):
+        return {**out, "patternProperties": {words["pattern"]: rest}}
     return schema
 
 
@@ -147,33 +148,35 @@ def _is_at_most(value: Any, most: int) -> bool:
 # **** schemas that need themselves ****
 
 class _References:
-    """The references of a schema, and which of them have a finite value: the least fixed point."""
+    """What the references of a schema name, and which of that has a finite value: the least fixed point.
+    `known` is by the id of a target: one that is spelled in many ways is looked at once."""
 
     def __init__(self, root: Any) -> None:
-        self.root, self.known = root, dict[str, bool]()
-        users: dict[str, set[str]] = {}
-        for ref in _references(root): self._find(ref, users)
-        queue = list(self.known)
+        self.root, self.known, self.targets = root, dict[int, bool](), dict[str, Any]()
+        users, queue = dict[int, set[int]](), [self._target(ref) for ref in _references(root)]
+        schemas = dict[int, Any]()
         while queue:
-            ref = queue.pop()
-            if self.known[ref] or not self.satisfiable(_target(root, ref)): continue
-            self.known[ref] = True
-            queue += users.get(ref, ())
-
-    def _find(self, ref: str, users: dict[str, set[str]]) -> None:
-        """Adds a reference and those of its target."""
-        queue = [ref]
-        while queue:
-            if (each := queue.pop()) in self.known: continue
-            self.known[each] = False
-            for other in _references(_target(self.root, each)):
-                users.setdefault(other, set()).add(each)
+            if (at := id(each := queue.pop())) in schemas: continue
+            schemas[at], self.known[at] = each, False
+            for other in map(self._target, _references(each)):
+                users.setdefault(id(other), set()).add(at)
                 queue.append(other)
+        waiting = list(schemas)
+        while waiting:
+            at = waiting.pop()
+            if self.known[at] or not self.satisfiable(schemas[at]): continue
+            self.known[at] = True
+            waiting += users.get(at, ())
+
+    def _target(self, ref: str) -> Any:
+        if ref not in self.targets: self.targets[ref] = _target(self.root, ref)
+        return self.targets[ref]
 
     def satisfiable(self, schema: Any) -> bool:
         """Whether a schema may have a finite value, as far as its references say."""
         if not isinstance(schema, dict): return schema is not False
-        if isinstance(ref := schema.get("$ref"), str) and not self.known.get(ref, True): return False
+        if isinstance(ref := schema.get("$ref"), str) and not self.known.get(id(self._target(ref)), True):
+            return False
         for word, holds in (("allOf", all), ("anyOf", any), ("oneOf", any)):
             if isinstance(listed := schema.get(word), list) and not holds(map(self.satisfiable, listed)):
                 return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from tinygrad_nv.server.parsers.json_calls import to_json
 from tinygrad_nv.server.parsers.literals import literal
 
-MAX_DEPTH = 32      # of references and of combined schemas, which may go in circles
+MAX_DEPTH = 64      # of references and of combined schemas
 TYPES = ("string", "null", "boolean", "integer", "number", "object", "array")
 NULLS = ("null", "None")
 WHOLE = re.compile(r"[+-]?\d+")
@@ -44,13 +44,14 @@ TEXT = Allowed(frozenset({"string"}))
 def parameter(schema: Any, name: str) -> Allowed:
     """See above: a text, where the schema says nothing of the parameter."""
     found = find(schema, name, schema)
-    made = None if found is None else _allowed(found, schema, 0)
+    made = None if found is None else _allowed(found, schema, {}, 0)
     return TEXT if made is None or not made.types else made
 
 
 def names_of(schema: Any) -> list[str]:
     """The parameters of a tool, in their order."""
-    return _names(schema, schema, 0)
+    found = (each.get("properties") for each in _combined(schema, schema, "allOf"))
+    return [*dict.fromkeys(name for own in found if isinstance(own, Mapping) for name in own)]
 
 
 def json_of(text: str, allowed: Allowed) -> str:
@@ -113,23 +114,26 @@ def _inner(schema: Mapping[str, Any], root: Any, *names: str) -> list[Any]:
     return [*([_resolved(schema["$ref"], root)] if "$ref" in schema else []), *listed]
 
 
-def find(schema: Any, name: str, root: Any, depth: int = 0) -> Any:
-    """The schema of a property; None where there is none."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH: return None
-    for key, matches in (("properties", str.__eq__), ("patternProperties", _matches)):
-        for own, found in (schema.get(key) or {}).items() if isinstance(schema.get(key), Mapping) else ():
-            if matches(own, name): return found
-    for each in _inner(schema, root, "allOf", "anyOf", "oneOf"):
-        if (found := find(each, name, root, depth + 1)) is not None: return found
-    return schema.get("additionalProperties") if isinstance(schema.get("additionalProperties"), Mapping) \
-        else None
+def find(schema: Any, name: str, root: Any) -> Any:
+    """The schema of a property, that of other properties where it is not named; None where there is none."""
+    others = []
+    for each in _combined(schema, root, "allOf", "anyOf", "oneOf"):
+        for key, matches in (("properties", str.__eq__), ("patternProperties", _matches)):
+            for own, found in (each.get(key) or {}).items() if isinstance(each.get(key), Mapping) else ():
+                if matches(own, name): return found
+        if isinstance(rest := each.get("additionalProperties"), Mapping): others.append(rest)
+    return others[0] if others else None
 
 
-def _names(schema: Any, root: Any, depth: int) -> list[str]:
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH: return []
-    own = schema.get("properties")
-    return [*(own if isinstance(own, Mapping) else ()),
-            *(name for each in _inner(schema, root, "allOf") for name in _names(each, root, depth + 1))]
+def _combined(schema: Any, root: Any, *words: str) -> Iterator[Mapping[str, Any]]:
+    """A schema and those that it refers to or combines, each once: references may go in circles."""
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping) or id(each) in seen: continue
+        seen.add(id(each))
+        yield each
+        waiting += reversed(_inner(each, root, *words))
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -137,17 +141,20 @@ def _matches(pattern: str, name: str) -> bool:
     except re.error: return False
 
 
-def _allowed(schema: Any, root: Any, depth: int) -> Allowed | None:
-    """What a schema allows; None where it does not say."""
+def _allowed(schema: Any, root: Any, known: dict[int, Allowed | None], depth: int) -> Allowed | None:
+    """What a schema allows; None where it does not say. `known`: what was found, None inside of a circle."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH: return None
+    if id(schema) in known: return known[id(schema)]
+    known[id(schema)] = None
     found = [_own(schema), _listed(schema)]
-    found += [_allowed(each, root, depth + 1) for each in _inner(schema, root, "allOf")]
+    found += [_allowed(each, root, known, depth + 1) for each in _inner(schema, root, "allOf")]
     for name in ("anyOf", "oneOf"):
-        if options := schema.get(name): found.append(_either(options, root, depth + 1))
+        if options := schema.get(name): found.append(_either(options, root, known, depth + 1))
     made = None
     for each in found: made = each if made is None else made if each is None else _both(made, each)
     if made is not None and schema.get("nullable") is True:
         made = Allowed(made.types | {"null"}, None if made.values is None else (*made.values, None))
+    known[id(schema)] = made
     return made
 
 
@@ -167,13 +174,14 @@ def _listed(schema: Mapping[str, Any]) -> Allowed | None:
     return Allowed(frozenset(map(_type, values)), tuple(values))
 
 
-def _either(options: Any, root: Any, depth: int) -> Allowed | None:
-    found = [_allowed(each, root, depth) for each in options] if isinstance(options, list) else []
-    known = [each for each in found if each is not None]
-    if not known or len(known) < len(found): return None
-    values = None if any(each.values is None for each in known) else \
-        tuple(value for each in known for value in each.values or ())
-    return Allowed(frozenset().union(*(each.types for each in known)), values)
+def _either(options: Any, root: Any, known: dict[int, Allowed | None],
+            depth: int) -> Allowed | None:
+    found = [_allowed(each, root, known, depth) for each in options] if isinstance(options, list) else []
+    given = [each for each in found if each is not None]
+    if not given or len(given) < len(found): return None
+    values = None if any(each.values is None for each in given) else \
+        tuple(value for each in given for value in each.values or ())
+    return Allowed(frozenset().union(*(each.types for each in given)), values)
 
 
 def _both(one: Allowed, other: Allowed) -> Allowed:
