@@ -108,6 +108,23 @@ def test_parts_of_a_content_are_texts(llm: LLM):
         llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], GREEDY, chat_template=TEMPLATE)
 
 
+def test_arguments_of_earlier_calls_are_data(llm: LLM):
+    """As in the API: JSON texts, cut ones, and none; a template that reads objects gets one."""
+    template = ("{% for m in messages %}{% for c in m.tool_calls or [] %}["
+                "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}]{% endfor %}{% endfor %}x")
+    for given, wanted in (('{"a": 1}', "[a=1;]"), ({"a": 1}, "[a=1;]"), ('{"a": "1', '[arguments={"a": "1;]'),
+                          (None, "[]"), ("", "[]"), ("[2]", "[arguments=[2];]")):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+        [made] = llm.chat([{"role": "assistant", "content": None, "tool_calls": [call]},
+                           {"role": "tool", "tool_call_id": "c", "content": "r"}], GREEDY,
+                          chat_template=template)
+        assert made.prompt == wanted + "x"
+    for odd in (5, [5], [{"function": "f"}]):      # the template says what it makes of these
+        [made] = llm.chat([{"role": "user", "content": "a", "tool_calls": odd}], GREEDY,
+                          chat_template="{{ messages[0].tool_calls }}")
+        assert made.prompt == str(odd)
+
+
 @pytest.mark.slow
 def test_a_seed_of_the_model_repeats_its_answers():
     def drawn() -> list[str]:

@@ -21,6 +21,7 @@ from tinygrad_nv.engine.prompts import Prompt, as_prompts
 from tinygrad_nv.engine.request_output import RequestOutput, RequestOutputBuilder
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
+from tinygrad_nv.engine.text.earlier_calls import with_arguments
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.engine.text.tokenizer import Message, Tools
 from tinygrad_nv.engine.thread import Engine
@@ -82,14 +83,15 @@ class GenerationMethods(PromptMethods):
         """Answers to a conversation, or to a list of them, as `generate` gives them. The chat template is the
         model's or `chat_template` (a template, or the name of one of the model's), with `tools` and
         `chat_template_kwargs`, which come before the others. `chat_template_content_format`: "string" or
-        "openai" where "auto" shall not find out whether the template reads texts or lists of parts."""
+        "openai" where "auto" shall not find out whether the template reads texts or lists of parts. Arguments
+        of earlier tool calls may be JSON texts, as the API has them."""
         several = not messages or not isinstance(messages[0], Mapping)
         form = None if chat_template_content_format == "auto" else chat_template_content_format
         extra = {"tools": tools, "chat_template": chat_template, "content_format": form,
                  "add_generation_prompt": add_generation_prompt,
                  "continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
         tools = extra.pop("tools") or ()
-        prompts = [self.rendered(each, tools, extra, local=True)
+        prompts = [self.rendered([*map(with_arguments, each)], tools, extra, local=True)
                    for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 

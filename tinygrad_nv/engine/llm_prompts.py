@@ -20,6 +20,7 @@ from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, only_text, parse, t
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Matcher, Request, check_request
 from tinygrad_nv.engine.structured_output.matchers import Matchers
+from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 from tinygrad_nv.engine.text.user_tokenizer import UserTokenizer
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
@@ -108,7 +109,7 @@ class PromptMethods:
         else:
             from tinygrad_nv.engine.vision.parts import all_with_placeholders
             messages, images = all_with_placeholders(messages, local)
-        text = self.require_tokenizer().render(messages, tools, **extra)
+        text = render(self.require_tokenizer(), messages, tools, **extra)
         return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False), images=images)
 
     def with_images(self, parsed: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.earlier_calls import arguments_of
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
-from tinygrad_nv.server.history import arguments_of
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import Common, common_fields
 from tinygrad_nv.server.structured_output import call_schema

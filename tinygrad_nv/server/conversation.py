@@ -10,13 +10,14 @@ end (reasoning_tokens.py); else it holds from the first token on, and the answer
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.content_format import text_of
+from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import NVError
@@ -24,7 +25,6 @@ from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.conversation_images import has_images, with_images
 from tinygrad_nv.server.errors import api_error, invalid
-from tinygrad_nv.server.history import objects_only
 from tinygrad_nv.server.leniency import ignore, note, spelled
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
@@ -32,7 +32,6 @@ from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, marker
 from tinygrad_nv.server.reasoning_tokens import check_budget, reasoning_tokens
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.tools import Tool
 
 # tokens at the end of the prompt that may have the first marker of reasoning
 TAIL_TOKENS = 16
@@ -90,13 +89,12 @@ class Conversation:
         if request.template is not None: extra["chat_template"] = request.template
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
-        request = await with_readable_calls(service, request, offered, extra)
         size = sum(len(text_of(message["content"])) for message in request.messages)
         limit, inserted = request.params.truncate_prompt_tokens, None
         if images: prompt, inserted = await with_images(service, request, offered, extra)
         else: prompt = await service.aside(size, lambda: service.model.encode_chat(
-            request.messages, offered, **extra) if limit is None else service.model.tokenize(
-                tokenizer.encode(tokenizer.render(request.messages, offered, **extra), special=False), limit))
+            request.messages, offered, **extra) if limit is None else service.model.tokenize(tokenizer.encode(
+                render(tokenizer, request.messages, offered, **extra), special=False), limit))
         names = service.parsers.named(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = text_of(request.messages[-1]["content"]) if request.continued \
@@ -195,19 +193,6 @@ def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer, tool
     raise invalid("a template from a request is not run; to fix: start the server with --chat-template, or "
                   "with "
                   "--trust-request-chat-template", "chat_template", "unsupported")
-
-
-async def with_readable_calls(service: Service, request: ChatRequest, tools: Sequence[Tool],
-                              extra: Mapping[str, Any]) -> ChatRequest:
-    """The request with arguments of earlier calls that the chat template can read (history.py)."""
-    if (other := objects_only(request.messages)) is None: return request
-    tokenizer = service.require_tokenizer()
-
-    def readable() -> bool:
-        try: tokenizer.render(request.messages, tools, **extra)
-        except NVError: return False
-        return True
-    return request if await service.aside(0, readable) else replace(request, messages=other)
 
 
 def known_efforts(template: str) -> list[str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tinygrad_nv.engine.text.earlier_calls import strict_json
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.leniency import ignore, is_strict, note
 
@@ -30,27 +30,11 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def parse_value(text: str) -> Any:
     """The JSON value of `text`. Raises `APIError` 400 with what is wrong and where."""
-    try: return json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+    try: return strict_json(text)
     except RecursionError as error:
         raise invalid("the body is not usable JSON: it is nested too deeply", code="invalid_json") from error
     except ValueError as error:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in out: raise ValueError(f"{name[:100]!r} is given twice in one object")
-        out[name] = value
-    return out
-
-
-def _constant(word: str) -> float: raise ValueError(f"{word} is not a JSON number")
-
-
-def _float(text: str) -> float:
-    if math.isfinite(value := float(text)): return value
-    raise ValueError(f"{text[:40]} is beyond every 64-bit float")
 
 
 def _kind(value: Any) -> str:
@@ -119,6 +103,12 @@ class Fields:
         if value is None: return None
         if not isinstance(value, str): raise self.wrong(name, value, "a string")
         return unicode(value, self.path(name))
+
+    def required(self, name: str) -> str:
+        """A string that may not be missing or empty."""
+        if value := self.text(name): return value
+        path = self.path(name)
+        raise invalid(f"{path} is missing, expected a string", path, "missing_field")
 
     def one_of(self, name: str, words: Sequence[str]) -> str | None:
         """One of these words."""

@@ -20,9 +20,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tinygrad_nv.engine.text.content_format import text_of
+from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.chat_protocol import ChatRequest
-from tinygrad_nv.server.conversation import Conversation, with_readable_calls
+from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import APIError, internal, invalid
 from tinygrad_nv.server.log import LOG
 from tinygrad_nv.server.record import Record
@@ -94,13 +95,12 @@ def _in_background(service: Service, builder: ResponseBuilder, parsed: ResponseR
 async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
     """`request` without so many of its oldest messages that the prompt fits: instructions stay, and the last
     message."""
-    request = await with_readable_calls(service, request, request.tools, request.extra or {})
     system = [each for each in request.messages if each["role"] == "system"]
     others = [each for each in request.messages if each["role"] != "system"]
     tokenizer, length = service.require_tokenizer(), service.model.length
 
     def fits(dropped: int) -> bool:
-        text = tokenizer.render([*system, *others[dropped:]], request.tools, **(request.extra or {}))
+        text = render(tokenizer, [*system, *others[dropped:]], request.tools, **(request.extra or {}))
         try: tokenizer.require_fitting(text, length)
         except RequestError: return False
         return len(tokenizer.encode(text, special=False)) < length

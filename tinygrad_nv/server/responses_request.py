@@ -2,7 +2,8 @@
 
 Protocol: `response_request(data, store, defaults, limits)` reads the fields of OpenAI's Responses API, and
 translates input items to messages: a message, a function_call, a function_call_output and a reasoning item,
-of which neighbours of the assistant become one message. Fields that completions have too are passed on.
+of which neighbours of the assistant become one message. Calls of other tools, in past_calls.py, are data of
+earlier turns. Fields that completions have too are passed on.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.leniency import ignore, spelled
 from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.past_calls import add_call, add_past
 from tinygrad_nv.server.response_store import ResponseStore
 from tinygrad_nv.server.tools import leave_out, other_tool
 
@@ -62,6 +64,7 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     before, spelling = _previous(fields, store), dict(SPELLING)
     messages = [*before, *messages_of(items, spelling, len(system) + len(before))]
+    if not messages: raise invalid("input has nothing that the model reads, expected a message", "input")
     asked |= {"messages": [*system, *messages], "max_completion_tokens": fields.whole("max_output_tokens", 1),
               **_text(fields), **_reasoning(fields), **_tools(fields, spelling), **_logprobs(fields)}
     keep, background = fields.flag("store", True), fields.flag("background")
@@ -144,12 +147,22 @@ def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
     leave_out(refused, made)
     choice = fields.take("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names = [each.get("name") for each in choice.get("tools") or [] if isinstance(each, dict)]
-        made = [each for each in made if each["function"].get("name") in names]
-        choice = choice.get("mode", "auto")
+        made, choice = _allowed(Fields(choice, "tool_choice"), made)
     elif isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return {"tools": made or None, "tool_choice": choice}
+
+
+def _allowed(fields: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The tools that a tool choice keeps, and its mode."""
+    fields.ignore(["type"])
+    mode = fields.one_of("mode", ("auto", "required"))
+    names = [each.get("name") for each in fields.objects("tools") or []]
+    fields.finish()
+    kept = [each for each in tools if each["function"].get("name") in names]
+    if kept: return kept, mode or "auto"
+    raise invalid("tool_choice.tools names no function, expected some of tools: "
+                  + ", ".join(str(each["function"].get("name")) for each in tools), "tool_choice.tools")
 
 
 def _logprobs(fields: Fields) -> dict[str, Any]:
@@ -185,10 +198,11 @@ def _items(fields: Fields, store: ResponseStore) -> list[dict[str, Any]]:
 
 def _item(given: dict[str, Any], path: str, store: ResponseStore) -> dict[str, Any]:
     if given.get("type") != "item_reference":
-        return {"type": "message", "id": f"item_{secrets.token_hex(12)}", **given}
+        return {"type": "message", "id": f"item_{secrets.token_hex(12)}",
+                **{name: value for name, value in given.items() if value is not None}}
     fields = Fields(given, path)
     fields.ignore(["type"])
-    name = _required(fields, "id")
+    name = fields.required("id")
     fields.finish()
     if (found := store.item(name)) is not None: return found
     raise APIError(404, f"{path}.id is {name[:100]!r}, an item of no response that is kept; to fix: send the "
@@ -203,18 +217,23 @@ def messages_of(items: Sequence[dict[str, Any]], spelling: dict[str, str] | None
     for at, item in enumerate(items):
         fields = Fields(item, f"input[{at}]")
         kind = fields.text("type")
-        fields.ignore(["id", "status"])
-        if kind == "message": _message(fields, out)
-        elif kind == "function_call": _call(fields, out)
-        elif kind == "function_call_output":
-            out.append({"role": "tool", "tool_call_id": _required(fields, "call_id"),
-                        "content": _content(fields, "output", may_lack=True)})
-        elif kind == "reasoning": _thought(fields, out)
-        else: raise invalid(f"input[{at}].type is {str(kind)[:60]!r}, expected message, function_call, "
-                            "function_call_output or reasoning", f"input[{at}].type", "unsupported")
+        if not add_past(kind or "", fields, out): _add(kind, fields, out)
         fields.finish()
-        if spelling is not None: _spell(out, first, fields.where, spelling)
+        if spelling is not None and out: _spell(out, first, fields.where, spelling)
     return out
+
+
+def _add(kind: str | None, fields: Fields, out: list[dict[str, Any]]) -> None:
+    fields.ignore(["id", "status"])
+    if kind == "message": _message(fields, out)
+    elif kind == "function_call":
+        add_call(out, fields.required("call_id"), fields.required("name"), fields.take("arguments"))
+    elif kind == "function_call_output":
+        out.append({"role": "tool", "tool_call_id": fields.required("call_id"),
+                    "content": _content(fields, "output", may_lack=True)})
+    elif kind == "reasoning": _thought(fields, out)
+    else: raise invalid(f"{fields.path('type')} is {str(kind)[:60]!r}, expected message, function_call, "
+                        "function_call_output or reasoning", fields.path("type"), "unsupported")
 
 
 def _spell(out: Sequence[dict[str, Any]], first: int, where: str, spelling: dict[str, str]) -> None:
@@ -238,24 +257,12 @@ def _message(fields: Fields, out: list[dict[str, Any]]) -> None:
     else: out.append({"role": role, "content": content})
 
 
-def _call(fields: Fields, out: list[dict[str, Any]]) -> None:
-    call = {"id": _required(fields, "call_id"), "type": "function",
-            "function": {"name": _required(fields, "name"), "arguments": fields.take("arguments")}}
-    if not out or out[-1]["role"] != "assistant": out.append({"role": "assistant", "content": ""})
-    out[-1].setdefault("tool_calls", []).append(call)
-
-
 def _thought(fields: Fields, out: list[dict[str, Any]]) -> None:
     texts = [each.get("text") for name in ("content", "summary") for each in fields.objects(name) or []]
     fields.ignore(["encrypted_content"])    # of a server that keeps its reasoning to itself
     if not all(isinstance(text, str) for text in texts):
         raise invalid(f"{fields.where} has no texts, expected content of type reasoning_text", fields.where)
     out.append({"role": "assistant", "content": "", "reasoning": "".join(map(str, texts))})
-
-
-def _required(fields: Fields, name: str) -> str:
-    if value := fields.text(name): return value
-    raise invalid(f"{fields.path(name)} is missing, expected a string", fields.path(name), "missing_field")
 
 
 def _content(fields: Fields, name: str, may_lack: bool = False) -> str:
@@ -269,7 +276,7 @@ def _content(fields: Fields, name: str, may_lack: bool = False) -> str:
     texts = []
     for at, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(text, str):
             raise invalid(f"{path}[{at}] is of type {str(kind)[:40]!r}, expected input_text or output_text "
                           "with a "

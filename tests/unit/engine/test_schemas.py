@@ -84,8 +84,8 @@ def test_schemas_that_nothing_matches():
 
 
 def test_one_target_that_is_spelled_in_a_thousand_ways_is_looked_at_once():
-    spelled = ["".join(f"%{ord(sign):02x}" if at >> bit & 1 else sign for bit, sign in enumerate("abcdefghij"))
-               for at in range(1000)]
+    spelled = ["".join(f"%{ord(sign):02x}" if at >> bit & 1 else sign
+                       for bit, sign in enumerate("abcdefghij")) for at in range(1000)]
     schema = {"$ref": "#/$defs/abcdefghij", "$defs": {"abcdefghij": {
         "anyOf": [{"$ref": f"#/$defs/{each}"} for each in spelled]}}}
     begin = time.process_time()

@@ -23,6 +23,7 @@ from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.prompts import ParsedPrompt, Prompt, parse
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import NVError, QueueFull
 from tinygrad_nv.server.limits import RequestLimits
@@ -69,7 +70,8 @@ class FakeModel:
         return LLM.tokenize(self, prompt, truncate_prompt_tokens)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
-        return self.tokenize(self.tokenizer.encode_chat(messages, tools, **extra))
+        text = render(self.tokenizer, messages, tools, **extra)
+        return self.tokenize(self.tokenizer.encode(text, special=False))
 
 
 @dataclass

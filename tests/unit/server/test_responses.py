@@ -249,7 +249,7 @@ def test_an_engine_that_fails_is_an_event():
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "input is missing"), ({"input": []}, "input", "empty"),
     ({"input": 3}, "input", "a whole"),
-    ({"input": [{"type": "image_generation_call"}]}, "input[0].type", "expected message, function_call"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type", "expected message, function_call"),
     ({"input": [{"role": "king", "content": "a"}]}, "input[0].role", "expected one of user"),
     ({"input": [{"content": "a"}]}, "input[0].role", "role is missing"),
     ({"input": [{"role": "user"}]}, "input[0].content", "content is missing"),

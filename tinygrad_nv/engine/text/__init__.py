@@ -2,6 +2,7 @@
 
   chat_template.py       Chat templates, in jinja's sandbox
   content_format.py      How a template reads contents: as texts, or as lists of parts
+  earlier_calls.py       Arguments of earlier tool calls, as templates read them
   templates.py           The templates of a model, by name
   detokenizer.py         Incremental detokenization, and stop strings
   gguf.py                The tokenizer of a GGUF file

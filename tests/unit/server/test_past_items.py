@@ -1,0 +1,105 @@
+"""What earlier turns have: calls of tools that a client or a server ran, and messages of the system, in all
+protocols. They are data: never an error, and in the prompt where they say something."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+            "[{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+            "{% endfor %}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}")
+USER: dict[str, Any] = {"role": "user", "content": "a"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(fake_service(FakeEngine(FakeModel(TEMPLATE)))) as made: yield made
+
+
+def prompt(server: Live, path: str, **asked: Any) -> tuple[str, str]:
+    """The prompt of a request, and the fields that were left out."""
+    most = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    answer = server.post({most: 1, **asked}, path)
+    assert answer.status_code == 200, (asked, answer.text)
+    engine: Any = server.service.engine
+    text = server.service.require_tokenizer().decode(engine.asked[-1][0].ids or [], skip_special_tokens=False)
+    return text, answer.headers.get("x-ignored-fields", "")
+
+
+# items, and what the template writes of them
+ITEMS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin\n"},
+      {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}],
+     '<assistant>[c patch {"input": "*** Begin\\n"}]<tool>done'),
+    ([{"type": "custom_tool_call", "id": "x", "call_id": "c", "name": "n", "input": "", "status": "x"},
+      {"type": "custom_tool_call_output", "call_id": "c", "output": [
+          {"type": "input_text", "text": "b"}, {"type": "input_text", "text": "c"}]}],
+     '<assistant>[c n {"input": ""}]<tool>b\nc'),
+    ([{"type": "local_shell_call", "id": "l", "call_id": "c", "status": "completed",
+       "action": {"type": "exec", "command": ["ls"], "env": {}}},
+      {"type": "local_shell_call_output", "id": "c", "output": "x.py"}],
+     '<assistant>[c local_shell {"type": "exec", "command": ["ls"], "env": {}}]<tool>x.py'),
+    ([{"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+      {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "x", "stderr": ""}]}],
+     '<assistant>[c shell {"commands": ["ls"]}]<tool>[{"stdout": "x", "stderr": ""}]'),
+    ([{"type": "apply_patch_call", "call_id": "c", "operation": {"type": "delete_file", "path": "p"}},
+      {"type": "apply_patch_call_output", "call_id": "c", "status": "completed", "output": None}],
+     '<assistant>[c apply_patch {"type": "delete_file", "path": "p"}]<tool>'),
+    ([{"type": "mcp_call", "id": "m", "server_label": "s", "name": "n", "arguments": '{"x": 1}',
+       "output": "y"}], '<assistant>[m n {"x": 1}]<tool>y'),
+    ([{"type": "code_interpreter_call", "id": "i", "container_id": "k", "code": "1+1",
+       "outputs": [{"type": "logs", "logs": "2"}]}],
+     '<assistant>[i code_interpreter {"code": "1+1"}]<tool>[{"type": "logs", "logs": "2"}]'),
+    ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"x": "1', "id": None,
+       "status": None}, {"type": "function_call_output", "call_id": "c", "output": "r", "id": None}],
+     '<assistant>[c f "{\\"x\\": \\"1"]<tool>r'),
+    ([{"type": None, "role": "assistant", "content": [
+        {"type": "refusal", "refusal": "no", "text": None}]}], "<assistant>no")]
+LEFT_OUT: list[dict[str, Any]] = [
+    {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+    {"type": "file_search_call", "id": "f", "queries": ["q"], "results": None},
+    {"type": "code_interpreter_call", "id": "i", "code": "1", "outputs": None},
+    {"type": "image_generation_call", "id": "g", "result": "base64"},
+    {"type": "mcp_list_tools", "id": "l", "server_label": "s", "tools": []},
+    {"type": "compaction", "encrypted_content": "x"}]
+
+
+def test_items_of_responses(server: Live):
+    for items, written in ITEMS:
+        assert prompt(server, RESPONSES, input=[USER, *items, USER]) == (f"<user>a{written}<user>a", "")
+    for item in LEFT_OUT:
+        for around in ([USER, item, USER], [item, USER, USER]):
+            assert prompt(server, RESPONSES, input=around) == ("<user>a<user>a", "input[].type"), item
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0,
+                       http_client=openai.DefaultHttpxClient(verify=False)) as client:
+        items: Any = [each for item, _ in ITEMS for each in item]
+        assert client.responses.create(input=[USER, *items, *LEFT_OUT], max_output_tokens=1).output_text
+
+
+@pytest.mark.parametrize(("items", "words"), [
+    ([{"type": "image", "id": "x"}], "input[0].type is 'image'"),
+    ([LEFT_OUT[0]], "input has nothing that the model reads"),
+    ([{"type": "custom_tool_call", "name": "n", "input": "x", "call_id": 5}], "input[0].call_id is a whole"),
+    ([USER, {"type": "custom_tool_call_output", "call_id": "c", "output": [
+        {"type": "input_image", "image_url": "data:"}]}], "has a part of type 'input_image'")])
+def test_items_that_are_refused(server: Live, items: Any, words: str):
+    answer = server.post({"input": items, "max_output_tokens": 1}, RESPONSES)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+def test_tools_that_a_choice_keeps(server: Live):
+    f, g = ({"type": "function", "name": name} for name in "fg")
+    for choice, kept in (({"tools": [g], "mode": "auto"}, "g;"),
+                         ({"tools": [{"type": "web_search"}, f, g]}, "f;g;")):
+        asked = {"input": "a", "tools": [f, g], "tool_choice": {"type": "allowed_tools", **choice}}
+        assert prompt(server, RESPONSES, **asked)[0] == "<user>a" + kept
+    for tools in (5, [5], [], [{"type": "function", "name": "h"}]):
+        answer = server.post({**asked, "tool_choice": {"type": "allowed_tools", "tools": tools}}, RESPONSES)
+        assert answer.status_code == 400, tools
+        assert "tool_choice.tools" in answer.json()["error"]["message"]
