@@ -30,7 +30,7 @@ from tinygrad_nv import config
 from tinygrad_nv.hooks import TINYGRAD_VERSION, Compile
 from tinygrad_nv.runtime.renderers import renderer_of
 
-TABLE = "nv_program_2"  # the number goes up when what is stored changes
+TABLE = "nv_program_3"  # the number goes up when what is stored changes
 
 
 _read = 0  # programs that this process has from disk

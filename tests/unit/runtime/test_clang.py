@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tinygrad.engine import worker
 from tinygrad.helpers import Target
@@ -15,7 +16,7 @@ from tinygrad.renderer import cstyle
 from tinygrad.runtime import ops_cpu
 from tinygrad.runtime.support import compiler_cpu
 
-from tinygrad_nv import Device, hooks, toolchain
+from tinygrad_nv import Device, Tensor, hooks, toolchain
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime.cpu import device as cpu_device
 from tinygrad_nv.runtime.cpu.clang import ClangRenderer, ToolchainCompiler, clang_arguments
@@ -166,9 +167,9 @@ def test_the_cpu_device_compiles_with_it():
     assert cpu._renderer_name(ClangRenderer) == "CLANG"
 
 
-def test_it_renders_nothing_differently():
+def test_it_renders_small_integers_alone_differently():
     own = {name for name in vars(ClangRenderer) if not name.startswith("__")}
-    assert own == {"compiler"}
+    assert own == {"compiler", "string_rewrite"}
     assert ClangRenderer.__mro__[1] is cstyle.ClangRenderer
 
 
@@ -278,3 +279,12 @@ def test_a_compile_worker_loads_nothing_it_does_not_need():
     with worker._WorkerContext().Pool(1, worker._init_worker) as pool:
         assert pool.apply(len, ([renderer],)) == 1
         assert pool.apply(eval, (LOADED.replace("sys", "__import__('sys')"),)) == []
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_small_integers_wrap_around_inside_an_expression(dtype):
+    limits, rng = np.iinfo(dtype), np.random.default_rng(0)
+    x, y = (rng.integers(limits.min, limits.max, (2, 37), dtype, endpoint=True) for _ in range(2))
+    found = ((Tensor(x) - Tensor(y)).float() + (Tensor(x) * Tensor(y) + Tensor(y)).float() * 0.5).numpy()
+    expected = (x - y).astype(np.float32) + (x * y + y).astype(np.float32) * np.float32(0.5)
+    assert (found == expected).all()

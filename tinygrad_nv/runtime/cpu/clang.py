@@ -3,7 +3,8 @@
 
 Protocol: device.py puts this `ClangRenderer` where `tinygrad.runtime.ops_cpu` sees tinygrad's
 own. It keeps that name because the device derives the renderer's ("CLANG" in `DEV=CPU:CLANG`) from it. It
-renders nothing differently: only the compiler changes. The arguments are those of tinygrad's
+renders one thing differently: sums, differences, products and shifts of 8 and 16 bits wrap around also in the
+middle of an expression, where C computes them as int. The arguments are those of tinygrad's
 `ClangCompiler.compile`, captured by running it. Sources with bfloat16 get the function that clang calls to
 round where the processor cannot (any x86-64 without AVX512-BF16): tinygrad links none.
 
@@ -20,9 +21,11 @@ import struct
 import types
 from collections.abc import Callable
 
+from tinygrad.dtype import dtypes
 from tinygrad.helpers import Target
 from tinygrad.renderer import cstyle
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from tinygrad_nv import config
 from tinygrad_nv.toolchain import CCompiler, compile_object, find_compiler
@@ -90,8 +93,16 @@ class ToolchainCompiler(ClangCompiler):
         return with_own_calls(compile_object(self.found, self.arguments, src + ROUND_BFLOAT16))
 
 
+def _wrapped(renderer: cstyle.CStyleLanguage, node: UOp) -> str:
+    """Renders an operation of small integers with a cast to its own dtype."""
+    return f"({renderer.render_cast(node, cstyle.base_rewrite.rewrite(node, ctx=renderer))})"
+
+
 class ClangRenderer(cstyle.ClangRenderer):
     """tinygrad's `ClangRenderer` whose compiler is found on first use and kept when pickled."""
+    string_rewrite = PatternMatcher([
+        (UPat((Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL), (dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16),
+              name="node"), lambda ctx, node: _wrapped(ctx, node))]) + cstyle.base_rewrite
 
     def __init__(self, target: Target, found: CCompiler | None = None) -> None:
         # past ClangRenderer's own __init__, which would make the compiler at once
