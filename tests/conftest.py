@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -126,8 +127,13 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         except SystemExit as end: code = int(end.code or 0)
         return Outcome(code, *capsys.readouterr())
 
+    loggers = [logging.getLogger(name) for name in ("tinygrad_nv.server", "uvicorn", "opentelemetry")]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
     yield run
     DEV.value = device
+    for each, (handlers, propagates, level) in zip(loggers, before, strict=True):
+        each.handlers, each.propagate = handlers, propagates
+        each.setLevel(level)
 
 
 @pytest.fixture(scope="session")

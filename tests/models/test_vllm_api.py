@@ -111,7 +111,8 @@ def test_parts_of_a_content_are_texts(llm: LLM):
 def test_arguments_of_earlier_calls_are_data(llm: LLM):
     """As in the API: JSON texts, cut ones, and none; a template that reads objects gets one."""
     template = ("{% for m in messages %}{% for c in m.tool_calls or [] %}["
-                "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}]{% endfor %}{% endfor %}x")
+                "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}]"
+                "{% endfor %}{% endfor %}x")
     for given, wanted in (('{"a": 1}', "[a=1;]"), ({"a": 1}, "[a=1;]"), ('{"a": "1', '[arguments={"a": "1;]'),
                           (None, "[]"), ("", "[]"), ("[2]", "[arguments=[2];]")):
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}

@@ -13,8 +13,9 @@ Read in this order:
   sse.py          streams, and client disconnects
   completions.py  POST /v1/completions
   chat.py         POST /v1/chat/completions
-  responses.py    POST /v1/responses (with responses_request.py: requests, response_events.py: the response
-                  and its events, response_store.py: those that are kept)
+  responses.py    POST /v1/responses (with responses_request.py: requests, past_calls.py: calls of tools that
+                  are no functions, response_events.py: the response and its events, response_store.py: those
+                  that are kept)
   messages.py     POST /v1/messages (with messages_request.py: requests)
   ollama.py       Ollama's API: POST /api/chat, … (with ollama_request.py: requests)
   llama_cpp.py    llama.cpp's: POST /completion, GET /props

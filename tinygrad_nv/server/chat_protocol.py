@@ -20,8 +20,8 @@ from tinygrad_nv.server.structured_output import call_schema
 from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_choice, tool_choice, tool_list
 
 # reserved variables of chat templates
-OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt",
-                 "continue_final_message", "chat_template")
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+                 "chat_template", "content_format", "generation_marks")
 IMAGE = "image_url"     # the type of parts that are images
 # of parts: what earlier answers had, and marks for caches, which keep prompts with equal beginnings anyway
 PART_EXTRAS = ("cache_control", "annotations", "citations", "logprobs")
@@ -202,12 +202,15 @@ def only_text(path: str, part: dict[str, Any]) -> APIError:
 
 
 def _call(data: dict[str, Any], path: str) -> dict[str, Any]:
-    """A tool call of an earlier turn. Templates write arguments as JSON themselves: they get the value."""
+    """A tool call of an earlier turn. Templates write arguments as JSON themselves: they get the value; that
+    of a custom tool is a text, in {"input": text}."""
     fields = Fields(data, path)
-    function = Fields(fields.object("function") or {}, f"{path}.function")
-    name = function.text("name")
-    if not name: raise invalid(f"{path}.function.name is missing, expected a string", f"{path}.function.name")
-    given = arguments_of(function.take("arguments"))
+    if (custom := fields.object("custom")) is not None:
+        function = Fields(custom, f"{path}.custom")
+        name, given = function.required("name"), {"input": function.text("input") or ""}
+    else:
+        function = Fields(fields.object("function") or {}, f"{path}.function")
+        name, given = function.required("name"), arguments_of(function.take("arguments"))
     fields.ignore(("type", "index"))
     made = {"id": fields.text("id") or "", "type": "function", "function": {"name": name, "arguments": given}}
     for each in (function, fields): each.finish()

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from tinygrad_nv.server.errors import APIError
 
 HEADER = "x-ignored-fields"
-# names in the header and in the log, each of so many characters
+# names in the header and in the log, each of so many characters: proxies refuse headers of more than 4 KB
 MOST_NAMES, MOST_LOGGED, MOST_CHARACTERS = 32, 1000, 80
 
 
@@ -35,8 +35,9 @@ class Ignored:
     def add(self, param: str) -> None:
         """Notes a field."""
         if len(self.names) >= MOST_NAMES: return
-        name = re.sub(r"\[\d+\]", "[]", translate(param, self.spelling))[:MOST_CHARACTERS]
-        self.names[quote(name, "[]._-$@", errors="replace") or '""'] = None
+        name = re.sub(r"\[\d+\]", "[]", translate(param, self.spelling))
+        name = quote(name[:MOST_CHARACTERS], "[]._-$@", errors="replace")[:MOST_CHARACTERS]
+        self.names[re.sub("%[0-9A-F]?$", "", name) or '""'] = None
 
     @property
     def header(self) -> str:

@@ -2,7 +2,8 @@
 
 Protocol: `message_request(data, defaults, limits)` reads the fields of Anthropic's Messages API, and
 translates content blocks: text, thinking, tool_use and tool_result. Neighbours of one role become one
-message. A last message of the assistant is gone on with (prefill).
+message; one of the system may be among them. Blocks of tools that Anthropic's servers ran are left out, but
+for those of MCP, which have texts. A last message of the assistant is gone on with (prefill).
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest, chat
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
-from tinygrad_nv.server.leniency import spelled
+from tinygrad_nv.server.leniency import ignore, spelled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import STOPS
 from tinygrad_nv.server.tools import leave_out, other_tool
@@ -24,6 +25,11 @@ SHARED = ("model", "stream", "top_k", "min_p", "repetition_penalty", "seed", "st
           "priority", "cache_salt", "structured_outputs", "chat_template_kwargs")
 # what other fields of a conversation are called here
 SPELLING = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+ROLES = ("user", "assistant", "system")
+# blocks that the model reads
+EXPECTED = {"user": "text or tool_result", "assistant": "text, thinking or tool_use", "system": "text"}
+USES, RESULTS = ("tool_use", "mcp_tool_use"), (("tool_result", "user"), ("mcp_tool_result", "assistant"))
+SERVED = ("_tool_use", "_tool_result")      # the ends of other kinds of blocks of an assistant
 THINKING = ("enabled", "adaptive", "disabled")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -36,9 +42,8 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
     most = fields.whole("max_tokens", 1)
     if most is None and not counted:
         raise invalid("max_tokens is missing, expected a whole number ≥ 1", "max_tokens", "missing_field")
-    system = _system(fields)
-    messages, spelling = _messages(fields, len(system))
-    messages = [*system, *messages]
+    messages = _system(fields)
+    spelling = _add_messages(fields, messages)
     continued = messages[-1]["role"] == "assistant"
     asked |= {"messages": messages, "max_tokens": most, "stop": list(fields.texts("stop_sequences", STOPS))
               or None,
@@ -132,17 +137,15 @@ def _system(fields: Fields) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n".join(_text(each) for each in blocks)}]
 
 
-def _messages(fields: Fields, first: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The messages, and the spelling of their fields; the first one is message `first` of the conversation.
-    """
+def _add_messages(fields: Fields, out: list[dict[str, Any]]) -> dict[str, str]:
+    """Adds the messages to the conversation, and returns the spelling of their fields."""
     given = fields.objects("messages")
     if given is None: raise invalid("messages is missing, expected a list", "messages", "missing_field")
     if not given: raise invalid("messages is empty, expected at least one message", "messages")
-    out: list[dict[str, Any]] = []
     spelling = dict(SPELLING)
     for at, each in enumerate(given):
         inner = Fields(each, f"messages[{at}]")
-        role, path = inner.one_of("role", ("user", "assistant")), inner.path("content")
+        role, path = inner.one_of("role", ROLES), inner.path("content")
         content = inner.take("content")
         inner.finish()
         if role is None: raise invalid(f"messages[{at}].role is missing, expected user or assistant",
@@ -151,7 +154,8 @@ def _messages(fields: Fields, first: int) -> tuple[list[dict[str, Any]], dict[st
             else _blocks(content, path)
         for block in blocks:
             _add(block, role, out)
-            name = f"messages[{first + len(out) - 1}]"
+            if not out: continue
+            name = f"messages[{len(out) - 1}]"
             spelling.setdefault(name, f"messages[{at}]")
             spelling[f"{name}.content"] = block.where
             if calls := out[-1].get("tool_calls"):
@@ -159,7 +163,8 @@ def _messages(fields: Fields, first: int) -> tuple[list[dict[str, Any]], dict[st
                 spelling.setdefault(call, block.where)
                 spelling.setdefault(f"{call}.arguments", f"{block.where}.input")
         if not blocks: raise invalid(f"{path} is empty, expected at least one block", path)
-    return out, spelling
+    if not out: raise invalid("messages has nothing that the model reads, expected a text", "messages")
+    return spelling
 
 
 def _blocks(value: Any, path: str) -> list[Fields]:
@@ -171,22 +176,23 @@ def _blocks(value: Any, path: str) -> list[Fields]:
 def _add(block: Fields, role: str, out: list[dict[str, Any]]) -> None:
     """Adds a block to the conversation."""
     kind = block.left.get("type")
-    if kind == "tool_result" and role == "user":
+    if (kind, role) in RESULTS:
         out.append(_result(block))
         return
+    if role == "assistant" and kind not in USES and str(kind).endswith(SERVED):
+        return ignore(invalid(f"{block.path('type')} is {str(kind)[:40]!r}, of a tool that the server does "
+                              "not run; to fix: leave it out", block.path("type"), "unsupported"))
     if not out or out[-1]["role"] != role: out.append({"role": role, "content": ""})
     last = out[-1]
     if kind == "text": last["content"] += ("\n" if last["content"] else "") + _text(block)
-    elif kind == "tool_use" and role == "assistant": last.setdefault("tool_calls", []).append(_use(block))
+    elif kind in USES and role == "assistant": last.setdefault("tool_calls", []).append(_use(block))
     elif kind == "thinking" and role == "assistant":
         last["reasoning"] = last.get("reasoning", "") + (block.text("thinking") or "")
         block.ignore(["type", "signature", "cache_control"])
         block.finish()
     elif kind != "redacted_thinking":
-        expected = "text or tool_result" if role == "user" else "text, thinking or tool_use"
-        raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected {expected}: the model reads "
-                      "nothing "
-                      "else", block.path("type"), "unsupported")
+        raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected {EXPECTED[role]}: the model "
+                      "reads nothing else", block.path("type"), "unsupported")
 
 
 def _text(block: Fields) -> str:
@@ -194,8 +200,7 @@ def _text(block: Fields) -> str:
     if block.left.get("type") == "tool_reference": return block.text("tool_name") or ""
     kind, text = block.take("type"), block.text("text")
     if kind != "text": raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected 'text': the "
-                                     "model "
-                                     "reads nothing else", block.path("type"), "unsupported")
+                                     "model reads nothing else", block.path("type"), "unsupported")
     if text is None: raise invalid(f"{block.path('text')} is missing, expected a string", block.path("text"),
                                    "missing_field")
     block.ignore(["cache_control", "citations"])
@@ -205,22 +210,18 @@ def _text(block: Fields) -> str:
 
 def _use(block: Fields) -> dict[str, Any]:
     """A call of an earlier turn."""
-    block.ignore(["type", "cache_control", "caller"])
-    name, given, call = block.text("name"), block.take("input"), block.text("id")
+    block.ignore(["type", "cache_control", "caller", "server_name"])
+    name, given, call = block.required("name"), block.take("input"), block.text("id")
     block.finish()
-    if not name: raise invalid(f"{block.path('name')} is missing, expected a string", block.path("name"),
-                               "missing_field")
     return {"id": call, "type": "function", "function": {"name": name, "arguments": given}}
 
 
 def _result(block: Fields) -> dict[str, Any]:
     """The result of a tool."""
     block.ignore(["type", "cache_control"])
-    name, content, path = block.text("tool_use_id"), block.take("content"), block.path("content")
+    name, content, path = block.required("tool_use_id"), block.take("content"), block.path("content")
     failed = block.flag("is_error")
     block.finish()
-    if not name: raise invalid(f"{block.path('tool_use_id')} is missing, expected a string",
-                               block.path("tool_use_id"), "missing_field")
     texts: Sequence[str] = [unicode(content, path)] if isinstance(content, str) else \
         [_text(each) for each in _blocks(content or [], path)]
     return {"role": "tool", "tool_call_id": name, "content": ("Error: " if failed else "") + "\n".join(texts)}

@@ -37,11 +37,14 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
     """The tools of a request, each a function with a name and parameters, which may be none. Other fields are
     left for the chat template."""
     tools = fields.objects("tools") or []
-    made = []
+    made, refused = list[Tool](), list[APIError]()
     for at, tool in enumerate(tools):
         function = tool.get("function")
         path = f"tools[{at}]"
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        if isinstance(kind := tool.get("type"), str) and kind != "function" and function is None:
+            refused.append(other_tool(Fields(tool, path), kind, "function"))
+            continue
+        if (kind or "function") != "function" or not isinstance(function, dict):
             raise invalid(f"{path} is no function, expected type 'function' with a function object", path)
         name = function.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
@@ -52,13 +55,15 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
         if not isinstance(function.setdefault("parameters", dict(NO_PARAMETERS)), dict):
             raise invalid(f"{path}.function.parameters is not a JSON schema", f"{path}.function.parameters")
         made.append({**tool, "type": "function", "function": function})
+    leave_out(refused, made)
     return tuple(made)
 
 
 def other_tool(fields: Fields, kind: str | None, expected: str) -> APIError:
-    """The error for a tool of another type, which the server would have to run."""
-    return invalid(f"{fields.path('type')} is {str(kind)[:60]!r}, expected {expected!r}: the server runs no "
-                   "tools of its own", fields.path("type"), "unsupported")
+    """The error for a tool of another type, which the server would have to run, or which has no schema."""
+    return invalid(f"{fields.path('type')} is {str(kind)[:60]!r}, expected {expected!r}: a model calls "
+                   "tools with a schema, and the server runs no tools of its own", fields.path("type"),
+                   "unsupported")
 
 
 def leave_out(refused: Sequence[APIError], made: Sequence[Tool]) -> None:

@@ -61,6 +61,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
      "include, max_tool_calls"),
     # **** tools that the server would run, beside one that the client runs ****
     (RESPONSES, {"tools": [SEARCH, CODEX_TOOL]}, "tools[].extra, tools[].type"),
+    (CHAT, {"tools": [LOOK, {"type": "custom", "custom": {"name": "f"}}]}, "tools[].type"),
     (MESSAGES, {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[].type")]
 # accepted by a strict server, too: they ask for nothing, or are served
 SILENT: list[tuple[str, dict[str, Any]]] = [
@@ -71,6 +72,7 @@ SILENT: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": said("assistant", content=None, refusal="no")}),
     (CHAT, {"messages": said("tool", content=None, tool_call_id="c")}),
     (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "object"}}}),
+    (CHAT, {"tools": [{**LOOK, "type": None}]}),
     (CHAT, {"tools": [LOOK], "functions": [], "function_call": "auto"}),
     (MESSAGES, {"tools": [{"name": "f", "input_schema": None}]}),
     (MESSAGES, {"messages": [*USER, {"role": "assistant", "content": [
@@ -92,7 +94,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"structured_outputs": {"structural_tag": "a"}}, "structural_tag is not served"),
     (CHAT, {"messages": said("user", content=[{"type": "file"}])}, "reads nothing else"),
     (CHAT, {"messages": said("user", contents="b")}, "messages[0].content is missing"),
-    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "is no function"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "type is 'custom', expected 'function'"),
+    (CHAT, {"chat_template_kwargs": {"generation_marks": True}}, "chat_template_kwargs has generation_marks"),
     (MESSAGES, {"mcp_servers": [{"name": "a"}]}, "mcp_servers is not served"),
     (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs no tools of its"),
     (RESPONSES, {"tools": [SEARCH]}, "runs no tools of its own"),

@@ -204,7 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens is missing"), ({"max_tokens": 0}, "at least 1"),
     ({"messages": None}, "is missing"),
     ({"messages": []}, "is empty"),
-    ({"messages": [{"role": "system", "content": "a"}]}, "expected one of user, assistant"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "expected one of user, assistant"),
     ({"messages": [{"content": "a"}]}, "role is missing"),
     ({"messages": [{"role": "user"}]}, "neither a string nor"),
     ({"messages": [{"role": "user", "content": []}]}, "at least one block"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from serve_case import FakeEngine, FakeModel, Live, fake_service, live
@@ -103,3 +104,70 @@ def test_tools_that_a_choice_keeps(server: Live):
         answer = server.post({**asked, "tool_choice": {"type": "allowed_tools", "tools": tools}}, RESPONSES)
         assert answer.status_code == 400, tools
         assert "tool_choice.tools" in answer.json()["error"]["message"]
+
+
+def test_calls_of_custom_tools_in_chat(server: Live):
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "done"}]
+    assert prompt(server, CHAT, messages=messages) == (
+        '<user>a<assistant>[c patch {"input": "*** Begin"}]<tool>done', "")
+    for custom, words in (({}, "custom.name is missing"), (5, "custom is a whole number"),
+                          ({"name": "n", "input": {}}, "custom.input is an object")):
+        messages[1]["tool_calls"] = [{**call, "custom": custom}]
+        answer = server.post({"messages": messages, "max_tokens": 1}, CHAT)
+        assert (answer.status_code, words in answer.text) == (400, True)
+
+
+def assistant(*blocks: dict[str, Any]) -> dict[str, Any]: return {"role": "assistant", "content": [*blocks]}
+
+
+# messages of Anthropic's API, what the template writes of them, and the fields that are left out
+BLOCKS: list[tuple[list[dict[str, Any]], str, str]] = [
+    ([{"role": "system", "content": "s"}, USER], "<system>s<user>a", ""),
+    ([USER, {"role": "system", "content": [{"type": "text", "text": "s"}]}, USER],
+     "<user>a<system>s<user>a", ""),
+    ([USER, assistant({"type": "text", "text": "b"},
+                      {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                      {"type": "web_search_tool_result", "tool_use_id": "s", "content": [
+                          {"type": "web_search_result", "url": "u", "encrypted_content": "x"}]},
+                      {"type": "text", "text": "c", "citations": [{"type": "web_search_result_location"}]}),
+      USER], "<user>a<assistant>b\nc<user>a", "messages[].content[].type"),
+    ([assistant({"type": "code_execution_tool_result", "tool_use_id": "s", "content": {}}), USER], "<user>a",
+     "messages[].content[].type"),
+    ([USER, assistant({"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "s", "input": {"x": 1}},
+                      {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False,
+                       "content": [{"type": "text", "text": "r"}]}, {"type": "text", "text": "b"}), USER],
+     '<user>a<assistant>[m n {"x": 1}]<tool>r<assistant>b<user>a', "")]
+
+
+def test_blocks_of_messages(server: Live):
+    for messages, written, header in BLOCKS:
+        assert prompt(server, MESSAGES, messages=messages) == (written, header)
+    assert prompt(server, MESSAGES, messages=BLOCKS[0][0], system="t") == ("<system>t\ns<user>a", "")
+    with anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0,
+                             http_client=anthropic.DefaultHttpxClient(verify=False)) as client:
+        messages: Any = [each for some, _, _ in BLOCKS for each in some]
+        assert client.messages.create(model="tales", max_tokens=1, messages=messages).content
+        with pytest.raises(anthropic.BadRequestError, match="messages has nothing that the model reads"):
+            client.messages.create(model="tales", max_tokens=1, messages=BLOCKS[3][0][:1])
+
+
+@pytest.mark.parametrize(("part", "words"), [
+    ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}},
+     "type is 'image', expected 'text': the model reads nothing else"),
+    ({"type": "document", "source": {"type": "url", "url": "u"}},
+     "type is 'document', expected 'text': the model reads nothing else")])
+def test_results_that_no_text_model_reads(server: Live, part: dict[str, Any], words: str):
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}, part]}
+    answer = server.post({"max_tokens": 1, "messages": [{"role": "user", "content": [result]}]}, MESSAGES)
+    assert answer.status_code == 400
+    assert f"messages[0].content[0].content[1].{words}" in answer.json()["error"]["message"]
+
+
+def test_a_header_that_proxies_pass_on(server: Live):
+    """32 names of characters that are written as twelve each; proxies take 4 KB of headers or more."""
+    names = {chr(0x10000 + at) * 80: 1 for at in range(40)}
+    _, header = prompt(server, CHAT, messages=[USER], **names)
+    assert 1000 < len(header) < 3000
+    assert all(name.count("%") * 3 == len(name) for name in header.split(", "))
