@@ -27,6 +27,8 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"enum": ["1", 2]}, "2", 2), ({"enum": [1, 2]}, "1", 1), ({"const": True}, "true", True),
     ({"anyOf": [WHOLE, TEXT]}, "5", 5), ({"anyOf": [WHOLE, TEXT]}, "five", "five"),
     ({"$ref": "#/$defs/I"}, "5", 5), (WHOLE, "140.0", 140), (WHOLE, "007", 7), (WHOLE, "many", "many"),
+    (WHOLE, "5,000", "5,000"), ({"type": "number"}, "1, 2", "1, 2"), (LIST, "1, 2", [1, 2]),
+    (WHOLE, "[5]", [5]),
     ({"anyOf": [WHOLE, NULL]}, "None", None), ({"type": "number"}, "5", 5), ({"type": "number"}, ".5", 0.5),
     ({"type": "number"}, "nan", "nan"), ({"type": "number"}, "1e400", "1e400"), (LIST, "[1e999]", "[1e999]"),
     ({"type": "boolean"}, "True", True),
@@ -56,7 +58,7 @@ def test_a_parameter_is_found_where_schemas_combine():
         "allOf": [{"properties": {"n": WHOLE}}], "patternProperties": {"^x-": {"type": "boolean"}},
         "additionalProperties": LIST}}}
     text = "".join(f"<parameter={key}>{value}</parameter>" for key, value in
-                   (("n", "1"), ("x-a", "true"), ("other", "[]")))
+                   (("n", "1"), (" x-a ", "true"), ("other", "[]")))
     [call] = calls_of(every_cut(lambda: Qwen({"f": schema}), f"<function=f>{text}</function> then"))
     assert json.loads(call.arguments) == {"n": 1, "x-a": True, "other": []}
 

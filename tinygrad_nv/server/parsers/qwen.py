@@ -64,6 +64,7 @@ class Qwen(CallMachine):
     def _key(self) -> bool:
         key, mark, rest = self.held.partition(">")
         if not mark: return False
+        key = key.strip()
         said = f"{', ' if self.keys else ''}{json.dumps(key, ensure_ascii=False)}: "
         self.emit(CallDelta(self.index, said))
         self.keys.add(key)
@@ -133,7 +134,7 @@ class Qwen(CallMachine):
             known = self.schemas.get(self.name)
             if not (self.value + before or "\n").endswith("\n"): return False
             if not closed: return None if not self.ended and len(rest) < MAX_KEY else False
-            return key not in self.keys and find(known, key, known) is not None
+            return key.strip() not in self.keys and find(known, key.strip(), known) is not None
         if mark == FUNCTION_END: return self._begins(rest, (CLOSE, OPEN, FUNCTION))
         found = self._begins(rest, (PARAMETER, CLOSE, FUNCTION_END))
         if not found or not self.opened: return found

@@ -67,8 +67,10 @@ def _value(text: str, allowed: Allowed) -> Any:
         if allowed.values is not None and not any(_same(value, each) for each in allowed.values): continue
         if _type(value) in allowed.types: return value
     if "string" in allowed.types: return text
-    try: return literal(text)
+    try: value = literal(text)
     except ValueError: return text
+    # 5,000 is no list, where none is allowed
+    return text if isinstance(value, list) and text.lstrip()[0] not in "[({" else value
 
 
 def _readings(text: str, allowed: Allowed) -> Iterable[Any]:
