@@ -27,6 +27,11 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("Paris", {"city": "Paris"}), ("n=1, 2", {"n": 1, "city": 2}),
     ('**{"city": "x", "n": 1}', {"city": "x", "n": 1}),
     ("1, 2, 3, 4", {"city": 1, "unit": 2, "n": 3, "argument4": 4}),
+    ("city: 'x', n: 3, 'c'", {"city": "x", "n": 3, "unit": "c"}), ("other: 1", {"city": "other: 1"}),
+    ("{'city': 'x', 'n': 3}", {"city": "x", "n": 3}), ("{'a': 3}", {"city": {"a": 3}}),
+    # digits in groups
+    ("n=5,000", {"n": 5000}), ("n=-1,234,567, city='x'", {"n": -1234567, "city": "x"}),
+    ("n=5,00, a=1,2000, b=1,a1,", {"n": 5, "city": 0, "a": 1, "unit": 2000, "b": 1, "argument6": "a1"}),
     # without quotes
     ("city=San Francisco, CA, n=5", {"city": "San Francisco, CA", "n": 5}),
     ("city=007, n=007", {"city": "007", "n": 7}),

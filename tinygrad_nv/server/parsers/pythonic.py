@@ -3,7 +3,8 @@ has calls on lines between <function_calls> and </function_calls> (OLMo 3).
 
 Protocol: an argument is passed on when it is complete, and a call's name with its first argument or its last
 parenthesis. Names may be reserved words of Python, or have hyphens; quotes may hold raw line ends. An
-argument without a name is the tool's next parameter. What is no literal is a text: city=Paris. A call whose
+argument without a name is the tool's next parameter, or an object of parameters; `name: value` is one of the
+tool's. What is no literal is a text: city=Paris; digits in groups are one number: n=5,000. A call whose
 arguments have no names, and whose tool has no parameters for them, stays text: no argument is left out.
 """
 from __future__ import annotations
@@ -22,6 +23,10 @@ CALLS, CALLS_END = "<function_calls>", "</function_calls>"
 NAME = re.compile(r"\s*([^\W\d][\w.-]*)\s*\(")
 MAY_BE_NAME = re.compile(r"\s*([^\W\d][\w.-]*\s*)?")
 KEY = re.compile(r"""\s*(?:([^\W\d][\w.-]*)|"([^"\\]*)"|'([^'\\]*)')\s*=(?!=)""")
+COLON = re.compile(r"\s*([^\W\d][\w.-]*)\s*:")
+# a number in groups of digits; n=5, whose comma may be within one, and what follows such a comma
+GROUPS, NAMED = re.compile(r"\s*[-+]?\d{1,3}(,\d{3})+\s*"), re.compile(r"[^=]*=\s*[-+]?\d{1,3}(,\d{3})*")
+GROUP = re.compile(r"\d{3}(?!\d)")
 # a quote opens a string behind these signs, and a prefix of Python's
 BEFORE_QUOTE = re.compile(r"""(?:^|[=(\[{,:"'])\s*[rRbBuUfF]{0,2}$""")
 MAX_PREFIX = 64     # characters in front of a quote that are looked at
@@ -81,6 +86,8 @@ class Pythonic(CallMachine):
                 if rest == sign * len(rest) and len(rest) < 3 and not self.ended: break  # of three, perhaps
                 self.quote = opening(self.held, at)
                 size = len(self.quote)
+            elif sign == "," and self.depth == 0 and (more := self._is_within_number(at)) is not False:
+                if more is None: break
             elif sign in ",)" and self.depth == 0:
                 return self._argument(self.argument + self.held[:at], self.held[at + 1:], sign)
             elif sign in "([{": self.depth += 1
@@ -89,6 +96,13 @@ class Pythonic(CallMachine):
         self.argument, self.held = self.argument + self.held[:at], self.held[at:]
         if not self.ended or self.index >= 0: return False
         return self.next(self.rest, self.before + self.argument)
+
+    def _is_within_number(self, at: int) -> bool | None:
+        """Whether a comma is one of n=5,000; None if more text would tell."""
+        if not NAMED.fullmatch(self.argument + self.held[:at]): return False
+        rest = self.held[at + 1:at + 5]
+        if len(rest) < 4 and not self.ended and (not rest or rest.isdigit()): return None
+        return GROUP.match(rest) is not None
 
     def _quoted(self, sign: str) -> None:
         """A sign inside quotes; `tail` are the quotes among them that may be the end."""
@@ -114,23 +128,34 @@ class Pythonic(CallMachine):
             key = next(each for each in found.groups() if each is not None)
             self._bare_ends()
             return self._pass(key, text[found.end():])
+        known = names_of(self.schemas.get(self.name))
+        if (found := COLON.match(text)) is not None and found[1] in known:
+            self._bare_ends()
+            return self._pass(found[1], text[found.end():])
         if self.bare is not None:   # city=San Francisco, CA
             self.bare = self.bare[0], f"{self.bare[1]},{text}"
             return True
-        if text.lstrip().startswith("**"):
-            try: more = literal(text.strip()[2:], bare=True)
-            except ValueError: more = None
-            if isinstance(more, dict):
-                for key, value in more.items(): self._emit(str(key), to_json(value))
-                return True
-        free = [name for name in names_of(self.schemas.get(self.name)) if name not in self.keys]
+        free = [name for name in known if name not in self.keys]
+        if (more := self._object(text, free)) is not None:
+            for key, value in more.items(): self._emit(str(key), to_json(value))
+            return True
         if self.index < 0 and (not free or has_call(text)): return False
         key = free[0] if free else f"argument{len(self.keys) + 1}"
         try: self._emit(key, to_json(literal(text, bare=True)))
         except ValueError: self._emit_bare(key, text)
         return True
 
+    def _object(self, text: str, free: list[str]) -> dict[Any, Any] | None:
+        """**{…}, or an object of parameters where the next one is none."""
+        stars = text.lstrip().startswith("**")
+        try: found = literal(text.strip()[2 * stars:], bare=True)
+        except ValueError: return None
+        if not isinstance(found, dict) or stars: return found if isinstance(found, dict) else None
+        own = "object" in parameter(self.schemas.get(self.name), free[0]).types if free else True
+        return found if found and not own and {*found} <= {*free} else None
+
     def _pass(self, key: str, text: str) -> bool:
+        if GROUPS.fullmatch(text): text = text.replace(",", "")
         try: value = literal(text, bare=True)
         except ValueError: pass
         else:
