@@ -20,6 +20,7 @@ Protocol. Hooks are registered by name and removed by name:
                                           get the `aux` of a kernel's KernelInfo with their TinyELF)
     install_cpu(ours, graph)              replaces attributes of the CPU device's module, and gives it graphs
     install_captures()                    TinyJit takes views for arguments, and says what of them differs
+    install_decomposition(rules)          go before tinygrad's for dtypes that a renderer lacks
     install_threads()                     each thread has its own cache on disk, its own capture and the right
                                           to a device; one thread at a time lowers programs
 
@@ -57,7 +58,7 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.hooks import captures, devices, layouts, methods, rewrites, threads
-from tinygrad_nv.hooks.devices import add_device, remove_cpu, remove_device
+from tinygrad_nv.hooks.devices import add_device, install_decomposition, remove_cpu, remove_device
 from tinygrad_nv.hooks.replaced import (
     TINYGRAD_VERSION,
     add,
@@ -79,8 +80,9 @@ from tinygrad_nv.hooks.rewrites import (
     rewritten,
 )
 
-__all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flattened", "inlined", "keep_functions",
-           "load_later", "official", "remove_cpu", "remove_device", "rewriting", "rewritten"]
+__all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flattened", "inlined", "install_decomposition",
+           "keep_functions", "load_later", "official", "remove_cpu", "remove_device", "rewriting",
+           "rewritten"]
 
 OutsIns = tuple[tuple[int, ...], tuple[int, ...]]
 Seconds = list[float | None]

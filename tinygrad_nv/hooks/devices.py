@@ -16,10 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tinygrad import codegen
 from tinygrad.device import ALL_DEVICES, Device, MultiBuffer, TinyELF
 from tinygrad.engine import jit, realize
 from tinygrad.helpers import Context
-from tinygrad.uop.ops import UOp, buffers
+from tinygrad.uop.ops import PatternMatcher, UOp, buffers
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import HookError, NVError
@@ -84,6 +85,12 @@ def _with_aux(to_elf: Callable[[UOp], TinyELF]) -> Callable[[UOp], TinyELF]:
         made.aux = getattr(self.src[0].arg, "aux", None)
         return made
     return with_aux
+
+
+def install_decomposition(rules: PatternMatcher) -> None:
+    """Has `rules` go before tinygrad's for dtypes that a renderer lacks, in each kernel: their `ctx` is the
+    set of dtypes that were found, and the renderer."""
+    replace(codegen, "pm_dtype_decomps", rules + theirs(codegen, "pm_dtype_decomps"))
 
 
 def _module_name(device: str) -> str: return f"tinygrad.runtime.ops_{device.lower()}"

@@ -17,7 +17,7 @@ the sum, before it is rounded:
 The gradient of a store is that of its scale, its clamp and a cast: rounding has none of its own.
 
 A clamp or a scale is part of the kernel whose result it stores. Random bits and stores to FP8 are a kernel of
-tinygrad's behind it, in which subnormal numbers of FP8 become zeros. Sums in bfloat16 or float16 are
+tinygrad's behind it. Sums in bfloat16 or float16 are
 tinygrad's kernels, too: `explain()` says why. Attention and norms refuse them. What is `deterministic` is
 realized at once, by kernels of one class (tile/order.py).
 """

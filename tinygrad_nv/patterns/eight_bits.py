@@ -1,28 +1,25 @@
 """Values of FP8 on devices whose code has no such dtype: rounded where they are cast, as torch rounds.
 
-Protocol. `rewrite` is the last rewrite of hooks/: what kernels of ours compute with FP8 is taken by then.
-tinygrad computes such values in float16, and rounds them where they are stored, so `x.cast(fp8).float()` in
-one kernel was x; and a number below the least normal one was 0. Here what is cast from FP8 is computed from
-codes, in integers:
-
-    CAST[float](CAST[fp8](x))   →   value of (code of x)
-    CAST[float](y)              →   value of BITCAST[uint8](y)
+Protocol. tinygrad computes such values in float16 while it generates code, rounds them twice, has 0 for
+numbers below the least normal one, whether they are cast, loaded or stored, and ±57344 for infinity. Its
+patterns stay, over conversions of ours, between codes and float32, in integers: `lower` goes before the rule
+that applies them (hooks.install_decomposition).
 
 A code is the nearest, ties to even, with subnormals. e4m3 ends at ±448; e5m2 goes on to infinity; NaN stays
-NaN. A store is tinygrad's: it has 0 for subnormals, and ±57344 for infinity.
+NaN.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
-from tinygrad import Device
-from tinygrad.dtype import dtypes
-from tinygrad.uop.ops import GroupOp, Ops, UOp
+from tinygrad.codegen.decomp import dtype as theirs
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import EMULATED_DTYPES
+from tinygrad.renderer import Renderer
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 
-from tinygrad_nv.patterns.rewriting import rebuilt
-
-NEEDS = ({Ops.CAST},)
 FLOAT_MANTISSA, FLOAT_BIAS, FLOAT_INF = 23, 127, 0x7F800000
 
 
@@ -51,37 +48,34 @@ class Code:
 CODES = {dtypes.fp8e4m3: Code(3, 7, 0x7E, 0x7F), dtypes.fp8e5m2: Code(2, 15, 0x7C, 0x7C)}
 
 
-def rewrite(sink: UOp) -> UOp:
-    """The graph with casts of FP8 in integers."""
-    nodes = tuple(sink.toposort(enter_calls=False))
-    casts = {node for node in nodes if node.op is Ops.CAST and _is_emulated(node)}
-
-    def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
-        if node not in casts: return None
-        return _value(node.src[0], new).cast(node.dtype)
-    return rebuilt(nodes, change) if casts else sink
-
-
-def _is_emulated(cast: UOp) -> bool:
-    """Whether a cast is one of a dtype that the code of its device lacks."""
-    of = cast.src[0].dtype
-    if of not in CODES or cast.dtype == of or cast.device is None: return False
-    device = cast.device if isinstance(cast.device, str) else cast.device[0]
-    return of not in Device[device].renderer.supported_dtypes()
+def lower(sink: UOp, found: set[DType], renderer: Renderer) -> UOp | None:
+    """A kernel without the dtypes of 8 bits in `found` that a renderer lacks, which are taken out of it."""
+    emulated = [dtype for dtype in CODES if dtype in found and (
+        dtype not in renderer.supported_dtypes() or dtype in EMULATED_DTYPES.tolist(dtypes))]
+    found.difference_update(emulated)
+    for dtype in emulated:
+        sink = graph_rewrite(sink, PATTERNS, (dtype, dtypes.float32), bottom_up=True, name=f"decomp {dtype}")
+    return sink if emulated else None
 
 
-def _value(node: UOp, new: Callable[[UOp], UOp]) -> UOp:
-    """A value in float32."""
-    if (code := CODES.get(node.dtype)) is None: return new(node).cast(dtypes.float32)
-    return value_of(code, _bits(node, new))
+def _converted(v: UOp, source: DType, to: DType) -> UOp:
+    """In the place of `f2f`: codes of the bits of float32 values, or values of codes."""
+    if to in CODES: return code_of(CODES[to], v.bitcast(dtypes.float32))
+    return value_of(CODES[source], v)
 
 
-def _bits(node: UOp, new: Callable[[UOp], UOp]) -> UOp:
-    """The codes, uint8, of an FP8 value."""
-    if node.op in GroupOp.Movement:
-        return UOp(node.op, src=(_bits(node.src[0], new), *node.src[1:]), arg=node.arg)
-    if node.op is not Ops.CAST: return new(node).bitcast(dtypes.uint8)
-    return code_of(CODES[node.dtype], _value(node.src[0], new))
+def _rounded(value: UOp, dtype: DType) -> UOp:
+    """In the place of `f2f_clamp`."""
+    return value_of(CODES[dtype], code_of(CODES[dtype], value))
+
+
+def _patterns() -> PatternMatcher:
+    """tinygrad's, over these two."""
+    names: dict[str, Any] = {**vars(theirs), "f2f": _converted, "f2f_clamp": _rounded}
+    for name in ("f2f_load", "f2f_store"): names[name] = FunctionType(getattr(theirs, name).__code__, names)
+    names["pm_float_decomp"] = made = PatternMatcher([
+        (pattern, FunctionType(fn.__code__, names)) for pattern, fn in theirs.pm_float_decomp.patterns])
+    return made
 
 
 def code_of(code: Code, x: UOp) -> UOp:
@@ -109,5 +103,9 @@ def value_of(code: Code, bits: UOp) -> UOp:
     normal = (size < code.special).where(high + (code.rebias << FLOAT_MANTISSA), high | FLOAT_INF)
     made = (size < (1 << code.mantissa)).where(size.cast(dtypes.float32) * code.step,
                                                normal.bitcast(dtypes.float32))
-    return (bits & 0x80).eq(0).where(made, -made)
+    return (made.bitcast(dtypes.uint32) | ((bits & 0x80) << 24)).bitcast(dtypes.float32)
 
+
+
+PATTERNS = _patterns()
+RULES = PatternMatcher([(UPat(Ops.SINK, name="sink"), lambda sink, ctx: lower(sink, *ctx))])

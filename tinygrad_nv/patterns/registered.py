@@ -49,8 +49,7 @@ REWRITES = (_guarded("stable", stable), _guarded("statistics", statistics),
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
                                    ("gemm", gemm), ("norm", reductions))),
             Registered("several devices", several_devices.rewrite, several_devices.NEEDS,
-                       (target.configuration,)),
-            _guarded("eight bits", eight_bits))
+                       (target.configuration,)))
 
 
 def register() -> None:
@@ -58,6 +57,7 @@ def register() -> None:
     registered already."""
     lower.register()
     lower_backward.register()
+    hooks.install_decomposition(eight_bits.RULES)
     for each in REWRITES: hooks.add_rewrite(each.name, each.fn, *each.keys, needs=each.needs)
 
 

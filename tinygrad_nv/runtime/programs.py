@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinygrad import dtypes
 from tinygrad.codegen import to_program, to_program_cache, to_program_key
 from tinygrad.device import Compiler
 from tinygrad.helpers import CCACHE, DEBUG, VIZ, diskcache_get, diskcache_put
@@ -92,20 +93,23 @@ def compiled(compiler: Compiler, text: str) -> bytes:
 
 
 def cached(linear: UOp, inner: Compile) -> UOp:
-    """Fills tinygrad's program cache from disk before compiling, and the disk after."""
-    if inner.beam or not CCACHE or not config.get("NV_PROGRAM_CACHE"): return inner(linear)
-    if DEBUG >= 3 or VIZ: return inner(linear)
+    """Fills tinygrad's program cache from disk before compiling, and the disk after. Kernels with FP8 are
+    compiled here: the processes that tinygrad compiles in have none of our conversions."""
+    if inner.beam: return inner(linear)
+    disk = CCACHE and config.get("NV_PROGRAM_CACHE") and DEBUG < 3 and not VIZ
     global _read
     made: dict[tuple[Any, ...], str] = {}
     for call in _calls(linear):
         if (found := _to_make(call)) is None: continue
         key = to_program_key(*found)
         if key in to_program_cache or key in made: continue
-        made[key] = disk_key(found[1], key)
-        if (program := _stored(TABLE, made[key])) is not None:
+        name = disk_key(found[1], key) if disk else ""
+        if disk and (program := _stored(TABLE, name)) is not None:
             to_program_cache[key] = program
             _read += 1
-            del made[key]
+            continue
+        if disk: made[key] = name
+        if any(node.dtype in dtypes.fp8s for node in found[0].toposort()): to_program(*found)
     result = inner(linear)
     for key, name in made.items():
         if key in to_program_cache: _store(TABLE, name, to_program_cache[key])

@@ -155,3 +155,32 @@ def test_casts_to_fp8_and_back_round(dtype, of_torch):
     codes = np.arange(256, dtype=np.uint8)
     np.testing.assert_array_equal(Tensor(codes).bitcast(dtype).float().numpy(),
                                   torch.tensor(codes).view(of_torch).float().numpy())
+
+
+@pytest.mark.parametrize(("dtype", "of_torch"), [(dtypes.fp8e4m3, torch.float8_e4m3fn),
+                                                 (dtypes.fp8e5m2, torch.float8_e5m2)])
+def test_stored_fp8(dtype, of_torch):
+    """All halves and bfloat16s, samples of float32; and what moves codes keeps them."""
+    def check(made: Tensor, want: torch.Tensor) -> None:
+        """Equal codes; NaN has more than one."""
+        codes, wanted = torch.tensor(made.bitcast(dtypes.uint8).numpy()), want.view(torch.uint8)
+        nan = want.float().isnan()
+        assert torch.equal(codes.view(of_torch).float().isnan(), nan)
+        assert torch.equal(codes[~nan], wanted[~nan])
+    rng, every = np.random.default_rng(0), np.arange(65536, dtype=np.uint16)
+    sample = rng.standard_normal(3000) * 10.0**rng.integers(-9, 9, 3000)
+    bits = rng.integers(0, 2**32, 3000, dtype=np.uint32).view(np.float32)
+    for x in (torch.tensor(every).view(torch.float16), torch.tensor(every).view(torch.bfloat16),
+              torch.tensor(np.append(sample.astype(np.float32), bits))):
+        given = Tensor(x.view(torch.uint16 if x.itemsize == 2 else torch.uint32).numpy())
+        given = given.bitcast(getattr(dtypes, str(x.dtype).removeprefix("torch."))).realize()
+        check(given.cast(dtype).realize(), x.to(of_torch))
+    t = torch.arange(256, dtype=torch.uint8).view(of_torch)
+    codes = Tensor(np.arange(256, dtype=np.uint8)).bitcast(dtype).realize()
+    np.testing.assert_array_equal(codes.numpy(), t.float().numpy())
+    check(codes.reshape(16, 16).permute(1, 0).contiguous().realize().reshape(256),
+          t.reshape(16, 16).T.reshape(256))
+    check((codes.float() * 3).cast(dtype).realize(), (t.float() * 3).to(of_torch))
+    into = Tensor.zeros(300, dtype=dtype).contiguous().realize()
+    into[3:200] = codes[3:200]      # kernels of one schedule are compiled in processes of their own
+    check(into[3:200], t[3:200])

@@ -9,7 +9,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ShapeError
-from tinygrad_nv.language import KTile, OTile, cdiv, f32, kernel, tile
+from tinygrad_nv.language import KTile, OTile, cdiv, f32, i32, kernel, tile
 
 
 @kernel(grid=(1,))
@@ -198,3 +198,19 @@ def test_tensors_of_python_numbers():
     @kernel
     def scaled(x: KTile["N", f32], by: KTile[f32]) -> OTile["N", f32]: return x[tile.context().m] * by
     assert [scaled(full(2, 3), Tensor(each)).tolist() for each in (3.0, 3)] == [[6] * 3] * 2
+
+
+@kernel(grid=(1,))
+def divided(x: KTile["n"], y: KTile["n"], q: OTile["n", i32], r: OTile["n", i32]):
+    i = tile.block(0, 16)
+    q[i] = x[i] // y[i]
+    r[i] = x[i] % y[i]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_divisions_by_0_are_0_and_leave_0(dtype: type):
+    x, y = np.array([-7, 7, 0, -8, 9, 5]), np.array([0, 0, 0, 3, -4, 2])
+    if dtype is np.uint32: x, y = abs(x), abs(y)
+    q, r = divided(*(Tensor(each.astype(dtype)) for each in (x, y)))
+    with np.errstate(divide="ignore"): want = (x // y).tolist(), (x % y).tolist()
+    assert (q.tolist(), r.tolist()) == want

@@ -10,6 +10,8 @@ INLINE vu quotient_u(vu a, vu b) {
   for (int l = 0; l < W; l++) r[l] = b[l] == 0 ? 0 : a[l] / b[l];
   return r;
 }
+INLINE vi remainder_i(vi a, vi b) { return pick_i(b == 0, (vi)0, a - quotient_i(a, b) * b); }
+INLINE vu remainder_u(vu a, vu b) { return (vu)(b != 0u) & (a - quotient_u(a, b) * b); }
 INLINE vi shift_left_i(vi a, vi b) { return ((vu)b < 32u) & (a << (b & 31)); }
 INLINE vi shift_right_i(vi a, vi b) { return a >> pick_i((vi)((vu)b < 32u), b, (vi)31); }
 INLINE vu shift_right_u(vu a, vu b) { return (vu)((vu)b < 32u) & (a >> (b & 31u)); }

@@ -19,8 +19,8 @@ _MORE = (
     Operation("quotient", 2, lambda a, b: _truncated(int(a), int(b)), cost=20, ptx_integer="div.{kind}",
               c_integer="quotient_i({0}, {1})", c_unsigned="(vi)quotient_u((vu){0}, (vu){1})"),
     Operation("remainder", 2, lambda a, b: int(a) - int(b) * _truncated(int(a), int(b)), cost=24,
-              ptx_integer="rem.{kind}", c_integer="{0} - quotient_i({0}, {1}) * {1}",
-              c_unsigned="{0} - (vi)quotient_u((vu){0}, (vu){1}) * {1}"),
+              ptx_integer="rem.{kind}", c_integer="remainder_i({0}, {1})",
+              c_unsigned="(vi)remainder_u((vu){0}, (vu){1})"),
     # by 32 and more gives 0, or the sign
     Operation("shift_left", 2, lambda a, b: int(a) << int(b), ptx_integer="shl.b32",
               c_integer="shift_left_i({0}, {1})"),

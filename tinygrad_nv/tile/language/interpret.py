@@ -263,7 +263,8 @@ def _mul_high(a: Any, b: Any) -> Any:
     return np.asarray(a, np.uint64) * np.asarray(b, np.uint64) >> np.uint64(32)
 
 
-def _remainder(a: Any, b: Any) -> Any: return np.asarray(a, np.int64) - _quotient(a, b) * b
+def _remainder(a: Any, b: Any) -> Any:
+    return np.where(np.asarray(b) == 0, 0, np.asarray(a, np.int64) - _quotient(a, b) * b)
 
 
 def _wide(x: Any) -> Any: return np.float64 if np.asarray(x).dtype.kind == "f" else np.int64

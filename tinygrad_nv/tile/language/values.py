@@ -344,21 +344,26 @@ def divide(left: Operand, right: Operand) -> Tile:
 
 
 def floor_divide(left: Operand, right: Operand) -> Tile:
-    """As Python's //."""
+    """As Python's //; of integers by 0 it is 0."""
     a, b = together(left, right)
     if dtypes.is_float(a.dtype): return apply("floor", apply("div", a, b))
     quotient = apply("quotient", a, b)
     if dtypes.is_unsigned(a.dtype) or _never_negative(a, b): return quotient
     rest = a - quotient * b
-    return quotient - cast((rest != 0) & ((rest < 0) != (b < 0)), a.dtype)
+    below = (rest != 0) & ((rest < 0) != (b < 0))
+    return quotient - cast(below if _is_positive(b) else below & (b != 0), a.dtype)
 
 
 def modulo(left: Operand, right: Operand) -> Tile:
-    """As Python's %."""
+    """As Python's %; of integers by 0 it is 0."""
     a, b = together(left, right)
     if dtypes.is_float(a.dtype): return a - floor_divide(a, b) * b
     if dtypes.is_unsigned(a.dtype) or _never_negative(a, b): return apply("remainder", a, b)
-    return a - floor_divide(a, b) * b
+    rest = a - floor_divide(a, b) * b
+    return rest if _is_positive(b) else apply("where", b != 0, rest, rest - rest)
+
+
+def _is_positive(tile: Tile) -> bool: return at_least(tile.value, current()) > 0
 
 
 def _never_negative(*tiles: Tile) -> bool:

@@ -177,12 +177,12 @@ def _integer(kb: Kernel, row: Operation, given: Sequence[Lanes]) -> Lanes:
 
 
 def _quotient(kb: Kernel, name: str, kind: str, a: Number, b: Number) -> Value:
-    """By 0 it is 0, and a remains."""
+    """By 0 it is 0, and nothing remains."""
     x = a if isinstance(a, Value) else kb.reg(kind, a)
     if isinstance(b, int) and b: return x // b if name == "quotient" else x % b
     by = b if isinstance(b, Value) else kb.reg(kind, b)
     quotient = kb.select(by == 0, 0, x // by, kind)
-    return quotient if name == "quotient" else x - quotient * by
+    return quotient if name == "quotient" else kb.select(by == 0, 0, x - quotient * by, kind)
 
 
 def _boolean(kb: Kernel, row: Operation, given: Sequence[Lanes], numbers: Sequence[Number | None]) -> Lanes:
