@@ -9,7 +9,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ShapeError
-from tinygrad_nv.language import KTile, OTile, cdiv, f32, i32, kernel, tile
+from tinygrad_nv.language import KTile, OTile, cdiv, f32, int32, kernel, tile
 
 
 @kernel(grid=(1,))
@@ -201,7 +201,7 @@ def test_tensors_of_python_numbers():
 
 
 @kernel(grid=(1,))
-def divided(x: KTile["n"], y: KTile["n"], q: OTile["n", i32], r: OTile["n", i32]):
+def divided(x: KTile["n"], y: KTile["n"], q: OTile["n", int32], r: OTile["n", int32]):
     i = tile.block(0, 16)
     q[i] = x[i] // y[i]
     r[i] = x[i] % y[i]
