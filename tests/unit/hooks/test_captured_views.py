@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from tinygrad import Tensor, TinyJit, dtypes
+from tinygrad import Context, Tensor, TinyJit, dtypes
 from tinygrad.engine import jit as tinygrads
 from tinygrad.engine.jit import JitError
 
@@ -58,6 +58,35 @@ def test_a_part_is_read_as_it_is_at_the_call():
         part = whole[i:i + 1]
         whole[i:i + 1].assign(Tensor.full((1, 4), 10.0 + i).contiguous()).realize()
         assert step(part).item() == 5 * (10 + i)
+
+
+@pytest.mark.parametrize("name", [each for each in VIEWS if each != "expanded"])    # not a whole buffer's part
+def test_TinyJit_takes_views_that_move(name):
+    (part, want), step = VIEWS[name], TinyJit(lambda x: (x + 1).realize())
+    for i in range(4):
+        np.testing.assert_array_equal(step(part(X, i)).numpy(), want(i) + want(i).dtype.type(1))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_views_that_move_by_position_by_name_and_in_containers(level):
+    other = Tensor(-N).realize()
+    step = TinyJit(lambda given, named, *, x: (given[0] + 2 * given[1] + 4 * named["y"] + 8 * x).realize())
+    with Context(JIT=level):
+        for i in (0, 3, 5, 1):
+            # views of one Tensor, one that stays, and one of another
+            got = step([X[i], X[7 - i]], {"y": X[2]}, x=other[i])
+            np.testing.assert_array_equal(got.numpy(), N[i] + 2 * N[7 - i] + 4 * N[2] - 8 * N[i])
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_writes_into_views_reach_the_whole(first):
+    whole, step = Tensor.zeros(8, 4).clone().realize(), TinyJit(lambda x, y: x.assign(x + y.sum()).realize())
+    places = [2, first, first, 5 if first == 3 else 2, 6 if first == 3 else 2]
+    want = np.zeros((8, 4), np.float32)
+    for i, place in enumerate(places):
+        step(whole[place:place + 1], X[i])
+        want[place] += N[i].sum()
+    np.testing.assert_array_equal(whole.numpy(), want)
 
 
 def test_training_over_mini_batches():
