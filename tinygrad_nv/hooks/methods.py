@@ -37,7 +37,8 @@ def add_method(name: str, fn: Callable[..., Any], always: bool = False) -> None:
         if not isinstance(self, Tensor): return theirs(self, *args, **kwargs)
         return fn(theirs, self, *args, **kwargs)
 
-    ours = functools.wraps(theirs)(tensors._metadata_wrapper(method)) if TRACEMETA >= 1 else method
+    named = TRACEMETA >= 1 and name not in ("backward", "gradient")     # as tinygrad does
+    ours = functools.wraps(theirs)(tensors._metadata_wrapper(method)) if named else method
     add(_methods, "method", name, (owner, ours, always))
 
 

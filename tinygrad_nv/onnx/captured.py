@@ -28,6 +28,7 @@ from tinygrad_nv.dlpack import from_dlpack
 from tinygrad_nv.graphs.capture import graph_obstacle
 from tinygrad_nv.graphs.kept_buffers import buffers_in, buffers_of, live_tensors, run_kept
 from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
+from tinygrad_nv.onnx.gradients import Call, register
 from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
 from tinygrad_nv.progress import bar
 from tinygrad_nv.transforms.jit import jit
@@ -95,6 +96,7 @@ class Captured:
 
     def __init__(self, lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]) -> None:
         self.lazy = functools.cache(lambda: _traced(lower, kinds, known)[1])
+        self.lower: Lower = lambda given: lower({**given, **known})
         self.kinds, self.lock = list(kinds.items()), threading.Lock()
         given, made = _traced(lower, kinds, known)
         self.names = tuple(made)
@@ -135,7 +137,8 @@ class Captured:
                 if address != self.addresses[place]: self._bind(place, address)
             for place, (_, address) in enumerate(fresh, len(read)): self._bind(place, address)
             self._run()
-        made = {name: Replayed.over(array, kind, self, name)
+        call = Call.of(self.lower, inputs, [name for name, _ in self.kinds])
+        made = {name: Replayed.over(array, kind, self, name, call)
                 for (name, kind), (array, _) in zip(self.results, fresh, strict=True)}
         if not self.constants: return made
         return {name: made[name] if name in made else self.constants[name] for name in self.names}
@@ -202,12 +205,19 @@ class _Jitted:
         _traced(lower, kinds, known)    # raises what cannot be captured
 
         def step(*given: Tensor) -> dict[str, Tensor]:
-            made = lower({**dict(zip(self.names, given, strict=True)), **known})
+            made = self.lower(dict(zip(self.names, given, strict=True)))
             return {name: _tensor(each) for name, each in made.items()}
+        self.lower: Lower = lambda given: lower({**given, **known})
         self.steps = itertools.chain([step], itertools.repeat(jit(step)))
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return next(self.steps)(*(_tensor(inputs[name]) for name in self.names))
+        given = (_tensor(inputs[name]) for name in self.names)
+        # what realizes an input shall not cut off what it is computed of
+        made = next(self.steps)(*(x if x.uop.is_realized else x.contiguous() for x in given))
+        if (call := Call.of(self.lower, inputs, self.names)) is not None:
+            for name, each in made.items():
+                if each.uop.base.op is Ops.BUFFER: register(each.uop.base, call, name)
+        return made
 
 
 def _tensor(x: Any) -> Tensor:

@@ -18,6 +18,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.dlpack import from_dlpack
 from tinygrad_nv.dlpack.importing import VECTOR
 from tinygrad_nv.onnx.elements import PLAIN, TYPES
+from tinygrad_nv.onnx.gradients import Call, register
 
 ALIGNMENT = 64      # bytes: a cache line, more than any vector load asks for
 
@@ -37,18 +38,30 @@ class Kind:
     def of(x: Tensor) -> Kind: return Kind(tuple(map(int, x.shape)), TYPES[strong_dtype(x.dtype)])
 
 
-class Replayed(Tensor):
-    """A Tensor over memory that a captured call wrote. `source` is the capture, `name` the output's name."""
-    __slots__ = ("array", "kind", "made", "name", "source")
-    array: np.ndarray | None
+class _AsTensor(type(Tensor)):
+    """Lets `isinstance(x, type(self))`, by which tinygrad tells Tensors from numbers, hold for any Tensor."""
+
+    def __instancecheck__(cls, x: Any) -> bool: return isinstance(x, Tensor)
+
+
+class Replayed(Tensor, metaclass=_AsTensor):
+    """A Tensor over memory that a captured call wrote. `source` is the capture, `name` the output's name,
+    `computed_by` what its gradient is taken of. tinygrad, TinyJit too, takes it for a Tensor;
+    `type(x) is Replayed` tells it from others."""
+    __slots__ = ("array", "computed_by", "first", "kind", "made", "name", "source")
+    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]
+    array: np.ndarray
     made: UOp | None
+    first: UOp | None
+    computed_by: Call | None
 
     @staticmethod
-    def over(array: np.ndarray, kind: Kind, source: Any, name: str) -> Replayed:
+    def over(array: np.ndarray, kind: Kind, source: Any, name: str, call: Call | None) -> Replayed:
         """The result in an array of `kind`."""
         made = Replayed.__new__(Replayed)
-        made.array, made.kind, made.made, made.source, made.name = array, kind, None, source, name
-        made.grad, made.is_param = None, True
+        made.array, made.kind, made.source, made.name = array, kind, source, name
+        made.made = made.first = None
+        made.grad, made.is_param, made.computed_by = None, True, call
         return made
 
     @classmethod
@@ -63,16 +76,23 @@ class Replayed(Tensor):
     def uop(self) -> UOp:
         """The UOp over the memory."""
         if self.made is None:
-            assert self.array is not None
             over = from_dlpack(self.array, copy=False)
-            self.made = (over if self.kind.exact else over.bitcast(dtypes.bfloat16)).uop
+            self.made = self.first = (over if self.kind.exact else over.bitcast(dtypes.bfloat16)).uop
+            if self.computed_by is not None:
+                register(self.made.base if self.kind.exact else self.made, self.computed_by, self.name)
             Tensor.__init__(self, self.made)    # tinygrad's table of Tensors has it from now on
         return self.made
 
     @uop.setter
     def uop(self, made: UOp) -> None:
-        if made is not self.made and self.made is not None: self.array = None     # another value
         self.made = made
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether the array has the elements."""
+        return self.made is self.first
+
+    def __reduce_ex__(self, protocol: Any) -> Any: return Tensor(self.uop).__reduce_ex__(protocol)
 
     @property
     def shape(self) -> tuple[int, ...]: return self.kind.shape if self.made is None else super().shape
@@ -82,17 +102,17 @@ class Replayed(Tensor):
 
     def numpy(self) -> np.ndarray:
         """The elements, copied."""
-        if self.array is None or not self.kind.exact: return super().numpy()
+        if not self.is_as_made or not self.kind.exact: return super().numpy()
         return self.array.copy()
 
     def item(self) -> Any:
         """The one element."""
-        if self.array is None or not self.kind.exact: return super().item()
+        if not self.is_as_made or not self.kind.exact: return super().item()
         return self.array.item()
 
     def tolist(self) -> Any:
         """The elements as nested lists."""
-        if self.array is None or not self.kind.exact: return super().tolist()
+        if not self.is_as_made or not self.kind.exact: return super().tolist()
         return self.array.tolist()
 
 
@@ -108,7 +128,7 @@ def aligned(kind: Kind) -> tuple[np.ndarray, int]:
 def address_of(x: Any, kind: Kind) -> tuple[int, Any]:
     """The address of an input's elements, in rows and where vector loads can read them, and what keeps them:
     x itself, or a copy."""
-    if isinstance(x, Replayed) and x.array is not None: x = x.array
+    if type(x) is Replayed and x.is_as_made: x = x.array
     if isinstance(x, Tensor):
         buffer: Any = x.cast(kind.dtype).to("CPU")._buffer()
         address = int(buffer.get_buf("CPU").va_addr)

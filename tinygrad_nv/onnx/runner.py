@@ -52,7 +52,7 @@ class OnnxRunner:
     """An ONNX model that is called with a dict of inputs by name.
 
     `model` is a path, the bytes of a file, or a `ModelProto`. `inputs` and `outputs` are the names. Calls of
-    the last `captures` kinds of inputs are captured; with 0 none is, and results are lazy Tensors, which
+    the last `captures` kinds of inputs are captured; with 0 none is, and results are lazy Tensors. Both
     have gradients. Raises `OnnxError` for what is no model, and, when called, for inputs that do not fit and
     for ops that no function computes."""
 
@@ -114,7 +114,7 @@ class OnnxRunner:
         for name, x in inputs.items():
             element: int | None
             if isinstance(x, np.ndarray): element, shape = ELEMENTS.get(x.dtype), x.shape
-            elif isinstance(x, Replayed): element, shape = x.kind.element, x.kind.shape
+            elif type(x) is Replayed: element, shape = x.kind.element, x.kind.shape
             elif isinstance(x, Tensor) and x.dtype not in dtypes.weaks:
                 element, shape = TYPES.get(x.dtype), x.shape
             elif name in self.graph.types:

@@ -1,6 +1,9 @@
 """Calls of an ONNX model that are captured: what they read, what they return, and what is not captured."""
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +16,10 @@ from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
 from tinygrad_nv import explain
-from tinygrad_nv.onnx import OnnxRunner, captured
+from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx import OnnxRunner, captured, gradients
 from tinygrad_nv.onnx.scope import Scope
+from tinygrad_nv.transforms import jit
 
 RNG = np.random.default_rng(0)
 
@@ -151,6 +156,53 @@ def test_under_a_jit_and_explained():
         np.testing.assert_allclose(step(x).numpy(), x.numpy() @ W + b.numpy(), rtol=1e-5, atol=1e-6)
     made = runner({"x": floats(2, 3), "b": b})
     assert len(explain(made["y"]).kernels) == 1
+
+
+SQUARE = model("g (float[4] x) => (float[4] y, float[4] z) { y = Mul(x, x) z = Mul(y, w) }",
+               w=np.float32([3] * 4))
+
+
+@pytest.mark.parametrize("device", ["CPU", pytest.param("EMU", marks=pytest.mark.slow)])
+def test_results_are_ordinary_tensors_with_gradients(device: str):
+    with Context(DEV=device):
+        runner, w = OnnxRunner(SQUARE), Tensor([2.0, 2, 2, 2]).realize()
+        step, pure = TinyJit(lambda x: (x + 1).realize()), jit(lambda x: x + 1)
+        for i in range(4):
+            x = Tensor(np.full(4, i, np.float32)).realize()
+            made = runner({"x": np.full(4, i, np.float32)})
+            # they are arguments, not constants, of captured functions
+            assert step(made["z"]).tolist() == pure(made["z"]).tolist() == [1 + 3 * i * i] * 4
+            assert (made["z"] * w + made["y"] * w).tolist() == (w * made["z"] + w * made["y"]).tolist() \
+                == [8 * i * i] * 4
+            assert pickle.loads(pickle.dumps(made["z"])).tolist() == copy.deepcopy(made["z"]).tolist() \
+                == [3 * i * i] * 4
+            z = runner({"x": x})["z"]
+            doubled, loss = z * 2, (z * z).sum()        # 9 x⁴: 36 x³
+            assert loss.gradient(x, z)[0].tolist() == [36 * i ** 3] * 4
+            assert loss.gradient(z)[0].tolist() == [6 * i * i] * 4
+            assert doubled.gradient(x, gradient=Tensor([1.0, 0, 0, 1]))[0].tolist() == [12 * i, 0, 0, 12 * i]
+            loss.backward()
+            assert (x.grad.tolist(), z.grad.tolist()) == ([36 * i ** 3] * 4, [6 * i * i] * 4)
+            (runner({"x": w * i})["y"] * 1).sum().backward()
+            assert w.grad.tolist() == [sum(4 * n * n for n in range(i + 1))] * 4
+            x.assign(x + 1).realize()       # a result stays as it was computed
+            assert z.tolist() == [3 * i * i] * 4
+
+
+def test_gradients_of_results_that_are_inputs():
+    runner, x = OnnxRunner(SQUARE), Tensor([1.25] * 4).realize()
+    made, given = x, np.ones(4, np.float32)
+    for _ in range(2): made = runner({"x": made})["z"]      # 27 x⁴
+    np.testing.assert_allclose(made.sum().gradient(x)[0].numpy(), 108 * 1.25 ** 3)
+    made, small = x, Tensor([0.25] * 4).realize()
+    for _ in range(gradients.MOST_CALLS + 1): made = runner({"x": made})["y"]
+    with pytest.raises(OnnxError, match=r"more than 32 captured calls(.|\n)*captures=0"):
+        made.sum().gradient(x)
+    made = runner({"x": given})["y"]
+    assert made.sum().gradient(small)[0].tolist() == [0] * 4        # of another function
+    del made
+    gc.collect()
+    assert not gradients._results
 
 
 def test_results_without_kernels_and_random_ones():
