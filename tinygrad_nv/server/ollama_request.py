@@ -49,7 +49,7 @@ def generate_request(fields: Fields, service: Service) -> ChatRequest:
                       ("template", "the server runs the model's own, or that of --chat-template")):
         if fields.text(name): raise invalid(f"{name} is not served: {why}; to fix: leave it out", name,
                                             "unsupported")
-    system, user = fields.text("system"), {"role": "user", "content": fields.take("prompt")}
+    system, user = fields.text("system"), {"role": "user", "content": fields.text("prompt")}
     if images := fields.take("images"): user["images"] = images
     messages = [*([{"role": "system", "content": system}] if system else []), _message(Fields(user, ""))]
     return _request(fields, service, {"messages": messages})
