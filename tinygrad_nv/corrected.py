@@ -5,16 +5,20 @@ derivatives as torch has them.
   hardswish of float16, too, where x³ and 6 x are infinite.
 * logsumexp, logcumsumexp, logaddexp: rows with infinities were NaN.
 * elu, celu, selu: the derivative was NaN where exp x is infinite, from 89 up.
+* erf, asin, acos, atan: the derivative at 0 was 0; leaky_relu: it was that of positive numbers.
+* max_pool2d: NaN wins.
 * sparse_categorical_crossentropy and nll_loss with nothing but ignored targets: the mean is NaN, as in
   torch, and so was its gradient, which is 0.
 """
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 from tinygrad import Tensor, dtypes
+from tinygrad.helpers import make_tuple
 
 from tinygrad_nv import hooks
 
@@ -73,6 +77,30 @@ def _selu(_: Any, x: Tensor, alpha: float = 1.67326, gamma: float = 1.0507) -> T
     return gamma * _exponential(x, x <= 0, alpha)
 
 
+def _at_zero(slope: float, theirs: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """An odd function that tinygrad has as x.sign() · f(x.abs()), both of slope 0 at 0."""
+    zero = x == 0
+    return zero.where(x * slope, theirs(zero.where(0.5, x)))
+
+
+def _leaky_relu(_: Any, x: Tensor, neg_slope: float = 0.01) -> Tensor: return (x > 0).where(x, neg_slope * x)
+
+
+# **** maxima of windows ****
+
+def _max_pool2d(theirs: Callable[..., Any], x: Tensor, kernel_size: Any = (2, 2), stride: Any = None,
+                dilation: Any = 1, padding: Any = 0, ceil_mode: bool = False, return_indices: bool = False
+                ) -> Tensor | tuple[Tensor, Tensor]:
+    made = theirs(x, kernel_size, stride, dilation, padding, ceil_mode, return_indices)
+    if not dtypes.is_float(x.dtype): return made
+    image = x.shape[-len(make_tuple(kernel_size, 2)):]
+    numbers = Tensor.arange(1, math.prod(image) + 1).reshape(image)
+    last = theirs(x.isnan().where(numbers, 0), kernel_size, stride, dilation, padding, ceil_mode)
+    values, places = made if return_indices else (made, None)
+    values = values + (last > 0).where(math.nan, 0).cast(x.dtype)
+    return values if places is None else (values, (last > 0).where(last - 1, places))
+
+
 # **** losses ****
 
 def _mean_over(total: Tensor, count: Tensor) -> Tensor:
@@ -101,7 +129,8 @@ METHODS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("layernorm", "var", "std"), functools.partial(_wide, NARROW)),
     **dict.fromkeys(("gelu", "quick_gelu", "hardswish"), functools.partial(_wide, NARROW[:1])),
     "logsumexp": _logsumexp, "logcumsumexp": _logcumsumexp, "logaddexp": _logaddexp,
-    "elu": _elu, "celu": _celu, "selu": _selu,
+    "elu": _elu, "celu": _celu, "selu": _selu, "leaky_relu": _leaky_relu, "max_pool2d": _max_pool2d,
+    "erf": functools.partial(_at_zero, 2 / math.sqrt(math.pi)), "asin": functools.partial(_at_zero, 1.0),
     "nll_loss": _nll_loss, "sparse_categorical_crossentropy": _sparse_categorical_crossentropy}
 
 

@@ -133,7 +133,8 @@ def expm1(x: Tensor) -> Tensor:
 @_wide
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x))."""
-    return (x > 0).where(x, 0.0) + log1p((-x.abs()).exp())
+    negative = x < 0     # the slope of x.abs() at 0 is 0
+    return negative.where(0.0, x) + log1p(negative.where(x, -x).exp())
 
 
 def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Tensor:
@@ -142,8 +143,8 @@ def elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 
 
 
 def relu(x: Tensor) -> Tensor:
-    """x where it is not negative, 0 elsewhere. NaN stays."""
-    return (x < 0).where(0, x)      # tinygrad's x <= 0 holds for NaN
+    """x where it is positive, 0 elsewhere. NaN stays."""
+    return at_most(x, 0).where(0, x)
 
 
 # **** hyperbolic functions ****
@@ -191,7 +192,7 @@ def asinh(x: Tensor) -> Tensor:
     inside = large.where(1.0, a)
     square = inside * inside
     made = log1p(inside + square / (1 + (square + 1).sqrt()))
-    return _odd(x, large.where(a.log() + LN2, made))
+    return _odd(x, large.where(large.where(a, 1.0).log() + LN2, made))
 
 
 @_wide

@@ -10,6 +10,7 @@ import torch
 from tinygrad import Context, Tensor, dtypes, nn
 from torch.nn import functional as F
 
+from tinygrad_nv import elementary
 from tinygrad_nv.transforms import grad
 
 INF, NAN = math.inf, math.nan
@@ -109,6 +110,32 @@ def test_activations_and_two_derivatives(name, device):
         close(getattr(x, name)(), y.to(getattr(torch, dtype)), tolerance)
         close(first(x), one, tolerance)
         close(grad(lambda x: first(x).sum())(x), two, tolerance)
+
+
+def test_derivatives_at_zero():
+    names = ("erf", "asin", "acos", "atan", "atanh", "asinh", "sinh", "tanh", "expm1", "log1p", "relu",
+             "gelu", "softplus", "silu", "leaky_relu", "abs", "sqrt", "square")
+    x, t = Tensor([0.0, -0.0, 0.25]), torch.tensor([0.0, -0.0, 0.25], requires_grad=True)
+    for name in names:
+        options = ("none",) if name == "gelu" else ()
+        want, = torch.autograd.grad((getattr(torch, name, None) or getattr(F, name))(t).sum(), t)
+        for own in (getattr(Tensor, name, None), getattr(elementary, name, None)):
+            if own is not None:
+                made = grad(lambda x, own=own, options=options: own(x, *options).sum())(x)
+                np.testing.assert_allclose(made.numpy(), want, 2e-4, 2e-4, err_msg=name)
+
+
+def test_max_pool_of_NaN():
+    images = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype(np.float32)
+    images[0, 0, 1, 1] = images[0, 0, 1, 2] = images[0, 1, 0, 0] = NAN
+    images[0, 1, 7, 7], images[0, 0, 4:6, 4:6] = INF, -INF
+    x, t = Tensor(images), torch.tensor(images)
+    for options in ((2,), (3, 2, 1)):
+        want, places = F.max_pool2d(t, *options, return_indices=True)
+        size, stride, padding = (*options, 2, 0)[:3]
+        made, at = x.max_pool2d(size, stride, 1, padding, return_indices=True)
+        close(made, want, 0)
+        assert at.tolist() == places.tolist()
 
 
 def test_losses_of_nothing_but_ignored_targets():

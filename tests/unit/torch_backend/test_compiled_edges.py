@@ -102,3 +102,17 @@ def test_booleans():
         return [*torch.sort(x, dim=1, stable=True), x.amax(1), *x.max(1)]
     x = torch.tensor(INTS) > 2
     same(compiled(fn)(x), fn(x))
+
+
+def test_windows_and_thresholds_of_NaN():
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        values, places = F.max_pool2d(x, 3, 2, 1, return_indices=True)
+        pooled = F.max_pool2d(x, 2, return_indices=True)
+        return [values, places, F.max_unpool2d(*pooled, 2), F.max_pool1d(x[0], 2), x.argmax(), x * 0,
+                x.argmin(keepdim=True), F.softshrink(x), F.hardshrink(x), F.threshold(x, 0.1, 5.0)]
+    x = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    x[0, 0, 1, 1] = x[0, 0, 1, 2] = x[0, 1, 0, 0] = NAN
+    x[0, 1, 7, 7], x[0, 0, 4:6, 4:6] = INF, -INF
+    same(compiled(fn)(x), fn(x))
+    adaptive = lambda x: F.adaptive_max_pool2d(x, (3, 4), return_indices=True)  # noqa: E731
+    same(compiled(adaptive)(x), adaptive(x))

@@ -73,6 +73,8 @@ def _rsub(out: Out, x: Tensor, other: Number, alpha: Number = 1) -> Any:
 
 @lowers("mul.Tensor", "mul.Scalar")
 def _mul(out: Out, x: Tensor | Number, other: Tensor | Number) -> Any:
+    if isinstance(x, Tensor) and dtypes.is_float(x.dtype) and not isinstance(other, Tensor) and other == 0:
+        return x.isfinite().where(0.0, math.nan).cast(out.dtype)    # which tinygrad makes 0
     return cast(x, out.dtype) * cast(other, out.dtype)
 
 

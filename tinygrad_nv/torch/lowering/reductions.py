@@ -58,12 +58,17 @@ def _min_dim(out: Out, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tens
 
 @lowers("argmax.default")
 def _argmax(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return elementary.argmax(x, dim, keepdim)
+    return _of_all(elementary.argmax(x, dim, keepdim), x, dim, keepdim)
 
 
 @lowers("argmin.default")
 def _argmin(out: Out, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return elementary.argmin(x, dim, keepdim)
+    return _of_all(elementary.argmin(x, dim, keepdim), x, dim, keepdim)
+
+
+def _of_all(place: Tensor, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """A place among all elements, which tinygrad has without dimensions."""
+    return place.reshape((1,) * x.ndim) if dim is None and keepdim else place
 
 
 @lowers("any.default", "any.dim", "any.dims")
