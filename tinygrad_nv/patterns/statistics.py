@@ -9,6 +9,8 @@ of such a dtype:
     y = x - half(mean), in that sum             →   float(x) - mean
     1 / √(half(variance) + ε), y times that     →   the same of float32, rounded once
 
+where y² may be y ** 2, and a root of a sum a power of 0.5 or -0.5.
+
 What is computed with the normalised value is as it was. Other sums, of products too, stay. A count of equal
 maxima, which the gradient of a maximum is divided by, is one of float32 as well: float16 ends at 65504.
 """
@@ -22,18 +24,43 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from tinygrad_nv.patterns.epilogue import number
 from tinygrad_nv.patterns.rewriting import rebuilt
 
-NEEDS = ({Ops.REDUCE, Ops.MUL, Ops.CAST},)
+NEEDS = ({Ops.REDUCE, Ops.MUL, Ops.CAST}, {Ops.REDUCE, Ops.POW, Ops.CAST})
 NARROW = (dtypes.half, dtypes.bfloat16)
 MOST_DEEP = 8   # nodes between a statistic and its sum, or its use
-ELEMENTS = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.NEG, Ops.SQRT, Ops.RECIPROCAL)
+ELEMENTS = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.NEG, Ops.SQRT, Ops.RECIPROCAL, Ops.MAX)
 
 
 def rewrite(sink: UOp) -> UOp:
     """The graph with variances of float32."""
     nodes = tuple(sink.toposort(enter_calls=False))
+    if any(_is_summed_power(node) for node in nodes):
+        nodes = tuple(rebuilt(nodes, _without_power).toposort(enter_calls=False))
     squares = {node.src[0] for node in nodes if node.op is Ops.REDUCE and _square(node.src[0]) is not None}
     counts = {node for node in nodes if node.op is Ops.RECIPROCAL and _is_count(_moved(node.src[0]))}
     return _Widening(squares, counts).rewritten(nodes) if squares or counts else sink
+
+
+def _is_summed_power(node: UOp) -> bool:
+    """Whether a node is a sum of narrow squares that are powers."""
+    if node.op is not Ops.REDUCE or node.arg[0] is not Ops.ADD: return False
+    cast = _moved(node.src[0])
+    power = _moved(cast.src[0]) if cast.op is Ops.CAST else cast
+    return power.op is Ops.POW and power.dtype in NARROW and number(power.src[1]) == 2
+
+
+def _without_power(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
+    """A narrow square as a product, a power of a sum as a root."""
+    if node.op is not Ops.POW or node.dtype not in NARROW: return None
+    x, exponent = new(node.src[0]), number(node.src[1])
+    if exponent == 2: return x * x
+    if exponent not in (0.5, -0.5) or not _is_of_sum(node.src[0], MOST_DEEP): return None
+    return x.sqrt() if exponent == 0.5 else x.sqrt().reciprocal()
+
+
+def _is_of_sum(node: UOp, deep: int) -> bool:
+    """Whether a value is made of a sum by elements."""
+    if (node := _moved(node)).op is Ops.REDUCE: return node.arg[0] is Ops.ADD
+    return deep > 0 and node.op in (*ELEMENTS, Ops.CAST) and any(_is_of_sum(s, deep - 1) for s in node.src)
 
 
 def _moved(node: UOp) -> UOp:

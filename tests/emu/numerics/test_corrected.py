@@ -45,6 +45,8 @@ def test_norms(dtype, tolerance, mean, deviation):
     for own, want in ((x.layernorm(), F.layer_norm(t, (256,))),
                       (y * (y.square().mean(-1, keepdim=True) + 1e-5).rsqrt(), F.layer_norm(t, (256,))),
                       (y / ((y * y).mean(-1, keepdim=True) + 1e-5).sqrt(), F.layer_norm(t, (256,))),
+                      (y * ((y ** 2).mean(-1, keepdim=True) + 1e-5) ** -0.5, F.layer_norm(t, (256,))),
+                      (x.normalize(dim=-1), F.normalize(t)),
                       (x.std(-1), t.std(-1)), (x * rms, F.rms_norm(t, (256,), eps=1e-5)),
                       (nn.InstanceNorm(6, affine=False)(x.reshape(1, 6, 16, 16)).reshape(6, 256), images),
                       (nn.BatchNorm(256, affine=False, track_running_stats=False)(x),
