@@ -20,6 +20,11 @@ def live_tensors() -> Iterator[tuple[weakref.ref[Tensor], Tensor]]:
         if (tensor := ref()) is not None: yield ref, tensor
 
 
+def all_buffers() -> set[UOp]:
+    """The UOps of all buffers that there are, also while other threads make some."""
+    return {u for ref in buffers.keyrefs() if (u := ref()) is not None}
+
+
 def buffers_of(uops: Any) -> set[UOp]:
     """All buffers reachable from these UOps."""
     sink = UOp.sink(*uops)
@@ -34,7 +39,7 @@ def buffers_in(linear: UOp) -> set[UOp]:
 
 def find_kept(linear: UOp, existing: set[UOp], results: Iterable[Tensor] = ()) -> set[UOp]:
     """New buffers of a schedule that live Tensors refer to, other than the results."""
-    fresh, own = buffers_in(linear) - existing - set(buffers), {id(tensor) for tensor in results}
+    fresh, own = buffers_in(linear) - existing - all_buffers(), {id(tensor) for tensor in results}
     return fresh & buffers_of(tensor.uop for _, tensor in live_tensors() if id(tensor) not in own)
 
 

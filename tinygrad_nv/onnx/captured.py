@@ -22,17 +22,18 @@ from tinygrad.device import Buffer, Device
 from tinygrad.engine import realize
 from tinygrad.helpers import BEAM, getenv
 from tinygrad.schedule.memory import memory_plan_rewrite
-from tinygrad.uop.ops import Ops, UOp, buffers
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.dlpack import from_dlpack
 from tinygrad_nv.graphs.capture import graph_obstacle
-from tinygrad_nv.graphs.kept_buffers import buffers_in, buffers_of, live_tensors, run_kept
+from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_in, buffers_of, live_tensors, run_kept
 from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
 from tinygrad_nv.onnx.gradients import Call, register
 from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
 from tinygrad_nv.progress import bar
 from tinygrad_nv.transforms.jit import jit
 
+_lock = threading.RLock()   # one capture at a time: each replaces Tensor.realize meanwhile
 CHUNK = 16      # kernels that are compiled between two steps of the progress bar
 Lower = Callable[[Mapping[str, Value]], Mapping[str, Value]]
 
@@ -50,7 +51,7 @@ class NotCaptured(Exception):
 def capture(lower: Lower, kinds: Mapping[str, Kind],
             known: Mapping[str, Value]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The launches of a call, as a function of inputs. Raises `ValueNeeded` and `NotCaptured`."""
-    return (Captured if Device.DEFAULT == "CPU" else _Jitted)(lower, kinds, known)
+    with _lock: return (Captured if Device.DEFAULT == "CPU" else _Jitted)(lower, kinds, known)
 
 
 @contextmanager
@@ -104,7 +105,7 @@ class Captured:
                           if each.uop.is_virtual or not each.numel()}
         pending = {name: each.contiguous() for name, each in made.items() if name not in self.constants}
         _upload(pending.values())
-        existing = {each.uop.base for each in given.values()} | set(buffers) | buffers_of(
+        existing = {each.uop.base for each in given.values()} | all_buffers() | buffers_of(
             each.uop for _, each in live_tensors())
         linear = _compiled(_recorded(pending, existing))
         # what depends on constants alone is computed now
@@ -120,7 +121,7 @@ class Captured:
     def _place(self, linear: UOp, recorded: list[UOp]) -> None:
         """Plans the launches' memory, with parameters in place of inputs and results."""
         places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(recorded)}
-        held = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
+        held = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
         self.linear = memory_plan_rewrite(linear.substitute(places, walk=True), held)
         self.graph: Any = None
         if self.linear.src and not graph_obstacle(self.linear, "CPU"):

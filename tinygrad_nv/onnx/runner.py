@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
@@ -63,6 +64,7 @@ class OnnxRunner:
         self.graph = dequantized(fused(graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)))
         self.captures = 0 if _is_random(self.graph) else captures
         self._captured: OrderedDict[Hashable, Callable[[Mapping[str, Any]], dict[str, Any]]] = OrderedDict()
+        self._lock = threading.Lock()       # of what is captured
         self._known: set[str] = set()       # inputs whose values decide what runs
 
     @property
@@ -82,8 +84,9 @@ class OnnxRunner:
         `inputs` are Tensors, numpy arrays, numbers, lists for sequences. Elements of float8, float4, int4 and
         int2 are returned in float32 and int8 Tensors."""
         if self.captures and not capturing and not active() and (key := self._key(inputs)) is not None:
-            if (found := self._captured.get(key)) is None: found = self._capture(inputs)
-            else: self._captured.move_to_end(key)
+            with self._lock:
+                if (found := self._captured.get(key)) is not None: self._captured.move_to_end(key)
+            if found is None: found = self._capture(inputs)
             if found is not None: return found(inputs)
         return {name: _plain(each) for name, each in self.values(inputs).items()}
 
@@ -143,8 +146,9 @@ class OnnxRunner:
                 if any(kinds[name].size > HOST_SIZE for name in needed.names): break
                 self._known.update(needed.names)
                 continue
-            self._captured[self._key(inputs)] = made
-            if len(self._captured) > self.captures: self._captured.popitem(last=False)
+            with self._lock:
+                self._captured[self._key(inputs)] = made
+                if len(self._captured) > self.captures: self._captured.popitem(last=False)
             return made
         self.captures = 0
         return None

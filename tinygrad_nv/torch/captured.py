@@ -19,11 +19,11 @@ from tinygrad import Tensor
 from tinygrad.device import Device
 from tinygrad.engine import realize
 from tinygrad.schedule.memory import memory_plan_rewrite
-from tinygrad.uop.ops import Ops, UOp, buffers
+from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.graphs.capture import graph_obstacle
-from tinygrad_nv.graphs.kept_buffers import buffers_of, live_tensors
+from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_of, live_tensors
 from tinygrad_nv.runtime.cpu.graph import CPUGraph
 from tinygrad_nv.torch.lowering import checks, dtype_of, torch_dtype
 from tinygrad_nv.torch.memory import DEVICE, Layout, Slot, rebind, shareable
@@ -85,7 +85,7 @@ class Captured:
         """What tinygrad would run, and the results: a Tensor each with memory of its own, in the order of
         torch's strides."""
         given = [self.slots[i].tensor if i in self.slots else _empty(x) for i, x in enumerate(args)]
-        existing = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
+        existing = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
         schedules = _Schedules()
         realize.capturing.append(schedules)
         try:
@@ -116,7 +116,7 @@ class Captured:
     def _compile(self, linear: UOp, recorded: list[UOp], bound: list[UOp]) -> None:
         """Compiles the launches over parameters."""
         places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(recorded)}
-        held = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
+        held = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
         linear = memory_plan_rewrite(linear.substitute(places, walk=True), held)
         self.linear, self.bound = realize.compile_linear(linear), tuple(bound)
         self.graph: CPUGraph | None = None

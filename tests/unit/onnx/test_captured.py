@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -130,6 +131,24 @@ def test_how_many_are_kept():
     assert x.grad is not None
     np.testing.assert_allclose(x.grad.numpy(), np.broadcast_to(W.sum(1), (2, 3)), rtol=1e-5)
     assert not lazy._captured
+
+
+def test_threads_with_inputs_of_changing_shapes():
+    runner, wrong, b = OnnxRunner(AFFINE, captures=2), list[Any](), floats(4)
+
+    def call(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(20):
+            x = rng.standard_normal((int(rng.integers(1, 5)), 3)).astype(np.float32)
+            want, made = x @ W + b, runner({"x": x, "b": b})["y"]
+            x[:] = 0        # after the call
+            if not np.allclose(made.numpy(), want, atol=1e-5): wrong.append((x.shape, made.numpy(), want))
+        done.append(seed)
+    done, theirs = list[int](), Tensor.realize
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for each in threads: each.start()
+    for each in threads: each.join()
+    assert (sorted(done), wrong, Tensor.realize) == ([0, 1, 2, 3], [], theirs)
 
 
 def test_progress_of_a_first_call(monkeypatch: pytest.MonkeyPatch):
