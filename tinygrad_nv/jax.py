@@ -17,7 +17,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
 from typing import Any
+
+from tinygrad_nv.errors import TransformError, as_well
+
+if find_spec("jax") is None:
+    raise as_well(TransformError("the package jax is not installed", "jax 0.10",
+                                 "pip install 'tinygrad-nv[jax]'"), ImportError())
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +33,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType, strong_dtype
 
 from tinygrad_nv.dlpack import exporting, from_dlpack
-from tinygrad_nv.errors import TorchError, TransformError
+from tinygrad_nv.errors import TorchError
 from tinygrad_nv.transforms import jit, vmap
 from tinygrad_nv.transforms.foreign import Constants, pulled, shapes_of
 

@@ -32,11 +32,13 @@ ADD = model("g (float[n, 3] x, float[n, 3] y) => (float[n, 3] z) { z = Add(x, y)
 X = np.zeros((2, 3), dtype=np.float32)
 
 
-def test_the_package_is_missing():
-    text = "from importlib import util; util.find_spec = lambda name: None; import tinygrad_nv.onnx"
+@pytest.mark.parametrize(("name", "error"), [("onnx", "OnnxError"), ("torch", "TorchError"),
+                                             ("jax", "TransformError")])
+def test_the_package_is_missing(name, error):
+    text = f"from importlib import util; util.find_spec = lambda name: None; import tinygrad_nv.{name}"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
-    assert "OnnxError: the package onnx is not installed" in done.stderr
-    assert "pip install 'tinygrad-nv[onnx]'" in done.stderr
+    assert f"{error}: the package {name} is not installed" in done.stderr
+    assert f"pip install 'tinygrad-nv[{name}]'" in done.stderr
 
 
 # **** files ****

@@ -17,6 +17,14 @@ Read in this order:
   report.py        explain
   function.py      function
 """
+from importlib.util import find_spec
+
+from tinygrad_nv.errors import TorchError, as_well
+
+if find_spec("torch") is None:
+    raise as_well(TorchError("the package torch is not installed", "PyTorch 2.13",
+                             "pip install 'tinygrad-nv[torch]'"), ImportError())
+
 from tinygrad_nv.torch.backend import backend, register
 from tinygrad_nv.torch.function import function
 from tinygrad_nv.torch.report import GraphReport, Report, explain
