@@ -38,7 +38,7 @@ class Kind:
     def of(x: Tensor) -> Kind: return Kind(tuple(map(int, x.shape)), TYPES[strong_dtype(x.dtype)])
 
 
-class _AsTensor(type(Tensor)):
+class _AsTensor(type(Tensor)):  # type: ignore[misc]
     """Lets `isinstance(x, type(self))`, by which tinygrad tells Tensors from numbers, hold for any Tensor."""
 
     def __instancecheck__(cls, x: Any) -> bool: return isinstance(x, Tensor)
@@ -49,7 +49,7 @@ class Replayed(Tensor, metaclass=_AsTensor):
     `computed_by` what its gradient is taken of. tinygrad, TinyJit too, takes it for a Tensor;
     `type(x) is Replayed` tells it from others."""
     __slots__ = ("array", "computed_by", "first", "kind", "made", "name", "source")
-    __class__ = property(lambda self: Tensor)  # type: ignore[assignment]
+    __class__ = property(lambda self: Tensor)
     array: np.ndarray
     made: UOp | None
     first: UOp | None
