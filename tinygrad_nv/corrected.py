@@ -9,11 +9,13 @@ derivatives as torch has them.
 * max_pool2d: NaN wins.
 * sparse_categorical_crossentropy and nll_loss with nothing but ignored targets: the mean is NaN, as in
   torch, and so was its gradient, which is 0.
+* item and tolist of float16: Python's buffers have no such numbers before 3.12.
 """
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -125,13 +127,21 @@ def _nll_loss(theirs: Callable[..., Tensor], x: Tensor, Y: Tensor, weight: Tenso
     return _mean_over(theirs(x, Y, weight, ignore_index, "sum"), (each.reshape(Y.shape) * counted).sum())
 
 
-METHODS: dict[str, Callable[..., Tensor]] = {
+# **** numbers ****
+
+def _number(name: str, theirs: Callable[..., Any], x: Tensor) -> Any:
+    return getattr(x.float(), name)() if x.dtype == dtypes.float16 else theirs(x)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("layernorm", "var", "std"), functools.partial(_wide, NARROW)),
     **dict.fromkeys(("gelu", "quick_gelu", "hardswish"), functools.partial(_wide, NARROW[:1])),
     "logsumexp": _logsumexp, "logcumsumexp": _logcumsumexp, "logaddexp": _logaddexp,
     "elu": _elu, "celu": _celu, "selu": _selu, "leaky_relu": _leaky_relu, "max_pool2d": _max_pool2d,
     "erf": functools.partial(_at_zero, 2 / math.sqrt(math.pi)), "asin": functools.partial(_at_zero, 1.0),
     "nll_loss": _nll_loss, "sparse_categorical_crossentropy": _sparse_categorical_crossentropy}
+if sys.version_info < (3, 12):
+    METHODS |= {name: functools.partial(_number, name) for name in ("item", "tolist")}
 
 
 def register() -> None:

@@ -34,6 +34,11 @@ def narrow(x: np.ndarray, dtype: str) -> tuple[Tensor, torch.Tensor]:
     return Tensor(given.float().numpy()).cast(getattr(dtypes, dtype)).realize(), given.double()
 
 
+def test_numbers_of_float16():
+    x = Tensor([[0.5, 2.0**-24], [65504, -INF]]).half()
+    assert (x.tolist(), x[1, 0].item()) == ([[0.5, 2.0**-24], [65504, -INF]], 65504)
+
+
 # **** norms ****
 
 @pytest.mark.parametrize(("dtype", "tolerance"), NARROW)
