@@ -16,7 +16,7 @@ from tinygrad_nv import Device, Tensor, dtypes
 from tinygrad_nv.errors import ConfigError, DriverError, KernelError, NVError, PTXError
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.device import EMUDevice
-from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument
+from tinygrad_nv.tile.launch import PLAIN, Integer, LaunchConfig, MapArgument
 
 HEAD = ".version 7.8\n.target sm_80\n.address_size 64\n"
 # each thread writes out[tid + OFFSET]
@@ -44,7 +44,7 @@ def emu() -> Iterator[None]:
 
 
 def run(source: str, entry: str = "k", device: str = "EMU", binary: bytes | None = None,
-        ctas: int = 1, launch: LaunchConfig | None = None) -> Tensor:
+        ctas: int = 1, launch: LaunchConfig = PLAIN) -> Tensor:
     """32 integers that `source` wrote."""
     return Tensor(program(entry, source, device, [Output((32,), dtypes.int32)], [], grid=(ctas, 1, 1),
                           block=(32, 1, 1), binary=binary, launch=launch)[0])

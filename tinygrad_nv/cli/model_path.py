@@ -37,7 +37,7 @@ def _download(repo: str, revision: str) -> None:
         from huggingface_hub.errors import OfflineModeIsEnabled
     except ImportError as error:
         raise ModelError(f"--download {repo}, without the package huggingface_hub", "it",
-                         "pip install huggingface_hub") from error
+                         "pip install 'tinygrad-nv[hub]'") from error
     try:
         files = hub.HfApi().list_repo_files(repo, revision=revision)
         hub.snapshot_download(repo, revision=revision, cache_dir=hub_cache(), allow_patterns=_wanted(files))

@@ -56,7 +56,6 @@ from tinygrad_nv.engine.vllm_arguments import flag, from_vllm, gib, whole
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
-from tinygrad_nv.models.tied import loaded_config
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 from tinygrad_nv.runtime.programs import Compilations
@@ -171,7 +170,11 @@ class LLM(GenerationMethods, PoolingMethods):
     def _open_generator(self, options: LoadOptions) -> None:
         """Loads a model that generates, with its pages."""
         o = options if self.bundle is None else self.bundle.options(options)
-        self.config = with_quantization(o.quantization, loaded_config(self.directory), self.directory)
+        if self.bundle is None:
+            from tinygrad_nv.models.tied import loaded_config as read  # looks into the weights
+        else:
+            from tinygrad_nv.models.config import read_config as read
+        self.config = with_quantization(o.quantization, read(self.directory), self.directory)
         self.dtype = resolve_dtype(o.dtype, self.config, self.directory, self.device)
         self.length = context_length(self.config, self.dtype, o.max_model_len)
         generation = GenerationConfig.read(self.directory, self.config, *o.generation)

@@ -173,6 +173,7 @@ def test_remote_arrivals() -> None:
     """Each CTA of two writes into the other's memory and arrives at the other's mbarrier."""
     emu = Emulator()
     out = emu.alloc(np.zeros(128, np.uint32))
+    waited = wait(0, 0).replace("parity", "parity.acquire.cluster")     # .cta, the default, is too small
     text = """setp.eq.u32 %p1, %t, 0; @%p1 mbarrier.init.shared::cta.b64 [bar], 64;
         fence.mbarrier_init.release.cluster;
         barrier.cluster.arrive{how}.aligned; barrier.cluster.wait.aligned;
@@ -180,7 +181,7 @@ def test_remote_arrivals() -> None:
         shl.b32 %r2, %t, 2; mov.u32 %r3, tile; add.u32 %r3, %r3, %r2;
         xor.b32 %r4, %r3, 0x1000000; mov.u32 %r5, %cluster_ctarank; mad.lo.u32 %r5, %r5, 100, %t;
         st.shared::cluster.u32 [%r4], %r5; {arrive}
-        """ + wait(0, 0) + """ld.shared.u32 %r6, [%r3]; mov.u32 %r7, %ntid.x; mad.lo.u32 %r7, %c, %r7, %t;
+        """ + waited + """ld.shared.u32 %r6, [%r3]; mov.u32 %r7, %ntid.x; mad.lo.u32 %r7, %c, %r7, %t;
         mad.wide.u32 %d1, %r7, 4, %a0; st.global.u32 [%d1], %r6;
         barrier.cluster.arrive; barrier.cluster.wait;"""
     arrive = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r1];"
