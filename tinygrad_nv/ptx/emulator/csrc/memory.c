@@ -237,6 +237,14 @@ static void enter_access(Machine *m, Who *who, Region *r, u64 offset, u32 bytes,
     shadow_access(m, who, r, offset, bytes, kind);
     if (!r->valid) return;
     u8 *valid = r->valid + offset, *first;
+    if (bytes == 4) {   /* without calls: most are */
+        u32 word, written = 0x01010101;
+        memcpy(&word, valid, 4);
+        if (kind == WRITE || word == written) {
+            memcpy(valid, &written, 4);
+            return;
+        }
+    }
     if (kind != WRITE && m->conflicts == conflicts && (first = memchr(valid, 0, bytes)) != NULL)
         report_uninitialized(m, who, r, offset, bytes, kind, (u32)(first - valid));
     if (kind != READ) memset(valid, 1, bytes);

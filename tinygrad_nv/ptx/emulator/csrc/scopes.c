@@ -110,10 +110,14 @@ void clock_location(Machine *m, Warp *w, Region *r, u64 offset, bool reads, bool
                     bool release, int scope) {
     if (!m->launch.check) return;
     u64 key = (u64)(r->data + offset) & ~3ull;
+    if (writes && release) tick(w);
+    if (!m->launch.narrow && !m->launch.peers) {    /* one clock, of the GPU */
+        synchronise_level(w, &location_at(m->shadow, key, 0)->clock, GPU_LEVEL, reads, writes, acquire, release);
+        return;
+    }
     int least = smallest_level(m), most = largest_level(m, w, scope);
     if (r->cta && most > GPU_LEVEL) most = GPU_LEVEL;
     if (r->cta && w->cta->cluster->size == 1) most = least;     /* no others reach it */
-    if (writes && release) tick(w);
     for (int level = least; level <= most; level++) {
         if (level == CLUSTER_LEVEL && w->cta->cluster->size == 1) continue;
         Location *at = location_at(m->shadow, key, whose_clock(m, w, r, level));

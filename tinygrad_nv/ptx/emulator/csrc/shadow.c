@@ -152,18 +152,14 @@ static void read_cell(const Access *a, Cell *c, u64 offset, u32 bytes) {
         if (id_lane(before) != a->who->lane) c->reader |= MANY_LANES;
         return;
     }
-    if (before && !ordered(a->who, before, c->read)) add_reader(a->m->shadow, c,
+    if (before && !is_own(a, before) && !ordered(a->who, before, c->read)) add_reader(a->m->shadow, c,
                                                                 a->r->cta ? MAX_READERS : MAX_GLOBAL_READERS);
     c->reader = a->me, c->read = a->who->clock;
 }
 
-/* One word, or the part of it that [offset, offset + bytes) covers. */
-static void access_word(const Access *a, Cell *c, u64 offset, u32 bytes) {
+/* The part of a word that [offset, offset + bytes) covers, or a word whose bytes have a cell each. */
+__attribute__((noinline)) static void access_bytes(const Access *a, Cell *c, u64 offset, u32 bytes) {
     struct Shadow *s = a->m->shadow;
-    if (!c->split && bytes == 4) {
-        if (a->write) write_cell(a, c, offset, 4); else read_cell(a, c, offset, 4);
-        return;
-    }
     if (!c->split) {
         u32 at = new_split(s, c);
         *c = (Cell){.split = at};
@@ -225,9 +221,10 @@ static u64 page_count(u64 nbytes) { return nbytes / 4 / PAGE_WORDS + 2; }
 void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes, int kind) {
     if (!m->launch.check || !bytes) return;
     bool strong = who->strong || kind == ATOMIC;
-    Access a = {m, who, r, id_of(m, who, strong), offset, kind != READ, strong,
-                m->launch.remote || who->async == 2};
-    m->noncoherent |= who->noncoherent;
+    bool asks_more = m->launch.remote || who->async == 2;
+    Access a = {m, who, r, id_of(m, who, strong), offset, kind != READ, strong, asks_more,
+                !(asks_more || strong || who->async)};
+    if (who->noncoherent) m->noncoherent = true;
     bool watched = m->noncoherent && !r->cta;
     if (!r->pages) r->pages = calloc(page_count(r->size), sizeof *r->pages);
     /* cells are for words of host memory, whose alignment is that of the address */
@@ -236,7 +233,10 @@ void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes,
         u32 some = (u32)((next < end ? next : end) - at);
         Page **page = &r->pages[word / PAGE_WORDS];
         if (!*page) *page = calloc(1, sizeof **page);
-        access_word(&a, &(*page)->cells[word % PAGE_WORDS], at, some);
+        Cell *c = &(*page)->cells[word % PAGE_WORDS];
+        if (c->split || some != 4) access_bytes(&a, c, at, some);
+        else if (a.write) write_cell(&a, c, at, 4);
+        else read_cell(&a, c, at, 4);
         if (watched) enter_noncoherent(&a, *page, word % PAGE_WORDS, at, some);
         at += some;
     }
