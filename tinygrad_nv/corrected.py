@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Tensor, dtypes
-from tinygrad.helpers import make_tuple
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.helpers import make_tuple, resolve_pool_pads
 
 from tinygrad_nv import hooks
 
@@ -93,14 +93,52 @@ def _leaky_relu(_: Any, x: Tensor, neg_slope: float = 0.01) -> Tensor: return (x
 def _max_pool2d(theirs: Callable[..., Any], x: Tensor, kernel_size: Any = (2, 2), stride: Any = None,
                 dilation: Any = 1, padding: Any = 0, ceil_mode: bool = False, return_indices: bool = False
                 ) -> Tensor | tuple[Tensor, Tensor]:
-    made = theirs(x, kernel_size, stride, dilation, padding, ceil_mode, return_indices)
-    if not dtypes.is_float(x.dtype): return made
-    image = x.shape[-len(make_tuple(kernel_size, 2)):]
+    def pool(x: Tensor, return_indices: bool = False) -> Any:
+        return theirs(x, kernel_size, stride, dilation, padding, ceil_mode, return_indices)
+    if not dtypes.is_float(x.dtype): return pool(x, return_indices)
+    kernel = make_tuple(kernel_size, 2)
+    dims, pads = len(kernel), resolve_pool_pads(padding, len(kernel))
+    strides, dilations = make_tuple(kernel if stride is None else stride, dims), make_tuple(dilation, dims)
+    keys = _key(x)
+    for i in range(dims):     # one dimension at a time: fewer comparisons, and those of columns in vectors
+        along = [[each[i] if j == i else 1 for j in range(dims)] for each in (kernel, strides, dilations)]
+        own = [n if j // 2 == dims - 1 - i else 0 for j, n in enumerate(pads)]
+        keys = theirs(keys if i == 0 else keys.contiguous(), *map(tuple, along), tuple(own), ceil_mode)
+    values = _with_gradient_of(pool, x, _number_of(keys, x.dtype))
+    if not return_indices: return values
+    image = x.shape[-dims:]
     numbers = Tensor.arange(1, math.prod(image) + 1).reshape(image)
-    last = theirs(x.isnan().where(numbers, 0), kernel_size, stride, dilation, padding, ceil_mode)
-    values, places = made if return_indices else (made, None)
-    values = values + (last > 0).where(math.nan, 0).cast(x.dtype)
-    return values if places is None else (values, (last > 0).where(last - 1, places))
+    last = pool(x.isnan().where(numbers, 0))
+    return values, (last > 0).where(last - 1, pool(x, True)[1])
+
+
+def _key(x: Tensor) -> Tensor:
+    """Integers in the order of x, NaN last and -0 before 0, so that each number can be had back."""
+    whole, wide, _ = _key_dtypes(x.dtype)
+    bits, most = x.cast(wide).bitcast(whole), int(whole.max)
+    return x.isnan().where(most, (bits < 0).where(bits ^ most, bits))
+
+
+def _number_of(keys: Tensor, dtype: Any) -> Tensor:
+    """The numbers that have these keys; -infinity for less, which is in windows of padding only."""
+    whole, wide, infinity = _key_dtypes(dtype)
+    keys = keys.maximum(~infinity)
+    return (keys < 0).where(keys ^ int(whole.max), keys).bitcast(wide).cast(dtype)
+
+
+def _key_dtypes(dtype: Any) -> tuple[Any, Any, int]:
+    """The dtypes of keys and of the numbers whose bits they are, and the bits of infinity."""
+    if dtype == dtypes.float64: return dtypes.int64, dtype, 0x7ff << 52
+    return dtypes.int32, dtypes.float32, 0xff << 23
+
+
+def _with_gradient_of(fn: Callable[[Tensor], Tensor], x: Tensor, values: Tensor) -> Tensor:
+    """The values, whose gradient by x is that of fn(x)."""
+    def back(gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
+        given = Tensor(call.src[2])
+        return None, fn(given).gradient(given, gradient=Tensor(gradient))[0].uop
+    node = UOp.maketuple(values.uop.param_like(0)).call(values.uop, x.uop, grad_fxn=back, name="max_pool2d")
+    return Tensor(node.gettuple(0))
 
 
 # **** losses ****

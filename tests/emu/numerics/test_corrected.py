@@ -145,6 +145,24 @@ def test_max_pool_of_NaN(device):
         assert at.tolist() == places.tolist()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_windows_of_each_dtype(dtype, device):
+    numbers = [0.0, -0.0, 1.0, -1.5, INF, -INF, -NAN, 2.0, 2.0, -3.0, 65504.0]
+    images = np.random.default_rng(1).choice(numbers, (2, 6, 7)).astype(np.float32)
+    images[1] = np.where(np.isfinite(images[1]), images[1], -INF)
+    t, x = torch.tensor(images, dtype=getattr(torch, dtype)), Tensor(images).cast(getattr(dtypes, dtype))
+    made = x.max_pool2d((3, 2), 2, 2, (1, 0), True)
+    assert made.dtype == x.dtype
+    close(made.float(), F.max_pool2d(t, (3, 2), 2, (1, 0), 2, True).float(), 0)
+
+
+def test_windows_of_padding_and_gradients_of_windows():
+    assert Tensor([[1.0]]).max_pool2d(2, 2, 1, 2).tolist() == [[-INF, -INF], [-INF, 1.0]]
+    x, w = Tensor([[1.0, 1.0, -2.0, 7.0], [0.0, -0.0, -3.0, -3.0]]), Tensor([[2.0, 4.0, 0.5]])
+    slope = grad(lambda x: (x.max_pool2d(2, 1) * w).sum())(x)     # of equal elements the mean
+    assert slope.tolist() == [[1.0, 5.0, 0.0, 0.5], [0.0] * 4]
+
+
 def test_losses_of_nothing_but_ignored_targets():
     x, all_ignored, some = Tensor.ones(3, 4), Tensor([-100] * 3), Tensor([1, -100, 2])
     losses: tuple[Any, ...] = (lambda x, y: x.sparse_categorical_crossentropy(y, ignore_index=-100),
