@@ -205,7 +205,7 @@ def test_a_template_that_raises(device, error, monkeypatch, capsys):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("module", "call"), [(norm, "_called"), (attention, "called")])
 def test_rows_and_attention_that_raise(module, call: str, monkeypatch, capsys):
-    def raises(*_): raise KeyError("a bug")
+    def raises(*_, **__): raise KeyError("a bug")
     monkeypatch.setattr(module, call, raises)
     x = values(16, 16) / 4
     q = Tensor(x)
@@ -218,7 +218,7 @@ def test_rows_and_attention_that_raise(module, call: str, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("module", "name"), [(gemm, "matched"), (stable, "_pair")])
 def test_matching_that_raises(module, name, monkeypatch, capsys):
-    def raises(*_): raise KeyError("a bug")
+    def raises(*_, **__): raise KeyError("a bug")
     monkeypatch.setattr(module, name, raises)
     a, b = pair("CPU")
     np.testing.assert_array_equal((a @ b).numpy(), values(16, 32) @ values(32, 24, seed=1))
@@ -229,7 +229,7 @@ def test_matching_that_raises(module, name, monkeypatch, capsys):
 
 
 def test_a_matcher_that_raises_is_told(monkeypatch):
-    def raises(*_): raise KeyError("a bug")
+    def raises(*_, **__): raise KeyError("a bug")
     monkeypatch.setattr(gemm, "matched", raises)
     a, b = pair("CPU")
     assert "KeyError" in str(explain(a @ b))

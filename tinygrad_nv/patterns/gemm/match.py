@@ -40,7 +40,7 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, is_normalised, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.patterns.quant_gemm.match import quantised
+from tinygrad_nv.patterns.quant_gemm.match import is_dequantised, quantised
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.quant.types import nbytes
@@ -156,9 +156,21 @@ def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Targe
     """The match of a region, whose result is `last` of its end's values; the epilogue takes what is `read`
     from memory (by default what is in `memory`). Raises `NotOurs`, `Unfused`,
     `NotAffine` or `SpecError` where there is none."""
+    if any(map(is_dequantised, operands(found))):
+        # as codes, a matrix that would have to be copied is read from where it is
+        with contextlib.suppress(NotOurs, Unfused, NotAffine, SpecError):
+            return _matched(found, end, region, target, lambda node: is_dequantised(node) or memory(node),
+                            last, read or memory, codes=True)
+    return _matched(found, end, region, target, memory, last, read or memory)
+
+
+def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
+             memory: Callable[[UOp], bool], last: Callable[[Expression], Expression],
+             read: Callable[[UOp], bool], codes: bool = False) -> MatmulMatch:
+    """As `matched`; with `codes` the right operand is a matrix of codes."""
     space = Space()
     kept = space.ranges(end.shape)
-    tail = Epilogue(space, found.total, end, region, kept, read or memory)
+    tail = Epilogue(space, found.total, end, region, kept, read)
     summed = space.ranges(found.total.src[0].shape[:found.total.arg[1]])
     places = [_sides(found, space, summed + at, memory) for at in tail.paths]
     a, b, numbers, part = _parts(space, places)
@@ -174,6 +186,7 @@ def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Targe
         inputs = (dims.a.storage, *known[1], *extras)
         with contextlib.suppress(NotOurs):
             return MatmulMatch(end, region, choose(known[0], target, inputs=len(inputs)), inputs, rows)
+    if codes: raise NotOurs("no matrix of codes")
     inputs = (dims.a.storage, dims.b.storage, *extras)
     return MatmulMatch(end, region, choose(spec, target, inputs=len(inputs)), inputs, rows)
 

@@ -19,16 +19,26 @@ from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 def quantised(spec: GemmSpec, matrix: UOp) -> tuple[QuantGemmSpec, tuple[UOp, UOp]] | None:
     """The spec, and what takes the matrix's place among the inputs."""
-    if matrix.op is not Ops.MUL or spec.batch or spec.parts > 1 \
+    if (found := _codes_and_scales(matrix)) is None or spec.batch or spec.parts > 1 \
             or spec.a.dtype != dtypes.float32 or spec.b != Operand(dtypes.float32, spec.k, 1): return None
+    codes, scales = found
+    if codes.max_numel() != spec.n * spec.k or scales.max_numel() not in (1, spec.n): return None
+    rows = 0 if scales.max_numel() == 1 else 1
+    return QuantGemmSpec(spec, QType(INT8, Scale(rows, 0, scales.dtype))), found
+
+
+def is_dequantised(matrix: UOp) -> bool:
+    """Whether a matrix is Cast(int8) · scale, of all elements or of each row."""
+    return _codes_and_scales(matrix) is not None
+
+
+def _codes_and_scales(matrix: UOp) -> tuple[UOp, UOp] | None:
+    if matrix.op is not Ops.MUL: return None
     for wide, factor in (matrix.src, matrix.src[::-1]):
         codes, scales = _dense(wide.src[0]) if wide.op is Ops.CAST else wide, _dense(factor)
-        if codes.dtype != dtypes.int8 or not is_storage(codes) or not is_storage(scales) \
-                or wide.shape != matrix.shape or codes.max_numel() != spec.n * spec.k: continue
-        if scales.dtype != matrix.dtype or not _of_rows(factor, matrix) \
-                or scales.max_numel() not in (1, spec.n): continue
-        rows = 0 if scales.max_numel() == 1 else 1
-        return QuantGemmSpec(spec, QType(INT8, Scale(rows, 0, scales.dtype))), (codes, scales)
+        if codes.dtype == dtypes.int8 and is_storage(codes) and is_storage(scales) \
+                and wide.shape == matrix.shape and scales.dtype == matrix.dtype and _of_rows(factor, matrix):
+            return codes, scales
     return None
 
 
