@@ -156,6 +156,11 @@ class Fields:
         """Accepts fields without a word: what they ask for holds anyway, or is of an earlier answer."""
         for name in names: self.take(name)
 
+    def note(self, names: Iterable[str]) -> None:
+        """Accepts fields that have no effect, strict or not, and names those that are not empty."""
+        for name in names:
+            if self.take(name) not in (None, "", [], {}): note(self.path(name))
+
     def hint(self, name: str, usual: Sequence[Any] = (), why: str = "is not served") -> None:
         """A field that has no effect, whatever its value; `usual` ones ask for what holds anyway."""
         value = self.take(name)

@@ -20,7 +20,7 @@ from tinygrad_nv.engine.outputs import TokenLogprobs
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields
-from tinygrad_nv.server.leniency import note, spelled
+from tinygrad_nv.server.leniency import spelled
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Plain, streamed, until_disconnect
@@ -70,18 +70,15 @@ def _parsed(data: dict[str, Any], service: Service) -> tuple[protocol.Completion
               "seed": None if seed == -1 else seed, "logit_bias": _bias(bias) if bias else None}
     for name, kind in (("json_schema", "json"), ("grammar", "grammar")):
         if (value := fields.take(name)) not in (None, "", {}): asked["structured_outputs"] = {kind: value}
-    for name in HINTS:
-        if fields.take(name) is not None: note(name)
+    # -1 and -2, as nothing said, are no limit; 0 is an answer of one token that is not shown
+    if most is not None and most >= 0: asked["max_tokens"] = max(most, 1)
+    fields.note(HINTS)
     fields.as_usual(OFF)
     fields.finish()
     with spelled(SPELLING):
-        made = protocol.completion({**{key: value for key, value in asked.items() if value is not None},
-                                    **({"max_tokens": most} if most and most > 0 else {})},
-                                   service.model.defaults, service.limits)
-    # llama.cpp's -1 and -2, and nothing said: until the answer ends or the context is full
-    if most is None or most < 0: made = replace(made, params=replace(made.params, max_tokens=None))
-    elif most == 0: made = replace(made, silent=True, params=replace(made.params, max_tokens=1))
-    return made, shown
+        made = protocol.completion({key: value for key, value in asked.items() if value is not None},
+                                   service.model.defaults, service.limits, None)
+    return replace(made, silent=most == 0), shown
 
 
 def _bias(given: Any) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.server import embeddings, protocol
+from tinygrad_nv.server.chat import logprob
 from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields
@@ -58,8 +60,7 @@ async def chat(request: Request, service: Service, record: Record, data: dict[st
     conversation = await Conversation.of(service, parsed)
     record.stream = parsed.stream
     chunks = _talk(conversation, record, lambda text, thought, calls: {"message": {
-        "role": "assistant", "content": text, **({"thinking": thought} if thought else {}),
-        **({"tool_calls": calls} if calls else {})}})
+        "role": "assistant", "content": text, **_given(thinking=thought, tool_calls=calls)}})
     return await _respond(request, chunks, record, parsed.stream)
 
 
@@ -77,7 +78,7 @@ async def generate(request: Request, service: Service, record: Record, data: dic
     conversation = replace(conversation, prompt=[*context, *conversation.prompt])
     record.stream = parsed.stream
     chunks = _talk(conversation, record, lambda text, thought, _: {
-        "response": text, **({"thinking": thought} if thought else {})}, context=True)
+        "response": text, **_given(thinking=thought)}, context=True)
     return await _respond(request, chunks, record, parsed.stream)
 
 
@@ -86,26 +87,24 @@ async def _raw(request: Request, service: Service, record: Record, fields: Field
     """Goes on with a prompt as it is."""
     asked, stream = {**sampling(fields), "prompt": fields.take("prompt")}, fields.flag("stream", True)
     asked["model"] = name = model_name(fields, service)
-    for unread in ("system", "template", "images", "suffix", "keep_alive"):
-        if fields.take(unread): note(unread)
+    asked["logprobs"] = fields.whole("top_logprobs", 0) or 0 if fields.flag("logprobs") else None
+    fields.note(("system", "template", "images", "suffix", "keep_alive"))
     fields.finish()
     asked.pop("thinking")
-    # OpenAI's default of 16 tokens is not Ollama's
-    most = asked.pop("max_tokens")
     with spelled(SPELLING):
         parsed = protocol.completion({key: value for key, value in asked.items() if value is not None},
-                                     service.model.defaults, service.limits)
+                                     service.model.defaults, service.limits, None)
     text = parsed.prompts[0]
     ids = await service.aside(len(text), lambda: service.model.tokenize(text))
     record.model, record.stream = name, stream
 
     async def chunks() -> Chunks:
         tokens, reason = [*context, *ids], "stop"
-        params = replace(parsed.params, max_tokens=most)
-        async for _, delta in service.run([tokens[:]], params, parsed.priority, record):
+        async for _, delta in service.run([tokens[:]], parsed.params, parsed.priority, record):
             tokens += delta.tokens
             reason = delta.finish_reason or reason
-            if delta.text: yield {**_head(name), "response": delta.text, "done": False}
+            if delta.text or delta.logprobs:
+                yield {**_head(name), "response": delta.text, "done": False, **_logprobs(delta)}
         yield {**_head(name), "response": "", **_end(record, reason), "context": tokens}
     return await _respond(request, chunks(), record, stream)
 
@@ -121,8 +120,9 @@ async def _talk(conversation: Conversation, record: Record,
             if call.name is not None or not calls: calls.append(call)
             else: calls[-1] = replace(calls[-1], text=calls[-1].text + call.text)
         reason = update.finish_reason or reason
-        if update.content or update.reasoning:
-            yield {**_head(head), **shape(update.content, update.reasoning, []), "done": False}
+        if update.content or update.reasoning or update.delta.logprobs:
+            yield {**_head(head), **shape(update.content, update.reasoning, []), "done": False,
+                   **_logprobs(update.delta)}
     if calls:
         made = [{"id": conversation.call_id(), "function": {
             "index": at, "name": call.name, "arguments": argument_object(call.text or "{}")}}
@@ -132,12 +132,20 @@ async def _talk(conversation: Conversation, record: Record,
            **({"context": tokens} if context else {})}
 
 
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not empty."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def _logprobs(delta: Delta) -> dict[str, Any]: return _given(logprobs=[*map(logprob, delta.logprobs)])
+
+
 def _head(model: str) -> dict[str, Any]:
-    return {"model": model, "created_at": _now()}
+    return {"model": model, "created_at": _write_time(time.time())}
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+def _write_time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def _end(record: Record, reason: str) -> dict[str, Any]:
@@ -168,19 +176,15 @@ async def _respond(request: Request, chunks: Chunks, record: Record, stream: boo
 
 async def _whole(chunks: Chunks) -> Response:
     """One object of all lines."""
-    texts, message = dict.fromkeys(("response", "thinking", "content"), ""), dict[str, Any]()
-    made: dict[str, Any] = {}
+    made, whole, logprobs = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
     async for chunk in chunks:
         made, inner = chunk, chunk.get("message", chunk)
-        for name in texts: texts[name] += inner.get(name, "")
-        message |= {name: inner[name] for name in ("role", "tool_calls") if name in inner}
-    if "response" in made: return JSONResponse({**made, "response": texts["response"],
-                                                **_thought(texts["thinking"])})
-    return JSONResponse({**made, "message": {**message, "content": texts["content"],
-                                             **_thought(texts["thinking"])}})
-
-
-def _thought(text: str) -> dict[str, str]: return {"thinking": text} if text else {}
+        logprobs += chunk.get("logprobs", ())
+        for name in ("response", "thinking", "content"):
+            if name in inner: whole[name] = whole.get(name, "") + inner[name]
+        whole |= {name: inner[name] for name in ("role", "tool_calls") if name in inner}
+    if "message" in made: whole = {"message": whole}
+    return JSONResponse({**made, **whole, **_given(logprobs=logprobs)})
 
 
 async def embed(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -188,8 +192,7 @@ async def embed(request: Request, service: Service, record: Record, data: dict[s
     fields, model = Fields(data), service.require_embedder()
     name, cut = model_name(fields, service), fields.flag("truncate", True)
     asked = {"input": fields.take("input"), "dimensions": fields.take("dimensions")}
-    for unread in ("options", "keep_alive"):
-        if fields.take(unread) is not None: note(unread)
+    fields.note(("options", "keep_alive"))
     fields.finish()
     if asked["input"] is None: raise invalid("input is missing, expected a text or a list of texts", "input",
                                              "missing_field")
@@ -221,7 +224,7 @@ async def show(request: Request, service: Service, record: Record, data: dict[st
     """The response to a request of /api/show."""
     fields = Fields(data)
     name = model_name(fields, service)
-    for unread in ("verbose", "system", "template", "options"): fields.take(unread)
+    fields.ignore(("verbose", "system", "template", "options"))
     fields.finish()
     card = _card(service, name)
     kind = card["details"]["family"]
@@ -242,9 +245,8 @@ def _capabilities(service: Service, template: str) -> list[str]:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    made = datetime.datetime.fromtimestamp(service.created, datetime.UTC).isoformat().replace("+00:00", "Z")
     family = str(getattr(getattr(service.model, "config", None), "model_type", "") or "transformer")
-    return {"name": name, "model": name, "modified_at": made, "size": 0,
+    return {"name": name, "model": name, "modified_at": _write_time(service.created), "size": 0,
             "digest": hashlib.sha256(name.encode()).hexdigest(),
             "details": {"parent_model": "", "format": "safetensors", "family": family, "families": [family],
                         "parameter_size": "", "quantization_level": ""}}

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest, chat
-from tinygrad_nv.server.errors import invalid
+from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields
-from tinygrad_nv.server.leniency import note, spelled
+from tinygrad_nv.server.leniency import spelled
 from tinygrad_nv.server.protocol import STOPS
 from tinygrad_nv.server.service import Service
 
@@ -55,13 +55,14 @@ def generate_request(fields: Fields, service: Service) -> ChatRequest:
     return _request(fields, service, {"messages": messages})
 
 
-def model_name(fields: Fields, service: Service, name: str = "model") -> str:
+def model_name(fields: Fields, service: Service) -> str:
     """The model that a request names, also with the tag `latest`. Raises `APIError` 404."""
-    given = fields.text(name)
-    if given is None: given = fields.text("name")
-    if given is None: raise invalid("model is missing, expected a name of /api/tags", name, "missing_field")
+    given, older = fields.text("model"), fields.text("name")
+    if given is None: given = older
+    if given is None:
+        raise invalid("model is missing, expected a name of /api/tags", "model", "missing_field")
     try: return service.require_name(given)
-    except Exception:
+    except APIError:
         if not given.endswith(LATEST): raise
     return service.require_name(given.removesuffix(LATEST))
 
@@ -74,8 +75,7 @@ def sampling(fields: Fields) -> dict[str, Any]:
     made |= {"max_tokens": most if most is not None and most > 0 else None,
              "seed": seed if seed is not None and seed >= 0 else None,
              "stop": list(options.texts("stop", STOPS)) or None}
-    for name in HINTS:
-        if options.take(name) is not None: note(f"options.{name}")
+    options.note(HINTS)
     options.as_usual(OFF)
     options.finish()
     form, think = fields.take("format"), fields.take("think")
@@ -96,7 +96,7 @@ def _request(fields: Fields, service: Service, asked: dict[str, Any]) -> ChatReq
     asked |= {**sampling(fields), "model": model_name(fields, service), "logprobs": fields.take("logprobs"),
               "top_logprobs": fields.take("top_logprobs")}
     thinking, stream = asked.pop("thinking"), fields.flag("stream", True)
-    if fields.take("keep_alive") is not None: note("keep_alive")
+    fields.note(("keep_alive",))
     fields.finish()
     with spelled(SPELLING):
         made = chat({name: value for name, value in asked.items() if value is not None},

@@ -66,9 +66,10 @@ class CompletionRequest(Common):
     special: bool
 
 
-def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> CompletionRequest:
-    """A request of /v1/completions. `max_tokens` defaults to 16, as OpenAI's, and may be
-    0 with `echo`."""
+def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits,
+               usual: int | None = 16) -> CompletionRequest:
+    """A request of /v1/completions. `max_tokens` defaults to `usual`, which is OpenAI's (None: as many as the
+    context holds), and may be 0 with `echo`."""
     fields = Fields(data)
     texts = prompts(fields)
     if fields.text("suffix"):
@@ -77,7 +78,7 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     echo = fields.flag("echo")
     logprobs = fields.whole("logprobs", 0, limits.logprobs)
     most = fields.whole("max_tokens", 0 if echo else 1)
-    limit = 16 if most is None else max(most, 1)
+    limit = usual if most is None else max(most, 1)
     common = common_fields(fields, defaults, limits, len(texts), {
         "max_tokens": limit, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None})
     best_of = fields.whole("best_of", 1)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 
+from tinygrad_nv.server.limits import RequestLimits
+
 TIMINGS = ("prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms",
            "predicted_per_second")
 
@@ -48,6 +50,14 @@ def test_a_prompt_is_completed():
         assert engine.asked[-1][1].structured_outputs.json == {"type": "object"}
         server.post({"prompt": "a", "grammar": 'root ::= "x"'}, "/completion")
         assert engine.asked[-1][1].structured_outputs.grammar == 'root ::= "x"'
+
+
+def test_the_servers_limit_of_tokens_holds():
+    engine = FakeEngine(FakeModel())
+    with live(fake_service(engine, RequestLimits(output_tokens=2))) as server:
+        for given, most in ((None, 2), (-1, 2), (-2, 2), (9, 2), (1, 1), (0, 1)):
+            server.post({"prompt": "a", "n_predict": given}, "/completion")
+            assert engine.asked[-1][1].max_tokens == most
 
 
 @pytest.mark.parametrize(("more", "words"), [

@@ -12,6 +12,8 @@ import pytest
 from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 from test_messages import SAID, TEMPLATE
 
+from tinygrad_nv.server.limits import RequestLimits
+
 LOOK = {"type": "function", "function": {"name": "look", "description": "sees", "parameters": {
     "type": "object", "properties": {"at": {"type": "string"}}}}}
 USER = [{"role": "user", "content": "how?"}]
@@ -100,12 +102,36 @@ def test_a_prompt_is_generated_for():
             assert (made["done"], made["done_reason"]) == (True, reason)
 
 
+def test_logprobs_are_of_each_token():
+    with serving("yes") as (_, server):
+        asked = {"model": NAME, "logprobs": True, "top_logprobs": 2}
+        for path, body in (("chat", {"messages": USER}), ("generate", {"prompt": "how?"}),
+                           ("generate", {"prompt": "how?", "raw": True})):
+            *parts, _ = lines(server.post({**asked, **body}, f"/api/{path}"))
+            whole = server.post({**asked, **body, "stream": False}, f"/api/{path}").json()["logprobs"]
+            assert [entry for part in parts for entry in part["logprobs"]] == whole
+            assert [(entry["token"], entry["logprob"], entry["bytes"]) for entry in whole] == [
+                (sign, -0.5, [ord(sign)]) for sign in "yes"]
+            assert [len(entry["top_logprobs"]) for entry in whole] == [2, 2, 2]
+            whole = server.post({"model": NAME, **body, "stream": False}, f"/api/{path}").json()
+            assert "logprobs" not in whole
+
+
+def test_the_servers_limit_of_tokens_holds():
+    with serving("yes", limits=RequestLimits(output_tokens=2)) as (engine, server):
+        for raw in (False, True):
+            for options, most in (({}, 2), ({"num_predict": -1}, 2), ({"num_predict": 9}, 2),
+                                  ({"num_predict": 1}, 1)):
+                server.post({"model": NAME, "prompt": "a", "raw": raw, "options": options}, "/api/generate")
+                assert engine.asked[-1][1].max_tokens == most
+
+
 def test_formats_constrain_the_answer():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     with serving("{}") as (engine, server):
-        for form, kind in (("json", "json_object"), (schema, "json")):
+        for form, kind, value in (("json", "json_object", True), (schema, "json", schema)):
             server.post({"model": NAME, "messages": USER, "format": form}, "/api/chat")
-            assert getattr(engine.asked[-1][1].structured_outputs, kind) in (True, schema)
+            assert getattr(engine.asked[-1][1].structured_outputs, kind) == value
 
 
 def test_what_is_served_is_listed():
