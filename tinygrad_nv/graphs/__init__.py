@@ -4,6 +4,7 @@ Read in this order:
   pool.py     `GraphPool`: which graph serves a call
   inputs.py   `Input`, and how inputs reach the device
   capture.py  a step, recorded and compiled
+  launches.py launches whose buffers lie elsewhere in each run, for torch.compile and ONNX
   bucket.py   the graph of one batch size, and the memory that all sizes share
   stats.py    what `GraphPool.stats()` reports
   progress.py a progress bar for captures ahead of use

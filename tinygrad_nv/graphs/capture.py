@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, call, is_
-from typing import Any
+from typing import Any, Self
 
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer
@@ -106,20 +106,28 @@ class CompiledStep:
         return self.linear.substitute(memory, walk=True)
 
 
-class _ScheduleRecorder:
-    """Collects the schedules that tinygrad emits during a capture."""
+class ScheduleRecorder:
+    """Collects, inside `with`, what tinygrad would run, and the values of its variables."""
 
     def __init__(self) -> None:
-        self.linears: list[UOp] = []
+        self.calls: list[UOp] = []
         self.values: dict[str, int] = {}
 
     def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None:
-        self.linears.append(linear)
+        """Takes a schedule that tinygrad would run."""
+        self.calls += linear.src
         self.values |= var_vals
 
-    def joined(self) -> UOp:
+    def __enter__(self) -> Self:
+        realize.capturing.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None: realize.capturing.clear()
+
+    @property
+    def linear(self) -> UOp:
         """All of them as one schedule."""
-        return UOp(Ops.LINEAR, src=tuple(call for linear in self.linears for call in linear.src))
+        return UOp(Ops.LINEAR, src=tuple(self.calls))
 
 
 @dataclass
@@ -176,11 +184,11 @@ def record(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor
     # or every replay would repeat pending assignments
     realize_assigned(tensor for _, tensor in live_tensors())
     given = {tensor.uop.base for tensor in inputs.values()}
-    schedules, ran = _ScheduleRecorder(), GlobalCounters.kernel_count
+    schedules, ran = ScheduleRecorder(), GlobalCounters.kernel_count
     existing = set(buffers) | buffers_of(tensor.uop for _, tensor in live_tensors())
     try:
         with restore_on_error():
-            with _capturing(schedules):
+            with schedules:
                 try: returned, results = call_step(step, size, inputs, variables, device, existing)
                 except RuntimeError as error:
                     if "TinyJit inside another TinyJit" in str(error):
@@ -192,13 +200,13 @@ def record(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor
                 raise GraphError(f"the step binds Variable {own[0]} itself",
                                  "Variables that are given in every call: a replay may need another value",
                                  f"pool(…, {own[0]}=Variable(…).bind(…)), and an argument of the step")
-            linear = _compiled(schedules.joined())
+            linear = _compiled(schedules.linear)
             if not linear.src: raise GraphError("a step that computes nothing", "at least one kernel")
     except BaseException:
         # compute what the step kept, as far as possible, and re-raise
         with contextlib.suppress(Exception):
-            if kept_buffers := find_kept(schedules.joined(), existing):
-                run_kept(_compiled(schedules.joined()), kept_buffers, existing, given)
+            if kept_buffers := find_kept(schedules.linear, existing):
+                run_kept(_compiled(schedules.linear), kept_buffers, existing, given)
         raise
     return RecordedStep(linear, schedules.values, results, existing, given, device), returned
 
@@ -336,10 +344,3 @@ def graph_obstacle(linear: UOp, device: str) -> str:
 
 
 def _devices(u: UOp) -> tuple[str, ...]: return (u.device,) if isinstance(u.device, str) else u.device
-
-
-@contextlib.contextmanager
-def _capturing(schedules: _ScheduleRecorder) -> Iterator[None]:
-    realize.capturing.append(schedules)
-    try: yield
-    finally: realize.capturing.clear()

@@ -21,12 +21,12 @@ from tinygrad import Tensor
 from tinygrad.device import Buffer, Device
 from tinygrad.engine import realize
 from tinygrad.helpers import BEAM, getenv
-from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.dlpack import from_dlpack
-from tinygrad_nv.graphs.capture import graph_obstacle
+from tinygrad_nv.graphs.capture import ScheduleRecorder
 from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_in, buffers_of, live_tensors, run_kept
+from tinygrad_nv.graphs.launches import Launches
 from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
 from tinygrad_nv.onnx.gradients import Call, register
 from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
@@ -114,20 +114,7 @@ class Captured:
         self.results = [(name, Kind.of(each)) for name, each in pending.items()]
         recorded = [each.uop.base for each in (*given.values(), *pending.values())]
         placed = (*kinds.values(), *(kind for _, kind in self.results))
-        self.bound = tuple(map(_elsewhere, placed))
-        self.addresses = [-1] * len(self.bound)
-        self._place(linear, recorded)
-
-    def _place(self, linear: UOp, recorded: list[UOp]) -> None:
-        """Plans the launches' memory, with parameters in place of inputs and results."""
-        places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(recorded)}
-        held = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
-        self.linear = memory_plan_rewrite(linear.substitute(places, walk=True), held)
-        self.graph: Any = None
-        if self.linear.src and not graph_obstacle(self.linear, "CPU"):
-            whole: Any = UOp(Ops.CUSTOM_FUNCTION, src=(self.linear,), arg="graph")
-            make: Any = Device["CPU"].graph
-            self.graph = make(whole, input_uops=self.bound)
+        self.launches = Launches(linear, recorded, tuple(map(_elsewhere, placed)))
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The results for inputs of the captured kind."""
@@ -135,33 +122,14 @@ class Captured:
         fresh = [aligned(kind) for _, kind in self.results]
         with self.lock:
             for place, (address, _) in enumerate(read):
-                if address != self.addresses[place]: self._bind(place, address)
-            for place, (_, address) in enumerate(fresh, len(read)): self._bind(place, address)
-            self._run()
+                if address != self.launches.addresses[place]: self.launches.bind(place, address)
+            for place, (_, address) in enumerate(fresh, len(read)): self.launches.bind(place, address)
+            self.launches.run()
         call = Call.of(self.lower, inputs, [name for name, _ in self.kinds])
         made = {name: Replayed.over(array, kind, self, name, call)
                 for (name, kind), (array, _) in zip(self.results, fresh, strict=True)}
         if not self.constants: return made
         return {name: made[name] if name in made else self.constants[name] for name in self.names}
-
-    def _bind(self, place: int, address: int) -> None:
-        """Places an input or a result at an address."""
-        self.addresses[place] = address
-        if self.graph is not None: return self.graph.bind(place, address)
-        memory: Any = self.bound[place].buffer.ensure_allocated()._buf
-        memory.va_addr = address
-
-    def _run(self) -> None:
-        if self.graph is not None: self.graph.replay()
-        elif self.linear.src: realize.run_linear(self.linear, input_uops=self.bound, jit=True)
-
-
-class _Schedules:
-    """Collects what tinygrad would run."""
-
-    def __init__(self) -> None: self.calls: list[UOp] = []
-
-    def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None: self.calls += linear.src
 
 
 def _upload(pending: Iterable[Tensor]) -> None:
@@ -174,16 +142,13 @@ def _upload(pending: Iterable[Tensor]) -> None:
 def _recorded(pending: dict[str, Tensor], existing: set[UOp]) -> UOp:
     """What tinygrad would run. Each result gets storage that is not in `existing`, nor another's."""
     existing = set(existing)
-    schedules = _Schedules()
-    realize.capturing.append(schedules)
-    try:
+    with ScheduleRecorder() as schedules:
         if pending: Tensor.realize(*pending.values())
         for name, each in pending.items():
             if not each.uop.has_buffer_identity() or each.uop.base in existing:
                 pending[name] = each.clone().realize()
             existing.add(pending[name].uop.base)
-    finally: realize.capturing.clear()
-    return UOp(Ops.LINEAR, src=tuple(schedules.calls))
+    return schedules.linear
 
 
 def _compiled(linear: UOp) -> UOp:

@@ -16,17 +16,15 @@ from typing import Any
 
 import torch
 from tinygrad import Tensor
-from tinygrad.device import Device
 from tinygrad.engine import realize
-from tinygrad.schedule.memory import memory_plan_rewrite
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.graphs.capture import graph_obstacle
+from tinygrad_nv.graphs.capture import ScheduleRecorder
 from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_of, live_tensors
-from tinygrad_nv.runtime.cpu.graph import CPUGraph
+from tinygrad_nv.graphs.launches import Launches
 from tinygrad_nv.torch.lowering import checks, dtype_of, torch_dtype
-from tinygrad_nv.torch.memory import DEVICE, Layout, Slot, rebind, shareable
+from tinygrad_nv.torch.memory import DEVICE, Layout, Slot, shareable
 
 Value = Any     # a Tensor, a number, or None
 
@@ -52,14 +50,6 @@ class Plan:
                 tuple(Layout.of(x) for x in args if isinstance(x, torch.Tensor)))
 
 
-class _Schedules:
-    """Collects what tinygrad would run, as TinyJit does."""
-
-    def __init__(self) -> None: self.calls: list[UOp] = []
-
-    def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None: self.calls += linear.src
-
-
 class Captured:
     """A graph's launches for arguments of one set of shapes, numbers included."""
 
@@ -77,7 +67,8 @@ class Captured:
         self.values = [None if isinstance(each, Tensor) else each for each in made]
         self.results = [k for k in self.layouts if made[k].numel()]
         fresh = [Slot.of(self.layouts[k].fresh()).base for k in self.results]
-        self._compile(linear, [*places, *(made[k].uop.base for k in self.results)], [*places, *fresh])
+        recorded = [*places, *(made[k].uop.base for k in self.results)]
+        self.launches = Launches(realize.compile_linear(linear), recorded, [*places, *fresh])
 
     # **** capture ****
 
@@ -86,9 +77,7 @@ class Captured:
         torch's strides."""
         given = [self.slots[i].tensor if i in self.slots else _empty(x) for i, x in enumerate(args)]
         existing = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
-        schedules = _Schedules()
-        realize.capturing.append(schedules)
-        try:
+        with ScheduleRecorder() as schedules:
             with checks.recording() as noted: made = list(plan.lower(given))
             made.append(noted.found() if config.get("NV_TORCH_CHECK") else None)
             self.words = noted.names
@@ -102,8 +91,7 @@ class Captured:
                     made[k] = _realized([made[k].clone()])[0]
                 existing.add(made[k].uop.base)
             self._write(plan, given, made)
-        finally: realize.capturing.clear()
-        return UOp(Ops.LINEAR, src=tuple(schedules.calls)), made
+        return schedules.linear, made
 
     def _write(self, plan: Plan, given: Sequence[Any], made: list[Any]) -> None:
         """Overwrites arguments, after all that reads them."""
@@ -112,18 +100,6 @@ class Captured:
             layout = self.layouts.pop(k)
             back = sorted(range(len(layout.order)), key=layout.order.__getitem__)
             _realized([given[argument].assign(made[k].permute(back) if back else made[k])])
-
-    def _compile(self, linear: UOp, recorded: list[UOp], bound: list[UOp]) -> None:
-        """Compiles the launches over parameters."""
-        places = {u: UOp.param(i, u.dtype, u.shape, u.device) for i, u in enumerate(recorded)}
-        held = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
-        linear = memory_plan_rewrite(linear.substitute(places, walk=True), held)
-        self.linear, self.bound = realize.compile_linear(linear), tuple(bound)
-        self.graph: CPUGraph | None = None
-        if self.linear.src and not graph_obstacle(self.linear, DEVICE):
-            whole = UOp(Ops.CUSTOM_FUNCTION, src=(self.linear,), arg="graph")
-            self.graph = Device[DEVICE].graph(whole, input_uops=self.bound)
-        self.addresses = [-1] * len(bound)
 
     # **** replay ****
 
@@ -137,30 +113,19 @@ class Captured:
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         copies = []
         for place, i in enumerate(self.slots):
-            if args[i].data_ptr() == self.addresses[place]: continue
+            if args[i].data_ptr() == self.launches.addresses[place]: continue
             if (x := shareable(args[i])) is not args[i]: copies.append((i, x))
-            self._bind(place, x)
-        made = list(self.values)
+            self.launches.bind(place, x.data_ptr())
+        made: list[Any] = list(self.values)
         for k, layout in self.layouts.items(): made[k] = layout.fresh()
-        for place, k in enumerate(self.results, len(self.slots)): self._bind(place, made[k])
-        self._run()
+        for place, k in enumerate(self.results, len(self.slots)):
+            self.launches.bind(place, made[k].data_ptr())
+        self.launches.run()
         for i, x in copies:
             if i in self.written: args[i].copy_(x)
         for i in self.written: torch.autograd.graph.increment_version(args[i])
         if (failed := made.pop()) is not None and failed: raise checks.refused(self.words[int(failed) - 1])
         return made
-
-    def _bind(self, place: int, x: torch.Tensor) -> None:
-        """Places a parameter at a tensor's memory."""
-        self.addresses[place] = address = x.data_ptr()
-        if self.graph is not None: self.graph.bind(place, address)
-        else: rebind(self.bound[place], address)
-
-    def _run(self) -> None:
-        if self.graph is not None: self.graph.replay()
-        elif self.linear.src:
-            realize.run_linear(self.linear, input_uops=self.bound, jit=True)
-            Device[DEVICE].synchronize()
 
 
 def _layout(plan: Plan | None, k: int, made: Tensor) -> Layout:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tinygrad import Tensor
@@ -66,12 +65,6 @@ class Slot:
         """The place for x, which must be `shareable`."""
         made = from_dlpack(x.detach(), copy=False)
         return Slot(made, made.uop.base)
-
-
-def rebind(storage: UOp, address: int) -> None:
-    """Places a buffer of the CPU at another address."""
-    memory: Any = storage.buffer.ensure_allocated()._buf
-    memory.va_addr = address
 
 
 def shareable(x: torch.Tensor) -> torch.Tensor:

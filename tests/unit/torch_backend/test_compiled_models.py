@@ -12,8 +12,8 @@ from tinygrad.uop.ops import Ops
 from transformers import DynamicCache, StaticCache
 
 import tinygrad_nv.torch
+from tinygrad_nv.graphs.launches import Launches
 from tinygrad_nv.runtime.note import note_of
-from tinygrad_nv.torch.captured import Captured
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +41,12 @@ def test_results(name: str):
 def test_norms_of_bert_are_computed_once(monkeypatch: pytest.MonkeyPatch):
     """Each is the input of matmuls and the residual behind them: one kernel, which they read. The mask and
     what reads tokens are all that is tinygrad's."""
-    made, compile_ = list[Captured](), Captured._compile
+    made, init = list[Launches](), Launches.__init__
 
-    def kept(self: Captured, *args: Any) -> None:
-        compile_(self, *args)
+    def kept(self: Launches, *args: Any) -> None:
+        init(self, *args)
         made.append(self)
-    monkeypatch.setattr(Captured, "_compile", kept)
+    monkeypatch.setattr(Launches, "__init__", kept)
     model, given = case.made("bert"), case.inputs("bert")
     with torch.no_grad():
         case.close(torch.compile(model, backend="tinygrad_nv")(**given)[0], model(**given)[0],

@@ -23,7 +23,7 @@ from tinygrad.uop.ops import Ops, buffers
 
 from tinygrad_nv import hooks
 from tinygrad_nv.engine.worker.step_store import StepStore
-from tinygrad_nv.graphs.capture import graph_obstacle
+from tinygrad_nv.graphs.capture import ScheduleRecorder, graph_obstacle
 from tinygrad_nv.runtime.observe.ranges import span
 from tinygrad_nv.runtime.programs import count_capture
 
@@ -66,15 +66,12 @@ class CapturedStep:
         takes longer than to capture it.)"""
         existing = frozenset(buffers)
         count_capture()
-        linears = _Linears()
         with span("capture"), disable_gc(), Context(JIT_BATCH_SIZE=0):     # 0: all kernels in one graph
             if realize.capturing: raise RuntimeError("a step is captured while another is")
-            realize.capturing.append(linears)
-            try: self.step()
-            finally: realize.capturing.clear()
+            with ScheduleRecorder() as made: self.step()
             held = set(buffers) | {u for ref in list(all_tensors) if (tensor := ref()) is not None
                                    for u in tensor.uop.toposort() if u.op is Ops.BUFFER}
-            linear = jit_lower(UOp(Ops.LINEAR, src=tuple(linears.calls)), held, [])
+            linear = jit_lower(made.linear, held, [])
         # the next start tries a kernel again that did not build: the compiler may have been out of memory
         if self.store is not None:
             from tinygrad_nv.patterns.program import refused
@@ -91,13 +88,3 @@ class CapturedStep:
         except BaseException:
             for tensor, uop in zip(state, before, strict=True): tensor.uop = uop
             raise
-
-
-class _Linears:
-    """What tinygrad schedules during a capture."""
-
-    def __init__(self) -> None: self.calls: list[UOp] = []
-
-    def add_linear(self, linear: UOp, var_vals: dict[str, int]) -> None:
-        """tinygrad calls this in place of running a schedule."""
-        self.calls += linear.src

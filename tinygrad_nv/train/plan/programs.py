@@ -13,32 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Tensor
-from tinygrad.engine.realize import capturing
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.tensor import all_tensors
 from tinygrad.uop.ops import Ops, UOp
 
+from tinygrad_nv.graphs.capture import ScheduleRecorder
 from tinygrad_nv.hooks import threads
-
-
-class _Recorder:
-    """What tinygrad gives the linears to that it would run."""
-
-    def __init__(self) -> None: self.calls: list[UOp] = []
-
-    def add_linear(self, linear: UOp, values: dict[str, int]) -> None:
-        """Takes one."""
-        self.calls += linear.src
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[UOp]]:
     """The calls of all that is realized inside, none of which runs."""
-    made = _Recorder()
-    with threads.LOWERING:
-        capturing.append(made)
-        try: yield made.calls
-        finally: capturing.clear()
+    with threads.LOWERING, ScheduleRecorder() as made: yield made.calls
 
 
 @dataclass(frozen=True)
