@@ -1,8 +1,9 @@
 """Launches on the CPU whose buffers are placed at other addresses in each run.
 
-Protocol: `Launches(linear, recorded, bound)` puts parameters in place of the buffers `recorded` of compiled
-launches, and plans the memory of the others. `bound` are buffers of the same kinds, over memory that is not
-tinygrad's. Bind all parameters before the first `run()`, and later those whose addresses change.
+Protocol: `compile_launches(linear)` compiles their kernels. `Launches(linear, recorded, bound)` puts
+parameters in place of the buffers `recorded` of compiled launches, and plans the memory of the others.
+`bound` are buffers of the same kinds, over memory that is not tinygrad's. Bind all parameters before the
+first `run()`, and later those whose addresses change.
 """
 from __future__ import annotations
 
@@ -11,11 +12,26 @@ from typing import Any
 
 from tinygrad.device import Device
 from tinygrad.engine import realize
+from tinygrad.helpers import BEAM, getenv
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.graphs.capture import graph_obstacle
 from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_of, live_tensors
+from tinygrad_nv.progress import bar
+
+CHUNK = 16      # kernels that are compiled between two steps of the progress bar
+
+
+def compile_launches(linear: UOp) -> UOp:
+    """The launches with their kernels compiled, under a progress bar."""
+    calls, beam = list[UOp](), getenv("JITBEAM", BEAM.value)
+    with bar("compiling kernels") as progress:
+        for first in range(0, len(linear.src), CHUNK):
+            progress(first, len(linear.src))
+            part = linear.replace(src=linear.src[first:first + CHUNK])
+            calls += realize.compile_linear(part, beam=beam).src
+    return linear.replace(src=tuple(calls))
 
 
 class Launches:

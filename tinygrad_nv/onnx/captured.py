@@ -19,22 +19,18 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor
 from tinygrad.device import Buffer, Device
-from tinygrad.engine import realize
-from tinygrad.helpers import BEAM, getenv
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.dlpack import from_dlpack
 from tinygrad_nv.graphs.capture import ScheduleRecorder
 from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_in, buffers_of, live_tensors, run_kept
-from tinygrad_nv.graphs.launches import Launches
+from tinygrad_nv.graphs.launches import Launches, compile_launches
 from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
 from tinygrad_nv.onnx.gradients import Call, register
 from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
-from tinygrad_nv.progress import bar
 from tinygrad_nv.transforms.jit import jit
 
 _lock = threading.RLock()   # one capture at a time: each replaces Tensor.realize meanwhile
-CHUNK = 16      # kernels that are compiled between two steps of the progress bar
 Lower = Callable[[Mapping[str, Value]], Mapping[str, Value]]
 
 
@@ -107,7 +103,7 @@ class Captured:
         _upload(pending.values())
         existing = {each.uop.base for each in given.values()} | all_buffers() | buffers_of(
             each.uop for _, each in live_tensors())
-        linear = _compiled(_recorded(pending, existing))
+        linear = compile_launches(_recorded(pending, existing))
         # what depends on constants alone is computed now
         fresh = buffers_in(linear) - existing - {each.uop.base for each in pending.values()}
         linear, _ = run_kept(linear, fresh, existing, {each.uop.base for each in given.values()})
@@ -149,17 +145,6 @@ def _recorded(pending: dict[str, Tensor], existing: set[UOp]) -> UOp:
                 pending[name] = each.clone().realize()
             existing.add(pending[name].uop.base)
     return schedules.linear
-
-
-def _compiled(linear: UOp) -> UOp:
-    """The launches with their kernels compiled, under a progress bar."""
-    calls, beam = list[UOp](), getenv("JITBEAM", BEAM.value)
-    with bar("compiling kernels") as progress:
-        for first in range(0, len(linear.src), CHUNK):
-            progress(first, len(linear.src))
-            part = linear.replace(src=linear.src[first:first + CHUNK])
-            calls += realize.compile_linear(part, beam=beam).src
-    return linear.replace(src=tuple(calls))
 
 
 class _Jitted:

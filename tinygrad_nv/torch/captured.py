@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from tinygrad import Tensor
-from tinygrad.engine import realize
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.graphs.capture import ScheduleRecorder
 from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_of, live_tensors
-from tinygrad_nv.graphs.launches import Launches
+from tinygrad_nv.graphs.launches import Launches, compile_launches
 from tinygrad_nv.torch.lowering import checks, dtype_of, torch_dtype
 from tinygrad_nv.torch.memory import DEVICE, Layout, Slot, shareable
 
@@ -68,7 +67,7 @@ class Captured:
         self.results = [k for k in self.layouts if made[k].numel()]
         fresh = [Slot.of(self.layouts[k].fresh()).base for k in self.results]
         recorded = [*places, *(made[k].uop.base for k in self.results)]
-        self.launches = Launches(realize.compile_linear(linear), recorded, [*places, *fresh])
+        self.launches = Launches(compile_launches(linear), recorded, [*places, *fresh])
 
     # **** capture ****
 

@@ -6,7 +6,6 @@ import gc
 import pickle
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tinygrad.helpers import Context
 
 from tinygrad_nv import explain
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx import OnnxRunner, captured, gradients
+from tinygrad_nv.onnx import OnnxRunner, gradients
 from tinygrad_nv.onnx.scope import Scope
 from tinygrad_nv.transforms import jit
 
@@ -149,22 +148,6 @@ def test_threads_with_inputs_of_changing_shapes():
     for each in threads: each.start()
     for each in threads: each.join()
     assert (sorted(done), wrong, Tensor.realize) == ([0, 1, 2, 3], [], theirs)
-
-
-def test_progress_of_a_first_call(monkeypatch: pytest.MonkeyPatch):
-    shown: list[Any] = []
-
-    @contextmanager
-    def bar(words: str) -> Iterator[Any]:
-        shown.append(words)
-        yield lambda done, count: shown.append((done, count))
-    monkeypatch.setattr(captured, "bar", bar)
-    monkeypatch.setattr(captured, "CHUNK", 1)
-    runner, given = OnnxRunner(AFFINE), {"x": floats(2, 3), "b": floats(4)}
-    for _ in range(2): runner(given)
-    number = len(shown) - 1     # the second call compiles nothing
-    assert number > 1
-    assert shown == ["compiling kernels", *((i, number) for i in range(number))]
 
 
 def test_under_a_jit_and_explained():
