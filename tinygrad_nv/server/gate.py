@@ -21,7 +21,7 @@ from tinygrad_nv.server.log import LOG, line, request_line
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
-MAX_ID = 128    # characters of a client's X-Request-Id; a longer one is replaced
+MAX_ID = 128    # limit: characters of a client's X-Request-Id; a longer one is replaced
 EXPOSED = ("X-Request-Id", "Retry-After", "X-Ignored-Fields")   # what scripts of other origins may read
 
 

@@ -22,17 +22,15 @@ from tinygrad_nv.server.errors import APIError
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests. `choices`: texts of one request, prompts × n; `body_bytes`, `schema_bytes`: sizes
-    of a body and of a JSON schema in it; timeouts in seconds for headers, body and answer; `drain_s`: for
-    running requests at shutdown; `logprobs`: of each token; `output_tokens`: of an answer."""
-    choices: int = 128
-    logprobs: int = MAX_LOGPROBS
-    body_bytes: int = 4 << 20
-    schema_bytes: int = 64 << 10
-    header_s: float = 10.0
-    body_s: float = 30.0
-    request_s: float = 600.0
-    drain_s: float = 30.0
+    """Limits of requests. `output_tokens`: of an answer."""
+    choices: int = 128              # limit: texts of one request, prompts × n
+    logprobs: int = MAX_LOGPROBS    # limit: log probabilities of each token (--max-logprobs)
+    body_bytes: int = 4 << 20       # limit: bytes of a request's body (--max-body-bytes)
+    schema_bytes: int = 64 << 10    # limit: bytes of a JSON schema in a request
+    header_s: float = 10.0          # limit: seconds for headers to arrive (--header-timeout)
+    body_s: float = 30.0            # limit: seconds for a body to arrive (--body-timeout)
+    request_s: float = 600.0        # limit: seconds for an answer (--request-timeout)
+    drain_s: float = 30.0           # limit: seconds for running requests at shutdown (--drain-timeout)
     output_tokens: int | None = None
 
 
