@@ -10,7 +10,6 @@ Format: https://github.com/huggingface/safetensors (8-byte little-endian header 
 """
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -32,11 +31,13 @@ from . import bitmask, gguf
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
+from .safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, damaged, read_layouts
 
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 EXPERT_BLOCKS = ("_blocks", "_scales")
-MAX_HEADER = 100 << 20  # the format's own limit
+MAX_EXPERTS = 1 << 16    # of a tensor with the blocks of all
+MAX_SHARDS = 10_000     # files of a model: the largest that is published has 200
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # and those of quantised tensors, under their own names
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",
@@ -79,6 +80,7 @@ class Checkpoint(Protocol):
 class Safetensors:
     """Tensors of one or more safetensors files."""
     entries: dict[str, TensorEntry] = field(default_factory=dict)
+    listed: int = 0     # tensors of all files, also where files have the same
 
     def add(self, path: Path, only: set[str] | None = None) -> None:
         """Lists the tensors of `path`; with `only`, at least these must be there."""
@@ -91,6 +93,10 @@ class Safetensors:
             raise WeightError(f"{path} lacks tensors that its index lists: {', '.join(absent[:8])}",
                               "the shards the index was written with", "download the directory again")
         self.entries |= found
+        self.listed += len(found)
+        if self.listed > MAX_TENSORS:
+            raise WeightError(f"the files beside {path} have more than {MAX_TENSORS} tensors",
+                              "the files of one model", "download the directory again")
 
     def list_file(self, path: Path) -> list[TensorEntry]:
         """The tensors of one file."""
@@ -182,44 +188,22 @@ def _fill(file: FileIO, target: memoryview, path: str) -> None:
 
 def read_header(path: Path) -> list[TensorEntry]:
     """The tensors a safetensors file describes, checked against its size."""
-    def damaged(what: str) -> WeightError:
-        return WeightError(f"{path} is damaged: {what}", "a complete safetensors file",
-                           "download the file again")
-    size = path.stat().st_size
-    if size < 8: raise damaged(f"{size} bytes long")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, MAX_HEADER):
-            raise damaged(f"its header of {length} bytes does not fit in {size} bytes")
-        text = file.read(length)
-    try: header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise damaged(f"its header is not JSON ({error})") from error
-    if not isinstance(header, dict): raise damaged("its header is not an object")
+    start, layouts = read_layouts(path, IGNORED_SUFFIXES)
     out = []
-    for name, info in header.items():
-        if name == "__metadata__" or name.endswith(IGNORED_SUFFIXES): continue
-        try: dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(f"tensor {name} has no layout") from error
-        if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-            raise damaged(f"tensor {name} has dtype {dtype!r}, shape {list(shape)} and "
-                          f"offsets {[begin, end]}")
+    for name, dtype, shape, begin, end in layouts:
         if dtype not in NUMPY_DTYPES: raise unsupported(str(path), name, dtype)
         stored = SAFETENSORS_DTYPES.get(dtype, dtype)
-        entry = TensorEntry(name, stored, shape, (str(path), 8 + length + begin))
+        entry = TensorEntry(name, stored, shape, (str(path), start + begin))
         if end - begin != entry.nbytes:
-            raise damaged(f"tensor {name} has {end - begin} bytes, needs {entry.nbytes}")
-        if 8 + length + end > size:
-            raise damaged(f"tensor {name} ends at byte {8 + length + end}, the file at {size} (truncated?)")
+            raise damaged(path, f"tensor {name[:200]} has {end - begin} bytes, needs {entry.nbytes}")
         out.append(entry)
     return out
 
 
 def unsupported(path: str, name: str, dtype: str) -> WeightError:
     """Of a tensor that is no float, where one is expected."""
-    return WeightError(f"{path}: tensor {name} has dtype {dtype}", f"one of {', '.join(SAFETENSORS_DTYPES)}",
-                       "convert the weights to one of these")
+    return WeightError(f"{path}: tensor {name[:200]} has dtype {dtype[:60]}",
+                       f"one of {', '.join(SAFETENSORS_DTYPES)}", "convert the weights to one of these")
 
 
 def safetensors_dtype(entry: TensorEntry) -> str:
@@ -269,7 +253,8 @@ def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     out = dict(entries)
     for weight, names in bitmask.stored(entries).items():
         elements, mask, shape, *offsets = (out.pop(name) for name in names.values())
-        extents = tuple(read_array(shape).reshape(-1).tolist())
+        pair = math.prod(shape.shape) == 2 and shape.dtype.startswith("I")
+        extents = tuple(read_array(shape).reshape(-1).tolist()) if pair else ()
         n, k = extents if len(extents) == 2 else (0, 0)
         count = (n,) if offsets else (n, k // 2)
         if mask.shape != (n, -(-k // 8)) or (offsets[0].shape if offsets else elements.shape) != count:
@@ -290,7 +275,10 @@ def _with_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         if not (there and last.endswith(EXPERT_BLOCKS) and "." not in last and entry.dtype == "U8"):
             out[name] = entry
             continue
-        (count, *shape), (path, offset) = entry.shape, entry.file_offset
+        (count, *shape), (path, offset) = entry.shape or (0,), entry.file_offset
+        if count > MAX_EXPERTS:
+            raise WeightError(f"{path}: {name[:200]} has {count} experts", f"at most {MAX_EXPERTS}",
+                              "download the file again")
         for i in range(count):
             own = f"{prefix}.experts.{i}.{last}"
             out[own] = replace(entry, name=own, shape=tuple(shape),
@@ -372,18 +360,30 @@ def open_checkpoint(directory: Path, stem: str = "model") -> Checkpoint:
 
 def _shards(index: Path) -> dict[Path, set[str]]:
     """File → tensor names, of an index; every file must exist."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightError(f"{index} has no weight_map", "an object that maps tensor names to files",
                           "download the file again")
-    shards: dict[Path, set[str]] = {}
+    by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise WeightError(f"{index}: {name} is in {file!r}", "the name of a file beside the index",
-                              "download the file again")
-        shards.setdefault(index.parent / file, set()).add(name)
+        if not isinstance(file, str): raise _no_name(index, name, file)
+        by_file.setdefault(file, set()).add(name)
+    if len(by_file) > MAX_SHARDS:
+        raise WeightError(f"{index} names {len(by_file)} files", f"at most {MAX_SHARDS}",
+                          "download the file again")
+    for file, names in by_file.items():
+        if not file or Path(file).name != file: raise _no_name(index, min(names), file)
+    shards = {index.parent / file: names for file, names in by_file.items()}
     if missing := sorted(path.name for path in shards if not os.path.isfile(path)):
         listed = ", ".join(missing[:8])
         raise WeightError(f"{index.parent} lacks {len(missing)} of {len(shards)} shards: {listed}",
                           "every file the index names", "download the missing shards")
+    if len({(found.st_dev, found.st_ino) for found in map(os.stat, shards)}) < len(shards):
+        raise WeightError(f"{index} names a file twice, by links to it", "files of their own",
+                          "download the directory again")
     return shards
+
+
+def _no_name(index: Path, tensor: str, file: object) -> WeightError:
+    return WeightError(f"{index}: {tensor[:200]} is in {file!r:.200}", "the name of a file beside the index",
+                       "download the file again")

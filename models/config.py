@@ -8,14 +8,15 @@ error by name: a silently ignored field is a silently wrong model.
 """
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinygrad_nv import files
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.files import MAX_JSON_BYTES
 from tinygrad_nv.kvcache.shape import KVShape
 
 from .families import FAMILIES
@@ -153,19 +154,20 @@ class ModelConfig:
         return round(sum(self.moe.layers) * self.moe.inactive(self.hidden_size, tokens))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from `path`. Raises `ModelError` with the file and the position of an error."""
-    if isinstance(data := read_json_value(path), dict): return data
+def read_json(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """A JSON object from `path`, of at most `most` bytes. Raises `ModelError` with the file and the position
+    of an error."""
+    if isinstance(data := read_json_value(path, most), dict): return data
     raise ModelError(f"{path} holds a {type(data).__name__}", "a JSON object", "download the file again")
 
 
-def read_json_value(path: Path) -> Any:
+def read_json_value(path: Path, most: int = MAX_JSON_BYTES) -> Any:
     """Any JSON value from `path`. Raises `ModelError`."""
-    try: return json.loads(path.read_text(encoding="utf-8"))
+    try: return files.read_json(path, most)
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
                          "check its permissions, or download the file again") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}", "a JSON object",
                          "download the file again") from error
 

@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_tokenizer_json, require_size
 
 from ..config import read_json
 
@@ -61,7 +62,8 @@ def _tokenizer(directory: Path) -> Tokenizer:
                              "tokenizer.json, or vocab.json and merges.txt",
                              "download the directory again")
     try:
-        if whole.is_file(): return Tokenizer.from_file(str(whole))
+        if whole.is_file(): return Tokenizer.from_str(read_tokenizer_json(whole))
+        for each in (vocabulary, merges): require_size(each, MAX_TOKENIZER_BYTES)
         return _bpe(*models.BPE.read_file(str(vocabulary), str(merges)))
     except Exception as error:  # tokenizers raises Exception itself
         raise TokenizerError(f"the tokenizer in {directory} cannot be read: {error}",

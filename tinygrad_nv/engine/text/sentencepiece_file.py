@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.files import read_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)      # types of pieces
+# bytes of a file, and its pieces: the largest that is published has 5 MB and 262 144
+MAX_MODEL_BYTES, MAX_PIECES = 32 << 20, 1_000_000
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 PIECES, TRAINER, NORMALIZER = 1, 2, 3                                   # fields of ModelProto
 Value = int | bytes
@@ -50,7 +53,7 @@ class SentencePieceModel:
 def read_model(path: Path) -> SentencePieceModel:
     """The model in a file. Raises `TokenizerError` for a file that cannot be read, is truncated, or is
     something else."""
-    try: data = path.read_bytes()
+    try: data = read_bytes(path, MAX_MODEL_BYTES)
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error.strerror}", "a readable file",
                              "check its permissions") from error
@@ -77,6 +80,7 @@ def parse_model(data: bytes) -> SentencePieceModel:
     normalizer: dict[int, Value] = {}
     for number, value in fields(data):
         if number == PIECES: pieces.append(_piece(_bytes(value)))
+        if len(pieces) > MAX_PIECES: raise ValueError(f"it has more than {MAX_PIECES} pieces")
         elif number == TRAINER: trainer.update(fields(_bytes(value)))
         elif number == NORMALIZER: normalizer.update(fields(_bytes(value)))
     if not pieces: raise ValueError("it has no pieces")

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.files import read_text
 
 DEFAULT, TOOL_USE = "default", "tool_use"
+MAX_TEMPLATE_BYTES = 1 << 20    # the longest that is published has 20 KB
 GGUF_KEY = "tokenizer.chat_template"
 
 
@@ -37,7 +39,7 @@ def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def read_template(path: Path) -> str:
     """The text of a file. Raises `TokenizerError`."""
-    try: return path.read_text(encoding="utf-8")
+    try: return read_text(path, MAX_TEMPLATE_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}", "a readable UTF-8 text file",
                              "download the file again") from error

@@ -8,7 +8,6 @@ Templates are untrusted code, which runs in a sandbox (chat_template.py).
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from tinygrad_nv.engine.text.content_format import formed, is_text, text_of
 from tinygrad_nv.engine.text.templates import DEFAULT, chosen, templates_in_metadata, templates_of
 from tinygrad_nv.engine.text.tokenizer_config import configure
 from tinygrad_nv.errors import RequestError, TokenizerError
+from tinygrad_nv.files import read_json, read_tokenizer_json
 from tinygrad_nv.models.gguf_path import find
 
 Message = Mapping[str, Any]
@@ -51,7 +51,7 @@ class Tokenizer:
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}
         if path.is_file():
-            try: backend = tokenizers.Tokenizer.from_file(str(path))
+            try: backend = tokenizers.Tokenizer.from_str(read_tokenizer_json(path))
             except Exception as error:  # the library raises bare Exception
                 raise TokenizerError(f"{path} cannot be read: {error}",
                                      "a tokenizer.json of the tokenizers library",
@@ -228,8 +228,8 @@ def _continued(text: str) -> str:
 
 def _optional_json(path: Path) -> dict[str, Any]:
     if not path.is_file(): return {}
-    try: data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    try: data = read_json(path)
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} is not JSON: {error}", "a JSON object",
                              "download the file again") from error
     if not isinstance(data, dict):

@@ -8,7 +8,6 @@ class does, Qwen2Tokenizer for example, GPT-2's where it is not known.
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tinygrad_nv.engine.text.added_tokens import add_ends, add_tokens
 from tinygrad_nv.engine.text.gguf_patterns import QWEN2 as QWEN2_PATTERN
 from tinygrad_nv.engine.text.sentencepiece_file import read_model
 from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_json, read_text
 
 Config = Mapping[str, Any]
 MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -29,6 +29,7 @@ WORDPIECE = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "
 ROBERTA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>",
            "cls_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
 GPT2 = {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+MAX_LINES = 2_000_000   # of vocab.txt and merges.txt; the largest vocabularies have 512 000 tokens
 QWEN2 = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 
 
@@ -48,7 +49,7 @@ def read(directory: Path, config: Config, special: Mapping[str, str],
 def _made(path: Path, config: Config, special: Mapping[str, str], added: Config,
           make: Callable[..., tuple[Tokenizer, dict[str, str]]]) -> tuple[Tokenizer, dict[str, str]]:
     try: return make(path, config, special, added)
-    except (TokenizerError, OSError): raise
+    except TokenizerError: raise
     except Exception as error:  # the library raises bare Exception
         raise TokenizerError(f"{path}: its tokenizer cannot be made: {error}",
                              "files of one tokenizer, as they were published",
@@ -72,8 +73,8 @@ def _sentencepiece(path: Path, config: Config, special: Mapping[str, str],
 def _byte_level(path: Path, config: Config, special: Mapping[str, str],
                 added: Config) -> tuple[Tokenizer, dict[str, str]]:
     name, level = _class(config), pre_tokenizers.ByteLevel
-    vocabulary = json.loads(path.read_text(encoding="utf-8"))
-    lines = (path.parent / "merges.txt").read_text(encoding="utf-8").split("\n")
+    vocabulary = read_json(path, MAX_TOKENIZER_BYTES)
+    lines = _lines(path.parent / "merges.txt")
     pairs = [(left, right) for left, _, right in (line.partition(" ") for line in lines
                                                   if line and not line.startswith("#version"))]
     for left, right in pairs:   # the library would end the process
@@ -99,10 +100,17 @@ def _byte_level(path: Path, config: Config, special: Mapping[str, str],
     return made, special
 
 
+def _lines(path: Path) -> list[str]:
+    text = read_text(path, MAX_TOKENIZER_BYTES).removesuffix("\n")
+    if (count := text.count("\n")) > MAX_LINES:
+        raise TokenizerError(f"{path} has {count} lines", f"at most {MAX_LINES}", "download the file again")
+    return text.split("\n")
+
+
 def _wordpiece(path: Path, config: Config, special: Mapping[str, str],
                added: Config) -> tuple[Tokenizer, dict[str, str]]:
     # not splitlines: vocabularies have tokens such as U+2028
-    lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    lines = _lines(path)
     special = {**WORDPIECE, **special}
     vocabulary = {text: i for i, text in enumerate(lines)}
     for each in ("unk_token", "cls_token", "sep_token"):

@@ -14,7 +14,6 @@ and UTF-8. An array is u32 the kind of its values, u64 their number, and they. A
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.files import regular_size
 from tinygrad_nv.quant.gguf.blocks import FORMATS, NAMES, Format
 
 MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), 32
@@ -31,6 +31,10 @@ NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4",
            11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MOST_EXTENTS, DEEPEST = 4, 4    # of a tensor, as in ggml; of arrays in arrays
+# of a header: a vocabulary of 262 144 tokens with its merges has 1.3 million values and 30 MB
+MAX_VALUES, MAX_METADATA_BYTES = 4_000_000, 128 << 20
+MAX_ENTRIES, MAX_TENSORS, MAX_ARRAYS = 10_000, 100_000, 10_000      # arrays: those in arrays
+MAX_NAME = 1024     # characters of a tensor's name; ggml has 63
 AGAIN = "download the file again"
 
 
@@ -75,7 +79,7 @@ class GGUFFile:
 def open_file(path: Path) -> GGUFFile:
     """The file at `path` alone. Raises `WeightError` if it is damaged, or of a kind that is not read."""
     try:
-        size = os.path.getsize(path)
+        size = regular_size(path)
         data = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
     except (OSError, ValueError) as error:
         raise WeightError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -85,7 +89,7 @@ def open_file(path: Path) -> GGUFFile:
     metadata: dict[str, Any] = {}
     for _ in range(entries):
         key = header.string()
-        if key in metadata: raise header.damaged(f"{key} is there twice")
+        if key in metadata: raise header.damaged(f"{key[:200]} is there twice")
         metadata[key] = header.value(header.number("<u4"), 0)
     listed = [header.tensor() for _ in range(tensors)]
     return GGUFFile(path, metadata, _placed(header, metadata, listed), {path: header.data})
@@ -96,7 +100,7 @@ def _placed(header: _Header, metadata: Mapping[str, Any],
     """Tensors by name, each inside the file."""
     align = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(align, int) or align <= 0 or align & (align - 1):
-        raise header.damaged(f"general.alignment is {align!r}, no power of two")
+        raise header.damaged(f"general.alignment is {align!r:.60}, no power of two")
     start, size = -(-header.at // align) * align, len(header.data)
     made: dict[str, GGUFTensor] = {}
     for name, format, shape, offset in listed:
@@ -116,9 +120,15 @@ class _Header:
     path: Path
     data: np.ndarray
     at: int = 0
+    values: int = 0     # so far, of arrays
+    arrays: int = 0     # so far, in arrays
 
     def damaged(self, what: str) -> WeightError:
         return WeightError(f"{self.path} is damaged: {what}", "a complete GGUF file", AGAIN)
+
+    def too_much(self, what: str, count: int, most: int) -> WeightError:
+        return WeightError(f"{self.path} has {count} {what}", f"at most {most}",
+                           "use a file as it was published")
 
     def take(self, count: int, what: str) -> np.ndarray:
         """The next `count` bytes."""
@@ -126,6 +136,7 @@ class _Header:
         if count > left:
             raise self.damaged(f"{what} at byte {self.at} needs {count} bytes, and {left} are left")
         self.at += count
+        if self.at > MAX_METADATA_BYTES: raise self.too_much("bytes of metadata", self.at, MAX_METADATA_BYTES)
         return self.data[self.at - count:self.at]
 
     def number(self, dtype: str) -> Any:
@@ -139,6 +150,12 @@ class _Header:
             raise self.damaged(f"it has {found} {what}, and {len(self.data) - self.at} bytes are left")
         return found
 
+    def few(self, count: int) -> int:
+        """A number of values of an array, if there are not too many."""
+        self.values += count
+        if self.values > MAX_VALUES: raise self.too_much("values of arrays", self.values, MAX_VALUES)
+        return count
+
     def string(self) -> str:
         raw = self.take(self.count(1, "bytes of a string"), "a string")
         try: return raw.tobytes().decode("utf-8")
@@ -148,7 +165,7 @@ class _Header:
     def strings(self, count: int) -> list[str]:
         """An array of them. Vocabularies have hundreds of thousands: as few calls for each as can be."""
         data, at, made = self.data.data, self.at, list[str]()
-        size = len(data)
+        size = min(len(data), MAX_METADATA_BYTES)
         for _ in range(count):
             begin = at + 8
             at = begin + int.from_bytes(data[at:begin], "little")
@@ -174,7 +191,10 @@ class _Header:
             raise WeightError(f"{self.path} is a GGUF file of {found}",
                               f"version {' or '.join(map(str, VERSIONS))}, little-endian",
                               "convert the model again with llama.cpp")
-        return self.count(24, "tensors"), self.count(12, "entries")
+        found = self.count(24, "tensors"), self.count(12, "entries")
+        for what, count, most in zip(("tensors", "entries"), found, (MAX_TENSORS, MAX_ENTRIES), strict=True):
+            if count > most: raise self.too_much(what, count, most)
+        return found
 
     def value(self, kind: int, depth: int) -> Any:
         """A value of metadata: a number, a string, or a list."""
@@ -185,13 +205,18 @@ class _Header:
         kind = self.number("<u4")
         if kind in NUMBERS:
             size = np.dtype(NUMBERS[kind]).itemsize
-            number = self.count(size, "numbers of an array")
+            number = self.few(self.count(size, "numbers of an array"))
             return self.take(size * number, "an array").view(NUMBERS[kind]).tolist()
-        count = self.count(8, "values of an array")
+        count = self.few(self.count(8, "values of an array"))
+        if kind == ARRAY:
+            self.arrays += count
+            if self.arrays > MAX_ARRAYS: raise self.too_much("arrays in arrays", self.arrays, MAX_ARRAYS)
         return self.strings(count) if kind == STRING else [self.value(kind, depth + 1) for _ in range(count)]
 
     def tensor(self) -> tuple[str, Format, tuple[int, ...], int]:
-        name, extents = self.string(), self.number("<u4")
+        if len(name := self.string()) > MAX_NAME:
+            raise self.damaged(f"a tensor's name has {len(name)} characters, more than {MAX_NAME}")
+        extents = self.number("<u4")
         if not 0 < extents <= MOST_EXTENTS: raise self.damaged(f"tensor {name} has {extents} extents")
         shape = tuple(self.take(8 * extents, "extents").view("<u8").tolist())[::-1]
         kind, offset = self.number("<u4"), self.number("<u8")

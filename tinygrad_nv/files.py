@@ -1,0 +1,127 @@
+"""Files that are read whole, within limits: a file of a model, of data or of a request may be hostile.
+
+Protocol: `read_bytes` and `read_text` read a regular file of at most `most` bytes, and `read_json` one whose
+values are counted before they are made. What is no regular file (a FIFO, a device, a directory), or is
+larger, raises `FileRefused`: an OSError, so that callers say what they need the file for.
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# bytes of a JSON file: the largest config.json that is published has 0.2 MB
+MAX_JSON_BYTES = 16 << 20
+# values of a JSON file: of 88 bytes each they are 350 MB; the largest tokenizer.json has 2 million
+MAX_JSON_VALUES = 4_000_000
+# bytes of a tokenizer's file: Gemma 3's, the largest that is known, has 34 MB
+MAX_TOKENIZER_BYTES = 96 << 20
+# bytes of an image or a recording on disk
+MAX_MEDIA_BYTES = 1 << 30
+CHUNK = 1 << 20
+KINDS: dict[str, Callable[[int], bool]] = {
+    "a directory": stat.S_ISDIR, "a FIFO": stat.S_ISFIFO, "a device": stat.S_ISCHR,
+    "a disk": stat.S_ISBLK, "a socket": stat.S_ISSOCK}
+
+
+class FileRefused(OSError):
+    """A file that is not read, for what it is or for its size; `strerror` says why."""
+
+    def __init__(self, why: str, code: int = errno.EINVAL) -> None: super().__init__(code, why)
+
+    def __str__(self) -> str: return self.strerror or ""
+
+
+def regular_size(path: str | Path) -> int:
+    """Returns the size of a regular file. Raises OSError for what is none."""
+    found = os.stat(path)
+    _require_regular(found)
+    return found.st_size
+
+
+def require_size(path: str | Path, most: int) -> None:
+    """Raises OSError for what is no regular file of at most `most` bytes."""
+    if (size := regular_size(path)) > most: raise _too_large(size, most)
+
+
+def read_bytes(path: str | Path, most: int, pipes: bool = False) -> bytes:
+    """Returns the content of a regular file of at most `most` bytes; with `pipes`, of a pipe, too. Raises
+    OSError."""
+    if not pipes: _require_regular(os.stat(path))       # before it is opened: a FIFO would wait
+    with open(path, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not pipes: _require_regular(found)
+        if found.st_size > most: raise _too_large(found.st_size, most)
+        data = file.read(found.st_size)         # nothing of a pipe
+        while len(data) <= most and (more := file.read(CHUNK)): data += more
+    if len(data) > most: raise _too_large(len(data), most)
+    return data
+
+
+def read_text(path: str | Path, most: int, pipes: bool = False) -> str:
+    """Returns such a file's text. Raises OSError and UnicodeDecodeError."""
+    return read_bytes(path, most, pipes).decode("utf-8")
+
+
+def read_json(path: str | Path, most: int = MAX_JSON_BYTES) -> Any:
+    """Returns the value in such a file. Raises OSError and ValueError."""
+    return parse_json(read_text(path, most))
+
+
+def read_tokenizer_json(path: str | Path) -> str:
+    """Returns the text of a tokenizer.json, whose values are few enough. Raises OSError and ValueError."""
+    require_few_values(text := read_text(path, MAX_TOKENIZER_BYTES))
+    return text
+
+
+def parse_json(text: str, unique: bool = False) -> Any:
+    """Returns a JSON value of at most `MAX_JSON_VALUES`; `unique`: names of objects must not repeat. Raises
+    ValueError, also where it is too deep."""
+    require_few_values(text)
+    try:
+        with uncollected(): return json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError as error: raise ValueError(str(error)) from error
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Pauses the garbage collection while many objects are made, which would look at all of them again and
+    again: half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if enabled: gc.enable()
+
+
+def require_few_values(text: str | bytes) -> None:
+    """Raises ValueError for JSON of more than `MAX_JSON_VALUES`."""
+    marks: Any = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
+    if (count := sum(map(text.count, marks))) > MAX_JSON_VALUES:
+        raise ValueError(f"it has {count} values, and at most {MAX_JSON_VALUES} are read")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(made := dict(pairs)) == len(pairs): return made
+    seen = set[str]()
+    for name, _ in pairs:
+        if name in seen: break
+        seen.add(name)
+    raise ValueError(f"{name[:100]!r} is there twice")
+
+
+def _require_regular(found: os.stat_result) -> None:
+    if stat.S_ISREG(found.st_mode): return
+    what = next((name for name, is_kind in KINDS.items() if is_kind(found.st_mode)), "no regular file")
+    raise FileRefused(f"it is {what}, and a regular file is expected",
+                      errno.EISDIR if what == "a directory" else errno.EINVAL)
+
+
+def _too_large(size: int, most: int) -> FileRefused:
+    return FileRefused(f"it has {size} bytes, and at most {most} are read", errno.EFBIG)
