@@ -110,8 +110,7 @@ class PoolingMethods(PromptMethods):
         if head.labels != 1:
             raise RequestError(f"{self.directory} has {head.labels} labels", "one label for scores",
                                "call classify, or load a reranker")
-        pairs = [embedder.encode_pair(a, b, own.truncate_prompt_tokens)
-                 for a, b in zip(firsts, seconds, strict=True)]
+        pairs = embedder.encode_pairs(firsts, seconds, own.truncate_prompt_tokens)
         return _outputs([ScoringOutput(float(head.scores(each[None], own.activate)[0, 0]))
                          for each in embedder.pool(pairs)], pairs)
 

@@ -59,19 +59,21 @@ class PromptMethods:
         if parsed.ids is not None: ids = parsed.ids if limit is None else parsed.ids[-limit:]
         elif not parsed.text:
             raise RequestError("the prompt is empty", "at least one character", "write a prompt")
-        elif limit is not None: ids = self.require_tokenizer().encode_truncated(parsed.text, limit, "left")
         else:
-            self.require_tokenizer().require_fitting(parsed.text, self.length)
-            ids = self.require_tokenizer().encode(parsed.text)
+            tokenizer = self.require_tokenizer()
+            tokenizer.require_fitting(parsed.text, self.length - 1, limit is not None)
+            ids = tokenizer.encode(parsed.text) if limit is None else \
+                tokenizer.encode_truncated(parsed.text, limit, "left")
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
-        if bad := [i for i in ids if not 0 <= i < self.config.vocab_size]:
-            raise RequestError(f"token id {bad[0]} is not in the vocabulary",
-                               f"0 to {self.config.vocab_size - 1}", "use ids of this model's tokenizer")
         if len(ids) >= self.length:
             raise RequestError(f"the prompt has {len(ids)} tokens, the context holds {self.length}",
                                f"at most {self.length - 1}, so that one can be added",
                                "shorten the prompt or raise --max-model-len")
+        for bad in (min(ids), max(ids)):
+            if 0 <= bad < self.config.vocab_size: continue
+            raise RequestError(f"token id {bad} is not in the vocabulary",
+                               f"0 to {self.config.vocab_size - 1}", "use ids of this model's tokenizer")
         return ids
 
     def require_tokenizer(self) -> Tokenizer:
@@ -90,9 +92,7 @@ class PromptMethods:
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
         of the template."""
-        made = self.conversation(messages, tools, **extra)
-        self.require_tokenizer().require_fitting(made.text or "", self.length)
-        return self.tokenize(made)
+        return self.tokenize(self.rendered(messages, tools, extra, local=False, truncated=False))
 
     def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
         """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines,
@@ -101,16 +101,19 @@ class PromptMethods:
         return self.rendered(messages, tools, extra, local=False)
 
     def rendered(self, messages: Sequence[Message], tools: Tools, extra: Mapping[str, Any],
-                 local: bool) -> ParsedPrompt:
-        """`conversation`; `local`: URLs of images may be those of files. Raises `RequestError`."""
+                 local: bool, truncated: bool = True) -> ParsedPrompt:
+        """`conversation`; `local`: URLs of images may be those of files. `truncated`: it may be longer than
+        the context. Raises `RequestError`."""
         self._require_generator()
         images: tuple[np.ndarray, ...] = ()
         if self.vision is None: messages = [only_text(each) for each in messages]
         else:
             from tinygrad_nv.engine.vision.parts import all_with_placeholders
             messages, images = all_with_placeholders(messages, local)
-        text = render(self.require_tokenizer(), messages, tools, **extra)
-        return ParsedPrompt(text, self.require_tokenizer().encode(text, special=False), images=images)
+        tokenizer = self.require_tokenizer()
+        text = render(tokenizer, messages, tools, **extra)
+        tokenizer.require_fitting(text, self.length - 1, truncated)
+        return ParsedPrompt(text, tokenizer.encode(text, special=False), images=images)
 
     def with_images(self, parsed: ParsedPrompt, truncate_prompt_tokens: int | None = None) -> ParsedPrompt:
         """A prompt as token ids, its images as rows of the embedding: each placeholder becomes a token for

@@ -27,6 +27,9 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20       # OpenAI's bounds, also for bias and penalties
 MAX_BIASED_TOKENS = 300
 MAX_BAD_WORDS = 1000
+MAX_BAD_WORD_CHARACTERS = 64 << 10     # of all bad words: each is tokenized twice, and followed in answers
+MAX_STOP_CHARACTERS = 1024      # of a stop string: each new token is compared with all of it
+MAX_TOKEN_IDS = 1 << 19     # of a list of token ids: vocabularies have up to half of that
 LAST = "logits_processors"      # the last field
 _SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
                  Number.frequency_penalty]
@@ -151,7 +154,8 @@ class SamplingParams:
                           and all(isinstance(each, str) and each for each in texts), "non-empty strings")
         for name in ("stop_token_ids", "allowed_token_ids"):
             self._require(name, (ids := getattr(self, name)) is None or (isinstance(ids, tuple)
-                          and all(_is_whole(each) and each >= 0 for each in ids)), "token ids")
+                          and _are_ids(ids)), "token ids")
+            self._require_length(name, len(ids or ()), MAX_TOKEN_IDS, "token ids")
         self._check_unusual()
         self._require("structured_outputs", self.structured_outputs is None
                       or isinstance(self.structured_outputs, StructuredOutputsParams),
@@ -174,7 +178,11 @@ class SamplingParams:
     def _check_unusual(self) -> None:
         self._require("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "a whole number ≥ 1, or -1")
         self._require("allowed_token_ids", self.allowed_token_ids != (), "at least one token id, or None")
-        self._require("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} texts")
+        self._require_length("bad_words", len(self.bad_words), MAX_BAD_WORDS, "texts")
+        self._require_length("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_CHARACTERS,
+                             "characters in all")
+        self._require_length("stop", max(map(len, self.stop), default=0), MAX_STOP_CHARACTERS,
+                             "characters in a string")
         self._require("stop", not self.stop or self.detokenize, "none without detokenize")
         self._require("spaces_between_special_tokens", self.spaces_between_special_tokens,
                       "True: tokenizers of this package put no other blanks")
@@ -210,6 +218,10 @@ class SamplingParams:
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds: raise RequestError(f"{name} is {getattr(self, name)!r}", expected, f"change {name}")
 
+    def _require_length(self, name: str, found: int, most: int, of: str) -> None:
+        if found <= most: return
+        raise RequestError(f"{name} has {found} {of}", f"at most {most}", f"shorten {name}")
+
     @property
     def filters(self) -> Filters:
         """The parts of the sampler that the request needs."""
@@ -221,9 +233,8 @@ class SamplingParams:
     def require_vocabulary(self, size: int) -> None:
         """Raises `RequestError` for a token outside a vocabulary of `size` tokens."""
         for name in ("logit_bias", "allowed_token_ids"):
-            ids = getattr(self, name) or ()
-            if bad := [i for i in ids if i >= size]:
-                raise RequestError(f"{name} has token id {bad[0]}, which is not in the vocabulary",
+            if (bad := max(getattr(self, name) or (), default=0)) >= size:
+                raise RequestError(f"{name} has token id {bad}, which is not in the vocabulary",
                                    f"0 to {size - 1}", "use ids of this model's tokenizer")
 
     @property
@@ -253,6 +264,12 @@ def _listed(given: Any) -> Any:
 
 
 def _is_number(x: object) -> bool: return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _are_ids(ids: tuple[Any, ...]) -> bool:
+    """Whether these are whole numbers ≥ 0: there may be hundreds of thousands."""
+    plain = {*map(type, ids)} <= {int} or all(map(_is_whole, ids))
+    return plain and min(ids, default=0) >= 0
 
 
 def _is_whole(x: object) -> bool: return isinstance(x, int) and not isinstance(x, bool)

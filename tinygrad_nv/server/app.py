@@ -42,12 +42,15 @@ from tinygrad_nv.server import (
     tokenization,
     transcriptions,
 )
+from tinygrad_nv.server.body import require_bounded
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.gate import Gate, route_path
 from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.sse import until_disconnect
+from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response]]
 # endpoints with a JSON body, and the prefixes of their ids
@@ -140,7 +143,17 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         record.id = prefix + record.id
         # clients of Ollama and llama.cpp, curl among them, need not say what a body is
         if not request.url.path.endswith(UNTYPED): _require_json(request.headers)
-        return await answer(request, service, record, parse(await read_body(request, service.limits)))
+        body = await read_body(request, service.limits)
+        record.size = len(body)
+        if record.size <= INLINE_BYTES: return await answer(request, service, record, parse(body))
+
+        async def large() -> Response:
+            def parsed() -> dict[str, Any]:
+                require_bounded(body, service.limits)
+                return parse(body)
+            return await answer(request, service, record, await aside(record.size, parsed))
+        # reading it takes long enough for the client to leave
+        return await until_disconnect(request, large())
     return endpoint
 
 

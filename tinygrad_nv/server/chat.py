@@ -10,12 +10,13 @@ import time
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinygrad_nv.engine.outputs import TokenLogprobs
 from tinygrad_nv.server.chat_protocol import chat
 from tinygrad_nv.server.completions import prompt_dictionaries, usage
 from tinygrad_nv.server.conversation import Conversation, Update
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
@@ -28,8 +29,8 @@ REASONING = ("reasoning", "reasoning_content")
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    parsed = chat(data, service.model.defaults, service.limits)
-    conversation = await Conversation.of(service, parsed)
+    parsed = await service.read(record, lambda: chat(data, service.model.defaults, service.limits))
+    conversation = await Conversation.of(service, parsed, record.size)
     shared = {"id": record.id, "object": "chat.completion.chunk" if parsed.stream else "chat.completion",
               "created": int(time.time()), "model": conversation.model}
     record.stream = parsed.stream
@@ -132,7 +133,7 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Rec
     for choice, message in zip(choices, messages, strict=True):
         if ids: choice["token_ids"] = message.ids
     if ids: more["prompt_token_ids"] = ids
-    return JSONResponse({**shared, "choices": choices, "usage": chat_usage(record), **more})
+    return JSONAnswer({**shared, "choices": choices, "usage": chat_usage(record), **more})
 
 
 def logprob(each: TokenLogprobs) -> dict[str, Any]:

@@ -6,12 +6,13 @@ decided where it is rendered: conversation.py.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.earlier_calls import arguments_of
+from tinygrad_nv.server.body import require_bounded_texts
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.limits import RequestLimits
@@ -57,7 +58,9 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     """A request of /v1/chat/completions. Without `max_completion_tokens` or `max_tokens`, an answer may fill
     the context."""
     fields = Fields(data)
-    messages = tuple(_message(item, at) for at, item in enumerate(_messages(fields)))
+    given = _messages(fields)
+    require_bounded_texts([*_arguments(given)], limits, "a tool call")
+    messages = tuple(_message(item, at) for at, item in enumerate(given))
     tools = tool_list(fields)
     if tools and not fields.left.get("functions"):
         for name in ("functions", "function_call"): fields.hint(name, ([], "auto", "none"))
@@ -124,6 +127,16 @@ def _messages(fields: Fields) -> Sequence[dict[str, Any]]:
     if messages is None: raise invalid("messages is missing, expected a list", "messages", "missing_field")
     if not messages: raise invalid("messages is empty, expected at least one message", "messages")
     return messages
+
+
+def _arguments(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The texts of arguments of tool calls, which are JSON themselves."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in (*(calls if isinstance(calls, list) else ()), {"function": message.get("function_call")}):
+            function = call.get("function") if isinstance(call, dict) else None
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str): yield text
 
 
 def _message(data: dict[str, Any], at: int) -> dict[str, Any]:

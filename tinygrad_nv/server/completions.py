@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.prompts import TextOrTokens
@@ -20,20 +20,20 @@ from tinygrad_nv.engine.request_output import of_token
 from tinygrad_nv.engine.text.detokenizer import Echo
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.beams import beam_deltas
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
+from tinygrad_nv.server.workers import checkpoint
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    parsed = protocol.completion(data, service.model.defaults, service.limits)
+    parsed = await service.read(record, lambda: protocol.completion(data, service.model.defaults,
+                                                                    service.limits))
     name = record.model = service.require_name(parsed.model)
-    size = sum(map(len, parsed.prompts))
-    prompts = await service.aside(size, lambda: [_ids(service, parsed, prompt) for prompt in parsed.prompts])
-    echoes = await service.aside(size, lambda: [_echo(service, parsed, prompts, at)
-                                                for at in range(len(prompts))])
+    prompts, echoes = await service.aside(record.size, lambda: _tokenized(service, parsed))
     shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
     record.stream = parsed.stream
     chunks = _chunks(service, parsed, prompts, echoes, record, shared)
@@ -109,7 +109,7 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, parsed: pro
             if "prompt_logprobs" in part: whole["prompt_logprobs"] = part["prompt_logprobs"]
             for key in ("prompt_token_ids", "token_ids"):
                 if key in part: whole[key] = whole.get(key, []) + part[key]
-    return JSONResponse({**shared, "choices": choices, "usage": _usage(record, parsed)})
+    return JSONAnswer({**shared, "choices": choices, "usage": _usage(record, parsed)})
 
 
 def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
@@ -117,12 +117,19 @@ def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -
             "stop_reason": delta.stop_reason}
 
 
+def _tokenized(service: Service, parsed: protocol.CompletionRequest) -> tuple[list[list[int]], list[str]]:
+    """The tokens of all prompts, and the texts to prepend to their choices."""
+    prompts = [_ids(service, parsed, prompt) for prompt in parsed.prompts]
+    return prompts, [_echo(service, parsed, prompts, at) for at in range(len(prompts))]
+
+
 def _ids(service: Service, parsed: protocol.CompletionRequest, prompt: TextOrTokens) -> list[int]:
     """The tokens of a prompt."""
+    checkpoint()
     if isinstance(prompt, str) and not parsed.special:
         tokenizer = service.model.require_tokenizer()
-        if parsed.params.truncate_prompt_tokens is None:
-            tokenizer.require_fitting(prompt, service.model.length)
+        tokenizer.require_fitting(prompt, service.model.length - 1,
+                                  parsed.params.truncate_prompt_tokens is not None)
         prompt = tokenizer.encode(prompt, special=False)
     return service.model.tokenize(prompt, parsed.params.truncate_prompt_tokens)
 

@@ -32,6 +32,7 @@ from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, marker
 from tinygrad_nv.server.reasoning_tokens import check_budget, reasoning_tokens
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 # tokens at the end of the prompt that may have the first marker of reasoning
 TAIL_TOKENS = 16
@@ -74,27 +75,27 @@ class Conversation:
     images: PromptImages | None = None
 
     @staticmethod
-    async def of(service: Service, request: ChatRequest) -> Conversation:
-        """See above."""
-        with spelled(request.spelling): return await Conversation._of(service, request)
+    async def of(service: Service, request: ChatRequest, size: int) -> Conversation:
+        """See above. `size` of the request in bytes."""
+        with spelled(request.spelling): return await Conversation._of(service, request, size)
 
     @staticmethod
-    async def _of(service: Service, request: ChatRequest) -> Conversation:
+    async def _of(service: Service, request: ChatRequest, size: int) -> Conversation:
         service.require_generator()
-        images = has_images(service, request)
         model, tokenizer = service.require_name(request.model), service.require_tokenizer()
         offered = () if request.choice.mode == "none" else request.tools
         template = _template(service, request, tokenizer, bool(offered))
-        extra = {**_variables(request, template), **(request.extra or {})}
+        images, variables = await aside(size, lambda: (has_images(service, request),
+                                                       _variables(request, template)), INLINE_BYTES)
+        extra = {**variables, **(request.extra or {})}
         if request.template is not None: extra["chat_template"] = request.template
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
-        size = sum(len(text_of(message["content"])) for message in request.messages)
         limit, inserted = request.params.truncate_prompt_tokens, None
         if images: prompt, inserted = await with_images(service, request, offered, extra)
         else: prompt = await service.aside(size, lambda: service.model.encode_chat(
-            request.messages, offered, **extra) if limit is None else service.model.tokenize(tokenizer.encode(
-                render(tokenizer, request.messages, offered, **extra), special=False), limit))
+            request.messages, offered, **extra) if limit is None else
+            _cut(service, tokenizer, render(tokenizer, request.messages, offered, **extra), limit))
         names = service.parsers.named(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = text_of(request.messages[-1]["content"]) if request.continued \
@@ -170,6 +171,12 @@ class Reader:
             texts = [self.tokenizer.token_text(token) for token in delta.tokens]
             if "".join(texts) == delta.text: return [(text, 1) for text in texts]
         return [(delta.text, len(delta.tokens))]
+
+
+def _cut(service: Service, tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
+    """The last `limit` tokens of a conversation."""
+    tokenizer.require_fitting(text, service.model.length, truncated=True)
+    return service.model.tokenize(tokenizer.encode(text, special=False), limit)
 
 
 def _reasoned(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,

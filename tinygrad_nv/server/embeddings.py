@@ -15,16 +15,18 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinygrad_nv.engine.prompts import TextOrTokens
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.errors import APIError, api_error, invalid
 from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.protocol import labels, prompts
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
+from tinygrad_nv.server.workers import checkpoint
 
 MOST_INPUTS = 2048      # OpenAI's
 ENCODINGS = ("float", "base64")
@@ -59,11 +61,11 @@ def parsed(data: dict[str, Any]) -> EmbeddingsRequest:
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
-    asked, model = parsed(data), service.require_embedder()
+    asked, model = await service.read(record, lambda: parsed(data)), service.require_embedder()
     name = service.require_name(asked.model)
     vectors = await embedded(request, service, model, asked, record)
     tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
+    return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
                          "data": [{"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
                                   for at, vector in enumerate(vectors)], "usage": tokens})
 
@@ -73,11 +75,20 @@ async def embedded(request: Request, service: Service, model: EmbeddingClient, a
     """The embeddings of a request's texts. Counts their tokens."""
     try: model.require_dimensions(asked.dimensions)
     except NVError as error: raise api_error(error, "dimensions") from error
-    size = sum(map(len, asked.inputs))
-    ids = await service.aside(size, lambda: [model.encode(text, asked.truncate) for text in asked.inputs])
-    record.prompt_tokens = sum(map(len, ids))
+    ids = await encoded(service, record, model, asked.inputs, asked.truncate)
     found = await until_disconnect(request, pooled(service, model, ids))
     return model.finish(found, asked.normalize, asked.dimensions)
+
+
+async def encoded(service: Service, record: Record, model: EmbeddingClient, texts: Sequence[TextOrTokens],
+                  truncate: int | None) -> list[list[int]]:
+    """Token ids of texts, which the record counts."""
+    def made(text: TextOrTokens) -> list[int]:
+        checkpoint()
+        return model.encode(text, truncate)
+    ids = await service.aside(record.size, lambda: [*map(made, texts)])
+    record.prompt_tokens = sum(map(len, ids))
+    return ids
 
 
 async def pooled(service: Service, model: EmbeddingClient, ids: Sequence[Sequence[int]],

@@ -13,13 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinygrad_nv.engine.outputs import TokenLogprobs
+from tinygrad_nv.engine.sampling import MAX_BIASED_TOKENS
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.leniency import spelled
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
@@ -46,14 +48,14 @@ class Events(Plain):
 async def completion(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request of /completion."""
     service.require_generator()
-    parsed, shown = _parsed(data, service)
+    parsed, shown = await service.read(record, lambda: _parsed(data, service))
     name = record.model = service.require_name(parsed.model)
     record.stream = parsed.stream
     if len(parsed.prompts) != 1:
         raise invalid("prompt has several prompts, expected one; to fix: POST /v1/completions", "prompt",
                       "unsupported")
     prompt = parsed.prompts[0]
-    ids = await service.aside(len(prompt), lambda: service.model.tokenize(prompt))
+    ids = await service.aside(record.size, lambda: service.model.tokenize(prompt))
     chunks = _chunks(service, parsed, ids, record, name, shown)
     if parsed.stream: return await streamed(request, chunks, record, Events())
     return await until_disconnect(request, _whole(chunks))
@@ -83,6 +85,9 @@ def _parsed(data: dict[str, Any], service: Service) -> tuple[protocol.Completion
 
 def _bias(given: Any) -> dict[str, Any]:
     """logit_bias as OpenAI has it: llama.cpp takes a list of pairs, too, and false for never."""
+    if isinstance(given, dict | list) and len(given) > MAX_BIASED_TOKENS:
+        raise invalid(f"logit_bias has {len(given)} entries, expected at most {MAX_BIASED_TOKENS}",
+                      "logit_bias")
     try: pairs = [(token, value) for token, value in (given.items() if isinstance(given, dict) else given)]
     except (TypeError, ValueError) as error:
         raise invalid("logit_bias is no list of pairs, expected [[token id, bias], …]",
@@ -156,7 +161,7 @@ async def _whole(chunks: Chunks) -> Response:
         tokens += chunk["tokens"]
         probs += chunk.get("completion_probabilities", [])
     more = {"completion_probabilities": probs} if probs else {}
-    return JSONResponse({**made, "content": text, "tokens": tokens, **more})
+    return JSONAnswer({**made, "content": text, "tokens": tokens, **more})
 
 
 def routes(service: Service) -> list[Route]:
@@ -169,7 +174,7 @@ def _props(service: Service) -> Callable[[Request], Awaitable[Response]]:
         service.require_generator()
         tokenizer, model = service.require_tokenizer(), service.model
         params = model.defaults
-        return JSONResponse({
+        return JSONAnswer({
             "default_generation_settings": {"id": 0, "n_ctx": model.length, "speculative": False,
                                             "is_processing": False, "params": {
                                                 "temperature": params.temperature, "top_k": params.top_k,

@@ -10,9 +10,10 @@ import json
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinygrad_nv.server.conversation import Conversation, Update
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.messages_request import message_request
 from tinygrad_nv.server.parsers.parser import CallDelta, Event, Reasoning
 from tinygrad_nv.server.record import Record
@@ -25,8 +26,8 @@ STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    parsed = message_request(data, service.model.defaults, service.limits)
-    conversation = await Conversation.of(service, parsed)
+    parsed = await service.read(record, lambda: message_request(data, service.model.defaults, service.limits))
+    conversation = await Conversation.of(service, parsed, record.size)
     record.stream = parsed.stream
     builder = MessageBuilder(record, conversation)
     events = _events(conversation, builder, record)
@@ -38,9 +39,10 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 async def count(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The number of tokens of a prompt."""
     service.require_generator()
-    parsed = message_request(data, service.model.defaults, service.limits, counted=True)
-    conversation = await Conversation.of(service, parsed)
-    return JSONResponse({"input_tokens": len(conversation.prompt)})
+    parsed = await service.read(record, lambda: message_request(data, service.model.defaults, service.limits,
+                                                                counted=True))
+    conversation = await Conversation.of(service, parsed, record.size)
+    return JSONAnswer({"input_tokens": len(conversation.prompt)})
 
 
 async def _events(conversation: Conversation, builder: MessageBuilder, record: Record) -> Chunks:
@@ -56,7 +58,7 @@ async def _events(conversation: Conversation, builder: MessageBuilder, record: R
 
 async def _whole(events: Chunks, builder: MessageBuilder) -> Response:
     async for _ in events: pass
-    return JSONResponse(builder.message)
+    return JSONAnswer(builder.message)
 
 
 def argument_object(text: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ EXPECTED = {"user": "text or tool_result", "assistant": "text, thinking or tool_
 USES, RESULTS = ("tool_use", "mcp_tool_use"), (("tool_result", "user"), ("mcp_tool_result", "assistant"))
 SERVED = ("_tool_use", "_tool_result")      # the ends of other kinds of blocks of an assistant
 THINKING = ("enabled", "adaptive", "disabled")
+BETWEEN = {"content": "\n", "reasoning": ""}    # the texts of blocks
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -164,6 +165,9 @@ def _add_messages(fields: Fields, out: list[dict[str, Any]]) -> dict[str, str]:
                 spelling.setdefault(f"{call}.arguments", f"{block.where}.input")
         if not blocks: raise invalid(f"{path} is empty, expected at least one block", path)
     if not out: raise invalid("messages has nothing that the model reads, expected a text", "messages")
+    for message in out:
+        for name, between in BETWEEN.items():
+            if isinstance(texts := message.get(name), list): message[name] = between.join(texts)
     return spelling
 
 
@@ -182,17 +186,25 @@ def _add(block: Fields, role: str, out: list[dict[str, Any]]) -> None:
     if role == "assistant" and kind not in USES and str(kind).endswith(SERVED):
         return ignore(invalid(f"{block.path('type')} is {str(kind)[:40]!r}, of a tool that the server does "
                               "not run; to fix: leave it out", block.path("type"), "unsupported"))
-    if not out or out[-1]["role"] != role: out.append({"role": role, "content": ""})
+    if not out or out[-1]["role"] != role: out.append({"role": role, "content": []})
     last = out[-1]
-    if kind == "text": last["content"] += ("\n" if last["content"] else "") + _text(block)
+    if kind == "text": _append(last, "content", _text(block))
     elif kind in USES and role == "assistant": last.setdefault("tool_calls", []).append(_use(block))
     elif kind == "thinking" and role == "assistant":
-        last["reasoning"] = last.get("reasoning", "") + (block.text("thinking") or "")
+        _append(last, "reasoning", block.text("thinking") or "")
         block.ignore(["type", "signature", "cache_control"])
         block.finish()
     elif kind != "redacted_thinking":
         raise invalid(f"{block.path('type')} is {str(kind)[:40]!r}, expected {EXPECTED[role]}: the model "
                       "reads nothing else", block.path("type"), "unsupported")
+
+
+def _append(message: dict[str, Any], name: str, text: str) -> None:
+    """Adds a text to those of a field, which are joined at the end: each would copy what is there."""
+    texts = message.get(name) or []
+    if isinstance(texts, str): texts = [texts]
+    if text or texts: texts.append(text)
+    message[name] = texts
 
 
 def _text(block: Fields) -> str:

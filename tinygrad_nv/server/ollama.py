@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinygrad_nv.engine.outputs import Delta
@@ -25,6 +25,7 @@ from tinygrad_nv.server.chat import logprob
 from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.leniency import note, spelled
 from tinygrad_nv.server.messages import argument_object
 from tinygrad_nv.server.ollama_request import SPELLING, chat_request, generate_request, model_name, sampling
@@ -56,8 +57,8 @@ async def chat(request: Request, service: Service, record: Record, data: dict[st
     fields = Fields(data)
     if not fields.left.get("messages"):
         return _loaded(fields, service, {"message": {"role": "assistant", "content": ""}})
-    parsed = chat_request(fields, service)
-    conversation = await Conversation.of(service, parsed)
+    parsed = await service.read(record, lambda: chat_request(fields, service))
+    conversation = await Conversation.of(service, parsed, record.size)
     record.stream = parsed.stream
     chunks = _talk(conversation, record, lambda text, thought, calls: {"message": {
         "role": "assistant", "content": text, **_given(thinking=thought, tool_calls=calls)}})
@@ -70,11 +71,12 @@ async def generate(request: Request, service: Service, record: Record, data: dic
     fields = Fields(data)
     if not fields.left.get("prompt") and not fields.left.get("images"):
         return _loaded(fields, service, {"response": ""})
-    context, raw = list(fields.wholes("context")), fields.flag("raw")
+    context = await service.read(record, lambda: list(fields.wholes("context")))
+    raw = fields.flag("raw")
     if raw or not service.require_tokenizer().template:
         return await _raw(request, service, record, fields, context)
-    parsed = generate_request(fields, service)
-    conversation = await Conversation.of(service, parsed)
+    parsed = await service.read(record, lambda: generate_request(fields, service))
+    conversation = await Conversation.of(service, parsed, record.size)
     conversation = replace(conversation, prompt=[*context, *conversation.prompt])
     record.stream = parsed.stream
     chunks = _talk(conversation, record, lambda text, thought, _: {
@@ -85,17 +87,9 @@ async def generate(request: Request, service: Service, record: Record, data: dic
 async def _raw(request: Request, service: Service, record: Record, fields: Fields,
                context: Sequence[int]) -> Response:
     """Goes on with a prompt as it is."""
-    asked, stream = {**sampling(fields), "prompt": fields.take("prompt")}, fields.flag("stream", True)
-    asked["model"] = name = model_name(fields, service)
-    asked["logprobs"] = fields.whole("top_logprobs", 0) or 0 if fields.flag("logprobs") else None
-    fields.note(("system", "template", "images", "suffix", "keep_alive"))
-    fields.finish()
-    asked.pop("thinking")
-    with spelled(SPELLING):
-        parsed = protocol.completion({key: value for key, value in asked.items() if value is not None},
-                                     service.model.defaults, service.limits, None)
+    parsed, name, stream = await service.read(record, lambda: _raw_request(service, fields))
     text = parsed.prompts[0]
-    ids = await service.aside(len(text), lambda: service.model.tokenize(text))
+    ids = await service.aside(record.size, lambda: service.model.tokenize(text))
     record.model, record.stream = name, stream
 
     async def chunks() -> Chunks:
@@ -107,6 +101,20 @@ async def _raw(request: Request, service: Service, record: Record, fields: Field
                 yield {**_head(name), "response": delta.text, "done": False, **_logprobs(delta)}
         yield {**_head(name), "response": "", **_end(record, reason), "context": tokens}
     return await _respond(request, chunks(), record, stream)
+
+
+def _raw_request(service: Service, fields: Fields) -> tuple[protocol.CompletionRequest, str, bool]:
+    """The request, the name of its model, and whether the answer is streamed."""
+    asked, stream = {**sampling(fields), "prompt": fields.take("prompt")}, fields.flag("stream", True)
+    asked["model"] = name = model_name(fields, service)
+    asked["logprobs"] = fields.whole("top_logprobs", 0) or 0 if fields.flag("logprobs") else None
+    fields.note(("system", "template", "images", "suffix", "keep_alive"))
+    fields.finish()
+    asked.pop("thinking")
+    with spelled(SPELLING):
+        parsed = protocol.completion({key: value for key, value in asked.items() if value is not None},
+                                     service.model.defaults, service.limits, None)
+    return parsed, name, stream
 
 
 async def _talk(conversation: Conversation, record: Record,
@@ -165,7 +173,7 @@ def _loaded(fields: Fields, service: Service, answer: dict[str, Any]) -> Respons
     """The answer to a request that has nothing to answer: loading or unloading, neither of which happens."""
     name, kept = model_name(fields, service), fields.take("keep_alive")
     if kept is not None: note("keep_alive")
-    return JSONResponse({**_head(name), **answer, "done": True,
+    return JSONAnswer({**_head(name), **answer, "done": True,
                          "done_reason": "unload" if kept in (0, "0", "0s") else "load"})
 
 
@@ -184,7 +192,7 @@ async def _whole(chunks: Chunks) -> Response:
             if name in inner: whole[name] = whole.get(name, "") + inner[name]
         whole |= {name: inner[name] for name in ("role", "tool_calls") if name in inner}
     if "message" in made: whole = {"message": whole}
-    return JSONResponse({**made, **whole, **_given(logprobs=logprobs)})
+    return JSONAnswer({**made, **whole, **_given(logprobs=logprobs)})
 
 
 async def embed(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -196,10 +204,11 @@ async def embed(request: Request, service: Service, record: Record, data: dict[s
     fields.finish()
     if asked["input"] is None: raise invalid("input is missing, expected a text or a list of texts", "input",
                                              "missing_field")
-    parsed = embeddings.parsed({key: value for key, value in asked.items() if value is not None}
-                               | ({"truncate_prompt_tokens": -1} if cut else {}))
+    asked = {key: value for key, value in asked.items() if value is not None}
+    if cut: asked["truncate_prompt_tokens"] = -1
+    parsed = await service.read(record, lambda: embeddings.parsed(asked))
     vectors = await embeddings.embedded(request, service, model, parsed, record)
-    return JSONResponse({"model": name, "embeddings": vectors.tolist(), "load_duration": 0,
+    return JSONAnswer({"model": name, "embeddings": vectors.tolist(), "load_duration": 0,
                          "total_duration": _ns(time.perf_counter() - record.started),
                          "prompt_eval_count": record.prompt_tokens})
 
@@ -209,7 +218,7 @@ async def embed(request: Request, service: Service, record: Record, data: dict[s
 def routes(service: Service) -> list[Route]:
     """Endpoints without a body."""
     def endpoint(made: Callable[[], dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(_: Request) -> Response: return JSONResponse(made())
+        async def answer(_: Request) -> Response: return JSONAnswer(made())
         return answer
     tags: dict[str, Callable[[], dict[str, Any]]] = {
             "/api/tags": lambda: {"models": [_card(service, name) for name in service.names]},
@@ -229,7 +238,7 @@ async def show(request: Request, service: Service, record: Record, data: dict[st
     card = _card(service, name)
     kind = card["details"]["family"]
     template = "" if service.embedder is not None else service.require_tokenizer().template or ""
-    return JSONResponse({"modelfile": "", "parameters": "", "template": template, "license": "",
+    return JSONAnswer({"modelfile": "", "parameters": "", "template": template, "license": "",
                          "details": card["details"], "modified_at": card["modified_at"],
                          "model_info": {"general.architecture": kind,
                                         f"{kind}.context_length": service.model.length},

@@ -14,17 +14,19 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinygrad_nv.engine.llm_pooling import POOLING_TASKS
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.server.embeddings import ENCODINGS, MOST_INPUTS, pooled
+from tinygrad_nv.server.embeddings import ENCODINGS, MOST_INPUTS, encoded, pooled
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.protocol import labels, prompts
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
+from tinygrad_nv.server.workers import checkpoint
 
 # names of two sides of a score, newest first
 SIDES = (("queries", "documents"), ("data_1", "data_2"), ("text_1", "text_2"))
@@ -56,7 +58,8 @@ def _inputs(fields: Fields) -> Any:
 async def pooling(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """Arrays of each text: what the model's head or its pooling gives, of the text or of each token."""
     fields, model = Fields(data), service.require_embedder()
-    inputs, kind = _inputs(fields), fields.one_of("encoding_format", ENCODINGS)
+    inputs = await service.read(record, lambda: _inputs(fields))
+    kind = fields.one_of("encoding_format", ENCODINGS)
     head = model.classifier
     task = fields.one_of("task", POOLING_TASKS) or ("token_embed" if head is None else "token_classify")
     dimensions = fields.whole("dimensions", 1)
@@ -65,7 +68,7 @@ async def pooling(request: Request, service: Service, record: Record, data: dict
     name, classifies = service.require_name(shared.model), task.endswith("classify")
     if classifies and head is None: raise service.no_classifier()
     if not classifies: _require_embeddings(model, dimensions)
-    ids = await _encoded(service, record, model, inputs, shared)
+    ids = await encoded(service, record, model, inputs, shared.truncate)
     found = await until_disconnect(request, pooled(service, model, ids, task.startswith("token")))
 
     def made(x: np.ndarray) -> np.ndarray:
@@ -84,9 +87,9 @@ async def classify(request: Request, service: Service, record: Record, data: dic
     """The probabilities of labels for each text, and the likeliest label."""
     fields, model = Fields(data), service.require_embedder()
     if (head := model.classifier) is None: raise service.no_classifier()
-    inputs, shared = _inputs(fields), _finish(fields)
+    inputs, shared = await service.read(record, lambda: (_inputs(fields), _finish(fields)))
     name = service.require_name(shared.model)
-    ids = await _encoded(service, record, model, inputs, shared)
+    ids = await encoded(service, record, model, inputs, shared.truncate)
     found = await until_disconnect(request, pooled(service, model, ids))
     scores = head.scores(np.stack(found), shared.activate)
     return _listed(record, name, [{"label": head.label(int(each.argmax())), "probs": each.tolist(),
@@ -96,6 +99,14 @@ async def classify(request: Request, service: Service, record: Record, data: dic
 async def score(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """Scores of pairs of texts: of one with each of a list, or of two lists' texts one by one."""
     fields, model = Fields(data), service.require_embedder()
+    first, second, shared = await service.read(record, lambda: _sides(fields))
+    name = service.require_name(shared.model)
+    scores = await _scores(request, service, record, model, first, second, shared)
+    return _listed(record, name, [{"object": "score", "score": each} for each in scores])
+
+
+def _sides(fields: Fields) -> tuple[Sequence[str], Sequence[str], Shared]:
+    """The two texts of each score."""
     if len(given := [pair for pair in SIDES if set(pair) & set(fields.left)]) != 1:
         raise invalid(f"texts to score are in {len(given)} pairs of fields, expected one of "
                       f"{', '.join(map(' and '.join, SIDES))}", SIDES[0][0], "missing_field")
@@ -109,15 +120,13 @@ async def score(request: Request, service: Service, record: Record, data: dict[s
     if len(first) != len(second):
         raise invalid(f"{names[0]} has {len(first)} texts, and {names[1]} {len(second)}, expected one text "
                       "with any number, or equally many", names[0])
-    name = service.require_name(shared.model)
-    scores = await _scores(request, service, record, model, first, second, shared)
-    return _listed(record, name, [{"object": "score", "score": each} for each in scores])
+    return first, second, shared
 
 
 async def rerank(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """Documents in the order of their scores for a query, the best ones first."""
     fields, model = Fields(data), service.require_embedder()
-    query, documents = fields.text("query"), _documents(fields)
+    query, documents = await service.read(record, lambda: (fields.text("query"), _documents(fields)))
     if query is None: raise invalid("query is missing, expected a text", "query", "missing_field")
     top, shown = fields.whole("top_n", 0), fields.flag("return_documents", True)
     shared = _finish(fields)
@@ -126,7 +135,7 @@ async def rerank(request: Request, service: Service, record: Record, data: dict[
     order = sorted(range(len(documents)), key=lambda at: -scores[at])[:top or None]
     results = [{"index": at, "relevance_score": scores[at],
                 **({"document": {"text": documents[at]}} if shown else {})} for at in order]
-    return JSONResponse({"id": record.id, "model": name, "usage": _usage(record), "results": results})
+    return JSONAnswer({"id": record.id, "model": name, "usage": _usage(record), "results": results})
 
 
 def _documents(fields: Fields) -> tuple[str, ...]:
@@ -155,28 +164,18 @@ async def _scores(request: Request, service: Service, record: Record, model: Emb
     """What a cross-encoder says of pairs of texts, or the cosines of their embeddings."""
     if (head := model.classifier) is None:
         unique = [*dict.fromkeys((*first, *second))]
-        ids = await _encoded(service, record, model, unique, shared)
+        ids = await encoded(service, record, model, unique, shared.truncate)
         found = await until_disconnect(request, pooled(service, model, ids))
         of = dict(zip(unique, model.finish(found, True), strict=True))
         return [float(np.dot(of[a], of[b])) for a, b in zip(first, second, strict=True)]
     if head.labels != 1:
         raise invalid(f"{service.names[0]} has {head.labels} labels, and scores are of one; to fix: POST "
                       "/classify, or serve a reranker", None, "unsupported_task")
-    def encoded() -> list[Any]:
-        return [model.encode_pair(a, b, shared.truncate) for a, b in zip(first, second, strict=True)]
-    pairs = await service.aside(sum(map(len, first)) + sum(map(len, second)), encoded)
+    pairs = await service.aside(record.size, lambda: model.encode_pairs(first, second, shared.truncate,
+                                                                        checkpoint))
     record.prompt_tokens = sum(map(len, pairs))
     found = await until_disconnect(request, pooled(service, model, pairs))
     return [float(each) for each in head.scores(np.stack(found), shared.activate)[:, 0]]
-
-
-async def _encoded(service: Service, record: Record, model: EmbeddingClient, inputs: Any,
-                   shared: Shared) -> list[list[int]]:
-    """Token ids of the texts, which the record counts."""
-    ids = await service.aside(sum(map(len, inputs)), lambda: [model.encode(text, shared.truncate)
-                                                              for text in inputs])
-    record.prompt_tokens = sum(map(len, ids))
-    return ids
 
 
 def _require_embeddings(model: EmbeddingClient, dimensions: int | None) -> None:
@@ -189,6 +188,6 @@ def _usage(record: Record) -> dict[str, int]:
 
 
 def _listed(record: Record, model: str, data: Sequence[dict[str, Any]]) -> Response:
-    return JSONResponse({"id": record.id, "object": "list", "created": int(time.time()), "model": model,
+    return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": model,
                          "data": [{"index": at, **each} for at, each in enumerate(data)],
                          "usage": _usage(record)})

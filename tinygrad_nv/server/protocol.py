@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from tinygrad_nv.engine.beam_search import BeamSearchParams
 from tinygrad_nv.engine.prompts import TextOrTokens
-from tinygrad_nv.engine.sampling import MAX_BAD_WORDS, SamplingParams
+from tinygrad_nv.engine.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, SamplingParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields, unicode
@@ -178,6 +178,9 @@ def _bias(fields: Fields) -> dict[int, float] | None:
     """logit_bias: token ids, which JSON makes strings, to numbers from -100 to 100."""
     data = fields.object("logit_bias")
     if not data: return None
+    if len(data) > MAX_BIASED_TOKENS:
+        raise invalid(f"logit_bias has {len(data)} entries, expected at most {MAX_BIASED_TOKENS}",
+                      "logit_bias")
     entries, out = Fields(data, "logit_bias"), {}
     for key in data:
         if not (key.isascii() and key.isdigit() and len(key) < 10):

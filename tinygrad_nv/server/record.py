@@ -22,6 +22,7 @@ class Record:
     engine. Times are of time.perf_counter."""
     id: str
     path: str = ""
+    size: int = 0       # bytes of the body
     client_id: str | None = None    # what the client calls it
     started: float = field(default_factory=time.perf_counter)
     stream: bool = False

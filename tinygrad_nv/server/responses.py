@@ -17,14 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from tinygrad_nv.engine.text.content_format import text_of
 from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.chat_protocol import ChatRequest
 from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import APIError, internal, invalid
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.log import LOG
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_events import ResponseBuilder
@@ -32,14 +32,17 @@ from tinygrad_nv.server.response_store import Stored
 from tinygrad_nv.server.responses_request import ResponseRequest, messages_of, response_request
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
+from tinygrad_nv.server.workers import checkpoint
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    parsed = response_request(data, service.responses, service.model.defaults, service.limits)
-    chat = await _fitted(service, parsed.chat) if parsed.truncate else parsed.chat
-    conversation = await Conversation.of(service, chat)
+    parsed = await service.read(record, lambda: response_request(data, service.responses,
+                                                                 service.model.defaults, service.limits))
+    size = record.size + parsed.size_before
+    chat = await _fitted(service, parsed.chat, size) if parsed.truncate else parsed.chat
+    conversation = await Conversation.of(service, chat, size)
     record.stream = parsed.chat.stream
     builder = ResponseBuilder(record.id, conversation, parsed)
     events = _events(service, conversation, builder, parsed, record)
@@ -63,7 +66,7 @@ async def _events(service: Service, conversation: Conversation, builder: Respons
 
 async def _whole(events: Chunks, builder: ResponseBuilder) -> Response:
     async for _ in events: pass
-    return JSONResponse(builder.response)
+    return JSONAnswer(builder.response)
 
 
 def _stored(builder: ResponseBuilder, parsed: ResponseRequest) -> Stored:
@@ -89,19 +92,20 @@ def _in_background(service: Service, builder: ResponseBuilder, parsed: ResponseR
     stored = _stored(builder, parsed)
     stored.task = asyncio.ensure_future(run())
     service.responses.put(stored)
-    return JSONResponse(shown)
+    return JSONAnswer(shown)
 
 
-async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
-    """`request` without so many of its oldest messages that the prompt fits: instructions stay, and the last
-    message."""
+async def _fitted(service: Service, request: ChatRequest, size: int) -> ChatRequest:
+    """`request`, of `size` bytes, without so many of its oldest messages that the prompt fits: instructions
+    stay, and the last message."""
     system = [each for each in request.messages if each["role"] == "system"]
     others = [each for each in request.messages if each["role"] != "system"]
     tokenizer, length = service.require_tokenizer(), service.model.length
 
     def fits(dropped: int) -> bool:
+        checkpoint()
         text = render(tokenizer, [*system, *others[dropped:]], request.tools, **(request.extra or {}))
-        try: tokenizer.require_fitting(text, length)
+        try: tokenizer.require_fitting(text, length - 1)
         except RequestError: return False
         return len(tokenizer.encode(text, special=False)) < length
 
@@ -113,7 +117,7 @@ async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
             else: low = middle + 1
         return low
 
-    dropped = await service.aside(sum(len(text_of(each["content"])) for each in others), search)
+    dropped = await service.aside(size, search)
     # a result without its call
     while dropped < len(others) - 1 and others[dropped]["role"] == "tool": dropped += 1
     return replace(request, messages=(*system, *others[dropped:])) if dropped else request
@@ -123,13 +127,13 @@ async def _fitted(service: Service, request: ChatRequest) -> ChatRequest:
 
 async def retrieve(service: Service, name: str) -> Response:
     """The response as it is now."""
-    return JSONResponse(service.responses.get(name).response)
+    return JSONAnswer(service.responses.get(name).response)
 
 
 async def input_items(service: Service, name: str) -> Response:
     """Its input items, the newest first."""
     items = service.responses.get(name).items[::-1]
-    return JSONResponse({"object": "list", "data": items, "first_id": items[0]["id"],
+    return JSONAnswer({"object": "list", "data": items, "first_id": items[0]["id"],
                          "last_id": items[-1]["id"], "has_more": False})
 
 
@@ -144,11 +148,11 @@ async def cancel(service: Service, name: str) -> Response:
     await asyncio.gather(stored.task, return_exceptions=True)
     # one that was cancelled before it ran
     if stored.response["status"] == "in_progress": stored.response["status"] = "cancelled"
-    return JSONResponse(stored.response)
+    return JSONAnswer(stored.response)
 
 
 async def delete(service: Service, name: str) -> Response:
     """Forgets a response."""
     service.responses.get(name)
     service.responses.drop(name)
-    return JSONResponse({"id": name, "object": "response", "deleted": True})
+    return JSONAnswer({"id": name, "object": "response", "deleted": True})

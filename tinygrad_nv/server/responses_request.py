@@ -19,8 +19,8 @@ from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.leniency import ignore, spelled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.past_calls import add_call, add_past
-from tinygrad_nv.server.response_store import ResponseStore
-from tinygrad_nv.server.tools import leave_out, other_tool
+from tinygrad_nv.server.response_store import ResponseStore, Stored
+from tinygrad_nv.server.tools import leave_out, listed, other_tool
 
 # fields that mean the same as in /v1/chat/completions
 SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -44,7 +44,8 @@ SHOWN: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metad
 @dataclass(frozen=True)
 class ResponseRequest:
     """`items`: the input items; `messages`: the conversation up to them, without instructions; `shown`: what
-    the response repeats. `truncate`: the oldest messages may be left out. `logprobs`: they were asked for."""
+    the response repeats. `truncate`: the oldest messages may be left out. `size_before`: bytes of the earlier
+    response that it goes on with."""
     chat: ChatRequest
     items: list[dict[str, Any]]
     messages: list[dict[str, Any]]
@@ -52,6 +53,7 @@ class ResponseRequest:
     store: bool
     background: bool
     truncate: bool
+    size_before: int = 0
 
 
 def response_request(data: dict[str, Any], store: ResponseStore, defaults: SamplingParams,
@@ -62,7 +64,8 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     items = _items(fields, store)
     instructions = fields.text("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    before, spelling = _previous(fields, store), dict(SPELLING)
+    previous, spelling = _previous(fields, store), dict(SPELLING)
+    before: Sequence[dict[str, Any]] = () if previous is None else previous.messages
     messages = [*before, *messages_of(items, spelling, len(system) + len(before))]
     if not messages: raise invalid("input has nothing that the model reads, expected a message", "input")
     asked |= {"messages": [*system, *messages], "max_completion_tokens": fields.whole("max_output_tokens", 1),
@@ -89,15 +92,16 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     shown["temperature"], shown["top_p"] = request.params.temperature, request.params.top_p
     shown["text"] = data.get("text") or {"format": {"type": "text"}}
     shown["reasoning"] = {"effort": request.effort, "summary": None}
-    return ResponseRequest(request, items, messages, shown, keep, background, truncate)
+    return ResponseRequest(request, items, messages, shown, keep, background, truncate,
+                           0 if previous is None else previous.size)
 
 
 # **** fields ****
 
-def _previous(fields: Fields, store: ResponseStore) -> Sequence[dict[str, Any]]:
-    if (name := fields.text("previous_response_id")) is None: return ()
+def _previous(fields: Fields, store: ResponseStore) -> Stored | None:
+    if (name := fields.text("previous_response_id")) is None: return None
     stored = store.get(name, "previous_response_id")
-    if stored.response["status"] in ("completed", "incomplete"): return stored.messages
+    if stored.response["status"] in ("completed", "incomplete"): return stored
     raise invalid(f"previous_response_id names a response that is {stored.response['status']}, expected a "
                   "complete one", "previous_response_id")
 
@@ -157,12 +161,12 @@ def _allowed(fields: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str
     """The tools that a tool choice keeps, and its mode."""
     fields.ignore(["type"])
     mode = fields.one_of("mode", ("auto", "required"))
-    names = [each.get("name") for each in fields.objects("tools") or []]
+    names = {str(each.get("name")) for each in fields.objects("tools") or []}
     fields.finish()
     kept = [each for each in tools if each["function"].get("name") in names]
     if kept: return kept, mode or "auto"
     raise invalid("tool_choice.tools names no function, expected some of tools: "
-                  + ", ".join(str(each["function"].get("name")) for each in tools), "tool_choice.tools")
+                  + listed([str(each["function"].get("name")) for each in tools]), "tool_choice.tools")
 
 
 def _logprobs(fields: Fields) -> dict[str, Any]:

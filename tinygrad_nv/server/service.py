@@ -24,6 +24,7 @@ from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
+from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from tinygrad_nv.server.tracing import Tracer
 
 T = TypeVar("T")
-# longer texts are tokenized in a thread; this many characters block the event loop for about 5 ms
-INLINE_CHARACTERS = 4096
 
 
 class ServedModel(Protocol):
@@ -74,7 +73,8 @@ class EmbeddingClient(Protocol):
     def classifier(self) -> Classifier | None: ...
     def encode(self, prompt: TextOrTokens, most: int | None = None) -> list[int]: ...
     def require_dimensions(self, dimensions: int | None) -> None: ...
-    def encode_pair(self, first: str, second: str, most: int | None = None) -> Sequence[int]: ...
+    def encode_pairs(self, firsts: Sequence[str], seconds: Sequence[str], most: int | None = None,
+                     step: Callable[[], None] = lambda: None) -> Sequence[Sequence[int]]: ...
     def submit(self, prompts: Sequence[Sequence[int]], every: bool = False) -> list[Future[np.ndarray]]: ...
     def finish(self, pooled: Sequence[np.ndarray], normalize: bool | None = None,
                dimensions: int | None = None) -> np.ndarray: ...
@@ -228,9 +228,13 @@ class Service:
         try: return self.model.require_tokenizer()
         except NVError as error: raise api_error(error) from error
 
+    async def read(self, record: Record, task: Callable[[], T]) -> T:
+        """`task()`, which reads the fields of a body: in a thread for a large one."""
+        return await aside(record.size, task, INLINE_BYTES)
+
     async def aside(self, size: int, task: Callable[[], T]) -> T:
         """`task()`, in a thread for long texts."""
-        try: return task() if size <= INLINE_CHARACTERS else await asyncio.to_thread(task)
+        try: return await aside(size, task)
         except NVError as error: raise api_error(error) from error
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,

@@ -40,6 +40,9 @@ from tinygrad_nv.server.tracing import Tracer
 from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
+# characters of a text that is tokenized at most, or for each token of the context where that is more: a
+# million take about a second, and up to 400 MB meanwhile
+MAX_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN = 1 << 20, 16
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
@@ -53,6 +56,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     tracer = None if endpoint is None else Tracer.to(endpoint)
     bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
     if arguments.device: use(arguments.device)
+    # a text is tokenized in one thread: the others are the engine's (and a fork would complain of them)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     llm = load(arguments, directory, waterfall)
     names = tuple(arguments.served_model_name or (directory.resolve().name,))
     adapters = open_adapters(llm, names, arguments)
@@ -113,6 +118,10 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
         llm.tokenizer = replace(tokenizer, template=template_of(given, tokenizer), named={})
     if (form := arguments.chat_template_content_format) != "auto":
         llm.tokenizer = replace(llm.require_tokenizer(), content_format=form)
+    most = max(MAX_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN * llm.length)
+    for each in (llm, llm.embedder):
+        if each is None or each.tokenizer is None: continue
+        each.tokenizer = replace(each.tokenizer, most=most)
     return llm
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server.chat_protocol import chat
 from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
@@ -30,31 +31,32 @@ async def tokenize(request: Request, service: Service, record: Record, data: dic
     if ("prompt" in fields.left) == ("messages" in fields.left):
         raise invalid("one of prompt and messages is expected, found both or neither; to fix: leave one",
                       "prompt", "missing_field")
-    ids = await _conversation(service, fields) if "messages" in fields.left else \
-        await _prompt(service, fields, tokenizer)
+    ids = await _conversation(service, record, fields) if "messages" in fields.left else \
+        await _prompt(service, record, fields, tokenizer)
     record.prompt_tokens = len(ids)
-    pieces = [tokenizer.backend.id_to_token(token) for token in ids] if shown else None
-    return JSONResponse({"count": len(ids), "max_model_len": service.model.length, "tokens": ids,
+    pieces = await service.aside(len(ids), lambda: [*map(tokenizer.backend.id_to_token, ids)]) \
+        if shown else None
+    return JSONAnswer({"count": len(ids), "max_model_len": service.model.length, "tokens": ids,
                          "token_strs": pieces})
 
 
-async def _prompt(service: Service, fields: Fields, tokenizer: Tokenizer) -> list[int]:
+async def _prompt(service: Service, record: Record, fields: Fields, tokenizer: Tokenizer) -> list[int]:
     text, special = fields.text("prompt") or "", fields.flag("add_special_tokens", True)
     service.require_name(fields.text("model"))
     fields.finish()
 
     def made() -> list[int]:
-        tokenizer.require_fitting(text, service.model.length + 1)
+        tokenizer.require_fitting(text, service.model.length)
         return tokenizer.encode(text, special)
-    return await service.aside(len(text), made)
+    return await service.aside(record.size, made)
 
 
-async def _conversation(service: Service, fields: Fields) -> list[int]:
+async def _conversation(service: Service, record: Record, fields: Fields) -> list[int]:
     given = {name: value for name in CONVERSATION if (value := fields.take(name)) is not None}
     fields.known.add("prompt")
     fields.finish()
-    request = chat(given, service.model.defaults, service.limits)
-    return (await Conversation.of(service, request)).prompt
+    request = await service.read(record, lambda: chat(given, service.model.defaults, service.limits))
+    return (await Conversation.of(service, request, record.size)).prompt
 
 
 async def detokenize(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -62,11 +64,14 @@ async def detokenize(request: Request, service: Service, record: Record, data: d
     fields, tokenizer = Fields(data), service.require_tokenizer()
     if "tokens" not in fields.left:
         raise invalid("tokens is missing, expected a list of token ids", "tokens", "missing_field")
-    ids = fields.wholes("tokens")
-    service.require_name(fields.text("model"))
-    fields.finish()
-    if bad := [token for token in ids if token >= 1 << 31 or tokenizer.unknown(token)]:
-        raise invalid(f"tokens has the id {str(bad[0])[:20]}, which is not in the vocabulary; to fix: send "
-                      "ids of this model's tokenizer", "tokens")
-    text = await service.aside(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens=False))
-    return JSONResponse({"prompt": text})
+
+    def made() -> str:
+        ids = fields.wholes("tokens")
+        service.require_name(fields.text("model"))
+        fields.finish()
+        if bad := [token for token in dict.fromkeys(ids) if token >= 1 << 31 or tokenizer.unknown(token)]:
+            raise invalid(f"tokens has the id {str(bad[0])[:20]}, which is not in the vocabulary; to fix: "
+                          "send ids of this model's tokenizer", "tokens")
+        return tokenizer.decode(ids, skip_special_tokens=False)
+    text = await service.aside(record.size, made)
+    return JSONAnswer({"prompt": text})

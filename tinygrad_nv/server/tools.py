@@ -16,6 +16,7 @@ from tinygrad_nv.server.leniency import ignore
 
 Tool = dict[str, Any]
 NO_PARAMETERS = {"type": "object", "properties": {}}
+MOST_LISTED = 32    # names in a message
 MOST_NAME = 256     # characters; names of tools of MCP servers are long
 
 
@@ -74,6 +75,12 @@ def leave_out(refused: Sequence[APIError], made: Sequence[Tool]) -> None:
         ignore(error)
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names of tools, for a message."""
+    more = ", …" if len(names) > MOST_LISTED else ""
+    return ", ".join(name[:64] for name in names[:MOST_LISTED]) + more
+
+
 def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
     """Tools and tool choice of the fields functions and function_call: at most one call."""
     for name in ("tools", "tool_choice"):
@@ -89,9 +96,8 @@ def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, 
         raise invalid(f"function_call is {value[:60]!r}, expected 'none', 'auto' or {{'name': …}}",
                       "function_call")
     fields.flag("parallel_tool_calls", False)
-    listed = tool_list(made)
-    chosen = tool_choice(Fields({"tool_choice": value, "parallel_tool_calls": False}), listed)
-    return listed, chosen
+    offered = tool_list(made)
+    return offered, tool_choice(Fields({"tool_choice": value, "parallel_tool_calls": False}), offered)
 
 
 def allowed_tools(fields: Fields, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
@@ -102,12 +108,12 @@ def allowed_tools(fields: Fields, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     outer.text("type")
     inner = Fields(outer.object("allowed_tools") or {}, "tool_choice.allowed_tools")
     outer.finish()
-    mode, listed = inner.one_of("mode", ("auto", "required")), tool_list(inner)
+    mode, allowed = inner.one_of("mode", ("auto", "required")), tool_list(inner)
     inner.finish()
-    names, known = [tool["function"]["name"] for tool in listed], [tool["function"]["name"] for tool in tools]
+    names, known = ({tool["function"]["name"]: None for tool in each} for each in (allowed, tools))
     if not names or (unknown := [name for name in names if name not in known]):
         found = f"names {unknown[0]!r}" if names else "names no tool"
-        raise invalid(f"tool_choice.allowed_tools {found}, expected some of tools: {', '.join(known)}",
+        raise invalid(f"tool_choice.allowed_tools {found}, expected some of tools: {listed([*known])}",
                       "tool_choice.allowed_tools.tools")
     fields.left["tool_choice"] = mode or "auto"
     return tuple(tool for tool in tools if tool["function"]["name"] in names)
@@ -125,6 +131,6 @@ def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
                       "name in {'type': 'function', 'function': {'name': …}}", "tool_choice")
     if value != "named" and not tools: raise invalid(f"tool_choice is {value!r} without tools", "tool_choice")
     if value == "named" and name not in (names := [tool["function"]["name"] for tool in tools]):
-        raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {', '.join(names)}",
+        raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {listed(names)}",
                       "tool_choice")
     return ToolChoice(value, name if value == "named" else "", several)

@@ -72,25 +72,42 @@ class Embedder:
         if isinstance(prompt, str): ids = self._encode(prompt, limit)
         else:
             ids = list(prompt)[:limit]
-            if bad := [i for i in ids if not 0 <= i < self.config.network.vocab_size]:
-                raise RequestError(f"token id {bad[0]} is not in the vocabulary",
-                                   f"0 to {self.config.network.vocab_size - 1}",
-                                   "use ids of this model's tokenizer")
+            self._require_ids(ids)
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token", "pass a longer prompt")
         self._require_room(ids)
         return ids
 
+    def _require_ids(self, ids: Sequence[int]) -> None:
+        for bad in (min(ids, default=0), max(ids, default=0)):
+            if 0 <= bad < self.config.network.vocab_size: continue
+            raise RequestError(f"token id {bad} is not in the vocabulary",
+                               f"0 to {self.config.network.vocab_size - 1}",
+                               "use ids of this model's tokenizer")
+
     def encode_pair(self, first: str, second: str, most: int | None = None) -> Pair:
         """Token ids of two texts, with the special tokens around and between them. The longer text is cut off
         first, if there are more than `most` tokens. Raises `RequestError`."""
+        [pair] = self.encode_pairs([first], [second], most)
+        return pair
+
+    def encode_pairs(self, firsts: Sequence[str], seconds: Sequence[str], most: int | None = None,
+                     step: Callable[[], None] = lambda: None) -> list[Pair]:
+        """`encode_pair` of the texts of two lists, each of which is tokenized once. `step` is called before
+        each."""
         self._require_truncation(most)
         tokenizer, limit = self.require_tokenizer(), self.length if most == -1 else most
-        if limit is None:
-            for text in (first, second): tokenizer.require_fitting(text, self.length + 1)
-        ids = Pair(*tokenizer.encode_pair(first, second, limit))
-        self._require_room(ids)
-        return ids
+        ids: dict[str, list[int]] = {}
+        made: list[Pair] = []
+        for one, two in zip(firsts, seconds, strict=True):
+            for text in (one, two):
+                if text in ids: continue
+                step()
+                tokenizer.require_fitting(text, self.length, truncated=limit is not None)
+                ids[text] = tokenizer.encode(text, special=False)[:limit]
+            made.append(Pair(*tokenizer.pair(ids[one], ids[two], limit)))
+            self._require_room(made[-1])
+        return made
 
     def _require_truncation(self, most: int | None) -> None:
         if most is None or most == -1 or 1 <= most <= self.length: return
@@ -106,10 +123,8 @@ class Embedder:
     def _encode(self, text: str, limit: int | None) -> list[int]:
         tokenizer = self.require_tokenizer()
         if self.config.pooling.lowercase: text = text.lower()
-        if limit is None:
-            tokenizer.require_fitting(text, self.length + 1)
-            return tokenizer.encode(text)
-        return tokenizer.encode_truncated(text, limit)
+        tokenizer.require_fitting(text, self.length, truncated=limit is not None)
+        return tokenizer.encode(text) if limit is None else tokenizer.encode_truncated(text, limit)
 
     @property
     def classifier(self) -> Classifier | None:

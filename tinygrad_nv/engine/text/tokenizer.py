@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from tinygrad_nv.engine.text.content_format import formed, is_text, text_of
+from tinygrad_nv.engine.text.prompt_length import TextBound
 from tinygrad_nv.engine.text.templates import DEFAULT, chosen, templates_in_metadata, templates_of
 from tinygrad_nv.engine.text.tokenizer_config import configure
 from tinygrad_nv.errors import RequestError, TokenizerError
@@ -26,20 +27,21 @@ from tinygrad_nv.models.gguf_path import find
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 MARK = "\ue000\ue001\ue002"     # of the end of a message, in no text: for private use
-# characters a token may stand for, as a multiple of the longest token: some tokenizers drop spaces
-MAX_CHARS_PER_TOKEN = 4
+# characters and ids from which on a call leaves Python's lock to other threads
+LONG, LONG_IDS = 2048, 1024
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer with its special tokens (name → text, such as "bos_token") and chat template; `named` are
     further ones, such as "tool_use". `content_format` says how templates read contents (content_format.py).
-    """
+    `most`: characters of a prompt; None is any number."""
     backend: tokenizers.Tokenizer
     special: Mapping[str, str]
     template: str | None
     named: Mapping[str, str] = field(default_factory=dict)
     content_format: str = "auto"
+    most: int | None = None
 
     @staticmethod
     def load(directory: Path) -> Tokenizer:
@@ -82,22 +84,30 @@ class Tokenizer:
         templates = templates_in_metadata(file.metadata)
         return Tokenizer(tokenizer_of(file), special_tokens(file), templates.pop(DEFAULT, None), templates)
 
-    def require_fitting(self, text: str, length: int) -> None:
-        """Raises `RequestError` for a text that is far longer than `length` tokens, before it is tokenized:
-        that takes seconds, and hundreds of bytes a character."""
-        if len(text) > MAX_CHARS_PER_TOKEN * self._longest * length:
-            raise RequestError(f"the prompt has {len(text)} characters, the context holds {length} tokens",
-                               f"at most {length - 1} tokens, so that one can be added",
+    def require_fitting(self, text: str, room: int, truncated: bool = False) -> None:
+        """Raises `RequestError` for a text that has more than `room` tokens for sure, unless it is to be
+        `truncated`, and for one that is longer than any that is tokenized."""
+        if not truncated and (least := self.bound.least(text)) > room:
+            raise RequestError(f"the prompt has {len(text)} characters, {least} or more tokens, the context "
+                               f"holds {room} of a prompt", f"at most {room} tokens",
                                "shorten the prompt or raise --max-model-len")
+        if self.most is not None and len(text) > self.most:
+            raise RequestError(f"the prompt has {len(text)} characters", f"at most {self.most} characters: a "
+                               "longer one is not tokenized, not even to be truncated", "shorten the prompt")
 
     @cached_property
-    def _longest(self) -> int: return max(map(len, self.backend.get_vocab()), default=1)
+    def bound(self) -> TextBound:
+        """How many tokens a text has at least."""
+        return TextBound.of(self.backend)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Ids of `text`, with the special tokens that the model expects around it unless `special` is False.
         """
         self.require_utf8(text)
-        return list(self.backend.encode(text, add_special_tokens=special).ids)
+        if len(text) <= LONG: return list(self.backend.encode(text, add_special_tokens=special).ids)
+        # `encode` would hold Python's lock until it is done, for seconds
+        [made] = self.backend.encode_batch_fast([text], add_special_tokens=special)
+        return list(made.ids)
 
     def require_utf8(self, text: str) -> None:
         """Raises `RequestError` for a text that is not."""
@@ -110,27 +120,54 @@ class Tokenizer:
     def encode_truncated(self, text: str, most: int, side: str = "right") -> list[int]:
         """`encode`, cut off at the end, or at the beginning ("left"), so that there are at most `most` ids,
         the special tokens among them."""
-        own = self.backend.encode(text, add_special_tokens=False)
-        around = self.backend.num_special_tokens_to_add(False)
-        if len(own) + around > most: own.truncate(max(most - around, 0), direction=side)
-        return list(self.backend.post_process(own).ids)[:most]
+        own = self.encode(text, special=False)
+        keep = max(most - self.backend.num_special_tokens_to_add(False), 0)
+        own = own[:keep] if side == "right" else own[max(len(own) - keep, 0):]
+        return self.surrounded(own)[0][:most]
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """Ids of two texts, and of which type each token is. Of more than `most` the longer text is cut off
         first, token by token."""
-        for text in (first, second): self.require_utf8(text)
-        one, two = (self.backend.encode(text, add_special_tokens=False) for text in (first, second))
+        return self.pair(*(self.encode(text, special=False) for text in (first, second)), most)
+
+    def pair(self, one: Sequence[int], two: Sequence[int],
+             most: int | None = None) -> tuple[list[int], list[int]]:
+        """`encode_pair` of texts whose ids are known."""
         if most is not None:
             room = max(0, most - self.backend.num_special_tokens_to_add(True))
             own = min(len(one), max(room - len(two), -(-room // 2)))
-            one.truncate(own)
-            two.truncate(max(0, room - own))
-        made = self.backend.post_process(one, two)
-        return list(made.ids), list(made.type_ids)
+            one, two = one[:own], two[:max(0, room - own)]
+        return self.surrounded(one, two)
+
+    def surrounded(self, *texts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ids of one or two texts with the special tokens around them, and of which type each token is."""
+        ids, types = list[int](), list[int]()
+        for token, kind in self._layouts[len(texts) - 1]:
+            new = texts[-token - 1] if token < 0 else (token,)
+            ids += new
+            types += [kind] * len(new)
+        return ids, types
+
+    @cached_property
+    def _layouts(self) -> tuple[list[tuple[int, int]], ...]:
+        """What stands around a text, and around two: ids, −1 for the first text and −2 for the second, each
+        with its type."""
+        def probe(token: int) -> tokenizers.Encoding:
+            """The encoding of a text of one token."""
+            made = tokenizers.Encoding()
+            made.__setstate__(json.dumps({
+                "ids": [token], "type_ids": [0], "tokens": [""], "words": [None], "offsets": [[0, 0]],
+                "special_tokens_mask": [0], "attention_mask": [1], "overflowing": [], "sequence_ranges": {},
+            }).encode())
+            return made
+        found = (self.backend.post_process(probe(0)), self.backend.post_process(probe(0), probe(1)))
+        return tuple([(token if added else -1 - token, kind) for token, kind, added in zip(
+            made.ids, made.type_ids, made.special_tokens_mask, strict=True)] for made in found)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, special tokens left out unless `skip_special_tokens` is False."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if len(ids) <= LONG_IDS: return str(self.backend.decode(list(ids), skip_special_tokens))
+        return str(self.backend.decode_batch([list(ids)], skip_special_tokens)[0])
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""

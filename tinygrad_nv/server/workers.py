@@ -1,0 +1,103 @@
+"""Threads for what requests make the server compute: large bodies, long texts, long answers.
+
+Protocol: `await aside(size, task)` is `task()`, at once for small sizes and in a thread for others. There are
+two threads, one of them for sizes from `LARGE` on, so that a long text waits for those before it and holds up
+no other request. A task whose caller was cancelled (its client has disconnected) does not begin, or ends at
+its next `checkpoint()`. The threads are daemons: the process ends without waiting for them.
+
+While one of them runs, Python switches between threads every `SWITCH_S`, so that the event loop and the
+engine wait so long at most. What runs longer inside a library must release the interpreter's lock.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+INLINE = 4096           # characters that are tokenized in the event loop: about 5 ms at most
+INLINE_BYTES = 32 << 10     # of a body that is read in the event loop: about 5 ms at most
+LARGE = 256 << 10       # from so many characters or bytes on, a task runs in the thread for large ones
+SWITCH_S = 0.0005       # sys.setswitchinterval while a thread is busy; Python's own is 5 ms
+
+
+class Abandoned(Exception):
+    """The task's caller is gone."""
+
+
+class Stop:
+    """Whether the caller of a task is gone."""
+    asked = False
+
+
+_STOP: contextvars.ContextVar[Stop] = contextvars.ContextVar("stop")
+_busy, _lock, _usual_s = 0, threading.Lock(), sys.getswitchinterval()
+
+
+def checkpoint() -> None:
+    """Ends the task if its caller is gone. For loops over texts."""
+    if (stop := _STOP.get(None)) is not None and stop.asked: raise Abandoned
+
+
+class Worker:
+    """A thread that runs tasks one after the other; it starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.thread, self.tasks = name, None, queue.SimpleQueue[Callable[[], None]]()
+        self.thread: threading.Thread | None
+
+    async def run(self, task: Callable[[], T]) -> T:
+        """The task's result."""
+        done, stop = Future[T](), Stop()
+        context = contextvars.copy_context()
+        context.run(_STOP.set, stop)
+
+        def work() -> None:
+            if not done.set_running_or_notify_cancel(): return
+            try: result = context.run(task)
+            except BaseException as error: done.set_exception(error)
+            else: done.set_result(result)
+        self._start()
+        self.tasks.put(work)
+        try: return await asyncio.wrap_future(done)
+        finally: stop.asked = True
+
+    def _start(self) -> None:
+        with _lock:
+            if self.thread is not None: return
+            self.thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
+            self.thread.start()
+
+    def _loop(self) -> None:
+        while True:
+            work = self.tasks.get()
+            with _often_switched(): work()
+            del work    # and what it holds, before the next one comes
+
+
+SMALL_WORKER, LARGE_WORKER = Worker("texts"), Worker("large texts")
+
+
+async def aside(size: int, task: Callable[[], T], inline: int = INLINE) -> T:
+    """See above. `inline`: the largest size that is done at once."""
+    if size <= inline: return task()
+    return await (LARGE_WORKER if size >= LARGE else SMALL_WORKER).run(task)
+
+
+@contextmanager
+def _often_switched() -> Iterator[None]:
+    global _busy
+    with _lock:
+        _busy += 1
+        sys.setswitchinterval(SWITCH_S)
+    try: yield
+    finally:
+        with _lock:
+            _busy -= 1
+            if not _busy: sys.setswitchinterval(_usual_s)
