@@ -26,10 +26,13 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20       # OpenAI's bounds, also for bias and penalties
 MAX_BIASED_TOKENS = 300
-MAX_BAD_WORDS = 1000
-MAX_BAD_WORD_CHARACTERS = 64 << 10     # of all bad words: each is tokenized twice, and followed in answers
-MAX_STOP_CHARACTERS = 1024      # of a stop string: each new token is compared with all of it
-MAX_TOKEN_IDS = 1 << 19     # of a list of token ids: vocabularies have up to half of that
+MAX_BAD_WORDS = 1000            # limit: bad words of a request
+# each is tokenized twice, and followed in answers
+MAX_BAD_WORD_CHARACTERS = 64 << 10      # limit: characters of all bad words of a request
+# each new token is compared with all of it
+MAX_STOP_CHARACTERS = 1024      # limit: characters of a stop string
+# vocabularies have up to half of that
+MAX_TOKEN_IDS = 1 << 19         # limit: token ids in stop_token_ids, or in allowed_token_ids
 LAST = "logits_processors"      # the last field
 _SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
                  Number.frequency_penalty]

@@ -50,7 +50,7 @@ from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import until_disconnect
-from tinygrad_nv.server.workers import INLINE_BYTES, aside
+from tinygrad_nv.server.workers import INLINE_BYTES, aside, uncollected
 
 Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response]]
 # endpoints with a JSON body, and the prefixes of their ids
@@ -150,7 +150,7 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         async def large() -> Response:
             def parsed() -> dict[str, Any]:
                 require_bounded(body, service.limits)
-                return parse(body)
+                with uncollected(): return parse(body)
             return await answer(request, service, record, await aside(record.size, parsed))
         # reading it takes long enough for the client to leave
         return await until_disconnect(request, large())

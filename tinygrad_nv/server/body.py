@@ -16,10 +16,12 @@ from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import RequestLimits
 
 USUAL_BYTES = RequestLimits.body_bytes
-# of a body of 4 MiB, and as much more of a larger one (--max-body-bytes): objects and lists, names in
-# objects, and all values. Reading as many takes about 0.3 s and 100 MB
-MAX_CONTAINERS, MAX_NAMES, MAX_VALUES = 1 << 16, 1 << 17, 1 << 20
-MAX_DEPTH = 512         # levels of nesting: JSON schemas of 100 levels have about 200
+# Those of a body of 4 MiB; a larger one may have as many more. Reading as many takes about 0.2 s and 50 MB.
+MAX_CONTAINERS = 1 << 15    # limit: objects and lists of a body; grows with --max-body-bytes
+MAX_NAMES = 1 << 16         # limit: names in objects of a body; grows with --max-body-bytes
+MAX_VALUES = 1 << 20        # limit: values of a body, such as token ids; grows with --max-body-bytes
+# JSON schemas of 100 levels have about 200
+MAX_DEPTH = 512             # limit: levels of nesting of a body
 SLICE = 1 << 20         # bytes that are counted at a time
 QUOTE, COMMA, COLON = map(ord, '",:')
 

@@ -58,9 +58,9 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     """A request of /v1/chat/completions. Without `max_completion_tokens` or `max_tokens`, an answer may fill
     the context."""
     fields = Fields(data)
-    given = _messages(fields)
-    require_bounded_texts([*_arguments(given)], limits, "a tool call")
-    messages = tuple(_message(item, at) for at, item in enumerate(given))
+    listed = _messages(fields)
+    require_bounded_texts([*_arguments(listed)], limits, "a tool call")
+    messages = tuple(_message(item, at) for at, item in enumerate(listed))
     tools = tool_list(fields)
     if tools and not fields.left.get("functions"):
         for name in ("functions", "function_call"): fields.hint(name, ([], "auto", "none"))

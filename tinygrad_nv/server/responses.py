@@ -32,21 +32,22 @@ from tinygrad_nv.server.response_store import Stored
 from tinygrad_nv.server.responses_request import ResponseRequest, messages_of, response_request
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
-from tinygrad_nv.server.workers import checkpoint
+from tinygrad_nv.server.workers import INLINE_BYTES, aside, checkpoint
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    parsed = await service.read(record, lambda: response_request(data, service.responses,
-                                                                 service.model.defaults, service.limits))
+    before = service.responses.size(data.get("previous_response_id"))
+    parsed = await service.read(record, lambda: response_request(
+        data, service.responses, service.model.defaults, service.limits), before)
     size = record.size + parsed.size_before
     chat = await _fitted(service, parsed.chat, size) if parsed.truncate else parsed.chat
     conversation = await Conversation.of(service, chat, size)
     record.stream = parsed.chat.stream
     builder = ResponseBuilder(record.id, conversation, parsed)
     events = _events(service, conversation, builder, parsed, record)
-    if parsed.background: return _in_background(service, builder, parsed, events)
+    if parsed.background: return await _in_background(service, builder, parsed, record, events)
     if parsed.chat.stream: return await streamed(request, events, record, Typed(builder.failed))
     return await until_disconnect(request, _whole(events, builder))
 
@@ -60,7 +61,7 @@ async def _events(service: Service, conversation: Conversation, builder: Respons
         begun, reason = True, update.finish_reason
         for event in builder.push(update): yield event
     last = builder.finish(reason, record)
-    if parsed.store: service.responses.put(_stored(builder, parsed))
+    if parsed.store: service.responses.put(await _stored(builder, parsed, record))
     for event in last: yield event
 
 
@@ -69,12 +70,13 @@ async def _whole(events: Chunks, builder: ResponseBuilder) -> Response:
     return JSONAnswer(builder.response)
 
 
-def _stored(builder: ResponseBuilder, parsed: ResponseRequest) -> Stored:
-    return Stored(builder.response, parsed.items, [*parsed.messages, *messages_of(builder.output)])
+async def _stored(builder: ResponseBuilder, parsed: ResponseRequest, record: Record) -> Stored:
+    made = Stored(builder.response, parsed.items, [*parsed.messages, *messages_of(builder.output)])
+    return await aside(record.size + parsed.size_before, made.measure, INLINE_BYTES)
 
 
-def _in_background(service: Service, builder: ResponseBuilder, parsed: ResponseRequest,
-                   events: Chunks) -> Response:
+async def _in_background(service: Service, builder: ResponseBuilder, parsed: ResponseRequest,
+                         record: Record, events: Chunks) -> Response:
     async def run() -> None:
         service.active += 1
         try:
@@ -89,7 +91,7 @@ def _in_background(service: Service, builder: ResponseBuilder, parsed: ResponseR
             service.active -= 1
 
     shown = {**builder.response, "status": "queued"}
-    stored = _stored(builder, parsed)
+    stored = await _stored(builder, parsed, record)
     stored.task = asyncio.ensure_future(run())
     service.responses.put(stored)
     return JSONAnswer(shown)

@@ -19,7 +19,7 @@ from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.leniency import ignore, spelled
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.past_calls import add_call, add_past
-from tinygrad_nv.server.response_store import ResponseStore, Stored
+from tinygrad_nv.server.response_store import ResponseStore, Stored, size
 from tinygrad_nv.server.tools import leave_out, listed, other_tool
 
 # fields that mean the same as in /v1/chat/completions
@@ -45,7 +45,7 @@ SHOWN: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metad
 class ResponseRequest:
     """`items`: the input items; `messages`: the conversation up to them, without instructions; `shown`: what
     the response repeats. `truncate`: the oldest messages may be left out. `size_before`: bytes of the earlier
-    response that it goes on with."""
+    response and items that it names."""
     chat: ChatRequest
     items: list[dict[str, Any]]
     messages: list[dict[str, Any]]
@@ -61,11 +61,16 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     """A request of /v1/responses."""
     fields = Fields(data)
     asked: dict[str, Any] = {name: fields.take(name) for name in SHARED}
-    items = _items(fields, store)
+    items, size_before = _items(fields, store, limits)
     instructions = fields.text("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
     previous, spelling = _previous(fields, store), dict(SPELLING)
     before: Sequence[dict[str, Any]] = () if previous is None else previous.messages
+    if previous is not None: size_before += previous.conversation
+    if size_before > limits.body_bytes:
+        raise invalid(f"the response that this one goes on with and the items that it refers to have "
+                      f"{size_before} bytes, expected at most {limits.body_bytes}; to fix: begin a new "
+                      "conversation, or raise --max-body-bytes", "input", "too_long")
     messages = [*before, *messages_of(items, spelling, len(system) + len(before))]
     if not messages: raise invalid("input has nothing that the model reads, expected a message", "input")
     asked |= {"messages": [*system, *messages], "max_completion_tokens": fields.whole("max_output_tokens", 1),
@@ -92,8 +97,7 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     shown["temperature"], shown["top_p"] = request.params.temperature, request.params.top_p
     shown["text"] = data.get("text") or {"format": {"type": "text"}}
     shown["reasoning"] = {"effort": request.effort, "summary": None}
-    return ResponseRequest(request, items, messages, shown, keep, background, truncate,
-                           0 if previous is None else previous.size)
+    return ResponseRequest(request, items, messages, shown, keep, background, truncate, size_before)
 
 
 # **** fields ****
@@ -187,8 +191,9 @@ def _stream_options(fields: Fields) -> None:
 
 # **** items ****
 
-def _items(fields: Fields, store: ResponseStore) -> list[dict[str, Any]]:
-    """Input items, each with a type and an id; those of earlier responses, where they are referred to."""
+def _items(fields: Fields, store: ResponseStore, limits: RequestLimits) -> tuple[list[dict[str, Any]], int]:
+    """Input items, each with a type and an id; those of earlier responses, where they are referred to, and
+    the bytes of these."""
     value = fields.take("input")
     if value is None: raise invalid("input is missing, expected a string or a list of items", "input",
                                     "missing_field")
@@ -197,7 +202,11 @@ def _items(fields: Fields, store: ResponseStore) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise fields.wrong("input", value, "a string or a list of items")
     if not value: raise invalid("input is empty, expected at least one item", "input")
-    return [_item(each, f"input[{at}]", store) for at, each in enumerate(value)]
+    made, referred = [_item(each, f"input[{at}]", store) for at, each in enumerate(value)], 0
+    for given, found in zip(value, made, strict=True):
+        # the bytes of many may be those of one
+        if given.get("type") == "item_reference" and referred <= limits.body_bytes: referred += size(found)
+    return made, referred
 
 
 def _item(given: dict[str, Any], path: str, store: ResponseStore) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
-from tinygrad_nv.server.workers import INLINE_BYTES, aside
+from tinygrad_nv.server.workers import INLINE_BYTES, aside, uncollected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -228,9 +228,11 @@ class Service:
         try: return self.model.require_tokenizer()
         except NVError as error: raise api_error(error) from error
 
-    async def read(self, record: Record, task: Callable[[], T]) -> T:
-        """`task()`, which reads the fields of a body: in a thread for a large one."""
-        return await aside(record.size, task, INLINE_BYTES)
+    async def read(self, record: Record, task: Callable[[], T], more: int = 0) -> T:
+        """`task()`, which reads the fields of a body, and `more` bytes: in a thread for many."""
+        def read() -> T:
+            with uncollected(): return task()
+        return await aside(record.size + more, read, INLINE_BYTES)
 
     async def aside(self, size: int, task: Callable[[], T]) -> T:
         """`task()`, in a thread for long texts."""

@@ -40,9 +40,9 @@ from tinygrad_nv.server.tracing import Tracer
 from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
-# characters of a text that is tokenized at most, or for each token of the context where that is more: a
-# million take about a second, and up to 400 MB meanwhile
-MAX_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN = 1 << 20, 16
+# a million characters take about a second, and up to 400 MB meanwhile
+MAX_PROMPT_CHARACTERS = 1 << 20     # limit: characters of a prompt, or 16 for each token of --max-model-len
+CHARACTERS_PER_TOKEN = 16
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:

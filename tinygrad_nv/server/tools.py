@@ -16,6 +16,7 @@ from tinygrad_nv.server.leniency import ignore
 
 Tool = dict[str, Any]
 NO_PARAMETERS = {"type": "object", "properties": {}}
+MAX_TOOLS = 2048    # limit: tools of a request
 MOST_LISTED = 32    # names in a message
 MOST_NAME = 256     # characters; names of tools of MCP servers are long
 
@@ -38,6 +39,9 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
     """The tools of a request, each a function with a name and parameters, which may be none. Other fields are
     left for the chat template."""
     tools = fields.objects("tools") or []
+    if len(tools) > MAX_TOOLS:
+        raise invalid(f"{fields.path('tools')} has {len(tools)} tools, expected at most {MAX_TOOLS}",
+                      fields.path("tools"))
     made, refused = list[Tool](), list[APIError]()
     for at, tool in enumerate(tools):
         function = tool.get("function")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import queue
 import sys
 import threading
@@ -37,7 +38,7 @@ class Stop:
 
 
 _STOP: contextvars.ContextVar[Stop] = contextvars.ContextVar("stop")
-_busy, _lock, _usual_s = 0, threading.Lock(), sys.getswitchinterval()
+_busy, _uncollected, _lock, _usual_s = 0, 0, threading.Lock(), sys.getswitchinterval()
 
 
 def checkpoint() -> None:
@@ -49,8 +50,8 @@ class Worker:
     """A thread that runs tasks one after the other; it starts with the first."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.thread, self.tasks = name, None, queue.SimpleQueue[Callable[[], None]]()
-        self.thread: threading.Thread | None
+        self.name, self.tasks = name, queue.SimpleQueue[Callable[[], None]]()
+        self.thread: threading.Thread | None = None
 
     async def run(self, task: Callable[[], T]) -> T:
         """The task's result."""
@@ -88,6 +89,21 @@ async def aside(size: int, task: Callable[[], T], inline: int = INLINE) -> T:
     """See above. `inline`: the largest size that is done at once."""
     if size <= inline: return task()
     return await (LARGE_WORKER if size >= LARGE else SMALL_WORKER).run(task)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collects no garbage meanwhile. For reading a body, whose objects all stay: to look for cycles among
+    tens of thousands holds up all threads, each time that some more were made."""
+    global _uncollected
+    with _lock:
+        _uncollected += 1
+        gc.disable()
+    try: yield
+    finally:
+        with _lock:
+            _uncollected -= 1
+            if not _uncollected: gc.enable()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tinygrad_nv.errors import NVError
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
+LONG = 64 << 10     # characters of JSON
 Message = Mapping[str, Any]
 
 
@@ -55,7 +56,10 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Ma
 
 def strict_json(text: str) -> Any:
     """See above. Raises `ValueError`, and `RecursionError` for what is nested too deeply."""
-    return json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float)
+    # a function of Python, which lets other threads go on among a million numbers
+    whole = _int if len(text) > LONG else None
+    return json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float,
+                      parse_int=whole)
 
 
 def _is_call(call: Any) -> bool:
@@ -88,6 +92,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(word: str) -> float: raise ValueError(f"{word} is not a JSON number")
+
+
+def _int(text: str) -> int: return int(text)
 
 
 def _float(text: str) -> float:

@@ -128,7 +128,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """Ids of two texts, and of which type each token is. Of more than `most` the longer text is cut off
         first, token by token."""
-        return self.pair(*(self.encode(text, special=False) for text in (first, second)), most)
+        return self.pair(self.encode(first, special=False), self.encode(second, special=False), most)
 
     def pair(self, one: Sequence[int], two: Sequence[int],
              most: int | None = None) -> tuple[list[int], list[int]]:
