@@ -8,6 +8,7 @@ Templates are untrusted code, which runs in a sandbox (chat_template.py).
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
