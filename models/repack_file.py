@@ -4,18 +4,21 @@ Protocol: `write(file, key, parts, data)` writes the parts of a layer. `describe
 file says of them, `empty` a part with buffers that have no memory yet, `read` fills them. A damaged file
 raises one of `DAMAGES`.
 
-All buffers one after the other, as they lie in memory; JSON: the key, and of each part its type, shape,
-flags, and a CRC-32 of each buffer; a footer: `MAGIC`, the length of the JSON, its CRC-32. The length of a
-file follows from types and shapes. A CRC costs as much as reading from the page cache (2 GB/s of a core);
-files are not synced when they are written, so it is what finds blocks that a crash of the system left out.
+All buffers one after the other, as they lie in memory; JSON: of each part its type, shape, flags, and a
+CRC-32 of each buffer; a footer: `MAGIC`, the length of the JSON, its hash with the key, which is a secret.
+The length of a file follows from types and shapes. A CRC costs as much as reading from the page cache (2 GB/s
+of a core); files are not synced when they are written, so it is what finds blocks that a crash of the system
+left out. Buffers have no keyed hash, which costs twice as much: no byte of a weight is code.
 """
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,6 +26,7 @@ from zlib import crc32
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv import private
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant import sparse
 from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
@@ -37,7 +41,7 @@ from tinygrad_nv.tile.spec_json import from_plain, to_plain
 from .quantised import Part
 
 CHUNK = 1 << 20             # bytes that are copied and summed at a time: they stay in a core's cache
-MAGIC, FOOTER = b"repacked", struct.Struct("<8sII")
+MAGIC, FOOTER = b"repacked", struct.Struct("<8sI32s")
 DAMAGES = (OSError, ValueError, LookupError, TypeError, AttributeError, SpecError)
 
 
@@ -94,8 +98,12 @@ def write(file: FileIO, key: str, parts: Sequence[Part], data: list[dict[str, me
     """Writes a layer; `parts` keep the memory of `data`."""
     sums = [{name: _copy_out(view, file) for name, view in each.items()} for each in data]
     described = [_said(part, each) for part, each in zip(parts, sums, strict=True)]
-    text = json.dumps({"key": key, "parts": described}).encode()
-    _put(file, memoryview(text + FOOTER.pack(MAGIC, len(text), crc32(text))))
+    text = json.dumps({"parts": described}).encode()
+    _put(file, memoryview(text + FOOTER.pack(MAGIC, len(text), _hash(key, text))))
+
+
+def _hash(key: str, text: bytes) -> bytes:
+    return private.seal(hashlib.sha256(key.encode()).digest(), "", text)
 
 
 def _copy_out(data: memoryview, file: FileIO) -> int:
@@ -114,28 +122,27 @@ def _put(file: FileIO, data: memoryview) -> None:
 
 def describe(path: Path, key: str) -> tuple[list[dict[str, Any]], int]:
     """What a file says of its parts, and the bytes of their buffers. Raises ValueError of a damaged one."""
-    with path.open("rb") as file:
+    with private.opened(path) as file:
         size = file.seek(0, os.SEEK_END) - FOOTER.size
         file.seek(max(size, 0))
         footer = file.read(FOOTER.size)
-        magic, length, total = FOOTER.unpack(footer) if len(footer) == FOOTER.size else (b"", 0, 0)
+        magic, length, found = FOOTER.unpack(footer) if len(footer) == FOOTER.size else (b"", 0, b"")
         if magic != MAGIC or length > size: raise ValueError("its end is missing")
         file.seek(size - length)
         text = file.read(length)
-    if crc32(text) != total: raise ValueError("its description has another checksum")
-    found = json.loads(text)
-    if found["key"] != key: raise ValueError("it is of other weights")
-    return list(found["parts"]), size - length
+    if not hmac.compare_digest(_hash(key, text), found):
+        raise ValueError("it is of other weights, or its description was changed")
+    return list(json.loads(text)["parts"]), size - length
 
 
 def read(path: Path, tensors: list[Tensor], sums: list[int]) -> None:
     """Reads buffers into place. Raises ValueError where one has another checksum."""
-    with path.open("rb", buffering=0) as file:
+    with private.opened(path) as file:
         for tensor, wanted in zip(tensors, sums, strict=True):
             if _copy_in(file, tensor) != wanted: raise ValueError("a buffer has another checksum")
 
 
-def _copy_in(file: FileIO, tensor: Tensor) -> int:
+def _copy_in(file: BufferedReader, tensor: Tensor) -> int:
     """Fills a buffer; its checksum."""
     view, size, total = memory.host_bytes(tensor), int(tensor.nbytes()), 0
     staged = memoryview(bytearray(CHUNK if view is None else 0))

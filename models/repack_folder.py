@@ -23,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv import cache, config, quant
+from tinygrad_nv import cache, config, private, quant
 from tinygrad_nv.functional import weights_key
 from tinygrad_nv.quant.readers.reader import StoredMatrix
 from tinygrad_nv.quant.types import nbytes
@@ -40,7 +40,7 @@ Stamp = tuple[str, int, int, int]
 
 def root() -> Path:
     """What holds all folders."""
-    return cache.named() / "repacked"
+    return cache.readable() / "repacked"
 
 
 def stored_bytes(folder: Path) -> int:
@@ -53,8 +53,8 @@ def stored_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Folder:
-    """A model's. `key` is all of what its bytes depend on, hashed; `stamps` are those of the checkpoint's
-    files, `sizes` bytes of each layer."""
+    """A model's. `key` is all of what its bytes depend on and the cache's own key, hashed; `stamps` are those
+    of the checkpoint's files, `sizes` bytes of each layer."""
     path: Path
     key: str
     stamps: tuple[Stamp, ...]
@@ -70,7 +70,7 @@ class Folder:
 
     def keep(self, number: int, write: Callable[[FileIO], None]) -> None:
         """Makes a layer's file, beside its place and renamed. Raises OSError, and leaves nothing then."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        private.make(self.path)
         handle, name = tempfile.mkstemp(PART, dir=self.path)
         try:
             with open(handle, "wb", buffering=0) as file: write(file)
@@ -86,7 +86,7 @@ class Folder:
         can."""
         bound, wanted = int(config.get("NV_REPACK_CACHE")) * GB, sum(self.sizes[each] for each in layers)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            private.make(self.path)
             for path in self.path.glob(f"*{PART}"):
                 if time.time() - path.stat().st_mtime > ABANDONED_S: path.unlink()
             own, free = stored_bytes(self.path), shutil.disk_usage(self.path).free
@@ -110,6 +110,7 @@ def folder_of(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> F
     """A model's folder; None where nothing is kept: NV_REPACK_CACHE=0, or a cache directory that is
     temporary, or a checkpoint that cannot be looked at."""
     if not config.get("NV_REPACK_CACHE") or cache.is_temporary(cache.directory()): return None
+    if (secret := private.key(root().parent)) is None: return None
     try: stamps = _stamps({os.path.realpath(path) for each in entries.values() for path in _files(each)})
     except OSError: return None
     parallel = model.parallel
@@ -121,7 +122,7 @@ def folder_of(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> F
     key = _hash(first, stamps, found, _code(), importlib.metadata.version("tinygrad"))
     sizes = tuple(sum(_part_bytes(model, *part) for part in layer.parts if isinstance(part, tuple))
                   for layer in plan.layers)
-    return Folder(root() / f"{first[:24]}-{key[:24]}", key, stamps, sizes)
+    return Folder(root() / f"{first[:24]}-{key[:24]}", _hash(key, secret), stamps, sizes)
 
 
 def _part_bytes(model: Llama, stored: Any, shape: tuple[int, int]) -> int:

@@ -3,7 +3,10 @@
 Protocol: `directory()` can be written. It is NV_CACHE_DIR, else tinygrad_nv in XDG_CACHE_HOME or ~/.cache.
 Where that cannot be written or has no room, as in containers, it is a directory for temporary files, in
 memory where there is no other; it is removed when the process ends, a line on stderr says so, and the
-processes that this one starts find it in NV_CACHE_DIR. What was there already is read from `named()`.
+processes that this one starts find it in NV_CACHE_DIR. What was there already is read from `readable()`.
+
+What lies there is loaded as code. A directory that others may write (private.py) is neither read nor written:
+the temporary one takes its place, too. Programs go on, since only time is lost: kernels are compiled again.
 """
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-from tinygrad_nv import config
+from tinygrad_nv import config, private
+from tinygrad_nv.errors import ConfigError
 
 LOCK = threading.RLock()  # held while places are looked for
 ROOM = 1 << 20  # bytes that must fit: a few compiled kernels
@@ -30,16 +34,38 @@ def named() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tinygrad_nv"
 
 
+def readable() -> Path:
+    """Where what was kept is read: the place that is named, unless others may write it."""
+    place = named()
+    return directory() if private.refusal(place) else place
+
+
 def directory() -> Path:
     """A directory that exists and can be written."""
     with LOCK: return _usable(named())
 
 
-def write(path: Path, text: str) -> None:
-    """Written beside and renamed, so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file: file.write(text)
-    os.replace(file.name, path)
+def folder(name: str) -> Path:
+    """A folder of the directory, for this user alone. One that others made there, when they could write the
+    directory, is renamed."""
+    return _own_folder(directory() / name)
+
+
+@functools.lru_cache(64)
+def _own_folder(place: Path) -> Path:
+    private.make(place)
+    if why := private.refusal(place):
+        aside = Path(tempfile.mkdtemp(prefix=f"{place.name}.refused-", dir=place.parent))
+        os.rename(place, aside)
+        private.make(place)
+        print(f"tinygrad-nv: {place} is {aside.name} now, and is not used: {why}", file=sys.stderr)
+    return place
+
+
+def zig() -> Path:
+    """zig's own cache, which zig trusts: under a name that others cannot know beforehand."""
+    known = private.key(directory())
+    return folder(f"zig-{private.seal(known, 'zig', b'').hex()[:16]}" if known else "zig")
 
 
 def is_temporary(place: Path) -> bool:
@@ -49,8 +75,9 @@ def is_temporary(place: Path) -> bool:
 
 def why_not(place: Path) -> str:
     """Why nothing can be kept in a directory, which is made; "" where it can."""
+    if refused := private.refusal(place): return refused
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        private.make(place)
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(bytes(ROOM))
             file.flush()
@@ -64,15 +91,25 @@ def _usable(place: Path) -> Path:
 
 
 def instead_of(place: Path, why: str) -> Path:
-    """A directory for this process and those it starts; `place` itself where there is no other."""
+    """A directory for this process and those it starts; `place` itself where there is no other. Raises
+    `ConfigError` where others may write that."""
+    refused = private.refusal(place)
     for base in dict.fromkeys((*_temporary(), "/dev/shm")):
         try: made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         except OSError: continue
         if not why_not(made): break
         with contextlib.suppress(OSError): made.rmdir()
-    else: return place
-    print(f"tinygrad-nv: nothing can be kept in {place} ({why}); what is compiled is in {made} until the "
-          "process ends. To keep it, set NV_CACHE_DIR", file=sys.stderr)
+    else:
+        if refused:
+            raise ConfigError(f"the cache directory {place}: {refused}", "one that only this user may write",
+                              "set NV_CACHE_DIR to such a directory")
+        return place
+    kept, way_out = "can be kept in", ""
+    if refused:
+        kept, way_out = "is read from or kept in", " to a directory that only you may write" + (
+            f", or chmod 700 {place}" if why.startswith(private.EVERYONE) and private.is_mine(place) else "")
+    print(f"tinygrad-nv: nothing {kept} {place} ({why}); what is compiled is in {made} until the process "
+          f"ends. To keep it, set NV_CACHE_DIR{way_out}", file=sys.stderr)
     os.environ.update(NV_CACHE_DIR=str(made))
     atexit.register(_remove, made, os.getpid())
     return made

@@ -23,12 +23,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, private
 from tinygrad_nv.errors import ToolchainError
 
 Origin = Literal["CC", "PATH", "ziglang"]
@@ -62,7 +63,7 @@ def zig_environment() -> dict[str, str]:
     """Zig insists on a writable cache directory, also where HOME is read-only."""
     environment = dict(os.environ)
     if "ZIG_GLOBAL_CACHE_DIR" not in environment:
-        environment["ZIG_GLOBAL_CACHE_DIR"] = str(cache.directory() / "zig")
+        environment["ZIG_GLOBAL_CACHE_DIR"] = str(cache.zig())
     return environment
 
 
@@ -165,21 +166,23 @@ def shared_library(folder: Path, main: str, flags: Sequence[str], name: str, wha
     sources = [part for path in sorted(folder.iterdir()) for part in (path.name.encode(), path.read_bytes())]
     native = _processor() if "-march=native" in flags else ""
     facts = [*sources, compiler.identity.encode(), native.encode(), " ".join((*flags, *libraries)).encode()]
-    place = cache.directory() / name
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / f"{hashlib.sha256(bytes(1).join(facts)).hexdigest()[:32]}.so"
-    if path.is_file(): return path
-    # beside it, and renamed, so that a reader sees all of it or nothing
-    part = path.with_suffix(f".{os.getpid()}")
-    # zig has a cache of its own, which a source changed during a compilation spoils: the key is part of the
-    # command
-    command = [*compiler.command, *flags, f"-DLIBRARY_KEY={path.stem}", str(folder / main), "-o", str(part),
-               *libraries]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=compiler.environment())
-    if done.returncode:
-        raise ToolchainError(f"{command[0]} did not compile {what}:\n{done.stderr[-2000:]}",
-                             "clang, or a compiler that takes its flags", "unset CC, or point it at a clang")
-    os.replace(part, path)
+    path = cache.folder(name) / f"{hashlib.sha256(bytes(1).join(facts)).hexdigest()[:32]}.so"
+    # the loader leaves the seal behind the library alone. (It is loaded by its path: only this user may write
+    # the folder, and of two libraries by the number of a descriptor, glibc takes the second for the first.)
+    if private.read_sealed(path) is not None: return path
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as beside:
+        part = Path(beside) / path.name
+        # zig has a cache of its own, which a source changed during a compilation spoils: the key is part of
+        # the command
+        command = [*compiler.command, *flags, f"-DLIBRARY_KEY={path.stem}", str(folder / main), "-o",
+                   str(part), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              env=compiler.environment())
+        if done.returncode:
+            raise ToolchainError(f"{command[0]} did not compile {what}:\n{done.stderr[-2000:]}",
+                                 "clang, or a compiler that takes its flags",
+                                 "unset CC, or point it at a clang")
+        private.write_sealed(path, part.read_bytes())
     return path
 
 

@@ -22,7 +22,7 @@ KINDS = ("eager", "lazy", "typing")
 # from the bottom up; of one row, none imports another. tile and cpu make kernels and runtime runs them, so it
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
-LAYERS = ("errors table interrupt collection progress files", "config option_file", "cache",
+LAYERS = ("errors table interrupt collection progress files", "config option_file private", "cache",
           "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "dist", "functional corrected elementary dlpack shapes",
           "kvcache graphs numerics bundle",
@@ -289,3 +289,38 @@ def test_an_import_of_tinygrads_internals_is_found(tmp_path: Path, source: str, 
     ("choose(spec, target)", False), ("target_of(x.device) is None", False)])
 def test_a_question_for_the_target_is_found(text: str, wrong: bool):
     assert bool(list(asked(ast.parse(text)))) is wrong
+
+
+# **** code that data can name ****
+
+# modules that read data which names code to run, and the files that may import one, with the reason
+RUNS_DATA = ("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
+UNPICKLES = {"allow_pickle": "True", "weights_only": "False"}   # arguments of numpy.load and torch.load
+MAY_RUN = {"models/pickles.py": "a subclass of Unpickler makes nothing but the names of a state dict",
+           "tinygrad_nv/engine/worker/step_process.py": "a pipe that the fork inherits, not a file",
+           "tinygrad_nv/hooks/threads.py": "tinygrad's database, of which unsealed values are absent"}
+
+
+def pickles(root: Path, tops: Iterable[str] = TOPS) -> list[str]:
+    """Files that import a module of RUNS_DATA, or have numpy or torch unpickle."""
+    found = set()
+    for module, file in (files := modules(root, tops)).items():
+        text = (root / file).read_text()
+        if not any(word in text for word in (*RUNS_DATA, *UNPICKLES)): continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom) and any(
+                    target.partition(".")[0] in RUNS_DATA for target in _targets(node, module, False, files)):
+                found.add(file)
+            if isinstance(node, ast.keyword) and node.arg in UNPICKLES \
+                    and ast.unparse(node.value) == UNPICKLES[node.arg]: found.add(file)
+    return sorted(found)
+
+
+def test_no_file_is_unpickled(tmp_path: Path):
+    assert pickles(ROOT) == sorted(MAY_RUN)
+    (tmp_path / "a").mkdir()
+    for number, text in enumerate(("def f():\n    import pickle", "from joblib.numpy_pickle import load",
+                                   "np.load(x, allow_pickle=True)", "torch.load(x, weights_only=False)",
+                                   "np.load(x, allow_pickle=False)")):
+        (tmp_path / "a" / f"{number}.py").write_text(text)
+    assert pickles(tmp_path, ("a",)) == [f"a/{number}.py" for number in range(4)]

@@ -15,9 +15,10 @@ JSON of a program:  name, code [offset, bytes], of PTX cubin [offset, bytes],
 """
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinygrad import dtypes
@@ -31,6 +32,7 @@ from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.note import Note, ProgramKernel
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
+from tinygrad_nv.tile.spec_json import from_plain, to_plain
 
 DTYPES = {short(each): each for each in (
     dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
@@ -65,9 +67,11 @@ def launches(linear: UOp) -> list[UOp]:
 
 class ProgramTable:
     """Programs of a set of steps, numbered as they come; code that several have is kept once. `assemble`
-    makes a cubin of PTX, which is kept beside it."""
+    makes a cubin of PTX, which is kept beside it. `several`: kernels may run on several devices, or call a
+    library."""
 
-    def __init__(self, assemble: Callable[[str], bytes] | None = None) -> None:
+    def __init__(self, assemble: Callable[[str], bytes] | None = None, several: bool = False) -> None:
+        self.several = several
         self.numbers: dict[UOp, int] = {}
         self.rows: list[dict[str, Any]] = []
         self.code, self.assemble = bytearray(), assemble
@@ -94,7 +98,7 @@ class ProgramTable:
             if code not in self._cubins: self._cubins[code] = self.assemble(code.rstrip(b"\0").decode())
             row["cubin"] = self._placed(self._cubins[code])
         if isinstance(kernel, ProgramKernel):
-            row["launch"] = _launch(kernel.aux, info.name)
+            row["launch"] = _launch(kernel.aux, info.name, self.several)
             if (note := kernel.note) is not None:
                 schedule = "" if note.schedule is None else str(note.schedule)
                 row["note"] = [note.template, note.reason, schedule]
@@ -128,30 +132,44 @@ def _work(estimates: Estimates | None) -> list[int]:
     return [each if isinstance(each, int) else 0 for each in numbers]
 
 
-def _launch(launch: LaunchConfig, name: str) -> dict[str, Any]:
-    if launch.call is not None or launch.peers is not None:
+def _launch(launch: LaunchConfig, name: str, several: bool) -> dict[str, Any]:
+    partners = {key: value for key in ("call", "peers") if (value := getattr(launch, key)) is not None}
+    if several: partners = {key: [type(each).__name__, to_plain(each)] for key, each in partners.items()}
+    elif partners:
         raise BundleError(f"kernel {name} runs on several devices", "kernels of one device",
                           "compile a model of one rank")
-    return {key: value for key, value in asdict(launch).items() if key not in ("call", "peers")}
+    plain = asdict(replace(launch, call=None, peers=None))
+    return {key: value for key, value in plain.items() if key not in ("call", "peers")} | partners
 
 
-def programs(rows: Any, code: bytes, target: Target, file: str, cubins: bool = False) -> list[UOp]:
-    """The programs of a bundle for a device of this target, which takes `cubins` or not. Raises
-    `BundleError`."""
+def _partner(kind: str, found: Any) -> Any:
+    """What a launch's `call` or `peers` is, of its name and its fields."""
+    from tinygrad_nv.dist.collectives.device import DeviceCall
+    from tinygrad_nv.dist.collectives.peer_ranks import RankPeers
+    from tinygrad_nv.runtime.together import Peers
+    kinds = {each.__name__: each for each in (DeviceCall, RankPeers, Peers)}
+    return from_plain(kinds[kind], found)
+
+
+def programs(rows: Any, code: bytes, target: Target, file: str, cubins: bool = False,
+             several: bool = False) -> list[UOp]:
+    """The programs of a bundle for a device of this target, which takes `cubins` or not; of `several`
+    devices, too, or of one alone. Raises `BundleError`."""
     if not isinstance(rows, list): raise BundleError(f"{file}: no list of programs", "a list", FIX)
     made = []
     for number, row in enumerate(rows):
-        try: made.append(_program(row, code, target, "cubin" if cubins and "cubin" in row else "code"))
+        try: made.append(_program(row, code, target, "cubin" if cubins and "cubin" in row else "code",
+                                  several))
         except (NVError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise BundleError(f"{file}: program {number} is none: {error}", "the fields of docs/bundles.md",
                               FIX) from error
     return made
 
 
-def _program(row: dict[str, Any], code: bytes, target: Target, which: str) -> UOp:
+def _program(row: dict[str, Any], code: bytes, target: Target, which: str, several: bool) -> UOp:
     start, size = _integers(row[which], 2)
     if not size or start + size > len(code): raise BundleError("its code ends behind the part", "code inside")
-    parameters = tuple(UOp.placeholder((_whole(numel),), DTYPES[dtype], _whole(slot))
+    parameters = tuple(_parameter(_whole(slot), DTYPES[dtype], _whole(numel))
                        for slot, dtype, numel in row["parameters"])
     variables = tuple(_read_variable(*each) for each in row["variables"])
     block = row["block"]
@@ -164,11 +182,20 @@ def _program(row: dict[str, Any], code: bytes, target: Target, which: str) -> UO
     kernel = KernelInfo(name=name, estimates=work)
     if "launch" in row:
         note = row.get("note")
-        kernel = ProgramKernel(name=name, estimates=work, aux=_read_launch(row["launch"], len(parameters)),
+        launch = _read_launch(row["launch"], len(parameters), several)
+        kernel = ProgramKernel(name=name, estimates=work, aux=launch,
                                note=None if note is None else Note(_text(note[0]), _text(note[1])))
     return UOp(Ops.PROGRAM, src=(UOp.sink(arg=kernel), UOp(Ops.LINEAR, src=parameters),
                                  UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=code[start:start + size])),
                arg=info)
+
+
+@functools.lru_cache(1 << 12)
+def _parameter(slot: int, dtype: DType, numel: int) -> UOp: return UOp.placeholder((numel,), dtype, slot)
+
+
+@functools.lru_cache(1 << 12)
+def _parameter_bytes(parameter: UOp) -> int: return int(parameter.max_numel()) * parameter.dtype.itemsize
 
 
 def _read_variable(slot: int, dtype: str, low: int, high: int, multiple: int, name: str) -> UOp:
@@ -177,7 +204,7 @@ def _read_variable(slot: int, dtype: str, low: int, high: int, multiple: int, na
     return UOp(Ops.PARAM, src=(UOp(Ops.STACK),), arg=arg)
 
 
-def _read_launch(found: Mapping[str, Any], pointers: int) -> LaunchConfig:
+def _read_launch(found: Mapping[str, Any], pointers: int, several: bool) -> LaunchConfig:
     cluster = _integers(found["cluster"], 3)
     maps = tuple(_read_map(each) for each in found["maps"])
     zeroed = tuple(Zeroed(_whole(each["pointer"]), _whole(each["nbytes"])) for each in found["zeroed"])
@@ -186,7 +213,9 @@ def _read_launch(found: Mapping[str, Any], pointers: int) -> LaunchConfig:
     integers = tuple(Integer(int(each["offset"]), tuple(map(int, each["factors"])))
                      for each in found["integers"])
     return LaunchConfig(_whole(found["dynamic_smem"]), (cluster[0], cluster[1], cluster[2]),
-                        found["pdl"] is True, zeroed, maps, integers)
+                        found["pdl"] is True, zeroed, maps, integers,
+                        *(_partner(*found[each]) if several and each in found else None
+                          for each in ("call", "peers")))
 
 
 def _read_map(found: Mapping[str, Any]) -> MapArgument:
@@ -251,7 +280,7 @@ def _launched(found: list[int], table: Sequence[UOp], marks: Sequence[UOp]) -> U
     if len(arguments) != pointers: raise ValueError(f"{len(arguments)} arguments of {pointers}")
     for at, parameter in zip(arguments, program.src[1].src, strict=True):
         place: Place = marks[at].tag
-        if place.size * place.dtype.itemsize < parameter.max_numel() * parameter.dtype.itemsize:
+        if place.size * place.dtype.itemsize < _parameter_bytes(parameter):
             raise ValueError(f"{place.size} elements where {program.arg.name} has {parameter.max_numel()}")
     return program.call(*(marks[at] for at in arguments))
 

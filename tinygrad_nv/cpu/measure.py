@@ -18,9 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -30,6 +28,7 @@ from typing import Any
 import numpy as np
 from tinygrad.dtype import DType
 
+from tinygrad_nv import private
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
 from tinygrad_nv.cpu.target import CPU
@@ -39,6 +38,7 @@ from tinygrad_nv.tile.gemm.spec import INT8S
 
 LAUNCH_SECONDS = 2e-6    # of a kernel in a captured graph, where all threads meet twice
 FORMAT = "tinygrad_nv cpu rates 1"
+MOST_BYTES = 1 << 20        # of cpu.json
 READ, F32, BF16, S8 = range(4)
 LEAST_BYTES, MOST_BYTES = 64 << 20, 256 << 20
 CHAINS, STEPS, PARTS = 12, 100_000, 8
@@ -109,7 +109,7 @@ def path() -> Path:
 
 def _kept() -> dict[str, Any]:
     """What the file has; nothing where it cannot be read or is something else."""
-    try: data = json.loads(path().read_text())
+    try: data = json.loads(private.read(path(), MOST_BYTES))
     except (OSError, ValueError, RecursionError): return {}
     if not isinstance(data, dict) or data.get("format") != FORMAT: return {}
     kept = data.get("rates")
@@ -117,13 +117,8 @@ def _kept() -> dict[str, Any]:
 
 
 def _keep(name: str, made: Rates) -> None:
-    """Beside the file, then renamed: of two who measure at a time, one is read by all."""
-    file = path()
-    file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, "rates": {**_kept(), name: asdict(made)}}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f"{file.name}.", delete=False) as beside:
-        beside.write(text + "\n")
-    os.replace(beside.name, file)
+    private.write(path(), f"{text}\n".encode())
 
 
 # **** measuring ****

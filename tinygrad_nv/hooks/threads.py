@@ -4,7 +4,8 @@ tinygrad 0.14.0 keeps as state of the process what belongs to the thread that wo
 
 * one connection to its database, which sqlite lets serve only the thread that opened it. The main thread
   keeps that connection; each other thread gets one of its own, closed when the thread ends. A database that
-  cannot be written is used as a copy in the directory of cache.py, also by the processes that compile.
+  cannot be written is used as a copy in the directory of cache.py, also by the processes that compile; in
+  the place of one that others may write (private.py) there is a new one.
 * `ALLOW_DEVICE_USAGE`, which is 0 while a kernel is generated: launches of other threads would be refused,
   and after two overlapping generations it would stay 0. It has a value for each thread, and each use of
   `Context` as a decorator remembers the values that it found itself.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import pickle
 import sys
 import threading
 import types
@@ -34,10 +35,11 @@ from tinygrad import helpers, schedule
 from tinygrad.device import Device
 from tinygrad.engine import jit, realize, worker
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, private
 from tinygrad_nv.hooks.replaced import put_back, replace, theirs
 
 LOWERING = threading.RLock()
+SQLITE = b"SQLite format 3\0"       # what such a file begins with
 _own = threading.local()
 _SETTINGS: tuple[helpers.ContextVar[Any], ...] = (helpers.ALLOW_DEVICE_USAGE, helpers.CAPTURING)
 _OPEN = "_Device__get_canonicalized_item"
@@ -46,6 +48,7 @@ _OPEN = "_Device__get_canonicalized_item"
 def install() -> None:
     """Makes that state a thread's own."""
     replace(helpers, "db_connection", _connection)
+    replace(helpers, "pickle", _SealedPickles())
     for owner in _pool_owners(): replace(owner, "get_worker_pool", _workers)
     replace(helpers.Context, "_recreate_cm", _fresh)
     replace(type(Device), _OPEN, _OpenOnce(theirs(type(Device), _OPEN)))
@@ -57,6 +60,7 @@ def install() -> None:
 def remove() -> None:
     """Undoes `install`. Devices that are open stay so."""
     put_back(helpers, "db_connection")
+    put_back(helpers, "pickle")
     for owner in _pool_owners(): put_back(owner, "get_worker_pool")
     if helpers.CACHEDB in _moved: helpers.CACHEDB = _moved[helpers.CACHEDB]
     if os.environ.get("CACHEDB") in _moved: os.environ["CACHEDB"] = helpers.CACHEDB
@@ -68,28 +72,73 @@ def remove() -> None:
 
 # **** the cache on disk ****
 
+_keys: dict[str, bytes | None] = {}     # of databases
 _moved: dict[str, str] = {}  # databases in use, and which they are in the place of: most in their own
 
 
 def _place() -> None:
-    """Puts tinygrad's cache into our directory, with a copy of what it has, where it cannot be written."""
+    """Puts tinygrad's cache into our directory, with a copy of what it has, where it cannot be written; where
+    others may write it, or it is no database, without."""
     if helpers.CACHEDB in _moved: return
     with cache.LOCK:
         if (before := helpers.CACHEDB) in _moved: return
-        why = cache.why_not(Path(before).parent)
+        refused = private.refusal(Path(before).parent)
+        why = refused or cache.why_not(Path(before).parent)
+        if not why: why = refused = _refusal(before)
         if not why and os.path.exists(before) and not os.access(before, os.W_OK): why = "it is read-only"
         if not why:
-            _moved[before] = before
+            _moved[before] = _new(before)
             return
         place = cache.directory()
         made = str(place / "tinygrad.db")
         with contextlib.suppress(OSError):
+            if _refusal(made): private.remove(Path(made))
             # other processes may be there: none finds half of it
-            if not os.path.exists(made): os.replace(shutil.copyfile(before, f"{made}.{os.getpid()}"), made)
+            if not refused and not os.path.exists(made):
+                with private.opened(before) as file: private.write(Path(made), file)
         if not cache.is_temporary(place):
-            print(f"tinygrad-nv: {before} cannot be written ({why}); {made} is used", file=sys.stderr)
-        _moved[made] = before
+            verb = "is not used" if refused else "cannot be written"
+            print(f"tinygrad-nv: {before} {verb} ({why}); {made} is used", file=sys.stderr)
+        _moved[_new(made)] = before
+        if not refused: _keys[made] = private.key(Path(before).parent)      # of what was copied
         helpers.CACHEDB = os.environ["CACHEDB"] = made
+
+
+def _refusal(database: str) -> str:
+    """Why a file is not used as tinygrad's database; "" of one that is, or is not there."""
+    try:
+        with private.opened(database) as file: head = file.read(len(SQLITE))
+    except FileNotFoundError: return ""
+    except OSError as error: return error.strerror or str(error)
+    return "" if head in (b"", SQLITE) else "it is no database"
+
+
+def _new(database: str) -> str:
+    """The path of a database, which is there from now on: for this user alone, whatever the umask is."""
+    with contextlib.suppress(OSError): os.close(os.open(database, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    return database
+
+
+class _SealedPickles:
+    """What tinygrad's database takes for `pickle`: values have a keyed hash behind them, which pickle leaves
+    alone, and one whose hash does not fit is absent. So nothing is unpickled that this user's processes did
+    not write, and machine code whose bits changed is compiled again."""
+
+    def dumps(self, value: Any) -> bytes:
+        """A pickle, and its seal."""
+        data = pickle.dumps(value)
+        return data if (known := _key()) is None else data + private.seal(known, "", data)
+
+    def loads(self, data: bytes) -> Any:
+        """The value; None, which tinygrad takes for one that is not there."""
+        found = private.content(_key(), "", data)
+        return None if found is None else pickle.loads(found)
+
+
+def _key() -> bytes | None:
+    if (known := _keys.get(helpers.CACHEDB)) is None:
+        known = _keys[helpers.CACHEDB] = private.key(Path(helpers.CACHEDB).parent)
+    return known
 
 
 def _connection() -> Any:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, private
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.toolchain import find_compiler
 
@@ -28,6 +28,7 @@ AUDITOR = "host.so"
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-fno-sanitize=all", "-g0")
 RUNTIMES = ("libcudart.so.12", "libcudart.so.13")      # names, and versions of symbols
 DRIVER = "libcuda.so.1"
+LIBRARIES = (AUDITOR, DRIVER, *RUNTIMES)
 
 
 @functools.cache
@@ -48,15 +49,25 @@ def built() -> Path:
                              "run it in a container of that platform")
     compiler = find_compiler(any_c=True)
     text = "\0".join((SOURCE.read_text(), *names(), *FLAGS, *RUNTIMES, compiler.identity))
-    place = cache.directory() / "host" / hashlib.sha256(text.encode()).hexdigest()[:32]
-    if not place.is_dir():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=place.parent))
-        try:
-            _build(compiler.command, compiler.environment(), part)
-            if not place.is_dir(): os.replace(part, place)
-        finally: shutil.rmtree(part, ignore_errors=True)
+    place = cache.folder("host") / hashlib.sha256(text.encode()).hexdigest()[:32]
+    if _is_whole(place): return place
+    part = Path(tempfile.mkdtemp(dir=place.parent))
+    try:
+        _build(compiler.command, compiler.environment(), part)
+        for name in LIBRARIES: private.write_sealed(part / name, (part / name).read_bytes(), _root(place))
+        if not _is_whole(place):        # by now: another process may have built it
+            shutil.rmtree(place, ignore_errors=True)
+            os.replace(part, place)
+    finally: shutil.rmtree(part, ignore_errors=True)
     return place
+
+
+def _is_whole(place: Path) -> bool:
+    """Whether a folder has the libraries as they were built."""
+    return all(private.read_sealed(place / name, _root(place)) is not None for name in LIBRARIES)
+
+
+def _root(place: Path) -> Path: return place.parent.parent
 
 
 def _build(command: Sequence[str], environment: dict[str, str] | None, into: Path) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, private
 from tinygrad_nv.errors import PTXError, ToolchainError
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a")
@@ -98,8 +98,8 @@ def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = (), stric
                        "change the target")
     ptxas = require_ptxas()
     key = hashlib.sha256("\0".join((text, arch, *flags, version(ptxas), "1")).encode()).hexdigest()
-    cached = _cache_directory() / f"{key}.json"
-    if cached.is_file(): return _checked(text, *_load(cached), strict)
+    cached = cache.folder("cubin") / f"{key}.json"
+    if (kept := private.read_sealed(cached)) is not None: return _checked(text, *_loaded(kept), strict)
     with tempfile.TemporaryDirectory() as directory:
         source, cubin = Path(directory) / "kernel.ptx", Path(directory) / "kernel.cubin"
         source.write_text(text)
@@ -112,18 +112,15 @@ def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = (), stric
     return _checked(text, arch, binary, words, strict)
 
 
-def _cache_directory() -> Path:
-    return cache.directory() / "cubin"
-
-
-def _load(path: Path) -> tuple[str, bytes, str]:
-    entry = json.loads(path.read_text())
+def _loaded(kept: bytes) -> tuple[str, bytes, str]:
+    entry = json.loads(kept)
     return entry["arch"], base64.b85decode(entry["cubin"]), entry["words"]
 
 
 def _store(path: Path, entry: tuple[str, bytes, str]) -> None:
     arch, cubin, words = entry
-    cache.write(path, json.dumps({"arch": arch, "cubin": base64.b85encode(cubin).decode(), "words": words}))
+    made = {"arch": arch, "cubin": base64.b85encode(cubin).decode(), "words": words}
+    private.write_sealed(path, json.dumps(made).encode())
 
 
 def _refused(text: str, arch: str, words: str) -> PTXError:

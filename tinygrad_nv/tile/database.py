@@ -19,14 +19,14 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv import cache, config
+from tinygrad_nv import cache, config, private
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.tile.clock import HOWS, How
@@ -41,6 +41,7 @@ from tinygrad_nv.toolchain import find_compiler
 FORMAT = "tinygrad_nv schedules 1"
 SHIPPED = Path(__file__).parent / "shipped.json"
 ORIGIN_CHARACTERS = 200
+MOST_BYTES = 64 << 20       # of a file: an entry has less than 4 KB
 CPU_NAMES = re.compile(r"cpu \S+, [1-9]\d{0,4} threads")
 Key = tuple[str, str, str, How, str]     # a spec's JSON, architecture, toolchain; of what is modelled the GPU
 
@@ -136,7 +137,7 @@ def _path(named: str, *_: str | None) -> str:
     """The database's path for these values of what it depends on. Each schedule that is looked up asks for
     it: to make it again takes 20 µs."""
     if named: return str(Path(named).expanduser())
-    there = cache.named() / "schedules.json"
+    there = cache.readable() / "schedules.json"
     return str(there if there.is_file() else cache_directory() / "schedules.json")
 
 
@@ -223,7 +224,8 @@ def _read(file: Path, locked: bool = False) -> dict[Key, Entry]:
     """The entries of a file, from memory while it is unchanged. `locked`: by the caller."""
     if (mark := _mark(file)) is None: return {}
     if file in _known and _known[file][0] == mark: return _known[file][1]
-    try: made = {entry.key: entry for entry in parse(file.read_text(), file)}
+    # of any owner, where NV_SCHEDULES names it: every entry is checked
+    try: made = {entry.key: entry for entry in parse(private.read(file, MOST_BYTES, True).decode(), file)}
     except OSError as error:
         note(f"the schedule database cannot be read: {error}")
         return {}
@@ -283,7 +285,7 @@ def _set_aside(file: Path, mark: tuple[int, ...], why: str, locked: bool) -> Non
 def store(new: Iterable[Entry], file: Path | None = None) -> None:
     """Adds entries, in place of those with the same key. Raises OSError where the file cannot be written."""
     file = file or path()
-    file.parent.mkdir(parents=True, exist_ok=True)
+    private.make(file.parent)
     with _locked(file):
         _write(file, {**_read(file, locked=True), **{entry.key: entry for entry in new}}.values())
 
@@ -322,19 +324,8 @@ def dumped(which: Iterable[Entry]) -> str:
 
 
 def _write(file: Path, which: Iterable[Entry]) -> None:
-    """Beside it, then renamed: a reader sees all of it or nothing."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f"{file.name}.", delete=False) as beside:
-        beside.write(dumped(which))
-    os.replace(beside.name, file)
+    private.write(file, dumped(which).encode())
 
 
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """One writer at a time, where the system has file locks."""
-    try: import fcntl  # noqa: I001 (absent on Windows)
-    except ImportError:
-        yield
-        return
-    with open(file.with_name(f"{file.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _locked(file: Path) -> AbstractContextManager[None]:
+    return private.locked(file.with_name(f"{file.name}.lock"))

@@ -15,7 +15,7 @@ from tinygrad_nv.engine.worker import prebuilt_steps, step_file
 from tinygrad_nv.tile import database
 
 FACTS, PLACES = ("weights", 16), [("model.embedding", 1024, "float", 0)]
-STEPS = {"step": UOp(Ops.LINEAR, src=(UOp(Ops.NOOP, tag="a"),))}
+STEPS = {"step": UOp(Ops.LINEAR, src=(UOp(Ops.CUSTOM_FUNCTION, src=(UOp(Ops.LINEAR),), arg="graph").call(),))}
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def test_they_are_read(model: Path):
 
 
 def test_those_of_another_model_are_not(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Unpickling runs what a file says: no directory of a user's may bring one."""
+    """Steps have machine code: no directory of a user's may bring some."""
     monkeypatch.setattr(prebuilt_steps, "BUNDLED", model.parent)
-    monkeypatch.setattr(step_file.pickle, "loads", lambda data: pytest.fail("a file was unpickled"))
+    monkeypatch.setattr(step_file, "loads", lambda data, target: pytest.fail("a file was read"))
     assert prebuilt_steps.read(model, "CPU", FACTS, PLACES) == {}
 
 

@@ -1,6 +1,9 @@
 """Captured steps on disk: a second runner traces none and answers the same; what has changed is captured."""
 from __future__ import annotations
 
+import json
+import lzma
+import pickle
 import shutil
 from pathlib import Path
 
@@ -10,12 +13,16 @@ from tinygrad import helpers
 from tinygrad.engine.realize import compile_linear, run_linear
 from tinygrad.uop.ops import Ops, UOp, buffers
 
-from tinygrad_nv import Tensor
+from tinygrad_nv import Tensor, private
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.worker import step_file
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_store import StepStore
+from tinygrad_nv.private import KEY, write_sealed
 from tinygrad_nv.runtime.programs import Compilations
+from tinygrad_nv.runtime.renderers import renderer_of
 
+SIZE_OF_JSON = step_file.LENGTH
 # a prompt in a chunk, a decode, and a sampler with every filter
 DRAWN = SamplingParams(temperature=1.0, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.2,
                        logit_bias={3: 1.0})
@@ -53,9 +60,9 @@ def kept(model, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, kept, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory with that file."""
+    """A cache directory with that file, and the key that its seal is made with."""
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
-    shutil.copytree(kept[2].parent, tmp_path / "steps")
+    shutil.copytree(kept[2].parent.parent, tmp_path, dirs_exist_ok=True)
     return tmp_path / "steps"
 
 
@@ -81,10 +88,55 @@ def test_another_setting_is_another_file(kept, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_damaged_file_is_none(kept, directory: Path):
-    for damage in (b"", kept[2].read_bytes()[:-40], b"other bytes"):
-        (file := directory / "damaged").write_bytes(damage)
+    file, whole = directory / kept[2].name, kept[2].read_bytes()
+    assert len(StepStore(file, "CPU", dict).steps) == kept[1]
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damage in (b"", whole[:-40], b"other bytes" * 9, bytes(flipped)):
+        file.write_bytes(damage)
         assert StepStore(file, "CPU", dict).steps == {}
-    assert len(StepStore(kept[2], "CPU", dict).steps) == kept[1]
+
+
+def test_a_file_of_another_cache_is_none(kept, directory: Path):
+    """Its seal is of another key."""
+    (directory.parent / KEY).unlink()
+    assert StepStore(directory / kept[2].name, "CPU", dict).steps == {}
+
+
+class Hostile:
+    """What a pickle would run."""
+    def __init__(self, marker: Path) -> None: self.marker = marker
+    def __reduce__(self): return Path.touch, (self.marker,)
+
+
+def test_nothing_of_a_file_is_run_and_what_is_none_is_absent(kept, directory: Path, tmp_path: Path):
+    """With a seal that fits, as if this user had made them."""
+    file, target = directory / kept[2].name, renderer_of("CPU").target
+    good = lzma.decompress(private.read_sealed(file) or b"")
+    length, = SIZE_OF_JSON.unpack_from(good)
+    text, code = json.loads(good[8:8 + length]), good[8 + length:]
+    assert len(step_file.loads(packed(text, code), target)) == kept[1]
+    row, name = text["programs"][0], next(iter(text["steps"]))
+    step, deep = text["steps"][name], "[" * 100_000
+    hostile = [pickle.dumps({"a": Hostile(tmp_path / "ran")}), SIZE_OF_JSON.pack(1 << 60) + b"{}",
+               SIZE_OF_JSON.pack(2), SIZE_OF_JSON.pack(len(deep)) + deep.encode(),
+               SIZE_OF_JSON.pack(2) + b"[]", b""]
+    changed: list[dict[str, object]] = [
+        {"programs": [{**row, "code": [0, 1 << 40]}]}, {"programs": [{**row, "code": ["0", 1]}]},
+        {"programs": [{**row, "parameters": [[0, "os.system", 1]]}]}, {"programs": 5}, {"steps": {name: 5}},
+        {"steps": {name: {**step, "batches": [{"graph": 0, "launches": [[10**9, 0]]}]}}},
+        {"steps": {name: {**step, "places": [["a", 1, "f32", -5, 0]]}}},
+        {"programs": [{**row, "launch": {**row["launch"], "call": ["Popen", {"args": "ls"}]}}]}]
+    for data in (*map(lzma.compress, hostile), *(packed({**text, **each}, code) for each in changed)):
+        write_sealed(file, data)
+        assert StepStore(file, "CPU", dict).steps == {}
+    assert not (tmp_path / "ran").exists()
+
+
+def packed(text: dict[str, object], code: bytes) -> bytes:
+    """A file's content."""
+    data = json.dumps(text).encode()
+    return lzma.compress(SIZE_OF_JSON.pack(len(data)) + data + code)
 
 
 def test_without_an_identity_nothing_is_kept(model, kept, directory: Path):

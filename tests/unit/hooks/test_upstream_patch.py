@@ -63,7 +63,7 @@ hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((), ()))
 assert schedule.pre_schedule == [(hooks.rewritten, hooks.configuration)]
 assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
 always = {{"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing",
-          "free_intermediates", "get_worker_pool", "_prepare_jit_inputs", "__call__",
+          "free_intermediates", "get_worker_pool", "_prepare_jit_inputs", "__call__", "pickle",
           "pm_dtype_decomps"}}
 assert {{attribute for _, attribute in replaced._replaced}} == {{
     *always, "scaled_dot_product_attention", "conv2d", "_compact_params", "__init__", *corrected.METHODS}}

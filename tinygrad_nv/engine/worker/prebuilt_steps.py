@@ -26,6 +26,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.cpu.isa import flags
 from tinygrad_nv.engine.worker import step_file
+from tinygrad_nv.runtime.renderers import renderer_of
 
 NAME = "steps-x86-64-v3.xz"
 MISSING = f"there is no {NAME}"
@@ -69,11 +70,11 @@ def why_unused(model: Path, device: str, facts: Iterable[object], places: object
 
 
 def read(model: Path, device: str, facts: Iterable[object], places: object) -> dict[str, UOp]:
-    """The steps of the bundled model; none where they are not used, and of any other model: unpickling a file
-    runs what it says."""
+    """The steps of the bundled model; none where they are not used, and of any other model: such a file has
+    machine code."""
     facts = list(facts)
     if model.resolve() != BUNDLED or why_unused(model, device, facts, places): return {}
-    return step_file.loads((model / NAME).read_bytes()[KEY_BYTES:])
+    return step_file.loads((model / NAME).read_bytes()[KEY_BYTES:], renderer_of(device).target)
 
 
 def write(file: Path, steps: dict[str, UOp], facts: Iterable[object], places: object) -> None:

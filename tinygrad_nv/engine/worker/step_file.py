@@ -1,18 +1,29 @@
-"""The file of captured steps (step_store.py), and the sources that it depends on."""
+"""The file of captured steps (step_store.py), and the sources that it depends on.
+
+Protocol: `dumps(steps, …)` makes a file's content, and `loads(data, target)` reads it: nothing of it is run.
+It is data as bundles have it (bundle/plan.py), compressed: the length of the JSON, the JSON (programs, and
+steps by name), and the code of programs.
+"""
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import io
+import json
 import lzma
 import os
-import pickle
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from importlib import resources
+from typing import Any
 
+from tinygrad.helpers import Target, disable_gc
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import hooks
+from tinygrad_nv.bundle.plan import MOST_BYTES as MOST_BYTES_OF_TENSOR
+from tinygrad_nv.bundle.plan import ProgramTable, decoded_step, encoded_step, programs
+from tinygrad_nv.errors import BundleError
 
 # settings that change no kernel, or that are in the key by what they name
 NEUTRAL = ("NV_CACHE_DIR", "NV_API_KEY", "NV_SCHEDULES", "NV_REPACK_CACHE", "NV_NVTX", "NV_DEBUG",
@@ -20,6 +31,8 @@ NEUTRAL = ("NV_CACHE_DIR", "NV_API_KEY", "NV_SCHEDULES", "NV_REPACK_CACHE", "NV_
 # folders of the package whose sources make no step
 OTHER = ("server", "cli", "benchmarks", "explain", "host", "quantize", "emulator", "timing",
          "structured_output", "text", "page", "tales")
+LENGTH = struct.Struct("<Q")
+MEMORY, MOST_BYTES = 1 << 30, 1 << 30   # bytes that decompression takes, and that it makes
 FASTEST, SMALLEST = 0, 9 | lzma.PRESET_EXTREME
 
 
@@ -44,15 +57,24 @@ def _files(root: str) -> Iterator[tuple[str, str]]:
             if file.endswith((".py", ".h", ".c")) or file == "shipped.json": yield path[len(root) + 1:], path
 
 
-def loads(data: bytes) -> dict[str, UOp]:
-    """The steps of a file; none of one that is damaged."""
-    try: return pickle.loads(lzma.decompress(data))
-    except (lzma.LZMAError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError,
-            ValueError, IndexError): return {}
+def loads(data: bytes, target: Target) -> dict[str, UOp]:
+    """The steps of a file, for a device of this target; none of one that is damaged."""
+    try:
+        with disable_gc():      # which would look at every node that is made
+            whole = lzma.LZMADecompressor(lzma.FORMAT_XZ, MEMORY).decompress(data, MOST_BYTES)
+            length, = LENGTH.unpack_from(whole)
+            found = json.loads(whole[LENGTH.size:LENGTH.size + length])
+            made = programs(found["programs"], whole[LENGTH.size + length:], target, "steps", several=True)
+            return {name: decoded_step(step, made, lambda owner: MOST_BYTES_OF_TENSOR, name)
+                    for name, step in found["steps"].items()}
+    except (lzma.LZMAError, struct.error, EOFError, BundleError, AttributeError, TypeError, ValueError,
+            KeyError, RecursionError): return {}
 
 
-def dumps(steps: dict[str, UOp], preset: int) -> bytes:
-    """A file's content."""
-    into = io.BytesIO()
-    pickle.Pickler(into, protocol=pickle.HIGHEST_PROTOCOL).dump(steps)
-    return lzma.compress(into.getbuffer(), preset=preset)
+def dumps(steps: Mapping[str, UOp], preset: int) -> bytes:
+    """A file's content, without steps that it has no words for."""
+    table, made = ProgramTable(several=True), dict[str, Any]()
+    for name, step in steps.items():
+        with contextlib.suppress(BundleError, TypeError, KeyError): made[name] = encoded_step(step, table)
+    text = json.dumps({"programs": table.rows, "steps": made}, separators=(",", ":")).encode()
+    return lzma.compress(LENGTH.pack(len(text)) + text + table.code, preset=preset)

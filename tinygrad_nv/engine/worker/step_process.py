@@ -86,6 +86,7 @@ class StepProcess:
         """The next step; None if no more comes."""
         try:
             size, = SIZE.unpack(self._read(SIZE.size))
+            # of a pipe that no other process has an end of: it has no name, and the fork inherits it
             made: CapturedJob = pickle.loads(self._read(size))
         except EOFError: return None
         return made

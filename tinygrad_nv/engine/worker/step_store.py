@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,7 +27,7 @@ from tinygrad.helpers import BEAM, CCACHE, JIT, VIZ
 from tinygrad.nn.state import get_state_dict
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import cache, config, hooks
+from tinygrad_nv import cache, config, hooks, private
 from tinygrad_nv.bundle.plan import Place, is_graph, launches
 from tinygrad_nv.cpu.isa import flags
 from tinygrad_nv.engine.worker import prebuilt_steps
@@ -43,8 +41,8 @@ class StepStore:
     def __init__(self, path: Path, device: str, tensors: Callable[[], Mapping[str, Buffer]],
                  prebuilt: Callable[[], dict[str, UOp]] = dict) -> None:
         self.path, self.device, self.tensors = path, device, tensors
-        try: self.steps = loads(path.read_bytes())
-        except OSError: self.steps = {}
+        found = private.read_sealed(path)
+        self.steps = {} if found is None else loads(found, renderer_of(device).target)
         if not self.steps: self.steps = prebuilt()
         self.changed = False
         self.note = ""      # why steps that came with the model were not used
@@ -61,7 +59,7 @@ class StepStore:
         key = hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
         def prebuilt() -> dict[str, UOp]:
             return {} if model is None else prebuilt_steps.read(model, device, facts, places)
-        made = StepStore(cache.named() / "steps" / f"{key}.xz", device, tensors, prebuilt)
+        made = StepStore(cache.readable() / "steps" / f"{key}.xz", device, tensors, prebuilt)
         if not made.steps and model is not None:
             made.note = prebuilt_steps.why_unused(model, device, facts, places)
         return made
@@ -78,7 +76,8 @@ class StepStore:
             else: owner = own[at.owner] = Buffer(self.device, at.whole, dtypes.uint8)
             return UOp.from_buffer(owner.base.view(at.size, at.dtype, owner.offset + at.offset))
         marks = dict.fromkeys(u for call in launches(kept) for u in call.src[1:] if isinstance(u.tag, Place))
-        if any(isinstance(u.tag.owner, str) and u.tag.owner not in named for u in marks): return None
+        if any(isinstance(u.tag.owner, str) and not _has_room(named.get(u.tag.owner), u.tag) for u in marks):
+            return None
         return _over(kept, {u: memory(u) for u in marks}, {})
 
     def put(self, name: str, linear: UOp, existing: frozenset[UOp]) -> None:
@@ -104,14 +103,8 @@ class StepStore:
         if not self.changed: return
         self.changed = False
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            data = dumps(dict(self.steps), FASTEST)     # a copy: another thread may put a step
-            with tempfile.NamedTemporaryFile("wb", dir=self.path.parent, delete=False) as file:
-                try: file.write(data)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
-            os.replace(file.name, self.path)
+            # a copy: another thread may put a step
+            private.write_sealed(self.path, dumps(dict(self.steps), FASTEST))
 
 
 # **** what is in the key ****
@@ -169,6 +162,10 @@ def _places(linear: UOp, existing: frozenset[UOp], device: str,
             if isinstance(found[argument].owner, int) and number in ins and u not in written: return None
         for number in outs: written.update(_leaves(arguments[number]))
     return found
+
+
+def _has_room(owner: Buffer | None, at: Place) -> bool:
+    return owner is not None and at.offset + at.size * at.dtype.itemsize <= owner.nbytes
 
 
 def _leaves(argument: UOp) -> list[UOp]: return [u for u in argument.toposort() if u.op is Ops.BUFFER]

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, private
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.assemble import Resources, assemble, version
 from tinygrad_nv.ptx.emulator.calls import expanded
@@ -76,6 +76,7 @@ def _disassembled(cubin: bytes) -> str:
     """The text, from the cache where the same disassembler has written it."""
     if (program := disassembler()) is None: return disassembled(cubin, *FLAGS)
     key = hashlib.sha256(cubin + "\0".join((version(program), *FLAGS)).encode()).hexdigest()
-    kept = cache.directory() / "sass" / f"{key}.txt"
-    if not kept.is_file(): cache.write(kept, disassembled(cubin, *FLAGS))
-    return kept.read_text()
+    kept = cache.folder("sass") / f"{key}.txt"
+    if (found := private.read_sealed(kept)) is not None: return found.decode()
+    private.write_sealed(kept, (made := disassembled(cubin, *FLAGS)).encode())
+    return made

@@ -13,20 +13,19 @@ document, and the end), facts.json.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from tinygrad_nv import cache
+from tinygrad_nv import cache, private
 from tinygrad_nv.errors import DataError
 from tinygrad_nv.train.data.encode import Encoded
 from tinygrad_nv.train.data.files import unreadable
@@ -34,17 +33,19 @@ from tinygrad_nv.train.data.files import unreadable
 FORMAT = 1          # of the files below, and of the rules by which records become ids
 BLOCK = 1 << 20     # bytes that are hashed at a time
 NAMES = ("ids.bin", "loss.bin", "offsets.bin")
+MOST_FACTS = 1 << 16    # bytes of facts.json
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Documents one after the other: `ids` [tokens], `loss` uint8 [tokens] (None: loss on all), `offsets`
     int64 [documents + 1]. `disagree`: documents whose prompt has other tokens alone than in front of its
-    completion."""
+    completion. Ids are below `vocab_size`."""
     ids: np.ndarray
     loss: np.ndarray | None
     offsets: np.ndarray
     disagree: int = 0
+    vocab_size: int = 1 << 32
 
     @property
     def lengths(self) -> np.ndarray:
@@ -54,7 +55,11 @@ class Tokens:
     def piece(self, document: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Ids and loss mask (bool, None: loss on all) of tokens of a document."""
         where = slice(first := int(self.offsets[document]) + begin, first + count)
-        return self.ids[where], None if self.loss is None else self.loss[where].astype(bool)
+        if len(ids := self.ids[where]) and int(ids.max()) >= self.vocab_size:   # kernels read that row
+            raise DataError(f"token {int(ids.max())} in the kept tokens of document {document}",
+                            f"tokens below {self.vocab_size}",
+                            f"remove {cache.directory() / 'tokens'}: its files are damaged")
+        return ids, None if self.loss is None else self.loss[where].astype(bool)
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,11 @@ def cached(key: str, vocab_size: int, write: Callable[[Writer], None]) -> Tokens
     cannot be kept."""
     folder = cache.directory() / "tokens"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{key}.lock"):
-            if (found := _opened(folder / key)) is not None: return found
+        folder = cache.folder("tokens")
+        with private.locked(folder / f"{key}.lock"):
+            if (found := _opened(folder / key, vocab_size)) is not None: return found
             _write(folder, key, vocab_size, write)
-            made = _opened(folder / key)
+            made = _opened(folder / key, vocab_size)
             assert made is not None, "what was written cannot be read"
             return made
     except OSError as error:
@@ -155,29 +160,25 @@ def _write(folder: Path, key: str, vocab_size: int, write: Callable[[Writer], No
         raise
 
 
-def _opened(directory: Path) -> Tokens | None:
+def _opened(directory: Path, vocab_size: int) -> Tokens | None:
     """What a directory holds; None where it is not there, or damaged."""
-    try:
-        facts = _facts(json.loads((directory / "facts.json").read_text()))
-        if any((directory / name).stat().st_size != size for name, size in facts.sizes.items()): return None
-    except (OSError, ValueError, TypeError, KeyError): return None
     def mapped(name: str, dtype: str) -> np.ndarray:
-        if not facts.sizes[name]: return np.zeros(0, dtype)     # an empty file cannot be mapped
-        return np.memmap(directory / name, dtype, "r")
-    loss = mapped("loss.bin", "uint8") if "loss.bin" in facts.sizes else None
-    return Tokens(mapped("ids.bin", facts.dtype), loss, mapped("offsets.bin", "int64"), facts.disagree)
+        with private.opened(directory / name) as file:
+            if (size := os.fstat(file.fileno()).st_size) != facts.sizes[name]: raise ValueError(name)
+            if not size: return np.zeros(0, dtype)      # an empty file cannot be mapped
+            return np.memmap(file, dtype, "r")
+    try:
+        facts = _facts(json.loads(private.read(directory / "facts.json", MOST_FACTS)))
+        ids, offsets = mapped("ids.bin", facts.dtype), mapped("offsets.bin", "int64")
+        loss = mapped("loss.bin", "uint8") if "loss.bin" in facts.sizes else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError): return None
+    if (loss is not None and len(loss) != len(ids)) or not len(offsets) or offsets[0] != 0 \
+            or offsets[-1] != len(ids) or np.any(offsets[1:] < offsets[:-1]): return None
+    return Tokens(ids, loss, offsets, facts.disagree, vocab_size)
 
 
 def _facts(data: Mapping[str, Any]) -> _Facts:
     facts = _Facts(**data)
-    if facts.format != FORMAT or not {"ids.bin", "offsets.bin"} <= facts.sizes.keys() <= set(NAMES):
-        raise ValueError(facts)
+    if facts.format != FORMAT or facts.dtype not in ("uint16", "uint32") \
+            or not {"ids.bin", "offsets.bin"} <= facts.sizes.keys() <= set(NAMES): raise ValueError(facts)
     return facts
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system gives it up where that process ends."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

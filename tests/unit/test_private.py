@@ -1,0 +1,204 @@
+"""Directories that others may write are refused; what is read is what this user wrote."""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinygrad_nv import cache, private
+from tinygrad_nv.toolchain import shared_library
+
+OTHER = 54321
+root = pytest.mark.skipif(os.getuid() != 0, reason="files of another user are made by root alone")
+
+
+@pytest.fixture(autouse=True)
+def umask():
+    """The most careless, so that modes are what the code asks for."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int: return path.stat().st_mode & 0o7777
+
+
+# **** directories ****
+
+@pytest.mark.parametrize(("bits", "why", "after"), [
+    (0o700, "", 0o700), (0o755, "", 0o755), (0o775, "", 0o700), (0o2770, "", 0o700),
+    (0o777, "everyone may write it: its mode is 0777", 0o777),
+    (0o1777, "everyone may write it: its mode is 1777", 0o1777), (0o702, "its mode is 0702", 0o702)])
+def test_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: int, why: str, after: int):
+    (place := tmp_path / "a").mkdir()
+    place.chmod(bits)
+    assert (why in private.refusal(place)) if why else private.refusal(place) == ""
+    assert mode(place) == after
+    assert ("could write it" in capsys.readouterr().err) == (after != bits)
+
+
+def test_a_directory_that_others_may_rename(tmp_path: Path):
+    (place := tmp_path / "shared" / "deep" / "own").mkdir(parents=True, mode=0o700)
+    (tmp_path / "shared" / "deep").chmod(0o755)
+    (tmp_path / "shared").chmod(0o777)
+    assert private.refusal(place) == (f"everyone may rename it: {tmp_path / 'shared'} has mode 0777, without "
+                                      "the sticky bit")
+    (tmp_path / "shared").chmod(0o1777)
+    assert private.refusal(place) == ""
+
+
+@root
+def test_a_directory_of_another_user(tmp_path: Path):
+    (place := tmp_path / "a" / "own").mkdir(parents=True, mode=0o700)
+    place.parent.chmod(0o755)
+    (tmp_path / "link").symlink_to(place)
+    for name, of in (("a", f"{tmp_path / 'a'} belongs to uid 54321"), ("a/own", "it belongs to "),
+                     ("link", f"the link {tmp_path / 'link'} belongs to ")):
+        assert private.refusal(tmp_path / "link") == "", "a link of ours is fine"
+        os.chown(tmp_path / name, OTHER, OTHER, follow_symlinks=False)
+        assert of in private.refusal(tmp_path / "link")
+        os.chown(tmp_path / name, 0, 0, follow_symlinks=False)
+
+
+def test_what_is_made_is_private(tmp_path: Path):
+    private.make(tmp_path / "a" / "b")
+    private.write_sealed(tmp_path / "a" / "b" / "c" / "file", b"data")
+    made = [path for path in (tmp_path / "a").rglob("*") if path.is_dir()] + [tmp_path / "a"]
+    assert {mode(path) for path in made} == {0o700}
+    assert {mode(path) for path in (tmp_path / "a").rglob("*") if path.is_file()} == {0o600}
+
+
+def test_programs_go_on_with_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]):
+    """Nothing of the one that everyone may write is read or written, and a line says what to do."""
+    (place := tmp_path / "a").mkdir()
+    (place / "schedules.json").write_text("{}")
+    place.chmod(0o777)
+    monkeypatch.setenv("NV_CACHE_DIR", str(place))
+    made = cache.readable()
+    assert cache.is_temporary(made)
+    assert mode(made) == 0o700
+    assert cache.directory() == cache.named() == cache.readable() == made
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tinygrad-nv: nothing is read from or kept in {place} (everyone may write it: "
+                           "its mode is 0777); ")
+    assert line.endswith("To keep it, set NV_CACHE_DIR to a directory that only you may write, or chmod 700 "
+                         f"{place}")
+    assert [path.name for path in place.iterdir()] == ["schedules.json"]
+
+
+@root
+def test_a_folder_that_another_user_made_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
+    (tmp_path / "cubin").mkdir(mode=0o755)
+    (tmp_path / "cubin" / "planted").touch()
+    os.chown(tmp_path / "cubin", OTHER, OTHER)
+    made = cache.folder("cubin")
+    assert list(made.iterdir()) == []
+    assert made.stat().st_uid == 0
+    assert "is not used: it belongs to uid 54321" in capsys.readouterr().err
+
+
+# **** files ****
+
+def test_what_is_no_file_of_ours_is_not_read(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"data")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with open(tmp_path / "huge", "wb") as file: file.truncate(1 << 40)
+    (tmp_path / "folder").mkdir()
+    assert private.read(tmp_path / "file") == private.read(tmp_path / "link", named=True) == b"data"
+    for name in ("fifo", "link", "zero", "huge", "folder", "none"):
+        with pytest.raises(OSError, match=r"regular file|Too many levels|bytes|No such|directory"):
+            private.read(tmp_path / name)
+    for name in ("fifo", "zero", "huge"):
+        with pytest.raises(OSError, match=r"regular file|bytes"): private.read(tmp_path / name, named=True)
+    if os.getuid() == 0:
+        os.chown(tmp_path / "file", OTHER, OTHER)
+        with pytest.raises(PermissionError, match="it belongs to uid 54321"): private.read(tmp_path / "file")
+        assert private.read(tmp_path / "file", named=True) == b"data"
+
+
+def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None: raise OSError("no room")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no room"): private.write(tmp_path / "file", b"data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_follows_no_link(tmp_path: Path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="Too many levels"), private.locked(tmp_path / "lock"): pass
+    assert (tmp_path / "victim").read_text() == "precious"
+    with private.locked(tmp_path / "victim"): assert (tmp_path / "victim").read_text() == "precious"
+
+
+# **** seals ****
+
+def test_seals(tmp_path: Path):
+    path = tmp_path / "steps" / "one"
+    for data in (b"", b"data", bytes(1000)):
+        private.write_sealed(path, data)
+        assert private.read_sealed(path) == data
+    whole = path.read_bytes()
+    for where in (0, 500, 999, 1000, len(whole) - 1):
+        path.write_bytes(whole[:where] + bytes([whole[where] ^ 1]) + whole[where + 1:])
+        assert private.read_sealed(path) is None, where
+    for damaged in (b"", whole[:-1], whole[1:], whole + b"0", whole[:31]):
+        path.write_bytes(damaged)
+        assert private.read_sealed(path) is None
+    path.write_bytes(whole)
+    assert private.read_sealed(path.rename(tmp_path / "steps" / "two")) is None, "of another name"
+    (tmp_path / "steps" / "two").rename(path)
+    assert private.read_sealed(path) == bytes(1000)
+    private.write_sealed(tmp_path / "other" / "steps" / "one", bytes(1000))
+    path.write_bytes((tmp_path / "other" / "steps" / "one").read_bytes())
+    assert private.read_sealed(path) is None, "of another cache"
+    path.unlink()
+    path.mkdir()
+    private.write_sealed(path, b"in the place of a folder")
+    assert private.read_sealed(path) == b"in the place of a folder"
+
+
+@pytest.mark.parametrize("kind", ["short", "fifo", "folder", "link"])
+def test_a_key_that_is_none_is_made_again(tmp_path: Path, kind: str):
+    path = tmp_path / private.KEY
+    if kind == "short": path.write_bytes(b"0" * 31)
+    elif kind == "fifo": os.mkfifo(path)
+    elif kind == "folder": path.mkdir()
+    else: path.symlink_to(__file__)
+    made = private.key(tmp_path)
+    assert made is not None
+    assert len(set(made)) > 8
+    assert private.key(tmp_path) == made
+    assert mode(path) == 0o600
+    assert [each.name for each in tmp_path.iterdir()] == [private.KEY]
+
+
+def test_a_library_that_was_not_compiled_here_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its constructor would run: planted, cut or flipped, it is compiled again."""
+    if gcc := shutil.which("gcc"): monkeypatch.setenv("CC", gcc)    # zig would compile a libc first
+    monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.c").write_text("int f(void) { return 7; }")
+
+    def library() -> Path: return shared_library(source, "a.c", ("-shared", "-fPIC"), "tests", "a test")
+    path = library()
+    made = path.stat().st_mtime_ns
+    assert library().stat().st_mtime_ns == made, "it is kept"
+    run = f"import ctypes; print(ctypes.CDLL({str(path)!r}).f())"
+    whole = path.read_bytes()
+    for damaged in (whole[:-private.SEAL_BYTES], whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]):
+        path.write_bytes(damaged)
+        assert library().read_bytes() != damaged
+        assert private.read_sealed(path) is not None
+    assert subprocess.run([sys.executable, "-c", run], capture_output=True, text=True).stdout == "7\n"
+    assert list(path.parent.iterdir()) == [path]
