@@ -27,7 +27,8 @@ from typing import BinaryIO
 
 KEY = "tinygrad_nv.key"
 KEY_BYTES = SEAL_BYTES = 32
-MOST_BYTES = 1 << 30        # of a file that is read whole: captured steps of a large model have some MB
+# limit: bytes of a compiled file in the cache directory; captured steps of a large model have some MB
+MOST_BYTES = 1 << 30
 EVERYONE = "everyone may write it"
 OTHERS_WRITE, GROUP_WRITES = stat.S_IWOTH, stat.S_IWGRP
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -108,26 +109,16 @@ def _lstat(path: Path) -> os.stat_result | None:
 def opened(path: str | Path) -> BufferedReader:
     """Opens a file to read it. Raises OSError for a link, for what is no regular file (a FIFO would wait for
     a writer), and for one of another user."""
-    file = _regular(path, os.O_RDONLY | NO_LINK)
-    if not _trusted(found := os.fstat(file.fileno())):
-        file.close()
-        raise PermissionError(errno.EACCES, f"it belongs to {owner(found)}", str(path))
-    return file
+    found = os.fstat(handle := os.open(path, os.O_RDONLY | NO_LINK))
+    if stat.S_ISREG(found.st_mode) and _trusted(found): return os.fdopen(handle, "rb")
+    os.close(handle)
+    if not stat.S_ISREG(found.st_mode): raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    raise PermissionError(errno.EACCES, f"it belongs to {owner(found)}", str(path))
 
 
-def _regular(path: str | Path, flags: int) -> BufferedReader:
-    handle = os.open(path, flags)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return os.fdopen(handle, "rb")
-
-
-def read(path: str | Path, most: int = MOST_BYTES, named: bool = False) -> bytes:
-    """The content of a file that `opened` opens. Raises OSError for a larger one. One that the user has
-    `named` may be a link, and another user's."""
-    with _regular(path, os.O_RDONLY | NO_LINK & ~getattr(os, "O_NOFOLLOW", 0)) if named else opened(path) \
-            as file:
+def read(path: str | Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a file that `opened` opens. Raises OSError for a larger one."""
+    with opened(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most} are read", str(path))
         return file.read(most)

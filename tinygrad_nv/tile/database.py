@@ -28,6 +28,7 @@ from typing import Any
 
 from tinygrad_nv import cache, config, private
 from tinygrad_nv.errors import NVError, ScheduleError
+from tinygrad_nv.files import read_text
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.tile.clock import HOWS, How
 from tinygrad_nv.tile.language.searched import KernelSpec
@@ -41,7 +42,7 @@ from tinygrad_nv.toolchain import find_compiler
 FORMAT = "tinygrad_nv schedules 1"
 SHIPPED = Path(__file__).parent / "shipped.json"
 ORIGIN_CHARACTERS = 200
-MOST_BYTES = 64 << 20       # of a file: an entry has less than 4 KB
+MOST_BYTES = 64 << 20       # limit: bytes of a file of schedules (an entry has less than 4 KB)
 CPU_NAMES = re.compile(r"cpu \S+, [1-9]\d{0,4} threads")
 Key = tuple[str, str, str, How, str]     # a spec's JSON, architecture, toolchain; of what is modelled the GPU
 
@@ -224,8 +225,8 @@ def _read(file: Path, locked: bool = False) -> dict[Key, Entry]:
     """The entries of a file, from memory while it is unchanged. `locked`: by the caller."""
     if (mark := _mark(file)) is None: return {}
     if file in _known and _known[file][0] == mark: return _known[file][1]
-    # of any owner, where NV_SCHEDULES names it: every entry is checked
-    try: made = {entry.key: entry for entry in parse(private.read(file, MOST_BYTES, True).decode(), file)}
+    # also a link, or another user's, as NV_SCHEDULES may name one: every entry is checked
+    try: made = {entry.key: entry for entry in parse(read_text(file, MOST_BYTES), file)}
     except OSError as error:
         note(f"the schedule database cannot be read: {error}")
         return {}

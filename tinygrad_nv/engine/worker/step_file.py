@@ -32,7 +32,9 @@ NEUTRAL = ("NV_CACHE_DIR", "NV_API_KEY", "NV_SCHEDULES", "NV_REPACK_CACHE", "NV_
 OTHER = ("server", "cli", "benchmarks", "explain", "host", "quantize", "emulator", "timing",
          "structured_output", "text", "page", "tales")
 LENGTH = struct.Struct("<Q")
-MEMORY, MOST_BYTES = 1 << 30, 1 << 30   # bytes that decompression takes, and that it makes
+# limit: bytes of captured steps after decompression
+MOST_BYTES = 1 << 30
+MEMORY = 1 << 30        # bytes that decompression itself may take
 FASTEST, SMALLEST = 0, 9 | lzma.PRESET_EXTREME
 
 
