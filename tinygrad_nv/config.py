@@ -73,6 +73,9 @@ SETTINGS = (
     Setting("EMU_STEP_LIMIT", 10**9, (10**9, 10**10, 10**11),
             "warp-instructions after which DEV=EMU ends a launch whose threads poll memory; if none does, 20 "
             "times as many. 10000000000: for minutes of work; 100000000000: for an hour"),
+    Setting("NV_C_FLAGS", "", ("",),
+            "flags of the C compiler behind those of the emulator, the timing model, the transports and "
+            "`ptx run`, as -fsanitize=undefined is; unset: none", path=True),
     Setting("NV_CACHE_DIR", "", ("",),
             "where compiled kernels and what was tuned and measured are kept; unset: tinygrad_nv in "
             "XDG_CACHE_HOME or ~/.cache", path=True),

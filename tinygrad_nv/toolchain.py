@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tinygrad_nv import cache, private
+from tinygrad_nv import cache, config, private
 from tinygrad_nv.errors import ToolchainError
 
 Origin = Literal["CC", "PATH", "ziglang"]
@@ -157,12 +157,18 @@ def compile_object(compiler: CCompiler, arguments: list[str], source: str) -> by
     return done.stdout
 
 
+def extra_flags() -> tuple[str, ...]:
+    """Flags that NV_C_FLAGS adds behind those of the C parts, such as a sanitizer's."""
+    return tuple(shlex.split(str(config.get("NV_C_FLAGS"))))
+
+
 def shared_library(folder: Path, main: str, flags: Sequence[str], name: str, what: str,
                    libraries: Sequence[str] = ()) -> Path:
     """The C of `folder`, of which `main` includes the rest, as a shared library: compiled when sources,
     flags, compiler or, with -march=native, the processor are new, and kept by content under `name` in the
     cache. Raises `ToolchainError`, which calls it `what`."""
     compiler = find_compiler(any_c=True)
+    flags = (*flags, *extra_flags())
     sources = [part for path in sorted(folder.iterdir()) for part in (path.name.encode(), path.read_bytes())]
     native = _processor() if "-march=native" in flags else ""
     facts = [*sources, compiler.identity.encode(), native.encode(), " ".join((*flags, *libraries)).encode()]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tinygrad_nv import cache, private
 from tinygrad_nv.errors import ToolchainError
-from tinygrad_nv.toolchain import find_compiler
+from tinygrad_nv.toolchain import extra_flags, find_compiler
 
 SOURCE = Path(__file__).parent / "csrc" / "host.c"
 LIST = Path(__file__).parent / "names.txt"
@@ -48,7 +48,7 @@ def built() -> Path:
         raise ToolchainError(f"ptx run on {sys.platform} {platform.machine()}", "Linux on x86-64",
                              "run it in a container of that platform")
     compiler = find_compiler(any_c=True)
-    text = "\0".join((SOURCE.read_text(), *names(), *FLAGS, *RUNTIMES, compiler.identity))
+    text = "\0".join((SOURCE.read_text(), *names(), *FLAGS, *extra_flags(), *RUNTIMES, compiler.identity))
     place = cache.folder("host") / hashlib.sha256(text.encode()).hexdigest()[:32]
     if _is_whole(place): return place
     part = Path(tempfile.mkdtemp(dir=place.parent))
@@ -72,8 +72,8 @@ def _root(place: Path) -> Path: return place.parent.parent
 
 def _build(command: Sequence[str], environment: dict[str, str] | None, into: Path) -> None:
     def compiled(out: str, *arguments: str) -> None:
-        done = subprocess.run([*command, *FLAGS, *arguments, "-o", str(into / out)], capture_output=True,
-                              text=True, check=False, env=environment)
+        done = subprocess.run([*command, *FLAGS, *extra_flags(), *arguments, "-o", str(into / out)],
+                              capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             raise ToolchainError(f"{command[0]} did not compile {out} of ptx run:\n{done.stderr[-2000:]}",
                                  "clang, or a compiler that takes its flags",
