@@ -137,3 +137,15 @@ def test_what_was_tuned_is_read_where_nothing_can_be_written(tmp_path: Path, mon
     database._path.cache_clear()
     assert database.path() == tmp_path / "tinygrad_nv" / "schedules.json"
     database._path.cache_clear()
+
+
+def test_a_directory_that_everyone_may_write(tmp_path: Path):
+    """The program runs, and neither its cache nor tinygrad's database is used."""
+    for name in ("ours", "theirs", "tmp"): (tmp_path / name).mkdir()
+    for name in ("ours", "theirs"): (tmp_path / name).chmod(0o777)
+    done = run(PROGRAM, CACHEDB=str(tmp_path / "theirs" / "cache.db"), NV_CACHE_DIR=str(tmp_path / "ours"),
+               TMPDIR=str(tmp_path / "tmp"))
+    assert (done.returncode, done.stdout) == (0, "[2, 4, 6]\n"), done.stderr
+    line, = said(done)
+    assert f"nothing is read from or kept in {tmp_path / 'ours'} (everyone may write it" in line
+    assert all(list((tmp_path / name).iterdir()) == [] for name in ("ours", "theirs", "tmp"))

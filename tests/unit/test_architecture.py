@@ -301,7 +301,7 @@ MAY_RUN = {"tinygrad_nv/engine/worker/step_process.py": "a pipe that the fork in
            "tinygrad_nv/hooks/threads.py": "tinygrad's database, of which unsealed values are absent",
            **dict.fromkeys((f"tinygrad_nv/engine/executor/{name}.py" for name in (
                "connections", "follower", "followers", "replica", "replicas")),
-               "sockets of ranks of this user; both ends have shown that they know 16 random bytes of this run")}
+               "sockets of ranks of this user; both ends have shown that they know a secret of this run")}
 
 
 def pickles(root: Path, tops: Iterable[str] = TOPS) -> list[str]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sqlite3
 import sys
 import threading
 import types
@@ -85,6 +86,7 @@ def _place() -> None:
         refused = private.refusal(Path(before).parent)
         why = refused or cache.why_not(Path(before).parent)
         if not why: why = refused = _refusal(before)
+        if not why and os.path.exists(before): _check(before)
         if not why and os.path.exists(before) and not os.access(before, os.W_OK): why = "it is read-only"
         if not why:
             _moved[before] = _new(before)
@@ -93,6 +95,7 @@ def _place() -> None:
         made = str(place / "tinygrad.db")
         with contextlib.suppress(OSError):
             if _refusal(made): private.remove(Path(made))
+            if os.path.exists(made): _check(made)
             # other processes may be there: none finds half of it
             if not refused and not os.path.exists(made):
                 with private.opened(before) as file: private.write(Path(made), file)
@@ -119,6 +122,50 @@ def _new(database: str) -> str:
     return database
 
 
+class _Guarded:
+    """A connection of tinygrad's, or its cursor. Of a damaged database nothing more is read or written, and
+    the next process makes another."""
+
+    def __init__(self, made: Any) -> None: self.made = made
+    def __getattr__(self, name: str) -> Any: return getattr(self.made, name)
+    def cursor(self) -> _Guarded: return _Guarded(self.made.cursor())
+    def execute(self, *words: Any) -> _Guarded: return _Guarded(self._try(self.made.execute, *words))
+    def fetchone(self) -> Any: return None if self.made is None else self._try(self.made.fetchone)
+    def commit(self) -> None: self._try(self.made.commit)
+
+    def _try(self, call: Callable[..., Any], *words: Any) -> Any:
+        try: return call(*words)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if not _is_damage(error): raise
+            if helpers.CACHELEVEL.value: _set_aside(helpers.CACHEDB, error)
+            helpers.CACHELEVEL.value = 0
+            return None
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether a database is damaged: a lock, a full disk and a missing table have classes of their own."""
+    return type(error) is sqlite3.DatabaseError or isinstance(error, UnicodeDecodeError) \
+        or "unsupported file format" in str(error)
+
+
+def _check(database: str) -> None:
+    """Has a damaged database set aside before tinygrad opens it."""
+    try:
+        with contextlib.closing(sqlite3.connect(database, timeout=60)) as opened:
+            opened.execute("SELECT sql FROM sqlite_master").fetchall()
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        if _is_damage(error): _set_aside(database, error)
+
+
+def _set_aside(database: str, why: Exception) -> None:
+    aside = f"{database}.corrupt"
+    with contextlib.suppress(OSError):
+        os.replace(database, aside)
+        for each in ("-wal", "-shm"): private.remove(Path(database + each))
+        print(f"tinygrad-nv: {database} is damaged ({why}); it is {aside} now, and is not used",
+              file=sys.stderr)
+
+
 class _SealedPickles:
     """What tinygrad's database takes for `pickle`: values have a keyed hash behind them, which pickle leaves
     alone, and one whose hash does not fit is absent. So nothing is unpickled that this user's processes did
@@ -143,6 +190,10 @@ def _key() -> bytes | None:
 
 def _connection() -> Any:
     _place()
+    return _Guarded(_opened())
+
+
+def _opened() -> Any:
     opened = theirs(helpers, "db_connection")
     if threading.current_thread() is threading.main_thread(): return opened()
     made = getattr(_own, "opened", None)
