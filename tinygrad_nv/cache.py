@@ -26,6 +26,7 @@ from tinygrad_nv.errors import ConfigError
 LOCK = threading.RLock()  # held while places are looked for
 ROOM = 1 << 20  # bytes that must fit: a few compiled kernels
 _PREFIX = "tinygrad_nv-"
+_unwritable: dict[Path, Path] = {}      # places that are named, by the directories in their place
 
 
 def named() -> Path:
@@ -35,8 +36,9 @@ def named() -> Path:
 
 
 def readable() -> Path:
-    """Where what was kept is read: the place that is named, unless others may write it."""
-    place = named()
+    """Where what was kept is read: the place that is named, also where it cannot be written and another is
+    used, unless others may write it."""
+    place = _unwritable.get(named(), named())
     return directory() if private.refusal(place) else place
 
 
@@ -110,6 +112,7 @@ def instead_of(place: Path, why: str) -> Path:
             f", or chmod 700 {place}" if why.startswith(private.EVERYONE) and private.is_mine(place) else "")
     print(f"tinygrad-nv: nothing {kept} {place} ({why}); what is compiled is in {made} until the process "
           f"ends. To keep it, set NV_CACHE_DIR{way_out}", file=sys.stderr)
+    if place.is_dir() and not refused: _unwritable[made] = place
     os.environ.update(NV_CACHE_DIR=str(made))
     atexit.register(_remove, made, os.getpid())
     return made

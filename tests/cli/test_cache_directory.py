@@ -93,7 +93,7 @@ def test_a_model_is_run(tmp_path: Path):
 def test_a_directory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                   capsys: pytest.CaptureFixture[str]):
     own = cache.why_not
-    full = tmp_path / "full" / "tinygrad_nv"
+    (full := tmp_path / "full" / "tinygrad_nv").mkdir(parents=True)
     def why_not(place: Path) -> str: return "No space left on device" if place == full else own(place)
     monkeypatch.setattr(cache, "why_not", why_not)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
@@ -104,6 +104,7 @@ def test_a_directory_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "(No space left on device)" in capsys.readouterr().err
     assert cache.directory() == made
     assert os.environ["NV_CACHE_DIR"] == str(made)
+    assert cache.readable() == full, "what is there is of use"
 
 
 def test_room_is_looked_for(tmp_path: Path):
