@@ -373,11 +373,12 @@ def run(operations: int, seed: int, progress: float = 0.0) -> dict[str, Any]:
     AssertionError."""
     begun, cpu, done, lost, checks = time.monotonic(), time.process_time(), 0, 0, 0
     said, counts, by_pool, turn = begun, Counter[str](), defaultdict[str, int](int), 0
+    of_turn = min(TURN, -(-operations // len(POOLS)))
     resident = list[float]()
     while done < operations:
         name = list(POOLS)[turn % len(POOLS)]
         load = Load(PagePool(**POOLS[name]), random.Random(f"{seed} {turn}"))
-        most, checked = min(operations - done, TURN), 0
+        most, checked = min(operations - done, of_turn), 0
         while (now := load.operations) < most:
             load.step()
             if now - checked < CHECK_EVERY: continue
