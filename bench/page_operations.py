@@ -8,8 +8,8 @@ does: chunks of a prompt, single tokens, drafts that are rejected, forks that co
 and without the host, windows, edits, clients that leave, failed batches, an emptied prefix cache. Four pools
 take turns: `POOLS`. The model is apart from the allocator:
 
-    held        of each page how many hold it. A taken page must be held by none, a dropped one by somebody;
-                after each operation used + free + cached = total
+    held        how often each page is held. A taken page must not be, a dropped one must; after each
+                operation used + free + cached = total
     content     what was written to a page: its tokens, and a number for all tokens before it. A page found by
                 its hash must have the content that the prompt says, and a page that is written one owner
 

@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 import time
 from collections import Counter, defaultdict
@@ -228,7 +229,7 @@ def progress(load: Load, seconds: float) -> str:
 def report(load: Load, arguments: Any, seconds: float, before: dict[str, dict[str, float]],
            after: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The JSON object; what does not hold is among its faults."""
-    by_server, generated = {}, 0.0
+    by_server, generated = dict[str, dict[str, Any]](), 0.0
     for name, series in load.series.items():
         def counted(field: str, name: str = name) -> float: return after[name][field] - before[name][field]
         tokens, holds = counted("generation_tokens_total"), load.running[name].holds
@@ -318,8 +319,11 @@ def main() -> int:
     chosen = cases(arguments.only)
     names = {case.kind.server for case in chosen}
     options = [*([] if arguments.plain else ["--deterministic"]), *arguments.options]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))    # with its servers
     with servers(names, options, arguments.tree, arguments.logs) as running:
-        data = asyncio.run(run(Load(running, not arguments.plain), chosen, arguments))
+        load = Load(running, not arguments.plain)
+        try: data = asyncio.run(run(load, chosen, arguments))
+        except OSError as error: sys.exit(f"a server does not answer: {error!r}; faults: {load.faults[:20]}")
     data = {"machine": processor(), "commit": git("rev-parse", "--short", "HEAD"), **data}
     if arguments.json: arguments.json.write_text(json.dumps(data) + "\n")
     if arguments.plot: plot(data, arguments.plot)

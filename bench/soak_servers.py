@@ -151,7 +151,7 @@ def servers(names: set[str], options: list[str], tree: Path | None = None, logs:
     """The servers of these names, with further `options`. Their logs go to the folder `logs`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        more = {"lookup": [], "draft": [], "embed": []}
+        more: dict[str, list[str]] = {"lookup": [], "draft": [], "embed": []}
         if "lookup" in names:
             made = [adapter(folder / f"a{i}", i, *each) for i, each in enumerate(ADAPTERS)]
             more["lookup"] = ["--lora-modules", *(f"{each.name}={each}" for each in made)]
