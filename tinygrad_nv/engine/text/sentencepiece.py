@@ -103,12 +103,13 @@ def _merges(pieces: Sequence[tuple[str, float, int]]) -> list[tuple[str, str]]:
 def _normalizer(model: SentencePieceModel, prefix: bool) -> Any:
     parts: list[Any] = []
     if model.charsmap: parts.append(normalizers.Precompiled(model.charsmap))
+    # A blank before, and ++: else each blank of a long run is a new beginning that fails at the run's end.
     if model.remove_blanks:
-        parts += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        parts += [normalizers.Replace(Regex(r"\A +|(?<! ) ++\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if prefix: parts.append(normalizers.Prepend(BLANK if model.escape_blanks else " "))
     if model.escape_blanks: parts.append(normalizers.Replace(" ", BLANK))
     # those that the text itself has, too
-    if model.remove_blanks: parts.append(normalizers.Replace(Regex(f"{BLANK}+\\z"), ""))
+    if model.remove_blanks: parts.append(normalizers.Replace(Regex(f"(?<!{BLANK}){BLANK}++\\z"), ""))
     return normalizers.Sequence(parts)
 
 

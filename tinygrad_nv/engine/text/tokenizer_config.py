@@ -23,6 +23,10 @@ BLANK = "▁"
 BYTE_LEVEL = {"GPT2Tokenizer": False, "Qwen2Tokenizer": False, "RobertaTokenizer": False,
               "GPTNeoXTokenizer": False, "CodeGenTokenizer": False, "CohereTokenizer": False}
 METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
+# white space at the end of a piece, as DeepSeek's files have it: in a long run, each character is a new
+# beginning that fails at the run's end. The second finds the same where newlines are pieces of their own.
+SLOW_END, LINEAR_END = r"\s+$", r"(?<!\s)\s++$"
+NEWLINES = ("[\r\n]", r"[\r\n]")
 
 
 def configure(backend: Tokenizer, config: Config, special: Mapping[str, str], older: Config,
@@ -30,7 +34,20 @@ def configure(backend: Tokenizer, config: Config, special: Mapping[str, str], ol
     """See above. Raises `TokenizerError` for entries that are no tokens."""
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     _set_prefix(backend, config)
+    _set_linear_end(backend)
     _add_tokens(backend, config, special, older, added)
+
+
+def _set_linear_end(backend: Tokenizer) -> None:
+    if backend.pre_tokenizer is None: return
+    state = json.loads(backend.pre_tokenizer.__getstate__())
+    patterns = [(each.get("pattern") or {}) for each in state.get("pretokenizers", ())]
+    texts = [each.get("Regex") for each in patterns]
+    if SLOW_END not in texts or not {*NEWLINES} & {*texts[:texts.index(SLOW_END)]}: return
+    patterns[texts.index(SLOW_END)]["Regex"] = LINEAR_END
+    made = pre_tokenizers.Sequence([])
+    made.__setstate__(json.dumps(state).encode())
+    backend.pre_tokenizer = made
 
 
 # **** tokens ****
