@@ -39,7 +39,7 @@ def weight(value: Any, most: int) -> int:
     text are one."""
     if isinstance(value, str): return 1 + len(value) // 64
     if not isinstance(value, Mapping | list | tuple): return 1
-    total = len(value)
+    total = 1 + len(value)
     for each in value.values() if isinstance(value, Mapping) else value:
         if total > most: break
         total += weight(each, most - total)
@@ -65,7 +65,7 @@ def _elements(values: Sequence[Any]) -> Iterator[str]:
     first, total, comma = 0, 0, ""
     for at, each in enumerate(values):
         heavy = weight(each, SLICE)
-        if total and total + heavy > SLICE:
+        if at > first and total + heavy > SLICE:
             yield comma + dumps(values[first:at])[1:-1]
             first, total, comma = at, 0, ","
         total += heavy

@@ -40,9 +40,9 @@ from tinygrad_nv.server.tracing import Tracer
 from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
-# a million characters take about a second, and up to 400 MB meanwhile
-MAX_PROMPT_CHARACTERS = 1 << 20     # limit: characters of a prompt, or 16 for each token of --max-model-len
-CHARACTERS_PER_TOKEN = 16
+# tokenizing as many takes about a second, and up to 400 MB meanwhile
+MAX_PROMPT_BYTES = 1 << 20      # limit: bytes of a prompt, or 16 for each token of --max-model-len if more
+BYTES_PER_TOKEN = 16
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
@@ -118,7 +118,7 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
         llm.tokenizer = replace(tokenizer, template=template_of(given, tokenizer), named={})
     if (form := arguments.chat_template_content_format) != "auto":
         llm.tokenizer = replace(llm.require_tokenizer(), content_format=form)
-    most = max(MAX_PROMPT_CHARACTERS, CHARACTERS_PER_TOKEN * llm.length)
+    most = max(MAX_PROMPT_BYTES, BYTES_PER_TOKEN * llm.length)
     for each in (llm, llm.embedder):
         if each is None or each.tokenizer is None: continue
         each.tokenizer = replace(each.tokenizer, most=most)

@@ -71,6 +71,7 @@ class FakeModel:
 
     def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
         text = render(self.tokenizer, messages, tools, **extra)
+        self.tokenizer.require_fitting(text, self.length - 1)
         return self.tokenize(self.tokenizer.encode(text, special=False))
 
 

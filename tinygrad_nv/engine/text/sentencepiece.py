@@ -105,7 +105,8 @@ def _normalizer(model: SentencePieceModel, prefix: bool) -> Any:
     if model.charsmap: parts.append(normalizers.Precompiled(model.charsmap))
     # A blank before, and ++: else each blank of a long run is a new beginning that fails at the run's end.
     if model.remove_blanks:
-        parts += [normalizers.Replace(Regex(r"\A +|(?<! ) ++\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        parts += [normalizers.Replace(Regex(r"\A +|(?<! ) ++\z"), ""),
+                  normalizers.Replace(Regex(" {2,}"), " ")]
     if prefix: parts.append(normalizers.Prepend(BLANK if model.escape_blanks else " "))
     if model.escape_blanks: parts.append(normalizers.Replace(" ", BLANK))
     # those that the text itself has, too

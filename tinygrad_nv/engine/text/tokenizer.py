@@ -36,7 +36,7 @@ LONG, LONG_IDS = 2048, 1024
 class Tokenizer:
     """A tokenizer with its special tokens (name → text, such as "bos_token") and chat template; `named` are
     further ones, such as "tool_use". `content_format` says how templates read contents (content_format.py).
-    `most`: characters of a prompt; None is any number."""
+    `most`: bytes of a prompt; None is any number."""
     backend: tokenizers.Tokenizer
     special: Mapping[str, str]
     template: str | None
@@ -92,9 +92,9 @@ class Tokenizer:
             raise RequestError(f"the prompt has {len(text)} characters, {least} or more tokens, the context "
                                f"holds {room} of a prompt", f"at most {room} tokens",
                                "shorten the prompt or raise --max-model-len")
-        if self.most is not None and len(text) > self.most:
-            raise RequestError(f"the prompt has {len(text)} characters", f"at most {self.most} characters: a "
-                               "longer one is not tokenized, not even to be truncated", "shorten the prompt")
+        if self.most is not None and (size := len(text.encode(errors="replace"))) > self.most:
+            raise RequestError(f"the prompt has {size} bytes", f"at most {self.most} bytes: a longer one is "
+                               "not tokenized, not even to be truncated", "shorten the prompt")
 
     @cached_property
     def bound(self) -> TextBound:
