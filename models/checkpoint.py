@@ -36,8 +36,8 @@ from .safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, damaged, read_lay
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 EXPERT_BLOCKS = ("_blocks", "_scales")
-MAX_EXPERTS = 1 << 16    # of a tensor with the blocks of all
-MAX_SHARDS = 10_000     # files of a model: the largest that is published has 200
+MAX_EXPERTS = 1 << 16   # limit: experts whose blocks are one tensor
+MAX_SHARDS = 10_000     # limit: weight files of a model; the largest has 200
 SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # and those of quantised tensors, under their own names
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1",

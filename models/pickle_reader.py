@@ -19,7 +19,7 @@ from typing import Any
 
 from tinygrad_nv.files import uncollected
 
-MAX_OPS = 2_000_000     # instructions; torch.save writes about 30 for a tensor
+MAX_OPS = 2_000_000     # limit: instructions of data.pkl; torch.save writes about 30 for a tensor
 MAX_NAME = 200          # characters of a function's name
 U16, U32, U64, I32, F64 = (struct.Struct(each) for each in ("<H", "<I", "<Q", "<i", ">d"))
 MARK = object()

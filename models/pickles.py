@@ -28,10 +28,10 @@ from .pickle_reader import Name, load
 STORAGES = {"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONVERT = "convert it to safetensors"
-MAX_PICKLE_BYTES = 32 << 20         # bytes of data.pkl, about 200 for a tensor
-MAX_DIRECTORY_BYTES = 8 << 20       # bytes of the archive's directory, about 90 for a tensor
-MAX_DIMENSIONS = 64                 # of a tensor, as NumPy has it
-LOCAL = b"PK\3\4"                   # begins what stands before a file in an archive
+MAX_PICKLE_BYTES = 32 << 20     # limit: bytes of data.pkl in pytorch_model.bin, about 200 for a tensor
+MAX_DIRECTORY_BYTES = 8 << 20   # limit: bytes of the directory of pytorch_model.bin, about 90 for a tensor
+MAX_DIMENSIONS = 64             # of a tensor, as NumPy has it
+LOCAL = b"PK\3\4"               # begins what stands before a file in an archive
 
 
 @dataclass(frozen=True)

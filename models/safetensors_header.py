@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.files import parse_json, regular_size
 
-# bytes of a header: the 140 000 tensors of the largest model that is published need 21 MB
-MAX_HEADER_BYTES = 32 << 20
-MAX_TENSORS = 300_000           # of all files of a model
+MAX_HEADER_BYTES = 32 << 20     # limit: bytes of a safetensors header or index; the largest has 21 MB
+MAX_TENSORS = 300_000           # limit: tensors of a model's safetensors files; the largest has 140 000
 MAX_DIMENSIONS = 64             # of a tensor, as NumPy has it
 MAX_ELEMENTS = (1 << 63) - 1    # of a tensor, and bytes of a file
 LENGTH = 8                      # bytes of a header's length, little-endian

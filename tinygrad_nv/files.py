@@ -16,14 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# bytes of a JSON file: the largest config.json that is published has 0.2 MB
-MAX_JSON_BYTES = 16 << 20
-# values of a JSON file: of 88 bytes each they are 350 MB; the largest tokenizer.json has 2 million
-MAX_JSON_VALUES = 4_000_000
-# bytes of a tokenizer's file: Gemma 3's, the largest that is known, has 34 MB
-MAX_TOKENIZER_BYTES = 96 << 20
-# bytes of an image or a recording on disk
-MAX_MEDIA_BYTES = 1 << 30
+MAX_JSON_BYTES = 16 << 20       # limit: bytes of config.json and its like; the largest has 2 MB
+MAX_JSON_VALUES = 4_000_000     # limit: values of a JSON file; the largest tokenizer.json has 2 million
+MAX_TOKENIZER_BYTES = 96 << 20  # limit: bytes of tokenizer.json, vocab.json, vocab.txt and merges.txt; 34 MB
 CHUNK = 1 << 20
 KINDS: dict[str, Callable[[int], bool]] = {
     "a directory": stat.S_ISDIR, "a FIFO": stat.S_ISFIFO, "a device": stat.S_ISCHR,

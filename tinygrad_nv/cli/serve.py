@@ -100,6 +100,10 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="requests that may wait; more get 429 (default 1024)")
     server.add_argument("--max-body-bytes", type=whole, default=4 << 20, metavar="N",
                         help="of a request; a larger one gets 413 (default 4 MiB)")
+    server.add_argument("--max-images", type=whole, default=256, metavar="N",
+                        help="images of a request (default 256)")
+    server.add_argument("--max-image-pixels", type=whole, default=1 << 27, metavar="N",
+                        help="pixels of a request's images together (default 134217728)")
     for name, default, what in (("header", 10, "headers to arrive"), ("body", 30, "a body to arrive"),
                                 ("request", 600, "an answer to be complete"),
                                 ("drain", 30, "what runs when the server is told to stop")):

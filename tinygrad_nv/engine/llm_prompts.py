@@ -11,8 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.serving import ServedAdapters, with_adapter
@@ -29,6 +27,7 @@ from tinygrad_nv.errors import NVError, RequestError, TokenizerError
 if TYPE_CHECKING:
     from tinygrad_nv.engine.embedding.embedder import Embedder
     from tinygrad_nv.engine.vision.encoder import VisionEncoder
+    from tinygrad_nv.engine.vision.images import AnImage
     from tinygrad_nv.models.config import ModelConfig
 
 
@@ -105,7 +104,7 @@ class PromptMethods:
         """`conversation`; `local`: URLs of images may be those of files. `truncated`: it may be longer than
         the context. Raises `RequestError`."""
         self._require_generator()
-        images: tuple[np.ndarray, ...] = ()
+        images: tuple[AnImage, ...] = ()
         if self.vision is None: messages = [only_text(each) for each in messages]
         else:
             from tinygrad_nv.engine.vision.parts import all_with_placeholders

@@ -16,6 +16,7 @@ from tinygrad_nv.engine.text.content_format import is_text
 from tinygrad_nv.errors import RequestError
 
 if TYPE_CHECKING:
+    from tinygrad_nv.engine.vision.images import AnImage
     from tinygrad_nv.engine.vision.prompt import PromptImages
 
 TextOrTokens = str | Sequence[int]
@@ -24,13 +25,14 @@ KINDS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """See above. A conversation that was rendered has both ids and their text. `images`, RGB bytes, belong in
-    the places of placeholders; once they are `inserted`, the ids have a token for each of their rows."""
+    """See above. A conversation that was rendered has both ids and their text. `images`, RGB bytes or files,
+    belong in the places of placeholders; once they are `inserted`, the ids have a token for each of their
+    rows."""
     text: str | None = None
     ids: list[int] | None = None
     messages: list[Mapping[str, Any]] | None = None
     salt: str = ""
-    images: tuple[np.ndarray, ...] = ()
+    images: tuple[AnImage, ...] = ()
     inserted: PromptImages | None = None
 
 
@@ -69,7 +71,7 @@ def parse(prompt: Prompt) -> ParsedPrompt:
     raise _not_a_prompt(value)
 
 
-def _images(data: Any) -> tuple[np.ndarray, ...]:
+def _images(data: Any) -> tuple[AnImage, ...]:
     """Those of vLLM's multi_modal_data. Raises `RequestError`."""
     if data is None: return ()
     if not isinstance(data, Mapping) or {*data} - {"image"}:

@@ -26,6 +26,7 @@ Read in this order:
   metrics.py      Prometheus metrics
   log.py          log lines
   app.py          routes, API keys, and OpenAI-style responses for every error
+  media_budget.py memory of images and recordings that are being decoded, of all requests
   limits.py       sizes and timeouts that protect the server from a client
   serving.py      uvicorn with these limits, and a graceful shutdown
   startup.py      from the command line to a listening server; speech_startup.py, of one that transcribes

@@ -1,9 +1,10 @@
 """Images of conversations.
 
 Protocol: `has_images(service, request)` refuses parts of type image_url that the model does not read;
-`with_images(…)` renders a conversation that has some, decodes and computes them in a thread, and returns its
-token ids with what stands for images among them. URLs are data URLs: the server reads no files for a request,
-and downloads nothing.
+`with_images(…)` renders a conversation that has some, and returns its token ids with what stands for images
+among them. In a thread it opens the images, checks their sizes against the limits of a request and the length
+of the context, and then decodes and computes one after the other, within the budget of all requests. URLs are
+data URLs: the server reads no files for a request, and downloads nothing.
 """
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tinygrad_nv.engine.vision.images import DECODED_BYTES, AnImage, require_budget
 from tinygrad_nv.engine.vision.parts import image_of
 from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.server.chat_protocol import IMAGE, ChatRequest, only_text
@@ -26,6 +28,9 @@ def has_images(service: Service, request: ChatRequest) -> bool:
              for i, part in enumerate(message["content"]) if part["type"] == IMAGE]
     if not found: return False
     if service.vision is None: raise only_text(*found[0])
+    if len(found) > service.limits.images:
+        raise invalid(f"messages have {len(found)} images, expected at most {service.limits.images}; to fix: "
+                      "send fewer, or raise --max-images", "messages", "too_many_images")
     if request.beams is not None:
         raise invalid("use_beam_search with images; to fix: leave one of them out", "use_beam_search",
                       "unsupported")
@@ -38,15 +43,25 @@ async def with_images(service: Service, request: ChatRequest, tools: Sequence[To
     reader = service.vision
     assert reader is not None, "has_images() comes first"
 
+    def opened() -> tuple[list[dict[str, Any]], int]:
+        """The messages with files in place of URLs, and the bytes that the largest takes as it is decoded."""
+        messages, images = [*map(_opened, request.messages)], list[AnImage]()
+        for message in messages:
+            if isinstance(message["content"], list):
+                images += [part["image"] for part in message["content"] if part["type"] == "image"]
+        require_budget(images, service.limits.image_pixels)
+        return messages, max(DECODED_BYTES * each.shape[0] * each.shape[1] for each in images)
+
     def computed() -> tuple[list[int], PromptImages | None]:
-        parsed = reader.conversation([*map(_decoded, request.messages)], tools, **extra)
+        parsed = reader.conversation(messages, tools, **extra)
         made = reader.with_images(parsed, request.params.truncate_prompt_tokens)
         return made.ids or [], made.inserted
-    return await service.aside(sys.maxsize, computed)
+    messages, nbytes = await service.aside(sys.maxsize, opened)
+    async with service.media.hold(nbytes): return await service.aside(sys.maxsize, computed)
 
 
-def _decoded(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with arrays in place of URLs."""
+def _opened(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with files in place of URLs."""
     if not isinstance(parts := message["content"], list): return message
     return {**message, "content": [
         {"type": "image", "image": image_of(part, local=False)} if part["type"] == IMAGE else part

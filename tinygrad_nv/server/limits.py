@@ -25,6 +25,8 @@ class RequestLimits:
     """Limits of requests. `output_tokens`: of an answer."""
     choices: int = 128              # limit: texts of one request, prompts × n
     logprobs: int = MAX_LOGPROBS    # limit: log probabilities of each token (--max-logprobs)
+    images: int = 256               # limit: images of one request (--max-images)
+    image_pixels: int = 1 << 27     # limit: pixels of the images of one request (--max-image-pixels)
     body_bytes: int = 4 << 20       # limit: bytes of a request's body (--max-body-bytes)
     schema_bytes: int = 64 << 10    # limit: bytes of a JSON schema in a request
     header_s: float = 10.0          # limit: seconds for headers to arrive (--header-timeout)

@@ -21,6 +21,7 @@ from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.media_budget import MediaBudget
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
@@ -165,6 +166,7 @@ class Service:
     tokenizer_info: bool = False    # whether /tokenizer_info is served
     strict: bool = False            # fields without effect are errors
     ignored: set[str] = field(default_factory=set)      # such fields that were logged
+    media: MediaBudget = field(default_factory=MediaBudget)     # of all requests
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False

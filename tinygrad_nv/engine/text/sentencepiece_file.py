@@ -19,8 +19,8 @@ from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.files import read_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)      # types of pieces
-# bytes of a file, and its pieces: the largest that is published has 5 MB and 262 144
-MAX_MODEL_BYTES, MAX_PIECES = 32 << 20, 1_000_000
+MAX_MODEL_BYTES = 32 << 20      # limit: bytes of a SentencePiece model; the largest has 5 MB
+MAX_PIECES = 1_000_000          # limit: pieces of a SentencePiece model; the largest has 262 144
 KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 PIECES, TRAINER, NORMALIZER = 1, 2, 3                                   # fields of ModelProto
 Value = int | bytes

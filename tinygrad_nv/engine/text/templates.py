@@ -16,7 +16,7 @@ from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.files import read_text
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-MAX_TEMPLATE_BYTES = 1 << 20    # the longest that is published has 20 KB
+MAX_TEMPLATE_BYTES = 1 << 20    # limit: bytes of a chat template's file; the longest has 20 KB
 GGUF_KEY = "tokenizer.chat_template"
 
 

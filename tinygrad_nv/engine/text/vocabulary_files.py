@@ -29,7 +29,7 @@ WORDPIECE = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "
 ROBERTA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "sep_token": "</s>",
            "cls_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
 GPT2 = {"unk_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-MAX_LINES = 2_000_000   # of vocab.txt and merges.txt; the largest vocabularies have 512 000 tokens
+MAX_LINES = 2_000_000   # limit: lines of vocab.txt and merges.txt; the largest have 512 000
 QWEN2 = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 
 

@@ -1,7 +1,7 @@
 """Images to rows of the language model's embedding.
 
-Protocol: `run(image)` returns the `EncodedImage` of RGB bytes [height, width, 3], or of what
-`prepared(image)` made of them: that resizes the image, in any thread, so that steps of others do not wait for
+Protocol: `run(image)` returns the `EncodedImage` of RGB bytes [height, width, 3] or a file, or of what
+`prepared(image)` made of them: that decodes and resizes, in any thread, so that others' steps do not wait for
 it. A step is captured for each of `step_sizes` that an image needs: it serves every image of at most so many
 rows, as where windows begin and how patches rotate are inputs. The host orders patches by windows, and rows
 back (models/qwen_vl/layout.py). The last images are kept, so that the next turn of a conversation does not
@@ -20,6 +20,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS
+from tinygrad_nv.engine.vision.images import AnImage, pixels
 from tinygrad_nv.engine.vision.prompt import EncodedImage
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.embedding_runner import step_sizes
@@ -39,13 +40,15 @@ KEPT_ROWS = 16384   # of the last images: 224 MiB at a width of 3584
 
 def image_digest(image: np.ndarray) -> bytes:
     """Of an image's size and bytes: 32 bytes, equal for equal images alone."""
-    return hashlib.sha256(repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()).digest()
+    made = hashlib.sha256(repr(image.shape).encode())
+    made.update(np.ascontiguousarray(image))
+    return made.digest()
 
 
 @dataclass(frozen=True)
 class PreparedImage:
     """An image with its digest, and its patches and their grid; None of one whose rows were kept then."""
-    image: np.ndarray
+    image: AnImage
     digest: bytes
     patches: tuple[np.ndarray, Grid] | None
 
@@ -74,19 +77,20 @@ class VisionEncoder:
         """Of the tower's weights."""
         return nbytes(self.tower)
 
-    def prepared(self, image: np.ndarray) -> PreparedImage:
-        """See above. Raises `RequestError` for an image of an extreme shape."""
-        digest = image_digest(image)
-        return PreparedImage(image, digest, None if digest in self.kept else patches(image, self.config))
+    def prepared(self, image: AnImage) -> PreparedImage:
+        """See above. Raises `RequestError` for an image of an extreme shape, and a file that is damaged."""
+        found = pixels(image)
+        digest = image_digest(found)
+        return PreparedImage(image, digest, None if digest in self.kept else patches(found, self.config))
 
-    def run(self, image: np.ndarray | PreparedImage) -> EncodedImage:
+    def run(self, image: AnImage | PreparedImage) -> EncodedImage:
         """See above. Raises `RequestError` for an image of an extreme shape."""
         if not isinstance(image, PreparedImage): image = self.prepared(image)
         digest = image.digest
         if (found := self.kept.get(digest)) is not None:
             self.kept.move_to_end(digest)
             return found
-        given, grid = image.patches or patches(image.image, self.config)
+        given, grid = image.patches or patches(pixels(image.image), self.config)
         made = self.kept[digest] = EncodedImage(self._step(grid.rows)(given, grid), grid, digest)
         while len(self.kept) > 1 and sum(each.grid.rows for each in self.kept.values()) > KEPT_ROWS:
             self.kept.popitem(last=False)

@@ -1,9 +1,13 @@
 """Images as RGB bytes [height, width, 3], from what callers have.
 
-Protocol: `as_images(value)` takes one or a list of NumPy arrays and PIL images, as vLLM's multi_modal_data;
-`from_url(url)` reads data URLs, and files where `local` allows it. Nothing is downloaded. pillow, the extra
-`image`, decodes files; an image's size is checked before it is decoded. As transformers has it, images are
-turned as their EXIF says, and what is transparent is white. All raise `RequestError`.
+Protocol: `as_images(value)` takes one or a list of NumPy arrays, PIL images and `ImageFile`s, as vLLM's
+multi_modal_data; `from_url(url)` opens data URLs, and files where `local` allows it. Nothing is downloaded.
+pillow, the extra `image`, decodes files. An `ImageFile` has its size from the file's header: budgets are
+checked before anything is decoded, and `pixels(image)` decodes one when its turn comes. As transformers has
+it, images are turned as their EXIF says, and what is transparent is white. All raise `RequestError`.
+
+An image of n pixels takes 7 n bytes while it is decoded: pillow's 4 n, and 3 n of RGB, which are filled by
+strips. The decoders of some formats make copies of their own, so fewer pixels are allowed there.
 """
 from __future__ import annotations
 
@@ -11,28 +15,54 @@ import base64
 import contextlib
 import io
 import struct
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 import numpy as np
 
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.files import read_bytes
 
-MAX_PIXELS = 1 << 26    # of an image before it is resized: 192 MiB of RGB bytes
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 1 << 26        # limit: pixels of an image, before it is resized
+MAX_BUFFERED_PIXELS = 1 << 25   # limit: pixels of a WebP, AVIF or JPEG 2000, which take 8 to 12 bytes more
+MAX_FILE_BYTES = 128 << 20  # limit: bytes of an image's file, as it is stored
+MAX_SCANS = 128             # limit: scans of a JPEG, each of which decodes all of it; cameras write up to 14
+DECODED_BYTES = 8           # of a pixel while its image is decoded, as above
+MAX_ICON_PIXELS = 1 << 20   # limit: pixels of an ICO, whose directory says at most 256²
+ICON = b"\0\0\1\0"
+STRIP = 1 << 20             # pixels that are converted at a time
+ORIENTATION = 0x112         # the field of EXIF
 # pillow's names of formats: others (EPS, WMF) are read by other programs
+BUFFERED = ("WEBP", "AVIF", "JPEG2000")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
 WANTED = "RGB bytes, uint8 [height, width, 3], or an image of PIL"
 
 
-def as_images(value: Any) -> tuple[np.ndarray, ...]:
+@dataclass(frozen=True, eq=False)
+class ImageFile:
+    """The bytes of a file. `shape` [height, width, 3] of its first frame is what its header says; EXIF may
+    exchange the first two."""
+    data: bytes
+    shape: tuple[int, int, int]
+
+
+AnImage = np.ndarray | ImageFile
+
+
+def as_images(value: Any) -> tuple[AnImage, ...]:
     """One image or a list of them."""
     return tuple(map(as_image, value)) if isinstance(value, list | tuple) else (as_image(value),)
 
 
-def as_image(value: Any) -> np.ndarray:
-    """One image."""
+def as_image(value: Any) -> AnImage:
+    """One image; an `ImageFile` as it is."""
+    if isinstance(value, ImageFile): return value
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3 or not value.size:
             raise RequestError(f"an image of dtype {value.dtype} and shape {list(value.shape)}", WANTED,
@@ -43,16 +73,104 @@ def as_image(value: Any) -> np.ndarray:
         raise RequestError(f"an image of type {type(value).__name__}", WANTED,
                            "open it: PIL.Image.open(path)")
     _fitting(*value.size)
-    try: return np.asarray(_rgb(value))
+    return _rgb(value)
+
+
+def pixels(image: AnImage) -> np.ndarray:
+    """RGB bytes; decodes a file."""
+    if isinstance(image, np.ndarray): return image
+    height, width, _ = image.shape
+    found = _opened(image.data)
+    made = _rgb(found)
+    if made.shape[0] * made.shape[1] != height * width:
+        raise RequestError(f"an image of {made.shape[1]} × {made.shape[0]} pixels, and its header says "
+                           f"{width} × {height}", "a file that says its size", "convert it to PNG")
+    return made
+
+
+def opened(data: bytes) -> ImageFile:
+    """The image of a file: PNG, JPEG and what else pillow reads. Decodes nothing yet."""
+    found = _opened(data)
+    width, height = found.size
+    _fitting(width, height, MAX_BUFFERED_PIXELS if found.format in BUFFERED else MAX_PIXELS)
+    return ImageFile(data, (height, width, 3))
+
+
+def decoded(data: bytes) -> np.ndarray:
+    """The same, decoded."""
+    return pixels(opened(data))
+
+
+def require_budget(images: Sequence[AnImage], most: int) -> None:
+    """Raises `RequestError` for images of more than `most` pixels together."""
+    total = sum(each.shape[0] * each.shape[1] for each in images)
+    if total > most:
+        raise RequestError(f"{len(images)} images of {total} pixels together", f"at most {most}",
+                           "send fewer or smaller images, or raise --max-image-pixels")
+
+
+def _opened(data: bytes) -> Image:
+    """The image of a file, whose header has been read."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise RequestError("an image file, and pillow is not installed", "pillow",
+                           "pip install 'tinygrad-nv[image]'") from error
+    Image.init()
+    if data.startswith(ICON): _require_small_icon(data)
+    try: found = Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN])
+    except UnidentifiedImageError as error:
+        raise RequestError("an image that cannot be decoded: its format is not known",
+                           ", ".join(FORMATS), "convert it to PNG") from error
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"an image that is too large: {str(error)[:100]}", f"at most {MAX_PIXELS} pixels",
+                           "make it smaller") from error
+    except Exception as error: raise _damaged(error) from error
+    if found.format == "JPEG" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+        raise RequestError(f"a JPEG of {scans} scans", f"at most {MAX_SCANS}", "convert it to PNG")
+    return found
+
+
+def _require_small_icon(data: bytes) -> None:
+    """Raises `RequestError` for an icon with a large image, which pillow decodes as it opens the file."""
+    from PIL.IcoImagePlugin import IcoFile
+    try: width, height = IcoFile(io.BytesIO(data)).frame(0).size
+    except Exception as error: raise _damaged(error) from error
+    _fitting(width, height, MAX_ICON_PIXELS)
+
+
+def _rgb(image: Any) -> np.ndarray:
+    """An image of PIL as RGB bytes, upright, on white; strips are converted one by one."""
+    try: image.load()
     except Exception as error: raise _damaged(error) from error     # decoders raise arbitrary exceptions
+    try:
+        turn, (width, height) = _orientation(image), image.size
+        made = np.empty((width, height, 3) if turn > 4 else (height, width, 3), np.uint8)
+        rows, upright = max(1, STRIP // width), _turned(made, turn)
+        for top in range(0, height, rows):
+            strip = image.crop((0, top, width, min(top + rows, height)))
+            upright[top:top + rows] = np.asarray(_on_white(strip))
+        return made
+    except Exception as error: raise _damaged(error) from error
 
 
-def _rgb(image: Any) -> Any:
-    """An image of PIL in RGB, upright, on white."""
-    from PIL import Image, ImageOps
-    # EXIF that cannot be read turns nothing
+def _orientation(image: Any) -> int:
+    """1 to 8, as EXIF has it; EXIF that cannot be read turns nothing."""
+    found: object = 1
     with contextlib.suppress(SyntaxError, ValueError, TypeError, struct.error):
-        image = ImageOps.exif_transpose(image)
+        found = image.getexif().get(ORIENTATION)
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _turned(upright: np.ndarray, turn: int) -> np.ndarray:
+    """A view of an image as it was before EXIF's orientation turned it."""
+    view = upright.transpose(1, 0, 2) if turn > 4 else upright
+    return view[::-1 if turn in (3, 4, 6, 7) else 1, ::-1 if turn in (2, 3, 7, 8) else 1]
+
+
+def _on_white(image: Any) -> Any:
+    """An image of PIL in RGB, what is transparent white."""
+    from PIL import Image
     if image.mode.startswith("I;16"):   # pillow cuts these off at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if "A" not in image.getbands() and image.info.get("transparency") is None: return image.convert("RGB")
@@ -60,51 +178,38 @@ def _rgb(image: Any) -> Any:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-def decoded(data: bytes) -> np.ndarray:
-    """The image of a file: PNG, JPEG and what else pillow reads."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise RequestError("an image file, and pillow is not installed", "pillow",
-                           "pip install 'tinygrad-nv[image]'") from error
-    Image.init()
-    try: found = Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN])
-    except UnidentifiedImageError as error:
-        raise RequestError("an image that cannot be decoded: its format is not known",
-                           ", ".join(FORMATS), "convert it to PNG") from error
-    except Exception as error: raise _damaged(error) from error
-    return as_image(found)
-
-
-def from_url(url: str, local: bool = False) -> np.ndarray:
-    """The image of a URL."""
+def from_url(url: str, local: bool = False) -> ImageFile:
+    """The image of a URL, not yet decoded."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
         head, comma, body = url.partition(",")
         if not comma or not head.lower().endswith(";base64"):
             raise RequestError(f"the image URL {url[:40]!r}", "data:image/png;base64,…",
                                "encode the file as base64")
+        if len(body) > MAX_FILE_BYTES * 3 // 2:
+            raise RequestError(f"an image URL of {len(body)} characters", f"at most {MAX_FILE_BYTES} bytes",
+                               "make the image smaller")
         if "%" in body: body = unquote(body)
         # programs such as base64 break lines
         try: data = base64.b64decode("".join(body.split()), validate=True)
         except ValueError as error:
             raise RequestError(f"an image URL whose data is no base64: {error}", "base64",
                                "encode the file as base64") from error
-        return decoded(data)
+        return opened(data)
     if scheme == "file" and local:
-        try: data = Path(url2pathname(unquote(urlsplit(url).path))).read_bytes()
+        try: data = read_bytes(url2pathname(unquote(urlsplit(url).path)), MAX_FILE_BYTES)
         except (OSError, ValueError) as error:
             raise RequestError(f"the image {url[:200]!r} cannot be read: {getattr(error, 'strerror', error)}",
                                "a readable file", "check the path") from error
-        return decoded(data)
+        return opened(data)
     raise RequestError(f"the image URL {url[:60]!r}", "a data URL" + " or a file URL" * local +
                        ": images are not downloaded", "send data:image/png;base64,…")
 
 
-def _fitting(width: int, height: int) -> None:
+def _fitting(width: int, height: int, most: int = MAX_PIXELS) -> None:
     if width * height < 1: raise RequestError(f"an image of {width} × {height} pixels", "at least one pixel")
-    if width * height > MAX_PIXELS:
-        raise RequestError(f"an image of {width} × {height} pixels", f"at most {MAX_PIXELS} pixels",
+    if width * height > most:
+        raise RequestError(f"an image of {width} × {height} pixels", f"at most {most} pixels",
                            "make it smaller")
 
 

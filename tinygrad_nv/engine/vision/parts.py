@@ -2,18 +2,16 @@
 
 Protocol: `with_placeholders(message, local)` returns the message as a chat template reads it, its images as
 parts {"type": "image"}, and the images in their order. A part is of type image_url (a data URL, or a file's
-where `local` allows it) or image (an array, or an image of PIL).
+where `local` allows it) or image (an array, an `ImageFile`, or an image of PIL). Files are not decoded yet.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from tinygrad_nv.engine.prompts import only_text
 from tinygrad_nv.engine.text.content_format import is_text
-from tinygrad_nv.engine.vision.images import as_image, from_url
+from tinygrad_nv.engine.vision.images import AnImage, as_image, from_url
 from tinygrad_nv.errors import RequestError
 
 IMAGES = ("image_url", "image", "image_pil")
@@ -25,11 +23,11 @@ def is_image(part: Any) -> bool:
 
 
 def with_placeholders(message: Mapping[str, Any],
-                      local: bool = False) -> tuple[Mapping[str, Any], list[np.ndarray]]:
+                      local: bool = False) -> tuple[Mapping[str, Any], list[AnImage]]:
     """See above. Raises `RequestError`."""
     parts = message.get("content")
     if not isinstance(parts, list | tuple) or not any(map(is_image, parts)): return only_text(message), []
-    made, images = list[dict[str, Any]](), list[np.ndarray]()
+    made, images = list[dict[str, Any]](), list[AnImage]()
     for part in parts:
         if is_image(part):
             images.append(image_of(part, local))
@@ -40,13 +38,13 @@ def with_placeholders(message: Mapping[str, Any],
 
 
 def all_with_placeholders(messages: Sequence[Mapping[str, Any]], local: bool
-                          ) -> tuple[list[Mapping[str, Any]], tuple[np.ndarray, ...]]:
+                          ) -> tuple[list[Mapping[str, Any]], tuple[AnImage, ...]]:
     """The messages of a conversation, and the images of all."""
     found = [with_placeholders(each, local) for each in messages]
     return [message for message, _ in found], tuple(each for _, own in found for each in own)
 
 
-def image_of(part: Mapping[str, Any], local: bool) -> np.ndarray:
+def image_of(part: Mapping[str, Any], local: bool) -> AnImage:
     """The image of a part; `local`: files may be read. Raises `RequestError`."""
     kind = str(part["type"])
     given = part.get(kind)

@@ -31,10 +31,12 @@ NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4",
            11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 MOST_EXTENTS, DEEPEST = 4, 4    # of a tensor, as in ggml; of arrays in arrays
-# of a header: a vocabulary of 262 144 tokens with its merges has 1.3 million values and 30 MB
-MAX_VALUES, MAX_METADATA_BYTES = 4_000_000, 128 << 20
-MAX_ENTRIES, MAX_TENSORS, MAX_ARRAYS = 10_000, 100_000, 10_000      # arrays: those in arrays
-MAX_NAME = 1024     # characters of a tensor's name; ggml has 63
+MAX_VALUES = 4_000_000          # limit: values of a GGUF file's arrays; the largest have 1.3 million
+MAX_METADATA_BYTES = 128 << 20  # limit: bytes of a GGUF file in front of its data; the largest have 30 MB
+MAX_ENTRIES = 10_000            # limit: entries of a GGUF file's metadata
+MAX_TENSORS = 100_000           # limit: tensors of a GGUF file
+MAX_ARRAYS = 10_000             # limit: arrays that are values of a GGUF file's arrays
+MAX_NAME = 1024                 # limit: characters of the name of a GGUF file's tensor; ggml has 63
 AGAIN = "download the file again"
 
 
