@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tinygrad_nv.models.whisper.config import read_whisper_config
 from tinygrad_nv.models.whisper.tokens import SpeechTokens
 from tokenizers.models import BPE
 
-from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, read_audio
+from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, decoded_seconds, read_audio
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.recording import Recording, SpeechModel
 from tinygrad_nv.engine.speech.transcriber import Transcriber
@@ -226,3 +228,41 @@ def test_another_model(tmp_path: Path):
     with pytest.raises(NVError) as error: Transcriber(tmp_path)
     assert "is no model for transcription" in str(error.value)
     assert "WhisperForConditionalGeneration" in str(error.value)
+
+
+def test_samples_of_all_channels_are_bounded():
+    """8 channels of silence are 3 kB, and refused by their header; as is a rate of 1 Hz or of 1 GHz."""
+    made = io.BytesIO()
+    soundfile.write(made, np.zeros((50_000, 8)), 16000, format="FLAC")
+    assert len(decode_audio(made.getvalue(), "a.flac", 60.0, 400_000)) == 50_000
+    with pytest.raises(AudioError, match="has 400000 samples, 16000 a second\n  expected: at most 399999"):
+        decode_audio(made.getvalue(), "a.flac", 60.0, 399_999)
+    for rate in (1, 10 ** 9):
+        head = struct.pack("<HHIIHH", 1, 1, rate, 0, 2, 16)
+        with pytest.raises(AudioError, match=f"has {rate} samples a second"):
+            decode_audio(riff(1, 1, 16, 2)[:20] + head + b"data\xff\xff\xff\xff" + bytes(8), "a.wav")
+    with pytest.raises(AudioError, match="more than 10000 chunks"):
+        decode_audio(b"RIFF\0\0\0\0WAVE" + b"junk\0\0\0\0" * 20_000, "a.wav")
+
+
+@pytest.mark.parametrize("kind", ["FLAC", "OGG", "WAV"])
+def test_silence_is_decoded_by_blocks(kind: str):
+    """What is said of a file before it is decoded, and the memory that decoding takes beyond its result."""
+    made = io.BytesIO()
+    soundfile.write(made, np.zeros((1_000_000, 2), np.float32), 48000, format=kind)
+    assert decoded_seconds(made.getvalue(), "a", 60.0, 2_000_000) == 1_000_000 / 48000
+    tracemalloc.start()
+    samples = decode_audio(made.getvalue(), "a", 60.0, 2_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(samples) == -(-1_000_000 // 3)
+    assert peak < 2 * samples.nbytes + (24 << 20)      # a block of 1 Mi samples, and its copies
+
+
+def test_files_that_are_none(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    (large := tmp_path / "large.wav").touch()
+    os.truncate(large, 1 << 40)
+    for path, words in ((Path("/dev/zero"), "is a device"), (tmp_path / "fifo", "is a FIFO"),
+                        (tmp_path, "is a directory"), (large, "has 1099511627776 bytes, and at most")):
+        with pytest.raises(AudioError, match=f"cannot be read: it {words}"): read_audio(path)

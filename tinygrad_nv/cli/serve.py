@@ -104,6 +104,8 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         help="images of a request (default 256)")
     server.add_argument("--max-image-pixels", type=whole, default=1 << 27, metavar="N",
                         help="pixels of a request's images together (default 134217728)")
+    server.add_argument("--max-audio-seconds", type=positive, default=7200.0, metavar="S",
+                        help="seconds of a recording (default 7200)")
     for name, default, what in (("header", 10, "headers to arrive"), ("body", 30, "a body to arrive"),
                                 ("request", 600, "an answer to be complete"),
                                 ("drain", 30, "what runs when the server is told to stop")):

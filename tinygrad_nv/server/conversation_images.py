@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinygrad_nv.engine.vision.images import DECODED_BYTES, AnImage, require_budget
+from tinygrad_nv.engine.vision.images import AnImage, decoding_bytes, require_budget
 from tinygrad_nv.engine.vision.parts import image_of
 from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.server.chat_protocol import IMAGE, ChatRequest, only_text
@@ -50,7 +50,7 @@ async def with_images(service: Service, request: ChatRequest, tools: Sequence[To
             if isinstance(message["content"], list):
                 images += [part["image"] for part in message["content"] if part["type"] == "image"]
         require_budget(images, service.limits.image_pixels)
-        return messages, max(DECODED_BYTES * each.shape[0] * each.shape[1] for each in images)
+        return messages, max(map(decoding_bytes, images))
 
     def computed() -> tuple[list[int], PromptImages | None]:
         parsed = reader.conversation(messages, tools, **extra)

@@ -27,6 +27,8 @@ class RequestLimits:
     logprobs: int = MAX_LOGPROBS    # limit: log probabilities of each token (--max-logprobs)
     images: int = 256               # limit: images of one request (--max-images)
     image_pixels: int = 1 << 27     # limit: pixels of the images of one request (--max-image-pixels)
+    audio_s: float = 7200.0         # limit: seconds of a recording (--max-audio-seconds)
+    audio_samples: int = 400_000_000    # limit: samples of a recording's channels, before they are resampled
     body_bytes: int = 4 << 20       # limit: bytes of a request's body (--max-body-bytes)
     schema_bytes: int = 64 << 10    # limit: bytes of a JSON schema in a request
     header_s: float = 10.0          # limit: seconds for headers to arrive (--header-timeout)

@@ -235,7 +235,8 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
     return RequestLimits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
                   body_s=arguments.body_timeout, request_s=arguments.request_timeout,
                   drain_s=arguments.drain_timeout, logprobs=arguments.max_logprobs,
-                         images=arguments.max_images, image_pixels=arguments.max_image_pixels)
+                         images=arguments.max_images, image_pixels=arguments.max_image_pixels,
+                         audio_s=arguments.max_audio_seconds)
 
 
 def capacity_line(llm: LLM) -> str:

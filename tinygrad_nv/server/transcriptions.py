@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from tinygrad_nv.engine.speech.audio import decode_audio
+from tinygrad_nv.engine.speech.audio import decode_audio, decoded_seconds
 from tinygrad_nv.engine.speech.batching import Cancelled
 from tinygrad_nv.engine.speech.outputs import Segment, Transcription, segment_fields
 from tinygrad_nv.engine.speech.recording import Recording
 from tinygrad_nv.engine.speech.subtitles import srt, vtt
-from tinygrad_nv.errors import NVError
+from tinygrad_nv.errors import AudioError, NVError
 from tinygrad_nv.models.whisper.languages import LANGUAGES
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import read_body
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PATHS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 LEAST_BODY = 25 << 20   # bytes that a body may have at least: OpenAI's limit of a file
-MOST_S = 2 * 3600.0     # seconds of a recording: 460 MB of samples
+BYTES_A_SECOND = 16000 * 4 + 100 * 128 * 4     # of a recording at 16 kHz, and its spectrogram
 
 
 def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Response]]:
@@ -49,13 +49,11 @@ def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Respo
         body = await read_body(request, limits)
         asked = parsed(await read_form(request.headers.get("content-type", ""), body), task)
         service.require_name(asked.model)
-        try: samples = await asyncio.to_thread(decode_audio, asked.data, asked.name, MOST_S)
-        except NVError as error: raise api_error(error, "file") from error
         record.stream = asked.stream
         if asked.stream:
-            events = _events(client, samples, asked, record, limits.request_s)
+            events = _events(service, client, asked, record)
             return await streamed(request, events, record)
-        made = await until_disconnect(request, _transcribed(client, samples, asked, limits.request_s))
+        made = await until_disconnect(request, _transcribed(service, client, asked))
         record.output_tokens = len(made.token_ids)
         return shown(made, asked)
     return answer
@@ -74,9 +72,22 @@ def shown(made: Transcription, asked: TranscriptionRequest) -> Response:
                          "text": made.text, "segments": segments, "usage": usage})
 
 
-async def _transcribed(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest, most_s: float,
+async def _transcribed(service: Service, client: SpeechClient, asked: TranscriptionRequest,
                        told: Callable[[Segment], None] = lambda segment: None) -> Transcription:
-    """The transcription. What has not run when the request ends is cancelled."""
+    """The transcription, within the memory of all requests. What has not run when the request ends is
+    cancelled."""
+    limits = service.limits
+    given = asked.data, asked.name, limits.audio_s, limits.audio_samples
+    try:
+        length = await asyncio.to_thread(decoded_seconds, *given)
+        async with service.media.hold(int(length * BYTES_A_SECOND)):
+            samples = await asyncio.to_thread(decode_audio, *given)
+            return await _answered(client, samples, asked, limits.request_s, told)
+    except AudioError as error: raise api_error(error, "file") from error
+
+
+async def _answered(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest, most_s: float,
+                    told: Callable[[Segment], None]) -> Transcription:
     cancelled = Cancelled()
 
     def prepared() -> Recording:
@@ -96,13 +107,13 @@ async def _transcribed(client: SpeechClient, samples: np.ndarray, asked: Transcr
     finally: cancelled.asked = True
 
 
-async def _events(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest, record: Record,
-                  most_s: float) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(service: Service, client: SpeechClient, asked: TranscriptionRequest, record: Record
+                  ) -> AsyncGenerator[dict[str, Any], None]:
     """An event for each segment as it is decoded, and one at the end."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Segment | None]()
 
     def told(segment: Segment | None) -> None: loop.call_soon_threadsafe(queue.put_nowait, segment)
-    task = asyncio.ensure_future(_transcribed(client, samples, asked, most_s, told))
+    task = asyncio.ensure_future(_transcribed(service, client, asked, told))
     task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
         first = True

@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from tinygrad_nv.engine.speech import subtitles
-from tinygrad_nv.engine.speech.audio import decode_audio, resampled
+from tinygrad_nv.engine.speech.audio import Resampler, decode_audio, resampled
 from tinygrad_nv.engine.speech.outputs import Segment, Transcription
 from tinygrad_nv.engine.speech.segments import Span, spans_of
 
@@ -84,6 +84,16 @@ def test_half_the_rate_against_a_filter_of_torch():
     wanted = torch.nn.functional.conv1d(torch.tensor(samples)[None, None], torch.tensor(taps)[None, None],
                                         padding=150)[0, 0].numpy()[::3]
     assert np.abs(resampled(samples, 48000)[100:-100] - wanted[100:-100]).max() < 1e-5
+
+
+@pytest.mark.parametrize("rate", [8000, 44100, 44101, 48000])
+def test_blocks_make_what_the_whole_does(rate: int):
+    """Blocks of any sizes, smaller than a filter or empty."""
+    samples = RNG.normal(size=30_000).astype(np.float32)
+    resampler = Resampler(rate)
+    made = [resampler.feed(each) for each in np.split(samples, [1, 7, 7, 5000, 5001, 20_000])]
+    whole = resampled(samples, rate)
+    assert np.abs(np.concatenate([*made, resampler.finish()]) - whole).max() <= 1e-6 * np.abs(whole).max()
 
 
 def test_spans():

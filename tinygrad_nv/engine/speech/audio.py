@@ -12,69 +12,101 @@ from __future__ import annotations
 
 import io
 import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
 import numpy as np
 
 from tinygrad_nv.errors import AudioError
+from tinygrad_nv.files import read_bytes
 from tinygrad_nv.models.whisper.features import RATE
 
 CROSSINGS = 32          # zeros of the sinc on each side
 KAISER_BETA = 8.0
 PASSED = 0.95           # of the lower of both bands
 LOWEST, HIGHEST = 1000, 768000      # samples a second
-MOST_S = 24 * 3600.0    # seconds of a recording: 5.5 GB of samples at 16 kHz
-FULL = 48000            # samples a second of which a recording may have so many seconds
+MOST_S = 24 * 3600.0    # limit: seconds of a recording from Python or the command line; 5.5 GB of samples
+FULL = 48000            # samples a second, of all channels, of which a recording may have so many seconds
 UNKNOWN = 1 << 62       # libsndfile's number of frames where a stream does not say it, or more
 # WAV: kinds of samples, with the bytes of each; the format of a file, and the end of GUIDs that are kinds
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 ENCODINGS = {(PCM, 1), (PCM, 2), (PCM, 3), (PCM, 4), (FLOAT, 4), (FLOAT, 8)}
 FORM = struct.Struct("<HHIIHH")
 EXTENSIBLE_BYTES, GUID = 40, bytes.fromhex("000000001000800000aa00389b71")
+MAX_FILE_BYTES = 4 << 30    # limit: bytes of a recording's file, as WAV has
+MAX_CHUNKS = 10_000         # limit: chunks of a WAV file
 PHASES = 1024           # filters that are made: of more they are interpolated, to 1e-6
-BLOCK = 1 << 13         # samples of a result that are made at a time
+BLOCK = 1 << 20         # samples of windows that are copied at a time, with a filter for each
 FRAMES = 1 << 20        # of a file that are read at a time
 
 
 def read_audio(path: Path) -> np.ndarray:
     """The samples of a file. Raises `AudioError`."""
-    try: data = path.read_bytes()
+    try: data = read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
         raise AudioError(f"{path} cannot be read: {error.strerror}", "an audio file",
                          "check the path and its permissions") from error
     return decode_audio(data, str(path))
 
 
-def decode_audio(data: bytes, name: str, most_s: float = MOST_S) -> np.ndarray:
-    """The samples of a file's bytes, of at most so many seconds; `name` is used in messages. Raises
-    `AudioError`."""
-    if not data: raise AudioError(f"{name} is empty", "an audio file", "record it again")
-    found = _wav(data, name, most_s) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
-    mono, rate = _by_soundfile(data, name, most_s) if found is None else found
-    if not len(mono): raise AudioError(f"{name} has no samples", "a recording", "record it again")
-    if not np.isfinite(mono).all():
-        raise AudioError(f"{name} has samples that are NaN or infinite", "numbers", "record it again")
-    return resampled(mono, rate)
+def decode_audio(data: bytes, name: str, most_s: float = MOST_S, most_samples: int | None = None
+                 ) -> np.ndarray:
+    """The samples of a file's bytes, of at most so many seconds, and of at most `most_samples` of all
+    channels before they are resampled; `name` is used in messages. Raises `AudioError`."""
+    rate, _, blocks = _open(data, _Limits(name, most_s, most_samples))
+    resampler = Resampler(rate)
+    made = [resampler.feed(_finite(name, each)) for each in blocks]
+    if not resampler.read: raise AudioError(f"{name} has no samples", "a recording", "record it again")
+    return np.concatenate([*made, resampler.finish()])
 
 
-def _require(name: str, rate: int, frames: int, most_s: float) -> None:
-    """Raises `AudioError` for a file that is not read, before it is."""
-    if not LOWEST <= rate <= HIGHEST:
-        raise AudioError(f"{name} has {rate} samples a second", f"{LOWEST} to {HIGHEST}",
-                         "convert the file to 16 kHz")
-    if frames > most_s * rate:
-        raise AudioError(f"{name} is {frames / rate / 60:.0f} minutes long", f"at most {most_s / 60:.0f}",
-                         "cut it into several files")
-    if frames > most_s * FULL:
-        raise AudioError(f"{name} has {frames} samples, {rate} a second", f"at most {most_s * FULL:.0f}",
-                         "convert the file to 16 kHz, or cut it into several files")
+def decoded_seconds(data: bytes, name: str, most_s: float, most_samples: int) -> float:
+    """Returns the seconds of a recording, as its header says: `most_s` where it says nothing. Raises
+    `AudioError` for one that `decode_audio` refuses by its header."""
+    rate, frames, _ = _open(data, _Limits(name, most_s, most_samples))
+    return frames / rate if frames else most_s
 
 
-def _wav(data: bytes, name: str, most_s: float) -> tuple[np.ndarray, int] | None:
-    """Samples [n] and their rate; None of an encoding other than numbers."""
-    chunks = _chunks(data)
-    form = bytes(chunks.get(b"fmt ", b""))[:EXTENSIBLE_BYTES]
+def _open(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]]:
+    """The rate, the frames (0: unknown), and blocks of samples [n], which are decoded as they are taken."""
+    if not data: raise AudioError(f"{limits.name} is empty", "an audio file", "record it again")
+    found = _wav(data, limits) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    return _by_soundfile(data, limits) if found is None else found
+
+
+def _finite(name: str, mono: np.ndarray) -> np.ndarray:
+    if np.isfinite(mono).all(): return mono
+    raise AudioError(f"{name} has samples that are NaN or infinite", "numbers", "record it again")
+
+
+@dataclass(frozen=True)
+class _Limits:
+    name: str
+    seconds: float
+    samples: int | None     # of all channels; None: of one, `FULL` a second
+
+    def require(self, rate: int, frames: int, channels: int) -> None:
+        """Raises `AudioError` for a file that is not read, before it is."""
+        name, most_s = self.name, self.seconds
+        if not LOWEST <= rate <= HIGHEST:
+            raise AudioError(f"{name} has {rate} samples a second", f"{LOWEST} to {HIGHEST}",
+                             "convert the file to 16 kHz")
+        if frames > most_s * rate:
+            raise AudioError(f"{name} is {frames / rate / 60:.0f} minutes long", f"at most {most_s / 60:.0f}",
+                             "cut it into several files")
+        count, most = frames, int(most_s * FULL)
+        if self.samples is not None: count, most = frames * channels, self.samples
+        if count > most:
+            raise AudioError(f"{name} has {count} samples, {rate} a second", f"at most {most}",
+                             "convert the file to 16 kHz and one channel, or cut it into several files")
+
+
+def _wav(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]] | None:
+    """The same of a WAV file; None of an encoding other than numbers."""
+    name, chunks = limits.name, _chunks(data, limits.name)
+    form = bytes(chunks.get(b"fmt ", b"")[:EXTENSIBLE_BYTES])
     if len(form) < FORM.size or b"data" not in chunks:
         raise AudioError(f"{name} is a damaged WAV file: the chunks fmt and data are not whole",
                          "a complete file", "record or convert it again")
@@ -87,70 +119,134 @@ def _wav(data: bytes, name: str, most_s: float) -> tuple[np.ndarray, int] | None
         raise AudioError(f"{name} is a damaged WAV file: {channels} channels of {bits} bits in {align} bytes",
                          "a complete file", "record or convert it again")
     frames = chunks[b"data"][:len(chunks[b"data"]) // align * align]
-    _require(name, rate, len(frames) // align, most_s)
+    limits.require(rate, len(frames) // align, channels)
+    step = max(1, FRAMES // channels) * align
+    blocks = (frames[at:at + step] for at in range(0, len(frames), step))
+    return rate, len(frames) // align, (_numbers(each, kind, width).reshape(-1, channels).mean(1)
+                                        for each in blocks)
+
+
+def _numbers(data: memoryview, kind: int, width: int) -> np.ndarray:
+    """Samples of a WAV file from −1 to 1."""
     if width == 3:      # as the upper ones of 32 bits
-        made = np.zeros((len(frames) // 3, 4), np.uint8)
-        made[:, 1:] = np.frombuffer(frames, np.uint8).reshape(-1, 3)
-        whole = made.view("<i4").astype(np.float32) / 2.0 ** 31
-    elif kind == FLOAT: whole = np.frombuffer(frames, f"<f{width}").astype(np.float32)
-    elif width == 1: whole = (np.frombuffer(frames, np.uint8).astype(np.float32) - 128) / 128
-    else: whole = np.frombuffer(frames, f"<i{width}").astype(np.float32) / 2.0 ** (8 * width - 1)
-    return whole.reshape(-1, channels).mean(1), rate
+        made = np.zeros((len(data) // 3, 4), np.uint8)
+        made[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        return made.view("<i4").reshape(-1).astype(np.float32) / 2.0 ** 31
+    if kind == FLOAT: return np.frombuffer(data, f"<f{width}").astype(np.float32)
+    if width == 1: return (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
+    return np.frombuffer(data, f"<i{width}").astype(np.float32) / 2.0 ** (8 * width - 1)
 
 
-def _chunks(data: bytes) -> dict[bytes, memoryview]:
+def _chunks(data: bytes, name: str) -> dict[bytes, memoryview]:
     """The first chunk of each name of a RIFF file, up to the end of the file: a recorder that was cut off, or
     that writes to a pipe, says more bytes than there are."""
     made, at, view = dict[bytes, memoryview](), 12, memoryview(data)
-    while at + 8 <= len(data):
+    for _ in range(MAX_CHUNKS):
+        if at + 8 > len(data): return made
         size = int.from_bytes(data[at + 4:at + 8], "little")
         made.setdefault(data[at:at + 4], view[at + 8:at + 8 + size])
         at += 8 + size + size % 2
-    return made
+    raise AudioError(f"{name} is a WAV file of more than {MAX_CHUNKS} chunks", "a recording",
+                     "convert it again")
 
 
-def _by_soundfile(data: bytes, name: str, most_s: float) -> tuple[np.ndarray, int]:
-    """Samples [n] and their rate."""
+def _by_soundfile(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]]:
+    """The same of other files."""
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise AudioError(f"{name} is no WAV file of PCM or floats, and the Python package soundfile is not "
-                         "installed", "soundfile, which reads FLAC, MP3, OGG and others",
+        raise AudioError(f"{limits.name} is no WAV file of PCM or floats, and the Python package soundfile "
+                         "is not installed", "soundfile, which reads FLAC, MP3, OGG and others",
                          "convert the file to WAV, or pip install 'tinygrad-nv[audio]'") from error
+    kinds = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError)
+
+    def blocks() -> Iterator[np.ndarray]:
+        read = 0
+        try:
+            with file:
+                for each in file.blocks(max(1, FRAMES // channels), dtype="float32", always_2d=True):
+                    limits.require(rate, read := read + len(each), channels)
+                    yield each.mean(1)
+        except kinds as error: raise _no_audio(limits.name, error) from error
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            rate, blocks, read = int(file.samplerate), list[np.ndarray](), 0
-            _require(name, rate, file.frames if file.frames < UNKNOWN else 0, most_s)
-            for each in file.blocks(max(1, FRAMES // file.channels), dtype="float32", always_2d=True):
-                _require(name, rate, read := read + len(each), most_s)
-                blocks.append(each.mean(1))
-    except (soundfile.SoundFileError, RuntimeError, ValueError, TypeError) as error:
-        why = getattr(error, "error_string", str(error))
-        raise AudioError(f"{name} is no audio file: {why[:200]}", "WAV, FLAC, MP3, OGG or another "
-                         "file that libsndfile reads", "convert the file to WAV") from error
-    return np.concatenate([np.empty(0, np.float32), *blocks]), rate
+        file = soundfile.SoundFile(io.BytesIO(data))
+        rate, channels, frames = int(file.samplerate), int(file.channels), int(file.frames)
+    except kinds as error: raise _no_audio(limits.name, error) from error
+    if frames >= UNKNOWN: frames = 0
+    limits.require(rate, frames, channels)
+    return rate, frames, blocks()
+
+
+def _no_audio(name: str, error: Exception) -> AudioError:
+    why = getattr(error, "error_string", str(error))
+    return AudioError(f"{name} is no audio file: {why[:200]}", "WAV, FLAC, MP3, OGG or another file that "
+                      "libsndfile reads", "convert the file to WAV")
 
 
 def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
     """Samples, float32 [n], at `rate` as float32 [⌈n · 16000 / rate⌉] at 16 kHz."""
-    if rate == RATE: return samples
-    shared = gcd(rate, RATE)
-    up, down = RATE // shared, rate // shared
-    cutoff = min(1.0, up / down) * PASSED       # of the input's band
-    reach = int(np.ceil(CROSSINGS / cutoff))    # input samples on each side
-    padded = np.pad(samples, reach).astype(np.float32)
-    taps = np.arange(-reach + 1, reach + 1)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, len(taps))
-    count = min(up, PHASES)
-    table = _sinc(taps[None] - (np.arange(count + 1) / count)[:, None], cutoff, reach)
-    out = np.empty(-(-len(samples) * up // down), np.float32)
-    for first in range(0, len(out), BLOCK):
-        places = np.arange(first, min(first + BLOCK, len(out))) * down
-        phase, between = np.divmod(places % up * count, up)
-        filters = table[phase]
-        if count < up: filters += (between / up).astype(np.float32)[:, None] * (table[phase + 1] - filters)
-        out[first:first + len(places)] = np.einsum("nt,nt->n", windows[places // up + 1], filters)
-    return out
+    resampler = Resampler(rate)
+    return np.concatenate([resampler.feed(samples), resampler.finish()])
+
+
+class Resampler:
+    """Resamples a recording as its blocks arrive: `feed` returns what they suffice for, `finish` the rest."""
+
+    def __init__(self, rate: int) -> None:
+        shared = gcd(rate, RATE)
+        self.up, self.down = RATE // shared, rate // shared
+        cutoff = min(1.0, self.up / self.down) * PASSED     # of the input's band
+        self.reach = int(np.ceil(CROSSINGS / cutoff))       # input samples on each side
+        taps = np.arange(-self.reach + 1, self.reach + 1)
+        self.count = min(self.up, PHASES)
+        self.table = _sinc(taps[None] - (np.arange(self.count + 1) / self.count)[:, None], cutoff, self.reach)
+        # samples of the padded input from `first` on; so many of the input were read, of the result made
+        self.kept, self.first, self.read, self.made = np.zeros(self.reach, np.float32), 0, 0, 0
+
+    def feed(self, samples: np.ndarray) -> np.ndarray:
+        """See above."""
+        self.read += len(samples)
+        if self.up == self.down: return samples
+        self.kept = np.concatenate([self.kept, samples.astype(np.float32, copy=False)])
+        # the last window, of 2 · reach samples, that is whole; a result begins at window place // up + 1
+        last = self.first + len(self.kept) - 2 * self.reach
+        return self._until(min(-(-last * self.up // self.down), -(-self.read * self.up // self.down)))
+
+    def finish(self) -> np.ndarray:
+        """See above."""
+        if self.up == self.down: return np.empty(0, np.float32)
+        self.kept = np.concatenate([self.kept, np.zeros(self.reach, np.float32)])
+        return self._until(-(-self.read * self.up // self.down))
+
+    def _until(self, end: int) -> np.ndarray:
+        """The result from where it is up to `end`; what no later one needs of the input is dropped."""
+        out, width = np.empty(max(0, end - self.made), np.float32), 2 * self.reach
+        if not len(out): return out
+        windows = np.lib.stride_tricks.sliding_window_view(self.kept, width)
+        if self.count == self.up: self._by_filter(out, windows)
+        else: self._interpolated(out, windows)
+        self.made = end
+        done = max(0, min(self.made * self.down // self.up + 1 - self.first, len(self.kept)))
+        self.kept, self.first = self.kept[done:].copy(), self.first + done
+        return out
+
+    def _by_filter(self, out: np.ndarray, windows: np.ndarray) -> None:
+        """Every `up`th sample has the same filter, and its window is `down` behind that of the one before."""
+        for at in range(min(self.up, len(out))):
+            place, into = (self.made + at) * self.down, out[at::self.up]
+            ours = windows[place // self.up + 1 - self.first::self.down][:len(into)]
+            into[:] = np.einsum("nt,t->n", ours, self.table[place % self.up])
+
+    def _interpolated(self, out: np.ndarray, windows: np.ndarray) -> None:
+        """Each sample has a filter between two of the table."""
+        step = max(1, BLOCK // windows.shape[1])
+        for begin in range(0, len(out), step):
+            places = np.arange(self.made + begin, self.made + min(begin + step, len(out))) * self.down
+            phase, between = np.divmod(places % self.up * self.count, self.up)
+            filters = self.table[phase]
+            filters += (between / self.up).astype(np.float32)[:, None] * (self.table[phase + 1] - filters)
+            ours = windows[places // self.up + 1 - self.first]
+            out[begin:begin + len(places)] = np.einsum("nt,nt->n", ours, filters)
 
 
 def _sinc(distance: np.ndarray, cutoff: float, reach: int) -> np.ndarray:

@@ -33,7 +33,6 @@ MAX_PIXELS = 1 << 26        # limit: pixels of an image, before it is resized
 MAX_BUFFERED_PIXELS = 1 << 25   # limit: pixels of a WebP, AVIF or JPEG 2000, which take 8 to 12 bytes more
 MAX_FILE_BYTES = 128 << 20  # limit: bytes of an image's file, as it is stored
 MAX_SCANS = 128             # limit: scans of a JPEG, each of which decodes all of it; cameras write up to 14
-DECODED_BYTES = 8           # of a pixel while its image is decoded, as above
 MAX_ICON_PIXELS = 1 << 20   # limit: pixels of an ICO, whose directory says at most 256²
 ICON = b"\0\0\1\0"
 STRIP = 1 << 20             # pixels that are converted at a time
@@ -107,6 +106,13 @@ def require_budget(images: Sequence[AnImage], most: int) -> None:
     if total > most:
         raise RequestError(f"{len(images)} images of {total} pixels together", f"at most {most}",
                            "send fewer or smaller images, or raise --max-image-pixels")
+
+
+def decoding_bytes(image: AnImage) -> int:
+    """Returns the bytes that an image takes until a model has read it: 8 of a pixel while it is decoded, and
+    24 in patches of float32, two frames each, of the pixels that image processors leave."""
+    count = image.shape[0] * image.shape[1]
+    return 8 * count + 24 * min(count, 1 << 24)
 
 
 def _opened(data: bytes) -> Image:
