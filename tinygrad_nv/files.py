@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -100,6 +101,25 @@ def require_few_values(text: str | bytes) -> None:
     marks: Any = (b",", b"[", b"{") if isinstance(text, bytes) else (",", "[", "{")
     if (count := sum(map(text.count, marks))) > MAX_JSON_VALUES:
         raise ValueError(f"it has {count} values, and at most {MAX_JSON_VALUES} are read")
+
+
+def require_npy(path: str | Path) -> None:
+    """Raises OSError and ValueError for what is no .npy file of numbers, or does not have all that its header
+    says: numpy allocates before it reads."""
+    import numpy as np
+    size = regular_size(path)
+    with open(path, "rb") as file:
+        try:
+            read_header = {(1, 0): np.lib.format.read_array_header_1_0,
+                           (2, 0): np.lib.format.read_array_header_2_0}[np.lib.format.read_magic(file)]
+            shape, _, dtype = read_header(file)
+        except OSError: raise
+        except Exception as error:      # the header is a Python literal, which is parsed in many ways
+            raise ValueError(f"its header is damaged: {str(error)[:200]}") from error
+        if dtype.kind not in "biufc": raise ValueError(f"it holds {dtype}, and numbers are expected"[:200])
+        if min(shape, default=0) < 0 or max(shape, default=0) > size or \
+                math.prod(shape) * dtype.itemsize > size - file.tell():
+            raise ValueError(f"its header says shape {shape}"[:200] + f", and the file has {size} bytes")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

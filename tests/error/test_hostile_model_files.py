@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 from tinygrad_nv.models.checkpoint import open_checkpoint
@@ -21,10 +22,22 @@ from tinygrad_nv.models.config import read_config, read_json
 from tinygrad_nv.models.peft import read_config as read_adapter
 from tinygrad_nv.models.pickle_reader import load
 
+from tinygrad_nv.cli.onnx import _loaded as onnx_array
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
-from tinygrad_nv.errors import ModelError, NVError, TokenizerError, WeightError
+from tinygrad_nv.errors import (
+    DataError,
+    ModelError,
+    NVError,
+    PTXError,
+    RequestError,
+    TokenizerError,
+    WeightError,
+)
 from tinygrad_nv.files import MAX_JSON_BYTES, read_bytes
+from tinygrad_nv.ptx.command import _array as ptx_array
 from tinygrad_nv.quant.gguf.file import open_file
+from tinygrad_nv.train.data import records as training
+from tinygrad_nv.train.data.shards import Shards
 
 SECONDS, BYTES = 5.0, 2 << 30
 DIGITS = "9" * 3000
@@ -231,6 +244,49 @@ def test_values_and_depth(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "vocab.txt").write_bytes(b"\n" * 3_000_000)
     with refused(TokenizerError, "lines\n", "at most 2000000"): Tokenizer.load(tmp_path)
+
+
+def npy(shape: str, descr: str = "<f4", data: bytes = b"") -> bytes:
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header + data
+
+
+@pytest.mark.parametrize("data", [
+    npy("(1000000000000,)"), npy("(-5,)"), npy(f"({DIGITS},)"), npy(f"(0, {DIGITS})"), npy("(" * 5000),
+    npy("(9**9**9,)"), npy("(2,)", "|O"), npy("(2,)", "|S1000000000"), npy("(3,)", data=bytes(11)), b"PK\3\4",
+    b"\x93NUMPY\2\0\xff\xff\xff\x7f", npy("(True,)", data=bytes(9))[:20]])
+def test_arrays(tmp_path: Path, data: bytes) -> None:
+    """Headers of .npy files that say more than there is."""
+    path = tmp_path / "a.npy"
+    path.write_bytes(data)
+    with refused(PTXError, "a.npy"): ptx_array(str(path))
+    with refused(RequestError, "a.npy"): onnx_array("x", path)
+    with refused(DataError, "a.npy"): Shards.open([path], 4, 100)
+    path.write_bytes(npy("(3,)", data=bytes(12)))
+    assert onnx_array("x", path).tolist() == [0, 0, 0]
+    path.unlink()
+    os.mkfifo(path)
+    with refused(RequestError, "it is a FIFO"): onnx_array("x", path)
+    with refused(PTXError, "it is a FIFO"): ptx_array(str(path))
+
+
+def test_training_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line or a text of terabytes, a line of many values, and rows that share one long text."""
+    for name, words in (("a.jsonl", "line 1 has more than 1000000 bytes"), ("a.txt", "1099511627776 bytes")):
+        monkeypatch.setattr(training, "MAX_DOCUMENT_BYTES", 1_000_000)
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 40)
+        with refused(DataError, words): [*training.records([tmp_path / name])]
+    monkeypatch.undo()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text":[' + b"{}," * 4_000_000 + b"1]}")
+    with refused(DataError, "line 1 is not JSON: it has 8000002 values"):
+        [*training.records([tmp_path / "a.jsonl"])]
+    table = pyarrow.table({"text": ["x" * (1 << 20)] * 200})    # 1 MB on the disk
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    del table
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(len(each.fields["text"]) for each in training.records([tmp_path / "a.parquet"])) == 200 << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 120 << 10
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

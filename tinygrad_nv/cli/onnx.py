@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.files import require_npy
 
 if TYPE_CHECKING:   # loads tinygrad
     from tinygrad_nv.onnx.runner import OnnxRunner
@@ -99,7 +100,9 @@ def _inputs(runner: OnnxRunner, arguments: argparse.Namespace) -> dict[str, Any]
 def _loaded(name: str, path: Path) -> Any:
     """The array in a .npy file, never a pickle."""
     import numpy as np
-    try: return np.load(path, allow_pickle=False)
+    try:
+        require_npy(path)
+        return np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise RequestError(f"the input {name!r} cannot be read from {path}: {error}",
                            "a .npy file of numbers", "write it with numpy.save") from error

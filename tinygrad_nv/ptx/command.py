@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from tinygrad_nv.errors import PTXError
+from tinygrad_nv.files import require_npy
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
@@ -157,7 +158,9 @@ def _shape(words: str, text: str) -> tuple[int, ...]:
 def _array(text: str) -> tuple[np.ndarray | int, str | None]:
     """The array (or number of bytes) of `random:f16:64x64`, and its type's name when NumPy lacks it."""
     if text.endswith(".npy"):
-        try: return np.load(text, allow_pickle=False), None
+        try:
+            require_npy(text)
+            return np.load(text, allow_pickle=False), None
         except (OSError, ValueError) as error: raise PTXError(f"--arg {text}: {error}", 0,
                                                               "a NumPy file") from error
     fill, *rest = text.split(":")

@@ -11,6 +11,7 @@ dB down (Kaiser, β 8), its transition a tenth of the band.
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,11 +56,16 @@ def decode_audio(data: bytes, name: str, most_s: float = MOST_S, most_samples: i
                  ) -> np.ndarray:
     """The samples of a file's bytes, of at most so many seconds, and of at most `most_samples` of all
     channels before they are resampled; `name` is used in messages. Raises `AudioError`."""
-    rate, _, blocks = _open(data, _Limits(name, most_s, most_samples))
-    resampler = Resampler(rate)
-    made = [resampler.feed(_finite(name, each)) for each in blocks]
+    rate, frames, blocks = _open(data, _Limits(name, most_s, most_samples))
+    # pages are taken as they are written: a header that says too much takes no memory
+    resampler, made, at = Resampler(rate), np.empty(-(-frames * RATE // rate), np.float32), 0
+    for block in itertools.chain(blocks, [None]):
+        each = resampler.finish() if block is None else resampler.feed(_finite(name, block))
+        if at + len(each) > len(made): made.resize(at + at // 4 + len(each), refcheck=False)
+        made[at:at + len(each)] = each
+        at += len(each)
     if not resampler.read: raise AudioError(f"{name} has no samples", "a recording", "record it again")
-    return np.concatenate([*made, resampler.finish()])
+    return made[:at]
 
 
 def decoded_seconds(data: bytes, name: str, most_s: float, most_samples: int) -> float:

@@ -13,13 +13,13 @@ the chat template. Further fields are ignored. All records of a data set are of 
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tinygrad_nv.errors import DataError
+from tinygrad_nv.files import parse_json, read_bytes
 from tinygrad_nv.train.data.files import unreadable
 
 Kind = Literal["preference", "prompt-completion", "messages", "text"]
@@ -30,7 +30,9 @@ FIELDS: dict[Kind, tuple[str, ...]] = {"preference": ("chosen", "rejected"),
                                        "messages": ("messages",), "text": ("text",)}
 WANTED = ('"text"; "prompt" and "completion"; "messages"; or "chosen" and "rejected", with or without '
           '"prompt"')
-PARQUET_ROWS = 1024     # read at a time
+PARQUET_ROWS = 16       # read at a time: a dictionary makes each as long as the longest
+MAX_DOCUMENT_BYTES = 256 << 20  # limit: bytes of a document of training data
+MAX_TEXT_BYTES = 4 << 30        # limit: bytes of a .txt file of lines or paragraphs
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _of(file: Path, sample_by: SampleBy, read: Read) -> Iterator[Record]:
 def _text(file: Path, sample_by: SampleBy, read: Read) -> Iterator[Record]:
     """A file is one document, or one for each paragraph (between empty lines) or line that is not empty."""
     assert sample_by in get_args(SampleBy), sample_by
-    content = file.read_bytes()
+    content = read_bytes(file, MAX_DOCUMENT_BYTES if sample_by == "document" else MAX_TEXT_BYTES)
     text = _utf8(content, str(file)).removeprefix("\ufeff")
     if not text.strip(): raise DataError(f"{file} has only white space", "a text", "name another file")
     if sample_by == "document":
@@ -113,12 +115,15 @@ def _utf8(content: bytes, place: str) -> str:
 
 def _lines(file: Path, read: Read) -> Iterator[Record]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_DOCUMENT_BYTES + 1), b""), 1):
             place = f"{file}, line {number}"
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise DataError(f"{place} has more than {MAX_DOCUMENT_BYTES} bytes",
+                                "one document in each line", "cut it into several")
             text = _utf8(line, place).removeprefix("\ufeff")
             if text.strip():
-                try: data = json.loads(text)
-                except (ValueError, RecursionError) as error:
+                try: data = parse_json(text)
+                except ValueError as error:
                     raise DataError(f"{place} is not JSON: {error}", "a JSON object in each line",
                                     "correct or remove the line") from error
                 yield record(data, place)

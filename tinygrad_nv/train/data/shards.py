@@ -80,7 +80,8 @@ def _mapped(file: Path, vocab_size: int, dtype: ShardDtype) -> np.ndarray:
 
 def _npy(file: Path) -> np.ndarray:
     try: tokens = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
+    except OSError: raise
+    except Exception as error:      # the header is a Python literal, which is parsed in many ways
         raise DataError(f"{file} is not an array of numpy: {error}", "a .npy file of token ids that is whole",
                         "write the file again") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
