@@ -208,7 +208,8 @@ async def embed(request: Request, service: Service, record: Record, data: dict[s
     if cut: asked["truncate_prompt_tokens"] = -1
     parsed = await service.read(record, lambda: embeddings.parsed(asked))
     vectors = await embeddings.embedded(request, service, model, parsed, record)
-    return JSONAnswer({"model": name, "embeddings": vectors.tolist(), "load_duration": 0,
+    shown = await service.aside(vectors.size, lambda: [each.tolist() for each in vectors])
+    return JSONAnswer({"model": name, "embeddings": shown, "load_duration": 0,
                          "total_duration": _ns(time.perf_counter() - record.started),
                          "prompt_eval_count": record.prompt_tokens})
 

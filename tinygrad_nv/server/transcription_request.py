@@ -7,6 +7,7 @@ is unlikely.
 """
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from tinygrad_nv.engine.speech.params import FALLBACK, TranscriptionParams
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import APIError, api_error, invalid
 from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 FORM = "multipart/form-data"
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 SEGMENTED = ("srt", "verbose_json", "vtt")      # formats that need times
 LISTS = ("timestamp_granularities[]", "include[]")
 NUMBERS = ("temperature", "seed")
+SLICE = 256 << 10       # bytes that are parsed at a time
 MOST_FIELDS, MOST_FIELD_BYTES = 32, 64 << 10
 
 
@@ -39,6 +42,12 @@ class TranscriptionRequest:
     params: TranscriptionParams
 
 
+async def form_aside(content_type: str, body: bytes) -> dict[str, Any]:
+    """`read_form`, in a thread for a large body: the parser takes up to a second, and does not pause."""
+    if len(body) <= INLINE_BYTES: return await read_form(content_type, body)
+    return await aside(len(body), lambda: asyncio.run(read_form(content_type, body)))
+
+
 async def read_form(content_type: str, body: bytes) -> dict[str, Any]:
     """The fields of a form: texts, lists of them by names that end with [], and the file. Raises `APIError`.
     """
@@ -46,7 +55,8 @@ async def read_form(content_type: str, body: bytes) -> dict[str, Any]:
         raise APIError(415, f"the body's type is {content_type[:100]!r}; expected: the header Content-Type: "
                        f"{FORM}", "unsupported_media_type")
 
-    async def stream() -> AsyncGenerator[bytes, None]: yield body
+    async def stream() -> AsyncGenerator[bytes, None]:
+        for at in range(0, len(body), SLICE): yield body[at:at + SLICE]
     try:
         parser = MultiPartParser(Headers({"content-type": content_type}), stream(), max_files=1,
                                  max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES)

@@ -28,7 +28,7 @@ from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service, SpeechClient
 from tinygrad_nv.server.sse import streamed, until_disconnect
-from tinygrad_nv.server.transcription_request import TranscriptionRequest, parsed, read_form
+from tinygrad_nv.server.transcription_request import TranscriptionRequest, form_aside, parsed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,7 @@ def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Respo
         record.id = "transcript-" + record.id
         client = service.require_speech()
         body = await read_body(request, limits)
-        asked = parsed(await read_form(request.headers.get("content-type", ""), body), task)
+        asked = parsed(await form_aside(request.headers.get("content-type", ""), body), task)
         service.require_name(asked.model)
         record.stream = asked.stream
         if asked.stream:
