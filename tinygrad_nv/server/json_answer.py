@@ -23,13 +23,12 @@ class JSONAnswer(Response):
     media_type = "application/json"
 
     def __init__(self, content: Any, status_code: int = 200) -> None:
-        super().__init__(None, status_code)
-        self.content = content
+        self.content, self.status_code, self.background = content, status_code, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response."""
-        size = LARGE if weight(self.content, INLINE_VALUES) > INLINE_VALUES else 0
-        self.body = await aside(size, lambda: "".join(pieces(self.content)).encode())
+        if weight(self.content, INLINE_VALUES) <= INLINE_VALUES: self.body = dumps(self.content).encode()
+        else: self.body = await aside(LARGE, lambda: "".join(pieces(self.content)).encode())
         self.init_headers()
         await super().__call__(scope, receive, send)
 
