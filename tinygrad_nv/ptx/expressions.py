@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 
 from tinygrad_nv.ptx.syntax import Immediate
-from tinygrad_nv.ptx.tokens import TokenReader
+from tinygrad_nv.ptx.tokens import Token, TokenReader, shorten
 
 LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %")
 PRECEDENCE = {operator: level for level, operators in enumerate(LEVELS) for operator in operators.split()}
@@ -51,7 +51,7 @@ class Constants:
     """Evaluates the constant expression that comes next."""
 
     def __init__(self, tokens: TokenReader) -> None:
-        self.tokens = tokens
+        self.tokens, self.depth = tokens, 0
 
     def value(self) -> int | float:
         """Its value."""
@@ -65,12 +65,15 @@ class Constants:
         """Its value as an initialiser of `item` bytes."""
         made = self.immediate()
         if kind.startswith(("f", "bf")):
-            if made.float_bits: return struct.pack("<f" if item == 4 else "<d", made.value)
-            return struct.pack({2: "<e", 4: "<f", 8: "<d"}[item], made.value)
-        return (int(made.value) & ((1 << 8 * item) - 1)).to_bytes(item, "little")
+            if made.float_bits == 32 and item == 4: return struct.pack("<f", made.value)
+            try: return struct.pack({2: "<e", 4: "<f", 8: "<d"}[item], float(made.value))
+            except (KeyError, OverflowError):
+                raise self.tokens.fail(f"{shorten(str(made.value))} as an initial value of .{kind}") from None
+        return (self.whole(made) & ((1 << 8 * item) - 1)).to_bytes(item, "little")
 
     def binary(self, least: int) -> Immediate:
         """An expression whose operators bind at least as tightly as `least`."""
+        self.depth = self.tokens.inside(self.depth)
         left = self.unary()
         while (sign := self.tokens.peek().text) in PRECEDENCE and PRECEDENCE[sign] >= least:
             self.tokens.next()
@@ -80,18 +83,25 @@ class Constants:
                 no = self.binary(0)
                 left = yes if left.value else no
             else: left = self.apply(sign, left, self.binary(PRECEDENCE[sign] + 1))
+        self.depth -= 1
         return left
 
     def unary(self) -> Immediate:
         """A sign, a complement, a cast, parentheses, or a number."""
-        token = self.tokens.next()
+        self.depth = self.tokens.inside(self.depth)
+        made = self.prefixed(self.tokens.next())
+        self.depth -= 1
+        return made
+
+    def prefixed(self, token: Token) -> Immediate:
+        """What a token begins."""
         if token.text == "(": return self.parenthesis()
         if token.text == "-":
             made = self.unary()
             if not made.float_bits and isinstance(made.value, int): return Immediate(wrap(-made.value))
             return Immediate(-made.value, made.float_bits)
         if token.text == "+": return self.unary()
-        if token.text == "~": return Immediate(wrap(~int(self.unary().value)))
+        if token.text == "~": return Immediate(wrap(~self.whole(self.unary())))
         if token.text == "!": return Immediate(int(not self.unary().value))
         if token.text in NAMED: return Immediate(NAMED[token.text])
         if token.kind == "int": return Immediate(self.integer(token.text))
@@ -103,11 +113,16 @@ class Constants:
         if (cast := self.tokens.peek().text) in (".s64", ".u64"):
             self.tokens.next()
             if not self.tokens.take(")"): raise self.tokens.fail("')' expected after a cast")
-            value = int(self.unary().value)
+            value = self.whole(self.unary())
             return Immediate(wrap(value) if cast == ".s64" else value & ((1 << 64) - 1))
         made = self.binary(0)
         if not self.tokens.take(")"): raise self.tokens.fail("')' expected in a constant expression")
         return made
+
+    def whole(self, made: Immediate) -> int:
+        """An integer, or a float cut to one. Raises `PTXError` for NaN and infinity."""
+        try: return int(made.value)
+        except (OverflowError, ValueError): raise self.tokens.fail(f"{made.value} as an integer") from None
 
     def integer(self, text: str) -> int:
         """Decimal, hexadecimal, octal (leading 0) or binary."""
@@ -131,5 +146,6 @@ class Constants:
             unsigned = x >= 0 and y >= 0 and made < 1 << 64 and sign in UNSIGNED
             return Immediate(made if unsigned else wrap(made))
         if sign not in FLOATS: raise self.tokens.fail(f"{sign} of floats in a constant expression")
-        result = FLOATS[sign](x, y)
+        try: result = FLOATS[sign](x, y)
+        except OverflowError: raise self.tokens.fail("an integer that no float holds") from None
         return Immediate(int(result)) if isinstance(result, bool) else Immediate(result, 64)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tinygrad_nv.ptx.expressions import Constants, is_constant
+from tinygrad_nv.ptx.expressions import Constants, is_constant, wrap
 from tinygrad_nv.ptx.syntax import (
     Address,
     Immediate,
@@ -31,11 +31,12 @@ from tinygrad_nv.ptx.tokens import Token, TokenReader
 
 OPCODE = re.compile(r"[a-z][a-z0-9_]*(?:(?:\.|::)[a-zA-Z0-9_]+)*")
 # a whole instruction on one line, without comment, string or label: guard, opcode, operands
-LINE = re.compile(r"""(?:@(!?)(%[\w$]+)[ \t]+)?""" + f"({OPCODE.pattern})" + r"""(?:[ \t]+([^;:\n"/@]*))?;""")
+LINE = re.compile(r"""(?:@(!?)(%[\w$]+)[ \t]+)?""" + f"({OPCODE.pattern})" \
+    + r"""(?:[ \t]++([^;:\n"/@]*+))?;""")
 # an operand and the comma behind it: a vector, an address, or what has neither
-ADDRESS = re.compile(r"\[(%[\w$]+)(?:\+(0|[1-9][0-9]*))?\]")
+ADDRESS = re.compile(r"\[(%[\w$]+)(?:\+(0|[1-9][0-9]{0,17}))?\]")
 NUMBER = re.compile(r"0|[1-9][0-9]*")
-PIECE = re.compile(r"[ \t]*(\{[^{}]*\}|\[[^][{}]*(?:\{[^{}]*\}[^][{}]*)?\]|[^][{},]*[^][{}, \t])"
+PIECE = re.compile(r"[ \t]*+(\{[^{}]*\}|\[[^][{}]*(?:\{[^{}]*\}[^][{}]*)?\]|[^][{},]*[^][{}, \t])"
                    r"[ \t]*(?:,|$)")
 # comments and strings are matched so as to be passed over
 LABEL = re.compile(r"""//[^\n]*|"[^"\n]*"|[{}]|(?<![\w$%.:])([$_a-zA-Z][\w$]*)\s*:(?!:)""")
@@ -66,21 +67,27 @@ class OperandParser(TokenReader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.scopes: list[Scope] = []
+        self.labels_of: dict[int, list[str]] = {}  # by where a block of the function begins
+        self.depth = 0                      # of the operand that is being read
         self.elements: dict[str, int] = {}  # bytes of an element of each variable
 
     # **** names ****
 
     def declare_labels(self) -> None:
-        """Finds the labels of the block that begins here, since branches may come before them."""
-        depth = 0
-        self.scopes[-1].operands.clear()
+        """The labels of the block that begins here, since branches may come before them."""
+        scope = self.scopes[-1]
+        scope.operands.clear()
+        scope.labels |= {name: name + scope.suffix for name in self.labels_of.get(self.at, ())}
+
+    def find_labels(self) -> None:
+        """Finds the labels of the function whose body begins here, of each block by its place."""
+        self.labels_of, open_ = {}, [self.at]
         for found in LABEL.finditer(self.text, self.at):
-            if found.group() == "{": depth += 1
+            if found.group() == "{": open_.append(found.end())
             elif found.group() == "}":
-                depth -= 1
-                if depth < 0: return
-            elif depth == 0 and (name := found.group(1)):
-                self.scopes[-1].labels[name] = name + self.scopes[-1].suffix
+                open_.pop()
+                if not open_: return
+            elif name := found.group(1): self.labels_of.setdefault(open_[-1], []).append(name)
 
     def label(self, name: str) -> str:
         """The unique name of a label seen from here."""
@@ -102,6 +109,7 @@ class OperandParser(TokenReader):
     def register(self, name: str) -> Register | None:
         """The register of a name seen from here."""
         stem = name.rstrip("0123456789")
+        if len(name) - len(stem) > 10: stem = name  # no register has such a number
         for scope in reversed(self.scopes):
             if name in scope.registers: return scope.registers[name]
             if stem in scope.ranges and stem != name and int(name[len(stem):]) < scope.ranges[stem][1]:
@@ -145,7 +153,7 @@ class OperandParser(TokenReader):
     def common(self, text: str) -> Operand | None:
         """A declared register, an address in one, a vector of them, or a decimal number; None of all else."""
         if text[0] == "%": return self.register(text)
-        if NUMBER.fullmatch(text): return Immediate(int(text))
+        if len(text) <= 20 and NUMBER.fullmatch(text): return Immediate(int(text))
         if text[0] == "{":
             items = [self.register(item.strip()) for item in text[1:-1].split(",")]
             found = tuple(item for item in items if item is not None)
@@ -182,6 +190,13 @@ class OperandParser(TokenReader):
 
     def operand(self, target: bool = False) -> Operand:
         """One operand; `target` says that a bare name is a label."""
+        self.depth = self.inside(self.depth)
+        made = self.any_operand(target)
+        self.depth -= 1
+        return made
+
+    def any_operand(self, target: bool) -> Operand:
+        """What begins an operand decides which it is."""
         token = self.peek()
         if token.text == "{": return self.vector()
         if token.text == "[": return self.address()
@@ -210,7 +225,7 @@ class OperandParser(TokenReader):
     def index(self, name: str) -> int:
         """The bytes that `[3]` after a variable's name stands for; 0 for nothing."""
         if name not in self.elements or not self.take("["): return 0
-        before = int(self.constant()) * self.elements[name]
+        before = self.whole() * self.elements[name]
         self.expect("]")
         return before
 
@@ -231,7 +246,7 @@ class OperandParser(TokenReader):
 
     def offset(self) -> int:
         """`+ 16`, `+-4`, or nothing."""
-        return int(self.constant()) if self.take("+") else 0
+        return self.whole() if self.take("+") else 0
 
     def address(self) -> Address:
         """`[%rd1 + 16]`, `[symbol]`, `[64]`, `[%tmap, {%x, %y}]`."""
@@ -247,6 +262,11 @@ class OperandParser(TokenReader):
         coordinates = self.vector() if self.take(",") else None
         self.expect("]")
         return Address(base, offset, coordinates)
+
+    def whole(self) -> int:
+        """A constant expression as an integer of 64 bits."""
+        made = Constants(self)
+        return wrap(made.whole(made.immediate()))
 
     def constant(self) -> int | float:
         """A constant expression."""

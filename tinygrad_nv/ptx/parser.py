@@ -12,6 +12,7 @@ construct that is not known is a `PTXError` with line and text.
 from __future__ import annotations
 
 import functools
+import math
 import re
 
 from tinygrad_nv.ptx.expressions import Constants, is_constant
@@ -24,6 +25,8 @@ WIDTHS = {"pred": 1, "tf32": 32, "f16x2": 32, "bf16x2": 32, "bf16": 16, "b128": 
           **{f"f{bits}": bits for bits in (16, 32, 64)}}
 LINKAGE = {".visible", ".extern", ".weak", ".common"}
 SPACES = {".global", ".const", ".shared", ".local", ".param"}
+MOST_VARIABLE_BYTES = 256 << 20  # of one variable: static data of kernels have some MB
+MOST_ALIGNMENT = 1 << 16         # of a variable, in bytes: tiles for tensor maps need 1024
 IGNORED_LINES = {".loc", ".file", ".section"}
 
 
@@ -70,13 +73,15 @@ class Parser(OperandParser):
     def size(self, what: str) -> int:
         """A constant that counts something: not negative."""
         value = self.constant()
-        if not isinstance(value, int) or value < 0: raise self.fail(f"{what} of {value}")
+        if not isinstance(value, int) or not 0 <= value < 1 << 63: raise self.fail(f"{what} of {value}")
         return value
 
     def alignment(self) -> int:
         """What follows .align: a power of two."""
         value = self.size("an alignment")
         if value == 0 or value & (value - 1): raise self.fail(f"an alignment of {value}, no power of two")
+        if value > MOST_ALIGNMENT:
+            raise self.fail(f"an alignment of {value} bytes; at most {MOST_ALIGNMENT} can be had")
         return value
 
     def target(self) -> str:
@@ -88,7 +93,8 @@ class Parser(OperandParser):
     def skip_debug(self, directive: str) -> None:
         """.section has a block; .loc and .file end with the line."""
         if directive != ".section": return self.skip_line()
-        while self.next().text != "{": pass
+        while self.next().text != "{":
+            if self.peek().kind == "end": raise self.fail(".section has no block")
         depth = 1
         while depth: depth += {"{": 1, "}": -1}.get(self.skip_word(), 0)
         return None
@@ -123,17 +129,26 @@ class Parser(OperandParser):
         while True:
             name, size = token.text, max(WIDTHS[kind] // 8, 1) * vector
             extents = self.extents()
-            count = 1
-            for extent in extents: count *= extent
+            count = self.bounded(size, extents, name) // size
             data = self.initialiser(max(WIDTHS[kind] // 8, 1), kind) if self.take("=") else b""
             unsized = extents == [0] and not data
             if extents == [0]: count = len(data) // size
+            if len(data) > size * count:
+                raise self.fail(f"{len(data)} bytes for {name}, which has {size * count}")
             nbytes, unique = 0 if unsized else size * count, self.declare_variable(name)
             into[unique] = Variable(unique, space, kind, align or size, nbytes, data, token.line)
             self.elements[unique] = size
             if not self.take(","): break
             token = self.next()
         self.expect(";")
+
+    def bounded(self, size: int, extents: list[int], name: str) -> int:
+        """The bytes of an array of elements of `size` bytes. Raises `PTXError` for more than can be had."""
+        nbytes = math.prod((size, *extents))
+        if nbytes > MOST_VARIABLE_BYTES:
+            raise self.fail(f"{name} has {nbytes} bytes; a variable or parameter can have "
+                            f"{MOST_VARIABLE_BYTES}")
+        return nbytes
 
     def attribute(self) -> None:
         """`(.managed)`, or `(.unified(…))`, of which nothing follows here."""
@@ -163,13 +178,18 @@ class Parser(OperandParser):
         """Bytes of `{1, 2, {3}}`, a number, or a string. Addresses of other variables are not constant
         here."""
         if self.take("{"):
-            data = b""
+            self.depth = self.inside(self.depth)
+            items = []
             while not self.take("}"):
-                data += self.initialiser(item, kind)
+                items.append(self.initialiser(item, kind))
                 self.take(",")
-            return data
+            self.depth -= 1
+            return b"".join(items)
         if self.peek().kind == "string":
-            return self.next().text[1:-1].encode().decode("unicode_escape").encode("latin-1")
+            token = self.next()
+            try: return token.text[1:-1].encode().decode("unicode_escape").encode("latin-1")
+            except UnicodeError:
+                raise self.fail("a string whose characters are no bytes", token.line) from None
         if not is_constant(self.peek().text): raise self.fail("the address of a variable as initial value")
         return Constants(self).bytes_of(item, kind)
 
@@ -206,8 +226,7 @@ class Parser(OperandParser):
                     if not kind: align = value  # after .ptr it is the pointee's
                 elif token.text[1:] in WIDTHS: kind = token.text[1:]
             self.check_declared(token, kind)
-            size = WIDTHS[kind] // 8
-            for extent in self.extents(): size *= extent
+            size = self.bounded(WIDTHS[kind] // 8, self.extents(), token.text)
             align = align or WIDTHS[kind] // 8
             offset = -(-end // max(align, 1)) * align
             into[token.text] = Variable(token.text, space, kind, align, size, b"", token.line, offset)
@@ -221,7 +240,8 @@ class Parser(OperandParser):
         values = []
         while self.peek().kind in ("int", "string"):
             word = self.next()
-            values.append(int(word.text.rstrip("U"), 0) if word.kind == "int" else 0)
+            values.append(Constants(self).integer(word.text) if word.kind == "int" else 0)
+            if values[-1] >= 1 << 31: raise self.fail(f"{token.text} {values[-1]}; at most {(1 << 31) - 1}")
             if not self.take(","): break
         if token.text == ".pragma": self.take(";")
         out.directives[token.text[1:]] = tuple(values)
@@ -230,6 +250,7 @@ class Parser(OperandParser):
         """Statements up to the closing brace."""
         pending: list[tuple[str, int]] = []
         depth = 1
+        self.find_labels()
         self.declare_labels()
         while depth:
             self.skip_space()
@@ -243,7 +264,7 @@ class Parser(OperandParser):
                 self.unique += 1
                 self.scopes.append(Scope(f"@{self.unique}"))
                 self.declare_labels()
-                depth += 1
+                depth = self.inside(depth)
             elif token.text == "}":
                 self.next()
                 depth -= 1
@@ -297,7 +318,7 @@ class Parser(OperandParser):
             if self.take("<"):
                 count = self.next()  # no expression: "<4>" has no comparison
                 if count.kind != "int": raise self.fail(f"a number is expected, {count.text!r} found")
-                self.scopes[-1].ranges[name] = (kind, int(count.text.rstrip("U"), 0))
+                self.scopes[-1].ranges[name] = (kind, Constants(self).integer(count.text))
                 self.expect(">")
             else: self.scopes[-1].registers[name] = Register(name + self.scopes[-1].suffix, kind)
             if not self.take(","): break

@@ -12,15 +12,24 @@ from dataclasses import dataclass
 from tinygrad_nv.errors import PTXError
 
 TOKEN = re.compile(r"""
-    (?P<string>"(?:[^"\\]|\\.)*")
+    (?P<string>"(?:[^"\\]++|\\.)*+")
   | (?P<float>0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+\.\d*(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)
   | (?P<int>0[xX][0-9a-fA-F]+U?|0[bB][01]+U?|\d+U?)
   | (?P<name>(?:%[$_a-zA-Z]|[$_a-zA-Z])[\w$]*(?:\.[xyzw](?![\w.]))?)
   | (?P<directive>\.[a-zA-Z_][\w]*)
   | (?P<scope>::)
   | (?P<op><<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!?:<>=(){}\[\],;@])
-""", re.X)
+""", re.X | re.A)
+MOST_BYTES = 8 << 20        # of a text: the largest kernels have 3 MB, and a megabyte takes 0.4 s to parse
+MOST_DIGITS = 400           # of a number: floats have up to 309 before the point
+MOST_DEPTH = 100            # of braces, parentheses and signs in each other
+SHOWN = 200                 # characters of a line in an error
 SPACE = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/)+", re.S)
+
+
+def shorten(text: str) -> str:
+    """The text, or its first `SHOWN` characters."""
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 @dataclass(frozen=True)
@@ -36,15 +45,19 @@ class TokenReader:
     """A place in the text, and at most one token read ahead."""
 
     def __init__(self, text: str) -> None:
+        if len(text) > MOST_BYTES:
+            raise PTXError(f"a PTX text of {len(text)} characters", 0, f"at most {MOST_BYTES}",
+                           "leave out comments and debug sections, or split the module")
         self.text, self.at, self.line = text, 0, 1
         self.ahead: Token | None = None
 
     def fail(self, what: str, line: int | None = None) -> PTXError:
         """An error at a line, with the line."""
         number = self.line if line is None else line
-        lines = self.text.splitlines() or [""]
-        words = lines[min(number, len(lines)) - 1].strip()
-        return PTXError(f"PTX line {number}: {what}\n    {words}", number)
+        begin = 0
+        for _ in range(number - 1): begin = self.text.find("\n", begin) + 1 or begin
+        words = shorten(self.text[begin:begin + SHOWN + 1].lstrip().partition("\n")[0].rstrip())
+        return PTXError(f"PTX line {number}: {shorten(what)}\n    {words}", number)
 
     def skip_space(self) -> None:
         """Moves past blanks and comments, counting lines."""
@@ -65,6 +78,8 @@ class TokenReader:
     def next(self) -> Token:
         """Takes the next token."""
         token = self.peek()
+        if len(token.text) > MOST_DIGITS and token.kind in ("int", "float"):
+            raise self.fail(f"a number of {len(token.text)} characters, more than {MOST_DIGITS}", token.line)
         self.at, self.ahead = token.at + len(token.text), None
         return token
 
@@ -79,6 +94,11 @@ class TokenReader:
         token = self.next()
         if token.text != text: raise self.fail(f"{text!r} expected, {token.text!r} found", token.line)
         return token
+
+    def inside(self, depth: int) -> int:
+        """One level deeper than `depth`. Raises `PTXError` where that is too deep."""
+        if depth >= MOST_DEPTH: raise self.fail(f"nested more than {MOST_DEPTH} deep")
+        return depth + 1
 
     def skip_line(self) -> None:
         """Moves past the rest of the line: debug directives end there, without a semicolon."""

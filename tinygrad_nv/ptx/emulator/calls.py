@@ -25,7 +25,9 @@ from tinygrad_nv.ptx.syntax import (
     Vector,
 )
 
-MOST_INSTRUCTIONS = 1 << 19
+MOST_INSTRUCTIONS = 1 << 18     # of an entry function with its calls expanded
+MOST_CALLS = 1 << 13            # expanded: functions that call one twice, each, double
+MOST_CALL_DEPTH = 100           # of calls in each other
 LOCAL = {"param": "local", "param::func": "local"}
 
 
@@ -97,9 +99,6 @@ class Expansion:
             for label in labels_at.get(number, ()): self.out.labels[label] = len(self.out.body)
             self.instruction(frame, instruction, number == len(function.body) - 1)
         for label in labels_at.get(len(function.body), ()): self.out.labels[label] = len(self.out.body)
-        if len(self.out.body) > MOST_INSTRUCTIONS:
-            raise PTXError(f"more than {MOST_INSTRUCTIONS} instructions when its calls are expanded",
-                           function.line, "fewer calls of smaller functions")
 
     def instruction(self, frame: Frame, instruction: Instruction, last: bool) -> None:
         """Appends an instruction of the function, or what its call stands for."""
@@ -122,14 +121,14 @@ class Expansion:
     def call(self, frame: Frame, call: Instruction) -> None:
         """`call{.uni} {(results),} function {, (arguments)};`, operands renamed already."""
         operands = list(call.operands)
+        if not operands or operands == [Vector(())]: raise wrong(call, "no function", "a function's name")
         results = operands.pop(0) if isinstance(operands[0], Vector) else Vector(())
-        target = operands.pop(0)
+        target = operands.pop(0) if operands else Vector(())
         arguments = operands.pop(0) if operands else Vector(())
-        if not isinstance(target, Symbol) or operands:
+        if not isinstance(target, Symbol) or not isinstance(arguments, Vector) or operands:
             raise wrong(call, "a call through a register", "a call of a function by its name")
         if target.name in ("__assertfail", "vprintf"): return self.out.body.append(call)
         assert isinstance(results, Vector)
-        assert isinstance(arguments, Vector)
         callee = self.module.callees.get(target.name)
         if callee is None:
             raise wrong(call, f"function {target.name} has no body in this module", "a function that has one",
@@ -149,6 +148,12 @@ class Expansion:
                bound: list[tuple[Variable, Operand]], results: int) -> None:
         """The callee's body; results are the first of `bound`, formal and actual parameters."""
         self.calls += 1
+        for count, most, what in ((self.calls, MOST_CALLS, "calls"),
+                                  (len(frame.chain), MOST_CALL_DEPTH, "calls in each other"),
+                                  (len(self.out.body), MOST_INSTRUCTIONS, "instructions")):
+            if count > most:
+                raise wrong(call, f"more than {most} {what} when calls are expanded", f"at most {most}",
+                            "call fewer and smaller functions, or use loops")
         prefix, end = f"{callee.name}#{self.calls}.", f"end of {callee.name}#{self.calls}"
         if call.guard is not None: self.branch(call, end, not call.negated)
         inside = replace(call, guard=None, negated=False)

@@ -38,11 +38,14 @@ from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
+from tinygrad_nv.ptx.tokens import shorten
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
 GPU_ADDRESSES = 1 << 40     # between the first addresses of two GPUs
+MOST_MODULE_BYTES = 256 << 20  # of a module's variables in global and constant memory
+MOST_VARIABLES = 1 << 14       # of those: compiled modules have some hundreds
 GAP = 1 << 16        # bytes between allocations at least: what runs past one meets nothing
 
 
@@ -228,19 +231,28 @@ class Emulator:
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
             known, addresses = _known(text), {}
-            for variable in known.module.variables.values():
-                if variable.space not in ("global", "const"): continue
+            placed = [v for v in known.module.variables.values() if v.space in ("global", "const")]
+            if (nbytes := sum(variable.nbytes for variable in placed)) > MOST_MODULE_BYTES:
+                raise PTXError(f"PTX line {placed[-1].line}: the variables of the module, up to "
+                               f"{placed[-1].name}, have {nbytes} bytes", placed[-1].line,
+                               f"at most {MOST_MODULE_BYTES}")
+            if len(placed) > MOST_VARIABLES:
+                line = placed[MOST_VARIABLES].line
+                raise PTXError(f"PTX line {line}: {len(placed)} variables of the module", line,
+                               f"at most {MOST_VARIABLES}")
+            for variable in placed:
                 # variables without an initial value are zero
-                data = np.frombuffer(variable.data.ljust(max(variable.nbytes, 1), b"\0"), np.uint8)
+                data = np.zeros(max(variable.nbytes, 1), np.uint8)
+                data[:len(variable.data)] = np.frombuffer(variable.data, np.uint8)
                 if places is not None and (place := places.get(variable.name)) is not None: place.write(data)
-                else: place = self.alloc(data)
+                else: place = self._place(data, None, data.shape, data.dtype)
                 addresses[variable.name] = place.ptr
             if "%envreg" in text: addresses[WORKSPACE] = self.alloc(np.zeros(WORKSPACE_BYTES, np.uint8)).ptr
             self.modules[key] = LoadedModule(known, addresses)
         return self.modules[key]
 
     def _entry(self, module: PTXModule, entry: str | None) -> PTXFunction:
-        names = ", ".join(module.functions) or "none"
+        names = shorten(", ".join(module.functions)) or "none"
         if entry is None:
             if len(module.functions) != 1:
                 raise PTXError(f"the module has {len(module.functions)} entry functions: {names}", 0,

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lowering import FunctionLowering, lowers
-from tinygrad_nv.ptx.syntax import Instruction, Register, Symbol
+from tinygrad_nv.ptx.syntax import Instruction, Operand, Register, Symbol
 
 
 @lowers("bra")
@@ -39,13 +39,24 @@ def system_call(low: FunctionLowering, instruction: Instruction) -> None:
     """`call __assertfail, (message, file, line, function, size);`, which ends the launch, and `call (result),
     vprintf, (format, arguments);`. Other calls are expanded before (calls.py)."""
     results, name, arguments = ((None, *instruction.operands)[-3:])
-    places = [low.symbol(x)[1] for x in getattr(arguments, "items", ()) if isinstance(x, Symbol)]
     assert isinstance(name, Symbol)
     wanted = 2 if name.name == "vprintf" else 5
+    places = [local_place(low, x, 4 if wanted == 5 and number == 2 else 8)
+              for number, x in enumerate(getattr(arguments, "items", ()))]
     if len(places) != wanted: raise low.fail(f"{len(places)} parameters", f"the {wanted} of {name.name}")
-    result = [low.symbol(x)[1] for x in getattr(results, "items", ()) if isinstance(x, Symbol)] or [-1]
+    result = [local_place(low, x, 4) for x in getattr(results, "items", ())] or [-1]
     if wanted == 2: low.emit("vprintf", list=(*result, *places))
     else: low.emit("assertfail", list=tuple(places))
+
+
+def local_place(low: FunctionLowering, operand: Operand, nbytes: int) -> int:
+    """Where a parameter of a call is in a thread's local memory: a variable of at least so many bytes."""
+    if not isinstance(operand, Symbol) or operand.name not in low.local:
+        raise low.fail("an argument that is no .param variable of the function")
+    if not 0 <= operand.offset <= low.variables[operand.name].nbytes - nbytes:
+        raise low.fail(f"{nbytes} bytes at offset {operand.offset} of {operand.name}",
+                       f"a place in its {low.variables[operand.name].nbytes} bytes")
+    return low.local[operand.name] + operand.offset
 
 
 @lowers("brkpt", "pmevent", "nop")

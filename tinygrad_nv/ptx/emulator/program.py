@@ -43,6 +43,7 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
     if _family.name.startswith("lower_"): importlib.import_module(f"tinygrad_nv.ptx.emulator.{_family.name}")
 
 OP = struct.Struct("<Qq14iI4BHHi")
+MOST_STEPS = 2_000_000      # to find where branches meet: some 10 for a block of a compiled kernel
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
 LOCAL_LIMIT = 512 << 10  # bytes a thread (CUDA C++ Programming Guide, "Technical Specifications")
 # warps must be whole at these: what PTX calls .aligned, and instructions that imply it
@@ -111,7 +112,7 @@ def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -
         low.current, low.source_number = instruction, number
         made = known(instruction)
         try: made(low, instruction)
-        except (IndexError, ValueError, KeyError, StopIteration) as error:
+        except (IndexError, ValueError, KeyError, OverflowError, StopIteration) as error:
             raise low.fail(f"operands that do not fit ({error})", "the operands of the PTX manual") from error
         allowed(instruction, module)
         if len(low.ops) == starts[-1]: low.emit("nop")
@@ -286,8 +287,18 @@ def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
     rank = {number: at for at, number in enumerate(order)}
     meet: dict[int, int] = {len(starts) - 1: len(starts) - 1}
 
+    steps = 0
+
+    def count(more: int) -> None:
+        nonlocal steps
+        if (steps := steps + more) > MOST_STEPS:
+            raise PTXError(f"PTX line {ops[0].line} and on: branches between {len(starts)} blocks, of which "
+                           f"{MOST_STEPS} steps do not tell where they meet", ops[0].line,
+                           "loops and branches that nest", "make the function smaller")
+
     def common(a: int, b: int) -> int:
         while a != b:
+            count(1)
             while rank[a] > rank[b]: a = meet[a]
             while rank[b] > rank[a]: b = meet[b]
         return a
@@ -296,6 +307,7 @@ def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
     while changed:
         changed = False
         for number in order[1:]:
+            count(1 + len(after[number]))
             known = [s for s in after[number] if s in meet]
             new = known[0]
             for other in known[1:]: new = common(other, new)

@@ -149,6 +149,9 @@ static inline void step_fast(const Dot *d, const f32 *a, const i32 *ea, const f3
     finish(d, out, c);
 }
 
+/* An aligned term, below 2^40 unless NaN or infinity made it: no integer stands for those. */
+static inline i64 aligned_term(f64 x) { return fabs(x) < 0x1p40 ? (i64)x : 0; }
+
 /* The same in f64, for any exponents. Lanes with NaN or infinity come out as anything. */
 static void step_wide(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, const i32 *eb, int ld, int k,
                       f32 *c) {
@@ -166,10 +169,10 @@ static void step_wide(const Dot *d, const f32 *a, const i32 *ea, const f32 *b, c
         }
     for (int j = 0; j < 16; j++) {
         scale[j] = as_f64((u64)(d->bits - top[j] + 1023) << 52);
-        sum[j] = (i64)((f64)c[j] * scale[j]);
+        sum[j] = aligned_term((f64)c[j] * scale[j]);
     }
     for (int i = 0; i < k; i++)
-        for (int j = 0; j < 16; j++) sum[j] += (i64)((f64)b[i * ld + j] * (f64)a[i] * scale[j]);
+        for (int j = 0; j < 16; j++) sum[j] += aligned_term((f64)b[i * ld + j] * (f64)a[i] * scale[j]);
     for (int j = 0; j < 16; j++) out[j] = (f64)sum[j] * as_f64((u64)(top[j] - d->bits + 1023) << 52);
     finish(d, out, c);
 }
@@ -204,6 +207,7 @@ static void float_block(const Dot *d, const f32 *a, const i32 *ea, const f32 *b,
     for (int k = 0; k < d->k; k += d->step) {
         f32 before[16];
         memcpy(before, c, sizeof before);
+        if (k && fast) for (int j = 0; j < 16; j++) c[j] = before[j] - before[j] == 0 ? c[j] : 0;
         if (special) plain_sums(a + k, b + k * ld, ld, d->step, c, plain);
         if (fast) step_fast(d, a + k, ea + k, b + k * ld, eb + k * ld, ld, d->step, c);
         else step_wide(d, a + k, ea + k, b + k * ld, eb + k * ld, ld, d->step, c);

@@ -77,31 +77,34 @@ Cta *shared_owner(Machine *m, Warp *w, const Op *op, int lane, u64 address) {
     return cta;
 }
 
+/* The place `offset` bytes into memory of `size` bytes. Pointers are made of offsets that are inside alone. */
+static int place_at(Place *p, Region *r, u8 *base, u64 offset, u64 bytes, u64 size) {
+    if (!within(offset, bytes, size)) return OUTSIDE;
+    *p = (Place){r, offset, base + offset};
+    return FOUND;
+}
+
 /* A place in the shared memory of the warp's CTA, or with `cluster` of any of its cluster. */
 static int find_shared(Machine *m, Warp *w, const Op *op, int lane, u32 address, u64 bytes, bool cluster,
                        Place *p) {
     Cta *cta = w->cta;
     if (cluster && (cta = shared_owner(m, w, op, lane, address)) == NULL) return REPORTED;
-    p->region = &cta->shared;
-    p->offset = address - (u32)cta->shared.base;  /* a large one when the address is below */
-    p->host = cta->shared.data + p->offset;
-    return within(p->offset, bytes, cta->shared.size) ? FOUND : OUTSIDE;
+    Region *r = &cta->shared;  /* an address below is a large offset */
+    return place_at(p, r, r->data, address - (u32)r->base, bytes, r->size);
 }
 
 /* A place in a lane's local memory or in the parameters. */
 static int find_private(Machine *m, Warp *w, int lane, bool local, u64 offset, u64 bytes, Place *p) {
     u64 size = local ? m->launch.local_bytes : (u64)m->launch.parameter_bytes;
     u8 *base = local ? w->local + (size_t)lane * m->launch.local_bytes : (u8 *)m->launch.parameters;
-    *p = (Place){NULL, offset, base + offset};
-    return within(offset, bytes, size) ? FOUND : OUTSIDE;
+    return place_at(p, NULL, base, offset, bytes, size);
 }
 
 static int find_global(Machine *m, u64 address, u64 bytes, Place *p) {
     i32 i = region_below(m, address);
     if (i < 0) return OUTSIDE;
     Region *r = &m->launch.regions[i];
-    *p = (Place){r, address - r->base, r->data + (address - r->base)};
-    return within(p->offset, bytes, r->size) ? FOUND : OUTSIDE;
+    return place_at(p, r, r->data, address - r->base, bytes, r->size);
 }
 
 /* Resolves an address of a state space. A generic one lies in the window of another space, or is global. */
@@ -196,7 +199,7 @@ static bool reach_lane(Machine *m, Warp *w, const Op *op, int lane, int space, u
     int found = find_place(m, w, op, lane, space, address, bytes, p);
     if (found == OUTSIDE) report_outside(m, w, op, lane, space, address, bytes, kind);
     if (found != FOUND) return false;
-    u64 parameter = (u64)(p->host - m->launch.parameters);
+    u64 parameter = (u64)((uintptr_t)p->host - (uintptr_t)m->launch.parameters);
     if (address & (align - 1)) {
         report(m, MISALIGNED, op, w, lane,
                "%s of %llu bytes at %s address 0x%llx, which is not a multiple of %u", kind_name(kind),

@@ -1,0 +1,107 @@
+"""PTX that asks for more than can be had, nests without end, or is no text: refused, with the line."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.ptx.parser import parse
+from tinygrad_nv.ptx.tokens import MOST_BYTES
+
+HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"
+
+
+def kernel(body: str, variables: str = "", parameters: str = "", directives: str = "") -> str:
+    head = f"{HEAD}{variables}\n.entry k({parameters}) {directives}"
+    return f"{head}{{ .reg .b32 %r<4>; .reg .pred %p<4>;\n{body}\nret;\n}}\n"
+
+
+def refused(text: str, *words: str) -> None:
+    with pytest.raises(PTXError) as error: Emulator().launch(text, 1, 32)
+    said = str(error.value)
+    assert [word for word in words if word not in said] == [], said
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize("size", ["4294967296", "9223372036854775808", "18446744073709551616", "65536][65536",
+                                  "4294967296][4294967296", "1 << 40", "999999999999", "1" + "0" * 300])
+@pytest.mark.parametrize("space", ["global", "const", "shared", "local", "param"])
+def test_sizes(space: str, size: str):
+    if space == "param": text = kernel("", parameters=f".param .b8 x[{size}]")
+    elif space == "local": text = kernel(f".local .b8 x[{size}];")
+    else: text = kernel("", f".{space} .b8 x[{size}];")
+    refused(text, "PTX line", "x[")
+
+
+def test_sizes_of_all_variables():
+    refused(kernel("", "".join(f".global .b8 x{i}[134217728];\n" for i in range(3))), "line 6", "x2", "402653184",
+            "at most 268435456")
+    many = ", ".join(f"x{i}" for i in range(20_000))
+    refused(kernel("", f".global .b8 {many};"), "line 4", "20000 variables", "16384")
+
+
+@pytest.mark.parametrize("alignment", ["0", "3", "-4", "1099511627776", "131072", "1" + "0" * 300])
+def test_alignments(alignment: str):
+    for text in (kernel("", f".shared .align {alignment} .b8 x[4];"),
+                 kernel(f".local .align {alignment} .b8 x[4];"),
+                 kernel("", parameters=f".param .align {alignment} .b8 x[4]")):
+        refused(text, "PTX line", "an alignment of")
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 3000, "9" * 100_000, "0x" + "f" * 5000, "0" + "7" * 6000,
+                                    "1." + "0" * 6000], ids=len)
+def test_numbers_of_many_digits(number: str):
+    for text in (kernel(f"mov.b32 %r1, {number};"), kernel(f"ld.global.b32 %r1, [%r2+{number}];"),
+                 kernel("", f".global .f32 x = {number};"), kernel("", f".global .b8 x[{number}];"),
+                 kernel("", directives=f".maxntid {number} "), kernel(f".reg .b32 %x<{number}>;"),
+                 kernel(f"bar.sync {number};")):
+        refused(text, "PTX line")
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    (kernel("mov.b32 %r1, ~0f7FC00000;"), ("line 6", "nan as an integer")),
+    (kernel("mov.b32 %r1, (.s64)0f7F800000;"), ("line 6", "inf as an integer")),
+    (kernel("mov.f32 %r1, 1e308;"), ("line 6", "mov.f32")),
+    (kernel("", ".global .f16 x = 1e300;"), ("line 4", "initial value of .f16")),
+    (kernel("", ".global .b8 x[2] = {1, 2, 3};"), ("line 4", "3 bytes for x, which has 2")),
+    (kernel("", '.global .b8 x[] = "\\U99999999";'), ("line 4", "no bytes")),
+    (kernel("", '.global .b8 x[] = "\\xZZ";'), ("line 4", "no bytes")),
+    (kernel("mov.b32 %r1, " + "(" * 5000 + "1;"), ("line 6", "nested more than 100 deep")),
+    (kernel("mov.b32 %r1, " + "-" * 5000 + "1;"), ("line 6", "nested more than 100 deep")),
+    (kernel("mov.b32 %r1, " + "{" * 5000), ("line 6", "nested more than 100 deep")),
+    (kernel("setp.eq.b32 " + "%p1|" * 5000 + "%p2, %r1, %r1;"), ("line 6", "nested more than 100 deep")),
+    (kernel("{" * 100_000), ("line 6", "nested more than 100 deep")),
+    (kernel("", ".global .b8 x[] = " + "{" * 5000), ("line 4", "nested more than 100 deep")),
+    (kernel(".reg .b32 %x<089>;"), ("line 6", "089 is not a number")),
+    (kernel("mov.b32 %r" + "9" * 6000 + ", 1;"), ("line 6",)),
+    (kernel("call;"), ("line 6", "no function")),
+    (kernel("bra NOWHERE;"), ("line 6", "NOWHERE is not defined")),
+    (kernel("add.u32 %r1;"), ("line 6",)),
+    (kernel("mov.b32 %r1, \u0663;"), ("line 6", "unexpected")),
+    (kernel("call (x), vprintf, (x, x);", ".global .b8 x[8];"), ("line 6", "no .param variable")),
+    (f"{HEAD}.section .debug", ("line 4", ".section has no block")),
+    (" " * (MOST_BYTES + 1), (f"{MOST_BYTES + 1} characters", f"at most {MOST_BYTES}")),
+])
+def test_what_cannot_be(text: str, words: tuple[str, ...]):
+    refused(text, *words)
+
+
+def test_calls_that_double():
+    doubling = "".join(f".func f{i}() {{ call f{i - 1}; call f{i - 1}; ret; }}\n" for i in range(1, 61))
+    refused(kernel("call f60;", ".func f0() { ret; }\n" + doubling), "PTX line", "more than 8192 calls")
+    chain = "".join(f".func f{i}() {{ call f{i - 1}; ret; }}\n" for i in range(1, 3000))
+    refused(kernel("call f2999;", ".func f0() { ret; }\n" + chain), "more than 100 calls in each other")
+
+
+def test_large_but_honest():
+    """What compiled kernels have is read as before."""
+    block = "{ .reg .b64 %d<9>; L: mov.b64 %d1, 0x7fffffffffffffff; bra L; }\n"
+    made = parse(kernel(block * 2000, ".global .align 1024 .b8 x[16777216];"))
+    assert len(made.functions["k"].body) == 4001
+    assert made.variables["x"].nbytes == 1 << 24
+    emu = Emulator()
+    text = kernel("mov.u64 %d1, x; ld.global.u32 %r1, [%d1+16777212]; add.u32 %r1, %r1, 7; "
+                  "st.global.u32 [%d1], %r1;", ".global .b8 x[16777216];").replace(".reg .pred", ".reg .b64 %d<2>; .reg .pred")
+    assert emu.launch(text, 1, 1).findings == []
+    assert emu.variables(text)["x"].numpy()[:8].view(np.uint32).tolist() == [7, 0]
