@@ -19,7 +19,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from tinygrad import dtypes
 from tinygrad.dtype import AddrSpace, DType
@@ -29,10 +29,12 @@ from tinygrad.uop.ops import KernelInfo, Ops, ParamArg, ProgramInfo, UOp
 
 from tinygrad_nv.bundle.manifest import FIX, canonical, field
 from tinygrad_nv.errors import BundleError, NVError
-from tinygrad_nv.runtime.note import Note, ProgramKernel
+from tinygrad_nv.runtime.note import KeptNote, Note, ProgramKernel
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
-from tinygrad_nv.tile.spec_json import from_plain, to_plain
+from tinygrad_nv.tile.schedule import Schedule
+from tinygrad_nv.tile.spec_json import TUNED, from_plain, spec_from_json, spec_to_json, to_plain
+from tinygrad_nv.tile.templates import TABLE
 
 DTYPES = {short(each): each for each in (
     dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
@@ -102,6 +104,9 @@ class ProgramTable:
             if (note := kernel.note) is not None:
                 schedule = "" if note.schedule is None else str(note.schedule)
                 row["note"] = [note.template, note.reason, schedule]
+                if self.several and type(note.spec) in TUNED and getattr(note.schedule, "kind", "") == "gpu":
+                    # what runtime/observe/forecast.py predicts a time of
+                    row["note"] += [spec_to_json(note.spec), cast(Schedule, note.schedule).to_json()]
         return row
 
     def _placed(self, code: bytes) -> list[int]:
@@ -184,7 +189,7 @@ def _program(row: dict[str, Any], code: bytes, target: Target, which: str, sever
         note = row.get("note")
         launch = _read_launch(row["launch"], len(parameters), several)
         kernel = ProgramKernel(name=name, estimates=work, aux=launch,
-                               note=None if note is None else Note(_text(note[0]), _text(note[1])))
+                               note=None if note is None else _note(*note[:5 if several else 3]))
     return UOp(Ops.PROGRAM, src=(UOp.sink(arg=kernel), UOp(Ops.LINEAR, src=parameters),
                                  UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=code[start:start + size])),
                arg=info)
@@ -196,6 +201,15 @@ def _parameter(slot: int, dtype: DType, numel: int) -> UOp: return UOp.placehold
 
 @functools.lru_cache(1 << 12)
 def _parameter_bytes(parameter: UOp) -> int: return int(parameter.max_numel()) * parameter.dtype.itemsize
+
+
+def _note(template: str, reason: str, _: str, *tuned: Any) -> Note | KeptNote:
+    if len(tuned) != 2: return Note(_text(template), _text(reason))
+    return KeptNote(_text(template), _text(reason), functools.partial(_tuned, *tuned))
+
+
+def _tuned(spec: Any, schedule: Any) -> tuple[Any, Any]:
+    return spec_from_json(spec), TABLE.read("gpu", schedule)
 
 
 def _read_variable(slot: int, dtype: str, low: int, high: int, multiple: int, name: str) -> UOp:

@@ -7,8 +7,10 @@ to the program's TinyELF, and hooks/devices.py does without the patch.
 """
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from tinygrad.uop.ops import KernelInfo, Ops, UOp
 
@@ -35,15 +37,35 @@ class Note:
     schedule: Hashable = None
 
 
+class KeptNote:
+    """A `Note` that was kept as plain data: `make` gives its spec and schedule when they are asked for."""
+
+    def __init__(self, template: str, reason: str, make: Callable[[], tuple[Any, Any]]) -> None:
+        self.template, self.reason, self._make = template, reason, make
+
+    @functools.cached_property
+    def _made(self) -> tuple[Any, Any]: return self._make()
+
+    @property
+    def spec(self) -> Any:
+        """As a `Note` has it."""
+        return self._made[0]
+
+    @property
+    def schedule(self) -> Any:
+        """As a `Note` has it."""
+        return self._made[1]
+
+
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
     """KernelInfo of a kernel of ours, which is launched as `aux` says. Its Estimates are upper bounds until
     patterns/finalize.py makes them exact."""
-    note: Note | None = None
+    note: Note | KeptNote | None = None
     aux: LaunchConfig = PLAIN
 
 
-def note_of(body: UOp) -> Note | None:
+def note_of(body: UOp) -> Note | KeptNote | None:
     """The note in a call's body, None if the kernel is not ours."""
     if body.op is not Ops.PROGRAM: return None
     return body.src[0].arg.note if isinstance(body.src[0].arg, ProgramKernel) else None

@@ -19,8 +19,10 @@ from tinygrad_nv.engine.worker import step_file
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.private import KEY, write_sealed
+from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.runtime.programs import Compilations
 from tinygrad_nv.runtime.renderers import renderer_of
+from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 SIZE_OF_JSON = step_file.LENGTH
 # a prompt in a chunk, a decode, and a sampler with every filter
@@ -144,6 +146,24 @@ def test_without_an_identity_nothing_is_kept(model, kept, directory: Path):
     assert answers(model, "")[1] == kept[1]
     assert [file.name for file in directory.iterdir()] == [kept[2].name]
     assert kept[2].stat().st_mtime_ns == before
+
+
+def test_a_kernel_of_a_gpu_has_its_spec_and_schedule(directory: Path):
+    """Timelines predict times of them."""
+    memory = {name: Tensor.empty(64, 64, dtype="half", device="EMU").contiguous().realize() for name in "abc"}
+    linear = compile_linear(memory["c"].assign(memory["a"] @ memory["b"]).linear_with_vars()[0])
+    buffers_of = {name: each.uop.buffer for name, each in memory.items()}
+    store = StepStore(directory / "a", "EMU", lambda: buffers_of)   # type: ignore[arg-type, return-value]
+    store.put("matmul", linear, frozenset(buffers))
+    store.save()
+    steps = StepStore(directory / "a", "EMU", dict).steps
+    [call] = steps["matmul"].src
+    [before], after = linear.src, note_of(call.src[0])
+    assert (made := note_of(before.src[0])) is not None
+    assert after is not None
+    assert type(made.spec) is GemmSpec
+    assert (after.template, after.spec, after.schedule) == (made.template, made.spec, made.schedule)
+    assert step_file.loads(step_file.dumps(steps, 0), renderer_of("EMU").target).keys() == {"matmul"}, "again"
 
 
 # **** which steps are kept ****
