@@ -29,7 +29,7 @@ from tinygrad_nv.explain.lowering import KernelRecord, Lowering
 from tinygrad_nv.hooks import threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.runtime.driver import Driver
-from tinygrad_nv.runtime.note import Communicates, Note, note_of
+from tinygrad_nv.runtime.note import Communicates, KeptNote, Note, note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
@@ -99,7 +99,7 @@ def _moving(spec: Communicates, arch: str) -> float | None:
     return seconds(*spec.moved, arch, spec.by_peers)
 
 
-def _imbalance(call: UOp, note: Note) -> str:
+def _imbalance(call: UOp, note: Note | KeptNote) -> str:
     """How unevenly a grouped matmul's rows are dealt, where its offsets are known now."""
     if not isinstance(note.spec, GroupedGemmSpec | GroupedOuterSpec): return ""
     inputs = [each.name for each in TABLE.arguments(note.spec) if each.role == "in"]
@@ -108,7 +108,7 @@ def _imbalance(call: UOp, note: Note) -> str:
     return f"; {imbalance(Tensor(offsets).tolist())}"
 
 
-def _predicted(cpu: CPU, note: Note, flops: int, bytes: int) -> float | None:
+def _predicted(cpu: CPU, note: Note | KeptNote, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted
