@@ -23,6 +23,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quant.floats import as_float32
+from tinygrad_nv.regexes import Pattern, compile_pattern, require_few
 
 from .checkpoint import (
     FLOAT_BYTES,
@@ -142,9 +143,10 @@ def read_config(directory: Path) -> Mapping[str, Any]:
 
 def _require_pattern(path: Path, key: str, given: Any) -> None:
     def fits(name: Any, value: Any) -> bool:
-        try: re.compile(name)
-        except (re.error, TypeError): return False
+        if not isinstance(name, str): return False
+        pattern_for(name, f"{path}: {key}")
         return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if isinstance(given, dict): require_few(len(given), f"{path}: {key}")
     if not isinstance(given, dict) or not all(fits(*each) for each in given.items()):
         raise ModelError(f"{path}: {key} is {given!r}", "an object of numbers by names of modules",
                          "correct the file")
@@ -170,7 +172,13 @@ def base_of(directory: Path) -> str | None:
 
 def pattern_of(patterns: Mapping[str, Any], module: str) -> str | None:
     """The first key that matches a module."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+    return next((key for key in patterns if pattern_for(key, f"{CONFIG}: patterns").match(module)), None)
+
+
+def pattern_for(key: str, where: str) -> Pattern:
+    """The regular expression of a module's last parts. Raises `ModelError`."""
+    compile_pattern(key, where)     # so that an error names the key alone
+    return compile_pattern(rf"(.*\.)?({key})$", where)
 
 
 def rank_of(config: Mapping[str, Any], module: str) -> int:
@@ -289,12 +297,11 @@ def require_targets(config: Mapping[str, Any], found: Mapping[str, Any],
 
 def targeted(targets: str | Sequence[str], modules: Mapping[str, Any]) -> Iterator[str]:
     """The modules that target_modules lists, as PEFT matches them. Raises `ModelError`."""
-    for module in modules:
-        if targets == "all-linear": yield module
-        elif isinstance(targets, str):
-            try: there = re.fullmatch(targets, module)
-            except re.error as error:
-                raise ModelError(f"target_modules is {targets!r}: {error}", "a regular expression, or names",
-                                 "correct adapter_config.json") from error
-            if there: yield module
-        elif any(module == each or module.endswith(f".{each}") for each in targets): yield module
+    if isinstance(targets, str):
+        pattern = None if targets == "all-linear" else compile_pattern(targets, f"{CONFIG}: target_modules")
+        yield from (module for module in modules if pattern is None or pattern.fullmatch(module))
+        return
+    ends = frozenset(targets)
+    for module in modules:      # each name, and what follows one of its dots
+        parts = module.split(".")
+        if any(".".join(parts[at:]) in ends for at in range(len(parts))): yield module

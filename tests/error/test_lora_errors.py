@@ -72,7 +72,8 @@ def test_the_adapters_name_in_names_of_tensors(tmp_path: Path):
     ("modules_to_save", ["lm_head"], "modules that were trained whole"),
     ("target_parameters", ["experts.w"], "parameters of experts"),
     ("trainable_token_indices", [1], "embeddings are the base model's"), ("r", 0, "r is 0"),
-    ("lora_alpha", "x", "lora_alpha is 'x'"), ("rank_pattern", {"(": 3}, "rank_pattern is {'(': 3}"),
+    ("lora_alpha", "x", "lora_alpha is 'x'"), ("rank_pattern", {"(": 3},
+                                               "rank_pattern: '(' is no regular expression"),
     ("alpha_pattern", [1], "alpha_pattern is [1]"), ("layer_replication", [[0, 1]], "layer_replication is")],
     ids=str)
 def test_configurations(tmp_path: Path, key: str, value: Any, words: str):
@@ -148,7 +149,8 @@ def test_targets():
         ["q_proj", "v_proj", "down_proj"]
     assert list(targeted("all-linear", SHAPES)) == list(SHAPES)
     assert len(list(targeted(["self_attn.q_proj", "down_proj"], SHAPES))) == 4
-    with pytest.raises(ModelError, match="target_modules is"): list(targeted("(", SHAPES))
+    with pytest.raises(ModelError,
+                       match=r"target_modules: '\(' is no regular expression"): list(targeted("(", SHAPES))
 
 
 @pytest.mark.parametrize(("given", "words"), [

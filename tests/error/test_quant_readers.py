@@ -127,7 +127,7 @@ def test_gptq_settings():
     config({**GPTQ, "sym": "yes"}, "sym of quantization_config is 'yes'", "one of True, False")
     broken = {**GPTQ, "dynamic": {"-:(": {}}}
     refused(lambda: reader_of(broken, "config.json").matrix(L, SHAPE, GPTQ_STORED),
-            "'(' of quantization_config is no regular expression", error=ModelError)
+            "dynamic of quantization_config: '(' is no regular expression", error=ModelError)
     mixed = {**GPTQ, "dynamic": {".*up_proj": {"bits": 7}}}
     refused(lambda: reader_of(mixed, "config.json").matrix(L, SHAPE, GPTQ_STORED),
             "config.json: bits of quantization_config is 7", error=ModelError)
@@ -184,7 +184,7 @@ def test_compressed_tensors_settings():
     config({**CT, "transform_config": {"config_groups": {"R1": 7}}}, "transform_config of quantization")
     config({**CT, "ignore": "lm_head"}, "ignore of quantization_config is 'lm_head'", "a list of names")
     config(group({"targets": [7]}), "group_0: targets of quantization_config is [7]", "a list of names")
-    config(group({"targets": ["re:*"]}), "'*' of quantization_config is no regular expression")
+    config(group({"targets": ["re:*"]}), "targets of quantization_config: '*' is no regular expression")
     refused(lambda: cache_of({**CT, "kv_cache_scheme": "fp8"}, "config.json"),
             "config.json: kv_cache_scheme of quantization_config is 'fp8'", "an object", error=ModelError)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +38,7 @@ from tinygrad_nv.quantize.network import Source
 from tinygrad_nv.quantize.rounding import Rounded, rounded
 from tinygrad_nv.quantize.schemes import BLOCK, Scheme, config
 from tinygrad_nv.quantize.text import Sequences
+from tinygrad_nv.regexes import compile_pattern
 
 FLOATS = ("float32", "float16", "bfloat16")
 IGNORED = ("lm_head", "re:.*embed.*", "re:.*mlp.gate$", "re:.*router.*")
@@ -144,7 +144,7 @@ def _linear(entry: TensorEntry) -> bool:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     layer = name.removesuffix(".weight")
-    return any(re.match(each[3:], layer) if each.startswith("re:") else
+    return any(compile_pattern(each[3:], "ignored layers").match(layer) if each.startswith("re:") else
                layer == each or layer.endswith("." + each) for each in patterns)
 
 

@@ -1,7 +1,6 @@
 """What readers ask of a checkpoint's tensors before any of them is read."""
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ModelError, SpecError, WeightError
 from tinygrad_nv.quant.readers.reader import Stored
 from tinygrad_nv.quant.types import INT8, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Element, QType, buffers
+from tinygrad_nv.regexes import Pattern, compile_pattern, require_few
 
 # the floats of safetensors
 FLOATS = {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}
@@ -73,17 +73,15 @@ def names(config: Mapping[str, Any], key: str, name: str) -> tuple[str, ...]:
     found = config.get(key) or []
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ModelError(f"{name}: {key} of quantization_config is {found!r}", "a list of names", AGAIN)
-    for each in found:
-        if each.startswith("re:"): pattern(each.removeprefix("re:"), name)
+    patterns_of(found, f"{name}: {key} of quantization_config")
     return tuple(found)
 
 
-def pattern(text: str, name: str) -> re.Pattern[str]:
-    """A regular expression of a config. Raises `ModelError`."""
-    try: return re.compile(text)
-    except re.error as error:
-        raise ModelError(f"{name}: {text!r} of quantization_config is no regular expression: {error}",
-                         "one that Python's re can read", AGAIN) from error
+def patterns_of(names: Collection[str], where: str) -> dict[str, Pattern]:
+    """Those of the names that are "re:" regular expressions, in their order. Raises `ModelError`."""
+    found = [each for each in names if each.startswith("re:")]
+    require_few(len(found), where)
+    return {each: compile_pattern(each.removeprefix("re:"), where) for each in found}
 
 
 def group_size(config: Mapping[str, Any], name: str, default: int = 128) -> int:

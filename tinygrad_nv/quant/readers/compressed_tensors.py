@@ -16,9 +16,9 @@ weight_global_scale. Source: compressed-tensors 0.20.0, compressors/ and utils/m
 """
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,13 @@ from tinygrad_nv.quant.readers.checks import (
     column_order,
     element_of,
     names,
+    patterns_of,
     unquantised,
 )
 from tinygrad_nv.quant.readers.reader import Along, Cuts, Get, Stored, StoredMatrix, along_blocks
 from tinygrad_nv.quant.readers.schemes import Scheme
 from tinygrad_nv.quant.types import E2M3, E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
+from tinygrad_nv.regexes import Pattern
 
 CLASSES = ("Linear", "Module")      # a projection's, and those above it
 # of sparse weights, which are read with their zeros (models/bitmask.py)
@@ -62,13 +64,28 @@ class CompressedTensorsReader:
     """Reads layers of the groups their targets name, None for what is not quantised."""
     targets: Mapping[str, Group | None]
     ignore: tuple[str, ...]
+    name: str = "config.json"
 
     def group(self, layer: str) -> Group | None:
         """The group of a layer, None if it is not quantised."""
-        if any(_names(layer, each) or each in CLASSES for each in self.ignore): return None
-        targets = sorted(self.targets, key=lambda each: ("re:" in each, each))
-        found = [each for each in targets if _names(layer, each)] or [x for x in targets if x in CLASSES]
-        return self.targets[found[0]] if found else None
+        if layer in self._ignored or any(each.match(layer) for each in self._ignored_patterns.values()):
+            return None
+        if not self._ignored.isdisjoint(CLASSES): return None
+        found = layer if layer in self.targets else next(
+            (name for name, each in self._patterns.items() if each.match(layer)),
+            next((each for each in sorted(CLASSES) if each in self.targets), None))
+        return None if found is None else self.targets[found]
+
+    @cached_property
+    def _ignored(self) -> frozenset[str]: return frozenset(self.ignore)
+
+    @cached_property
+    def _ignored_patterns(self) -> dict[str, Pattern]:
+        return patterns_of(self.ignore, f"{self.name}: ignore of quantization_config")
+
+    @cached_property
+    def _patterns(self) -> dict[str, Pattern]:
+        return patterns_of(sorted(self.targets), f"{self.name}: targets of quantization_config")
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
@@ -89,11 +106,6 @@ def _require_no_scales(layer: str, stored: Stored) -> None:
     raise WeightError(f"{name} is there, and quantization_config has the layer as floats (dense)",
                       "scales of quantised layers alone",
                       "save the model again, compressed (save_compressed=True)")
-
-
-def _names(layer: str, target: str) -> bool:
-    if target.startswith("re:"): return re.match(target.removeprefix("re:"), layer) is not None
-    return target == layer
 
 
 # **** formats ****
@@ -260,7 +272,7 @@ def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     for key, raw in groups.items():
         group = _group(raw, config.get("format"), f"{name}: {key}")
         targets |= dict.fromkeys(names(raw, "targets", f"{name}: {key}"), group)
-    return CompressedTensorsReader(targets, names(config, "ignore", name))
+    return CompressedTensorsReader(targets, names(config, "ignore", name), name)
 
 
 def _require_fused_transforms(config: Mapping[str, Any], name: str) -> None:

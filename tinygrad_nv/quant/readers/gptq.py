@@ -27,12 +27,12 @@ from tinygrad_nv.quant.readers.checks import (
     column_order,
     element_of,
     group_size,
-    pattern,
     setting,
     unquantised,
 )
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import QType, Scale
+from tinygrad_nv.regexes import compile_pattern, require_few
 
 BITS, FORMATS = (2, 3, 4, 8), ("gptq", "gptq_v2")
 
@@ -67,8 +67,10 @@ class GPTQReader:
     def settings(self, layer: str) -> Settings | None:
         """Those of a layer, None of one that is not quantised: the first pattern of `dynamic` that fits its
         name says it. Raises `ModelError`."""
-        for key, more in (self.config.get("dynamic") or {}).items():
-            if not pattern(key.removeprefix("-:").removeprefix("+:"), self.name).match(layer): continue
+        dynamic, where = self.config.get("dynamic") or {}, f"{self.name}: dynamic of quantization_config"
+        require_few(len(dynamic), where)
+        for key, more in dynamic.items():
+            if not compile_pattern(key.removeprefix("-:").removeprefix("+:"), where).match(layer): continue
             return None if key.startswith("-:") else Settings.of({**self.config, **more}, self.name)
         return Settings.of(self.config, self.name)
 

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from tinygrad_nv.errors import RequestError
+from tinygrad_nv.regexes import compile_pattern
 from tinygrad_nv.server.parsers.json_calls import to_json
 from tinygrad_nv.server.parsers.literals import literal
 
 MAX_DEPTH = 64      # of references and of combined schemas
 TYPES = ("string", "null", "boolean", "integer", "number", "object", "array")
 NULLS = ("null", "None")
+SECONDS = 0.05      # of all matches of patternProperties, which hold the event loop
 WHOLE = re.compile(r"[+-]?\d+")
 
 
@@ -139,8 +142,8 @@ def _combined(schema: Any, root: Any, *words: str) -> Iterator[Mapping[str, Any]
 
 
 def _matches(pattern: str, name: str) -> bool:
-    try: return re.search(pattern, name) is not None
-    except re.error: return False
+    try: return compile_pattern(pattern, "patternProperties", RequestError, SECONDS).search(name)
+    except RequestError: return False
 
 
 def _allowed(schema: Any, root: Any, known: dict[int, Allowed | None], depth: int) -> Allowed | None:
