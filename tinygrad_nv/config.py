@@ -89,6 +89,11 @@ SETTINGS = (
     Setting("NV_TIMING_GPU", "", ("",),
             "the GPU that BEAM and `tinygrad-nv tune` model where there is none, such as h200; unset: "
             "the first of the architecture with as many SMs", path=True),
+    Setting("NV_TEMPLATE_SECONDS", 3, (3,),
+            "seconds of processor time that a chat template may take to be compiled, and to render a "
+            "conversation", number=True),
+    Setting("NV_TEMPLATE_CHARS", 32 << 20, (32 << 20,),
+            "characters of the longest text that a chat template may make", number=True),
     Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
             "those of --api-key", path=True),
     Setting("NV_ALL_REDUCE", "auto", ("auto", "nccl", "one_shot", "two_shot"),

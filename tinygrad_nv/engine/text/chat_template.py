@@ -2,7 +2,8 @@
 first that is rendered.
 
 Templates are untrusted code: they run in jinja's immutable sandbox, with only the helpers that transformers
-documents.
+documents, and each compilation and rendering has a budget of steps, time and characters
+(template_budget.py, template_sandbox.py).
 """
 from __future__ import annotations
 
@@ -17,24 +18,37 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
+from tinygrad_nv.engine.text.template_budget import TemplateLimit, charge, exceeded, metered, weigh
+from tinygrad_nv.engine.text.template_filters import bounded_filters
+from tinygrad_nv.engine.text.template_sandbox import BoundedEnvironment, made
 from tinygrad_nv.errors import RequestError, TokenizerError
 
+MAX_TEMPLATE = 1 << 18      # limit: characters; a published one has up to 40,000
+MAX_WORDS = 1000            # limit: characters of what raise_exception says
+MAX_INDENT = 64             # limit: of JSON
 GENERATION = "\ue000\ue001\ue003", "\ue000\ue001\ue004"     # around what {% generation %} marks
 
 
 def rendered(template: str, generation_marks: bool, variables: Callable[[], Mapping[str, Any]]) -> str:
     """What a template writes. `generation_marks`: `GENERATION` stands around what it marks. Raises
     `TokenizerError`, also where the variables cannot be made."""
-    try: return _compiled(template, generation_marks).render(variables())
-    except RequestError: raise
+    try:
+        compiled, values = _compiled(template, generation_marks), variables()
+        return metered(lambda: compiled.render(values))
+    except (RequestError, TemplateLimit): raise
     except jinja2.exceptions.SecurityError as error:
-        raise TokenizerError(f"the chat template tried to leave its sandbox: {error}",
+        raise TokenizerError(f"the chat template tried to leave its sandbox: {_brief(error)}",
                              "a template that only formats messages", "do not use this model's template; "
                              "treat its files as hostile") from error
     except Exception as error:  # a template is a program, and can fail in any way
-        raise TokenizerError(f"the chat template failed: {error or type(error).__name__}",
+        raise TokenizerError(f"the chat template failed: {_brief(error) or type(error).__name__}",
                              "a template for messages with role and content",
                              "check chat_template.jinja or tokenizer_config.json") from error
+
+
+def _brief(error: Exception) -> str:
+    """Its words; a template can make them as long as it likes."""
+    return said if len(said := str(error)) <= MAX_WORDS else said[:MAX_WORDS] + "…"
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -52,21 +66,27 @@ class _GenerationTag(jinja2.ext.Extension):
 
 @functools.lru_cache(16)
 def _compiled(template: str, generation_marks: bool) -> jinja2.Template:
+    if len(template) > MAX_TEMPLATE:
+        raise exceeded(f"has {len(template):,} characters", f"at most {MAX_TEMPLATE:,} characters")
     environment = _environment()
     if generation_marks: environment.extend(generation_marks=GENERATION)
-    return environment.from_string(template)
+    return metered(lambda: environment.from_string(template))
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> BoundedEnvironment:
     def raise_exception(message: str) -> None: raise jinja2.TemplateError(message)
     # jinja's own escapes what HTML does not take
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
                 separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-    def strftime_now(pattern: str) -> str: return datetime.datetime.now().strftime(pattern)
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        wide = len(indent) if isinstance(indent, str) else indent or 0
+        if wide > MAX_INDENT or any(len(each) > MAX_INDENT for each in separators or ()):
+            raise exceeded("indents JSON widely", f"at most {MAX_INDENT} characters")
+        charge(len(value) if isinstance(value, str) else weigh(value) * (1 + wide))
+        return str(made(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                                   sort_keys=sort_keys)))
+    def strftime_now(pattern: str) -> str: return datetime.datetime.now().strftime(pattern[:MAX_WORDS])
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-    environment.filters["tojson"] = to_json
+    environment.filters = {**bounded_filters(environment.filters), "tojson": to_json}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment

@@ -106,7 +106,9 @@ def _found(template: str, variables: Mapping[str, Any], turns: Iterable[Any], ro
 
 def _writes(template: str, variables: Mapping[str, Any]) -> bool:
     from tinygrad_nv.engine.text.chat_template import rendered
+    from tinygrad_nv.engine.text.template_budget import TemplateLimit
     try: text = rendered(template, False, lambda: variables)
+    except TemplateLimit: raise
     except (TokenizerError, RequestError): return False
     return WORD in text.lower() and not RAW.search(text)
 

@@ -1,0 +1,162 @@
+"""Chat templates that would loop, or grow, without end: what is refused, in words, and what must render."""
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import jinja2.sandbox
+import pytest
+
+from tinygrad_nv.engine.text.chat_template import rendered
+from tinygrad_nv.engine.text.content_format import formed
+from tinygrad_nv.engine.text.template_budget import TemplateLimit
+from tinygrad_nv.errors import TokenizerError
+
+MESSAGES = [{"role": "user", "content": f"héllo {i}", "tags": ["a", {"b": i}]} for i in range(5)]
+LOOPS = "{% for i in range(60) %}STEP{% endfor %}"
+
+
+def render(template: str, **more: Any) -> str:
+    return rendered(template, False, lambda: {"messages": MESSAGES, **more})
+
+
+def doubling(step: str, start: str = "'aaaaaaaa'") -> str:
+    """A template that replaces ns.s by what `step` makes of it, 60 times."""
+    step = step if "{%" in step else f"{{% set ns.s = {step} %}}"
+    return f"{{% set ns = namespace(s={start}) %}}" + LOOPS.replace("STEP", step) + "{{ ns.s }}"
+
+
+BIG = ["'a' * 10**10", "10**10 * 'a'", "[0] * 10**10", "[messages] * 10**6", "10 ** (10 ** 9)",
+       "7**60000*7**60000",
+       "'%1000000000d' % 1", "'%*d' % (10**9, 1)", "'%.*f' % (10**9, 1)", "'%(a)1000000000d' % {'a': 1}",
+       "'{:>1000000000}'.format(1)", "'{:{}}'.format(1, 10**9)", "'{x:>1000000000}'.format_map({'x': 1})",
+       "('{:>1000000000}'|safe).format(1)", "('{:>1000000000}'|attr('format'))(1)",
+       "'%1000000000s'|format(1)",
+       "'a'|center(10**10)", "['a']|map('center', 10**10)|list", "'a'.center(10**10)", "'a'['ljust'](10**10)",
+       "'a'.rjust(10**10)", "'a'.zfill(10**10)", "('a'|e).center(10**10)", "('\\t'*9999).expandtabs(9999)",
+       "[1]|batch(10**9, 'x')|list", "[1]|slice(10**9, 'x')|list", "('a\\n'*9999)|indent(10**9)",
+       "('a\\n'*9999)|indent('x'*9999)", "('a'*9999)|replace('a', 'b'*9999)",
+       "('a'*9999).replace('', 'b'*9999)",
+       "('x'*9999).join('a'*9999)", "('a'*9999).translate({97: 'b'*9999})", "range(9999)|join('x'*9999)",
+       "[1]|tojson(indent=10**9)", "[1]|tojson(separators=('x'*10**6, ''))", "1|round(-10**9)",
+       "2.5|round(10**9, 'ceil')", "lipsum(n=10**9)", "('a '*99999)|urlize", "('a '*99999)|wordwrap(1)",
+       "('a'*9999999).rfind('b' ~ 'a'*999999)", "('a'*32000000).split('a')",
+       "('a'*30000000) ~ ('b'*30000000)"]
+GROWING = ["ns.s ~ ns.s", "ns.s + ns.s", "ns.s + 'b' + ns.s", "[ns.s, ns.s]|join", "'%s%s' % (ns.s, ns.s)",
+           "'{0}{0}'.format(ns.s)", "ns.s|replace('a', 'aa')", "(ns.s ~ '\"')|tojson ~ ns.s",
+           "ns.s|format ~ ns.s",
+           "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}", "ns.s.join([ns.s, ns.s])",
+           "{% set x %}{% filter upper %}{{ ns.s }}{{ ns.s }}{% endfilter %}{% endset %}{% set ns.s = x %}"]
+SHARED = ["[ns.s, ns.s]", "(ns.s, ns.s)", "dict(a=ns.s, b=ns.s)", "[ns.s] * 2", "cycler(ns.s, ns.s).items",
+          "{% macro f() %}{% set ns.s = varargs %}{% endmacro %}{{ f(ns.s, ns.s) }}"]
+ENDLESS = {"steps": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
+           "recursion": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+                        "{{ f(60) }}",
+           "work": "{% set t = 'a '*999999 %}{% for i in range(99999) %}"
+                   "{% set x = t.replace('a','b') %}{% endfor %}",
+           "lists": "{% set l = range(99999)|list %}{% for i in range(99999) %}{{ -1 in l }}{% endfor %}"}
+
+
+@pytest.mark.parametrize("expression", BIG)
+def test_one_operation_that_makes_too_much(expression: str) -> None:
+    with pytest.raises(TokenizerError, match="the chat template"): render("{{ " + expression + " }}")
+
+
+def test_what_grows_in_a_loop_is_refused_in_words() -> None:
+    for step in GROWING:
+        with pytest.raises(TemplateLimit, match=r"makes a text of|keeps too many"): render(doubling(step))
+    for step in SHARED:
+        with pytest.raises(TemplateLimit, match=r"holds itself many times|entries"):
+            render(doubling(step, "(1,)" if step[0] == "(" or "varargs" in step else "[1]"))
+    with pytest.raises(TemplateLimit, match="nests lists without end"):
+        render("{% set ns = namespace(s=()) %}{% for i in range(999) %}{% set ns.s = (ns.s,) %}{% endfor %}")
+    with pytest.raises(TemplateLimit, match=r"power|thousands of digits"): render(doubling("ns.s * ns.s",
+                                                                                           "9"))
+    with pytest.raises(TemplateLimit, match="keeps too many texts"):
+        render("{% set ns = namespace(s=[]) %}{% set t = 'a '*999999 %}{% for i in range(9999) %}"
+               "{% set ns.s = ns.s + [t[1:]] %}{% endfor %}")
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_endless_work_ends_with_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.process_time()
+    monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
+    with pytest.raises(TemplateLimit) as error: render(ENDLESS[kind])
+    assert time.process_time() - begin < 2.5
+    words = "10,000,000 iterations" if kind == "steps" else "runs for more than 1 seconds"
+    assert words in str(error.value)
+    assert "NV_TEMPLATE_SECONDS" in error.value.fix
+    assert render("{{ messages[1].content }}") == "héllo 1"     # nothing is left of the interruption
+
+
+def test_the_probe_of_content_formats_ends_at_once_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = time.process_time()
+    monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
+    with pytest.raises(TemplateLimit):
+        formed([{"role": "user", "content": "hi"}], "auto", ENDLESS["recursion"], {})
+    assert time.process_time() - begin < 2.5
+
+
+def test_threads_render_beside_an_endless_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    def attack() -> None:
+        try: render(ENDLESS["lists"])
+        except TemplateLimit as error: found.append(error.found)
+    monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
+    thread = threading.Thread(target=attack)
+    thread.start()
+    while thread.is_alive(): assert render("{{ messages|length }}") == "5"
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ("x" * 300_000, "has 300,000 characters"), ("{{ " + "(" * 9999, "failed"),
+    ("{{ " + "+".join("1" * 9999) + "}}",
+    "failed"), ("{{ 0x" + "f" * 9999 + " * 2 }}", "digits"), ("{% include 'a' %}", "no loader"),
+    ("{{ (1).to_bytes(9, 'big') }}", "int.to_bytes is not"), ("{{ raise_exception('x' * 99999) }}", "x…")])
+def test_templates_that_are_refused(template: str, words: str) -> None:
+    with pytest.raises(TokenizerError, match="the chat template") as error: render(template)
+    assert words in str(error.value)
+    assert len(str(error.value)) < 2000
+
+
+HONEST = ["{{ messages[1:3]|length }}{{ messages[::-1][0].content }}",
+          "{{ '%05d|%s' % (3, messages[0].content) }}",
+          "{% for m in messages %}{{ loop.index0 % 2 }}{{ m.role + ':' + m['content']|trim + '\\n' }}"
+          "{% endfor %}",
+          "{{ '{:>5}|{a}'.format(1, a=2) }}{{ 'a'.center(9) }}{{ 'x'|center(9) }}"
+          "{{ 'a\\nb'|indent(2, true) }}",
+          "{{ messages|map(attribute='content')|join(', ') }}{{ [1, 2]|sum }}{{ [[1], [2]]|sum(start=[]) }}",
+          "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}{{ 'a b c'.split() }}"
+          "{{ 2 ** 10 }}",
+          "{{ messages[0]|items|list }}{{ messages[0].tags }}{{ messages.missing is defined }}{{ 7 // 2 }}",
+          "{% set ns = namespace(a=[], s='') %}{% for m in messages %}{% set ns.a = ns.a + [m] %}"
+          "{% set ns.s = ns.s ~ m.content ~ 1 %}{% endfor %}{{ ns.a|length }}{{ ns.s }}{{ ns.a|last }}",
+          "{% macro f(x, y=2) %}{{ x ~ y }}{% endmacro %}{{ f(1) }}{{ f(messages[0].content, y='é') }}",
+          "{{ 'a</think>b'.split('</think>')[-1].lstrip('\\n') }}{{ 'aXb'.rsplit('X', 1) }}"
+          "{{ 'ab'.upper() }}",
+          "{% for x in [1, [2, [3]]] recursive %}{{ x if x is number else loop(x) }}{% endfor %}",
+          "{{ (1.567)|round(1) }}{{ messages|batch(2, 'z')|list|length }}{{ [3, 1]|sort }}"
+          "{{ ('<'|e) + '&' }}",
+          "{% for k in {'a': 1, 'b': 2} %}{{ loop.last }}{% endfor %}{{ 'abc'|replace('b', 'x') }}"
+          "{{ [1] * 3 }}",
+          "{% for x in range(2000) if x is odd %}{{ x if loop.first or loop.last }}{% endfor %}"
+          "{{ ('a', 1)|first }}"]
+
+
+@pytest.mark.parametrize("template", HONEST)
+def test_honest_templates_write_what_jinja_writes(template: str) -> None:
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    assert render(template) == plain.from_string(template).render(messages=MESSAGES)
+
+
+def test_long_conversations_and_templates_render() -> None:
+    many = [{"role": "user", "content": "word " * 80}] * 10_000      # 4 MB
+    template = ("{# " + "x" * 100_000 + " #}{% set ns = namespace(l=[]) %}{% for m in messages %}"
+                "{% set ns.l = ns.l + [m] %}{% endfor %}"
+                "{% for m in ns.l %}{{ '<|' + m.role + '|>' ~ m.content }}{% endfor %}")
+    assert len(rendered(template, False, lambda: {"messages": many})) == 10_000 * 408
+    one = [{"role": "user", "content": "é" * 8_000_000}]
+    assert len(rendered("{{ messages[0].content|trim + '!' }}", False,
+                        lambda: {"messages": one})) == 8_000_001
