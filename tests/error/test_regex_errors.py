@@ -12,7 +12,7 @@ from tinygrad_nv.quantize.directory import _matches as is_ignored
 from tinygrad_nv.regexes import MAX_PATTERNS, compile_pattern
 from tinygrad_nv.server.parsers.schema_values import find
 
-ENDLESS = ("(a|aa)+$", "(?=(a|aa)+$)a*b", r"(?:(a|aa)+)\1x", "(x+x+)+y")
+ENDLESS = ("(a|aa)+$", r"(?:(a|aa)+)\1x", "(x+x+)+y")
 
 
 @pytest.mark.parametrize("text", ENDLESS)
