@@ -19,6 +19,7 @@ from typing import Any
 
 MAX_JSON_BYTES = 16 << 20       # limit: bytes of config.json and its like; the largest has 2 MB
 MAX_JSON_VALUES = 4_000_000     # limit: values of a JSON file; the largest tokenizer.json has 2 million
+MAX_NAMED_BYTES = 64 << 20      # limit: bytes of a text that a command line names: options, prompts, PTX
 MAX_TOKENIZER_BYTES = 96 << 20  # limit: bytes of tokenizer.json, vocab.json, vocab.txt and merges.txt; 34 MB
 CHUNK = 1 << 20
 KINDS: dict[str, Callable[[int], bool]] = {

@@ -2,18 +2,18 @@
 reads."""
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.files import MAX_NAMED_BYTES, parse_json, read_text
 
 
 def read(path: Path) -> dict[str, Any]:
     """Returns the options of a file by name, with underscores for dashes. Raises `ConfigError`."""
-    try: text = path.read_text(encoding="utf-8")
+    try: text = read_text(path, MAX_NAMED_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}",
                           "a UTF-8 file that can be read", "correct its name") from error
@@ -26,7 +26,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def _parsed(path: Path, text: str) -> Any:
     try:
-        if path.suffix == ".json": return json.loads(text)
+        if path.suffix == ".json": return parse_json(text)
         try: yaml = import_module("yaml")
         except ImportError as error:
             raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",

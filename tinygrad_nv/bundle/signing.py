@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.errors import BundleError, ConfigError
+from tinygrad_nv.files import read_bytes
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+MAX_KEY_BYTES = 64 << 10       # limit: bytes of a key's file
 KEY_BYTES = 32
 SIGNATURE_BYTES = KEY_BYTES + 64
 CONTEXT = b"tinygrad_nv bundle\0"
@@ -69,7 +71,7 @@ def _raw(key: Ed25519PublicKey) -> bytes:
 
 
 def _bytes(path: Path) -> bytes:
-    try: return path.read_bytes()
+    try: return read_bytes(path, MAX_KEY_BYTES, pipes=True)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "a key in a PEM file", MAKE) from error
 

@@ -29,6 +29,7 @@ from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.request_output import RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import NVError, RequestError
+from tinygrad_nv.files import read_json
 
 HISTORY_LINES = 1000
 LATE_S = 1.0    # after an answer, in which Ctrl-C is not for the prompt
@@ -123,7 +124,7 @@ class Conversation:
     def load(self, value: str) -> None:
         """Reads what /save has written."""
         wanted = "a file that /save has written"
-        try: found = json.loads(Path(_named(value)).read_text(encoding="utf-8"))
+        try: found = read_json(_named(value))
         except ValueError as error: raise RequestError(f"{value} is not JSON: {error}", wanted) from error
         messages = found.get("messages") if isinstance(found, dict) else None
         if not isinstance(messages, list) or not all(

@@ -7,11 +7,10 @@ alone.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.files import MAX_NAMED_BYTES, parse_json, read_text
 
 NUMBERS: dict[str, tuple[type, str, str]] = {
     "max_tokens": (int, "N", "tokens to generate at most (default 256)"),
@@ -95,13 +94,13 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _json(name: str) -> Any:
-    try: return json.loads(_read(name))
+    try: return parse_json(_read(name))
     except ValueError as error:
         raise RequestError(f"{name} is not JSON: {error}", "a JSON schema", "change --json-schema") from error
 
 
 def _read(name: str) -> str:
-    try: return Path(name).read_text(encoding="utf-8")
+    try: return read_text(name, MAX_NAMED_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{name} cannot be read: {error}", "a UTF-8 text file",
                            "change the option") from error

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from tinygrad_nv.errors import PTXError
-from tinygrad_nv.files import require_npy
+from tinygrad_nv.files import MAX_NAMED_BYTES, read_text, require_npy
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
 from tinygrad_nv.ptx.parser import parse
@@ -127,7 +127,7 @@ def _save(text: str) -> tuple[int, str]:
 
 def read(name: str) -> str:
     """A file's text. Raises `PTXError` where it cannot be read."""
-    try: return Path(name).read_text()
+    try: return read_text(name, MAX_NAMED_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise PTXError(f"{name} cannot be read: {error}", 0, "a text file of PTX") from error
 

@@ -7,7 +7,6 @@ are the stories that the model in the box was trained with; held-out ones are of
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,11 @@ import numpy as np
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.files import parse_json, read_text
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.tales.stories import corpus
 
+MAX_CALIBRATION_BYTES = 256 << 20    # limit: bytes of a text that calibrates
 STORIES = 1 << 16       # of a split: more than are read
 LEAST = 2               # tokens of a sequence: one predicts the other
 PIECE = 1 << 16         # characters that are encoded at a time
@@ -75,7 +76,7 @@ def texts(path: Path) -> list[Text]:
     def wrong(found: str) -> RequestError:
         return RequestError(f"{path}{found}", 'text, or JSONL with "text" or "messages" in each line',
                             "name another file")
-    try: text = path.read_text(encoding="utf-8")
+    try: text = read_text(path, MAX_CALIBRATION_BYTES)
     except UnicodeDecodeError as error: raise wrong(f" is not UTF-8, at byte {error.start}") from error
     except OSError as error: raise wrong(f" cannot be read: {error.strerror}") from error
     if not text.strip(): raise wrong(" is empty")
@@ -83,8 +84,8 @@ def texts(path: Path) -> list[Text]:
     found: list[Text] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip(): continue
-        try: data = json.loads(line)
-        except (ValueError, RecursionError) as error: raise wrong(f", line {number}: no JSON") from error
+        try: data = parse_json(line)
+        except ValueError as error: raise wrong(f", line {number}: no JSON") from error
         one = next((data[key] for key, kind in (("text", str), ("messages", list))
                     if isinstance(data, dict) and isinstance(data.get(key), kind)), None)
         if not one: raise wrong(f', line {number}: neither "text" nor "messages"')

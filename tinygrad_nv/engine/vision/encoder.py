@@ -41,7 +41,7 @@ KEPT_ROWS = 16384   # of the last images: 224 MiB at a width of 3584
 def image_digest(image: np.ndarray) -> bytes:
     """Of an image's size and bytes: 32 bytes, equal for equal images alone."""
     made = hashlib.sha256(repr(image.shape).encode())
-    made.update(np.ascontiguousarray(image))
+    made.update(np.ascontiguousarray(image).data)
     return made.digest()
 
 

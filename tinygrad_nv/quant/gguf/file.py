@@ -193,10 +193,10 @@ class _Header:
             raise WeightError(f"{self.path} is a GGUF file of {found}",
                               f"version {' or '.join(map(str, VERSIONS))}, little-endian",
                               "convert the model again with llama.cpp")
-        found = self.count(24, "tensors"), self.count(12, "entries")
-        for what, count, most in zip(("tensors", "entries"), found, (MAX_TENSORS, MAX_ENTRIES), strict=True):
-            if count > most: raise self.too_much(what, count, most)
-        return found
+        tensors, entries = self.count(24, "tensors"), self.count(12, "entries")
+        if tensors > MAX_TENSORS: raise self.too_much("tensors", tensors, MAX_TENSORS)
+        if entries > MAX_ENTRIES: raise self.too_much("entries", entries, MAX_ENTRIES)
+        return tensors, entries
 
     def value(self, kind: int, depth: int) -> Any:
         """A value of metadata: a number, a string, or a list."""

@@ -15,7 +15,6 @@ functional.py and nn/modules.py.
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, prod
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.files import MAX_JSON_BYTES, parse_json
 from tinygrad_nv.quant.readers.checks import AGAIN, checked, checked_type, setting, unquantised
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import (
@@ -113,10 +113,10 @@ def _state(weight: str, kind: str) -> str: return f"{weight}.quant_state.bitsand
 
 
 def _settings(data: np.ndarray, name: str) -> dict[str, Any]:
-    try: found = json.loads(data.tobytes())
+    try: found = parse_json(data.reshape(-1)[:MAX_JSON_BYTES].tobytes().decode())
     except ValueError as error:
         raise WeightError(f"{name} is no JSON: {error}", "what bitsandbytes writes", AGAIN) from error
-    if not isinstance(found, dict): raise WeightError(f"{name} is {found!r}", "an object", AGAIN)
+    if not isinstance(found, dict): raise WeightError(f"{name} is {found!r:.200}", "an object", AGAIN)
     return found
 
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import CheckpointError
+from tinygrad_nv.files import read_json
 from tinygrad_nv.train.files import FileRecord, read_record
 
+MAX_MANIFEST_BYTES = 64 << 20   # limit: bytes of a checkpoint's manifest.json
 MANIFEST, FORMAT, VERSION = "manifest.json", "tinygrad_nv training checkpoint", 1
 READERS = 4     # files that are hashed at a time
 FIX = "remove it, and resume from an older checkpoint"
@@ -78,9 +80,9 @@ def read_manifest(path: Path) -> Manifest:
     """Of the checkpoint in a directory, whose other files are not looked at. Raises `CheckpointError`."""
     file = path / MANIFEST
     if not file.is_file(): raise incomplete(path, f"it has no {MANIFEST}")
-    try: data = json.loads(file.read_text(encoding="utf-8"))
+    try: data = read_json(file, MAX_MANIFEST_BYTES)
     except OSError as error: raise incomplete(path, f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise incomplete(path, f"{MANIFEST} is not JSON ({error})") from error
     try:
         content, wanted = data["content"], data["sha256"]
