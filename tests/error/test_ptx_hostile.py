@@ -35,8 +35,8 @@ def test_sizes(space: str, size: str):
 
 
 def test_sizes_of_all_variables():
-    refused(kernel("", "".join(f".global .b8 x{i}[134217728];\n" for i in range(3))), "line 6", "x2", "402653184",
-            "at most 268435456")
+    three = "".join(f".global .b8 x{i}[134217728];\n" for i in range(3))
+    refused(kernel("", three), "line 6", "x2", "402653184", "at most 268435456")
     many = ", ".join(f"x{i}" for i in range(20_000))
     refused(kernel("", f".global .b8 {many};"), "line 4", "20000 variables", "16384")
 
@@ -102,6 +102,26 @@ def test_large_but_honest():
     assert made.variables["x"].nbytes == 1 << 24
     emu = Emulator()
     text = kernel("mov.u64 %d1, x; ld.global.u32 %r1, [%d1+16777212]; add.u32 %r1, %r1, 7; "
-                  "st.global.u32 [%d1], %r1;", ".global .b8 x[16777216];").replace(".reg .pred", ".reg .b64 %d<2>; .reg .pred")
+                  "st.global.u32 [%d1], %r1;", ".global .b8 x[16777216];")
+    text = text.replace(".reg .pred", ".reg .b64 %d<2>; .reg .pred")
     assert emu.launch(text, 1, 1).findings == []
     assert emu.variables(text)["x"].numpy()[:8].view(np.uint32).tolist() == [7, 0]
+
+
+@pytest.mark.parametrize("loop", ["L: bra L;", "L: add.u32 %r1, %r1, 1; bra.uni L;", "L: bar.sync 0; bra L;",
+                                  "L: ld.volatile.global.u32 %r1, [x]; bra L;",
+                                  "L: @%p1 bra M; bra L; M: bra L;"])
+def test_loops_without_a_way_out(loop: str):
+    """Said with the line after some million instructions, long before the launch's limit."""
+    emu = Emulator()
+    found = emu.launch(kernel(loop, ".global .b32 x;"), 1, 32).findings
+    assert {finding.kind for finding in found} >= {"instruction-limit"}, found
+    said = next(str(finding) for finding in found if finding.kind == "instruction-limit")
+    assert "line 6" in said
+    assert "4194304 warp-instructions" in said
+    assert "no way leads to an exit" in said
+
+
+def test_a_loop_without_a_way_out_that_no_thread_enters():
+    text = kernel("mov.u32 %r1, 0; setp.eq.u32 %p1, %r1, 0; @%p1 bra END; L: bra L; END:")
+    assert Emulator().launch(text, 1, 32).findings == []

@@ -91,7 +91,8 @@ MEET: nanosleep.u32 1;"""
 
 def test_an_endless_loop_ends_at_the_instruction_limit():
     """20 times the step limit: the loop asks nothing of other threads."""
-    report = run("AGAIN: add.u32 %r1, %r1, 1; bra AGAIN;", emu=Emulator(step_limit=10_000))
+    body = "AGAIN: add.u32 %r1, %r1, 1; setp.eq.u32 %p1, %r1, %r1; @%p1 bra AGAIN;"
+    report = run(body, emu=Emulator(step_limit=10_000))
     found(report, "instruction-limit", "still runs here after 200000 warp-instructions, the launch's limit",
           "much work, or an endless loop")
     assert report.findings[0].ptx_line == 5
@@ -100,7 +101,7 @@ def test_an_endless_loop_ends_at_the_instruction_limit():
 
 def test_a_wait_that_never_ends_ends_at_the_step_limit():
     """The loop reads what another thread may write: no 20 times."""
-    body = "AGAIN: ld.relaxed.cta.shared.b32 %r1, [s]; bra AGAIN;"
+    body = "AGAIN: ld.relaxed.cta.shared.b32 %r1, [s]; setp.eq.u32 %p1, %r1, %r1; @%p1 bra AGAIN;"
     report = run(body, emu=Emulator(step_limit=10_000, check=False), variables=".shared .b32 s;")
     found(report, "instruction-limit", "after 10000 warp-instructions, the launch's limit",
           "a wait for what never comes")

@@ -38,8 +38,8 @@ from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
-from tinygrad_nv.ptx.tokens import shorten
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
+from tinygrad_nv.ptx.tokens import shorten
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000

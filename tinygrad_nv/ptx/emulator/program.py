@@ -44,6 +44,7 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
 
 OP = struct.Struct("<Qq14iI4BHHi")
 MOST_STEPS = 2_000_000      # to find where branches meet: some 10 for a block of a compiled kernel
+ENDLESS = -2                # where branches meet from which no way leads to an exit
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
 LOCAL_LIMIT = 512 << 10  # bytes a thread (CUDA C++ Programming Guide, "Technical Specifications")
 # warps must be whole at these: what PTX calls .aligned, and instructions that imply it
@@ -256,7 +257,9 @@ def resolve(low: FunctionLowering, labels: dict[str, int]) -> None:
         if op.labels: op.list = tuple(labels[label] for label in op.labels)
     meet = post_dominators(low.ops)
     for at, op in enumerate(low.ops):
-        if op.handler in ("bra", "brx"): op.join = meet[at]
+        if op.handler not in ("bra", "brx"): continue
+        if meet[at] == ENDLESS and op.handler == "bra": op.handler = "bra_endless"
+        op.join = max(meet[at], -1)
 
 
 def successors(ops: list[OpRecord], at: int) -> tuple[int, ...]:
@@ -270,7 +273,8 @@ def successors(ops: list[OpRecord], at: int) -> tuple[int, ...]:
 
 
 def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
-    """For each branch the position of its immediate post-dominator, -1 when that is the exit. Cooper, Harvey
+    """For each branch the position of its immediate post-dominator, -1 when that is the exit, ENDLESS
+    when no way leads there. Cooper, Harvey
     and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of basic blocks."""
     exit_ = len(ops)
     leaders = {0, exit_}
@@ -314,7 +318,7 @@ def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
             if meet.get(number) != new: meet[number], changed = new, True
     found = {last[number]: starts[meet[number]] for number in range(len(last)) if number in meet}
     return {at: (p if p < exit_ else -1) for at in range(exit_)
-            for p in (found.get(at, exit_),) if ops[at].handler in ("bra", "brx")}
+            for p in (found.get(at, ENDLESS),) if ops[at].handler in ("bra", "brx")}
 
 
 def reverse_postorder(edges: Sequence[Sequence[int]], root: int) -> list[int]:

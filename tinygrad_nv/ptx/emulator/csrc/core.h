@@ -302,6 +302,7 @@ struct Machine {
      * of one value are no race); NULL otherwise */
     const u8 *storing;
     u64 stuck_events, last_exit, yields;
+    bool endless;             /* a thread is in a loop that no way leads out of */
     bool polled;              /* a thread has asked for what others may change */
     bool rested;              /* access.c: a thread that polls memory of other processes has slept */
     i32 stuck;                /* rounds in which nothing could be done but to force */

@@ -124,6 +124,12 @@ HANDLER(bra) {
     return JUMPED;
 }
 
+/* A branch from which no way leads to an exit. */
+HANDLER(bra_endless) {
+    m->endless = true;
+    return op_bra(m, w, op, mask);
+}
+
 /* brx.idx: each lane goes to the op named by its index (lists[list + index]); beyond the table, undefined:
  * the last. */
 HANDLER(brx) {

@@ -16,7 +16,7 @@
 #include "clusters.c"
 
 enum { MORE, DONE, STUCK, LIMIT };
-enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22,
+enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22, ENDLESS = 1 << 22,
        ASYNC_MOST = 4096, WORK = 20 };
 
 /* **** turns **** */
@@ -265,8 +265,9 @@ Machine *machine_new(const Launch *launch) {
 /* The instructions a launch may take. Threads that read memory again and again, with strong loads, atomics or
  * try_wait, may wait for what never comes: the step limit. Where none does, it is work or an endless loop of
  * arithmetic: WORK times as many (tinygrad's masked_select of 320 elements takes 5e9 instructions in loops over
- * constants, without a load). */
+ * constants, without a load). Where a thread is in a loop without a way out, the others may end meanwhile. */
 static u64 limit_of(const Machine *m) {
+    if (m->endless && m->launch.step_limit > ENDLESS) return ENDLESS;
     return m->polled ? m->launch.step_limit : WORK * m->launch.step_limit;
 }
 
@@ -288,7 +289,7 @@ int machine_run(Machine *m, u64 slice) {
 /* Where everything stands, as findings: for a launch that reached its instruction limit. */
 void machine_report_running(Machine *m) {
     i32 said = 0;
-    const char *why = m->polled ? "much work, an endless loop, or a wait for what never comes"
+    const char *why = m->endless ? "an endless loop, from which no way leads to an exit" : m->polled ? "much work, an endless loop, or a wait for what never comes"
                                 : "much work, or an endless loop";
     FOR_GROUPS(m, if (said++ < 32) report(m, INSTRUCTION_LIMIT, &m->launch.ops[g->pc], w, lowest(g->mask),
         "warp %d of CTA %d still runs here after %llu warp-instructions, the launch's limit: %s", w->id,
