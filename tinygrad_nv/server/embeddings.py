@@ -65,11 +65,11 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     name = service.require_name(asked.model)
     vectors = await embedded(request, service, model, asked, record)
     tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    data = await service.aside(vectors.size, lambda: [
+    shown = await service.aside(vectors.size, lambda: [
         {"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
         for at, vector in enumerate(vectors)])
     return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
-                       "data": data, "usage": tokens})
+                       "data": shown, "usage": tokens})
 
 
 async def embedded(request: Request, service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,

@@ -24,9 +24,11 @@ import uvicorn
 
 from tinygrad_nv.errors import DistError, RequestError
 from tinygrad_nv.server.app import application
+from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import guarded
 from tinygrad_nv.server.log import LOG, line, periodic
 from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.workers import end_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_S = 0.02
@@ -136,6 +138,7 @@ class Server(uvicorn.Server):
         LOG.info(line("draining", active=self.service.active, limit_s=self.service.limits.drain_s))
         while self.service.active and time.monotonic() < ends: await asyncio.sleep(POLL_S)
         left = self.service.active
+        end_all(APIError(503, "the server stopped before the request was read", "aborted"))
         await self.service.engine.stop(0)
         # time to send the aborted requests their errors
         grace = time.monotonic() + 1

@@ -11,15 +11,16 @@ engine wait so long at most. What runs longer inside a library must release the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 INLINE = 4096           # characters that are tokenized in the event loop: about 5 ms at most
@@ -52,6 +53,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name, self.tasks = name, queue.SimpleQueue[Callable[[], None]]()
         self.thread: threading.Thread | None = None
+        self.asked: dict[Future[Any], Stop] = {}    # by the event loop, and not done
 
     async def run(self, task: Callable[[], T]) -> T:
         """The task's result."""
@@ -60,14 +62,24 @@ class Worker:
         context.run(_STOP.set, stop)
 
         def work() -> None:
-            if not done.set_running_or_notify_cancel(): return
-            try: result = context.run(task)
-            except BaseException as error: done.set_exception(error)
-            else: done.set_result(result)
+            if stop.asked: return
+            with contextlib.suppress(InvalidStateError):    # `end` was first, or the caller has left
+                try: result = context.run(task)
+                except BaseException as error: done.set_exception(error)
+                else: done.set_result(result)
         self._start()
+        self.asked[done] = stop
         self.tasks.put(work)
         try: return await asyncio.wrap_future(done)
-        finally: stop.asked = True
+        finally:
+            stop.asked = True
+            del self.asked[done]
+
+    def end(self, error: Exception) -> None:
+        """Raises an error in all that wait for a task, which ends at its next checkpoint."""
+        for done, stop in self.asked.items():
+            stop.asked = True
+            with contextlib.suppress(InvalidStateError): done.set_exception(error)
 
     def _start(self) -> None:
         with _lock:
@@ -89,6 +101,11 @@ async def aside(size: int, task: Callable[[], T], inline: int = INLINE) -> T:
     """See above. `inline`: the largest size that is done at once."""
     if size <= inline: return task()
     return await (LARGE_WORKER if size >= LARGE else SMALL_WORKER).run(task)
+
+
+def end_all(error: Exception) -> None:
+    """Raises an error in all that wait for a task."""
+    for worker in (SMALL_WORKER, LARGE_WORKER): worker.end(error)
 
 
 @contextmanager

@@ -254,3 +254,20 @@ def test_long_answers_are_json_as_it_was(monkeypatch: pytest.MonkeyPatch):
         parts = [*pieces(value)]
         assert "".join(parts) == json.dumps(value, ensure_ascii=False, separators=(",", ":")), value
     assert len([*pieces(list(range(100)))]) > 10
+
+
+def test_a_server_that_stops_ends_what_it_reads():
+    worker, gate, ran = Worker("test"), threading.Event(), list[str]()
+
+    async def main() -> None:
+        running = asyncio.ensure_future(worker.run(lambda: gate.wait(20)))
+        waiting = asyncio.ensure_future(worker.run(lambda: ran.append("second")))
+        await asyncio.sleep(0.05)
+        worker.end(ValueError("stopped"))
+        for task in (running, waiting):
+            with pytest.raises(ValueError, match="stopped"): await task
+        gate.set()
+        await worker.run(lambda: ran.append("third"))
+    asyncio.run(main())
+    assert ran == ["third"]
+    assert not worker.asked
