@@ -11,10 +11,11 @@ from tinygrad_nv.errors import RequestError
 
 OUT_OF_RANGE = [
     *[("top_p", value, "a number in (0, 1]") for value in ("0", "-0.1", "1.5", "nan", "inf", "-inf")],
-    *[("temperature", value, "a number ≥ 0 (0 is greedy)") for value in ("-1", "nan", "inf", "1e39")],
+    *[("temperature", value, "a number from 0 (greedy) to 3.4e38") for value in ("-1", "nan", "inf", "1e39")],
     *[("min_p", value, "a number in [0, 1]") for value in ("-0.1", "1.01", "nan")],
     *[("top_k", value, "a whole number ≥ 1, or 0 for every token") for value in ("-2", "1" + "0" * 400)],
-    *[("repetition_penalty", value, "a number > 0 (1 is none)") for value in ("0", "-1", "nan", "inf")],
+    *[("repetition_penalty", value, "a number > 0 and at most 3.4e38 (1 is none)")
+      for value in ("0", "-1", "nan", "inf", "1e308")],
     *[("max_tokens", value, "a whole number ≥ 1") for value in ("0", "-5")],
     *[("seed", value, "a whole number in [0, 2^64)") for value in ("-2", str(1 << 64))],
 ]
@@ -26,7 +27,8 @@ def test_out_of_range(command, tiny: Path, name: str, value: str, expected: str)
     option = f"--{name.replace('_', '-')}={value}"
     number = float(value) if name in ("top_p", "temperature", "min_p", "repetition_penalty") else int(value)
     command("generate", tiny, "hello", option).refused(
-        f"{name} is {number!r}", f"expected: {expected}", f"to fix:   change {name}")
+        f"{name} is {number if len(value) < 100 else 'a number of many digits'}",
+        f"expected: {expected}", f"to fix:   change {name}")
 
 
 @pytest.mark.parametrize(("option", "value", "kind"), [
@@ -44,12 +46,12 @@ def test_an_empty_stop_string(command, tiny: Path):
 
 NAN, INF = float("nan"), float("inf")
 REFUSED: list[tuple[str, Any, str]] = [
-    *[("temperature", x, "a number ≥ 0 (0 is greedy)") for x in (NAN, INF, True, "1", None)],
+    *[("temperature", x, "a number from 0 (greedy) to 3.4e38") for x in (NAN, INF, True, "1", None)],
     *[("top_p", x, "a number in (0, 1]") for x in (True, "0.5")],
     *[("top_k", x, "a whole number ≥ 1, or 0 for every token") for x in (True, 1.0, None)],
     *[(name, x, "a number in [-2, 2] (0 is none)") for name in ("presence_penalty", "frequency_penalty")
       for x in (-2.1, 2.1, NAN, -INF, False)],
-    *[("repetition_penalty", x, "a number > 0 (1 is none)") for x in (NAN, True)],
+    *[("repetition_penalty", x, "a number > 0 and at most 3.4e38 (1 is none)") for x in (NAN, True)],
     *[("n", x, "a whole number ≥ 1") for x in (0, -1, True, 1.5)],
     *[("max_tokens", x, "a whole number ≥ 1") for x in (True, 1.0)],
     *[("min_tokens", x, "a whole number ≥ 0") for x in (-1, True, None)],

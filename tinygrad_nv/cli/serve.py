@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
 MAX_LOGPROBS = 20   # the engine's: importing it takes a second
+HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9a-fA-F:.]*:[0-9a-fA-F:.]*\]?")
 LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -111,6 +113,10 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                                 ("drain", 30, "what runs when the server is told to stop")):
         server.add_argument(f"--{name}-timeout", type=positive, default=float(default), metavar="S",
                             help=f"seconds for {what} (default {default})")
+    server.add_argument("--max-connections", type=whole, default=4096, metavar="N", help="that may be open; "
+                        "more get 503 (default 4096, or what the files that a process may open leave)")
+    server.add_argument("--shared-prefix-cache", action="store_true", help="requests with different API keys "
+                        "share cached prefixes, and can find out by the time what others asked")
     server.add_argument("--enable-sleep-mode", action="store_true",
                         help="clients may have the model sleep: POST /sleep, /wake_up, GET /is_sleeping")
     server.add_argument("--metrics-prefix", choices=PREFIXES, default=PREFIXES[0],
@@ -127,6 +133,9 @@ def _add_http_options(serve: argparse.ArgumentParser) -> None:
                        ("methods", "methods that they may use"), ("headers", "headers that they may send")):
         http.add_argument(f"--allowed-{name}", type=_texts, default=("*",), metavar="JSON",
                           help=f'{what}, a JSON list (default ["*"])')
+    http.add_argument("--allowed-hosts", type=_hosts, default=(), metavar="HOSTS", help="hosts that requests "
+                      "may be for, besides localhost and that of --host: a list with commas, also "
+                      "*.example.org, or * (a server with keys checks hosts with this option only)")
     http.add_argument("--allow-credentials", action="store_true", help="they may send cookies")
     http.add_argument("--root-path", type=_root_path, default="", metavar="PATH",
                       help="what a proxy in front takes off paths")
@@ -146,6 +155,13 @@ def _texts(text: str) -> tuple[str, ...]:
     except ValueError: found = None
     if isinstance(found, list) and all(isinstance(each, str) for each in found): return tuple(found)
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings, such as '[\"*\"]'")
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    found = tuple(filter(None, (each.strip() for each in text.split(","))))
+    if found and all(HOST.fullmatch(each) for each in found): return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a list of hosts without ports, such as "
+                                     "llm.example.org,*.example.net")
 
 
 def _root_path(text: str) -> str:

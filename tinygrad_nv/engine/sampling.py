@@ -131,11 +131,12 @@ class SamplingParams:
                   seed=None if self.seed == -1 else self.seed,
                   logits_processors=None if self.logits_processors == [] else self.logits_processors)
         if self.allowed_token_ids is not None: self._set(allowed_token_ids=_listed(self.allowed_token_ids))
-        self._check_number("temperature", 0, FLOAT32_MAX, "a number ≥ 0 (0 is greedy)")
+        self._check_number("temperature", 0, FLOAT32_MAX, "a number from 0 (greedy) to 3.4e38")
         self._check_integer("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
         self._check_number("top_p", 0, 1, "a number in (0, 1]", above=True)
         self._check_number("min_p", 0, 1, "a number in [0, 1]")
-        self._check_number("repetition_penalty", 0, FLOAT32_MAX, "a number > 0 (1 is none)", above=True)
+        self._check_number("repetition_penalty", 0, FLOAT32_MAX,
+                           "a number > 0 and at most 3.4e38 (1 is none)", above=True)
         for name in ("presence_penalty", "frequency_penalty"):
             self._check_number(name, -2, 2, "a number in [-2, 2] (0 is none)")
         self._check_integer("n", 1, sys.maxsize, "a whole number ≥ 1")
@@ -219,7 +220,11 @@ class SamplingParams:
         self._require(name, (x is None and optional) or (_is_whole(x) and low <= x <= high), expected)
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
-        if not holds: raise RequestError(f"{name} is {getattr(self, name)!r}", expected, f"change {name}")
+        if holds: return
+        value = getattr(self, name)
+        many = _is_whole(value) and abs(value) >= 10 ** 20
+        shown = "a number of many digits" if many else repr(value)[:200]
+        raise RequestError(f"{name} is {shown}", expected, f"change {name}")
 
     def _require_length(self, name: str, found: int, most: int, of: str) -> None:
         if found <= most: return

@@ -48,6 +48,7 @@ from tinygrad_nv.server.fields import parse
 from tinygrad_nv.server.gate import Gate, route_path
 from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.record import Record
+from tinygrad_nv.server.response_store import ResponseStore
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import until_disconnect
 from tinygrad_nv.server.workers import INLINE_BYTES, aside, uncollected
@@ -92,10 +93,11 @@ def application(service: Service) -> ASGIApp:
     routes += [Route(path, transcriptions.endpoint(service, task), methods=["POST"])
                for path, task in transcriptions.PATHS.items()]
     routes += [*ollama.routes(service), *llama_cpp.routes(service), *status.routes(service),
-               *sleeping.routes(service.sleeping, service.cors.origins)]
+               *sleeping.routes(service.sleeping)]
     handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
                 Exception: _unexpected}
     app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False     # to an absolute address, which the header Host would make up
     return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO, "/props"))
 
 
@@ -142,7 +144,8 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         record: Record = request.scope["record"]
         record.id = prefix + record.id
         # clients of Ollama and llama.cpp, curl among them, need not say what a body is
-        if not request.url.path.endswith(UNTYPED): _require_json(request.headers)
+        if request.scope.get("cross_origin") or not route_path(request.scope).endswith(UNTYPED):
+            _require_json(request.headers)
         body = await read_body(request, service.limits)
         record.size = len(body)
         if record.size <= INLINE_BYTES: return await answer(request, service, record, parse(body))
@@ -157,9 +160,10 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
     return endpoint
 
 
-def _kept(service: Service, task: Callable[[Service, str], Awaitable[Response]]
+def _kept(service: Service, task: Callable[[ResponseStore, str], Awaitable[Response]]
           ) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response: return await task(service, request.path_params["id"])
+    async def endpoint(request: Request) -> Response:
+        return await task(service.responses_of(request.scope["record"]), request.path_params["id"])
     return endpoint
 
 

@@ -34,7 +34,8 @@ def parse_value(text: str) -> Any:
     except RecursionError as error:
         raise invalid("the body is not usable JSON: it is nested too deeply", code="invalid_json") from error
     except ValueError as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+        words = "it has a whole number of more than 4300 digits" if "integer string" in str(error) else error
+        raise invalid(f"the body is not JSON: {words}", code="invalid_json") from error
 
 
 def _kind(value: Any) -> str:

@@ -1,10 +1,11 @@
 """The outermost middleware: request ids, CORS, API keys, and a response for every error.
 
 Protocol: `Gate` gives each request an id, the client's own if it sent X-Request-Id, and returns it in that
-header; another one names fields that have no effect (leniency.py). It rejects what computes while the server
-drains (503) and without an API key (401), turns `APIError`s and unexpected exceptions (500) into responses,
-counts and logs. A client that disconnected is logged with status 499. Preflights of browsers need no key, and
-every response has the headers of CORS.
+header; another one names fields that have no effect (leniency.py). It rejects requests for other hosts and
+of pages that may not (origins.py), what computes while the server drains (503) and without an API key (401).
+It turns `APIError`s and unexpected exceptions (500) into responses, counts and logs. A client that
+disconnected is logged with status 499. Preflights of browsers need no key, and every response has the headers
+of CORS.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinygrad_nv.server.errors import OLLAMA, APIError
 from tinygrad_nv.server.leniency import HEADER, MOST_LOGGED, Ignored, collect
 from tinygrad_nv.server.log import LOG, line, request_line
+from tinygrad_nv.server.origins import require_host, require_origin
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
@@ -52,7 +54,7 @@ class Gate:
         served = self._guards(scope)
         self.service.active += served
         try:
-            with collect(self.service.strict) as ignored: await self.inner(scope, receive, recorded_send)
+            with collect(self.service.strict) as ignored: await self._received(scope, receive, recorded_send)
         except Exception as error:  # `app` has responded
             LOG.exception("internal_error id=%s", record.id)
             record.error = type(error).__name__
@@ -60,15 +62,26 @@ class Gate:
             self.service.active -= served
             self._ended(scope, record, status)
 
-    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _received(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self.service
         try:
             _require_framing(scope)
+            require_host(scope, service.hosts, bool(service.keys))
+        except APIError as error: await self._refuse(error, scope, receive, send)
+        else: await self.inner(scope, receive, send)
+
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self.service
+        try:
+            require_origin(scope, route_path(scope), service.cors.origins, service.hosts, bool(service.keys))
             if self._guards(scope): self._admit(scope)
             await self.app(scope, receive, send)
-        except APIError as error:
-            record = scope["record"]
-            record.error = error.code
-            await error.response(route_path(scope), record.id)(scope, receive, send)
+        except APIError as error: await self._refuse(error, scope, receive, send)
+
+    async def _refuse(self, error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+        record = scope["record"]
+        record.error = error.code
+        await error.response(route_path(scope), record.id)(scope, receive, send)
 
     def _told(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
         """The header of a request's fields without effect. Logs those that are seen for the first time."""
@@ -91,12 +104,14 @@ class Gate:
             # the header of Anthropic's clients
             if not given and (given := headers.get(b"x-api-key", b"").decode("latin-1")):
                 kind, key = "bearer", given
-            known = [hmac.compare_digest(key.strip().encode(), each.encode()) for each in self.service.keys]
+            key = key.strip()
+            known = [hmac.compare_digest(key.encode(), each.encode()) for each in self.service.keys]
             if kind.lower() != "bearer" or not any(known):
                 what = "is wrong" if given else "is missing"
                 raise APIError(401, f"the API key {what}; expected: the header Authorization: Bearer KEY, or "
                                "x-api-key: KEY",
                                "invalid_api_key", None, {"WWW-Authenticate": "Bearer"})
+            scope["record"].owner = self.service.owner(key)
         if self.service.draining:
             raise APIError(503, "the server is stopping and takes no new requests", "draining", None,
                            {"Retry-After": "5", "Connection": "close"})

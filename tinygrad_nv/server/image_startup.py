@@ -27,7 +27,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
-from tinygrad_nv.server.startup import api_keys, cors, http_options, limits, use
+from tinygrad_nv.server.startup import api_keys, cors, hosts, http_options, limits, use
 from tinygrad_nv.server.waterfall import Waterfall
 
 DTYPES = {"auto": dtypes.float32, "float32": dtypes.float32, "float16": dtypes.float16,
@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     engine = ImageEngine(model, arguments.max_queue)
     metrics = Metrics(names[0], model.tokenizers[0].length, engine.stats, arguments.metrics_prefix)
     service = Service(ImageEngineClient(engine), ImageModel(model), names, limits(arguments), metrics, keys,
-                      cors=cors(arguments), images=engine, strict=arguments.strict_requests)
+                      cors=cors(arguments), hosts=hosts(arguments), images=engine,
+                      strict=arguments.strict_requests)
     LOG.info(line("images", xl=model.xl, size=f"{model.size}x{model.size}"))
 
     def ready() -> None:

@@ -19,6 +19,7 @@ from tinygrad_nv.server.service import Service
 LEVELS = {"critical": logging.CRITICAL, "error": logging.ERROR, "warning": logging.WARNING,
           "info": logging.INFO, "debug": logging.DEBUG, "trace": 5}     # trace is uvicorn's
 LOG = logging.getLogger("tinygrad_nv.server")
+MOST_CHARACTERS = 500       # limit: characters of a value in a log line; the rest is cut off
 
 
 def line(event: str, **fields: Any) -> str:
@@ -29,9 +30,9 @@ def line(event: str, **fields: Any) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float): return f"{value:.4g}" if abs(value) < 1 else f"{value:.1f}"
-    text = str(value)
+    text = str(value)[:MOST_CHARACTERS]
     plain = text.isascii() and text.isprintable() and text != "" and not set(text) & set(' "=\\')
-    return text if plain else json.dumps(text[:500])
+    return text if plain else json.dumps(text)
 
 
 class _Formatter(logging.Formatter):

@@ -118,7 +118,8 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
     # OpenAI's seeds are signed
     if given["seed"] is not None: given["seed"] %= 1 << 64
     if (choices := prompts * (given["n"] or 1)) > limits.choices:
-        raise invalid(f"{choices} choices requested (prompts × n),  expected at most {limits.choices}", "n")
+        shown = choices if choices < 10 ** 20 else "too many"
+        raise invalid(f"{shown} choices requested (prompts × n),  expected at most {limits.choices}", "n")
     stream = fields.flag("stream")
     if stream and own is not None:
         raise invalid("prompt_logprobs are not streamed; to fix: leave out stream or prompt_logprobs",

@@ -24,6 +24,7 @@ class Record:
     path: str = ""
     size: int = 0       # bytes of the body
     client_id: str | None = None    # what the client calls it
+    owner: str = ""         # a hash of its key, where the server has several
     started: float = field(default_factory=time.perf_counter)
     stream: bool = False
     prompt_tokens: int = 0

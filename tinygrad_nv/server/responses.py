@@ -28,7 +28,7 @@ from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.log import LOG
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_events import ResponseBuilder
-from tinygrad_nv.server.response_store import Stored
+from tinygrad_nv.server.response_store import ResponseStore, Stored
 from tinygrad_nv.server.responses_request import ResponseRequest, messages_of, response_request
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
@@ -38,9 +38,10 @@ from tinygrad_nv.server.workers import INLINE_BYTES, aside, checkpoint
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    before = service.responses.size(data.get("previous_response_id"))
+    kept = service.responses_of(record)
+    before = kept.size(data.get("previous_response_id"))
     parsed = await service.read(record, lambda: response_request(
-        data, service.responses, service.model.defaults, service.limits), before)
+        data, kept, service.model.defaults, service.limits), before)
     size = record.size + parsed.size_before
     chat = await _fitted(service, parsed.chat, size) if parsed.truncate else parsed.chat
     conversation = await Conversation.of(service, chat, size)
@@ -61,7 +62,7 @@ async def _events(service: Service, conversation: Conversation, builder: Respons
         begun, reason = True, update.finish_reason
         for event in builder.push(update): yield event
     last = builder.finish(reason, record)
-    if parsed.store: service.responses.put(await _stored(builder, parsed, record))
+    if parsed.store: service.responses_of(record).put(await _stored(builder, parsed, record))
     for event in last: yield event
 
 
@@ -93,7 +94,7 @@ async def _in_background(service: Service, builder: ResponseBuilder, parsed: Res
     shown = {**builder.response, "status": "queued"}
     stored = await _stored(builder, parsed, record)
     stored.task = asyncio.ensure_future(run())
-    service.responses.put(stored)
+    service.responses_of(record).put(stored)
     return JSONAnswer(shown)
 
 
@@ -127,21 +128,21 @@ async def _fitted(service: Service, request: ChatRequest, size: int) -> ChatRequ
 
 # **** responses that are kept ****
 
-async def retrieve(service: Service, name: str) -> Response:
+async def retrieve(store: ResponseStore, name: str) -> Response:
     """The response as it is now."""
-    return JSONAnswer(service.responses.get(name).response)
+    return JSONAnswer(store.get(name).response)
 
 
-async def input_items(service: Service, name: str) -> Response:
+async def input_items(store: ResponseStore, name: str) -> Response:
     """Its input items, the newest first."""
-    items = service.responses.get(name).items[::-1]
+    items = store.get(name).items[::-1]
     return JSONAnswer({"object": "list", "data": items, "first_id": items[0]["id"],
                          "last_id": items[-1]["id"], "has_more": False})
 
 
-async def cancel(service: Service, name: str) -> Response:
+async def cancel(store: ResponseStore, name: str) -> Response:
     """Ends a response in the background."""
-    stored = service.responses.get(name)
+    stored = store.get(name)
     if stored.task is None:
         raise invalid(f"the response {name!r} does not run in the background, expected one that was asked "
                       "for "
@@ -153,8 +154,8 @@ async def cancel(service: Service, name: str) -> Response:
     return JSONAnswer(stored.response)
 
 
-async def delete(service: Service, name: str) -> Response:
+async def delete(store: ResponseStore, name: str) -> Response:
     """Forgets a response."""
-    service.responses.get(name)
-    service.responses.drop(name)
+    store.get(name)
+    store.drop(name)
     return JSONAnswer({"id": name, "object": "response", "deleted": True})

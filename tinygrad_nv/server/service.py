@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +24,7 @@ from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.media_budget import MediaBudget
+from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
@@ -163,11 +166,14 @@ class Service:
     embedder: EmbeddingClient | None = None
     parsers: Parsers = field(default_factory=Parsers)
     cors: CORS = field(default_factory=CORS)
+    hosts: Hosts = field(default_factory=Hosts)     # that it answers for
+    shared_prefixes: bool = False   # requests with different keys share prefixes
     tokenizer_info: bool = False    # whether /tokenizer_info is served
     strict: bool = False            # fields without effect are errors
     ignored: set[str] = field(default_factory=set)      # such fields that were logged
     media: MediaBudget = field(default_factory=MediaBudget)     # of all requests
-    responses: ResponseStore = field(default_factory=ResponseStore)
+    responses: dict[str, ResponseStore] = field(default_factory=dict)   # by the owner of a request
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0         # requests being answered
@@ -177,6 +183,14 @@ class Service:
     images: ImageEngine | None = None       # of a model that makes images, and does nothing else
     speech: SpeechClient | None = None      # of a model that transcribes, and does nothing else
     vision: ImageReader | None = None       # of a model that reads images
+
+    def owner(self, key: str) -> str:
+        """The owner of requests with a key: a keyed hash of it, where there are several keys, else ""."""
+        return hmac.digest(self.secret, key.encode(), "sha256").hex() if len(self.keys) > 1 else ""
+
+    def responses_of(self, record: Record) -> ResponseStore:
+        """The kept responses of a request's owner."""
+        return self.responses.setdefault(record.owner, ResponseStore())
 
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is
@@ -246,6 +260,8 @@ class Service:
                   images: PromptImages | None = None) -> AsyncGenerator[tuple[int, Delta], None]:
         """Deltas of all prompts with the number of their choice, prompt × n + index, by the adapter that
         `record.model` names, if it does. A single prompt may have `images`."""
+        # nor does the time to the first token tell what others asked
+        if record.owner and not self.shared_prefixes: salt = f"{record.owner}:{salt}"
         lora = None if self.adapters is None else self.adapters.find(record.model)
         more: dict[str, Any] = {} if lora is None else {"lora_request": lora}
         try:

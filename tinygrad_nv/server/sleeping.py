@@ -1,8 +1,8 @@
 """Endpoints that have the model give memory back, and take it again (engine/sleep.py).
 
 Protocol: as vLLM's in its development mode. The server refuses them (403) unless it was started with
---enable-sleep-mode. While the model sleeps, requests get 503. Browsers send such POSTs for pages of any
-origin, without a preflight: these are refused (403) unless --allowed-origins names the origin.
+--enable-sleep-mode. While the model sleeps, requests get 503. Pages of other origins are refused
+(origins.py).
 
     POST /sleep?level=1&mode=abort    ends running requests, and gives memory back
     POST /wake_up?tags=weights&tags=kv_cache
@@ -11,9 +11,8 @@ origin, without a preflight: these are refused (403) unless --allowed-origins na
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,37 +31,20 @@ class SleepingLLM(Protocol):
     def is_sleeping(self) -> bool: ...
 
 
-def routes(model: SleepingLLM | None, origins: Collection[str]) -> list[Route]:
-    """All of them; without a model they are refused. `origins`: those of --allowed-origins."""
+def routes(model: SleepingLLM | None) -> list[Route]:
+    """All of them; without a model they are refused."""
     def endpoint(task: Callable[[SleepingLLM, Request], Awaitable[Response]]
                  ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             if model is None:
                 raise APIError(403, "this server's model does not sleep for clients; to fix: start it with "
                                "--enable-sleep-mode", "sleep_disabled")
-            if request.method == "POST": _require_origin(request, origins)
             try: return await task(model, request)
             except ConfigError as error: raise invalid(api_error(error).message) from error
             except NVError as error: raise api_error(error) from error
         return answer
     return [Route(path, endpoint(task), methods=[method]) for path, task, method in
             zip(PATHS, (_sleep, _wake_up, _is_sleeping), ("POST", "POST", "GET"), strict=True)]
-
-
-def _require_origin(request: Request, origins: Collection[str]) -> None:
-    """Refuses what a browser sends for a page of another origin. "*" names none."""
-    origin, host = request.headers.get("origin"), request.headers.get("host", "")
-    if origin is not None and origin in origins: return
-    crosses = request.headers.get("sec-fetch-site", "").strip().lower() == "cross-site"
-    if not crosses and (origin is None or _host(origin) == host.lower()): return
-    raise APIError(403, f"a page of {(origin or 'another origin')[:200]} asks; expected: a page of this "
-                   "server, or a client that is no browser; to fix: name the page's origin by "
-                   "--allowed-origins", "cross_origin")
-
-
-def _host(origin: str) -> str | None:
-    try: return urlsplit(origin).netloc.lower() or None
-    except ValueError: return None
 
 
 async def _sleep(model: SleepingLLM, request: Request) -> Response:

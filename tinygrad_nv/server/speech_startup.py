@@ -25,7 +25,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
-from tinygrad_nv.server.startup import api_keys, cors, http_options, limits, use
+from tinygrad_nv.server.startup import api_keys, cors, hosts, http_options, limits, use
 from tinygrad_nv.server.waterfall import Waterfall
 
 AT_ONCE = 16    # recordings that run at a time at most, unless --max-num-seqs says less: each has its window
@@ -112,7 +112,7 @@ def service_of(transcriber: Transcriber, names: tuple[str, ...], arguments: argp
     LOG.info(line("speech", mels=transcriber.config.mels, languages=len(transcriber.model.tokens.languages),
                   max_num_seqs=transcriber.runner.max_seqs))
     return Service(SpeechEngineClient(transcriber.engine), SpeechModel(transcriber), names, limits(arguments),
-                   metrics, keys, cors=cors(arguments), speech=transcriber,
+                   metrics, keys, cors=cors(arguments), hosts=hosts(arguments), speech=transcriber,
                    tokenizer_info=arguments.enable_tokenizer_info_endpoint,
                    strict=arguments.strict_requests)
 

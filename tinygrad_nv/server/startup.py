@@ -34,6 +34,7 @@ from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
+from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
 from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
 from tinygrad_nv.server.tracing import Tracer
@@ -72,7 +73,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     most = None if llm.embedder is not None else llm.limit
     service = Service(engine, llm, names, replace(limits(arguments), output_tokens=most), metrics, keys,
                       llm.embedder, parsers(arguments),
-                      adapters=adapters, cors=cors(arguments),
+                      adapters=adapters, cors=cors(arguments), hosts=hosts(arguments),
+                      shared_prefixes=arguments.shared_prefix_cache,
                       sleeping=llm if arguments.enable_sleep_mode else None,
                       vision=None if llm.vision is None else llm,
                       tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer,
@@ -224,6 +226,11 @@ def cors(arguments: argparse.Namespace) -> CORS:
     return CORS(a.allowed_origins, a.allowed_methods, a.allowed_headers, a.allow_credentials)
 
 
+def hosts(arguments: argparse.Namespace) -> Hosts:
+    """The hosts that requests may be for, as the command line says."""
+    return Hosts.of(arguments.host, arguments.allowed_hosts)
+
+
 def http_options(arguments: argparse.Namespace) -> HTTPOptions:
     """The options of uvicorn on the command line."""
     a = arguments
@@ -236,7 +243,8 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
                   body_s=arguments.body_timeout, request_s=arguments.request_timeout,
                   drain_s=arguments.drain_timeout, logprobs=arguments.max_logprobs,
                          images=arguments.max_images, image_pixels=arguments.max_image_pixels,
-                         audio_s=arguments.max_audio_seconds)
+                         audio_s=arguments.max_audio_seconds,
+                         connections=arguments.max_connections)
 
 
 def capacity_line(llm: LLM) -> str:
