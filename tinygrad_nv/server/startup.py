@@ -240,11 +240,10 @@ def http_options(arguments: argparse.Namespace) -> HTTPOptions:
 def limits(arguments: argparse.Namespace) -> RequestLimits:
     """The limits set on the command line."""
     return RequestLimits(body_bytes=arguments.max_body_bytes, header_s=arguments.header_timeout,
-                  body_s=arguments.body_timeout, request_s=arguments.request_timeout,
-                  drain_s=arguments.drain_timeout, logprobs=arguments.max_logprobs,
+                         body_s=arguments.body_timeout, request_s=arguments.request_timeout,
+                         drain_s=arguments.drain_timeout, logprobs=arguments.max_logprobs,
                          images=arguments.max_images, image_pixels=arguments.max_image_pixels,
-                         audio_s=arguments.max_audio_seconds,
-                         connections=arguments.max_connections)
+                         audio_s=arguments.max_audio_seconds, connections=arguments.max_connections)
 
 
 def capacity_line(llm: LLM) -> str:
