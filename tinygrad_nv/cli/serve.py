@@ -21,7 +21,7 @@ from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
 MAX_LOGPROBS = 20   # the engine's: importing it takes a second
-HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9a-fA-F:.]*:[0-9a-fA-F:.]*\]?")
+HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9a-fA-F]*:[0-9a-fA-F]*:[0-9a-fA-F:.]*\]?")
 LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
