@@ -11,6 +11,15 @@ from tinygrad_nv.errors import ModelError
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
                "gelu_pytorch_tanh": "gelu_tanh"}
 CORRECT = "correct the file, or download it again"
+MAX_LAYERS = 2048           # limit: layers of a config.json; the deepest published model has 160
+MAX_HEADS = 1 << 16         # limit: heads, experts and groups of a config.json
+MAX_POSITIONS = 1 << 31     # limit: positions, windows and lengths of a config.json
+MAX_SIZE = 1 << 26          # limit: a width of a config.json, and its vocabulary
+# the first word that a key contains says its limit
+LIMITS = (("layers", MAX_LAYERS), ("n_layer", MAX_LAYERS), ("depth", MAX_LAYERS), ("position", MAX_POSITIONS),
+          ("window", MAX_POSITIONS), ("chunk", MAX_POSITIONS), ("length", MAX_POSITIONS),
+          ("heads", MAX_HEADS), ("experts", MAX_HEADS), ("group", MAX_HEADS), ("", MAX_SIZE))
+MAX_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -28,9 +37,12 @@ class Fields:
         return bool(self.raw.get(key, False))
 
     def positive(self, key: str) -> int:
-        """An integer above 0. Raises `ModelError`."""
+        """An integer above 0, and at most the key's limit. Raises `ModelError`."""
         if not isinstance(value := self.raw.get(key), int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{self.name}: {key} is {value!r}", "a positive integer", CORRECT)
+            raise ModelError(f"{self.name}: {key} is {brief(value)}", "a positive integer", CORRECT)
+        if value > (most := limit_of(key)):
+            raise ModelError(f"{self.name}: {key} is {brief(value)}", f"a positive integer, at most {most:,}",
+                             CORRECT)
         return value
 
     def number(self, key: str, least: float = 0.0) -> float:
@@ -39,7 +51,7 @@ class Fields:
         # the comparison refuses NaN, infinity, and integers that no float holds
         if (not isinstance(value, int | float) or isinstance(value, bool)
             or not least < value <= sys.float_info.max):
-            raise ModelError(f"{self.name}: {key} is {value!r}", f"a number > {least:g}", CORRECT)
+            raise ModelError(f"{self.name}: {key} is {brief(value)}", f"a number > {least:g}", CORRECT)
         return float(value)
 
     def optional(self, key: str) -> float | None:
@@ -51,13 +63,24 @@ class Fields:
         value, layers = self.raw.get(key), self.positive("num_hidden_layers")
         if not isinstance(value, list) or len(value) != layers \
                 or not all(isinstance(each, kinds) for each in value):
-            raise ModelError(f"{self.name}: {key} is {value!r}",
+            raise ModelError(f"{self.name}: {key} is {brief(value)}",
                              f"a list of {layers}, one entry for each layer")
         return value
 
     def within(self, section: Mapping[str, Any]) -> Fields:
         """The same file's object with the keys of a section before its own."""
         return Fields({**self.raw, **section}, self.name)
+
+
+def limit_of(key: str) -> int:
+    """The largest value of a positive integer of a config.json."""
+    return next(most for word, most in LIMITS if word in key)
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it."""
+    if isinstance(value, int) and value.bit_length() > 4096: return "a number of thousands of digits"
+    return text if len(text := repr(value)) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
 def activation(f: Fields, key: str) -> str:

@@ -29,7 +29,8 @@ SMALL = 4096                # characters of a text that is not counted, which an
 ITEM_CHARS = SMALL + 64     # characters as which an entry of a list counts
 TICK_SECONDS = 0.1          # between two looks of the watchdog
 
-CONTAINERS = (list, tuple, dict, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+CONTAINERS: tuple[type[Any], ...] = (list, tuple, dict, set, frozenset,
+                                *map(type, ({}.keys(), {}.values(), {}.items())))
 
 
 class TemplateLimit(TokenizerError):
@@ -120,7 +121,7 @@ def weigh(value: Any) -> int:
         for each in level:
             if isinstance(each, str): total += len(each)
             elif isinstance(each, dict): inner += each.keys(); inner += each.values()  # noqa: E702
-            elif isinstance(each, CONTAINERS): inner += each
+            elif isinstance(each, CONTAINERS): inner += list[Any](each)
             if total > most or entries + len(inner) > MAX_HELD:
                 raise exceeded("makes a list that holds itself many times, or much text",
                                f"at most {most:,} characters and {MAX_HELD:,} entries")

@@ -69,7 +69,7 @@ BUILTIN = (str, bytes, int, float, complex, *CONTAINERS, range)
 class _Generator(CodeGenerator):
     """jinja's, with operations of the environment in the place of Python's."""
 
-    def visit_Add(self, node: jinja2.nodes.Add, frame: Any) -> None:
+    def visit_Add(self, node: jinja2.nodes.BinExpr, frame: Any) -> None:
         operands: list[Any] = []
         first: Any = node
         while isinstance(first, jinja2.nodes.Add):
@@ -340,14 +340,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """See above."""
     code_generator_class = _Generator
     text, weighed, holding, made, add = map(staticmethod, (text, weighed, holding, made, add))
-    join_texts = staticmethod(join_texts)
+    join_texts, concat = map(staticmethod, (join_texts, join_list))
     intercepted_binops = frozenset(("-", "*", "/", "//", "%", "**"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, **options)
         self.filters[_COUNTED] = counted
         self.globals["namespace"] = _Namespace
-        self.concat = join_list
         self.binop_table |= {"*": multiply, "**": power, "%": modulo}
 
     def join_markup(self, *values: Any) -> str:
