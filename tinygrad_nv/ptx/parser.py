@@ -25,8 +25,8 @@ WIDTHS = {"pred": 1, "tf32": 32, "f16x2": 32, "bf16x2": 32, "bf16": 16, "b128": 
           **{f"f{bits}": bits for bits in (16, 32, 64)}}
 LINKAGE = {".visible", ".extern", ".weak", ".common"}
 SPACES = {".global", ".const", ".shared", ".local", ".param"}
-MOST_VARIABLE_BYTES = 256 << 20  # of one variable: static data of kernels have some MB
-MOST_ALIGNMENT = 1 << 16         # of a variable, in bytes: tiles for tensor maps need 1024
+MOST_VARIABLE_BYTES = 256 << 20  # limit: bytes of a variable in PTX
+MOST_ALIGNMENT = 1 << 16         # limit: alignment of a variable in PTX, in bytes
 IGNORED_LINES = {".loc", ".file", ".section"}
 
 

@@ -20,9 +20,9 @@ TOKEN = re.compile(r"""
   | (?P<scope>::)
   | (?P<op><<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!?:<>=(){}\[\],;@])
 """, re.X | re.A)
-MOST_BYTES = 8 << 20        # of a text: the largest kernels have 3 MB, and a megabyte takes 0.4 s to parse
-MOST_DIGITS = 400           # of a number: floats have up to 309 before the point
-MOST_DEPTH = 100            # of braces, parentheses and signs in each other
+MOST_BYTES = 8 << 20        # limit: characters of a PTX text; the largest kernels have 3 MB
+MOST_DIGITS = 400           # limit: characters of a number in PTX
+MOST_DEPTH = 100            # limit: braces, parentheses and signs in each other, in PTX
 SHOWN = 200                 # characters of a line in an error
 SPACE = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/)+", re.S)
 

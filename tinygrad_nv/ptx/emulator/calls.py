@@ -25,9 +25,9 @@ from tinygrad_nv.ptx.syntax import (
     Vector,
 )
 
-MOST_INSTRUCTIONS = 1 << 18     # of an entry function with its calls expanded
-MOST_CALLS = 1 << 13            # expanded: functions that call one twice, each, double
-MOST_CALL_DEPTH = 100           # of calls in each other
+MOST_INSTRUCTIONS = 1 << 18     # limit: instructions of a kernel with its calls expanded
+MOST_CALLS = 1 << 13            # limit: calls of a kernel, expanded
+MOST_CALL_DEPTH = 100           # limit: calls of functions in each other, in PTX
 LOCAL = {"param": "local", "param::func": "local"}
 
 

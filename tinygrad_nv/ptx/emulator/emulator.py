@@ -44,8 +44,8 @@ from tinygrad_nv.ptx.tokens import shorten
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a")
 FIRST_ADDRESS = 0x7_0000_0000
 GPU_ADDRESSES = 1 << 40     # between the first addresses of two GPUs
-MOST_MODULE_BYTES = 256 << 20  # of a module's variables in global and constant memory
-MOST_VARIABLES = 1 << 14       # of those: compiled modules have some hundreds
+MOST_MODULE_BYTES = 256 << 20  # limit: bytes of a PTX module's global and constant variables
+MOST_VARIABLES = 1 << 14       # limit: global and constant variables of a PTX module
 GAP = 1 << 16        # bytes between allocations at least: what runs past one meets nothing
 
 

@@ -43,7 +43,7 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
     if _family.name.startswith("lower_"): importlib.import_module(f"tinygrad_nv.ptx.emulator.{_family.name}")
 
 OP = struct.Struct("<Qq14iI4BHHi")
-MOST_STEPS = 2_000_000      # to find where branches meet: some 10 for a block of a compiled kernel
+MOST_STEPS = 2_000_000      # limit: steps to find where branches of a kernel meet
 ENDLESS = -2                # where branches meet from which no way leads to an exit
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
 LOCAL_LIMIT = 512 << 10  # bytes a thread (CUDA C++ Programming Guide, "Technical Specifications")
