@@ -49,6 +49,8 @@ def test_a_tensor_map_where_a_pointer_is_wanted():
 @pytest.mark.parametrize(("launch", "words"), [
     ({"grid": 0}, ["grid=0", "≥ 1"]), ({"grid": (1, 2, 3, 4)}, ["grid=(1, 2, 3, 4)", "one to three"]),
     ({"grid": (1, 70_000)}, ["grid=(1, 70000, 1)", "65535"]), ({"block": 1.5}, ["block=1.5"]),
+    ({"grid": (2**31 - 1, 65535, 65535)}, ["9223090559730712575 CTAs", "at most 16777216"]),
+    ({"grid": 10**9}, ["1000000000 CTAs", "at most 16777216"]),
     ({"block": 1025}, ["block=(1025, 1, 1)", "1024"]), ({"block": (32, 33)}, ["1056 threads", "1024"]),
     ({"block": (1, 1, 65)}, ["block=(1, 1, 65)", "64"]),
     ({"cluster": 2}, ["grid=(1, 1, 1)", "multiple of cluster=(2, 1, 1)"]),

@@ -20,6 +20,7 @@ SHARED_OF_SM = {80: 167936, 86: 102400, 89: 102400, 90: 233472}
 SM_COUNT = {80: 108, 86: 72, 89: 142, 90: 132}
 THREADS_OF_SM = {80: 2048, 86: 1536, 89: 1536, 90: 2048}
 GRID_LIMIT = (2**31 - 1, 65535, 65535)
+MOST_CTAS = 1 << 24          # limit: CTAs of an emulated launch, which take minutes
 BLOCK_LIMIT = (1024, 1024, 64)
 Triple = tuple[int, int, int]
 Wrong = Callable[[str], PTXError]  # an argument's error, given what was expected
@@ -43,6 +44,9 @@ def check_launch(arch: str, module: PTXModule, program: Program, grid: Triple, b
     for name, shape, limits in (("grid", grid, GRID_LIMIT), ("block", block, BLOCK_LIMIT)):
         if any(x > limit for x, limit in zip(shape, limits, strict=True)):
             raise PTXError(f"{name}={shape} is too large", 0, f"at most {limits}")
+    if (ctas := grid[0] * grid[1] * grid[2]) > MOST_CTAS:
+        raise PTXError(f"grid={grid} has {ctas} CTAs", 0, f"at most {MOST_CTAS} on the emulator",
+                       "launch a part of the grid")
     threads = block[0] * block[1] * block[2]
     if threads > 1024:
         raise PTXError(f"a block of {threads} threads", 0, "at most 1024", "use a smaller block")
