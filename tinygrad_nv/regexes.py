@@ -23,8 +23,8 @@ from tinygrad_nv.errors import ModelError, NVError
 
 MAX_LENGTH = 1 << 16        # limit: characters of a pattern; the longest published one has some hundreds
 MAX_REPEATS = 1_000_000     # limit: all counts multiplied: {1000}{1000}
-MAX_PATTERNS = 1024         # limit: of one list in a file
-MAX_SECONDS = 1.0           # limit: of all matches of one name that take longer than SHORT_SECONDS
+MAX_PATTERNS = 1024         # limit: regular expressions of one list in a file
+MAX_SECONDS = 1.0           # limit: seconds of a field's slow matches
 SHORT_SECONDS = 0.001
 REFILL = 0.02               # seconds of matches for each second that passes
 COUNTS = re.compile(r"\{(\d+)")

@@ -23,9 +23,9 @@ from tinygrad_nv.engine.text.template_filters import bounded_filters
 from tinygrad_nv.engine.text.template_sandbox import BoundedEnvironment, made
 from tinygrad_nv.errors import RequestError, TokenizerError
 
-MAX_TEMPLATE = 1 << 18      # limit: characters; a published one has up to 40,000
+MAX_TEMPLATE = 1 << 18      # limit: characters of a chat template; a published one has up to 40,000
 MAX_WORDS = 1000            # limit: characters of what raise_exception says
-MAX_INDENT = 64             # limit: of JSON
+MAX_INDENT = 64             # limit: indentation of a template's JSON
 GENERATION = "\ue000\ue001\ue003", "\ue000\ue001\ue004"     # around what {% generation %} marks
 
 

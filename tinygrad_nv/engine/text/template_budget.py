@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from tinygrad_nv.config import get
 from tinygrad_nv.errors import TokenizerError
 
-MAX_STEPS = 10_000_000      # limit: iterations of all loops of a rendering
-MAX_ITEMS = 2 << 20         # limit: entries of one list
-MAX_HELD = 1 << 20          # limit: of a list and of all lists in it
-MAX_DEPTH = 200             # limit: of lists in lists that a template makes
+MAX_STEPS = 10_000_000      # limit: iterations of a template's loops in one rendering
+MAX_ITEMS = 2 << 20         # limit: entries of one list of a template
+MAX_HELD = 1 << 20          # limit: entries of a template's list, and of all in it
+MAX_DEPTH = 200             # limit: depth of lists that a template makes
 MAX_GROWTH = 384 << 20      # limit: bytes by which the process may grow while a template renders
 CHECK_BYTES = 48 << 20      # characters made between two looks at the memory
 SMALL = 4096                # characters of a text that is not counted, which an entry of a list may be

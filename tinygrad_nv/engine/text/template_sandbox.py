@@ -45,8 +45,8 @@ from tinygrad_nv.engine.text.template_budget import (
     weigh,
 )
 
-MAX_WIDTH = 10_000          # limit: of a field, an indentation, a list's batches
-MAX_DIGITS = 1000           # limit: of round
+MAX_WIDTH = 10_000          # limit: width of a template's fields, indentations, batches
+MAX_DIGITS = 1000           # limit: digits of a template's round
 MAX_INTEGER = 1 << 16384
 MAX_INPUT = 1 << 16         # limit: characters of filters that read a text many times
 MAX_COMPARISONS = 1 << 29   # limit: characters that a search from the end may compare
