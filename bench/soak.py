@@ -40,6 +40,7 @@ LIMIT_S = 120.0         # for one request
 PAUSE_S = 60.0          # between two looks at idle servers
 DRAIN_S = 10.0          # until a server whose clients are gone is idle
 WARM_UP = 0.25          # of the load, whose memory does not count, and in which threads may start
+POOL_THREADS = 8        # that a server's pools start when work first comes together: a leak has more
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 SERIES = ("seconds", "resident_mb", "running", "kv_used", "tokens", "preemptions")
 
@@ -160,7 +161,7 @@ async def pause(load: Load, warming: bool = False) -> None:
                 load.fault(f"{name} is not idle: {busy}")
                 break
             await asyncio.sleep(0.05)
-        if warming: load.held[name] |= each.holds
+        if warming: load.held[name] |= each.holds + Counter(threads=POOL_THREADS)
         while more := each.holds - load.held[name]:
             if time.monotonic() > deadline:
                 load.fault(f"{name} holds {dict(more)} more than before")
