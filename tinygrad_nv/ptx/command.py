@@ -113,7 +113,7 @@ def _count(text: str) -> int:
 
 
 def _trace(text: str) -> Trace:
-    if (found := re.fullmatch(r"(\d+):(\d+)", text)) is None:
+    if (found := re.fullmatch(r"(\d{1,9}):(\d{1,2})", text, re.ASCII)) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not CTA:WARP, such as 0:3")
     return Trace(int(found[1]), (int(found[2]),))
 
