@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
 from tinygrad_nv.errors import ModelError, NVError, OnnxError, TransformError
-from tinygrad_nv.onnx import OnnxRunner, export, export_model
+from tinygrad_nv.onnx import OnnxRunner, export, export_model, limits
 
 
 @pytest.fixture(autouse=True)
@@ -158,3 +158,120 @@ def test_models_that_cannot_be_exported(make_model: Callable[..., Path], tmp_pat
     with pytest.raises(OnnxError, match="a MixtralForCausalLM with a mixture of experts"):
         export_model(mixture, tmp_path / "m.onnx")
     with pytest.raises(ModelError): export_model(tmp_path, tmp_path / "m.onnx")
+
+
+# **** models that ask for too much ****
+
+BODY = "(int64 i, bool k, float[n, 3] s) => (bool k2, float[m, 3] s2)"
+OWN = '<ir_version: 10, opset_import: ["" : 21, "own" : 1]>'
+FUNCTION = '<domain: "own", opset_import: ["" : 21, "own" : 1]> {} (x) => (y) {{ {} }}\n'
+
+
+def loop(trips: str, body: str) -> str:
+    return f"""c = Constant<value = bool {{1}}>() n = Constant<value = int64 {{1000000000}}>()
+               y = Loop ({trips}, c, x) <body = b {BODY} {{ {body} }}>"""
+
+
+@pytest.mark.parametrize(("nodes", "words"), [
+    (loop("n", "k2 = Identity(k) s2 = Neg(s)"), "1000000000 iterations of 3 steps"),
+    (loop("", "k2 = Constant<value = bool {1}>() s2 = Neg(s)"), "a loop without an end"),
+    (loop("n", "m = Constant<value = int64 {1000000000000}>() k2 = Less(i, m) s2 = Identity(s)"),
+     "a loop whose condition is true after 64 iterations"),
+    (loop("n", "k2 = Less(i, n) s2 = Concat<axis = 0>(s, s)"), "a result of shape .*, of 1610612736 bytes"),
+    ("n = Constant<value = int64[1] {1000000000000}>() y = ConstantOfShape(n)", "of 4000000000000 bytes"),
+    ("n = Constant<value = int64[1] {1000000}>() b = ConstantOfShape(n) y, z = Scan<num_scan_inputs = 1, "
+     "body = b (float[2, 3] s, float v) => (float[2, 3] t, float o) { t = Add(s, v) o = Neg(v) }>(x, b)",
+     "1000000 iterations of 3 steps"),
+    ("a = Constant<value = float {0}>() b = Constant<value = float {1e12}>() "
+     "d = Constant<value = float {1}>() y = Range(a, b, d)", "op Range, domain ai.onnx, opset 21.: a result of shape"),
+    ("y = RandomNormal<shape = [1000000, 1000000]>()", "NV_ONNX_GIB"),
+    ("n = Constant<value = int64 {1000000000000}>() y = HannWindow(n)", "op HannWindow"),
+    ("a = Constant<value_string = \"" + "ab" * 5000 + "\">() " + " ".join(
+        f"{chr(98 + i)} = StringConcat({chr(97 + i)}, {chr(97 + i)})" for i in range(20)) + " y = Identity(x)",
+     "strings of .* characters")])
+def test_models_that_ask_for_too_much(nodes: str, words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "WHILE_ITERATIONS", 64)
+    made = model(f"g (float[2, 3] x) => (float[n, 3] y) {{ {nodes} }}")
+    with pytest.raises(OnnxError, match=words): OnnxRunner(made)({"x": X})
+
+
+@pytest.mark.parametrize(("functions", "words"), [
+    ([("f0", "y = Neg(x)"), *((f"f{i}", f"t = own.f{i - 1}(x) y = own.f{i - 1}(t)") for i in range(1, 60)),
+      ("f", "y = own.f59(x)")], "nodes with functions inlined\n  expected: 131072 at most"),
+    ([("f", "y = own.f(x)")], "the function 'own.f' calls itself"),
+    ([("f", "y = own.g(x)"), ("g", "c = Constant<value = bool {1}>() y = If(c)<then_branch = a () => (z) "
+                                   "{ z = own.f(x) }, else_branch = b () => (w) { w = Neg(x) }>")],
+     "calls itself"),
+    ([("f", "y = Neg(x)"), ("f", "y = own.f(x)")], "two functions 'own.f'")])
+def test_functions_without_an_end(functions: list[tuple[str, str]], words: str):
+    text = "".join(FUNCTION.format(*each) for each in functions)
+    made = onnx.parser.parse_model(f"{OWN} g (float[2, 3] x) => (float[2, 3] y) {{ y = own.f(x) }} {text}")
+    with pytest.raises(OnnxError, match=words): OnnxRunner(made)
+
+
+def test_limits_are_far_above_honest_models(monkeypatch: pytest.MonkeyPatch):
+    """Loops with an end, functions that are called, and a limit that is set."""
+    text = FUNCTION.format("f", "y = Neg(x)")
+    body = "q = Constant<value = int64 {9}> () k2 = Less(i, q) s2 = own.f(s)"
+    made = onnx.parser.parse_model(
+        f"{OWN} g (float[2, 3] x) => (float[n, 3] y) {{ {loop('n', body)} }} {text}")
+    assert OnnxRunner(made)({"x": X + 1})["y"].tolist() == [[1.0] * 3] * 2     # ten times negated
+    monkeypatch.setenv("NV_ONNX_NODES", "20")
+    with pytest.raises(OnnxError, match="more than 20 nodes are evaluated"): OnnxRunner(made)({"x": X})
+
+
+# **** tensors ****
+
+def weighted(**fields: Any) -> onnx.ModelProto:
+    made = model("g (float[2, 3] x) => (float[2, 3] y) <float[2, 3] w = {1, 2, 3, 4, 5, 6}> "
+                 "{ y = Add(x, w) }")
+    for name, value in fields.items(): setattr(made.graph.initializer[0], name, value)
+    return made
+
+
+def sparse(indices: Any, values: Any = (1.0, 2.0), dims: tuple[int, ...] = (2, 3),
+           attribute: bool = False) -> onnx.ModelProto:
+    made = model("g (float[2, 3] x) => (float[2, 3] y) { y = Add(x, w) }")
+    kept = helper.make_sparse_tensor(numpy_helper.from_array(np.array(values, np.float32), "w"),
+                                     numpy_helper.from_array(np.array(indices, np.int64), "i"), dims)
+    if not attribute: made.graph.sparse_initializer.append(kept)
+    else: made.graph.node.insert(0, helper.make_node("Constant", [], ["w"], sparse_value=kept))
+    return made
+
+
+@pytest.mark.parametrize("made", [
+    weighted(data_type=99), weighted(data_type=-1), *(sparse(**each) for each in (
+        {"indices": [1, 600]}, {"indices": [-1, 4]}, {"indices": [[0, 1], [1, 9]]}, {"indices": [4, 1]},
+        {"indices": [1, 4], "dims": (10**6, 10**6)}, {"indices": [1, 2, 3]},
+        {"indices": [1, 600], "attribute": True},
+        {"indices": [1, 4], "dims": (10**6, 10**6), "attribute": True}))])
+def test_tensors_that_are_none(made: onnx.ModelProto):
+    with pytest.raises(OnnxError): OnnxRunner(made)
+
+
+def test_text_that_is_not_utf8():
+    made = model('g (float[2] x) => (float[2] y) { s = Constant<value_string = "a">() y = Neg(x) }')
+    made.graph.node[0].attribute[0].s = b"\xff"
+    with pytest.raises(OnnxError, match="attribute 'value_string': bytes that are not UTF-8"):
+        OnnxRunner(made)
+
+
+@pytest.mark.parametrize("attribute", [False, True])
+def test_external_data_of_sparse_constants_is_beside_the_model(attribute: bool, tmp_path: Path,
+                                                               monkeypatch: pytest.MonkeyPatch):
+    """It is read from the model's directory, not from the working directory."""
+    made = sparse([1, 4], attribute=attribute)
+    kept = made.graph.node[0].attribute[0].sparse_tensor if attribute else made.graph.sparse_initializer[0]
+    kept.values.ClearField("raw_data")
+    kept.values.data_location = TensorProto.EXTERNAL
+    kept.values.external_data.add(key="location", value="w.bin")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "w.bin").write_bytes(np.float32([7, 8]).tobytes())
+    (tmp_path / "there" / "w.bin").write_bytes(np.float32([3, 4]).tobytes())
+    (tmp_path / "there" / "m.onnx").write_bytes(made.SerializeToString())
+    monkeypatch.chdir(tmp_path)
+    assert OnnxRunner(tmp_path / "there" / "m.onnx")({"x": X})["y"].tolist() == [[0, 3, 0], [0, 4, 0]]
+    with pytest.raises(OnnxError, match="given without its path"): OnnxRunner(made)
+    kept.values.external_data[0].value = "../w.bin"
+    (tmp_path / "there" / "m.onnx").write_bytes(made.SerializeToString())
+    with pytest.raises(OnnxError): OnnxRunner(tmp_path / "there" / "m.onnx")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,9 @@ from tinygrad_nv.files import require_npy
 
 if TYPE_CHECKING:   # loads tinygrad
     from tinygrad_nv.onnx.runner import OnnxRunner
+
+
+RANDOM_ELEMENTS = 1 << 28   # limit: elements of a random input of onnx run
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str) -> None:
@@ -109,19 +113,27 @@ def _loaded(name: str, path: Path) -> Any:
 
 
 def _extent(name: str, value: str) -> int:
-    if not value.isdigit(): raise RequestError(f"--dim {name}={value}", "a whole number, 0 or more")
-    return int(value)
+    if value.isascii() and value.isdigit() and len(value) < 19: return int(value)
+    raise RequestError(f"--dim {name[:80]}={value[:80]}", f"a whole number, 0 to {10**18 - 1}")
 
 
 def _random(runner: OnnxRunner, name: str, dims: Mapping[str, int]) -> Any:
     """Random numbers of an input's type and shape."""
     import numpy as np
     from onnx import helper
+
+    from tinygrad_nv.onnx.elements import PLAIN, name_of
     kind = runner.graph.types[name].tensor_type
     if not kind.elem_type:
         raise RequestError(f"the input {name!r} is no tensor", "--input for it", "call it from Python")
     shape = [each.dim_value if each.dim_value > 0 else dims.get(each.dim_param, 1)
              for each in kind.shape.dim]
+    if (size := math.prod(shape)) > RANDOM_ELEMENTS:
+        raise RequestError(f"the input {name!r} of shape {shape}, of {size} elements",
+                           f"{RANDOM_ELEMENTS} at most of random numbers", "lower --dim, or give --input")
+    if kind.elem_type not in PLAIN:
+        raise RequestError(f"the input {name!r} of elements {name_of(kind.elem_type)}", "numbers",
+                           "--input for it")
     dtype, generator = helper.tensor_dtype_to_np_dtype(kind.elem_type), np.random.default_rng(0)
     numbers = generator.integers(0, 2, shape) if dtype.kind in "iub" else generator.standard_normal(shape)
     return numbers.astype(dtype)

@@ -36,7 +36,7 @@ def _graph(proto: onnx.FunctionProto, node: Node, schema: Any) -> Graph:
         if name not in given and attribute.default_value.name: given[name] = attribute.default_value
     for each in proto.node: _bind(each, given)
     versions = opsets(onnx.ModelProto(opset_import=proto.opset_import))
-    nodes = tuple(node_of(each, versions) for each in proto.node)
+    nodes = tuple(node_of(each, versions, node.directory) for each in proto.node)
     return Graph(nodes, tuple(proto.input), tuple(proto.output), {}, {})
 
 

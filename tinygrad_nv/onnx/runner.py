@@ -11,7 +11,8 @@ import importlib
 import pkgutil
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.device import Device
 from tinygrad.engine.realize import capturing
 
-from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.errors import NVError, OnnxError
 from tinygrad_nv.onnx.captured import NotCaptured, ValueNeeded, capture
 from tinygrad_nv.onnx.elements import (
     FLOAT8,
@@ -36,6 +37,7 @@ from tinygrad_nv.onnx.elements import (
     to_numpy,
 )
 from tinygrad_nv.onnx.fusion import fused
+from tinygrad_nv.onnx.limits import bytes_of, limited, shortened
 from tinygrad_nv.onnx.matrices import dequantized
 from tinygrad_nv.onnx.model import HOST_SIZE, Graph, graph_of, opsets, read
 from tinygrad_nv.onnx.replayed import Kind, Replayed
@@ -62,6 +64,7 @@ class OnnxRunner:
         _load_operators()
         self.opsets = opsets(proto)
         self.graph = dequantized(fused(graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)))
+        self._bytes = _bytes(self.graph)
         self.captures = 0 if _is_random(self.graph) else captures
         self._captured: OrderedDict[Hashable, Callable[[Mapping[str, Any]], dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()       # of what is captured
@@ -86,9 +89,10 @@ class OnnxRunner:
         if self.captures and not capturing and not active() and (key := self._key(inputs)) is not None:
             with self._lock:
                 if (found := self._captured.get(key)) is not None: self._captured.move_to_end(key)
-            if found is None: found = self._capture(inputs)
+            if found is None:
+                with _refused(): found = self._capture(inputs)
             if found is not None: return found(inputs)
-        return {name: _plain(each) for name, each in self.values(inputs).items()}
+        with _refused(): return {name: _plain(each) for name, each in self.values(inputs).items()}
 
     def values(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
         """As `__call__`, with narrow types as they are (`elements.Narrow`)."""
@@ -98,7 +102,9 @@ class OnnxRunner:
         """The inputs as values. Raises `OnnxError` for those that do not fit."""
         names = (*self.inputs, *self.graph.defaults)
         unknown = sorted(inputs.keys() - set(names))
-        if unknown: raise OnnxError(f"the model has no input {unknown[0]!r}", f"inputs {', '.join(names)}")
+        if unknown:
+            raise OnnxError(f"the model has no input {shortened(unknown[0])!r}",
+                            f"inputs {shortened(', '.join(names))}")
         extents: dict[str, int] = {}
         return {name: _input(name, inputs, self.graph.types[name], extents) for name in names
                 if name in inputs or name not in self.graph.defaults}
@@ -107,7 +113,8 @@ class OnnxRunner:
         """The outputs for inputs that fit."""
         scope = Scope(self.graph)
         scope.values.update({**self.graph.defaults, **given})
-        return dict(zip(self.outputs, scope.run([given[name] for name in self.inputs]), strict=True))
+        with limited(self._bytes + bytes_of(given.values())):
+            return dict(zip(self.outputs, scope.run([given[name] for name in self.inputs]), strict=True))
 
     # **** captured calls ****
 
@@ -154,11 +161,31 @@ class OnnxRunner:
         return None
 
 
+def _bytes(graph: Graph) -> int:
+    """Bytes of the constants of a graph, and of the graphs of its nodes."""
+    total = bytes_of([*graph.constants.values(), *graph.defaults.values()])
+    for node in graph.nodes:
+        for each in node.attributes.values():
+            if isinstance(each, np.ndarray): total += each.nbytes
+            elif isinstance(each, Graph): total += _bytes(each)
+    return total
+
+
 def _is_random(graph: Graph) -> bool:
     """Whether a graph, or one of its nodes, draws random numbers."""
     return any(node.op in RANDOM or (node.op == "Dropout" and len(node.inputs) > 2)
                or any(_is_random(each) for each in node.attributes.values() if isinstance(each, Graph))
                for node in graph.nodes)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Within: what a graph is too large, or too deep, for is an `OnnxError`."""
+    try: yield
+    except NVError: raise
+    except (MemoryError, OSError, OverflowError, RecursionError) as error:
+        raise OnnxError(f"the graph of a call cannot be run: {type(error).__name__}: {shortened(str(error))}",
+                        "a graph that this machine has room for", "export a smaller model") from error
 
 
 def _load_operators() -> None:
@@ -179,7 +206,7 @@ def _input(name: str, inputs: Mapping[str, Any], kind: onnx.TypeProto, extents: 
     which = kind.WhichOneof("value")
     if inputs.get(name) is None:
         if which == "optional_type": return None
-        raise OnnxError(f"no input {name!r}", "all inputs of the model by name", "add it")
+        raise OnnxError(f"no input {shortened(name)!r}", "all inputs of the model by name", "add it")
     if which == "optional_type": return _input(name, inputs, kind.optional_type.elem_type, extents)
     if which == "sequence_type":
         return [_input(name, {name: each}, kind.sequence_type.elem_type, {}) for each in inputs[name]]

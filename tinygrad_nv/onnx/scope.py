@@ -8,6 +8,7 @@ nothing, unless a value decides a shape or which graph runs.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from tinygrad_nv.errors import NVError, OnnxError
 from tinygrad_nv.onnx.definitions import definition_of
 from tinygrad_nv.onnx.elements import Narrow, Value, from_numpy, kind_of, to_numpy
 from tinygrad_nv.onnx.host import on_host
+from tinygrad_nv.onnx.limits import budget, shortened
 from tinygrad_nv.onnx.model import Graph, Node
 from tinygrad_nv.onnx.table import Operator, find
 
@@ -72,10 +74,17 @@ class Scope:
     def run(self, inputs: Sequence[Value]) -> list[Value]:
         """The outputs of the graph."""
         self.values.update(zip(self.graph.inputs, inputs, strict=False))
+        budget().spend(len(self.graph.nodes) + 1)
         for node in self.graph.nodes:
-            made = _located(node, self._outputs)
+            made = _located(node, self._checked)
             self.values.update(zip(node.outputs, made, strict=False))
         return [self[name] for name in self.graph.outputs]
+
+    def _checked(self, node: Node) -> Sequence[Value]:
+        """The outputs of a node, of sizes that what is given explains."""
+        made = self._outputs(node)
+        budget().check(made)
+        return made
 
     def _outputs(self, node: Node) -> Sequence[Value]:
         given = [self[name] for name in node.inputs]
@@ -148,8 +157,8 @@ def _located(node: Node, compute: Callable[[Node], Sequence[Value]]) -> Sequence
         if error.found.startswith("node "): raise
         raise OnnxError(f"{node.place}: {error.found}", error.expected, error.fix) from error
     except NVError: raise
-    except (ArithmeticError, AssertionError, AttributeError, IndexError, KeyError, NotImplementedError,
-            RuntimeError, TypeError, ValueError) as error:
-        raise OnnxError(f"{node.place}: {type(error).__name__}: {error}",
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, RuntimeError,
+            TypeError, ValueError, re.error) as error:
+        raise OnnxError(f"{node.place}: {type(error).__name__}: {shortened(str(error))}",
                         "inputs and attributes that the op's definition allows",
                         "compare the node with https://onnx.ai/onnx/operators") from error

@@ -14,6 +14,7 @@ Types are f16 bf16 f32 f64 and s8 … u64. The exit code is 1 when there are fin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -36,6 +37,7 @@ DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.flo
           "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
           "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
 MOST_ISSUES = 200_000   # of a trace: some 40 MB
+ARG_ELEMENTS = 1 << 28  # limit: elements of an array that --arg of ptx check makes; bytes of empty:
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
@@ -140,19 +142,26 @@ def argument(emu: Emulator, text: str) -> object:
         array, dtype = _array(rest[0])
         return TensorMap.tiled(emu.alloc(array), box=_shape(box, text), swizzle=swizzle, dtype=dtype)
     if text.endswith(".npy") or text.partition(":")[0] in FILLS: return emu.alloc(_array(text)[0])
-    try: return int(text, 0)
-    except ValueError: pass
-    try: return float(text)
+    try:
+        if -1 << 63 <= (number := int(text, 0)) < 1 << 64: return number
     except ValueError:
-        raise PTXError(f"--arg {text}", 0,
-                       "an integer, a float, zeros:f32:64x64 and its kind, a .npy file, or map:…",
-                       "see tinygrad-nv ptx check --help") from None
+        with contextlib.suppress(ValueError): return float(text)
+    raise PTXError(f"--arg {_shown(text)}", 0,
+                   "an integer of 64 bits, a float, zeros:f32:64x64 and its kind, a .npy file, or map:…",
+                   "see tinygrad-nv ptx check --help")
+
+
+def _shown(text: str) -> str: return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _shape(words: str, text: str) -> tuple[int, ...]:
-    try: return tuple(int(word) for word in words.split("x"))
-    except ValueError: raise PTXError(f"--arg {text}: {words!r} is not a shape", 0,
-                                      "extents such as 64x64") from None
+    extents = [int(word) if word.isascii() and word.isdigit() and len(word) < 20 else -1
+               for word in words.split("x")]
+    if min(extents) < 0 or len(extents) > 32 or math.prod(extents) > ARG_ELEMENTS:
+        raise PTXError(f"--arg {_shown(text)}: {_shown(words)!r} is not a shape", 0,
+                       f"1 to 32 extents such as 64x64, of {ARG_ELEMENTS} elements at most",
+                       "write larger arrays to a .npy file")
+    return tuple(extents)
 
 
 def _array(text: str) -> tuple[np.ndarray | int, str | None]:
@@ -166,7 +175,7 @@ def _array(text: str) -> tuple[np.ndarray | int, str | None]:
     fill, *rest = text.split(":")
     if fill == "empty" and len(rest) == 1: return math.prod(_shape(rest[0], text)), None
     if fill not in FILLS or len(rest) != 2 or rest[0] not in DTYPES:
-        raise PTXError(f"--arg {text}", 0,
+        raise PTXError(f"--arg {_shown(text)}", 0,
                        f"FILL:TYPE:SHAPE, FILL one of {', '.join(FILLS[:-1])} and TYPE of "
                        f"{', '.join(DTYPES)}", "for example zeros:f32:64x64")
     values = _values(fill, _shape(rest[1], text))

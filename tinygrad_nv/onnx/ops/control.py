@@ -14,6 +14,7 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy, held, like, name_of, plain
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.model import Graph
 from tinygrad_nv.onnx.table import Call, op
 
@@ -41,15 +42,32 @@ def loop(call: Call, most: Value, condition: Value, *state: Value, body: Graph) 
     trips = None if most is None else int(number(most))
     going, carried = condition is None or bool(number(condition)), list(state)
     rows: list[list[Value]] = [[] for _ in body.outputs[1 + len(state):]]
-    i = 0
+    i, left, endless, nodes = 0, budget(), _stays_true(body), len(body.nodes) + 1
     while going and (trips is None or i < trips):
+        remaining = None if trips is None else trips - i
+        if endless: left.expect(remaining, nodes)
+        elif not left.fits(remaining, nodes): left.iterate()
+        before = left.spent
         keep, *made = call.evaluate(body, [np.array(i, dtype=np.int64), np.array(going), *carried])
+        nodes = left.spent - before     # with those of loops inside
         going, carried = bool(number(keep)), made[:len(state)]
         for row, each in zip(rows, made[len(state):], strict=True): row.append(each)
         i += 1
     names = body.outputs[1 + len(state):]
     return (*carried, *(_stacked(row, 0, body.types.get(name))
                         for name, row in zip(names, rows, strict=True)))
+
+
+def _stays_true(body: Graph) -> bool:
+    """Whether a loop's condition is the one that it began with, or a true constant: nothing but the number of
+    trips ends it."""
+    writers = {name: node for node in body.nodes for name in node.outputs}
+    name = body.outputs[0] if body.outputs else ""
+    while (node := writers.get(name)) is not None and node.op in ("Identity", "Cast"): name = node.inputs[0]
+    if node is not None:
+        return node.op == "Constant" and bool(np.all(node.attributes.get("value", False)))
+    return name == (body.inputs[1] if len(body.inputs) > 1 else "") or (
+        isinstance(value := body.constants.get(name), np.ndarray) and bool(value.all()))
 
 
 def _stacked(rows: list[Value], axis: int, kind: onnx.TypeProto | None = None) -> Value:
@@ -78,7 +96,9 @@ def scan(call: Call, *inputs: Value, body: Graph, num_scan_inputs: int, scan_inp
     if scan_input_directions:
         given = [each.flip(axes[i]) if scan_input_directions[i] else each for i, each in enumerate(given)]
     rows: list[list[Value]] = [[] for _ in body.outputs[len(states):]]
-    for i in range(int(given[0].shape[axes[0]])):
+    steps = int(given[0].shape[axes[0]])
+    budget().expect(steps, len(body.nodes) + 1)
+    for i in range(steps):
         slices = [like(each[(slice(None),) * (axis % each.ndim) + (i,)], its)
                   for axis, each, its in zip(axes, given, whole, strict=True)]
         made = call.evaluate(body, [*states, *slices])
@@ -148,6 +168,7 @@ def split(x: Value, lengths: Value = None, axis: int = 0, keepdims: int = 1) -> 
     """Parts of given lengths, or of length 1, which may be without the dimension."""
     whole = plain(x)
     if lengths is None:
+        budget().expect(int(whole.shape[axis]), 1)
         parts = [each if keepdims else each.squeeze(axis) for each in whole.split(1, axis)]
     else:
         known = lengths if isinstance(lengths, np.ndarray) else tensor(lengths).numpy()

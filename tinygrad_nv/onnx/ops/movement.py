@@ -8,6 +8,7 @@ import numpy as np
 from tinygrad import Tensor
 
 from tinygrad_nv.onnx.elements import PLAIN, from_numpy, kind_of, plain
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op, tinygrads
 
 
@@ -90,12 +91,19 @@ def space_to_depth(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     return x.rearrange(f"b c (h h1) (w w1) -> b {order} h w", h1=blocksize, w1=blocksize)
 
 
+def _length(whole: range) -> int:
+    """Its elements, more than len() can say."""
+    return max(0, -((whole.start - whole.stop) // whole.step))
+
+
 @op("Range", host=(0, 1, 2))
 def range_(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> Tensor:
     """start, start + delta, … below limit, in their type: their number, and floats, computed in float64."""
     if start.dtype.kind in "iu":
         whole = range(int(start.item()), int(limit.item()), int(delta.item()))
+        budget().check_bytes((_length(whole),), start.dtype.itemsize)
         return Tensor.arange(len(whole)).cast(PLAIN[kind_of(start)]) * whole.step + whole.start
     first, last, step = (float(each.item()) for each in (start, limit, delta))
     number = max(math.ceil((last - first) / step), 0)
+    budget().check_bytes((number,), 8)
     return plain(from_numpy((first + np.arange(number) * step).astype(start.dtype)))

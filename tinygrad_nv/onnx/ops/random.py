@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from tinygrad import Tensor
 
 from tinygrad_nv.onnx.elements import dtype_of
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op
 
 
 def _uniform(shape: Sequence[int], seed: float | None) -> Tensor:
     """Numbers from 0 to 1 in float32."""
+    budget().check_bytes(shape, 4)
     if seed is not None: Tensor.manual_seed(int(seed) & 0x7FFFFFFF)
     return Tensor.rand(*shape)
 
@@ -29,6 +31,7 @@ def uniform(shape: Sequence[int], low: float = 0.0, high: float = 1.0, seed: flo
 def normal(shape: Sequence[int], mean: float = 0.0, scale: float = 1.0, seed: float | None = None,
            dtype: int = 1) -> Tensor:
     """Numbers of a normal distribution."""
+    budget().check_bytes(shape, 4)
     if seed is not None: Tensor.manual_seed(int(seed) & 0x7FFFFFFF)
     return (Tensor.randn(*shape) * scale + mean).cast(dtype_of(dtype))
 
@@ -53,4 +56,5 @@ def normal_like(x: Tensor, mean: float = 0.0, scale: float = 1.0, seed: float | 
 def multinomial(x: Tensor, sample_size: int = 1, seed: float | None = None, dtype: int = 6) -> Tensor:
     """Numbers of classes whose log probabilities x [N, classes] has."""
     if seed is not None: Tensor.manual_seed(int(seed) & 0x7FFFFFFF)
+    budget().check_bytes((int(x.shape[0]), sample_size), 4)
     return x.softmax(-1).multinomial(sample_size, replacement=True).cast(dtype_of(dtype))

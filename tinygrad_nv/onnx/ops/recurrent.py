@@ -13,9 +13,11 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.ops.quantised import dequantize, dynamic
 from tinygrad_nv.onnx.table import op
 
+CELL_NODES = 4      # of a step, that limits count
 Activation = Callable[[Tensor], Tensor]
 NUMBERED = ("affine", "leakyrelu", "thresholdedrelu", "scaledtanh", "hardsigmoid", "elu")
 State = tuple[Tensor, ...]
@@ -67,6 +69,7 @@ def _unrolled(cell: Cell, given: Tensor, state: State, lengths: Tensor | None, b
               ) -> tuple[Tensor, State]:
     """The first state after each step, and all states after the last."""
     steps, made = range(int(given.shape[0])), list[Tensor]()
+    budget().spend(len(steps) * CELL_NODES)
     for i in reversed(steps) if backwards else steps:
         after, shown = cell(given[i], state), None
         if lengths is not None:

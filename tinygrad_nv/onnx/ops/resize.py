@@ -13,6 +13,7 @@ import numpy as np
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op
 
 
@@ -72,6 +73,7 @@ class Sampling:
         """The matrix [new, old]. Points outside count for those at the border, or not at all."""
         stretch = min(scale, 1.0) if self.antialias else 1.0
         reach = math.ceil((1 if self.mode == "linear" else 2) / stretch)
+        budget().check_bytes((len(places), max(old, 2 * reach)), 8)
         made = np.zeros((len(places), old))
         for row, place in enumerate(places):
             points = np.arange(math.floor(place) - reach + 1, math.floor(place) + reach + 1)
@@ -97,6 +99,7 @@ def resize(x: Tensor, roi: np.ndarray | None = None, scales: np.ndarray | None =
         old = int(x.shape[d])
         # the product that runtimes compute, in float32
         new = math.floor(np.float32(old) * np.float32(factors[i])) if extents is None else extents[i]
+        budget().check_bytes((*made.shape[:d], new, *made.shape[d + 1:]), x.dtype.itemsize)
         region = (float(roi[i]), float(roi[i + len(dims)])) if roi is not None and roi.size else (0.0, 1.0)
         places = sampling.places(old, new, factors[i], region)
         if not (new == old and factors[i] == 1 and region == (0.0, 1.0)):

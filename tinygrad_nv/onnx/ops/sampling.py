@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op
 
 
@@ -119,6 +120,8 @@ def _samples(first: float, last: float, cells: int, extent: int, ratio: int, hal
     """Weights of the points for each sample of each cell: [cells, samples, extent]."""
     size = last - first if half else max(last - first, 1.0)
     number = ratio if ratio > 0 else math.ceil(size / cells)
+    budget().expect(cells * number, 1)
+    budget().check_bytes((cells, number, extent), 4)
     places = first + (np.arange(cells)[:, None] + (np.arange(number) + 0.5) / number) * (size / cells)
     made = np.zeros((cells, number, extent), dtype=np.float32)
     for place in np.ndindex(cells, number):
@@ -172,6 +175,7 @@ def col2im(x: Tensor, image: np.ndarray, block: np.ndarray, dilations: Sequence[
     n, points = int(x.shape[0]), math.prod(map(int, block))
     blocks = x.reshape(n, int(x.shape[1]) // points, points, *counts)
     total = None
+    budget().expect(points, 4)
     for i, place in enumerate(np.ndindex(*map(int, block))):
         value = blocks[:, :, i]
         for d in range(k): value = _spread(value, d + 2, stride[d], place[d] * dilation[d], padded[d])

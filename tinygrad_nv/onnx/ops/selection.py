@@ -20,16 +20,18 @@ def non_max_suppression(boxes: np.ndarray, scores: np.ndarray, most: np.ndarray 
                         center_point_box: int = 0) -> Value:
     """The boxes of each class with the highest scores that do not overlap a better one too much: rows of
     (batch, class, box)."""
-    limit = 0 if most is None else int(most.item())
+    limit, shared = 0 if most is None else int(most.item()), 0.0 if overlap is None else overlap.item()
     made = []
     for batch, group in np.ndindex(*scores.shape[:2]):
         corners = _corners(boxes[batch], center_point_box)
         kept: list[int] = []
+        taken = np.empty((min(max(limit, 0), len(corners)), 4), corners.dtype)
         for i in np.argsort(-scores[batch, group], kind="stable"):
             if len(kept) >= limit: break
             if least is not None and not scores[batch, group, i] > least.item(): continue
-            if all(_overlap(corners[i], corners[j]) <= (0.0 if overlap is None else overlap.item())
-                   for j in kept): kept.append(int(i))
+            if (_overlaps(corners[i], taken[:len(kept)]) <= shared).all():
+                taken[len(kept)] = corners[i]
+                kept.append(int(i))
         made += [(batch, group, i) for i in kept]
     return from_numpy(np.array(made, dtype=np.int64).reshape(-1, 3))
 
@@ -41,12 +43,16 @@ def _corners(boxes: np.ndarray, centred: int) -> np.ndarray:
     return np.concatenate([np.minimum(a, b), np.maximum(a, b)], axis=1)
 
 
-def _overlap(a: np.ndarray, b: np.ndarray) -> float:
-    """The area of the intersection over that of the union."""
-    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
-    if (sides <= 0).any(): return 0.0
-    both = float(np.prod(sides))
-    return both / (float(np.prod(a[2:] - a[:2])) + float(np.prod(b[2:] - b[:2])) - both)
+def _overlaps(a: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The area of the intersection of a box with each of others over that of the union, in float64."""
+    made = np.zeros(len(others))
+    sides = np.minimum(a[2:], others[:, 2:]) - np.maximum(a[:2], others[:, :2])
+    there = np.flatnonzero((sides[:, 0] > 0) & (sides[:, 1] > 0))
+    both = np.prod(sides[there], axis=1).astype(np.float64)
+    own, theirs = (np.prod(each[..., 2:] - each[..., :2], axis=-1).astype(np.float64)
+                   for each in (a, others[there]))
+    made[there] = both / (own + theirs - both)
+    return made
 
 
 @op("Unique", host=(0,))

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from tinygrad import Tensor
 
 from tinygrad_nv.onnx.elements import Value, from_numpy
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import Call, op
 
 
@@ -30,6 +31,7 @@ def _transform(x: Tensor, length: int, inverse: bool, onesided: bool) -> Tensor:
 
 def _waves(length: int, number: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of 2π jk / length: [length, number], computed in float64."""
+    budget().check_bytes((length, number), 8)
     angle = np.outer(np.arange(length), np.arange(number)) % length * (2 * math.pi / length)
     return (Tensor(np.cos(angle)).cast(like.dtype), Tensor(np.sin(angle)).cast(like.dtype))
 
@@ -82,6 +84,7 @@ def stft(signal: Tensor, frame_step: np.ndarray, window: Tensor | None = None,
     assert frame_length is not None or window is not None, "neither a window nor frame_length"
     length = int(frame_length) if frame_length is not None else int(window.shape[0])    # type: ignore[union-attr]
     frames = 1 + (int(signal.shape[1]) - length) // step
+    budget().expect(frames, 1)
     pieces = [signal[:, i * step:i * step + length] for i in range(frames)]
     made = Tensor.stack(*pieces, dim=1)
     if window is not None: made = made * window.reshape(1, 1, -1, 1)
@@ -96,6 +99,7 @@ def window(call: Call, size: np.ndarray, output_datatype: int = TensorProto.FLOA
            ) -> Value:
     """Σ (-1)ᵏ aₖ cos(2πk i / n), computed in float64."""
     n = int(size)
+    budget().check_bytes((n,), 8)
     angle = np.arange(n) * (2 * math.pi / (n if periodic else n - 1))
     made = sum((-1) ** k * a * np.cos(k * angle) for k, a in enumerate(WINDOWS[call.node.op]))
     return from_numpy(np.asarray(made).astype(helper.tensor_dtype_to_np_dtype(output_datatype)))
@@ -107,6 +111,7 @@ def mel(bins: np.ndarray, length: np.ndarray, rate: np.ndarray, low: np.ndarray,
     """Triangles on the mel scale 2595 log₁₀(1 + f / 700): [length // 2 + 1, bins]."""
     def mels(hertz: float) -> float: return 2595 * math.log10(1 + hertz / 700)
     first, last, n = mels(float(low)), mels(float(high)), int(bins)
+    budget().check_bytes((int(length) // 2 + 1, n), 8)
     points = first + np.arange(n + 2) * ((last - first) / (n + 2))
     places = ((int(length) + 1) * 700 * (10 ** (points / 2595) - 1) // int(rate)).astype(int)
     made = np.zeros((int(length) // 2 + 1, n))

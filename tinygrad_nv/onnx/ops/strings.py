@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.onnx.elements import Value, from_numpy
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op
 
 
@@ -54,7 +55,9 @@ def tf_idf(x: Value, max_gram_length: int, max_skip_count: int, min_gram_length:
     from tinygrad_nv.onnx.elements import to_numpy
     known = np.asarray(x if isinstance(x, np.ndarray) else to_numpy(x))
     grams = _grams(list(pool_int64s) or list(pool_strings), ngram_counts)
-    made = np.zeros((*known.shape[:-1], max(ngram_indexes) + 1), dtype=np.float32)
+    shape = (*known.shape[:-1], max(ngram_indexes) + 1)
+    budget().check_bytes(shape, 4)
+    made = np.zeros(shape, dtype=np.float32)
     for place in np.ndindex(*known.shape[:-1]):
         for gram in _occurring(known[place].tolist(), min_gram_length, max_gram_length, max_skip_count):
             if gram in grams: made[(*place, ngram_indexes[grams[gram]])] += 1
@@ -75,7 +78,7 @@ def _grams(pool: list[Any], counts: Sequence[int]) -> dict[tuple[Any, ...], int]
 def _occurring(row: list[Any], least: int, most: int, skips: int) -> Sequence[tuple[Any, ...]]:
     """The n-grams of a row; those of one element have no gaps, and count once."""
     made = []
-    for n in range(least, most + 1):
-        for step in range(1, (skips if n > 1 else 0) + 2):
+    for n in range(least, min(most, len(row)) + 1):
+        for step in range(1, min(skips if n > 1 else 0, len(row)) + 2):
             for i in range(len(row) - step * (n - 1)): made.append(tuple(row[i:i + step * (n - 1) + 1:step]))
     return made

@@ -1,0 +1,205 @@
+"""What a model may ask for: nodes, iterations, bytes of one tensor.
+
+Protocol: `check_size(proto)` counts the nodes of a message before anything reads it, those of its functions
+as often as they are called. While a call's graph is built, `budget()` is the call's `Budget`: it counts the
+nodes that are evaluated, those of loops each time, and compares the bytes of each result with what the
+model and its inputs have. What goes beyond a limit is an `OnnxError`.
+"""
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from tinygrad import Tensor
+
+from tinygrad_nv import config
+from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.elements import Narrow, Value
+
+FILE_BYTES = (1 << 31) - 1  # limit: bytes of an ONNX file, as protobuf has it; weights may be external data
+CALL_DEPTH = 64             # limit: functions of an ONNX model that call each other, one inside the other
+# limit: iterations of loops of an ONNX model, in one call, that end by a value that they compute, where
+# their number of trips goes beyond NV_ONNX_NODES
+WHILE_ITERATIONS = 8192
+# limit: how many times the bytes of weights and inputs one result of an ONNX node may have, where that is
+# more than NV_ONNX_GIB
+GROWTH = 64
+TEXT = 1 << 26              # limit: characters of one result of an ONNX node, of all its strings
+WORDS = 200                 # characters of a name or a message of a file that an error shows
+NODES_FIX = "set NV_ONNX_NODES to a larger number if the model is trusted"
+BYTES_FIX = "set NV_ONNX_GIB to a larger number if the model is trusted"
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text of a file."""
+    return text if len(text) <= WORDS else f"{text[:WORDS]}… ({len(text)} characters)"
+
+
+def most_nodes() -> int:
+    """NV_ONNX_NODES."""
+    return int(config.get("NV_ONNX_NODES"))
+
+
+# **** of a file ****
+
+Key = tuple[str, str, str]      # of a function: domain, name, overload
+
+
+def check_size(proto: onnx.ModelProto) -> None:
+    """Raises `OnnxError` for more nodes than NV_ONNX_NODES, counted with functions inlined, and for functions
+    that call themselves."""
+    most, functions = most_nodes(), dict[Key, onnx.FunctionProto]()
+    for what, there in (("functions", proto.functions), ("initializers", proto.graph.initializer),
+                        ("inputs", proto.graph.input)):
+        if len(there) > most: raise _too_many(f"{len(there)} {what}", most)
+    for each in proto.functions:
+        key = _key(each.domain, each.name, each.overload)
+        if key in functions: raise OnnxError(f"two functions {_named(key)}", "one of each name", "remove one")
+        functions[key] = each
+    sizes: dict[Key, int] = {}
+    for key in functions: _inlined(key, functions, sizes, (), most)
+    own, calls = _contents(proto.graph.node, functions, most)
+    _require_few("the model", own + sum(count * sizes[key] for key, count in calls.items()), most)
+
+
+def _inlined(key: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[Key, int],
+             above: tuple[Key, ...], most: int) -> int:
+    """Nodes of a function, with those that it calls in their places."""
+    if key in sizes: return sizes[key]
+    if key in above or len(above) == CALL_DEPTH:
+        found = f"the function {_named(key)} calls itself" if key in above else \
+            f"functions that call each other {CALL_DEPTH + 1} deep, down to {_named(key)}"
+        raise OnnxError(found, f"calls that end, {CALL_DEPTH} inside each other at most",
+                        "export the model without these functions")
+    own, calls = _contents(functions[key].node, functions, most)
+    sizes[key] = own + sum(count * _inlined(each, functions, sizes, (*above, key), most)
+                           for each, count in calls.items())
+    _require_few(f"the function {_named(key)}", sizes[key], most)
+    return sizes[key]
+
+
+def _contents(nodes: Iterable[onnx.NodeProto], functions: dict[Key, onnx.FunctionProto],
+              most: int) -> tuple[int, Counter[Key]]:
+    """How many nodes a graph has, those of its nodes' graphs among them, and how often it calls which
+    function."""
+    count, calls, open_ = 0, Counter[Key](), [nodes]
+    while open_:
+        for node in open_.pop():
+            count += 1
+            if count > most: raise _too_many(f"more than {most} nodes", most)
+            if functions and (key := _key(node.domain, node.op_type, node.overload)) in functions:
+                calls[key] += 1
+            for each in node.attribute:
+                if each.type == onnx.AttributeProto.GRAPH: open_.append(each.g.node)
+                elif each.type == onnx.AttributeProto.GRAPHS: open_ += [one.node for one in each.graphs]
+    return count, calls
+
+
+def _key(domain: str, name: str, overload: str) -> Key:
+    return "" if domain == "ai.onnx" else domain, name, overload
+
+
+def _named(key: Key) -> str: return shortened(repr(".".join(filter(None, key))))
+
+
+def _require_few(what: str, count: int, most: int) -> None:
+    if count <= most: return
+    shown = count if count < 10**18 else "more than 10¹⁸"
+    raise _too_many(f"{what} has {shown} nodes with functions inlined", most)
+
+
+def _too_many(found: str, most: int) -> OnnxError: return OnnxError(found, f"{most} at most", NODES_FIX)
+
+
+# **** of a call ****
+
+@dataclass
+class Budget:
+    """What one call may still evaluate. `given` are the bytes of weights and inputs."""
+    given: int = 0
+    spent: int = 0
+    iterations: int = 0
+
+    def spend(self, nodes: int) -> None:
+        """Counts nodes that are evaluated."""
+        self.spent += nodes
+        if self.spent > (most := most_nodes()):
+            raise _too_many(f"more than {most} nodes are evaluated in one call, those of loops in each "
+                            "iteration", most)
+
+    def expect(self, steps: int | None, nodes: int) -> None:
+        """Raises where so many steps (None: without an end) of so many nodes go beyond what is left."""
+        most = most_nodes()
+        if steps is not None and steps * max(nodes, 1) <= most - self.spent: return
+        found = "a loop without an end" if steps is None else f"{steps} iterations of {nodes} steps"
+        raise _too_many(f"{found}, after {self.spent} evaluated nodes", most)
+
+    def fits(self, steps: int | None, nodes: int) -> bool:
+        """Whether so many steps are within what is left."""
+        return steps is not None and steps * nodes <= most_nodes() - self.spent
+
+    def iterate(self) -> None:
+        """Counts an iteration of a loop whose end nothing but its values tells."""
+        self.iterations += 1
+        if self.iterations > WHILE_ITERATIONS:
+            raise OnnxError(f"a loop whose condition is true after {WHILE_ITERATIONS} iterations",
+                            f"an end by then, or a number of trips that fits {most_nodes()} evaluated nodes",
+                            f"give the loop its number of trips; {NODES_FIX}")
+
+    def check_bytes(self, shape: Sequence[Any], itemsize: int) -> None:
+        """Raises for a result of this shape that is larger than what was given explains."""
+        if not all(isinstance(n, int | np.integer) for n in shape): return
+        # a size of 0 hides the others
+        nbytes = math.prod(int(n) for n in shape) * itemsize
+        gib = int(config.get("NV_ONNX_GIB"))
+        if nbytes <= max(gib << 30, GROWTH * self.given): return
+        raise OnnxError(f"a result of shape {shortened(str(tuple(map(int, shape))))}, of {nbytes} bytes",
+                        f"{gib} GiB (NV_ONNX_GIB), or {GROWTH} times the {self.given} bytes of weights and "
+                        "inputs", BYTES_FIX)
+
+    def check(self, made: Sequence[Value]) -> None:
+        """`check_bytes` of the outputs of a node."""
+        for each in made:
+            x = each.tensor if isinstance(each, Narrow) else each
+            if isinstance(x, Tensor): self.check_bytes(x.shape, x.dtype.itemsize)
+            elif isinstance(x, np.ndarray) and x.dtype == object: _check_text(x)
+
+
+def _check_text(x: np.ndarray) -> None:
+    if (count := sum(len(each) for each in x.reshape(-1) if isinstance(each, str))) > TEXT:
+        raise OnnxError(f"strings of {count} characters", f"{TEXT} at most", "export the model again")
+
+
+_current: ContextVar[Budget | None] = ContextVar("onnx_budget", default=None)
+
+
+def budget() -> Budget:
+    """The budget of the call whose graph this thread builds, or one of an operator alone."""
+    return _current.get() or Budget()
+
+
+@contextmanager
+def limited(given: int) -> Iterator[None]:
+    """Within: the budget of a call that was given so many bytes."""
+    token = _current.set(Budget(given))
+    try: yield
+    finally: _current.reset(token)
+
+
+def bytes_of(values: Iterable[Value]) -> int:
+    """Bytes of constants or inputs."""
+    total = 0
+    for each in values:
+        x = each.tensor if isinstance(each, Narrow) else each
+        if isinstance(x, list): total += bytes_of(x)
+        elif isinstance(x, np.ndarray): total += x.nbytes
+        elif isinstance(x, Tensor) and all(isinstance(n, int) for n in x.shape):
+            total += math.prod(int(n) for n in x.shape) * x.dtype.itemsize
+    return total
