@@ -183,11 +183,12 @@ def loop(trips: str, body: str) -> str:
      "body = b (float[2, 3] s, float v) => (float[2, 3] t, float o) { t = Add(s, v) o = Neg(v) }>(x, b)",
      "1000000 iterations of 3 steps"),
     ("a = Constant<value = float {0}>() b = Constant<value = float {1e12}>() "
-     "d = Constant<value = float {1}>() y = Range(a, b, d)", "op Range, domain ai.onnx, opset 21.: a result of shape"),
+     "d = Constant<value = float {1}>() y = Range(a, b, d)", "op Range, .*: a result of shape"),
     ("y = RandomNormal<shape = [1000000, 1000000]>()", "NV_ONNX_GIB"),
     ("n = Constant<value = int64 {1000000000000}>() y = HannWindow(n)", "op HannWindow"),
     ("a = Constant<value_string = \"" + "ab" * 5000 + "\">() " + " ".join(
-        f"{chr(98 + i)} = StringConcat({chr(97 + i)}, {chr(97 + i)})" for i in range(20)) + " y = Identity(x)",
+        f"{chr(98 + i)} = StringConcat({chr(97 + i)}, {chr(97 + i)})"
+        for i in range(20)) + " y = Identity(x)",
      "strings of .* characters")])
 def test_models_that_ask_for_too_much(nodes: str, words: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(limits, "WHILE_ITERATIONS", 64)
