@@ -121,7 +121,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     device = DEV.value
 
     def run(*arguments: object, stdin: str = "") -> Outcome:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         capsys.readouterr()
         try: code = cli.main([os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments])
         except SystemExit as end: code = int(end.code or 0)

@@ -33,6 +33,6 @@ def _parsed(path: Path, text: str) -> Any:
                               "pip install 'tinygrad-nv[train]' or write a .json file") from error
         try: return yaml.safe_load(text)
         except yaml.YAMLError as error: raise ValueError(str(error)) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}", "YAML, or JSON in a .json file",
                           "correct it") from error

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.cli.run_batch import BODY_BYTES
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
 
@@ -50,6 +52,25 @@ def test_answers_are_in_order_and_errors_are_of_their_lines(command, tmp_path: P
         assert words in found[at]["error"]["message"]
 
 
+def test_lines_that_are_hostile_fail_alone(command, tmp_path: Path):
+    def asked(name: str, **body: Any) -> bytes:
+        return line(name, "/v1/completions", **{"prompt": "x", "max_tokens": 1, **body}).encode()
+    lines = [b"\xef\xbb\xbf" + asked("first") + b"\r", b'{"custom_id": "deep", "body": ' + b"[" * 10**5,
+             asked("\ud800"), asked("half", prompt="\ud800"), b'{"custom_id": "raw", "body": "\xff"}',
+             asked("nan").replace(b": 1", b": NaN"), asked("digits").replace(b": 1", b": " + b"9" * 5000),
+             asked("twice"), asked("twice"), asked("long", prompt="x" * (BODY_BYTES + 1)), asked("last")]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join(lines))
+    command("run-batch", "-i", source, "-o", target).succeeded()
+    found = [json.loads(text) for text in target.read_text().splitlines()]
+    assert [(each["custom_id"], each["response"]["status_code"]) for each in found] == [
+        ("first", 200), ("deep", 400), ("\ud800", 200), ("half", 400), ("raw", 400), ("nan", 400),
+        ("digits", 400), ("twice", 200), ("twice", 400), ("long", 400), ("last", 200)]
+    for at, words in ((5, "NaN, which JSON has not"), (8, "is that of a line before"),
+                      (9, "longer than is read")):
+        assert words in found[at]["error"]["message"]
+
+
 def test_embeddings_and_standard_streams(command, tiny: Path):
     asked = "\n".join([*(line(name, "/v1/embeddings", input=name) for name in ("a fox", "a bear")),
                        line("score", "/v1/score", text_1="a fox", text_2=["a fox", "a bear"]),
@@ -67,6 +88,8 @@ def test_embeddings_and_standard_streams(command, tiny: Path):
 
 
 def test_files_that_cannot_be_used(command, tmp_path: Path):
-    command("run-batch", "-i", tmp_path / "none", "-o", "-").refused("cannot be read", "--input-file")
+    os.mkfifo(tmp_path / "fifo")
+    for each in (tmp_path / "none", tmp_path / "fifo", "/dev/zero", tmp_path):
+        command("run-batch", "-i", each, "-o", "-").refused("cannot be read", "--input-file")
     (tmp_path / "in").write_text("{}")
     command("run-batch", "-i", tmp_path / "in", "-o", tmp_path / "no" / "out").refused("the system refused")

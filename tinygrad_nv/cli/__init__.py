@@ -61,6 +61,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return _say_error(NVError(f"the system refused: {error}",
                                   "files that can be read, output that can be written",
                                   "check permissions and free space"))
+    except (RecursionError, OverflowError, UnicodeError) as error:
+        return _say_error(NVError(f"what was given is too deep, too large or no text: {str(error)[:300]}",
+                                  "files and options of ordinary sizes, in UTF-8", "check files and options"))
     except MemoryError:
         return _say_error(NVError("out of memory",
                                   "room for weights, for the cache of the whole context and for --swap-space",
@@ -134,8 +137,15 @@ def _know_themselves(commands: argparse._SubParsersAction[argparse.ArgumentParse
     """Has each command say which it is, the innermost one last: an error shows its usage."""
     for each in commands.choices.values():
         each.set_defaults(command=each)
+        each.register("type", int, _whole)
         for action in each._actions:
             if isinstance(action, argparse._SubParsersAction): _know_themselves(action)
+
+
+def _whole(text: str) -> int:
+    """The number of an option of type int. Raises `ArgumentTypeError` for one that no 64 bits hold."""
+    if len(text) < 4096 and -1 << 63 <= (number := int(text)) < 1 << 63: return number
+    raise argparse.ArgumentTypeError(f"{text[:40]}… is no number of 64 bits")
 
 
 def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str) -> None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import contextlib
 import importlib
 import json
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from tinygrad_nv import files
 from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model
 from tinygrad_nv.errors import NVError, RequestError
@@ -28,7 +31,10 @@ from tinygrad_nv.errors import NVError, RequestError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
         "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/pooling", "/classify")
 WANTED = '{"custom_id": …, "method": "POST", "url": …, "body": {…}}'
-BODY_BYTES, REQUEST_S = 64 << 20, 30 * 86400.0
+BODY_BYTES = 64 << 20   # limit: bytes of a line of run-batch
+FILE_BYTES = 1 << 30    # limit: bytes of a file of run-batch
+REQUEST_S = 30 * 86400.0
+NAME = re.compile(rb'"custom_id"\s*:\s*("(?:[^"\\]|\\.){0,512}")')
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
@@ -69,12 +75,28 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
     return 0
 
 
-def _lines(name: str) -> list[str]:
-    try: text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{name} cannot be read: {error}", "a UTF-8 file of JSON lines",
-                           "change --input-file") from error
-    return [line for line in text.split("\n") if line.strip()]
+def _lines(name: str) -> list[bytes]:
+    """The lines of a file, those that are none among them: each fails alone."""
+    try:
+        if name == "-": return _split(sys.stdin.buffer)
+        # a FIFO without a writer would be waited for; the shell's <(…) has one
+        if not name.startswith("/dev/fd/"): files.regular_size(name)
+        with open(name, "rb") as file: return _split(file)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{name[:200]} cannot be read: {error}",
+                           f"a file of JSON lines, of {FILE_BYTES} bytes at most",
+                           "change --input-file, or split it") from error
+
+
+def _split(file: IO[bytes]) -> list[bytes]:
+    """Lines, of which those that are too long keep their beginning. Raises ValueError for too many bytes."""
+    made, total, begins = list[bytes](), 0, True
+    while line := file.readline(BODY_BYTES + 1):
+        if not total: line = line.removeprefix(codecs.BOM_UTF8)
+        if begins and line.strip(): made.append(line)
+        total, begins = total + len(line) + 1, line.endswith(b"\n")
+        if total > FILE_BYTES: raise ValueError(f"it has more than {FILE_BYTES} bytes")
+    return made
 
 
 @contextlib.contextmanager
@@ -82,10 +104,10 @@ def _opened(name: str) -> Iterator[IO[str]]:
     if name == "-":
         yield sys.stdout
         return
-    with open(name, "w", encoding="utf-8") as file: yield file
+    with open(name, "w", encoding="utf-8", errors="backslashreplace") as file: yield file
 
 
-async def answered(llm: Any, names: tuple[str, ...], lines: list[str], out: IO[str]) -> int:
+async def answered(llm: Any, names: tuple[str, ...], lines: list[bytes], out: IO[str]) -> int:
     """Answers all lines at a time, and writes the answers in order. Returns how many failed."""
     from tinygrad_nv.engine.async_engine import AsyncEngine
     from tinygrad_nv.server.app import application
@@ -101,13 +123,14 @@ async def answered(llm: Any, names: tuple[str, ...], lines: list[str], out: IO[s
     app, failed = application(service), 0
     # the engine's queue has an end; so many keep every step full
     at_a_time = asyncio.Semaphore(4 * llm.engine.max_seqs if generates else 64)
-    tasks = [asyncio.create_task(_answer(app, line, number, at_a_time)) for number, line in enumerate(lines,
-                                                                                                      1)]
+    taken = set[str]()
+    tasks = [asyncio.create_task(_answer(app, line, number, at_a_time, taken))
+             for number, line in enumerate(lines, 1)]
     try:
         for task in tasks:
             made = await task
             failed += made["error"] is not None
-            out.write(json.dumps(made, ensure_ascii=False) + "\n")
+            out.write(_written(made) + "\n")
             out.flush()
     finally:
         for task in tasks: task.cancel()
@@ -115,30 +138,64 @@ async def answered(llm: Any, names: tuple[str, ...], lines: list[str], out: IO[s
     return failed
 
 
-async def _answer(app: Any, line: str, number: int, at_a_time: asyncio.Semaphore) -> dict[str, Any]:
-    """One line of the output."""
+def _written(made: dict[str, Any]) -> str:
+    """A line of the output; half a surrogate pair, which no UTF-8 has, is escaped."""
+    text = json.dumps(made, ensure_ascii=False)
+    return json.dumps(made) if any("\ud800" <= each <= "\udfff" for each in text) else text
+
+
+async def _answer(app: Any, line: bytes, number: int, at_a_time: asyncio.Semaphore,
+                  taken: set[str]) -> dict[str, Any]:
+    """One line of the output. `taken` are the custom_ids of lines before it."""
     asked: dict[str, Any] = {}
     try:
         asked = _object(line)
         _check(asked)
+        if asked["custom_id"] in taken:
+            raise RequestError(f"custom_id {asked['custom_id'][:80]!r} is that of a line before",
+                               "a custom_id of its own")
+        taken.add(asked["custom_id"])
         async with at_a_time: status, body = await _post(app, asked["url"],
                                                          json.dumps(asked["body"]).encode())
-    except RequestError as error:
-        status, body = 400, {"error": {"message": f"line {number}: {error}", "type": "invalid_request_error",
-                                       "param": None, "code": 400}}
+    except RequestError as error: status, body = 400, _error(f"line {number}: {error}", 400)
+    except Exception as error:      # whatever it is, the other lines are answered
+        print(f"line {number}: {type(error).__name__}: {str(error)[:500]}", file=sys.stderr)
+        status, body = 500, _error(f"line {number} could not be answered: {type(error).__name__}", 500)
+    name = asked.get("custom_id") if asked else _name(line)
     found = {"status_code": status, "request_id": f"batch-{secrets.token_hex(12)}",
              "body": body if status == 200 else None}
     return {"id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": name if isinstance(name := asked.get("custom_id"), str) else None,
+            "custom_id": name if isinstance(name, str) else None,
             "response": found,
             "error": None if status == 200 else body.get("error", body)}
 
 
-def _object(line: str) -> dict[str, Any]:
-    try: asked = json.loads(line)
-    except ValueError as error: raise RequestError(f"the line is not JSON: {error}", WANTED) from error
+def _error(message: str, code: int) -> dict[str, Any]:
+    """The body of an error, as the server's."""
+    return {"error": {"message": message, "param": None, "code": code,
+                      "type": "invalid_request_error" if code == 400 else "server_error"}}
+
+
+def _name(line: bytes) -> str | None:
+    """The custom_id of a line that is no request, where there is one to read."""
+    if (found := NAME.search(line)) is None: return None
+    try: return str(json.loads(found[1]))
+    except ValueError: return None
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    if len(line) > BODY_BYTES:
+        raise RequestError("the line is longer than is read", f"{BODY_BYTES} bytes at most",
+                           "shorten the request")
+    try: asked = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the line is not JSON: {error}", WANTED) from error
     if not isinstance(asked, dict): raise RequestError("the line is no object", WANTED)
     return asked
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name}, which JSON has not")
 
 
 def _check(asked: dict[str, Any]) -> None:

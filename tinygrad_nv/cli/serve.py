@@ -152,7 +152,7 @@ def _add_http_options(serve: argparse.ArgumentParser) -> None:
 
 def _texts(text: str) -> tuple[str, ...]:
     try: found = json.loads(text)
-    except ValueError: found = None
+    except (ValueError, RecursionError): found = None
     if isinstance(found, list) and all(isinstance(each, str) for each in found): return tuple(found)
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of strings, such as '[\"*\"]'")
 

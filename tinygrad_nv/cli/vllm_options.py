@@ -88,7 +88,7 @@ class _Value(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
         try: value = json.loads(values)
-        except ValueError: value = values
+        except (ValueError, RecursionError): value = values
         _take(parser, namespace, self.dest, value)
 
 

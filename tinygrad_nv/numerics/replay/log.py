@@ -129,7 +129,7 @@ def _foreign(path: Path) -> ReplayError:
 
 def _header(path: Path, line: str) -> Header:
     try: data = json.loads(line)
-    except ValueError as error: raise _foreign(path) from error
+    except (ValueError, RecursionError) as error: raise _foreign(path) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT: raise _foreign(path)
     if not isinstance(version := data.get("version"), int) or not 1 <= version <= VERSION:
         raise ReplayError(f"{path} has version {version!r} of its format", f"{VERSION} or earlier",
@@ -143,7 +143,7 @@ def _header(path: Path, line: str) -> Header:
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
     try: data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReplayError(f"{path}, line {number} is cut off", "a whole log", "record it again") from error
     if isinstance(data, dict): return data
     raise ReplayError(f"{path}, line {number} is no object", "a whole log", "record it again")
