@@ -110,8 +110,8 @@ def _seed(text: str) -> int | str:
 
 
 def _count(text: str) -> int:
-    if text.isdigit() and int(text): return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of runs ≥ 1")
+    if text.isascii() and text.isdigit() and len(text) < 7 and int(text): return int(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of runs, 1 to 999999")
 
 
 def _trace(text: str) -> Trace:
