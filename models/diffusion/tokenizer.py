@@ -13,9 +13,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from tinygrad_nv.errors import TokenizerError
-from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_tokenizer_json, require_size
+from tinygrad_nv.files import MAX_TOKENIZER_BYTES, require_size
 
 from ..config import read_json
+from ..tokenizer_limits import read_backend
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
@@ -61,8 +62,8 @@ def _tokenizer(directory: Path) -> Tokenizer:
         raise TokenizerError(f"{directory} holds no tokenizer",
                              "tokenizer.json, or vocab.json and merges.txt",
                              "download the directory again")
+    if whole.is_file(): return read_backend(whole, {WORDS}, expected="files as transformers writes them")
     try:
-        if whole.is_file(): return Tokenizer.from_str(read_tokenizer_json(whole))
         for each in (vocabulary, merges): require_size(each, MAX_TOKENIZER_BYTES)
         return _bpe(*models.BPE.read_file(str(vocabulary), str(merges)))
     except Exception as error:  # tokenizers raises Exception itself

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tinygrad_nv.engine.text.gguf_patterns import DIGITS, NFC, PATTERNS, WHOLE
 from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.models.tokenizer_limits import is_bare, require_pieces, said
 
 if TYPE_CHECKING:
     from tinygrad_nv.quant.gguf.file import GGUFFile
@@ -47,8 +48,9 @@ def tokenizer_of(file: GGUFFile) -> Tokenizer:
         _add_tokens(made, tokens, types, phi3)
         _add_ends(made, given, tokens, kind == "llama" or pre in WHOLE)
     except TokenizerError: raise
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{file.path}: its tokenizer cannot be made: {error}",
+    except BaseException as error:  # the library raises bare Exception, and panics are no Exception
+        if not isinstance(error, Exception) and not is_bare(error): raise
+        raise TokenizerError(f"{file.path}: its tokenizer cannot be made: {said(error)}",
                              "tokens, merges and ids that fit together", _OTHER) from error
     return made
 
@@ -100,6 +102,7 @@ def _sentencepiece(file: GGUFFile, given: Mapping[str, Any], tokens: list[str]) 
     gemma = file.metadata.get("general.architecture") in GEMMA
     pieces = ["▁" * len(token) if gemma and token and not token.strip(" ") else token for token in tokens]
     scores = [-float(i) for i in range(len(tokens))] if gemma else _list(file, given, "scores", float)
+    require_pieces(pieces, str(file.path), scores)
     unknown = special_tokens(file).get("unk_token")
     made = Tokenizer(models.BPE(vocab=_numbered(pieces), merges=merges_of(pieces, scores), unk_token=unknown,
                                 fuse_unk=True, byte_fallback=True))

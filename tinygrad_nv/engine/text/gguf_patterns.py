@@ -40,3 +40,6 @@ DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "
 # a piece that is a token is not split, and texts begin with the bos token
 WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
 NFC = ("qwen2", "deepseek-r1-qwen", "megrez")
+
+# all of these take time in proportion to a text
+LINEAR = frozenset(each for patterns in PATTERNS.values() for each in patterns)

@@ -12,6 +12,7 @@ those of fairseq: <s>, <pad>, </s>, <unk>, the pieces from the third on, and <ma
 """
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from tinygrad_nv.engine.text.sentencepiece_file import (
     USER_DEFINED,
     SentencePieceModel,
 )
+from tinygrad_nv.models.tokenizer_limits import require_bounded, require_pieces
 
 BLANK = "▁"
 FAIRSEQ = ("XLMRobertaTokenizer", "XLMRobertaTokenizerFast")
@@ -39,6 +41,12 @@ def tokenizer_of(model: SentencePieceModel, config: Mapping[str, Any]) -> Tokeni
     prefix = model.dummy_prefix if prefix is None else bool(prefix)
     first = not config.get("legacy", not name.startswith("Llama"))
     pieces = _pieces(model, config, name in FAIRSEQ)
+    texts, scores, _ = zip(*pieces, strict=True)
+    require_pieces(texts, "the SentencePiece model", scores)
+    if model.charsmap:
+        charsmap = base64.b64encode(model.charsmap).decode()
+        require_bounded({"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}},
+                        "the SentencePiece model")
     made = Tokenizer(_network(model, pieces))
     made.normalizer = _normalizer(model, prefix and not first)
     if (split := _split(model, pieces, prefix and first)) is not None: made.pre_tokenizer = split

@@ -18,12 +18,14 @@ from typing import Any
 import tokenizers
 
 from tinygrad_nv.engine.text.content_format import formed, is_text, text_of
+from tinygrad_nv.engine.text.gguf_patterns import LINEAR
 from tinygrad_nv.engine.text.prompt_length import TextBound
 from tinygrad_nv.engine.text.templates import DEFAULT, chosen, templates_in_metadata, templates_of
-from tinygrad_nv.engine.text.tokenizer_config import configure
+from tinygrad_nv.engine.text.tokenizer_config import configure, linear_end
 from tinygrad_nv.errors import RequestError, TokenizerError
-from tinygrad_nv.files import read_json, read_tokenizer_json
+from tinygrad_nv.files import read_json
 from tinygrad_nv.models.gguf_path import find
+from tinygrad_nv.models.tokenizer_limits import read_backend, typed
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -54,11 +56,7 @@ class Tokenizer:
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}
         if path.is_file():
-            try: backend = tokenizers.Tokenizer.from_str(read_tokenizer_json(path))
-            except Exception as error:  # the library raises bare Exception
-                raise TokenizerError(f"{path} cannot be read: {error}",
-                                     "a tokenizer.json of the tokenizers library",
-                                     "download the file again") from error
+            backend = read_backend(path, LINEAR, adjust=linear_end)
             configure(backend, config, special, older, _optional_json(directory / "added_tokens.json"))
         else:
             from tinygrad_nv.engine.text import vocabulary_files
@@ -105,10 +103,12 @@ class Tokenizer:
         """Ids of `text`, with the special tokens that the model expects around it unless `special` is False.
         """
         self.require_utf8(text)
-        if len(text) <= LONG: return list(self.backend.encode(text, add_special_tokens=special).ids)
-        # `encode` would hold Python's lock until it is done, for seconds
-        [made] = self.backend.encode_batch_fast([text], add_special_tokens=special)
-        return list(made.ids)
+        try:
+            if len(text) <= LONG: return list(self.backend.encode(text, add_special_tokens=special).ids)
+            # `encode` would hold Python's lock until it is done, for seconds
+            [made] = self.backend.encode_batch_fast([text], add_special_tokens=special)
+            return list(made.ids)
+        except BaseException as error: raise typed(error, "encode this text") from error
 
     def require_utf8(self, text: str) -> None:
         """Raises `RequestError` for a text that is not."""
@@ -167,8 +167,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, special tokens left out unless `skip_special_tokens` is False."""
-        if len(ids) <= LONG_IDS: return str(self.backend.decode(list(ids), skip_special_tokens))
-        return str(self.backend.decode_batch([list(ids)], skip_special_tokens)[0])
+        try:
+            if len(ids) <= LONG_IDS: return str(self.backend.decode(list(ids), skip_special_tokens))
+            return str(self.backend.decode_batch([list(ids)], skip_special_tokens)[0])
+        except BaseException as error: raise typed(error, "decode these ids") from error
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""

@@ -38,15 +38,25 @@ def configure(backend: Tokenizer, config: Config, special: Mapping[str, str], ol
     _add_tokens(backend, config, special, older, added)
 
 
+def linear_end(state: Any) -> Any:
+    """The JSON of a pre-tokenizer that finds white space at the end in linear time."""
+    steps = state.get("pretokenizers") if isinstance(state, dict) else None
+    if not isinstance(steps, list): return state
+    patterns = [found if isinstance(each, dict) and isinstance(found := each.get("pattern"), dict) else {}
+                for each in steps]
+    texts = [each.get("Regex") for each in patterns]
+    at = texts.index(SLOW_END) if SLOW_END in texts else 0
+    if not any(each in NEWLINES for each in texts[:at]): return state
+    return {**state, "pretokenizers": [
+        *steps[:at], {**steps[at], "pattern": {**patterns[at], "Regex": LINEAR_END}}, *steps[at + 1:]]}
+
+
 def _set_linear_end(backend: Tokenizer) -> None:
     if backend.pre_tokenizer is None: return
     state = json.loads(backend.pre_tokenizer.__getstate__())
-    patterns = [(each.get("pattern") or {}) for each in state.get("pretokenizers", ())]
-    texts = [each.get("Regex") for each in patterns]
-    if SLOW_END not in texts or not {*NEWLINES} & {*texts[:texts.index(SLOW_END)]}: return
-    patterns[texts.index(SLOW_END)]["Regex"] = LINEAR_END
+    if (linear := linear_end(state)) is state: return
     made = pre_tokenizers.Sequence([])
-    made.__setstate__(json.dumps(state).encode())
+    made.__setstate__(json.dumps(linear).encode())
     backend.pre_tokenizer = made
 
 

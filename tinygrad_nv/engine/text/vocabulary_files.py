@@ -20,6 +20,7 @@ from tinygrad_nv.engine.text.gguf_patterns import QWEN2 as QWEN2_PATTERN
 from tinygrad_nv.engine.text.sentencepiece_file import read_model
 from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_json, read_text
+from tinygrad_nv.models.tokenizer_limits import is_bare, said
 
 Config = Mapping[str, Any]
 MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -50,8 +51,9 @@ def _made(path: Path, config: Config, special: Mapping[str, str], added: Config,
           make: Callable[..., tuple[Tokenizer, dict[str, str]]]) -> tuple[Tokenizer, dict[str, str]]:
     try: return make(path, config, special, added)
     except TokenizerError: raise
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"{path}: its tokenizer cannot be made: {error}",
+    except BaseException as error:  # the library raises bare Exception, and panics are no Exception
+        if not isinstance(error, Exception) and not is_bare(error): raise
+        raise TokenizerError(f"{path}: its tokenizer cannot be made: {said(error)}",
                              "files of one tokenizer, as they were published",
                              "download them again, or put a tokenizer.json into the directory") from error
 
