@@ -48,9 +48,11 @@ def require_size(path: str | Path, most: int) -> None:
 
 
 def read_bytes(path: str | Path, most: int, pipes: bool = False) -> bytes:
-    """Returns the content of a regular file of at most `most` bytes; with `pipes`, of a pipe, too. Raises
-    OSError."""
-    if not pipes: _require_regular(os.stat(path))       # before it is opened: a FIFO would wait
+    """Returns the content of a regular file of at most `most` bytes; with `pipes`, of a shell's pipe, too.
+    Raises OSError."""
+    # before it is opened: a FIFO would wait. A pipe of a shell, as /dev/stdin, has no name of its own
+    if not pipes or (os.path.exists(os.path.realpath(path)) and stat.S_ISFIFO(os.stat(path).st_mode)):
+        _require_regular(os.stat(path))
     with open(path, "rb") as file:
         found = os.fstat(file.fileno())
         if not pipes: _require_regular(found)

@@ -1,9 +1,14 @@
 """PTX that asks for more than can be had, nests without end, or is no text: refused, with the line."""
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from tinygrad_nv import cli
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.parser import parse
@@ -125,3 +130,78 @@ def test_loops_without_a_way_out(loop: str):
 def test_a_loop_without_a_way_out_that_no_thread_enters():
     text = kernel("mov.u32 %r1, 0; setp.eq.u32 %p1, %r1, 0; @%p1 bra END; L: bra L; END:")
     assert Emulator().launch(text, 1, 32).findings == []
+
+
+ALWAYS = "mov.u32 %r1, 0; setp.eq.u32 %p1, %r1, 0;\n"
+
+
+@pytest.mark.parametrize("loop", ["L: @%p1 bra L;", "T: .branchtargets L, M;\nL: brx.idx %r1, T; M:",
+                                  "L: st.global.u32 [x], %r1; @%p1 bra L;",
+                                  "L: ld.volatile.global.u32 %r2, [x]; @%p1 bra L;"], ids="abcd")
+def test_loops_that_depend_on_data(loop: str):
+    """End when no CTA has ended for `max_seconds` of computing, and say where."""
+    emu = Emulator(max_seconds=0.2)
+    begun = time.thread_time()
+    found = emu.launch(kernel(ALWAYS + loop, ".global .b32 x;"), 1000, 256).findings
+    assert time.thread_time() - begun < 2
+    said = next(each for each in found if each.kind == "instruction-limit")
+    assert said.ptx_line in (7, 8)
+    assert "no CTA has ended for 0.2 s of computing" in said.message
+
+
+def test_long_launches_whose_ctas_end():
+    """Take longer than `max_seconds`, and end."""
+    loop = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 2000; @%p1 bra L;"
+    begun = time.thread_time()
+    report = Emulator(max_seconds=0.1, check=False).launch(kernel(loop), 2000, 64)
+    assert time.thread_time() - begun > 0.1
+    assert report.findings == []
+
+
+def test_time_of_a_launch_that_does_not_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "a.ptx"
+    file.write_text(kernel(ALWAYS + "L: @%p1 bra L;"))
+    assert cli.main(["ptx", "time", str(file), "--max-seconds", "0.2"]) == 2
+    said = capsys.readouterr().err
+    wanted = ("PTX line 7", "instruction-limit", "a launch that ends")
+    assert [word for word in wanted if word not in said] == []
+    assert cli.main(["ptx", "check", str(file), "--max-seconds", "0.2", "--seeds", "9"]) == 1
+    assert "no CTA has ended for 0.2 s of computing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--grid", "1" + "0" * 5000], ["--grid", "4,-1"], ["--grid", "1,1,1,1"],
+                                     ["--block", "x"], ["--max-seconds", "nan"], ["--max-seconds", "-1"]],
+                         ids="abcdef")
+def test_options_of_a_launch(options: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended: cli.main(["ptx", "check", "a.ptx", *options])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2
+    assert [word for word in (options[0], "write ") if word not in said] == []
+    assert len(said) < 250
+
+
+def test_a_fifo_as_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Nobody writes into it. A shell's pipe is read."""
+    os.mkfifo(fifo := tmp_path / "a.ptx")
+    assert cli.main(["ptx", "check", str(fifo)]) == 2
+    assert "it is a FIFO, and a regular file is expected" in capsys.readouterr().err
+    read, write = os.pipe()
+    os.write(write, kernel("").encode())
+    os.close(write)
+    assert cli.main(["ptx", "check", f"/dev/fd/{read}"]) == 0
+    os.close(read)
+
+
+def test_wide_conversions_of_printf():
+    """No more than what is shown is made: a precision of 10⁹ would take 1 GB."""
+    form = b"%.1000000000f|%99999999999d|%0*d|%s"
+    text = (HEAD + ".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);\n"
+            f".global .align 1 .b8 form[{len(form) + 1}] = {{{', '.join(map(str, form))}, 0}};\n"
+            ".entry k() { .reg .b64 %d<2>; .reg .b32 %r; .param .b64 p0; .param .b64 p1; .param .b32 r0; "
+            ".local .align 8 .b64 w[6]; mov.u64 %d1, 0; st.local.u64 [w], %d1; st.local.u64 [w+8], %d1; "
+            "mov.u32 %r, 2147483647; st.local.u32 [w+12], %r; mov.u64 %d0, w; cvta.local.u64 %d0, %d0; "
+            "st.param.b64 [p1], %d0; mov.u64 %d0, form; cvta.global.u64 %d0, %d0; st.param.b64 [p0], %d0; "
+            "call.uni (r0), vprintf, (p0, p1); ret; }")
+    printed = Emulator().launch(text, 1, 1).printed
+    assert printed.startswith("0.000")
+    assert len(printed) < 4096

@@ -27,6 +27,7 @@ from tinygrad_nv.errors import PTXError
 from tinygrad_nv.files import MAX_NAMED_BYTES, read_text, require_npy
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, Resources, assemble, sass
 from tinygrad_nv.ptx.emulator import LATE, Emulator, Finding, Report, TensorMap, Trace
+from tinygrad_nv.ptx.emulator.report import LIMIT_KIND
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXModule
 from tinygrad_nv.ptx.timing import report as timing_report
@@ -38,6 +39,7 @@ DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.flo
           "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
 MOST_ISSUES = 200_000   # of a trace: some 40 MB
 ARG_ELEMENTS = 1 << 28  # limit: elements of an array that --arg of ptx check makes; bytes of empty:
+MOST_SECONDS = 2.0      # limit: seconds of computing without an end of a CTA, for ptx check and ptx time
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
@@ -90,16 +92,19 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
                         help="one for each parameter, in order")
     parser.add_argument("--entry", metavar="NAME", help="which entry function, when there are several")
     parser.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
+    parser.add_argument("--max-seconds", type=_seconds, default=MOST_SECONDS, metavar="S",
+                        help="end a launch of which no CTA ends for so long (default %(default)g; 0: never)")
     parser.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
 
 
 # **** what the command line says ****
 
 def _extents(text: str) -> tuple[int, ...]:
-    try: made = tuple(int(word) for word in re.split("[,x]", text))
-    except ValueError: made = ()
-    if not 1 <= len(made) <= 3 or min(made) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one to three integers ≥ 1; write 4 or 4,2,1")
+    words = re.split("[,x]", text[:100])
+    made = tuple(int(word) for word in words if re.fullmatch(r"\d{1,12}", word.strip(), re.ASCII))
+    if len(made) != len(words) or len(made) > 3 or min(made) < 1 or len(text) > 100:
+        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not one to three integers ≥ 1; "
+                                         "write 4 or 4,2,1")
     return (*made, 1, 1)[:3]
 
 
@@ -112,6 +117,12 @@ def _seed(text: str) -> int | str:
 def _count(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) < 7 and int(text): return int(text)
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of runs, 1 to 999999")
+
+
+def _seconds(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf: return seconds or None
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds; write 60, or 0 for no limit")
 
 
 def _trace(text: str) -> Trace:
@@ -197,7 +208,11 @@ def _values(fill: str, shape: tuple[int, ...]) -> np.ndarray:
 def run_check(arguments: argparse.Namespace) -> int:
     """Runs the kernel; 1 when there are findings."""
     seeds = [arguments.seed] if arguments.seeds is None else [LATE, *range(arguments.seeds - 1)]
-    report = merged([_launched(arguments, seed) for seed in seeds])
+    reports: list[Report] = []
+    for seed in seeds:
+        reports.append(_launched(arguments, seed))
+        if any(found.kind == LIMIT_KIND for found in reports[-1].findings): break  # others would take as long
+    report = merged(reports)
     print(json.dumps(as_json(report)) if arguments.json else as_text(report))
     return 1 if report.findings else 0
 
@@ -206,7 +221,8 @@ def _launched(arguments: argparse.Namespace, seed: int | str) -> Report:
     """One run, with memory of its own."""
     text = read(arguments.file)
     module = parse(text)
-    emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=seed)
+    emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=seed,
+                   max_seconds=arguments.max_seconds)
     args = [argument(emu, word) for word in arguments.arg]
     block = arguments.block or block_of(module, arguments.entry)
     for number, _ in arguments.save:
@@ -275,7 +291,7 @@ def run_time(arguments: argparse.Namespace) -> int:
     """Predicts the time of a launch."""
     text = read(arguments.file)
     module = parse(text)
-    emu = Emulator(arguments.arch or module.target)
+    emu = Emulator(arguments.arch or module.target, max_seconds=arguments.max_seconds)
     found = emu.launch(text, arguments.grid, arguments.block or block_of(module, arguments.entry),
                        [argument(emu, word) for word in arguments.arg], arguments.entry, arguments.cluster,
                        arguments.dynamic_smem, timing=arguments.gpu,

@@ -32,7 +32,7 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import library
 from tinygrad_nv.ptx.emulator.program import Program, lower
-from tinygrad_nv.ptx.emulator.report import Report
+from tinygrad_nv.ptx.emulator.report import LIMIT_KIND, Report
 from tinygrad_nv.ptx.emulator.running import LATE, Run
 from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace
@@ -93,20 +93,21 @@ class Emulator:
     detector and its kin (bounds and alignment are always checked); `exact` makes tensor cores sum exactly
     instead of truncating as hardware does; a launch ends with a finding of kind instruction-limit after
     `step_limit` warp-instructions, or 20 times as many where no thread polls (strong loads, atomics,
-    try_wait). At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no more fit;
-    others start, in their order, as these end. `ordinal` is which of several GPUs it is: their addresses
+    try_wait), or, with `max_seconds`, when none of its clusters has ended for so many seconds of computing.
+    At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no more fit; others
+    start, in their order, as these end. `ordinal` is which of several GPUs it is: their addresses
     differ. Raises `PTXError` for an unknown architecture."""
 
     def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int | str = 0, exact: bool = False,
                  step_limit: int = 1_000_000_000, resident: int = 1 << 30,
-                 ordinal: int = 0) -> None:
+                 ordinal: int = 0, max_seconds: float | None = None) -> None:
         if resident < 1: raise PTXError(f"resident={resident}", 0, "at least 1 cluster")
         if arch not in ARCHITECTURES:
             raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}")
         if isinstance(seed, str) and seed != LATE:
             raise PTXError(f"seed={seed!r}", 0, f"an integer, or {LATE!r}")
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
-        self.resident = resident
+        self.resident, self.max_seconds = resident, max_seconds
         self.buffers: dict[int, Buffer] = {}
         self.multicasts: list[Multicast] = []
         self.modules: dict[bytes, LoadedModule] = {}
@@ -211,10 +212,13 @@ class Emulator:
             kept = [(buffer, buffer.data) for buffer in self.buffers.values() if keep]
             for buffer, _ in kept: buffer.data = buffer.copied()
             check, self.check = self.check, False
-            try: made(tapes=tapes).to_end()
+            try: report = made(tapes=tapes).to_end()
             finally:
                 self.check = check
                 for buffer, data in kept: buffer.data = data
+            for said in report.findings:
+                if said.kind == LIMIT_KIND:
+                    raise PTXError(f"PTX line {said.ptx_line}: {said}", said.ptx_line, "a launch that ends")
         began, one = time.perf_counter(), made()
         found = predicted(one.text, self.arch, one.program.name,
                           lambda uses: Shape(*one.shape, one.shared, uses), gpu, record,

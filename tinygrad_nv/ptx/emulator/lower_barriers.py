@@ -1,5 +1,5 @@
 """Barriers of a CTA and of a cluster, mbarriers, fences, setmaxnreg, griddepcontrol. Handlers:
-csrc/barriers.c, csrc/mbarrier.c."""
+csrc/barriers.c, csrc/mbarrier.c, csrc/phases.c."""
 from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lower_memory import scope_flag

@@ -83,6 +83,7 @@ class TapeStruct(ctypes.Structure):
 RESULTS = {"machine_new": ctypes.c_void_p, "machine_run": ctypes.c_int, "machine_free": None,
            "machine_report_running": None, "machine_findings": ctypes.POINTER(FoundHere),
            "machine_finding_count": i32, "machine_totals": ctypes.POINTER(Totals), "machine_steps": u64,
+           "machine_ended": u32,
            "machine_held": ctypes.c_bool, "machine_printed": ctypes.c_char_p,
            "machine_tape_count": i32, "machine_draws": i32,
            "machine_tape": ctypes.POINTER(TapeStruct), "footprint_runs": i64,

@@ -15,8 +15,9 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.timing.model import Timing
 
+LIMIT_KIND = "instruction-limit"
 KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", "deadlock",
-         "wgmma-hazard", "async-hazard", "instruction-limit")
+         "wgmma-hazard", "async-hazard", LIMIT_KIND)
 NOTE = "note"  # the kind after them
 
 

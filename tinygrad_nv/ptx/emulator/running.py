@@ -32,7 +32,10 @@ from tinygrad_nv.ptx.emulator.report import KINDS, NOTE, Finding, Report, Site, 
 from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 
-SLICE = 4_000_000    # warp-instructions between looks at the keyboard: about half a second
+SLICE = 4_000_000    # warp-instructions between looks at the keyboard at most: about half a second
+FIRST_SLICE = 1 << 14
+MOST_TAPED = 1 << 24  # limit: warp-instructions that are recorded to predict a time: 0.5 GB
+LOOK_SECONDS = 0.1   # a slice that took less is followed by a larger one
 MORE, DONE, STUCK, LIMIT = range(4)
 LATE = "late"        # the seed that is no number
 NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
@@ -45,6 +48,7 @@ class Device(Protocol):
     exact: bool
     seed: int | str
     step_limit: int
+    max_seconds: float | None
     resident: int
     buffers: dict[int, Buffer]
     multicasts: list[Multicast]
@@ -72,7 +76,7 @@ class Run:
                  ahead: Sequence[Footprint] | None = None, tapes: Tapes | None = None,
                  among: Among | None = None, contents: bool = True, count: bool = True) -> None:
         self.tapes, self.count, self.began = tapes, count, time.perf_counter()
-        self.waited = emu.waited
+        self.waited, self.max_seconds = emu.waited, emu.max_seconds
         self.library: Library = library()
         self.program, self.programmatic = program, ahead is not None
         self.text, self.shape, self.shared = text, shape, shared
@@ -112,6 +116,7 @@ class Run:
               (len(tapes.numbers), len(tapes.clusters), tapes.brief, tapes.idle)),
             *((None, 0) if among is None else (among.handle, among.gpu)), program.name.encode(),
             ctypes.addressof(self.multicasts), len(emu.multicasts))
+        self.limit = b"the launch's limit"
         self.totals: Any = None
         self.steps = 0
         self.machine = ctypes.c_void_p()
@@ -131,15 +136,29 @@ class Run:
         """Runs to the end, looking up now and then so that Ctrl-C works, and whenever it has waited for
         another process."""
         self.start()
-        state = MORE
+        state, count = MORE, FIRST_SLICE
+        ended, since = 0, time.thread_time()
         try:
             while state == MORE:
-                state = self.library.c.machine_run(self.machine, ctypes.c_uint64(SLICE))
+                begun = time.thread_time()
+                state = self.library.c.machine_run(self.machine, ctypes.c_uint64(count))
                 self.waited()
+                now = time.thread_time()
+                count = min(2 * count, SLICE) if now - begun < LOOK_SECONDS else max(count // 2, 1)
+                if ended != (ended := self.library.c.machine_ended(self.machine)): since = now
+                if state == MORE and (passed := self._limit_passed(now - since)):
+                    self.limit, state = passed, LIMIT
         except BaseException:
             self.abandon()
             raise
         return self.finish(state)
+
+    def _limit_passed(self, seconds: float) -> bytes:
+        """The limit that a launch has passed of which no CTA has ended for so many seconds; empty: none."""
+        if self.tapes is not None and self.library.c.machine_steps(self.machine) > MOST_TAPED:
+            return b"the most that are recorded"
+        if self.max_seconds is None or seconds <= self.max_seconds: return b""
+        return b"and no CTA has ended for %g s of computing" % self.max_seconds
 
     def start(self) -> None:
         """Its machine; among peers it takes turns from now on."""
@@ -154,7 +173,7 @@ class Run:
         """What was found and counted, once it has ended."""
         c, machine = self.library.c, self.machine
         try:
-            if state == LIMIT: c.machine_report_running(machine)
+            if state == LIMIT: c.machine_report_running(machine, self.limit)
             found = c.machine_findings(machine)
             findings = [self.finding(found[i]) for i in range(c.machine_finding_count(machine))]
             totals = c.machine_totals(machine).contents
@@ -163,7 +182,7 @@ class Run:
             self.steps, held = c.machine_steps(machine), c.machine_held(machine)
             printed = c.machine_printed(machine).decode(errors="replace")
             if self.footprint is not None: self._collect(self.footprint.runs)
-            if self.tapes is not None: self.tapes.read(self.library, machine)
+            if self.tapes is not None and state != LIMIT: self.tapes.read(self.library, machine)
         finally: self.abandon()
         self.tracer.finish()
         notes = [finding for finding in findings if finding.kind == NOTE]

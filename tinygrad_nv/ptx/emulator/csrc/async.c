@@ -28,8 +28,7 @@ static bool async_place(Machine *m, Warp *w, const Op *op, int lane, int space, 
         return reach_lane(m, w, op, lane, space, address, bytes, align, kind, p);
     if (m->launch.check && (i32)rank != w->cta->rank) check_started(m, w, op, lane, (i32)rank);
     Region *r = &k->ctas[rank].shared;
-    *p = (Place){r, address - r->base, r->data + (address - r->base)};
-    if (address >= r->base && within(p->offset, bytes, r->size)) return true;
+    if (place_at(p, r, r->data, address - r->base, bytes, r->size) == FOUND) return true;
     report_outside(m, w, op, lane, space, address, bytes, kind);
     return false;
 }

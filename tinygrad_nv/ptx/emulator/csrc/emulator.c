@@ -15,6 +15,7 @@
 #include "atomics.c"
 #include "multimem.c"
 #include "mbarrier.c"
+#include "phases.c"
 #include "barriers.c"
 #include "async.c"
 #include "bulk.c"

@@ -16,8 +16,8 @@
 #include "clusters.c"
 
 enum { MORE, DONE, STUCK, LIMIT };
-enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22, ENDLESS = 1 << 22,
-       ASYNC_MOST = 4096, WORK = 20 };
+enum { JOIN_PATIENCE = 4096, WINDOW = 4, FORCED_ROUNDS = 3, SPINNING = 1 << 13, LONG_RUN = 1 << 22,
+       ENDLESS = 1 << 22, ASYNC_MOST = 4096, WORK = 20 };
 
 /* **** turns **** */
 
@@ -286,14 +286,16 @@ int machine_run(Machine *m, u64 slice) {
     return DONE;
 }
 
-/* Where everything stands, as findings: for a launch that reached its instruction limit. */
-void machine_report_running(Machine *m) {
+/* Where everything stands, as findings: for a launch that reached a limit, which `limit` says. */
+void machine_report_running(Machine *m, const char *limit) {
     i32 said = 0;
-    const char *why = m->endless ? "an endless loop, from which no way leads to an exit" : m->polled ? "much work, an endless loop, or a wait for what never comes"
-                                : "much work, or an endless loop";
+    u64 steps = m->steps < limit_of(m) ? m->steps : limit_of(m);
+    const char *why = m->endless ? "an endless loop, from which no way leads to an exit"
+                    : m->polled ? "much work, an endless loop, or a wait for what never comes"
+                    : "much work, or an endless loop";
     FOR_GROUPS(m, if (said++ < 32) report(m, INSTRUCTION_LIMIT, &m->launch.ops[g->pc], w, lowest(g->mask),
-        "warp %d of CTA %d still runs here after %llu warp-instructions, the launch's limit: %s", w->id,
-        cta_number(m, w->cta), (unsigned long long)limit_of(m), why);)
+        "warp %d of CTA %d still runs here after %llu warp-instructions, %s: %s", w->id,
+        cta_number(m, w->cta), (unsigned long long)steps, limit, why);)
 }
 
 void machine_free(Machine *m) {
@@ -309,6 +311,7 @@ const Finding *machine_findings(const Machine *m) { return m->findings; }
 i32 machine_finding_count(const Machine *m) { return m->finding_count; }
 const Totals *machine_totals(const Machine *m) { return &m->totals; }
 u64 machine_steps(const Machine *m) { return m->steps; }
+u32 machine_ended(const Machine *m) { return m->next_cluster - (u32)m->cluster_count; }
 bool machine_held(const Machine *m) { return m->held; }
 const u8 *warp_registers(const Warp *w) { return w->regs; }
 i32 warp_id(const Warp *w) { return w->id; }

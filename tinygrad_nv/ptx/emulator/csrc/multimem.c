@@ -17,7 +17,12 @@ static i32 multicast_places(Machine *m, Warp *w, const Op *op, int lane, u64 add
                    (ull)address);
             return 0;
         }
-        for (i32 j = 0; j < each->count; j++) find_global(m, each->members[j] + (address - each->base), bytes, &out[j]);
+        for (i32 j = 0; j < each->count; j++) {
+            u64 member = each->members[j] + (address - each->base);
+            if (find_global(m, member, bytes, &out[j]) == FOUND) continue;
+            report_global(m, w, op, lane, member, bytes, "multimem");
+            return 0;
+        }
         return each->count;
     }
     report(m, OUT_OF_BOUNDS, op, w, lane, "multimem of %u bytes at 0x%llx, which is no address of a multicast object",

@@ -1,11 +1,12 @@
 /* printf of kernels: text that the host prints when the launch is done. */
+#include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "core.h"
 
 enum { MOST_PRINTED = 1 << 20,  /* bytes of a launch, as CUDA's buffer holds by default; what comes after is dropped */
-       MOST_FORMAT = 1024, MOST_SPEC = 32 };
+       MOST_FORMAT = 1024, MOST_SPEC = 32, MOST_WIDTH = 2 * MOST_FORMAT };
 
 /* The arguments of one lane, which lie one after the other, each aligned to its size. */
 typedef struct { Machine *m; Warp *w; const Op *op; int lane; u64 at; i32 count; } Arguments;
@@ -60,9 +61,13 @@ static const char *print_spec(Arguments *a, const char *at) {
     char spec[MOST_SPEC] = "%";
     int n = 1;
     bool wide = false;
-    for (; *at && strchr("-+ #0123456789.*", *at) && n < MOST_SPEC - 12; at++) {
-        if (*at == '*') n += sprintf(spec + n, "%d", (i32)argument(a, 4));
-        else spec[n++] = *at;
+    while (*at && strchr("-+ #0123456789.*", *at) && n < MOST_SPEC - 12) {
+        if (*at != '*' && !(isdigit(*at) && *at != '0')) { spec[n++] = *at++; continue; }
+        i64 number = *at == '*' ? (i32)argument(a, 4) : 0;  /* bounded: what is shown ends before */
+        if (*at == '*') at++;
+        else for (; isdigit(*at); at++) if (number <= MOST_WIDTH) number = 10 * number + (*at - '0');
+        number = number > MOST_WIDTH ? MOST_WIDTH : number < -MOST_WIDTH ? -MOST_WIDTH : number;
+        n += sprintf(spec + n, "%d", (int)number);
     }
     spec[n] = 0;
     for (const char *size = at; *at && strchr("hlzjtL", *at); at++) {
