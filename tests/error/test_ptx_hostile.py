@@ -181,7 +181,7 @@ def test_options_of_a_launch(options: list[str], capsys: pytest.CaptureFixture[s
 
 
 def test_a_fifo_as_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Nobody writes into it. A shell's pipe is read."""
+    """Without a writer. A pipe of a shell is read."""
     os.mkfifo(fifo := tmp_path / "a.ptx")
     assert cli.main(["ptx", "check", str(fifo)]) == 2
     assert "it is a FIFO, and a regular file is expected" in capsys.readouterr().err
