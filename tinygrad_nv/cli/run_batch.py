@@ -223,7 +223,8 @@ async def _post(app: Any, path: str, body: bytes) -> tuple[int, Any]:
 
     async def send(message: dict[str, Any]) -> None: sent.append(message)
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"),
+               (b"content-length", str(len(body)).encode())]
     await app({"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
                "path": path,
                "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
