@@ -63,7 +63,7 @@ LINEAR = frozenset((
 FROM_END = frozenset(("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"))
 SPACES = "\n\r\t\x0b\x0c\x1c\x1d\x1e\x85 \u2028\u2029"
 OF_DICTS = frozenset(dir(dict))
-BUILTIN = (str, bytes, int, float, complex, *CONTAINERS, range)
+BUILTIN: tuple[type, ...] = (str, bytes, int, float, complex, *CONTAINERS, range)
 
 
 class _Generator(CodeGenerator):
