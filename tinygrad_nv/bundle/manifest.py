@@ -18,10 +18,12 @@ from tinygrad_nv.errors import BundleError
 ALIGNMENT = 256             # bytes, of a part in the file: what tinygrad's buffers have
 MOST_PARTS = 1 << 20
 MOST_BYTES = 64 << 20       # of a manifest
+MOST_SIZE = 1 << 63         # of a part, and of an offset of one
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+,= -]*(?:/[A-Za-z0-9_][A-Za-z0-9_.+,= -]*)*")
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 KINDS = ("model", "function")
 FIX = "build the bundle again, or copy it again"
+WORDS = 200                 # characters of a value of a file that an error shows
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Manifest:
         return canonical({"kind": self.kind, "about": self.about, "parts": parts})
 
 
+def shown(value: object) -> str:
+    """The beginning of a value of a file, in words."""
+    return text if len(text := str(value)) <= WORDS else f"{text[:WORDS]}…"
+
+
 def canonical(data: Any) -> bytes:
     """JSON in one spelling."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True,
@@ -72,7 +79,8 @@ def parsed(data: bytes, what: str) -> Any:
     """JSON of a bundle. Raises `BundleError`."""
     try: return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{what} is no JSON: {error}", "what tinygrad-nv compile wrote", FIX) from error
+        raise BundleError(f"{what} is no JSON: {shown(error)}", "what tinygrad-nv compile wrote",
+                          FIX) from error
 
 
 def decoded(data: bytes, file: str) -> Manifest:
@@ -81,7 +89,7 @@ def decoded(data: bytes, file: str) -> Manifest:
     found = parsed(data, what)
     kind, about, parts = (field(found, name, of, what) for name, of in
                           (("kind", str), ("about", dict), ("parts", list)))
-    if kind not in KINDS: raise BundleError(f"{what} is of a {kind!r}", f"one of {', '.join(KINDS)}")
+    if kind not in KINDS: raise BundleError(f"{what} is of a {shown(kind)!r}", f"one of {', '.join(KINDS)}")
     if len(parts) > MOST_PARTS: raise BundleError(f"{what} has {len(parts)} parts", f"{MOST_PARTS} at most")
     made = tuple(_part(each, what) for each in parts)
     if len({each.name for each in made}) < len(made): raise BundleError(f"{what} names a part twice")
@@ -89,7 +97,8 @@ def decoded(data: bytes, file: str) -> Manifest:
     for each in made:
         if each.ranges: continue
         if each.offset != end:
-            raise BundleError(f"{what} has {each.name} at {each.offset}", f"{end}, behind the part before")
+            raise BundleError(f"{what} has {each.name} at {shown(each.offset)}",
+                              f"{end}, behind the part before")
         end = each.end
     return Manifest(kind, about, made)
 
@@ -98,7 +107,7 @@ def field(found: Any, name: str, of: type, what: str) -> Any:
     """A field of JSON, of this type. Raises `BundleError`."""
     value = found.get(name) if isinstance(found, dict) else None
     if type(value) is of: return value
-    raise BundleError(f"{what} has {name} = {str(value)[:60]!r}", f"{name}: {of.__name__}", FIX)
+    raise BundleError(f"{what} has {shown(name)} = {str(value)[:60]!r}", f"{name}: {of.__name__}", FIX)
 
 
 def entries(found: Any, name: str, of: type, what: str) -> dict[str, Any]:
@@ -114,9 +123,9 @@ def _part(found: Any, what: str) -> Part:
     if not NAME.fullmatch(name) or len(name) > 400:
         raise BundleError(f"{what} names a part {name[:80]!r}", "letters, digits and ._- between slashes",
                           FIX)
-    if nbytes < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise BundleError(f"{what} has {nbytes} bytes of {name}, hash {sha256[:70]!r}",
-                          "a number from 0, and 64 hexadecimal digits", FIX)
+    if not 0 <= nbytes < MOST_SIZE or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise BundleError(f"{what} has {shown(nbytes)} bytes of {name}, hash {sha256[:70]!r}",
+                          "a number from 0 to 2⁶³, and 64 hexadecimal digits", FIX)
     if "ranges" not in found:
         offset = field(found, "offset", int, what)
         return Part(name, nbytes, sha256, offset)
@@ -129,7 +138,7 @@ def _part(found: Any, what: str) -> Part:
 
 def _range(found: Any, what: str) -> FileRange:
     if not isinstance(found, list) or [type(each) for each in found] != [str, int, int] \
-            or not FILE.fullmatch(found[0]) or min(found[1:]) < 0:
+            or not FILE.fullmatch(found[0]) or not all(0 <= each < MOST_SIZE for each in found[1:]):
         raise BundleError(f"{what} has a one {str(found)[:80]}",
                           "the name of a file without a folder, an offset, a number of bytes", FIX)
     return FileRange(*found)

@@ -27,7 +27,7 @@ from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ParamArg, ProgramInfo, UOp
 
-from tinygrad_nv.bundle.manifest import FIX, canonical, field
+from tinygrad_nv.bundle.manifest import FIX, canonical, field, shown
 from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.note import KeptNote, Note, ProgramKernel
 from tinygrad_nv.tile.expression import short
@@ -166,8 +166,8 @@ def programs(rows: Any, code: bytes, target: Target, file: str, cubins: bool = F
         try: made.append(_program(row, code, target, "cubin" if cubins and "cubin" in row else "code",
                                   several))
         except (NVError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise BundleError(f"{file}: program {number} is none: {error}", "the fields of docs/bundles.md",
-                              FIX) from error
+            raise BundleError(f"{file}: program {number} is none: {shown(error)}",
+                              "the fields of docs/bundles.md", FIX) from error
     return made
 
 
@@ -284,7 +284,8 @@ def decoded_step(found: Any, table: Sequence[UOp], owners: Callable[[str], int |
             else: calls += made
         return UOp(Ops.LINEAR, src=tuple(calls))
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise BundleError(f"{file} is no step: {error!r}", "the fields of docs/bundles.md", FIX) from error
+        raise BundleError(f"{file} is no step: {shown(repr(error))}", "the fields of docs/bundles.md",
+                          FIX) from error
 
 
 def _launched(found: list[int], table: Sequence[UOp], marks: Sequence[UOp]) -> UOp:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tinygrad_nv.bundle.container import Bundle
+from tinygrad_nv.bundle.manifest import FIX, field, shown
+from tinygrad_nv.errors import BundleError
 from tinygrad_nv.runtime.observe.memory_report import human
 from tinygrad_nv.table import aligned
 
@@ -18,14 +20,14 @@ KERNELS_SHOWN = 6
 
 def inspected(bundle: Bundle, steps: bool = False) -> str:
     """A bundle's contents; with `steps` a line for each step, with its hash."""
-    about, parts = bundle.manifest.about, bundle.manifest.parts
-    made = about.get("made_by", {})
+    parts = bundle.manifest.parts
+    made, options = _table(bundle, "made_by"), _table(bundle, "options")
     lines = [("file", str(bundle.path)), ("kind", bundle.manifest.kind), ("hash", bundle.hash),
              ("signed by", bundle.signed_by or "-"),
-             ("made by", " ".join(f"{name} {made[name]}" for name in ("tinygrad_nv", "tinygrad")
+             ("made by", " ".join(f"{name} {shown(made[name])}" for name in ("tinygrad_nv", "tinygrad")
                                   if name in made)),
-             *((name.replace("_", "-"), str(value)) for name, value in sorted(
-                 about.get("options", {}).items()) if value is not None)]
+             *((shown(name).replace("_", "-"), shown(value)) for name, value in sorted(options.items())
+               if value is not None)]
     sizes = Counter[str]()
     for each in parts: sizes[each.name.partition("/")[0]] += each.nbytes
     lines += [(f"{name}/" if any(each.name.startswith(f"{name}/") for each in parts) else name, human(size))
@@ -33,23 +35,69 @@ def inspected(bundle: Bundle, steps: bool = False) -> str:
     if referred := [each for each in parts if each.ranges]:
         lines.append(("referred to", f"{human(sum(each.nbytes for each in referred))} in {bundle.weights}"))
     text = aligned(lines)
-    for name in about.get("sets", ()): text.append(_of_set(bundle, name, steps))
+    for name in _sets(bundle): text.append(_of_set(bundle, name, steps))
     return "\n".join(text)
 
 
+def _table(bundle: Bundle, name: str) -> dict[str, Any]:
+    found = bundle.manifest.about
+    return field(found, name, dict, _named_file(bundle, "the manifest")) if name in found else {}
+
+
+def _sets(bundle: Bundle) -> list[str]:
+    found = bundle.manifest.about.get("sets", [])
+    if isinstance(found, list) and all(isinstance(each, str) for each in found): return found
+    raise BundleError(f"{_named_file(bundle, 'the manifest')} has sets = {shown(found)}", "a list of names",
+                      FIX)
+
+
+def _set(bundle: Bundle, name: str) -> dict[str, Any]:
+    found = bundle.json(part := f"{name}/set.json")
+    if isinstance(found, dict): return found
+    raise BundleError(f"{_named_file(bundle, part)} is {shown(found)}", "a table", FIX)
+
+
+def _steps(bundle: Bundle, name: str) -> dict[str, str]:
+    """Hashes of the steps of a set."""
+    what = _named_file(bundle, f"{name}/set.json")
+    steps: dict[str, Any] = field(_set(bundle, name), "steps", dict, what)
+    for step, each in steps.items():
+        if not isinstance(each, list) or [type(one) for one in each] != [str, str]:
+            raise BundleError(f"{what} has {shown(each)} for {shown(step)}", "the name of a part, and a hash",
+                              FIX)
+    return {step: digest for step, (_, digest) in steps.items()}
+
+
+def _programs(bundle: Bundle, name: str) -> list[dict[str, Any]]:
+    """Programs of a set, whose names and notes are texts."""
+    what = _named_file(bundle, f"{name}/programs.json")
+    rows = bundle.json(f"{name}/programs.json")
+    if not isinstance(rows, list): raise BundleError(f"{what} is {shown(rows)}", "a list of programs", FIX)
+    for number, row in enumerate(rows):
+        field(row, "name", str, f"{what}: program {number}")
+        note = row.get("note", ["", "", ""])
+        if not isinstance(note, list) or [type(each) for each in note[:3]] != [str, str, str]:
+            raise BundleError(f"{what}: program {number} has note = {shown(note)}",
+                              "a template, a reason, a schedule", FIX)
+    return rows
+
+
+def _named_file(bundle: Bundle, part: str) -> str: return f"{bundle.path}: {part}"
+
+
 def _of_set(bundle: Bundle, name: str, steps: bool) -> str:
-    found, rows = bundle.json(f"{name}/set.json"), bundle.json(f"{name}/programs.json")
+    found, rows = _steps(bundle, name), _programs(bundle, name)
     templates = Counter(row["note"][0] if "note" in row else "tinygrad" for row in rows)
     kinds = ", ".join(f"{count} {kind}" for kind, count in templates.most_common())
-    lines = [f"{name}: {len(found['steps'])} steps, {len(rows)} kernels ({kinds})"]
-    if steps: lines += aligned([(f"  {step}", digest[:16]) for step, (_, digest) in found["steps"].items()])
+    lines = [f"{name}: {len(found)} steps, {len(rows)} kernels ({kinds})"]
+    if steps: lines += aligned([(f"  {step}", digest[:16]) for step, digest in found.items()])
     return "\n".join(lines)
 
 
 def differences(a: Bundle, b: Bundle) -> list[str]:
     """What differs, a line each; none between equal bundles."""
     lines = [*_fields("", a.manifest.about, b.manifest.about)]
-    sets = set(a.manifest.about.get("sets", ())) & set(b.manifest.about.get("sets", ()))
+    sets = set(_sets(a)) & set(_sets(b))
     ours, theirs = ({name: each.sha256 for name, each in one.parts.items()} for one in (a, b))
     plain = [name for name in dict.fromkeys([*ours, *theirs]) if name.partition("/")[0] not in sets]
     lines += _named("", {name: ours.get(name) for name in plain}, {name: theirs.get(name) for name in plain})
@@ -58,12 +106,11 @@ def differences(a: Bundle, b: Bundle) -> list[str]:
 
 
 def _of_sets(a: Bundle, b: Bundle, name: str) -> Iterator[str]:
-    one, other = (each.json(f"{name}/set.json") for each in (a, b))
+    one, other = (_set(each, name) for each in (a, b))
     yield from _fields(f"{name}: ", *({key: value for key, value in each.items() if key != "steps"}
                                       for each in (one, other)))
-    yield from _named(f"{name}: ", *({step: digest for step, (_, digest) in each["steps"].items()}
-                                     for each in (one, other)))
-    kernels = [Counter(_kernel(row) for row in each.json(f"{name}/programs.json")) for each in (a, b)]
+    yield from _named(f"{name}: ", *(_steps(each, name) for each in (a, b)))
+    kernels = [Counter(_kernel(row) for row in _programs(each, name)) for each in (a, b)]
     for sign, found in (("-", kernels[0] - kernels[1]), ("+", kernels[1] - kernels[0])):
         listed = sorted(found)
         for each in listed[:KERNELS_SHOWN]: yield f"{name}: {sign} kernel {each}"
@@ -80,7 +127,7 @@ def _fields(where: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Ite
         a, b = one.get(name), other.get(name)
         if a == b: continue
         if isinstance(a, dict) and isinstance(b, dict): yield from _fields(f"{where}{name}.", a, b)
-        else: yield f"{where}{name}: {a} | {b}"
+        else: yield f"{where}{name}: {shown(a)} | {shown(b)}"
 
 
 def _named(where: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterable[str]:

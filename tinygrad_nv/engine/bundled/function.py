@@ -205,7 +205,7 @@ def load(path: str | Path, device: str | None = None, required_key: Path | None 
     store = KeptSteps(SetParts(bundle, own, about), name, lambda: named)
     step = CapturedStep(lambda: None, list, name, store, CALL)
     step.prepare()
-    tree = _checked_tree(about["tree"], len(outputs), what)
+    tree = _checked_tree(about.get("tree"), len(outputs), what)
     return CompiledFunction(name, inputs, outputs, tree, step, named)
 
 
