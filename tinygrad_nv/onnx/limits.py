@@ -49,6 +49,14 @@ def most_nodes() -> int:
 
 # **** of a file ****
 
+def require_text(what: str, *names: object) -> None:
+    """Raises `OnnxError` for a name that is not UTF-8, which protobuf gives as bytes."""
+    for each in names:
+        if not isinstance(each, str):
+            raise OnnxError(f"{what} has a name of bytes that are not UTF-8: {shortened(repr(each))}", "text",
+                            "export the model again")
+
+
 Key = tuple[str, str, str]      # of a function: domain, name, overload
 
 
@@ -60,6 +68,7 @@ def check_size(proto: onnx.ModelProto) -> None:
                         ("inputs", proto.graph.input)):
         if len(there) > most: raise _too_many(f"{len(there)} {what}", most)
     for each in proto.functions:
+        require_text("a function", each.domain, each.name, each.overload, *each.input, *each.output)
         key = _key(each.domain, each.name, each.overload)
         if key in functions: raise OnnxError(f"two functions {_named(key)}", "one of each name", "remove one")
         functions[key] = each
@@ -94,6 +103,8 @@ def _contents(nodes: Iterable[onnx.NodeProto], functions: dict[Key, onnx.Functio
         for node in open_.pop():
             count += 1
             if count > most: raise _too_many(f"more than {most} nodes", most)
+            require_text("a node", node.domain, node.op_type, node.overload, node.name, *node.input,
+                         *node.output, *(each.name for each in node.attribute))
             if functions and (key := _key(node.domain, node.op_type, node.overload)) in functions:
                 calls[key] += 1
             for each in node.attribute:

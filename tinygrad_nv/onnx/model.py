@@ -20,7 +20,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx.elements import Value, from_numpy, numeric
-from tinygrad_nv.onnx.limits import FILE_BYTES, Budget, check_size, shortened
+from tinygrad_nv.onnx.limits import FILE_BYTES, Budget, check_size, require_text, shortened
 
 HOST_SIZE = 64      # elements of a constant that the host keeps: extents, axes, pads
 # what checkers ask of outputs, and runtimes do not
@@ -114,6 +114,9 @@ def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str,
              replaceable: bool = False) -> Graph:
     """A graph; `replaceable`: whether initializers that are inputs are defaults. Raises `OnnxError` for what
     cannot be read, with the name of the tensor or the node."""
+    require_text("a graph", *(each.name for each in (*proto.initializer, *proto.input, *proto.output)),
+                 *(each.values.name for each in proto.sparse_initializer),
+                 *(dim.dim_param for each in proto.input for dim in each.type.tensor_type.shape.dim))
     constants = {each.name: _constant(each, directory) for each in proto.initializer}
     constants |= {each.values.name: _dense(each, directory) for each in proto.sparse_initializer}
     types = {each.name: each.type for each in proto.input}

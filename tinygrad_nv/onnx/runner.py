@@ -39,7 +39,7 @@ from tinygrad_nv.onnx.elements import (
 from tinygrad_nv.onnx.fusion import fused
 from tinygrad_nv.onnx.limits import bytes_of, limited, shortened
 from tinygrad_nv.onnx.matrices import dequantized
-from tinygrad_nv.onnx.model import HOST_SIZE, Graph, graph_of, opsets, read
+from tinygrad_nv.onnx.model import HOST_SIZE, KINDS, Graph, graph_of, opsets, read
 from tinygrad_nv.onnx.replayed import Kind, Replayed
 from tinygrad_nv.onnx.scope import Scope
 from tinygrad_nv.tile import order
@@ -219,6 +219,9 @@ def _input(name: str, inputs: Mapping[str, Any], kind: onnx.TypeProto, extents: 
 
 def _tensor(name: str, given: Any, kind: int) -> Value:
     """An input of one type of elements."""
+    if kind not in KINDS:
+        raise OnnxError(f"input {shortened(name)!r} is declared with elements of type {kind}",
+                        "a type of elements that ONNX has", "export the model again")
     if kind == onnx.TensorProto.STRING: return from_numpy(np.asarray(given))
     if not isinstance(given, Tensor):
         array = given if isinstance(given, np.ndarray) else np.asarray(

@@ -1,15 +1,16 @@
 """Strings: on the host, in numpy arrays of objects."""
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx.elements import Value, from_numpy
 from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op
+from tinygrad_nv.regexes import compile_pattern
 
 
 @op("StringConcat", raw=True)
@@ -42,8 +43,8 @@ def normalise(x: np.ndarray, case_change_action: str = "NONE", is_case_sensitive
 
 @op("RegexFullMatch", raw=True)
 def full_match(x: np.ndarray, pattern: str) -> Value:
-    known = re.compile(pattern)
-    found = [known.fullmatch(each) is not None for each in x.reshape(-1)]
+    known = compile_pattern(pattern, "the pattern of RegexFullMatch", OnnxError)
+    found = [known.fullmatch(each) for each in x.reshape(-1)]
     return from_numpy(np.array(found, dtype=bool).reshape(x.shape))
 
 
