@@ -205,3 +205,9 @@ def test_wide_conversions_of_printf():
     printed = Emulator().launch(text, 1, 1).printed
     assert printed.startswith("0.000")
     assert len(printed) < 4096
+
+
+def test_targets_of_all_branches():
+    labels = ", ".join(["L"] * 100_000)
+    refused(kernel(f"L: mov.u32 %r1, 0; T: .branchtargets {labels};\n" + "brx.idx %r1, T;\n" * 100), "line 9",
+            "more than 262144 targets")

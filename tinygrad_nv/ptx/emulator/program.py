@@ -44,6 +44,7 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
 
 OP = struct.Struct("<Qq14iI4BHHi")
 MOST_STEPS = 2_000_000      # limit: steps to find where branches of a kernel meet
+MOST_TARGETS = 1 << 18      # limit: targets of all brx.idx of a function
 ENDLESS = -2                # where branches meet from which no way leads to an exit
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
 LOCAL_LIMIT = 512 << 10  # bytes a thread (CUDA C++ Programming Guide, "Technical Specifications")
@@ -252,7 +253,11 @@ def names_in(function: PTXFunction) -> set[str]:
 
 def resolve(low: FunctionLowering, labels: dict[str, int]) -> None:
     """Labels become positions, and branches learn where their ways meet."""
+    targets = 0
     for op in low.ops:
+        if (targets := targets + len(op.labels)) > MOST_TARGETS:
+            raise PTXError(f"PTX line {op.line}: the brx.idx of the function have more than {MOST_TARGETS} targets",
+                           op.line, "shorter lists of .branchtargets, or fewer brx.idx")
         if isinstance(op.target, str): op.target = labels[op.target]
         if op.labels: op.list = tuple(labels[label] for label in op.labels)
     meet = post_dominators(low.ops)
