@@ -257,7 +257,8 @@ def resolve(low: FunctionLowering, labels: dict[str, int]) -> None:
     for op in low.ops:
         if (targets := targets + len(op.labels)) > MOST_TARGETS:
             raise PTXError(f"PTX line {op.line}: the brx.idx of the function have more than "
-                           f"{MOST_TARGETS} targets", op.line, "shorter lists of .branchtargets, or fewer brx.idx")
+                           f"{MOST_TARGETS} targets", op.line,
+                           "shorter lists of .branchtargets, or fewer brx.idx")
         if isinstance(op.target, str): op.target = labels[op.target]
         if op.labels: op.list = tuple(labels[label] for label in op.labels)
     meet = post_dominators(low.ops)
