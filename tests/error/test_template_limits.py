@@ -10,7 +10,7 @@ import pytest
 
 from tinygrad_nv.engine.text.chat_template import rendered
 from tinygrad_nv.engine.text.content_format import formed
-from tinygrad_nv.engine.text.template_budget import TemplateLimit
+from tinygrad_nv.engine.text.template_budget import Meter, TemplateLimit
 from tinygrad_nv.errors import TokenizerError
 
 MESSAGES = [{"role": "user", "content": f"héllo {i}", "tags": ["a", {"b": i}]} for i in range(5)]
@@ -98,6 +98,25 @@ def test_the_probe_of_content_formats_ends_at_once_too(monkeypatch: pytest.Monke
     assert time.process_time() - begin < 2.5
 
 
+def test_renderings_of_one_conversation_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each role that the content format is found out for has renderings of its own."""
+    loop = "{% set t = 'a '*999999 %}{% for i in range(200) %}{% set x = t.replace('a','b') %}{% endfor %}"
+    begin = time.process_time()
+    monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
+    talk = [{"role": role, "content": "hi"} for role in ("user", "assistant", "tool", "system")]
+    with pytest.raises(TemplateLimit, match="runs for more than 1 seconds"):
+        rendered(loop, False, lambda: {"messages": formed(talk, "auto", loop, {})})
+    assert time.process_time() - begin < 2.5
+
+
+def test_a_busy_machine_ends_a_template_by_the_time_that_passes() -> None:
+    used, passed = 0.0, time.monotonic()
+    meter = Meter(lambda: used, 3, 1)
+    for used, later, over in ((3.1, 0, True), (1, 3.9, False), (1, 4.1, True), (0.2, 99, False)):
+        meter.began_at = passed - later
+        assert meter.is_over() is over, (used, later)
+
+
 def test_threads_render_beside_an_endless_template(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     def attack() -> None:
@@ -111,7 +130,8 @@ def test_threads_render_beside_an_endless_template(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("template", "words"), [
-    ("x" * 300_000, "has 300,000 characters"), ("{{ " + "(" * 9999, "failed"),
+    ("x" * 300_000, "has 300,000 characters"), ("{{ a }}" * 9999, "characters of Python"),
+    ("{{ " + "(" * 9999, "failed"),
     ("{{ " + "+".join("1" * 9999) + "}}",
     "failed"), ("{{ 0x" + "f" * 9999 + " * 2 }}", "digits"), ("{% include 'a' %}", "no loader"),
     ("{{ (1).to_bytes(9, 'big') }}", "int.to_bytes is not"), ("{{ raise_exception('x' * 99999) }}", "x…")])

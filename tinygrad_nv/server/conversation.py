@@ -93,9 +93,10 @@ class Conversation:
         if not request.generation_prompt: extra["add_generation_prompt"] = False
         limit, inserted = request.params.truncate_prompt_tokens, None
         if images: prompt, inserted = await with_images(service, request, offered, extra)
-        else: prompt = await service.aside(size, lambda: service.model.encode_chat(
+        else: prompt = await service.render(size, lambda: service.model.encode_chat(
             request.messages, offered, **extra) if limit is None else
-            _cut(service, tokenizer, render(tokenizer, request.messages, offered, **extra), limit))
+            _cut(service, tokenizer, render(tokenizer, request.messages, offered, **extra), limit),
+            request.template is not None)
         names = service.parsers.named(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = text_of(request.messages[-1]["content"]) if request.continued \

@@ -28,7 +28,7 @@ from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
-from tinygrad_nv.server.workers import INLINE_BYTES, aside, uncollected
+from tinygrad_nv.server.workers import INLINE, INLINE_BYTES, apart, aside, uncollected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.server.tracing import Tracer
 
 T = TypeVar("T")
+SLOW_S = 0.03     # processor time of a chat template and a short text, which take 1 to 5 ms
 
 
 class ServedModel(Protocol):
@@ -177,6 +178,7 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0         # requests being answered
+    slow_template: bool = False     # the model's took long for a short text
     adapters: AdapterNames | None = None
     sleeping: SleepingLLM | None = None     # where clients may have it sleep
     tracer: Tracer | None = None
@@ -253,6 +255,17 @@ class Service:
     async def aside(self, size: int, task: Callable[[], T]) -> T:
         """`task()`, in a thread for long texts."""
         try: return await aside(size, task)
+        except NVError as error: raise api_error(error) from error
+
+    async def render(self, size: int, task: Callable[[], T], by_client: bool) -> T:
+        """`task()`, which renders a chat template: apart from other texts for a client's template, and after
+        the model's own was slow."""
+        def timed() -> T:
+            began = time.thread_time()
+            try: return task()
+            finally: self.slow_template = size <= INLINE and time.thread_time() - began > SLOW_S
+        if not by_client and not self.slow_template: return await self.aside(size, timed)
+        try: return await apart(task if by_client else timed)
         except NVError as error: raise api_error(error) from error
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,

@@ -2,8 +2,9 @@
 
 Protocol: `await aside(size, task)` is `task()`, at once for small sizes and in a thread for others. There are
 two threads, one of them for sizes from `LARGE` on, so that a long text waits for those before it and holds up
-no other request. A task whose caller was cancelled (its client has disconnected) does not begin, or ends at
-its next `checkpoint()`. The threads are daemons: the process ends without waiting for them.
+no other request. `await apart(task)` is `task()` in a third one, for templates that may take long. A task
+whose caller was cancelled (its client has disconnected) does not begin, or ends at its next `checkpoint()`.
+The threads are daemons: the process ends without waiting for them.
 
 While one of them runs, Python switches between threads every `SWITCH_S`, so that the event loop and the
 engine wait so long at most. What runs longer inside a library must release the interpreter's lock.
@@ -94,7 +95,8 @@ class Worker:
             del work    # and what it holds, before the next one comes
 
 
-SMALL_WORKER, LARGE_WORKER = Worker("texts"), Worker("large texts")
+SMALL_WORKER, LARGE_WORKER, TEMPLATE_WORKER = WORKERS = \
+    Worker("texts"), Worker("large texts"), Worker("templates")
 
 
 async def aside(size: int, task: Callable[[], T], inline: int = INLINE) -> T:
@@ -103,9 +105,14 @@ async def aside(size: int, task: Callable[[], T], inline: int = INLINE) -> T:
     return await (LARGE_WORKER if size >= LARGE else SMALL_WORKER).run(task)
 
 
+async def apart(task: Callable[[], T]) -> T:
+    """See above."""
+    return await TEMPLATE_WORKER.run(task)
+
+
 def end_all(error: Exception) -> None:
     """Raises an error in all that wait for a task."""
-    for worker in (SMALL_WORKER, LARGE_WORKER): worker.end(error)
+    for worker in WORKERS: worker.end(error)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from tinygrad_nv.server import response_store, workers
 from tinygrad_nv.server.body import MAX_CONTAINERS, MAX_DEPTH, MAX_NAMES, MAX_VALUES, Counted, count
 from tinygrad_nv.server.json_answer import pieces
 from tinygrad_nv.server.response_store import ResponseStore, Stored
+from tinygrad_nv.server.service import SLOW_S
 from tinygrad_nv.server.workers import Abandoned, Worker, aside, checkpoint
 
 SAYS = [{"role": "user", "content": "A fox."}]
@@ -191,6 +194,44 @@ def test_others_are_answered_while_a_text_is_tokenized(server: Live):
     ids = server.service.model.require_tokenizer().backend.encode(text).ids
     assert answers[0].json()["usage"]["prompt_tokens"] == len(ids[-4:])
     assert between > 20
+
+
+def test_others_are_answered_while_a_template_runs(monkeypatch: pytest.MonkeyPatch):
+    """A short body was rendered in the event loop: one of some hundred bytes stopped all."""
+    monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
+    loop = "{% set l = range(9999)|list %}{% for i in range(99999) %}{{ -1 in l }}{% endfor %}"
+    service = fake_service(FakeEngine(FakeModel()))
+    service.parsers = replace(service.parsers, trust_request_template=True)
+    with live(service) as server:
+        server.post({"prompt": "a", "max_tokens": 1})
+        attack = threading.Thread(target=lambda: answers.append(server.post(
+            {"messages": SAYS, "chat_template": loop}, "/v1/chat/completions")))
+        answers, slowest, before = list[Any](), 0.0, time.perf_counter()
+        attack.start()
+        while attack.is_alive():
+            began = time.perf_counter()
+            assert server.http.get("/health").status_code == 200
+            slowest = max(slowest, time.perf_counter() - began)
+        assert slowest < (time.perf_counter() - before) / 2
+    assert answers[0].status_code == 400, answers[0].text
+    assert "at most 1 seconds of processor time" in answers[0].text
+
+
+def test_a_model_s_template_that_is_slow_leaves_the_event_loop():
+    service, threads = fake_service(FakeEngine(FakeModel())), list[str]()
+
+    def slow() -> None:
+        threads.append(threading.current_thread().name)
+        end = time.thread_time() + 2 * SLOW_S
+        while time.thread_time() < end: pass
+
+    def quick() -> None: threads.append(threading.current_thread().name)
+
+    async def main() -> None:
+        for task in (quick, slow, slow, quick, quick): await service.render(9, task, by_client=False)
+        await service.render(9, quick, by_client=True)
+    asyncio.run(main())
+    assert threads == ["MainThread"] * 2 + ["templates"] * 2 + ["MainThread", "templates"]
 
 
 def test_a_client_that_leaves_ends_its_texts(server: Live, monkeypatch: pytest.MonkeyPatch):

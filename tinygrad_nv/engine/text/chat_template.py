@@ -33,8 +33,8 @@ def rendered(template: str, generation_marks: bool, variables: Callable[[], Mapp
     """What a template writes. `generation_marks`: `GENERATION` stands around what it marks. Raises
     `TokenizerError`, also where the variables cannot be made."""
     try:
-        compiled, values = _compiled(template, generation_marks), variables()
-        return metered(lambda: compiled.render(values))
+        # one budget: what the variables are may take renderings of its own (content_format.py)
+        return metered(lambda: _compiled(template, generation_marks).render(variables()))
     except (RequestError, TemplateLimit): raise
     except jinja2.exceptions.SecurityError as error:
         raise TokenizerError(f"the chat template tried to leave its sandbox: {_brief(error)}",

@@ -1,8 +1,9 @@
 """What one rendering of a chat template may use: iterations of loops, processor time, characters and memory.
 
-Protocol: `metered(run)` runs a compilation or a rendering. Inside, `count`, `charge` and `weigh` raise
-`TemplateLimit` before more is made than the limits allow, and a watchdog thread ends the thread's Python code
-after MAX_SECONDS of processor time. What is a single call into C is bounded by its operands
+Protocol: `metered(run)` runs a compilation or a rendering; those inside of it share its budget. Inside,
+`count`, `charge` and `weigh` raise `TemplateLimit` before more is made than the limits allow, and a watchdog
+thread ends the thread's Python code after NV_TEMPLATE_SECONDS of processor time, or a second later on a busy
+machine. What is a single call into C is bounded by its operands
 (template_sandbox.py), because nothing can end it.
 """
 from __future__ import annotations
@@ -28,6 +29,9 @@ CHECK_BYTES = 48 << 20      # characters made between two looks at the memory
 SMALL = 4096                # characters of a text that is not counted, which an entry of a list may be
 ITEM_CHARS = SMALL + 64     # characters as which an entry of a list counts
 TICK_SECONDS = 0.1          # between two looks of the watchdog
+LATE_SECONDS = 1            # after the budget, of time that passes: the client of a busy server waits, too
+# processor time without which nothing is late: the machine was busy or asleep. Templates take some ms
+LATE_SHARE = 0.1
 
 CONTAINERS: tuple[type[Any], ...] = (list, tuple, dict, set, frozenset,
                                 *map(type, ({}.keys(), {}.values(), {}.items())))
@@ -57,13 +61,21 @@ def max_chars() -> int:
 class Meter:
     """What a rendering has used."""
     clock: Callable[[], float]
-    ends: float
+    seconds: float
     most: int
     steps: int = MAX_STEPS
     made: int = 0
     check_at: int = CHECK_BYTES
     resident: int = 0
     sent: bool = False
+
+    def __post_init__(self) -> None: self.began, self.began_at = self.clock(), time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether its time has passed."""
+        used, passed = self.clock() - self.began, time.monotonic() - self.began_at
+        return used >= self.seconds or (passed >= self.seconds + LATE_SECONDS and
+                                        used >= self.seconds * LATE_SHARE)
 
     def charge(self, chars: int) -> None:
         """Counts a text that is to be made. Raises `TemplateLimit`."""
@@ -138,9 +150,9 @@ def require_bounded(values: Iterable[Any]) -> None:
 
 def metered(run: Callable[[], T]) -> T:
     """What a function returns, bounded while it runs. Raises `TemplateLimit`."""
-    before, me = getattr(_state, "meter", None), threading.get_ident()
-    seconds, clock = int(get("NV_TEMPLATE_SECONDS")), _clock_of(me)
-    meter = _state.meter = Meter(clock, clock() + seconds, max_chars())
+    if getattr(_state, "meter", None) is not None: return run()
+    me, seconds = threading.get_ident(), int(get("NV_TEMPLATE_SECONDS"))
+    meter = _state.meter = Meter(_clock_of(me), seconds, max_chars())
     try:
         try:
             _watchdog.begin(me, meter)
@@ -150,7 +162,7 @@ def metered(run: Callable[[], T]) -> T:
         _watchdog.end(me, meter)    # once more: the exception may have come while the first call ran
         raise exceeded(f"runs for more than {seconds} seconds",
                        f"at most {seconds} seconds of processor time") from None
-    finally: _state.meter = before
+    finally: _state.meter = None
 
 
 class _Watchdog:
@@ -180,7 +192,7 @@ class _Watchdog:
             time.sleep(TICK_SECONDS)
             with self._lock:
                 for thread, meter in self._watched.items():
-                    if meter.clock() < meter.ends: continue
+                    if not meter.is_over(): continue
                     meter.sent = True
                     _raise_in(thread, OutOfTime)
                 if not self._watched: self._wake.clear()

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from string import Formatter
-from types import BuiltinMethodType, GeneratorType, MethodType
+from types import BuiltinMethodType, CodeType, GeneratorType, MethodType
 from typing import Any
 
 import jinja2.nodes
@@ -47,6 +47,8 @@ from tinygrad_nv.engine.text.template_budget import (
 
 MAX_WIDTH = 10_000          # limit: width of a template's fields, indentations, batches
 MAX_DIGITS = 1000           # limit: digits of a template's round
+# a template of 40,000 characters has 200,000; Python compiles 512 KiB in 0.15 s, and lets nothing else go on
+MAX_CODE = 1 << 19          # limit: characters of the Python code that jinja makes of a template
 MAX_INTEGER = 1 << 16384
 MAX_INPUT = 1 << 16         # limit: characters of filters that read a text many times
 MAX_COMPARISONS = 1 << 29   # limit: characters that a search from the end may compare
@@ -360,6 +362,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             each.iter = jinja2.nodes.Filter(each.iter, _COUNTED, [], [], None, None, lineno=each.lineno,
                                             environment=self)
         return tree
+
+    def _compile(self, source: str, filename: str) -> CodeType:
+        if len(source) > MAX_CODE:
+            raise exceeded(f"is {len(source):,} characters of Python", f"at most {MAX_CODE:,} characters")
+        return super()._compile(source, filename)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """The attribute, else the item of this name; of a dict without asking first for an attribute."""
