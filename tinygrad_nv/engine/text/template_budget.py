@@ -8,6 +8,7 @@ machine. What is a single call into C is bounded by its operands
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -184,7 +185,7 @@ class _Watchdog:
         """After it nothing is raised."""
         with self._lock:
             if self._watched.get(thread) is meter: del self._watched[thread]
-            if meter.sent: _raise_in(thread, None)
+        if meter.sent: _receive(thread)
 
     def _run(self) -> None:
         while True:
@@ -207,9 +208,16 @@ def _clock_of(thread: int) -> Callable[[], float]:
     return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread),
-                                               None if kind is None else ctypes.py_object(kind))
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def _receive(thread: int) -> None:
+    """Has this thread receive what may have been sent to it. (To take it back, as with NULL, leaves CPython
+    3.11 looking for an exception for good, which is an endless loop once a function is traced.)"""
+    with contextlib.suppress(OutOfTime):
+        _raise_in(thread, OutOfTime)    # in place of one that is on its way
+        while True: pass
 
 
 def _resident_bytes() -> int:
