@@ -53,7 +53,7 @@ def read_bytes(path: str | Path, most: int, pipes: bool = False) -> bytes:
     # before it is opened: a FIFO would wait. A pipe of a shell, as /dev/stdin, has no name of its own
     if not pipes or (os.path.exists(os.path.realpath(path)) and stat.S_ISFIFO(os.stat(path).st_mode)):
         _require_regular(os.stat(path))
-    with open(path, "rb") as file:
+    with Path(path).open("rb") as file:
         found = os.fstat(file.fileno())
         if not pipes: _require_regular(found)
         if found.st_size > most: raise _too_large(found.st_size, most)

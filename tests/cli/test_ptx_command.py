@@ -111,7 +111,7 @@ def test_stats(file: str, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(("words", "said"), [
     (["--arg", "1"], "1 arguments for the 4 parameters of scale"),
     (["--arg", "zeros:f99:4"], "zeros:f99:4"), (["--arg", "zeros:f32:4y"], "'4y' is not a shape"),
-    (["--arg", "nothing.npy"], "nothing.npy"), (["--arg", "hello"], "an integer, a float"),
+    (["--arg", "nothing.npy"], "nothing.npy"), (["--arg", "hello"], "an integer of 64 bits, a float"),
     (["--save", "0=x.npy"], "argument 0 is no buffer"), (["--arch", "sm_70"], "sm_70"),
     (["--dynamic-smem", "999999"], "shared memory"),
 ])

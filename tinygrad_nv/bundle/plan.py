@@ -33,8 +33,6 @@ from tinygrad_nv.runtime.note import KeptNote, Note, ProgramKernel
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer, LaunchConfig, MapArgument, Zeroed
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec_json import TUNED, from_plain, spec_from_json, spec_to_json, to_plain
-from tinygrad_nv.tile.templates import TABLE
 
 DTYPES = {short(each): each for each in (
     dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
@@ -104,9 +102,7 @@ class ProgramTable:
             if (note := kernel.note) is not None:
                 schedule = "" if note.schedule is None else str(note.schedule)
                 row["note"] = [note.template, note.reason, schedule]
-                if self.several and type(note.spec) in TUNED and getattr(note.schedule, "kind", "") == "gpu":
-                    # what runtime/observe/forecast.py predicts a time of
-                    row["note"] += [spec_to_json(note.spec), cast(Schedule, note.schedule).to_json()]
+                if self.several: row["note"] += _forecast(note)
         return row
 
     def _placed(self, code: bytes) -> list[int]:
@@ -139,7 +135,9 @@ def _work(estimates: Estimates | None) -> list[int]:
 
 def _launch(launch: LaunchConfig, name: str, several: bool) -> dict[str, Any]:
     partners = {key: value for key in ("call", "peers") if (value := getattr(launch, key)) is not None}
-    if several: partners = {key: [type(each).__name__, to_plain(each)] for key, each in partners.items()}
+    if several and partners:
+        from tinygrad_nv.tile.spec_json import to_plain
+        partners = {key: [type(each).__name__, to_plain(each)] for key, each in partners.items()}
     elif partners:
         raise BundleError(f"kernel {name} runs on several devices", "kernels of one device",
                           "compile a model of one rank")
@@ -152,6 +150,7 @@ def _partner(kind: str, found: Any) -> Any:
     from tinygrad_nv.dist.collectives.device import DeviceCall
     from tinygrad_nv.dist.collectives.peer_ranks import RankPeers
     from tinygrad_nv.runtime.together import Peers
+    from tinygrad_nv.tile.spec_json import from_plain
     kinds = {each.__name__: each for each in (DeviceCall, RankPeers, Peers)}
     return from_plain(kinds[kind], found)
 
@@ -208,7 +207,18 @@ def _note(template: str, reason: str, _: str, *tuned: Any) -> Note | KeptNote:
     return KeptNote(_text(template), _text(reason), functools.partial(_tuned, *tuned))
 
 
+def _forecast(note: Note | KeptNote) -> list[Any]:
+    """What runtime/observe/forecast.py predicts a time of: a spec and a schedule, of a kernel that has both.
+    (A bundle's start loads none of these modules.)"""
+    if getattr(note.schedule, "kind", "") != "gpu": return []
+    from tinygrad_nv.tile.spec_json import TUNED, spec_to_json
+    if type(note.spec) not in TUNED: return []
+    return [spec_to_json(note.spec), cast(Schedule, note.schedule).to_json()]
+
+
 def _tuned(spec: Any, schedule: Any) -> tuple[Any, Any]:
+    from tinygrad_nv.tile.spec_json import spec_from_json
+    from tinygrad_nv.tile.templates import TABLE
     return spec_from_json(spec), TABLE.read("gpu", schedule)
 
 

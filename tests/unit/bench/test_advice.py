@@ -31,7 +31,7 @@ def wrong(command: str, checkout: bool = False) -> list[str]:
     """The words of a command that are no package or extra of the project."""
     bad = []
     if "--no-index" in command: return bad  # a file
-    for word in re.sub(r"--no-deps|--target \S+|'", "", command).split():
+    for word in re.sub(r"--no-deps|--require-hashes|-r requirements/\S+|--target \S+|'", "", command).split():
         if word in ("or", "on", "and", "besides", "in"): break
         if word == "-U" or (word == "-e" and checkout): continue
         own = re.fullmatch(r"(\.|tinygrad-nv)\[([a-z,-]+)\]", last := word.rstrip(",."))
