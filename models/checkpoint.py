@@ -253,8 +253,8 @@ def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     out = dict(entries)
     for weight, names in bitmask.stored(entries).items():
         elements, mask, shape, *offsets = (out.pop(name) for name in names.values())
-        pair = math.prod(shape.shape) == 2 and shape.dtype.startswith("I")
-        extents = tuple(read_array(shape).reshape(-1).tolist()) if pair else ()
+        few = math.prod(shape.shape) <= 8 and shape.dtype.startswith("I")
+        extents = tuple(read_array(shape).reshape(-1).tolist()) if few else ()
         n, k = extents if len(extents) == 2 else (0, 0)
         count = (n,) if offsets else (n, k // 2)
         if mask.shape != (n, -(-k // 8)) or (offsets[0].shape if offsets else elements.shape) != count:

@@ -1,0 +1,1 @@
+from models.tokenizer_limits import *
