@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from tinygrad_nv.config import get
+from tinygrad_nv import config
 from tinygrad_nv.errors import TokenizerError
 
 MAX_STEPS = 10_000_000      # limit: iterations of a template's loops in one rendering
@@ -55,7 +55,7 @@ def exceeded(what: str, limit: str) -> TemplateLimit:
 
 def max_chars() -> int:
     """Characters of one text: NV_TEMPLATE_CHARS."""
-    return int(get("NV_TEMPLATE_CHARS"))
+    return int(config.get("NV_TEMPLATE_CHARS"))
 
 
 @dataclass(eq=False)
@@ -152,7 +152,7 @@ def require_bounded(values: Iterable[Any]) -> None:
 def metered(run: Callable[[], T]) -> T:
     """What a function returns, bounded while it runs. Raises `TemplateLimit`."""
     if getattr(_state, "meter", None) is not None: return run()
-    me, seconds = threading.get_ident(), int(get("NV_TEMPLATE_SECONDS"))
+    me, seconds = threading.get_ident(), int(config.get("NV_TEMPLATE_SECONDS"))
     meter = _state.meter = Meter(_clock_of(me), seconds, max_chars())
     try:
         try:

@@ -146,7 +146,7 @@ def _parquet(file: Path, read: Read) -> Iterator[Record]:
                 for row in group.to_pylist():
                     number += 1
                     yield record(_without_nulls(row), f"{file}, row {number}")
-                read(size * len(group) // max(1, rows))
+                read(size * number // rows - size * (number - len(group)) // rows)
     except pyarrow.ArrowException as error:
         raise DataError(f"{file} is not Parquet: {error}", "a Parquet file that is whole",
                         "download or write the file again") from error
