@@ -218,8 +218,11 @@ def _resumed(run: Run, output: Path) -> Progress:
     if found is None: return Progress(0, None)
     found.restore(run.tensors(), run.cut())
     if changed := run.parts.gathered(): Tensor.realize(*changed)
-    state = found.state
-    return Progress(int(state["step"]), SamplerState.from_json(state["data"]))
+    state = found.state if isinstance(found.state, dict) else {}
+    if type(step := state.get("step")) is not int or "data" not in state:
+        raise CheckpointError(f"{found.path} has no state of a training run", '"step" and "data"',
+                              "resume from another checkpoint")
+    return Progress(step, SamplerState.from_json(state["data"]))
 
 
 def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import CheckpointError
-from tinygrad_nv.files import read_json
+from tinygrad_nv.files import read_json, regular_size
+from tinygrad_nv.models.checkpoint import ITEM_BYTES
 from tinygrad_nv.train.files import FileRecord, read_record
 
 MAX_MANIFEST_BYTES = 64 << 20   # limit: bytes of a checkpoint's manifest.json
 MANIFEST, FORMAT, VERSION = "manifest.json", "tinygrad_nv training checkpoint", 1
+MAX_RANK = 64   # limit: dimensions of a checkpoint's tensor
 READERS = 4     # files that are hashed at a time
 FIX = "remove it, and resume from an older checkpoint"
 
@@ -64,11 +67,34 @@ def part_to_json(part: Part) -> str: return json.dumps(asdict(part))
 
 def part_from_json(data: Mapping[str, Any]) -> Part:
     """Raises KeyError, TypeError, ValueError."""
-    tensors = {name: StoredTensor(str(each["file"]), str(each["dtype"]), tuple(map(int, each["shape"])),
-                                  int(each["offset"])) for name, each in data["tensors"].items()}
-    files = {name: FileRecord(int(each["nbytes"]), str(each["sha256"]))
+    files = {_plain_name(name): FileRecord(_count(each["nbytes"]), str(each["sha256"]))
              for name, each in data["files"].items()}
-    return Part(int(data["rank"]), data["state"], files, tensors)
+    tensors = {name: _stored_tensor(each, files) for name, each in data["tensors"].items()}
+    return Part(_count(data["rank"]), data["state"], files, tensors)
+
+
+def _stored_tensor(data: Mapping[str, Any], files: Mapping[str, FileRecord]) -> StoredTensor:
+    """Where a tensor is. Raises KeyError, TypeError, ValueError: its file has not these bytes."""
+    shape = tuple(map(_count, data["shape"]))
+    made = StoredTensor(str(data["file"]), str(data["dtype"]), shape, _count(data["offset"]))
+    if len(shape) > MAX_RANK: raise ValueError(f"a tensor of {len(shape)} dimensions")
+    size = math.prod(shape) * ITEM_BYTES[made.dtype]
+    if made.offset + size > files[made.file].nbytes:
+        raise ValueError(f"{size} bytes from {made.offset} on, in a file of {files[made.file].nbytes}")
+    return made
+
+
+def _count(value: Any) -> int:
+    """An integer of 8 bytes, from 0 on. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << 63: raise ValueError(f"{str(value)[:40]!r} as a count")
+    return value
+
+
+def _plain_name(name: str) -> str:
+    """The name of a file in the directory, and not of one elsewhere. Raises ValueError."""
+    if not name or name in (".", "..") or {"/", "\\", "\0"} & set(name):
+        raise ValueError(f"{name[:40]!r} as the name of a file")
+    return name
 
 
 def incomplete(path: Path, why: str) -> CheckpointError:
@@ -91,17 +117,20 @@ def read_manifest(path: Path) -> Manifest:
         if content["format"] != FORMAT or content["version"] != VERSION:
             raise CheckpointError(f"{file} is of format {content['format']!r}, version {content['version']}",
                                   f"{FORMAT!r}, version {VERSION}", "resume with the release that wrote it")
-        return Manifest(int(content["step"]), content["run"],
-                        tuple(part_from_json(part) for part in content["parts"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise incomplete(path, f"{MANIFEST} lacks {error}") from error
+        parts = tuple(part_from_json(part) for part in content["parts"])
+        if not parts or [part.rank for part in parts] != [*range(len(parts))]:
+            raise ValueError(f"parts of ranks {[part.rank for part in parts[:8]]}")
+        return Manifest(_count(content["step"]), content["run"], parts)
+    except KeyError as error: raise incomplete(path, f"{MANIFEST} lacks {error}") from error
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise incomplete(path, f"{MANIFEST} has {error}") from error
 
 
 def require_sizes(path: Path, manifest: Manifest) -> None:
     """Raises `CheckpointError` for a file that is missing or of another size."""
     for part in manifest.parts:
         for name, record in part.files.items():
-            try: size = (path / name).stat().st_size
+            try: size = regular_size(path / name)
             except OSError as error: raise incomplete(path, f"{name}: {error.strerror}") from error
             if size != record.nbytes:
                 raise incomplete(path, f"{name} has {size} bytes, and had {record.nbytes}")

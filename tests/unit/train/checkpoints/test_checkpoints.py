@@ -193,6 +193,45 @@ def test_a_checkpoint_that_is_not_whole_is_named_and_skipped(tmp_path: Path, how
         load(tmp_path / "checkpoint-2")
 
 
+def test_a_manifest_that_names_what_is_elsewhere_or_absurd_is_refused(tmp_path: Path):
+    """Whoever writes a manifest can hash it, too."""
+    path = save(tmp_path, 1, {"a": filled(1)}, {"step": 1})
+    file, whole = path / "manifest.json", json.loads((path / "manifest.json").read_text())["content"]
+    name = next(each.name for each in path.glob("*.safetensors"))
+    (tmp_path / "outside").write_bytes((path / name).read_bytes())
+    os.symlink("/dev/zero", path / "endless")
+    os.mkfifo(path / "waits")
+    def changed(change: Callable[[Any, Any], Any]) -> str:
+        content = json.loads(json.dumps(whole))
+        change(content, content["parts"][0])
+        text = json.dumps(content)
+        file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": content}))
+        with pytest.raises(CheckpointError, match="checkpoint-1 is no whole checkpoint") as caught:
+            load(path)
+        return str(caught.value)
+    def file_named(other: str) -> Callable[[Any, Any], Any]:
+        record = whole["parts"][0]["files"][name] if "outside" in other else {"nbytes": 0, "sha256": ""}
+        return lambda _, part: part["files"].update({other: record})
+    for other in ("../outside", str(tmp_path / "outside"), "", "..", "a\0b"):
+        assert repr(other)[:20] in changed(file_named(other)), other
+    assert "a device" in changed(file_named("endless"))
+    assert "a FIFO" in changed(file_named("waits"))
+    for wrong in ({"offset": -1}, {"offset": 1 << 40}, {"shape": [1 << 62]}, {"shape": [-5, -3]},
+                  {"shape": 3}, {"shape": [1e308]}, {"shape": [1] * 1000}, {"file": "../outside"}, {"dtype": "F3"},
+                  {"dtype": []}):
+        changed(lambda _, part, wrong=wrong: part["tensors"]["a"].update(wrong))
+    for step in (1e308, -1, "x", None, [], 1 << 200, True):
+        changed(lambda content, _, step=step: content.update(step=step))
+    for parts in ([], {}, [[]], None, whole["parts"] * 2):
+        changed(lambda content, _, parts=parts: content.update(parts=parts))
+    changed(lambda _, part: part.update(rank=1))
+    deep: Any = []
+    for _ in range(500): deep = [deep]
+    for each in ("files", "tensors"): changed(lambda _, part, each=each: part.update({each: deep}))
+    file.write_text('{"sha256": "", "content": ' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json"): load(path)
+
+
 def ranks(directory: Path, tensors: list[dict[str, Tensor]], broken: int | None = None) -> list[Any]:
     """A save by threads that stand for ranks: what each came to."""
     count, made = len(tensors), list[Any]([None] * len(tensors))
