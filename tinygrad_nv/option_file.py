@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.files import MAX_NAMED_BYTES, parse_json, read_text
+from tinygrad_nv.files import parse_json, read_text
+
+MAX_OPTION_BYTES = 256 << 10    # limit: bytes of a file of options; YAML takes 2 s for as many
+MAX_OPTION_VALUES = 65_536      # limit: values of a file of options, each alias of YAML written out
 
 
 def read(path: Path) -> dict[str, Any]:
     """Returns the options of a file by name, with underscores for dashes. Raises `ConfigError`."""
-    try: text = read_text(path, MAX_NAMED_BYTES, pipes=True)
+    try: text = read_text(path, MAX_OPTION_BYTES, pipes=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}",
                           "a UTF-8 file that can be read", "correct its name") from error
@@ -26,13 +29,31 @@ def read(path: Path) -> dict[str, Any]:
 
 def _parsed(path: Path, text: str) -> Any:
     try:
-        if path.suffix == ".json": return parse_json(text)
-        try: yaml = import_module("yaml")
-        except ImportError as error:
-            raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",
-                              "pip install 'tinygrad-nv[train]' or write a .json file") from error
-        try: return yaml.safe_load(text)
-        except yaml.YAMLError as error: raise ValueError(str(error)) from error
+        found = parse_json(text) if path.suffix == ".json" else _load_yaml(path, text)
+        _count_values(found, {})
+        return found
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}", "YAML, or JSON in a .json file",
                           "correct it") from error
+
+
+def _load_yaml(path: Path, text: str) -> Any:
+    try: yaml = import_module("yaml")
+    except ImportError as error:
+        raise ConfigError(f"--config {path}, without the package pyyaml", "YAML needs it",
+                          "pip install 'tinygrad-nv[train]' or write a .json file") from error
+    try: return yaml.safe_load(text)
+    except yaml.YAMLError as error: raise ValueError(str(error)) from error
+
+
+def _count_values(value: Any, counts: dict[int, int]) -> int:
+    """Counts the values in a value. A list that aliases name again and again is one object, whose count is
+    kept in `counts`, and whose text would be as long as all of them. Raises ValueError for too many."""
+    if not isinstance(value, list | dict): return 1
+    if id(value) not in counts:
+        counts[id(value)] = MAX_OPTION_VALUES       # while it is counted: a list that is in itself
+        counts[id(value)] = 1 + sum(_count_values(each, counts)
+                                    for each in (value.values() if isinstance(value, dict) else value))
+    if counts[id(value)] > MAX_OPTION_VALUES:
+        raise ValueError(f"more than {MAX_OPTION_VALUES} values, aliases written out")
+    return counts[id(value)]

@@ -81,7 +81,10 @@ def _without(path: Path, name: str) -> str:
 @pytest.mark.parametrize(("text", "words"), [
     ("portt: 1", "unknown option portt"), ("portt: 1", "did you mean --port?"),
     ("config: other.yaml", "unknown option config"), ("- port", "is a list"), ("port: [1", "YAML"),
-    ("enable-sleep-mode: 3", "true or false"), (None, "cannot be read")])
+    ("enable-sleep-mode: 3", "true or false"), (None, "cannot be read"),
+    ("port: &a [*a]", "aliases written out"), ("port: 1\n" * 40_000, "at most 262144 are read"),
+    ("".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(9)),
+     "more than 65536 values"), ("port: " + "[" * 5000, "recursion")])
 def test_a_file_that_is_refused(tmp_path: Path, text: str | None, words: str):
     path = tmp_path / "serve.yaml"
     if text is not None: path.write_text(text)

@@ -217,8 +217,8 @@ def test_a_manifest_that_names_what_is_elsewhere_or_absurd_is_refused(tmp_path: 
     assert "a device" in changed(file_named("endless"))
     assert "a FIFO" in changed(file_named("waits"))
     for wrong in ({"offset": -1}, {"offset": 1 << 40}, {"shape": [1 << 62]}, {"shape": [-5, -3]},
-                  {"shape": 3}, {"shape": [1e308]}, {"shape": [1] * 1000}, {"file": "../outside"}, {"dtype": "F3"},
-                  {"dtype": []}):
+                  {"shape": 3}, {"shape": [1e308]}, {"shape": [1] * 1000}, {"file": "../outside"},
+                  {"dtype": "F3"}, {"dtype": []}):
         changed(lambda _, part, wrong=wrong: part["tensors"]["a"].update(wrong))
     for step in (1e308, -1, "x", None, [], 1 << 200, True):
         changed(lambda content, _, step=step: content.update(step=step))
