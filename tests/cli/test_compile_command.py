@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_case import flips
+from bundle_case import flips, forged, manifest_of
 
 from tinygrad_nv import LLM, SamplingParams
 from tinygrad_nv.bundle.container import open_bundle
+from tinygrad_nv.bundle.manifest import canonical
 from tinygrad_nv.errors import BundleError, ConfigError
 
 LIMITS = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "64")
@@ -114,6 +115,29 @@ def test_deterministic_is_part_of_what_it_was_compiled_for(command: Any, bundle:
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NV_DETERMINISTIC", "0")
     command("generate", bundle, *PROMPT, "--deterministic").refused("was compiled without", "--deterministic")
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("manifest", lambda m: m["about"]["options"].update(page_size=-1), "page_size = -1"),
+    ("manifest", lambda m: m["about"]["options"].update(page_size=1 << 40), "no memory"),
+    ("manifest", lambda m: m["about"]["options"].update(max_num_seqs=None), "max_num_seqs = None"),
+    ("manifest", lambda m: m["about"]["options"].update(new=1), "a field 'new', which this format has not"),
+    ("manifest", lambda m: m["about"]["options"].update(speculative="draft:/x:3"), "speculative = draft:/x"),
+    ("manifest", lambda m: m["about"]["options"].pop("quantization"), "has no quantization"),
+    ("set.json", lambda s: s.update(pages=1 << 40), "no memory for its weights, and 1099511627776 pages"),
+    ("set.json", lambda s: s.update(pages=-1), "pages = -1"),
+    ("set.json", lambda s: s.update(settings={"NV_DETERMINISTIC": []}), "NV_DETERMINISTIC = []"),
+    ("set.json", lambda s: s["parts"].update(rope="x" * 300_000), "has no part xxx"),
+    ("set.json", lambda s: s.update(name="other"), "is of other")])
+def test_forged_bundles_of_models(bundle: Path, name: str, change: Any, words: str) -> None:
+    """Every hash fits."""
+    opened = open_bundle(bundle)
+    own = name if name == "manifest" else next(each for each in opened.parts if each.endswith(name))
+    found = manifest_of(bundle) if name == "manifest" else opened.json(own)
+    change(found)
+    with pytest.raises(BundleError) as raised: LLM(forged(bundle, own, canonical(found)), device="CPU")
+    assert words in str(raised.value)
+    assert len(str(raised.value)) < 2000
 
 
 def test_a_bundle_keeps_its_weights_while_it_sleeps(bundle: Path) -> None:

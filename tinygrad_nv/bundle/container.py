@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,19 +39,22 @@ from tinygrad_nv.bundle.manifest import (
     Part,
     decoded,
     parsed,
+    shown,
 )
 from tinygrad_nv.errors import BundleError
+from tinygrad_nv.files import regular_size
 
 MAGIC, FORMAT = b"\x89TNV\r\n\x1a\n", (1, 1)     # 1.1 has im2col tensor maps
 HEAD = struct.Struct("<8sIIQQ")
 HEADER, PAGE = 64, 4096
-JSON_BYTES = 512 << 20      # of a part that is parsed
+JSON_BYTES = 128 << 20      # limit: bytes of a bundle's part that is parsed; a large model's have 10 MB
 Progress = Callable[[int], None]
 
 
 def is_bundle(path: Path) -> bool:
     """Whether a file begins as a bundle does."""
     try:
+        regular_size(path)      # a FIFO would be waited for
         with path.open("rb") as file: return file.read(len(MAGIC)) == MAGIC
     except (OSError, ValueError): return False     # of a name with a null byte, too
 
@@ -72,9 +76,11 @@ class Bundle:
         return {each.name: each for each in self.manifest.parts}
 
     def part(self, name: str) -> Part:
-        """A part. Raises `BundleError` where there is none of this name."""
-        if (found := self.parts.get(name)) is not None: return found
-        raise BundleError(f"{self.path} has no part {name}", "a bundle that is whole", FIX)
+        """A part, whose bytes are there. Raises `BundleError` where there is none of this name."""
+        if (found := self.parts.get(name)) is None:
+            raise BundleError(f"{self.path} has no part {shown(name)}", "a bundle that is whole", FIX)
+        if found.ranges: self._require_files(found)
+        return found
 
     def read(self, name: str) -> bytes:
         """The bytes of a part, checked."""
@@ -98,7 +104,7 @@ class Bundle:
     def verify(self, progress: Progress = lambda nbytes: None) -> None:
         """Checks every byte. Raises `BundleError`."""
         for part in self.manifest.parts:
-            self._check(part, lambda start, end: memoryview(bytearray(end - start)), progress)
+            self._check(self.part(part.name), lambda start, end: memoryview(bytearray(end - start)), progress)
 
     def _check(self, part: Part, memory: Callable[[int, int], memoryview], progress: Progress) -> None:
         """Reads a part into `memory(start, end)` of each of its chunks. Raises `BundleError` where its hash
@@ -119,21 +125,35 @@ class Bundle:
         return BundleError(f"{self.path}: {part.name}{where} is damaged: its bytes have another hash",
                            f"sha256 {part.sha256}", FIX)
 
-    def _open(self, part: Part) -> dict[str, int]:
-        """The files in which a part is, open."""
-        if not part.ranges: return {"": os.open(self.path, os.O_RDONLY)}
+    def _require_files(self, part: Part) -> None:
+        """Raises unless the files that a part refers to have its bytes: before memory is taken for them, and
+        before a FIFO is opened, which would wait."""
         if not self.weights:
-            raise BundleError(f"{self.path} refers to weights in {part.ranges[0].file}, and to no directory",
-                              "the directory of that file", "give it: --weights DIR")
-        made: dict[str, int] = {}
+            raise BundleError(f"{self.path} refers to weights in {shown(part.ranges[0].file)}, and to no "
+                              "directory", "the directory of that file", "give it: --weights DIR")
+        ends, name = Counter[str](), ""
+        for each in part.ranges: ends[each.file] = max(ends[each.file], each.offset + each.nbytes)
         try:
-            for name in {each.file for each in part.ranges}:
-                made[name] = os.open(Path(self.weights) / name, os.O_RDONLY)
-        except OSError as error:
-            for each in made.values(): os.close(each)
-            raise BundleError(f"{self.path} refers to {error.filename}: {error.strerror}",
+            for name, end in ends.items():
+                if (size := regular_size(Path(self.weights) / name)) < end:
+                    raise BundleError(f"{self.path}: {part.name} ends after {end} bytes of {shown(name)}, "
+                                      f"which has {size}", "a whole file", FIX)
+        except (OSError, ValueError) as error:      # of a directory with a null byte, too
+            why = error.strerror if isinstance(error, OSError) else error
+            raise BundleError(f"{self.path} refers to {shown(Path(self.weights) / name)}: {why}",
                               "the checkpoint that the bundle was compiled from",
                               "put it there, or say where it is: --weights DIR") from error
+
+    def _open(self, part: Part) -> dict[str, int]:
+        """The files in which a part is, open."""
+        places = {each.file: Path(self.weights) / each.file for each in part.ranges} or {"": self.path}
+        made: dict[str, int] = {}
+        try:
+            for name, place in places.items(): made[name] = os.open(place, os.O_RDONLY)
+        except OSError as error:
+            for each in made.values(): os.close(each)
+            raise BundleError(f"{shown(place)} cannot be read: {error.strerror}", "a file of the bundle",
+                              FIX) from error
         return made
 
     def _fill(self, part: Part, files: Mapping[str, int], start: int, view: memoryview) -> None:
@@ -154,12 +174,16 @@ def _read(file: int, offset: int, view: memoryview, what: str) -> None:
         offset, view = offset + count, view[count:]
 
 
-def open_bundle(path: Path, required_key: Path | None = None, weights: Path | None = None) -> Bundle:
+def open_bundle(path: str | Path, required_key: Path | None = None, weights: Path | None = None) -> Bundle:
     """Opens a bundle, whose manifest has to be signed by `required_key` if one is given. `weights`: the
     directory of files that it refers to. Raises `BundleError`."""
-    try: file = path.open("rb")
-    except OSError as error:
-        raise BundleError(f"{path} cannot be read: {error.strerror}", "a bundle",
+    path = Path(path)
+    try:
+        regular_size(path)      # a FIFO would be waited for
+        file = path.open("rb")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BundleError(f"{shown(path)} cannot be read: {why}", "a bundle",
                           "make one: tinygrad-nv compile MODEL -o model.tnv") from error
     with file:
         head = file.read(HEADER)
@@ -186,9 +210,8 @@ def open_bundle(path: Path, required_key: Path | None = None, weights: Path | No
         _require_filled(file, path, HEADER + len(rest), start, manifest.parts)
     # the same with and without a signature
     name = hashlib.sha256(data).hexdigest()
-    directory = weights if weights is not None else manifest.about.get("weights")
-    return Bundle(path, manifest, name, block[:signing.KEY_BYTES].hex(), start,
-                  str(directory) if isinstance(directory, str | Path) else "")
+    directory = weights if weights is not None else manifest.about.get("weights", "")
+    return Bundle(path, manifest, name, block[:signing.KEY_BYTES].hex(), start, str(directory))
 
 
 def _message(head: bytes, manifest: bytes) -> bytes: return hashlib.sha256(head[:32] + manifest).digest()

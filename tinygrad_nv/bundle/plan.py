@@ -4,8 +4,10 @@ Protocol: a step is the schedule that a StepStore keeps (engine/worker/step_stor
 arguments are `Place`s. `ProgramTable.add(program)` numbers programs, each once, and `encoded()` gives JSON
 and code; `programs(…)` reads them back. `encoded_step(linear, table)` is the JSON of a step, and
 `decoded_step(…)` the schedule again. What is read is checked as it is made, and raises `BundleError`: a
-program that names no code, a place outside of its memory. `launch` is what a launch needs besides
-(tile/launch.py); a kernel that calls a library or runs on several devices together is no part of a bundle.
+program that names no code, a place outside of its memory. What the code does with its arguments is beyond any
+check: a step's digest, of its programs and their code too, holds both together. `launch` is what a launch
+needs besides (tile/launch.py); a kernel that calls a library or runs on several devices together is no part
+of a bundle.
 
 JSON of a step:     {"places": [[owner, elements, dtype, offset, bytes of an intermediate], …],
                      "batches": [{"graph": 1, "launches": [[program, place, …], …]}, …]}
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
@@ -27,7 +30,8 @@ from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ParamArg, ProgramInfo, UOp
 
-from tinygrad_nv.bundle.manifest import FIX, canonical, field, shown
+from tinygrad_nv.bundle.manifest import FIX, Type, canonical, fields, shown
+from tinygrad_nv.bundle.objects import require_object
 from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.note import KeptNote, Note, ProgramKernel
 from tinygrad_nv.tile.expression import short
@@ -39,7 +43,16 @@ DTYPES = {short(each): each for each in (
     dtypes.int64, dtypes.uint64, dtypes.float16, dtypes.bfloat16, dtypes.float32, dtypes.float64,
     dtypes.fp8e4m3, dtypes.fp8e5m2)}
 MOST_BYTES = 1 << 48        # of an address
+MOST_PARTS = 1 << 16        # limit: parts of a kernel of a bundle for a CPU, as many as it may have threads
+MOST_GRID, MOST_BLOCK = ((1 << 31) - 1, 65535, 65535), 1024     # of a GPU: CTAs, threads of one
 GRAPH, ELF = "graph", b"\x7fELF"
+ROW: dict[str, Type] = {
+    "name": str, "code": list, "cubin": list, "parameters": list, "grid": list, "block": (list, type(None)),
+    "variables": list, "globals": list, "outs": list, "ins": list, "work": list, "launch": dict, "note": list}
+
+
+# what JSON of another shape raises while it is read
+FAULTS = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -115,11 +128,15 @@ class ProgramTable:
     def digest(self, number: int) -> str:
         """A hash of a program: what is launched, and the code that a compiler made of it; of a GPU the PTX,
         whatever ptxas makes of that."""
-        row = self.rows[number]
-        start, size = row["code"]
-        what = {key: value for key, value in row.items() if key != "cubin"}
-        what["code"] = hashlib.sha256(self.code[start:start + size]).hexdigest()
-        return hashlib.sha256(canonical(what)).hexdigest()
+        return program_digest(self.rows[number], self.code)
+
+
+def program_digest(row: Mapping[str, Any], code: bytes | bytearray) -> str:
+    """The hash of a program, from its JSON and the code of all."""
+    start, size = row["code"]
+    what = {key: value for key, value in row.items() if key != "cubin"}
+    what["code"] = hashlib.sha256(code[start:start + size]).hexdigest()
+    return hashlib.sha256(canonical(what)).hexdigest()
 
 
 def _variable(u: UOp) -> list[Any]:
@@ -162,10 +179,13 @@ def programs(rows: Any, code: bytes, target: Target, file: str, cubins: bool = F
     if not isinstance(rows, list): raise BundleError(f"{file}: no list of programs", "a list", FIX)
     made = []
     for number, row in enumerate(rows):
-        try: made.append(_program(row, code, target, "cubin" if cubins and "cubin" in row else "code",
-                                  several))
-        except (NVError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise BundleError(f"{file}: program {number} is none: {shown(error)}",
+        try:
+            fields(row, ROW, "it", ("cubin", "launch", "note"))
+            made.append(_program(row, code, target, "cubin" if cubins and "cubin" in row else "code",
+                                 several))
+        except (NVError, *FAULTS) as error:
+            why = error.found if isinstance(error, NVError) else error
+            raise BundleError(f"{file}: program {number} is none: {shown(why)}",
                               "the fields of docs/bundles.md", FIX) from error
     return made
 
@@ -176,12 +196,18 @@ def _program(row: dict[str, Any], code: bytes, target: Target, which: str, sever
     parameters = tuple(_parameter(_whole(slot), DTYPES[dtype], _whole(numel))
                        for slot, dtype, numel in row["parameters"])
     variables = tuple(_read_variable(*each) for each in row["variables"])
-    block = row["block"]
-    name = _text(row["name"])
-    info = ProgramInfo(name, _integers(row["grid"]), None if block is None else _integers(block), variables,
+    block = None if row["block"] is None else _integers(row["block"], 3)
+    name, grid = row["name"], _integers(row["grid"], 3)
+    info = ProgramInfo(name, grid, block, variables,
                        *(_integers(row[each]) for each in ("globals", "outs", "ins")), target)
-    if max((*info.globals, *info.outs, *info.ins), default=-1) >= len(parameters):
-        raise BundleError("it names an argument that it lacks", "arguments from 0")
+    if sorted(info.globals) != [*range(len(parameters))] or not {*info.outs, *info.ins} <= {*info.globals}:
+        raise BundleError("it names an argument that it lacks, or lacks one", "each argument once, from 0")
+    if target.device == "CPU":
+        require_object(code[start:start + size])
+        _require_parts(grid, block, variables)
+    elif not all(0 < n <= most for n, most in zip(grid, MOST_GRID, strict=True)) \
+            or not 0 < math.prod(block or (1,)) <= MOST_BLOCK:
+        raise BundleError(f"its grid is {grid}, its block {block}", f"{MOST_GRID} and {MOST_BLOCK} at most")
     work = Estimates(*_integers(row["work"], 3))
     kernel = KernelInfo(name=name, estimates=work)
     if "launch" in row:
@@ -192,6 +218,16 @@ def _program(row: dict[str, Any], code: bytes, target: Target, which: str, sever
     return UOp(Ops.PROGRAM, src=(UOp.sink(arg=kernel), UOp(Ops.LINEAR, src=parameters),
                                  UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=code[start:start + size])),
                arg=info)
+
+
+def _require_parts(grid: tuple[int, ...], block: tuple[int, ...] | None, variables: tuple[UOp, ...]) -> None:
+    """Raises unless a kernel of a CPU is called once for each value of its core_id."""
+    cores = [each.arg.vmin_vmax for each in variables if each.arg.name == "core_id"]
+    parts = grid[0]
+    if grid[1:] == (1, 1) and {*(block or (1,))} == {1} and 0 < parts <= MOST_PARTS \
+            and cores == [(0, parts - 1)] * (parts > 1): return
+    raise BundleError(f"its grid is {grid}, its block {block}, its core_id {cores}",
+                      f"1 to {MOST_PARTS} parts, with a core_id from 0 where there are several")
 
 
 @functools.lru_cache(1 << 12)
@@ -223,8 +259,9 @@ def _tuned(spec: Any, schedule: Any) -> tuple[Any, Any]:
 
 
 def _read_variable(slot: int, dtype: str, low: int, high: int, multiple: int, name: str) -> UOp:
-    arg = ParamArg(int(slot), DTYPES[dtype], (int(low), int(high)), int(multiple), _text(name),
-                   addrspace=AddrSpace.ALU)
+    slot, low, high, multiple = map(_signed, (slot, low, high, multiple))
+    if low > high or multiple < 1: raise ValueError(f"{name} is {low} to {high}, a multiple of {multiple}")
+    arg = ParamArg(slot, DTYPES[dtype], (low, high), multiple, _text(name), addrspace=AddrSpace.ALU)
     return UOp(Ops.PARAM, src=(UOp(Ops.STACK),), arg=arg)
 
 
@@ -234,7 +271,7 @@ def _read_launch(found: Mapping[str, Any], pointers: int, several: bool) -> Laun
     zeroed = tuple(Zeroed(_whole(each["pointer"]), _whole(each["nbytes"])) for each in found["zeroed"])
     if max((*(each.pointer for each in maps), *(each.pointer for each in zeroed)), default=-1) >= pointers:
         raise BundleError("its launch names an argument that it lacks", "arguments from 0")
-    integers = tuple(Integer(int(each["offset"]), tuple(map(int, each["factors"])))
+    integers = tuple(Integer(_signed(each["offset"]), tuple(map(_signed, each["factors"])))
                      for each in found["integers"])
     return LaunchConfig(_whole(found["dynamic_smem"]), (cluster[0], cluster[1], cluster[2]),
                         found["pdl"] is True, zeroed, maps, integers,
@@ -245,9 +282,9 @@ def _read_launch(found: Mapping[str, Any], pointers: int, several: bool) -> Laun
 def _read_map(found: Mapping[str, Any]) -> MapArgument:
     dims, strides, box = (_integers(found[each]) for each in ("dims", "strides", "box"))
     return MapArgument(_whole(found["pointer"]), _text(found["dtype"]), dims, strides, box,
-                       _text(found["swizzle"]), _whole(found["offset_bytes"]), int(found["dynamic"]),
-                       int(found["integer"]),
-                       *(tuple(map(int, found.get(each, ()))) for each in ("lower", "upper", "steps")))
+                       _text(found["swizzle"]), _whole(found["offset_bytes"]), _signed(found["dynamic"]),
+                       _signed(found["integer"]),
+                       *(tuple(map(_signed, found.get(each, ()))) for each in ("lower", "upper", "steps")))
 
 
 # **** steps ****
@@ -270,12 +307,13 @@ def plan_parts(steps: Iterable[Mapping[str, Any]], table: ProgramTable) -> dict[
     return {"programs.json": canonical(table.rows), "code": bytes(table.code), **made}
 
 
-def step_digest(step: Mapping[str, Any], table: ProgramTable) -> str:
-    """A hash of a step: its launches in order, each with the hash of its program and its memory."""
+def step_digest(step: Mapping[str, Any], program: Callable[[int], str]) -> str:
+    """A hash of a step: its launches in order, each with the hash of its program, by number, and its
+    memory."""
     made = hashlib.sha256(canonical(step["places"]))
     for batch in step["batches"]:
-        for program, *arguments in batch["launches"]:
-            made.update(table.digest(program).encode() + canonical(arguments))
+        for number, *arguments in batch["launches"]:
+            made.update(program(number).encode() + canonical(arguments))
     return made.hexdigest()
 
 
@@ -283,17 +321,19 @@ def decoded_step(found: Any, table: Sequence[UOp], owners: Callable[[str], int |
     """The schedule of a step over `Place`s. `owners(name)` is the size of named memory, None where there is
     none. Raises `BundleError`."""
     try:
-        places = [_place(each, owners) for each in field(found, "places", list, file)]
+        fields(found, {"places": list, "batches": list}, file)
+        places = [_place(each, owners) for each in found["places"]]
         marks = [UOp(Ops.NOOP, at.dtype, tag=at) for at in places]
         calls = []
-        for batch in field(found, "batches", list, file):
+        for batch in found["batches"]:
+            fields(batch, {"graph": int, "launches": list}, file)
             made = tuple(_launched(each, table, marks) for each in batch["launches"])
             if batch["graph"]:
                 body = UOp(Ops.CUSTOM_FUNCTION, src=(UOp(Ops.LINEAR, src=made),), arg=GRAPH)
                 calls.append(body.call())
             else: calls += made
         return UOp(Ops.LINEAR, src=tuple(calls))
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except FAULTS as error:
         raise BundleError(f"{file} is no step: {shown(repr(error))}", "the fields of docs/bundles.md",
                           FIX) from error
 
@@ -322,12 +362,18 @@ def _place(found: list[Any], owners: Callable[[str], int | None]) -> Place:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str: raise TypeError(f"{value!r} is no text")
+    if type(value) is not str: raise TypeError(f"no text: {shown(value)}")
     return value
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MOST_BYTES: raise ValueError(f"{value!r} is no size")
+    if type(value) is not int or not 0 <= value < MOST_BYTES: raise ValueError(f"no size: {shown(value)}")
+    return value
+
+
+def _signed(value: Any) -> int:
+    if type(value) is not int or not -MOST_BYTES < value < MOST_BYTES:
+        raise ValueError(f"no number of {MOST_BYTES} at most: {shown(value)}")
     return value
 
 

@@ -18,7 +18,7 @@ import tinygrad_nv
 from tinygrad_nv.bundle.container import Source, open_bundle, write_bundle
 from tinygrad_nv.bundle.manifest import canonical
 from tinygrad_nv.engine.bundled.function import CompiledFunction
-from tinygrad_nv.errors import BundleError, NVError
+from tinygrad_nv.errors import BundleError
 from tinygrad_nv.functional import convolution
 
 # another process: no compiler, no process that it could run, nothing scheduled
@@ -216,7 +216,7 @@ def test_forged_plans_raise_what_a_user_can_read(bundled: Path, name: str) -> No
     draw, refused = random.Random(len(name)), 0
     for _ in range(100):
         try: tinygrad_nv.load(changed(bundled, name, lambda found: mutated(draw, found)))
-        except (NVError, MemoryError): refused += 1     # the command line has words for both
+        except BundleError: refused += 1
     assert refused > 40
 
 
@@ -229,7 +229,7 @@ def test_forged_plans_raise_what_a_user_can_read(bundled: Path, name: str) -> No
                                                 *s["places"][1:]]}, "elements where"),
     ("programs.json", lambda p: [{**p[0], "code": [1 << 30, 8]}, *p[1:]], "ends behind the part"),
     ("programs.json", lambda p: [{**p[0], "globals": [99]}, *p[1:]], "an argument that it lacks"),
-    ("set.json", lambda s: {**s, "memory": dict.fromkeys(s["memory"], 4)}, "was compiled for 4 bytes of"),
+    ("set.json", lambda s: {**s, "memory": dict.fromkeys(s["memory"], 4)}, "has 4 bytes of input.0"),
     ("set.json", lambda s: {**s, "native": ["avx9999"]}, "lacks avx9999"),
     ("set.json", lambda s: {**s, "tree": {"tuple": [0, 99]}}, "has a structure"),
     ("set.json", lambda s: {**s, "inputs": [[[1 << 40] * 70, "f32"]]}, "has an argument")])

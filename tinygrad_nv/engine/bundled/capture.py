@@ -83,7 +83,7 @@ def _made(folder: Path, order: dict[str, Any]) -> dict[str, Any]:
         buffers = runner._buffers()
         return {"name": name_of(runner.device), "device": runner.device.partition(":")[0],
                 "threads": host_threads(runner.device), "layouts": layouts,
-                "steps": {name: [f"steps/{i}.json", step_digest(steps[name], table)]
+                "steps": {name: [f"steps/{i}.json", step_digest(steps[name], table.digest)]
                           for i, name in enumerate(names)},
                 "memory": {name: at.nbytes for name, at in buffers.items()},
                 "weights": _weights(folder, llm, buffers, order["refer"]),

@@ -9,6 +9,7 @@ writes besides its results, such as the counter of Tensor.rand, begins anew with
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +24,18 @@ from tinygrad.uop.ops import Ops
 
 from tinygrad_nv import hooks
 from tinygrad_nv.bundle import manifest
-from tinygrad_nv.bundle.container import Source, open_bundle, write_bundle
+from tinygrad_nv.bundle.container import Bundle, Source, open_bundle, write_bundle
 from tinygrad_nv.bundle.manifest import Manifest, canonical
-from tinygrad_nv.bundle.plan import DTYPES, ProgramTable, encoded_step, launches, plan_parts, step_digest
-from tinygrad_nv.engine.bundled.kept_steps import KeptSteps, SetParts
+from tinygrad_nv.bundle.plan import (
+    DTYPES,
+    MOST_BYTES,
+    ProgramTable,
+    encoded_step,
+    launches,
+    plan_parts,
+    step_digest,
+)
+from tinygrad_nv.engine.bundled.kept_steps import KeptSteps, SetParts, give_pool, no_memory
 from tinygrad_nv.engine.bundled.memory import bytes_of
 from tinygrad_nv.engine.bundled.sets import chosen, host_threads, name_of, native, require
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
@@ -37,6 +46,9 @@ from tinygrad_nv.tile.expression import short
 
 CALL = "call"       # the name of a function's step
 MOST_DIMENSIONS = 64
+SET: dict[str, manifest.Type] = {
+    "name": str, "steps": dict, "memory": dict, "pool": bool, "native": list, "threads": int, "parts": dict,
+    "inputs": list, "outputs": list, "tree": (int, dict)}
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,11 @@ class Shaped:
     def encoded(self) -> list[Any]:
         """As JSON."""
         return [list(self.shape), short(self.dtype)]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: str) -> Tensor:
         """Memory for one."""
@@ -129,7 +146,7 @@ class CompiledFunction:
         step = encoded_step(self.kept, table)
         weights = {name: at for name, at in self.named.items() if name.startswith("constant.")}
         on_cpu = self.device == "CPU"
-        about = {"name": own, "steps": {CALL: ["steps/0.json", step_digest(step, table)]},
+        about = {"name": own, "steps": {CALL: ["steps/0.json", step_digest(step, table.digest)]},
                  "memory": {name: at.nbytes for name, at in self.named.items()}, "pool": on_cpu,
                  "native": native(self.device), "threads": host_threads(self.device),
                  "parts": {name: f"weights/{name}" for name in weights},
@@ -185,28 +202,54 @@ def load(path: str | Path, device: str | None = None, required_key: Path | None 
         raise BundleError(f"{file} is the bundle of a {bundle.manifest.kind}", "one of a function",
                           "load a model with tinygrad_nv.LLM")
     there = manifest.field(bundle.manifest.about, "sets", list, str(file))
-    own, what = chosen(name, map(str, there), str(file)), f"{file}: set.json"
-    about = bundle.json(f"{own}/set.json")
-    for key, kind in (("steps", dict), ("inputs", list), ("outputs", list), ("native", list), ("pool", bool)):
-        manifest.field(about, key, kind, what)
+    own = chosen(name, there, str(file))
+    what = f"{file}: {own}/set.json"
+    about = _checked(bundle, own, what)
+    require(about["native"], str(file))
+    shapes = {key: [_read_shaped(each, what) for each in about[key]] for key in ("inputs", "outputs")}
+    _require_sizes(bundle, about["memory"], shapes, about["parts"], what)
+    tree = _checked_tree(about["tree"], len(shapes["outputs"]), what)
+    if about["pool"]: give_pool(bundle, own)
+    try: return _loaded(SetParts(bundle, own, about), name, shapes, tree)
+    except MemoryError as error: raise no_memory(bundle, "arguments and results") from error
+
+
+def _checked(bundle: Bundle, own: str, what: str) -> dict[str, Any]:
+    """The JSON of a function's set, whose fields have their types."""
+    about = manifest.fields(bundle.json(f"{own}/set.json"), SET, what)
     manifest.entries(about, "memory", int, what)
     manifest.entries(about, "parts", str, what)
-    require(map(str, about["native"]), str(file))
-    if about["pool"]:
-        from tinygrad_nv.runtime.cpu import pool
-        pool.give(bundle.read(f"{own}/pool"))
-    inputs, outputs = ([_read_shaped(each, what).empty(name) for each in about[key]]
-                       for key in ("inputs", "outputs"))
+    if about["name"] != own or not all(type(each) is str for each in about["native"]):
+        raise BundleError(f"{what} is of {manifest.shown(about['name'])}, with instructions "
+                          f"{manifest.shown(about['native'])}", f"{own}, and names", manifest.FIX)
+    if len({*about["parts"].values()}) < len(about["parts"]):
+        raise BundleError(f"{what} names a part twice", "a part for each constant", manifest.FIX)
+    return about
+
+
+def _require_sizes(bundle: Bundle, memory: Mapping[str, int], shapes: Mapping[str, Sequence[Shaped]],
+                   parts: Mapping[str, str], what: str) -> None:
+    """Raises unless all memory has the size that it needs: before any is taken."""
+    needed = {f"{key[:-1]}.{i}": each.nbytes for key, some in shapes.items() for i, each in enumerate(some)}
+    needed |= {name: bundle.part(part).nbytes for name, part in parts.items()}
+    for name in dict.fromkeys([*needed, *memory]):
+        if (found := memory.get(name)) == (right := needed.get(name)) and found: continue
+        raise BundleError(f"{what} has {manifest.shown(found)} bytes of {manifest.shown(name)}",
+                          f"{manifest.shown(right)}, as its shape or its part has, and more than none",
+                          manifest.FIX)
+
+
+def _loaded(parts: SetParts, device: str, shapes: Mapping[str, Sequence[Shaped]],
+            tree: Any) -> CompiledFunction:
+    """The function of a set that is checked."""
+    inputs, outputs = ([each.empty(device) for each in shapes[key]] for key in ("inputs", "outputs"))
     named = {f"{kind}.{i}": allocate(each) for kind, tensors in (("input", inputs), ("output", outputs))
              for i, each in enumerate(tensors)}
-    for each, part in about["parts"].items():
-        data = bundle.read(part)
-        named[str(each)] = _filled(data, name)
-    store = KeptSteps(SetParts(bundle, own, about), name, lambda: named)
-    step = CapturedStep(lambda: None, list, name, store, CALL)
+    for each, part in parts.about["parts"].items(): named[each] = _filled(parts.bundle.read(part), device)
+    store = KeptSteps(parts, device, lambda: named)
+    step = CapturedStep(lambda: None, list, device, store, CALL)
     step.prepare()
-    tree = _checked_tree(about.get("tree"), len(outputs), what)
-    return CompiledFunction(name, inputs, outputs, tree, step, named)
+    return CompiledFunction(device, inputs, outputs, tree, step, named)
 
 
 def _filled(data: bytes, device: str) -> Buffer:
@@ -218,9 +261,10 @@ def _filled(data: bytes, device: str) -> Buffer:
 
 
 def shaped(tensor: Tensor) -> Shaped:
-    """Shape and dtype of a Tensor. Raises `BundleError` for a symbolic shape."""
-    if not all(isinstance(each, int) for each in tensor.shape):
-        raise BundleError(f"a Tensor of shape {tensor.shape}", "integers", "give it a shape of integers")
+    """Shape and dtype of a Tensor. Raises `BundleError` for a symbolic shape, or one without elements."""
+    if not all(isinstance(each, int) and each for each in tensor.shape):
+        raise BundleError(f"a Tensor of shape {tensor.shape}", "integers from 1 on",
+                          "give it a shape of integers, with elements")
     return Shaped(tuple(int(each) for each in tensor.shape), tensor.dtype)
 
 
@@ -238,12 +282,14 @@ def _unlike(number: int, found: str, wanted: Shaped, device: str = "") -> Bundle
 def _read_shaped(found: Any, what: str) -> Shaped:
     try:
         shape, dtype = found
-        if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 0 for each in shape):
-            raise ValueError(shape)
-        return Shaped(tuple(shape), DTYPES[dtype])
+        made = Shaped(tuple(shape), DTYPES[dtype])
+        if len(shape) > MOST_DIMENSIONS or any(type(each) is not int or each < 1 for each in shape) \
+                or made.nbytes >= MOST_BYTES: raise ValueError(shape)
+        return made
     except (TypeError, ValueError, KeyError) as error:
-        raise BundleError(f"{what} has an argument {str(found)[:80]}", "a shape and a dtype",
-                          manifest.FIX) from error
+        raise BundleError(f"{what} has an argument {manifest.shown(found)}",
+                          f"a shape of 0 to {MOST_DIMENSIONS} numbers from 1 on, and a dtype, of less than "
+                          f"{MOST_BYTES} bytes", manifest.FIX) from error
 
 
 # **** structures ****
@@ -277,9 +323,18 @@ def _rebuilt(tree: Any, tensors: Sequence[Tensor]) -> Any:
 
 def _checked_tree(tree: Any, count: int, what: str) -> Any:
     """A structure of a file, which names outputs that are there."""
+    def visit(each: Any) -> None:
+        if type(each) is int and 0 <= each < count: return
+        (kind, inner), = each.items()
+        for one in {"dict": inner, "tuple": inner, "list": inner}[kind]:
+            if kind != "dict": visit(one)
+            else:
+                name, value = one
+                if type(name) is not str: raise TypeError(name)
+                visit(value)
     try:
-        _rebuilt(tree, [Tensor.empty(1)] * count)
+        visit(tree)
         return tree
-    except (TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        raise BundleError(f"{what} has a structure {str(tree)[:80]}",
+    except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        raise BundleError(f"{what} has a structure {manifest.shown(tree)}",
                           "numbers of results, in tuple, list, dict", manifest.FIX) from error

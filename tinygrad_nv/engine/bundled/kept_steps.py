@@ -2,7 +2,8 @@
 
 Protocol: a `StepStore` (worker/step_store.py) whose steps come from a bundle: `get(name)` is a step over the
 memory of this process, and raises `BundleError` for one that the bundle lacks, or whose memory has another
-size here. Programs are made once for all steps. Nothing is kept on disk.
+size here, or that has another digest than its set says. Programs are made once for all steps. Nothing is
+kept on disk.
 """
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from tinygrad.device import Buffer
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.bundle.container import Bundle
-from tinygrad_nv.bundle.manifest import FIX
-from tinygrad_nv.bundle.plan import decoded_step, programs
+from tinygrad_nv.bundle.manifest import FIX, shown
+from tinygrad_nv.bundle.objects import require_object
+from tinygrad_nv.bundle.plan import decoded_step, program_digest, programs, step_digest
 from tinygrad_nv.engine.bundled.sets import runs_cubins
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.errors import BundleError, NVError
@@ -49,7 +51,7 @@ class KeptSteps(StepStore):
         """The schedule of a step over the memory of this process."""
         made = super().get(name)
         if made is None:
-            raise BundleError(f"{self.parts.bundle.path} has no {name}",
+            raise BundleError(f"{self.parts.bundle.path} has no {shown(name)}",
                               "what a server's warm-up captures, with the limits it was compiled for",
                               "compile it with these limits")
         return made
@@ -58,10 +60,11 @@ class KeptSteps(StepStore):
     def loading(self, name: str) -> Iterator[None]:
         """Around the loading of a step's kernels: code that no compiler made raises all kinds of errors."""
         try: yield
-        except (NVError, MemoryError): raise
+        except NVError: raise
+        except MemoryError as error: raise no_memory(self.parts.bundle, f"intermediates of {name}") from error
         except Exception as error:
-            raise BundleError(f"{self.parts.bundle.path}: kernels of {name} cannot be loaded: {error!r}",
-                              "code of a compiler, for this machine", FIX) from error
+            raise BundleError(f"{self.parts.bundle.path}: kernels of {shown(name)} cannot be loaded: "
+                              f"{shown(repr(error))}", "code of a compiler, for this machine", FIX) from error
 
     def put(self, name: str, linear: UOp, existing: frozenset[UOp]) -> None:
         """Nothing: a bundle has all of its steps."""
@@ -78,6 +81,7 @@ class _Steps(Mapping[str, UOp]):
         self.names = {name: _part_of(name, found, store.parts)
                       for name, found in store.parts.about["steps"].items()}
         self.programs: list[UOp] | None = None
+        self.digests: list[str] = []
 
     def __getitem__(self, name: str) -> UOp:
         if name not in self.made: self.made[name] = self._read(name)
@@ -89,25 +93,48 @@ class _Steps(Mapping[str, UOp]):
 
     def _read(self, name: str) -> UOp:
         parts, store = self.store.parts, self.store
-        bundle, part = parts.bundle, self.names[name]
+        bundle, (part, digest) = parts.bundle, self.names[name]
         if self.programs is None:
             target = Device[store.device].renderer.target
-            self.programs = programs(bundle.json(parts.part("programs.json")),
-                                     bundle.read(parts.part("code")), target, f"{bundle.path}: {parts.name}",
+            rows, code = bundle.json(parts.part("programs.json")), bundle.read(parts.part("code"))
+            self.programs = programs(rows, code, target, f"{bundle.path}: {parts.name}",
                                      runs_cubins(store.device, parts.name))
+            self.digests = [program_digest(row, code) for row in rows]
         named, wanted = store.tensors(), parts.about["memory"]
 
         def room(owner: str) -> int | None:
             if owner not in named: return None
             if (found := named[owner].nbytes) != wanted.get(owner):
-                raise BundleError(f"{bundle.path} was compiled for {wanted.get(owner)} bytes of {owner}, "
-                                  f"which has {found} here", "equal memory of host and kernels", AGAIN)
+                raise BundleError(f"{bundle.path} was compiled for {shown(wanted.get(owner))} bytes of "
+                                  f"{shown(owner)}, which has {found} here",
+                                  "equal memory of host and kernels", AGAIN)
             return found
-        return decoded_step(bundle.json(part), self.programs, room, f"{bundle.path}: {part}")
+        step, what = bundle.json(part), f"{bundle.path}: {shown(part)}"
+        made = decoded_step(step, self.programs, room, what)
+        if step_digest(step, self.digests.__getitem__) == digest: return made
+        raise BundleError(f"{what} has another hash than its set says", f"{shown(digest)}", FIX)
 
 
-def _part_of(name: str, found: object, parts: SetParts) -> str:
-    """The part that has a step."""
-    if isinstance(found, list) and [type(each) for each in found] == [str, str]: return parts.part(found[0])
-    raise BundleError(f"{parts.bundle.path}: {parts.name} has {str(found)[:80]} for {name}",
+def give_pool(bundle: Bundle, own: str) -> None:
+    """Has threads of a CPU made of a set's code of them."""
+    from tinygrad_nv.runtime.cpu import pool
+    code = bundle.read(name := f"{own}/pool")
+    try: require_object(code)
+    except BundleError as error:
+        raise BundleError(f"{bundle.path}: {name}: {error.found}", error.expected, FIX) from error
+    pool.give(code)
+
+
+def no_memory(bundle: Bundle, what: str) -> BundleError:
+    """The error of memory that a bundle asks for, and this machine has not."""
+    return BundleError(f"{bundle.path}: there is no memory for {shown(what)}",
+                       "a bundle whose sizes are those of a model",
+                       "use a machine with more memory, or build it again")
+
+
+def _part_of(name: str, found: object, parts: SetParts) -> tuple[str, str]:
+    """The part that has a step, and its digest."""
+    if isinstance(found, list) and [type(each) for each in found] == [str, str]:
+        return parts.part(found[0]), found[1]
+    raise BundleError(f"{parts.bundle.path}: {parts.name} has {shown(found)} for {shown(name)}",
                       "the name of a part, and a hash", FIX)

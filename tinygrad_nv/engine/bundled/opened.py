@@ -25,7 +25,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv import config
 from tinygrad_nv.bundle import manifest
 from tinygrad_nv.bundle.container import Bundle, open_bundle
-from tinygrad_nv.engine.bundled.kept_steps import AGAIN, KeptSteps, SetParts
+from tinygrad_nv.engine.bundled.kept_steps import AGAIN, KeptSteps, SetParts, give_pool, no_memory
 from tinygrad_nv.engine.bundled.memory import layout_of
 from tinygrad_nv.engine.bundled.sets import chosen
 from tinygrad_nv.engine.executor.plan import RunnerPlan, make_runner
@@ -35,7 +35,7 @@ from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.engine.worker.kept_model import JobRunner
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.warm_up import Job
-from tinygrad_nv.errors import BundleError
+from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, host_bytes, write
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.order import SETTING
@@ -44,6 +44,15 @@ if TYPE_CHECKING:
     from tinygrad_nv.models.config import ModelConfig
     from tinygrad_nv.models.llama import Llama
 
+OPTIONS: dict[str, manifest.Type] = {
+    "dtype": str, "max_num_seqs": int, "max_num_batched_tokens": int, "kv_cache_dtype": str, "page_size": int,
+    "speculative": (str, type(None)), "quantization": (str, type(None)), "max_model_len": (int, type(None)),
+    "num_pages": (int, type(None))}
+SET: dict[str, manifest.Type] = {
+    "name": str, "device": str, "threads": int, "layouts": dict, "steps": dict, "memory": dict, "parts": dict,
+    "weight_bytes": int, "sparse_bytes": int, "cache_scales": list, "pages": int, "length": int, "pool": bool,
+    "settings": dict}
+MOST = 1 << 48          # of numbers of a set
 FILES = "model/"        # parts that are files of the model
 SMALL = 256 << 20       # bytes of such a file
 LIMITS = {"max_num_seqs": "--max-num-seqs", "max_num_batched_tokens": "--max-num-batched-tokens"}
@@ -73,7 +82,8 @@ class BundledModel:
                               "load it with tinygrad_nv.load")
         there = manifest.field(bundle.manifest.about, "sets", list, str(path))
         name = chosen(device, map(str, there), str(path))
-        parts = SetParts(bundle, name, _checked(bundle.json(f"{name}/set.json"), f"{path}: {name}/set.json"))
+        _check_options(bundle.manifest.about.get("options"), f"{path}: options")
+        parts = SetParts(bundle, name, _checked(bundle.json(f"{name}/set.json"), name, str(path)))
         if config.get(SETTING) and not parts.about["settings"].get(SETTING):
             raise BundleError(f"{SETTING}=1, and {path} was compiled without", "steps of one class",
                               "compile it with --deterministic")
@@ -81,9 +91,7 @@ class BundledModel:
         made = BundledModel(bundle, parts, device, directory)
         weakref.finalize(made, shutil.rmtree, directory, True)
         made._write_files()
-        if parts.about["pool"]:
-            from tinygrad_nv.runtime.cpu import pool
-            pool.give(bundle.read(parts.part("pool")))
+        if parts.about["pool"]: give_pool(bundle, name)
         return made
 
     def _write_files(self) -> None:
@@ -133,9 +141,14 @@ class BundledModel:
         """The model runner, with its weights."""
         model = _Unloaded(plan.config, plan.tinygrad_dtype, plan.device, plan.length)
         stage("read files")
-        with labelled(WEIGHTS): self._load(progress)
-        stage("load weights")
-        return make_runner(plan, cast("Llama", model), bundled=self)
+        try:
+            with labelled(WEIGHTS): self._load(progress)
+            stage("load weights")
+            return make_runner(plan, cast("Llama", model), bundled=self)
+        except MemoryError as error:
+            if isinstance(error, NVError): raise
+            raise no_memory(self.bundle, f"its weights, and {self.set.about['pages']} pages of keys and "
+                            f"values for {plan.length} tokens") from error
 
     # **** what the model runner asks for ****
 
@@ -200,12 +213,25 @@ class _Unloaded:
 def _default(name: str) -> int: return {"max_num_seqs": 64, "max_num_batched_tokens": 512}[name]
 
 
-def _checked(about: Any, what: str) -> Mapping[str, Any]:
-    """A set's JSON, whose fields have their types."""
-    for name, kind in (("steps", dict), ("settings", dict), ("pool", bool), ("weight_bytes", int),
-                       ("sparse_bytes", int), ("length", int), ("pages", int), ("cache_scales", list)):
-        manifest.field(about, name, kind, what)
+def _check_options(found: Any, what: str) -> None:
+    """Raises unless these are options that compile takes."""
+    for name, value in manifest.fields(found, OPTIONS, what, ("max_model_len", "num_pages")).items():
+        if isinstance(value, int) and not 1 <= value < MOST:
+            raise BundleError(f"{what} has {name} = {manifest.shown(value)}", f"1 to {MOST}", manifest.FIX)
+    if not (found["speculative"] or "ngram:").startswith("ngram:"):    # a draft model is outside of the file
+        raise BundleError(f"{what} has speculative = {manifest.shown(found['speculative'])}", "ngram:K",
+                          manifest.FIX)
+
+
+def _checked(found: Any, own: str, file: str) -> Mapping[str, Any]:
+    """A set's JSON, whose fields have their types, and numbers that a model can have."""
+    about = manifest.fields(found, SET, what := f"{file}: {own}/set.json")
     for name in ("layouts", "parts"): manifest.entries(about, name, str, what)
     manifest.entries(about, "memory", int, what)
-    made: Mapping[str, Any] = about
-    return made
+    manifest.entries(about, "settings", (int, str), what)
+    for name, low in (("weight_bytes", 0), ("sparse_bytes", 0), ("threads", 0), ("length", 1), ("pages", 1)):
+        if not low <= about[name] < MOST:
+            raise BundleError(f"{what} has {name} = {manifest.shown(about[name])}", f"{low} to {MOST}",
+                              manifest.FIX)
+    if about["name"] != own: raise BundleError(f"{what} is of {manifest.shown(about['name'])}", own)
+    return about

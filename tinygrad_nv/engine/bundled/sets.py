@@ -15,6 +15,7 @@ from typing import Any
 from tinygrad import Device
 
 from tinygrad_nv import config
+from tinygrad_nv.bundle.manifest import shown
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.errors import BundleError, ConfigError, ToolchainError
 from tinygrad_nv.runtime.device import NVDevice
@@ -74,7 +75,7 @@ def chosen(device: str, there: Iterable[str], file: str) -> str:
     there = list(there)
     found = next((name for name in names_for(device) if name in there), None)
     if found is not None: return found
-    raise BundleError(f"{file} has kernels for {', '.join(there)}; {device} is {names_for(device)[0]}",
+    raise BundleError(f"{file} has kernels for {shown(', '.join(there))}; {device} is {names_for(device)[0]}",
                       f"one of {', '.join(names_for(device))}",
                       "compile the model for this machine (--arch), or choose another --device")
 
@@ -129,7 +130,7 @@ def require(needed: Iterable[str], file: str) -> None:
     """Raises `BundleError` where this processor lacks what kernels were compiled for."""
     if missing := sorted(set(needed) - isa.flags()):
         raise BundleError(f"{file} was compiled for the processor it was compiled on, and this one lacks "
-                          f"{', '.join(missing)}", "such a processor",
+                          f"{shown(', '.join(missing))}", "such a processor",
                           "compile it here, or under DEV=CPU::x86_64,x86-64-v3")
 
 

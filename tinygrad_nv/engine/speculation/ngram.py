@@ -13,6 +13,7 @@ lookup). `parse_speculative` reads `--speculative`.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,8 @@ def parse_speculative(text: str) -> SpeculativeConfig:
     kind, _, rest = text.partition(":")
     name, colon, count = rest.rpartition(":")
     known = (kind == "ngram" and not colon) or (kind == "draft" and name)
-    if not known or not count.isascii() or not count.isdigit() or not 1 <= int(count) <= MAX_DRAFT_TOKENS:
-        raise ConfigError(f"--speculative {text}", f"ngram:K, or draft:DIR:K with a model's directory, and K "
-                          f"from 1 to {MAX_DRAFT_TOKENS} tokens", "change --speculative, or leave it out")
+    if not known or not re.fullmatch("[0-9]{1,9}", count) or not 1 <= int(count) <= MAX_DRAFT_TOKENS:
+        raise ConfigError(f"--speculative {text[:200]}",
+                          "ngram:K, or draft:DIR:K with a model's directory, and K from "
+                          f"1 to {MAX_DRAFT_TOKENS} tokens", "change --speculative, or leave it out")
     return SpeculativeConfig(int(count), Path(name) if kind == "draft" else None)
