@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -69,6 +70,83 @@ def test_bodies_of_tiny_chunks_and_endless_trailers(server: Live):
                    False) == [(200, "")]
 
 
+BODY = b'{"prompt":"a","max_tokens":1}'
+PLAIN = POST.replace(b"Transfer-Encoding: chunked\r\n\r\n", b"")
+# what is refused, and not waited for: the client sends no more, and does not close
+FRAMES = [
+    *((each, POST + head, 413, "body_too_large") for each, head in (
+        ("size", b"f" * 18 + b"\r\n"), ("unfinished size", b"f" * 18), ("16 MiB", b"1000000\r\n"),
+        ("a byte too many", b"2\r\n  \r\n3fffff\r\n"))),
+    *((each, POST + head, 400, "invalid_http") for each, head in (
+        ("negative", b"-5\r\nhello\r\n"), ("0x", b"0x1d\r\n"), ("21 digits", b"f" * 21), ("sign", b"+1d\r\n"),
+        ("line feed", b"1d\n" + BODY + b"\n0\n\n"), ("no size", b"\r\n"), ("words", b"chunk"),
+        ("no end of chunk", b"1d\r\n" + BODY + b"0\r\n\r\n"))),
+    ("extension", POST + b"1d;" + b"a" * 1_000_000, 431, "invalid_http"),
+    ("long trailer", POST + b"1d\r\n" + BODY + b"\r\n0\r\na: " + b"b" * 1_000_000, 431, "headers_too_large"),
+    ("trailers", POST + b"1d\r\n" + BODY + b"\r\n0\r\n" + b"a: b\r\n" * 600 + b"\r\n", 431,
+     "too_many_headers"),
+    ("unequal lengths", PLAIN + b"Content-Length: 29\r\nContent-Length: 30\r\n\r\n", 400, "invalid_http"),
+    ("length and chunks", PLAIN + b"Content-Length: 29\r\nTransfer-Encoding: chunked\r\n\r\n", 400,
+     "invalid_http"),
+    ("gzip", PLAIN + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501, "invalid_http"),
+    ("space in a name", PLAIN + b"Content-Length : 29\r\n\r\n", 400, "invalid_http"),
+    ("NUL", PLAIN + b"X: a\0b\r\n\r\n", 400, "invalid_http"),
+    ("version", b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, "invalid_http"),
+    ("encoding", PLAIN + b"Content-Encoding: gzip\r\nContent-Length: 29\r\n\r\n" + BODY, 415,
+     "unsupported_media_type")]
+
+
+@pytest.mark.parametrize(("what", "sent", "status", "code"), FRAMES, ids=[each[0] for each in FRAMES])
+def test_wrong_framing_is_refused_at_once(server: Live, what: str, sent: bytes, status: int, code: str):
+    assert first_answer(server, sent) == (status, code)
+
+
+def first_answer(server: Live, sent: bytes) -> tuple[int, str]:
+    """Of a client that sends all before it reads, and fails where it cannot."""
+    with socket.create_connection(("127.0.0.1", server.port), 1.9) as client:
+        client.sendall(sent)
+        got = b""
+        while not got.endswith(b"}"): got += client.recv(1 << 16) or b"(closed)}"
+    return int(got[9:12]), json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+def test_extensions_and_trailers_that_fit(server: Live):
+    body = b"001D;a=b\r\n" + BODY + b"\r\n0;c\r\nt: x\r\n\r\n"
+    assert answers(server, POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body, False) \
+        == [(200, "")]
+
+
+CHUNKS = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+
+
+@pytest.mark.parametrize("close", [b"", b"Connection: close\r\n"])
+def test_a_client_that_sends_all_first_reads_why_it_was_refused(server: Live, close: bytes):
+    """A connection that is closed while bytes arrive is reset, and what it had to say is lost."""
+    def with_length(head: bytes) -> bytes:
+        return head + close + b"Content-Length: 20000000\r\n\r\n" + b" " * 20_000_000
+    assert first_answer(server, with_length(PLAIN)) == (413, "body_too_large")
+    assert first_answer(server, PLAIN + close + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS * 200) \
+        == (413, "body_too_large")
+    assert first_answer(server, with_length(PLAIN.replace(b"completions", b"none"))) == (404, "not_found")
+
+
+def test_a_refused_client_may_not_send_for_ever(server: Live, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tinygrad_nv.server.limits.MAX_LINGER_BYTES", 1 << 20)
+    with socket.create_connection(("127.0.0.1", server.port), 10) as client, \
+            pytest.raises((ConnectionResetError, BrokenPipeError)):
+        client.sendall(PLAIN + b"Content-Length: 900000000\r\n\r\n" + b" " * 40_000_000)
+
+
+def test_clients_that_are_gone_leave_no_traceback(server: Live, caplog: pytest.LogCaptureFixture):
+    for _ in range(20): assert len(answers(server, GET + b"\r\nSM\r\n\r\n")) < 3
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), 10) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))     # a reset
+            client.sendall(b"PRI * HTTP/2.0\r\nHost: localhost\r\n\r\nSM\r\n\r\n")
+    assert server.http.get("/health").status_code == 200
+    assert [each for each in caplog.records if each.exc_info] == []
+
+
 def test_connections_are_bounded():
     with live(fake_service(limits=RequestLimits(connections=3))) as server:
         assert server.http.get("/health").status_code == 200
@@ -111,6 +189,14 @@ def test_an_integer_of_too_many_digits(server: Live):
     assert got.status_code == 400
     assert "more than 4300 digits" in got.text
     assert "sys." not in got.text
+
+
+def test_true_is_no_number(server: Live):
+    """In Python it is equal to 1, which these fields may be."""
+    for name in ("length_penalty", "n", "top_p", "best_of"):
+        got = server.post({"prompt": "a", "max_tokens": 1, name: True})
+        assert (got.status_code, got.json()["error"]["param"]) == (400, name), got.text
+    assert server.post({"prompt": "a", "max_tokens": 1, "length_penalty": 1}).status_code == 200
 
 
 def test_tiny_numbers_are_served(server: Live):

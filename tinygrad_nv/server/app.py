@@ -146,6 +146,7 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         # clients of Ollama and llama.cpp, curl among them, need not say what a body is
         if request.scope.get("cross_origin") or not route_path(request.scope).endswith(UNTYPED):
             _require_json(request.headers)
+        _require_plain(request.headers)
         body = await read_body(request, service.limits)
         record.size = len(body)
         if record.size <= INLINE_BYTES: return await answer(request, service, record, parse(body))
@@ -165,6 +166,12 @@ def _kept(service: Service, task: Callable[[ResponseStore, str], Awaitable[Respo
     async def endpoint(request: Request) -> Response:
         return await task(service.responses_of(request.scope["record"]), request.path_params["id"])
     return endpoint
+
+
+def _require_plain(headers: Mapping[str, str]) -> None:
+    if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
+        raise APIError(415, f"the body's encoding is {coding[:100]!r}; expected: no header Content-Encoding; "
+                       "to fix: send it as it is", "unsupported_media_type")
 
 
 def _require_json(headers: Mapping[str, str]) -> None:

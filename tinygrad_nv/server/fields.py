@@ -166,7 +166,7 @@ class Fields:
     def hint(self, name: str, usual: Sequence[Any] = (), why: str = "is not served") -> None:
         """A field that has no effect, whatever its value; `usual` ones ask for what holds anyway."""
         value = self.take(name)
-        if value is None or value in usual: return
+        if value is None or any(_same(value, each) for each in usual): return
         hint = f", or say {' or '.join(map(json.dumps, usual))}" if usual else ""
         ignore(invalid(f"{self.path(name)} {why}; to fix: leave it out{hint}", self.path(name),
                        "unsupported"))
@@ -174,7 +174,7 @@ class Fields:
     def as_usual(self, usual: Mapping[str, Any]) -> None:
         """Accepts fields only with the value of the default behaviour."""
         for name, value in usual.items():
-            if (asked := self.take(name)) is not None and asked != value:
+            if (asked := self.take(name)) is not None and not _same(asked, value):
                 raise invalid(f"{self.path(name)} is not served; to fix: leave it out, or say "
                               f"{json.dumps(value)}", self.path(name), "unsupported")
 
@@ -190,6 +190,11 @@ class Fields:
         hint = f"; did you mean {close[0]}?" if close else ""
         return invalid(f"unknown field {self.path(name)[:100]!r}{hint}", self.path(name)[:100],
                        "unknown_field")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are one in JSON: true is not 1."""
+    return bool(one == other and isinstance(one, bool) == isinstance(other, bool))
 
 
 def unicode(text: str, param: str) -> str:

@@ -4,31 +4,42 @@ Protocol: `RequestLimits` are set at startup. `read_body` reads a body, and rais
 large (at once if Content-Length says so), and 408 for one that does not arrive in time. `Guarded` is
 uvicorn's HTTP protocol with timeouts that uvicorn lacks: for headers, for an unread body, and for clients
 that do not read. It counts headers before h11 parses them, and answers invalid HTTP with OpenAI-style errors.
+It reads, and drops, what a refused client still sends before it closes the connection: one that is closed at
+once is reset, and the client may not see the answer.
 """
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import h11
+from h11._readers import ChunkedReader
 from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tinygrad_nv.engine.sampling import MAX_LOGPROBS
 from tinygrad_nv.server.errors import APIError
 
+if TYPE_CHECKING:
+    from h11._receivebuffer import ReceiveBuffer
+
 MAX_HEADER_BYTES = 64 << 10     # limit: bytes of a request's line and headers
 MAX_HEADERS = 500               # limit: headers of a request
 MAX_CHUNKS = 2048               # limit: chunks of a body, where they have less than `LEAST_CHUNK` bytes each
 LEAST_CHUNK = 64    # bytes: h11 takes 20 µs for a chunk
-LINGER_S = 1.0      # how long a refused client may go on sending: closed at once, it would not see the answer
+MAX_LINGER_BYTES = 64 << 20     # limit: bytes that are read, and dropped, of a client that was refused
+LINGER_S = 1.0      # how long a refused client may pause before its connection is closed
+LEAST_AUDIO_BYTES = 25 << 20    # limit: bytes of a form with a recording, where --max-body-bytes is less
+AUDIO_PATH = "/v1/audio/"
 SPARE_FILES = 128   # that are left to the rest of the process by the limit of connections
 HEAD_END = re.compile(rb"\n\r?\n")
+CHUNK_HEAD = re.compile(rb"([0-9A-Fa-f]{1,20})[ \t]*(;[^\n]*)?\r?")     # or its beginning
 
 
 @dataclass(frozen=True)
@@ -50,18 +61,22 @@ class RequestLimits:
     output_tokens: int | None = None
 
 
+def limits_of(path: str, limits: RequestLimits) -> RequestLimits:
+    """The limits of requests to a path: recordings may be larger than other bodies."""
+    if AUDIO_PATH not in path or limits.body_bytes >= LEAST_AUDIO_BYTES: return limits
+    return replace(limits, body_bytes=LEAST_AUDIO_BYTES)
+
+
 async def read_body(request: Request, limits: RequestLimits) -> bytes:
     """The body. Raises `APIError` 413 or 408, and starlette's `ClientDisconnect`."""
-    too_large = APIError(413, f"the body has more than {limits.body_bytes} bytes; to fix: send less, or "
-                         "raise --max-body-bytes", "body_too_large", None, {"Connection": "close"})
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > limits.body_bytes: raise too_large
+    if length.isdigit() and int(length) > limits.body_bytes: raise too_large(limits)
     body = bytearray()      # a list of parts of a byte each takes 40 times as much
     try:
         async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
                 body += part
-                if len(body) > limits.body_bytes: raise too_large
+                if len(body) > limits.body_bytes: raise too_large(limits)
     except TimeoutError as error:
         raise APIError(408, f"the body did not arrive within {limits.body_s:g} s", "body_timeout", None,
                        {"Connection": "close"}) from error
@@ -75,42 +90,99 @@ async def disconnected(request: Request) -> None:
     except ClientDisconnect: return
 
 
+def too_large(limits: RequestLimits) -> APIError:
+    """413 for a body."""
+    return APIError(413, f"the body has more than {limits.body_bytes} bytes; to fix: send less, or "
+                    "raise --max-body-bytes", "body_too_large", None, {"Connection": "close"})
+
+
+class CountedChunks(ChunkedReader):
+    """h11's reader of chunks, which waits for nothing that would be refused: chunks that are too large, sizes
+    that are none, trailers that are too long."""
+
+    def __init__(self, connection: CountedConnection, limits: RequestLimits) -> None:
+        super().__init__()
+        self.connection, self.limits = connection, limits
+
+    def __call__(self, buffer: ReceiveBuffer) -> h11.Data | h11.EndOfMessage | None:
+        """The next part of the body."""
+        if self._reading_trailer: self.connection.count_head("trailers")
+        event, owed = super().__call__(buffer), self._bytes_in_chunk
+        if event is None and buffer and not (self._reading_trailer or owed or self._bytes_to_discard):
+            if (begun := CHUNK_HEAD.fullmatch(head := bytes(buffer))) is None:
+                raise h11.RemoteProtocolError(f"illegal chunk header: {head[:40]!r}", 400)
+            owed = int(begun[1], 16)
+        if self.connection.received + owed > self.limits.body_bytes:
+            raise self.connection.refuse(too_large(self.limits))
+        return event
+
+
 class CountedConnection(h11.Connection):
     """h11's connection, which parses no request beyond the limits. `refusal`: what the client is told."""
     chunks = received = 0
     refusal: APIError | None = None
 
+    def __init__(self, limits: RequestLimits) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self.limits = limits
+
     def next_event(self) -> Any:
         """The next event. Raises h11's `RemoteProtocolError`, with `refusal` set."""
-        if self.their_state is h11.IDLE: self._count_head()
+        if self.their_state is h11.IDLE: self.count_head("headers")
         try: event = super().next_event()
         except h11.RemoteProtocolError as error:
-            raise self._refuse(error.error_status_hint, f"{str(error)[:200]}; expected: HTTP/1.1",
-                               "invalid_http") from error
-        if isinstance(event, h11.Request): self.chunks = self.received = 0
+            if self.refusal is not None: raise
+            found = str(error).replace("bytearray(b", "(b")[:200]
+            raise self.refuse(APIError(error.error_status_hint, f"{found}; expected: HTTP/1.1",
+                                       "invalid_http")) from error
+        if isinstance(event, h11.Request):
+            self.chunks = self.received = 0
+            if isinstance(self._reader, ChunkedReader):
+                self._reader = CountedChunks(self, limits_of(event.target.decode(), self.limits))
         elif isinstance(event, h11.Data):
             self.chunks += event.chunk_start
             self.received += len(event.data)
             if self.chunks > MAX_CHUNKS and self.received < self.chunks * LEAST_CHUNK:
-                raise self._refuse(413, f"the body has {self.chunks} chunks of less than {LEAST_CHUNK} "
-                                   "bytes; to fix: send larger ones", "chunks_too_small")
+                raise self.refuse(APIError(413, f"the body has {self.chunks} chunks of less than "
+                                           f"{LEAST_CHUNK} bytes; to fix: send larger ones",
+                                           "chunks_too_small"))
         return event
 
-    def _count_head(self) -> None:
+    def count_head(self, what: str) -> None:
+        """Raises for headers, or trailers, that are too many or too long."""
         waiting, _ = self.trailing_data
         found = HEAD_END.search(waiting, 0, MAX_HEADER_BYTES)
         end = len(waiting) if found is None else found.end()
         if end > MAX_HEADER_BYTES or (found is None and len(waiting) >= MAX_HEADER_BYTES):
-            raise self._refuse(431, f"the request line and the headers have more than "
-                               f"{MAX_HEADER_BYTES >> 10} KiB; to fix: send fewer or shorter ones",
-                               "headers_too_large")
+            raise self.refuse(APIError(431, f"the request line and the {what} have more than "
+                                       f"{MAX_HEADER_BYTES >> 10} KiB; to fix: send fewer or shorter ones",
+                                       "headers_too_large"))
         if waiting.count(b"\n", 0, end) > MAX_HEADERS + 2:
-            raise self._refuse(431, f"the request has more than {MAX_HEADERS} headers; to fix: send fewer",
-                               "too_many_headers")
+            raise self.refuse(APIError(431, f"the request has more than {MAX_HEADERS} {what}; to fix: send "
+                                       "fewer", "too_many_headers"))
 
-    def _refuse(self, status: int, message: str, code: str) -> h11.RemoteProtocolError:
-        self.refusal = APIError(status, message, code)
-        return h11.RemoteProtocolError(message, error_status_hint=status)
+    def refuse(self, refusal: APIError) -> h11.RemoteProtocolError:
+        """The error that refuses the request."""
+        self.refusal = refusal
+        return h11.RemoteProtocolError(refusal.message, error_status_hint=refusal.status)
+
+
+class Lingering:
+    """uvicorn's transport, whose `close` closes at once only if the client sends no more."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Guarded) -> None:
+        self.transport, self.protocol = transport, protocol
+
+    def __getattr__(self, name: str) -> Any: return getattr(self.transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether it was closed."""
+        return self.protocol.refused or self.transport.is_closing()
+
+    def close(self) -> None:
+        """Closes, after the client has sent the rest of its request."""
+        if self.protocol.conn.their_state in (h11.SEND_BODY, h11.ERROR): self.protocol.linger()
+        else: self.transport.close()
 
 
 class Guarded(H11Protocol):
@@ -120,28 +192,34 @@ class Guarded(H11Protocol):
     header_s: ClassVar[float] = RequestLimits.header_s
     body_s: ClassVar[float] = RequestLimits.body_s
     max_connections: ClassVar[int] = RequestLimits.connections
-    refused = False
+    limits: ClassVar[RequestLimits] = RequestLimits()
+    refused = False     # what arrives is dropped
+    dropped = 0         # bytes
     waiting: asyncio.TimerHandle | None = None
     writing: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.conn = CountedConnection(h11.SERVER, MAX_HEADER_BYTES)
+        self.conn = CountedConnection(self.limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Starts the header timeout."""
         super().connection_made(transport)
+        self.transport = cast(asyncio.Transport, Lingering(transport, self))
         # pause writing as soon as the socket is full: tokens generated meanwhile become one delta
         # (1, not 0: asyncio's TLS counts an empty buffer as full then, and stays paused)
         transport.set_write_buffer_limits(1, 0)
         if len(self.connections) <= self.max_connections: return self._wait()
         self._refuse(APIError(503, f"{self.max_connections} connections are open, which is the limit; to "
                               "fix: close some, or raise --max-connections", "too_many_connections"))
-        transport.close()
+        transport.close()   # at once: others wait for its descriptor
 
     def data_received(self, data: bytes) -> None:
         """Stops the header timeout once headers are complete, and restarts it with the next request."""
-        if self.refused: return
+        if self.refused:
+            self.dropped += len(data)
+            if self.dropped > MAX_LINGER_BYTES: self._closes()
+            return
         super().data_received(data)
         if self.refused: return
         owed = self.conn.their_state is h11.IDLE or self._answered()
@@ -189,7 +267,7 @@ class Guarded(H11Protocol):
         self.writing = None
 
     def _too_late(self) -> None:
-        if self._answered(): self.transport.close()
+        if self._answered(): self._closes()
         elif not self.transport.is_closing():
             self._refuse(APIError(408, f"the headers did not arrive within {self.header_s:g} s",
                                   "header_timeout"))
@@ -200,17 +278,28 @@ class Guarded(H11Protocol):
         reason = HTTPStatus(error.status).phrase
         head = (f"HTTP/1.1 {error.status} {reason}\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n")
-        self._stop_waiting()
-        self.refused = True
         # its task ends, and writes nothing
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.write(head.encode() + body)
-        if not self.transport.can_write_eof(): return self.transport.close()
-        self.transport.write_eof()
+        self.linger()
+
+    def linger(self) -> None:
+        """Closes the connection when the client has sent what it has to send, or a limit of it."""
+        self._stop_waiting()
+        self.refused = True
+        with contextlib.suppress(OSError):      # the client is gone
+            if self.transport.can_write_eof(): self.transport.write_eof()
         self.transport.resume_reading()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self._linger(self.loop.time() + self.body_s, -1)
+
+    def _linger(self, ends: float, before: int) -> None:
+        if self.dropped == before or self.loop.time() > ends: self._closes()
+        else: self.loop.call_later(LINGER_S, self._linger, ends, self.dropped)
+
+    def _closes(self) -> None:
+        cast(Lingering, self.transport).transport.close()
 
 
 def guarded(limits: RequestLimits) -> type[Any]:
@@ -219,4 +308,4 @@ def guarded(limits: RequestLimits) -> type[Any]:
     most = limits.connections if files == resource.RLIM_INFINITY else \
         min(limits.connections, max(files - SPARE_FILES, 1))
     return type("Guarded", (Guarded,), {"header_s": limits.header_s, "body_s": limits.body_s,
-                                        "max_connections": most})
+                                        "max_connections": most, "limits": limits})

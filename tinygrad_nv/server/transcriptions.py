@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -24,7 +23,7 @@ from tinygrad_nv.engine.speech.subtitles import srt, vtt
 from tinygrad_nv.errors import AudioError, NVError
 from tinygrad_nv.models.whisper.languages import LANGUAGES
 from tinygrad_nv.server.errors import APIError, api_error
-from tinygrad_nv.server.limits import read_body
+from tinygrad_nv.server.limits import AUDIO_PATH, limits_of, read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service, SpeechClient
 from tinygrad_nv.server.sse import streamed, until_disconnect
@@ -34,19 +33,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 PATHS = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
-LEAST_BODY = 25 << 20   # bytes that a body may have at least: OpenAI's limit of a file
 BYTES_A_SECOND = 16000 * 4 + 100 * 128 * 4     # of a recording at 16 kHz, and its spectrogram
 
 
 def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Response]]:
     """The endpoint of a task."""
-    limits = replace(service.limits, body_bytes=max(service.limits.body_bytes, LEAST_BODY))
-
     async def answer(request: Request) -> Response:
         record: Record = request.scope["record"]
         record.id = "transcript-" + record.id
         client = service.require_speech()
-        body = await read_body(request, limits)
+        body = await read_body(request, limits_of(AUDIO_PATH, service.limits))
         asked = parsed(await form_aside(request.headers.get("content-type", ""), body), task)
         service.require_name(asked.model)
         record.stream = asked.stream
