@@ -39,7 +39,8 @@ DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.flo
           "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
 MOST_ISSUES = 200_000   # of a trace: some 40 MB
 ARG_ELEMENTS = 1 << 28  # limit: elements of an array that --arg of ptx check makes; bytes of empty:
-MOST_SECONDS = 2.0      # limit: seconds of computing without an end of a CTA, for ptx check and ptx time
+MOST_SECONDS = 2.0      # limit: seconds of computing without an end of a CTA, for ptx check and ptx time (--max-seconds)
+MOST_MEMORY = 512       # limit: MiB for threads and the checks of what they touch, for ptx check and ptx time (--max-memory)
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
@@ -94,6 +95,9 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dynamic-smem", type=int, default=0, metavar="BYTES", help="dynamic shared memory")
     parser.add_argument("--max-seconds", type=_seconds, default=MOST_SECONDS, metavar="S",
                         help="end a launch of which no CTA ends for so long (default %(default)g; 0: never)")
+    parser.add_argument("--max-memory", type=_mebibytes, default=MOST_MEMORY << 20, metavar="MIB",
+                        help=f"end a launch whose threads, and the checks of what they touch, take more of the host's "
+                        f"memory (default {MOST_MEMORY}; 0: no limit)")
     parser.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
 
 
@@ -111,7 +115,7 @@ def _extents(text: str) -> tuple[int, ...]:
 def _seed(text: str) -> int | str:
     if text == LATE: return text
     try: return int(text, 0)
-    except ValueError: raise argparse.ArgumentTypeError(f"{text!r} is no integer, nor {LATE}") from None
+    except ValueError: raise argparse.ArgumentTypeError(f"{text[:40]!r} is no integer, nor {LATE}") from None
 
 
 def _count(text: str) -> int:
@@ -125,16 +129,21 @@ def _seconds(text: str) -> float | None:
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of seconds; write 60, or 0 for no limit")
 
 
+def _mebibytes(text: str) -> int | None:
+    if text.isascii() and text.isdigit() and len(text) < 9: return int(text) << 20 or None
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of MiB; write 2048, or 0 for no limit")
+
+
 def _trace(text: str) -> Trace:
     if (found := re.fullmatch(r"(\d{1,9}):(\d{1,2})", text, re.ASCII)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not CTA:WARP, such as 0:3")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not CTA:WARP, such as 0:3")
     return Trace(int(found[1]), (int(found[2]),))
 
 
 def _save(text: str) -> tuple[int, str]:
     number, equals, name = text.partition("=")
-    if not equals or not number.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not N=FILE.npy, such as 2=out.npy")
+    if not equals or not (number.isascii() and number.isdigit()) or len(number) > 4:
+        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not N=FILE.npy, such as 2=out.npy")
     return int(number), name
 
 
@@ -222,7 +231,7 @@ def _launched(arguments: argparse.Namespace, seed: int | str) -> Report:
     text = read(arguments.file)
     module = parse(text)
     emu = Emulator(arguments.arch or module.target, check=not arguments.no_check, seed=seed,
-                   max_seconds=arguments.max_seconds)
+                   max_seconds=arguments.max_seconds, max_memory=arguments.max_memory)
     args = [argument(emu, word) for word in arguments.arg]
     block = arguments.block or block_of(module, arguments.entry)
     for number, _ in arguments.save:
@@ -291,7 +300,8 @@ def run_time(arguments: argparse.Namespace) -> int:
     """Predicts the time of a launch."""
     text = read(arguments.file)
     module = parse(text)
-    emu = Emulator(arguments.arch or module.target, max_seconds=arguments.max_seconds)
+    emu = Emulator(arguments.arch or module.target, max_seconds=arguments.max_seconds,
+                   max_memory=arguments.max_memory)
     found = emu.launch(text, arguments.grid, arguments.block or block_of(module, arguments.entry),
                        [argument(emu, word) for word in arguments.arg], arguments.entry, arguments.cluster,
                        arguments.dynamic_smem, timing=arguments.gpu,

@@ -1,6 +1,7 @@
 """Checks of a launch: its shape, shared memory and arguments against the kernel's declarations."""
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -66,6 +67,18 @@ def check_launch(arch: str, module: PTXModule, program: Program, grid: Triple, b
         raise PTXError(f"{shared} bytes of shared memory ({shared - dynamic} static, {dynamic} dynamic)", 0,
                        f"at most {SHARED_LIMIT[number]} on {arch}", "use smaller tiles or fewer stages")
     return grid, block, cluster
+
+
+def check_threads(program: Program, block: Triple, cluster: Triple, most: int | None) -> None:
+    """Registers and local memory of a cluster's threads take half of what a launch may hold at most: the rest is for
+    what they touch."""
+    warps = -(-math.prod(block) // 32) * math.prod(cluster)
+    nbytes = warps * (program.register_bytes + 32 * program.local_bytes)
+    if most is None or nbytes <= most // 2: return
+    raise PTXError(f"PTX line {program.function.line}: {program.name}: {program.register_bytes} bytes of registers a warp "
+                   f"and {program.local_bytes} of local memory a thread, {nbytes >> 20} MiB for {warps} warps",
+                   program.function.line, f"at most {most >> 21} MiB for the threads of a cluster",
+                   "use fewer threads, or raise max_memory (--max-memory)")
 
 
 def check_target(arch: str, target: str) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.arguments import (
     check_launch,
+    check_threads,
     pack_arguments,
     triple,
 )
@@ -93,21 +94,23 @@ class Emulator:
     detector and its kin (bounds and alignment are always checked); `exact` makes tensor cores sum exactly
     instead of truncating as hardware does; a launch ends with a finding of kind instruction-limit after
     `step_limit` warp-instructions, or 20 times as many where no thread polls (strong loads, atomics,
-    try_wait), or, with `max_seconds`, when none of its clusters has ended for so many seconds of computing.
+    try_wait), or, with `max_seconds`, when none of its clusters has ended for so many seconds of computing, or, with
+    `max_memory`, when threads and what the checks keep of the memory that they touch take so many bytes.
     At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no more fit; others
     start, in their order, as these end. `ordinal` is which of several GPUs it is: their addresses
     differ. Raises `PTXError` for an unknown architecture."""
 
     def __init__(self, arch: str = "sm_90a", check: bool = True, seed: int | str = 0, exact: bool = False,
                  step_limit: int = 1_000_000_000, resident: int = 1 << 30,
-                 ordinal: int = 0, max_seconds: float | None = None) -> None:
+                 ordinal: int = 0, max_seconds: float | None = None,
+                 max_memory: int | None = None) -> None:
         if resident < 1: raise PTXError(f"resident={resident}", 0, "at least 1 cluster")
         if arch not in ARCHITECTURES:
             raise PTXError(f"unknown architecture {arch!r}", 0, f"one of {', '.join(ARCHITECTURES)}")
         if isinstance(seed, str) and seed != LATE:
             raise PTXError(f"seed={seed!r}", 0, f"an integer, or {LATE!r}")
         self.arch, self.check, self.seed, self.exact, self.step_limit = arch, check, seed, exact, step_limit
-        self.resident, self.max_seconds = resident, max_seconds
+        self.resident, self.max_seconds, self.max_memory = resident, max_seconds, max_memory
         self.buffers: dict[int, Buffer] = {}
         self.multicasts: list[Multicast] = []
         self.modules: dict[bytes, LoadedModule] = {}
@@ -200,6 +203,7 @@ class Emulator:
             raise PTXError(f"dynamic_smem={dynamic_smem!r}", 0, "a number of bytes ≥ 0")
         shared = program.static_bytes + int(dynamic_smem)
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
+        check_threads(program, shape[1], shape[2], self.max_memory)
         return Run(self, loaded.packed(program, library().handler), program, shape, shared,
                    pack_arguments(function, args), ptx_text, **options)
 

@@ -60,6 +60,7 @@ class LaunchStruct(ctypes.Structure):
         ("sm_count", u32),
         ("arch", i32), ("check", i32), ("exact", i32), ("uses_wgmma", i32), ("registers", i32),
         ("resident", i32), ("narrow", i32), ("remote", i32), ("seed", u64), ("step_limit", u64),
+        ("most_held", i64),
         ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
         ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32),

@@ -49,6 +49,7 @@ class Device(Protocol):
     seed: int | str
     step_limit: int
     max_seconds: float | None
+    max_memory: int | None
     resident: int
     buffers: dict[int, Buffer]
     multicasts: list[Multicast]
@@ -109,6 +110,7 @@ class Run:
             program.uses_wgmma, entry_registers(program.function),
             min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)),
             program.narrow, program.remote, seed, emu.step_limit,
+            (1 << 63) - 1 if emu.max_memory is None else emu.max_memory,
             emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
             ahead is not None, _names(ahead or ()), None if tapes is None else tapes.numbers.ctypes.data,

@@ -106,7 +106,7 @@ HANDLER(ld) {
 /* ld.param at a constant offset: the same for all lanes. */
 HANDLER(ld_param) {
     u32 bytes = (u32)op->width * op->vector;
-    bool fits = (u64)op->imm + bytes <= (u64)m->launch.parameter_bytes && (u64)op->imm % bytes == 0;
+    bool fits = within((u64)op->imm, bytes, (u64)m->launch.parameter_bytes) && (u64)op->imm % bytes == 0;
     if (!fits) return op_ld(m, w, op, mask);
     const i32 *items = items_of(m, op, &op->d);
     u8 *host[LANES];

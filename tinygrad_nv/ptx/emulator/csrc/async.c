@@ -5,7 +5,6 @@
  * poisoned. The data moves when the machine completes its `Async`, sources being read then. Completing one
  * earlier than it has to be is always allowed.
  */
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -193,7 +192,7 @@ static void count_copies(Machine *m, const Op *op, const u64 *to, const u64 *fro
 HANDLER(cp_async) {
     u64 to[LANES], *from = r64(w, op->b);
     u32 written = 0, read = 0, group = ~0u;
-    CopyPiece *pieces = malloc(sizeof *pieces * LANES), *next = pieces;
+    CopyPiece *pieces = take(sizeof *pieces * LANES), *next = pieces;
     addresses(w, op, to);
     ACTIVE {
         Place d, s = {.host = memory_zeros};
@@ -211,7 +210,7 @@ HANDLER(cp_async) {
     Async a = {.complete = complete_copies, .warp = w, .op = op, .lane = lowest(mask), .group = group,
                .family = COPY, .args = {(u64)(next - pieces)}, .bytes = (u8 *)pieces};
     if (written) async_add(m, a);
-    else free(pieces);
+    else give(pieces);
     return NEXT;
 }
 
@@ -287,7 +286,7 @@ HANDLER(cp_arrive) {
         if (w->tape) tape_note(w, FOLLOWS, (u32)popcount(same), barrier_key(m, p.region->cta, p.offset),
                                b->epoch, 0);
         if (!(op->flags & CP_NOINC)) {
-            b->pending += popcount(same);
+            if (b->pending <= MBARRIER_LIMIT) b->pending += popcount(same);
             mbarrier_changed(m, p.region->cta, b);
         }
         async_add(m, (Async){.complete = complete_arrival, .warp = w, .op = op, .lane = lane,

@@ -139,7 +139,8 @@ static void draw_for_others(Machine *m, const Warp *w, const Op *op, const i32 *
     u64 all = (u64)a->grid[0] * a->grid[1] * a->grid[2] / (a->cluster[0] * a->cluster[1] * a->cluster[2]);
     u64 step = operand_of(w, list[1], op->width, lane), share = all / (u64)a->whole;
     if (share < 1) share = 1;
-    u64 next = w->cta->cluster->most ? *old : *old + step * share, round = step ? *old / (step * share) + 1 : 0;
+    u64 stride = step * share;  /* 0, too, where it wraps */
+    u64 next = w->cta->cluster->most ? *old : *old + stride, round = stride ? *old / stride + 1 : 0;
     memcpy(host, &next, op->width);
     f64 place = 0.7548776662466927 * (f64)round;
     m->draws++;

@@ -250,6 +250,6 @@ void barriers_free(Machine *m, Cta *c) {
     (void)m;
     for (int i = 0; i < NAMED_BARRIERS; i++) clock_free(c->named[i].clock[0]);
     for (i32 i = 0; i < c->mbarrier_count; i++)
-        for (int j = 0; j < 2; j++) clock_free(c->mbarriers[i].clock[j]), free(c->mbarriers[i].arrivals[j]);
-    free(c->mbarriers);
+        for (int j = 0; j < 2; j++) clock_free(c->mbarriers[i].clock[j]), give(c->mbarriers[i].arrivals[j]);
+    give(c->mbarriers);
 }

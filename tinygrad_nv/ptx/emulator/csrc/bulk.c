@@ -4,7 +4,6 @@
  * bytes, c the mbarrier's address (u64) or -1, the list the mask of CTAs that a multicast goes to. flags:
  * reduction | type << 4, types by their numbers in tensor maps.
  */
-#include <stdlib.h>
 
 #include "core.h"
 #include "formats.h"
@@ -100,7 +99,7 @@ static void complete_transfer(Machine *m, Async *a) {
 static void complete_read(Machine *m, Async *a) {
     Async next = *a;
     Transfer *t = (Transfer *)next.args;
-    next.bytes = malloc(t->bytes + 1);
+    next.bytes = take(t->bytes + 1);
     memcpy(next.bytes, t->from, t->bytes);
     t->from = next.bytes;
     next.reading = 0, next.complete = complete_transfer;
@@ -245,7 +244,7 @@ HANDLER(st_async) {
         Who who = {w, op, l, t.signal.actor, t.signal.epoch + 1, 1, reduction_of(op) != 0};
         transfer_write(m, &who, &p, bytes);
         m->totals.async += bytes;
-        Async a = {.complete = complete_transfer, .warp = w, .op = op, .lane = l, .bytes = malloc(bytes)};
+        Async a = {.complete = complete_transfer, .warp = w, .op = op, .lane = l, .bytes = take(bytes)};
         for (u32 i = 0; i < op->vector; i++) {
             u64 value = op->width == 8 ? r64(w, items[i])[l] : r32(w, items[i])[l];
             memcpy(a.bytes + i * op->width, &value, op->width);

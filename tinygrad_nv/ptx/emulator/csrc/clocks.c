@@ -10,7 +10,6 @@
  * Releases and acquires order the threads of their scope alone (scopes.c). Among peers (peers.c) cluster 0 has an
  * event for each GPU as well: up to which launch it is known to have run.
  */
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -90,19 +89,19 @@ static u32 own(const Warp *w) { return actor_of(w, 0); }
 Clock *clock_new(Machine *m) {
     if (!m->launch.check) return NULL;
     i32 length = 3 * m->actors + (m->launch.remote ? 2 * sound_warps(m->actors) : 0);
-    Clock *c = calloc(1, sizeof *c + sizeof(u32) * (size_t)length);
+    Clock *c = take_zeros(1, sizeof *c + sizeof(u32) * (size_t)length);
     c->actors = m->actors, c->length = length;
     return c;
 }
 
 static void sparse_free(Sparse *s) {
-    if (s) free(s->items), free(s);
+    if (s) give(s->items), give(s);
 }
 
 void clock_free(Clock *c) {
     if (!c) return;
     for (int s = 0; s < LEVELS; s++) sparse_free(c->published[s]), sparse_free(c->pending[s]);
-    free(c->foreign.items), free(c);
+    give(c->foreign.items), give(c);
 }
 
 void clock_clear(Machine *m, Clock *c) {
@@ -131,7 +130,7 @@ static void sparse_raise(Sparse *s, Foreign f) {
         if (s->items[at].fenced < f.fenced) s->items[at].fenced = f.fenced;
         return;
     }
-    if (s->count == s->room) s->items = realloc(s->items,
+    if (s->count == s->room) s->items = take_more(s->items,
                                                 sizeof *s->items * (size_t)(s->room = s->room * 2 + 8));
     memmove(s->items + at + 1, s->items + at, sizeof *s->items * (size_t)(s->count - at));
     s->items[at] = f;
@@ -210,7 +209,7 @@ static void join_words(Clock *into, const Clock *from, i32 length) {
     if (from->foreign.count) sparse_join(&into->foreign, &from->foreign);
     for (int s = 0; s < LEVELS; s++) {
         if (!from->published[s]) continue;
-        if (!into->published[s]) into->published[s] = calloc(1, sizeof(Sparse));
+        if (!into->published[s]) into->published[s] = take_zeros(1, sizeof(Sparse));
         sparse_join(into->published[s], from->published[s]);
     }
 }

@@ -1,5 +1,4 @@
 /* Clusters, CTAs and warps: how they begin, and what is checked when they end. */
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -39,10 +38,10 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
     w->cta = c;
     w->id = id;
     w->lanes = w->alive = count >= LANES ? ~0u : (1u << count) - 1;
-    w->regs = aligned_alloc(128, (size_t)(a->register_bytes + 127) / 128 * 128);
+    w->regs = count_held(aligned_alloc(128, (size_t)(a->register_bytes + 127) / 128 * 128));
     memset(w->regs + a->constant_bytes, 0xcd, (size_t)(a->register_bytes - a->constant_bytes));
     memcpy(w->regs, a->constants, (size_t)a->constant_bytes);
-    w->local = malloc((size_t)a->local_bytes * LANES + 1);
+    w->local = take((size_t)a->local_bytes * LANES + 1);
     memset(w->local, 0xcd, (size_t)a->local_bytes * LANES);
     w->tried_pc = -1;
     EACH w->failed_pc[l] = -1;
@@ -51,7 +50,7 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
     w->clock = clock_new(m);
     if (a->uses_wgmma && a->check) {
         size_t places = (size_t)a->register_bytes / 128 + 1;
-        w->written_at = calloc(2 * places, sizeof *w->written_at), w->read_at = w->written_at + places;
+        w->written_at = take_zeros(2 * places, sizeof *w->written_at), w->read_at = w->written_at + places;
     }
     clock_begin(w, m);
     set_specials(m, w);
@@ -69,18 +68,18 @@ static void start_cta(Machine *m, Cluster *k, i32 rank) {
                 (u32)rank / a->cluster[0] / a->cluster[1]};
     for (int i = 0; i < 3; i++) c->id[i] = k->id[i] * a->cluster[i] + at[i];
     c->shared = (Region){.base = (u64)rank << RANK_SHIFT | SHARED_BASE, .size = a->shared_bytes, .cta = c};
-    c->shared.data = aligned_alloc(1024, (a->shared_bytes + 2047) / 1024 * 1024);
+    c->shared.data = count_held(aligned_alloc(1024, (a->shared_bytes + 2047) / 1024 * 1024));
     memset(c->shared.data, 0xff, a->shared_bytes);
-    c->shared.valid = calloc(a->shared_bytes + 1, 1);
-    c->remote = calloc((size_t)m->actors, sizeof *c->remote);
+    c->shared.valid = take_zeros(a->shared_bytes + 1, 1);
+    c->remote = take_zeros((size_t)m->actors, sizeof *c->remote);
     c->warp_count = (i32)(threads + LANES - 1) / LANES;
-    c->warps = calloc((size_t)c->warp_count, sizeof *c->warps);
+    c->warps = take_zeros((size_t)c->warp_count, sizeof *c->warps);
     for (i32 i = 0; i < c->warp_count; i++) start_warp(m, c, i, threads);
 }
 
 static void start_cluster(Machine *m) {
     const Launch *a = &m->launch;
-    Cluster *k = calloc(1, sizeof *k);
+    Cluster *k = take_zeros(1, sizeof *k);
     u32 at = m->next_cluster++, number = a->taped ? (u32)a->taped[at] : at;
     u32 nx = a->grid[0] / a->cluster[0], ny = a->grid[1] / a->cluster[1];
     k->id[0] = number % nx, k->id[1] = number / nx % ny, k->id[2] = number / nx / ny;
@@ -89,14 +88,19 @@ static void start_cluster(Machine *m) {
     k->sequence = a->peers ? peers_cluster(m, number) : 1 + number % CLUSTERS_TOLD_APART;
     if (a->taped && (i32)at >= a->whole) k->most = a->brief;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);
-    k->ctas = calloc((size_t)k->size, sizeof *k->ctas);
+    k->ctas = take_zeros((size_t)k->size, sizeof *k->ctas);
     k->clock[0] = clock_new(m), k->clock[1] = clock_new(m);
     for (i32 i = 0; i < k->size; i++) start_cta(m, k, i);
     m->clusters[m->cluster_count++] = k;
 }
 
-static void fill_window(Machine *m) {
-    while (m->cluster_count < m->window && m->next_cluster < m->cluster_total) start_cluster(m);
+/* Says whether all have begun: the second and on do while half of the memory is free. */
+static bool fill_window(Machine *m) {
+    while (m->cluster_count < m->window && m->next_cluster < m->cluster_total) {
+        if (m->cluster_count && holds(m, 2)) return false;
+        start_cluster(m);
+    }
+    return true;
 }
 
 /* **** the end of lanes, warps, CTAs and clusters **** */
@@ -151,12 +155,12 @@ static void free_cluster(Machine *m, Cluster *k) {
             Warp *w = &cta->warps[i];
             tensor_free(m, w);
             clock_free(w->clock);
-            free(w->written_at), free(w->local), free(w->regs);
+            give(w->written_at), give(w->local), give(w->regs);
         }
         barriers_free(m, cta);
         shadow_region_free(m, &cta->shared);
-        free(cta->remote), free(cta->shared.valid), free(cta->shared.data), free(cta->warps);
+        give(cta->remote), give(cta->shared.valid), give(cta->shared.data), give(cta->warps);
     }
     clock_free(k->clock[0]), clock_free(k->clock[1]);
-    free(k->ctas), free(k);
+    give(k->ctas), give(k);
 }

@@ -13,9 +13,11 @@
 #ifndef EMULATOR_CORE_H
 #define EMULATOR_CORE_H
 
+#include <malloc.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef uint8_t u8;
@@ -258,6 +260,7 @@ typedef struct {
     i32 uses_wgmma, registers, resident;  /* resident: clusters that fit on the device at once */
     i32 narrow, remote;    /* an access or fence has a scope smaller than the GPU's; mbarriers arrived at may be remote */
     u64 seed, step_limit;
+    i64 most_held;         /* bytes of the host for threads and the shadow of memory; INT64_MAX: no limit */
     i32 late;              /* the seed "late": copies complete when nothing else can run, first waits fail */
     void (*trace)(const Warp *w, const Op *op, u32 mask);
     i64 trace_cta;         /* -1: all */
@@ -302,6 +305,7 @@ struct Machine {
      * of one value are no race); NULL otherwise */
     const u8 *storing;
     u64 stuck_events, last_exit, yields;
+    bool crowded;             /* clusters that could go on do not begin: too much is held */
     bool endless;             /* a thread is in a loop that no way leads out of */
     bool polled;              /* a thread has asked for what others may change */
     bool rested;              /* access.c: a thread that polls memory of other processes has slept */
@@ -315,6 +319,25 @@ struct Machine {
     char *printed;            /* print.c */
     size_t printed_count;
 };
+
+/* **** memory that launches hold, which is all taken and given back here **** */
+
+static i64 held_bytes;
+
+static inline void *count_held(void *p) {
+    __atomic_fetch_add(&held_bytes, (i64)malloc_usable_size(p), __ATOMIC_RELAXED);
+    return p;
+}
+static inline void count_given(void *p) {
+    __atomic_fetch_sub(&held_bytes, (i64)malloc_usable_size(p), __ATOMIC_RELAXED);
+}
+static inline void *take(size_t n) { return count_held(malloc(n)); }
+static inline void *take_zeros(size_t n, size_t size) { return count_held(calloc(n, size)); }
+static inline void *take_more(void *p, size_t n) { count_given(p); return count_held(realloc(p, n)); }
+static inline void give(void *p) { count_given(p); free(p); }
+
+/* Whether `share`ths of what a launch may hold are held. */
+static inline bool holds(const Machine *m, i64 share) { return held_bytes > m->launch.most_held / share; }
 
 /* Something of a cluster has changed. */
 static inline void happened(Machine *m, Cluster *k) {

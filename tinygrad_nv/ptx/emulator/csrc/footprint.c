@@ -5,7 +5,6 @@
  * that conflicts unless its thread has waited for them (griddepcontrol.wait), or learned from one that has,
  * which travels with the clocks as an event of cluster 0.
  */
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -18,7 +17,7 @@ static u8 touch_flags(const Who *who, int kind) {
 }
 
 static void mark_bytes(Region *r, u64 offset, u32 bytes, u8 flags) {
-    if (!r->touched) r->touched = calloc(r->size, 1), r->low = r->size;
+    if (!r->touched) r->touched = take_zeros(r->size, 1), r->low = r->size;
     if (offset < r->low) r->low = offset;
     if (offset + bytes > r->high) r->high = offset + bytes;
     u8 *at = r->touched + offset;
@@ -68,7 +67,7 @@ i64 footprint_runs(const Region *r, i64 *bounds, u8 *flags, i64 room) {
 }
 
 void footprint_finish(Machine *m) {
-    for (i32 i = 0; i < m->launch.region_count; i++) free(m->launch.regions[i].touched);
+    for (i32 i = 0; i < m->launch.region_count; i++) give(m->launch.regions[i].touched);
 }
 
 /* **** griddepcontrol: nothing in a launch that is not programmatic **** */

@@ -17,9 +17,12 @@ static void add_group(Warp *w, u32 mask, i32 pc, i32 join) {
     w->groups[w->group_count++] = (Group){.mask = mask, .pc = pc, .join = join};
 }
 
+/* Without room the lanes meet where those of the parent do: joins that were broken, of lanes that went on in loops, may
+ * have taken all of it. */
 static i32 new_join(Warp *w, u32 mask, i32 pc, i32 parent) {
     i32 at = 0;
-    while (w->joins[at].mask) at++;  /* masks of nested joins shrink, so 2 * 32 are enough */
+    while (at < 2 * LANES && w->joins[at].mask) at++;
+    if (at == 2 * LANES) return parent;
     w->joins[at] = (Join){mask, 0, pc, parent};
     return at;
 }

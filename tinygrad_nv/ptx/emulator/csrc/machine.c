@@ -6,7 +6,6 @@
  *
  */
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "core.h"
 #include "findings.c"
@@ -153,7 +152,7 @@ static bool run_cluster(Machine *m, Cluster *k) {
         i32 turn = (i32)(random_u64(m) % (u64)c->warp_count);
         for (i32 j = 0; j < c->warp_count; j++) {
             Warp *w = &c->warps[(turn + j) % c->warp_count];
-            if (!w->alive) continue;
+            if (!w->alive || holds(m, 1)) continue;
             any |= run_warp(m, w, 8 + (u32)(random_u64(m) % 56));
             if (m->async || w->in_flight) some_asynchrony(m, w);
         }
@@ -205,7 +204,7 @@ static bool unstick(Machine *m) {
     if (complete_any(m, NULL)) return true;
     if (m->cluster_count < m->launch.resident && m->next_cluster < m->cluster_total) {
         m->window = m->cluster_count + 1;
-        fill_window(m);
+        m->crowded = !fill_window(m);
         return true;
     }
     if (m->stuck_events != m->events) m->stuck = 0;
@@ -243,17 +242,17 @@ static void retire(Machine *m) {
 static void peers_begin(Machine *m);
 
 Machine *machine_new(const Launch *launch) {
-    Machine *m = calloc(1, sizeof *m);
+    Machine *m = take_zeros(1, sizeof *m);
     m->launch = *launch;
     m->rng = launch->seed * 0x2545f4914f6cdd1dull + 1;
     m->async_end = &m->async;
     m->actors = (i32)(launch->cluster[0] * launch->cluster[1] * launch->cluster[2]) * ACTORS;
     m->launch.remote &= m->actors > ACTORS;
-    m->findings = calloc(MAX_FINDINGS, sizeof *m->findings);
+    m->findings = take_zeros(MAX_FINDINGS, sizeof *m->findings);
     u64 ctas = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2];
     m->cluster_total = (u32)(ctas / ((u64)m->actors / ACTORS));
     if (launch->taped) m->cluster_total = (u32)launch->taped_count;
-    m->clusters = calloc((size_t)launch->resident + 1, sizeof *m->clusters);
+    m->clusters = take_zeros((size_t)launch->resident + 1, sizeof *m->clusters);
     m->window = launch->resident < WINDOW ? launch->resident : WINDOW;
     m->events = 1;
     shadow_start(m);
@@ -271,6 +270,9 @@ static u64 limit_of(const Machine *m) {
     return m->polled ? m->launch.step_limit : WORK * m->launch.step_limit;
 }
 
+/* Whether it ends because of what the host's memory would have to hold. */
+static bool is_full(const Machine *m) { return m->crowded || holds(m, 1); }
+
 /* Runs for about `slice` instructions: MORE, DONE, STUCK (deadlock, reported) or LIMIT (instruction limit). */
 int machine_run(Machine *m, u64 slice) {
     u64 until = m->steps + slice;
@@ -280,7 +282,7 @@ int machine_run(Machine *m, u64 slice) {
         retire(m);
         if (m->stopped) return STUCK;
         if (!any && m->cluster_count && !unstick(m)) return STUCK;
-        if (m->steps >= limit_of(m)) return LIMIT;
+        if (m->steps >= limit_of(m) || is_full(m)) return LIMIT;
         if (m->steps >= until || m->rested) { m->rested = false; return MORE; }
     }
     return DONE;
@@ -290,7 +292,9 @@ int machine_run(Machine *m, u64 slice) {
 void machine_report_running(Machine *m, const char *limit) {
     i32 said = 0;
     u64 steps = m->steps < limit_of(m) ? m->steps : limit_of(m);
-    const char *why = m->endless ? "an endless loop, from which no way leads to an exit"
+    if (is_full(m)) limit = "at the limit of the emulator's memory";
+    const char *why = is_full(m) ? "many threads with many registers, or accesses to much memory"
+                    : m->endless ? "an endless loop, from which no way leads to an exit"
                     : m->polled ? "much work, an endless loop, or a wait for what never comes"
                     : "much work, or an endless loop";
     FOR_GROUPS(m, if (said++ < 32) report(m, INSTRUCTION_LIMIT, &m->launch.ops[g->pc], w, lowest(g->mask),
@@ -304,7 +308,7 @@ void machine_free(Machine *m) {
     shadow_finish(m);
     footprint_finish(m);
     tapes_free(m);
-    free(m->clusters), free(m->findings), free(m->printed), free(m);
+    give(m->clusters), give(m->findings), give(m->printed), give(m);
 }
 
 const Finding *machine_findings(const Machine *m) { return m->findings; }

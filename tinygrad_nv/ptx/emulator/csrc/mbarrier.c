@@ -9,7 +9,6 @@
  * which ended, in which all earlier ones are contained. Asynchronous operations that report to an mbarrier
  * carry its actor and `epoch` + 1, so that a thread that waits for their phase knows them to be done.
  */
-#include <stdlib.h>
 
 #include "core.h"
 

@@ -9,7 +9,6 @@
  * deadlock.
  */
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -18,18 +17,18 @@ enum { POLLS = 2048, LOOK = 64, SLEEPS = 64, LONGEST_SLEEP = 8, LONG_SLICE = 128
 /* **** what Python calls **** */
 
 Peers *peers_new(i32 gpus, u64 seed) {
-    Peers *p = calloc(1, sizeof *p);
+    Peers *p = take_zeros(1, sizeof *p);
     p->gpu_count = gpus;
-    p->gpus = calloc((size_t)gpus, sizeof *p->gpus);
-    p->shadow = calloc(1, sizeof *p->shadow);
+    p->gpus = take_zeros((size_t)gpus, sizeof *p->gpus);
+    p->shadow = take_zeros(1, sizeof *p->shadow);
     p->seed = seed, p->rng = seed * 0x2545f4914f6cdd1dull + 1;
     return p;
 }
 
 /* Where the shadow of an allocation is kept, for Region.pages of all launches. */
 Page **peers_pages(Peers *p, u64 nbytes) {
-    struct PeerPages *made = calloc(1, sizeof *made);
-    *made = (struct PeerPages){p->pages, calloc(page_count(nbytes), sizeof *made->pages), page_count(nbytes)};
+    struct PeerPages *made = take_zeros(1, sizeof *made);
+    *made = (struct PeerPages){p->pages, take_zeros(page_count(nbytes), sizeof *made->pages), page_count(nbytes)};
     p->pages = made;
     return made->pages;
 }
@@ -38,13 +37,13 @@ void peers_free(Peers *p) {
     while (p->pages) {
         struct PeerPages *each = p->pages;
         p->pages = each->next;
-        free_pages(each->pages, each->count), free(each);
+        free_pages(each->pages, each->count), give(each);
     }
     for (i32 i = 0; i < p->gpu_count; i++)
-        free(p->gpus[i].before.items), free(p->gpus[i].known.items), free(p->gpus[i].ended.items);
-    for (i32 i = 0; i < p->note_count; i++) free(p->notes[i].items);
+        give(p->gpus[i].before.items), give(p->gpus[i].known.items), give(p->gpus[i].ended.items);
+    for (i32 i = 0; i < p->note_count; i++) give(p->notes[i].items);
     shadow_free(p->shadow);
-    free(p->notes), free(p->gpus), free(p->launches), free(p->clusters), free(p);
+    give(p->notes), give(p->gpus), give(p->launches), give(p->clusters), give(p);
 }
 
 /* **** the launches of a GPU **** */
@@ -54,7 +53,7 @@ static void peers_begin(Machine *m) {
     Peers *p = m->launch.peers;
     PeerGpu *gpu = &p->gpus[m->launch.gpu];
     if (p->launch_count == p->launch_room)
-        p->launches = realloc(p->launches, sizeof *p->launches * (p->launch_room = 2 * p->launch_room + 16));
+        p->launches = take_more(p->launches, sizeof *p->launches * (p->launch_room = 2 * p->launch_room + 16));
     PeerLaunch *launch = &p->launches[p->launch_count];
     *launch = (PeerLaunch){.ops = m->launch.ops, .number = ++gpu->launches, .gpu = m->launch.gpu};
     snprintf(launch->name, sizeof launch->name, "%s", m->launch.name);
@@ -69,7 +68,7 @@ u32 peers_cluster(Machine *m, u32 number) {
     Peers *p = m->launch.peers;
     u32 sequence = 1 + p->started++ % CLUSTERS_TOLD_APART;
     if (sequence >= p->cluster_room)
-        p->clusters = realloc(p->clusters, sizeof *p->clusters * (p->cluster_room = 2 * p->cluster_room + 64));
+        p->clusters = take_more(p->clusters, sizeof *p->clusters * (p->cluster_room = 2 * p->cluster_room + 64));
     p->clusters[sequence] = (PeerCluster){m->peer_launch, number};
     p->changes++;
     return sequence;
@@ -93,7 +92,7 @@ static void peers_end(Peers *p, i32 number) {
 /* What a GPU knows between launches, by a number, for another GPU that waits for this point. */
 i32 peers_note(Peers *p, i32 gpu) {
     if (p->note_count == p->note_room)
-        p->notes = realloc(p->notes, sizeof *p->notes * (size_t)(p->note_room = 2 * p->note_room + 16));
+        p->notes = take_more(p->notes, sizeof *p->notes * (size_t)(p->note_room = 2 * p->note_room + 16));
     p->notes[p->note_count] = (Sparse){0};
     sparse_join(&p->notes[p->note_count], &p->gpus[gpu].known);
     return p->note_count++;

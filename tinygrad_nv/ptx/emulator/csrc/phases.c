@@ -1,14 +1,15 @@
 /* Instructions on mbarriers (mbarrier.c): init, inval, expect_tx, complete_tx, arrive, test_wait and try_wait,
  * pending_count.
  */
-#include <stdlib.h>
 
 #include "core.h"
+
+enum { MOST_MBARRIERS = 1024 };   /* of a CTA, each of which has clocks of all threads of the cluster */
 
 static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     if (cta->mbarrier_count == cta->mbarrier_room) {
         cta->mbarrier_room = 2 * cta->mbarrier_room + 16;
-        cta->mbarriers = realloc(cta->mbarriers, sizeof *cta->mbarriers * (size_t)cta->mbarrier_room);
+        cta->mbarriers = take_more(cta->mbarriers, sizeof *cta->mbarriers * (size_t)cta->mbarrier_room);
     }
     u32 number = (u32)cta->mbarrier_count++;
     Mbarrier *b = &cta->mbarriers[number];
@@ -16,7 +17,7 @@ static Mbarrier *mbarrier_new(Machine *m, Cta *cta, u64 offset) {
     u32 actor = ACTOR_MBARRIER + number % MBARRIER_ACTORS;
     *b = (Mbarrier){.offset = offset, .actor = (u32)cta->rank * ACTORS + actor,
                     .clock = {clock_new(m), clock_new(m)}};
-    for (int i = 0; i < 2 && m->launch.check; i++) b->arrivals[i] = calloc(1, arrivals_size(cta));
+    for (int i = 0; i < 2 && m->launch.check; i++) b->arrivals[i] = take_zeros(1, arrivals_size(cta));
     return b;
 }
 
@@ -34,6 +35,10 @@ HANDLER(mbarrier_init) {
             count = 1;
         }
         Mbarrier *b = mbarrier_find(cta, offset);
+        if (!b && cta->mbarrier_count == MOST_MBARRIERS) {
+            report(m, BARRIER, op, w, l, "more than %d mbarriers in a CTA: the emulator follows so many", MOST_MBARRIERS);
+            continue;
+        }
         if (!b) b = mbarrier_new(m, cta, offset);
         b->live = true, b->first = b->epoch;
         b->phase = 0, b->tx = 0;

@@ -1,7 +1,6 @@
 /* printf of kernels: text that the host prints when the launch is done. */
 #include <ctype.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -23,7 +22,7 @@ static u64 argument(Arguments *a, u32 size) {
 
 static void print_text(Machine *m, const char *text, size_t n) {
     if (n > MOST_PRINTED - m->printed_count) n = MOST_PRINTED - m->printed_count;
-    if (!m->printed) m->printed = malloc(MOST_PRINTED + 1);
+    if (!m->printed) m->printed = take(MOST_PRINTED + 1);
     memcpy(m->printed + m->printed_count, text, n);
     m->printed_count += n;
 }

@@ -1,11 +1,10 @@
 /* Asynchronous operations that have been issued and are not complete. Any may be next, but those of one
  * queue, which keep their order. */
-#include <stdlib.h>
 
 #include "core.h"
 
 Async *async_add(Machine *m, Async a) {
-    Async *made = malloc(sizeof *made);
+    Async *made = take(sizeof *made);
     *made = a;
     made->next = NULL;
     made->born = m->steps;
@@ -25,8 +24,8 @@ static void complete_at(Machine *m, Async **link) {
     a->complete(m, a);
     a->warp->cta->cluster->pending--;
     happened(m, a->warp->cta->cluster);
-    free(a->bytes);
-    free(a);
+    give(a->bytes);
+    give(a);
 }
 
 /* Whether nothing that is queued before `a` holds it back. */

@@ -51,7 +51,7 @@ void clock_fence(Machine *m, Warp *w, bool acquire, bool release, int scope) {
         if (level == CLUSTER_LEVEL && w->cta->cluster->size == 1) continue;
         if (acquire) take_pending(w, level);
         if (!release) continue;
-        if (!w->clock->published[level]) w->clock->published[level] = calloc(1, sizeof(Sparse));
+        if (!w->clock->published[level]) w->clock->published[level] = take_zeros(1, sizeof(Sparse));
         sparse_from(w, w->clock->published[level]);
     }
     for (int level = most + 1; acquire && level < LEVELS; level++)
@@ -65,10 +65,10 @@ static Location *location_at(struct Shadow *s, u64 key, u64 whose) {
         Location *old = s->locations;
         i32 room = s->location_room;
         s->location_room = room ? 2 * room : 64;
-        s->locations = calloc((size_t)s->location_room, sizeof *s->locations);
+        s->locations = take_zeros((size_t)s->location_room, sizeof *s->locations);
         s->location_count = 0;
         for (i32 i = 0; i < room; i++) if (old[i].key) *location_at(s, old[i].key, old[i].whose) = old[i];
-        free(old);
+        give(old);
     }
     u64 at = (key ^ whose * 0x2545f4914f6cdd1dull) * 0x9e3779b97f4a7c15ull >> 20;
     for (;; at++) {
@@ -96,7 +96,7 @@ static u64 whose_clock(const Machine *m, const Warp *w, const Region *r, int lev
 static void synchronise_level(Warp *w, Sparse *at, int level, bool reads, bool writes, bool acquire, bool release) {
     if (reads && acquire) sparse_into(w, at);
     else if (reads && at->count) {
-        if (!w->clock->pending[level]) w->clock->pending[level] = calloc(1, sizeof(Sparse));
+        if (!w->clock->pending[level]) w->clock->pending[level] = take_zeros(1, sizeof(Sparse));
         sparse_join(w->clock->pending[level], at);
     }
     if (!writes) return;

@@ -11,7 +11,6 @@
  *
  */
 #include <stdio.h>
-#include <stdlib.h>
 
 #include "core.h"
 #include "clocks.c"
@@ -63,7 +62,7 @@ static u32 new_split(struct Shadow *s, const Cell *from) {
     if (at) s->cell_free = s->cells[at].more;
     else {
         if (s->cell_count + 4 > s->cell_room)
-            s->cells = realloc(s->cells, sizeof *s->cells * (s->cell_room = s->cell_room * 2 + 4096));
+            s->cells = take_more(s->cells, sizeof *s->cells * (s->cell_room = s->cell_room * 2 + 4096));
         if (!s->cell_count) s->cell_count = 4;  /* index 0 means none */
         at = s->cell_count;
         s->cell_count += 4;
@@ -93,7 +92,7 @@ static void push_reader(struct Shadow *s, Cell *c, Id id, u32 clock) {
     if (at) s->reader_free = s->readers[at].next;
     else {
         if (s->reader_count + 1 >= s->reader_room)
-            s->readers = realloc(s->readers,
+            s->readers = take_more(s->readers,
                                  sizeof *s->readers * (s->reader_room = s->reader_room * 2 + 4096));
         at = ++s->reader_count;
     }
@@ -180,7 +179,7 @@ __attribute__((noinline)) static void access_bytes(const Access *a, Cell *c, u64
 static void read_noncoherent(const Access *a, Page *page, u64 word, u64 offset, u32 bytes) {
     const Cell *c = &page->cells[word];
     Machine *m = a->m;
-    if (!page->noncoherent) page->noncoherent = calloc(PAGE_WORDS, sizeof *page->noncoherent);
+    if (!page->noncoherent) page->noncoherent = take_zeros(PAGE_WORDS, sizeof *page->noncoherent);
     if (page->launch != m->peer_launch) memset(page->noncoherent, 0, sizeof *page->noncoherent * PAGE_WORDS);
     page->launch = m->peer_launch;
     u32 mask = ((1u << bytes) - 1) << (offset & 3);
@@ -226,13 +225,13 @@ void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes,
                 !(asks_more || strong || who->async)};
     if (who->noncoherent) m->noncoherent = true;
     bool watched = m->noncoherent && !r->cta;
-    if (!r->pages) r->pages = calloc(page_count(r->size), sizeof *r->pages);
+    if (!r->pages) r->pages = take_zeros(page_count(r->size), sizeof *r->pages);
     /* cells are for words of host memory, whose alignment is that of the address */
     for (u64 at = offset, end = offset + bytes; at < end;) {
         u64 word = at >> 2, next = (word + 1) << 2;
         u32 some = (u32)((next < end ? next : end) - at);
         Page **page = &r->pages[word / PAGE_WORDS];
-        if (!*page) *page = calloc(1, sizeof **page);
+        if (!*page) *page = take_zeros(1, sizeof **page);
         Cell *c = &(*page)->cells[word % PAGE_WORDS];
         if (c->split || some != 4) access_bytes(&a, c, at, some);
         else if (a.write) write_cell(&a, c, at, 4);
@@ -245,12 +244,12 @@ void shadow_access(Machine *m, const Who *who, Region *r, u64 offset, u64 bytes,
 /* **** lifetimes **** */
 
 void shadow_start(Machine *m) {
-    m->shadow = m->launch.peers ? m->launch.peers->shadow : calloc(1, sizeof *m->shadow);
+    m->shadow = m->launch.peers ? m->launch.peers->shadow : take_zeros(1, sizeof *m->shadow);
 }
 
 static void free_pages(Page **pages, u64 count) {
-    for (u64 i = 0; i < count; i++) if (pages[i]) free(pages[i]->noncoherent), free(pages[i]);
-    free(pages);
+    for (u64 i = 0; i < count; i++) if (pages[i]) give(pages[i]->noncoherent), give(pages[i]);
+    give(pages);
 }
 
 static void shadow_free(struct Shadow *s);
@@ -272,8 +271,8 @@ void shadow_finish(Machine *m) {
 }
 
 static void shadow_free(struct Shadow *s) {
-    for (i32 i = 0; i < s->location_room; i++) free(s->locations[i].clock.items);
-    free(s->locations), free(s->cells), free(s->readers), free(s);
+    for (i32 i = 0; i < s->location_room; i++) give(s->locations[i].clock.items);
+    give(s->locations), give(s->cells), give(s->readers), give(s);
 }
 
 /* A CTA is gone. Others of its cluster that touched its shared memory must be known, by one of its warps, to

@@ -3,7 +3,6 @@
  * A step is one PTX instruction: its number in the low 20 bits, the passes through shared memory that it took
  * in the next 11, and whether notes belong to it in the last. Its notes are the warp's next ones, up to the one
  * without MORE. What a blocked instruction noted before it could go on is forgotten. */
-#include <stdlib.h>
 
 #include "core.h"
 
@@ -40,9 +39,9 @@ static void tape_start(Machine *m, Warp *w) {
     if (!m->launch.taped) return;
     if (m->tape_count == m->tape_room) {
         m->tape_room = 2 * m->tape_room + 64;
-        m->tapes = realloc(m->tapes, sizeof *m->tapes * (size_t)m->tape_room);
+        m->tapes = take_more(m->tapes, sizeof *m->tapes * (size_t)m->tape_room);
     }
-    Tape *t = calloc(1, sizeof *t);
+    Tape *t = take_zeros(1, sizeof *t);
     t->cluster = (i32)w->cta->cluster->number, t->rank = w->cta->rank;
     t->cta = cta_number(m, w->cta), t->warp = w->id, t->brief = w->cta->cluster->most > 0;
     m->tapes[m->tape_count++] = w->tape = t;
@@ -53,7 +52,7 @@ void tape_note(const Warp *w, u32 kind, u32 count, u64 key, u64 a, u64 b) {
     if (!t || (t->brief && kind != READS && (kind != SECTORS || b))) return;
     if (t->note_count == t->note_room) {
         t->note_room = 2 * t->note_room + 256;
-        t->notes = realloc(t->notes, sizeof *t->notes * t->note_room);
+        t->notes = take_more(t->notes, sizeof *t->notes * t->note_room);
     }
     Note *last = t->note_count > t->noted ? &t->notes[t->note_count - 1] : NULL;
     bool again = last && (last->kind & ~MORE_NOTES) == kind && last->key == key && last->a == a;
@@ -65,7 +64,7 @@ static void tape_step(Tape *t, u32 source) {
     u32 most = (1u << PASSES_BITS) - 1, passes = t->passes < most ? (u32)t->passes : most;
     if (t->step_count == t->step_room) {
         t->step_room = 2 * t->step_room + 4096;
-        t->steps = realloc(t->steps, sizeof *t->steps * t->step_room);
+        t->steps = take_more(t->steps, sizeof *t->steps * t->step_room);
     }
     bool noted = t->note_count > t->noted;
     for (u64 i = t->noted; i < t->note_count; i++) t->notes[i].kind |= source << KIND_BITS;
@@ -78,9 +77,9 @@ static void tape_step(Tape *t, u32 source) {
 static void tapes_free(Machine *m) {
     for (i32 i = 0; i < m->tape_count; i++) {
         Tape *t = m->tapes[i];
-        free(t->steps), free(t->notes), free(t);
+        give(t->steps), give(t->notes), give(t);
     }
-    free(m->tapes);
+    give(m->tapes);
 }
 
 i32 machine_tape_count(const Machine *m) { return m->tape_count; }

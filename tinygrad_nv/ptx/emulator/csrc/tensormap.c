@@ -9,7 +9,7 @@
  */
 #include "core.h"
 
-enum { MAP_BYTES = 128, IM2COL = 16, MAX_PITCH = 256 * 8 };
+enum { MAP_BYTES = 128, IM2COL = 16, MAX_PITCH = 256 * 8, MAX_BOX = 256 << 10 };
 enum { FIELD_ADDRESS, FIELD_RANK, FIELD_TYPE, FIELD_INTERLEAVE, FIELD_SWIZZLE, FIELD_FILL, FIELD_DIM,
        FIELD_STRIDE, FIELD_STEP, FIELD_BOX };
 
@@ -30,18 +30,21 @@ static u32 map_word(const u8 *raw, u32 at) {
     return x;
 }
 
-static void decode_im2col(const u8 *raw, Map *map) {
+/* Returns the rows of a box. */
+static u64 decode_im2col(const u8 *raw, Map *map) {
     u16 counts[2];
     memcpy(counts, raw + 0x42, 4), memcpy(map->lower, raw + 0x48, 6), memcpy(map->upper, raw + 0x50, 6);
-    map->box[0] = counts[0], map->rows = counts[1];
+    map->box[0] = counts[0];
+    return counts[1];
 }
 
 /* Decodes; `wrong` names the first field that cannot be. */
 static void decode_map(const u8 *raw, Map *map) {
     u32 head = map_word(raw, 8), steps = map_word(raw, 0x34);
     u32 swizzle = head >> 13 & 3, interleave = head >> 11 & 3;
+    u64 rows = 1;
     *map = (Map){.rank = (head >> 4 & 7) + 1, .type = head >> 7 & 15, .swizzle = (1u << swizzle) - 1,
-                 .fill = head >> 15 & 1, .rows = 1, .im2col = raw[0x40] == 1};
+                 .fill = head >> 15 & 1, .im2col = raw[0x40] == 1};
     memcpy(&map->address, raw, 8);
     if (map->rank > 5) { snprintf(map->wrong, sizeof map->wrong, "rank %u", map->rank); return; }
     if (map->type >= MAP_TYPES) {
@@ -56,11 +59,12 @@ static void decode_map(const u8 *raw, Map *map) {
         map->step[i] = (steps >> 3 * i & 7) + 1;
         map->box[i] = (i ? raw[0x38 + i - 1] : steps >> 24) + 1u;
         map->count[i] = i ? (map->box[i] + map->step[i] - 1) / map->step[i] : map->box[0];
-        if (i) map->rows *= map->count[i];
+        if (i) rows *= map->count[i];
     }
-    if (map->im2col) decode_im2col(raw, map);
+    if (map->im2col) rows = decode_im2col(raw, map);
     map->pitch = map->box[0] * map->width;
-    map->bytes = (u64)map->rows * map->pitch;
+    map->bytes = rows * map->pitch;
+    map->rows = (u32)rows;
     const char *wrong = !map->address ? "a global address of 0"
         : map->address % 16 ? "a global address that is not a multiple of 16"
         : interleave ? "an interleaved layout, which is not emulated"
@@ -68,6 +72,7 @@ static void decode_map(const u8 *raw, Map *map) {
         : swizzle && map->pitch > 16u << swizzle ? "an inner box dimension wider than the swizzle"
         : map->fill && map->type < MAP_F16 ? "NaN as the fill of an integer type"
         : !map->bytes || map->pitch > MAX_PITCH ? "no pixels, no channels, or more than 256 of these"
+        : map->bytes > MAX_BOX ? "a box larger than shared memory"
         : map->im2col && map->rank < 3 ? "im2col of rank less than 3" : "";
     snprintf(map->wrong, sizeof map->wrong, "%s", wrong);
 }

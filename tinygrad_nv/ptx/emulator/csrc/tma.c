@@ -9,7 +9,6 @@
  * mbarrier's (u64), e the multicast mask or -1; the list: `vector` coordinates, then im2col offsets. flags:
  * reduction, IM2COL.
  */
-#include <stdlib.h>
 
 #include "tensormap.c"
 
@@ -102,7 +101,7 @@ static bool coordinates_hold(Machine *m, Warp *w, const Op *op, int lane, const 
 static Box *find_box(Machine *m, Warp *w, const Op *op, int lane, const Map *map, int kind) {
     const i32 *list = m->launch.lists + op->list;
     if (!coordinates_hold(m, w, op, lane, map, kind)) return NULL;
-    Box *b = malloc(sizeof *b + map->rows * sizeof *b->row);
+    Box *b = take(sizeof *b + map->rows * sizeof *b->row);
     b->map = *map, b->rows = map->rows, b->dense = NULL, b->signal.cta = NULL;
     for (u32 i = 0; i < map->rank; i++) b->at[i] = s32(w, list[i])[lane];
     for (i32 i = 0; i < 3; i++) {
@@ -220,7 +219,7 @@ static void load_box(Machine *m, Warp *w, const Op *op, int lane, const Box *box
     if (!place_box(m, w, op, lane, to, WRITE, &box->map, &p)) return;
     if (!find_signal(m, w, op, lane, barrier, p.region->cta, true, &signal)) return;
     note_load(m, w, &signal, box->map.bytes);
-    Box *b = malloc(box_size(box));
+    Box *b = take(box_size(box));
     memcpy(b, box, box_size(box));
     b->shared = p.region, b->offset = p.offset, b->signal = signal;
     Who who = {w, op, lane, signal.actor, signal.epoch + 1, 2, 0};
@@ -245,7 +244,7 @@ HANDLER(tma_load) {
         else for (u32 left = target_ctas(m, w, op, l, op->e); left; left &= left - 1)
             load_box(m, w, op, l, box, in_cta(to[l], (u32)lowest(left)),
                      in_cta(barrier, (u32)lowest(left)));
-        free(box);
+        give(box);
     }
     return NEXT;
 }
@@ -261,13 +260,13 @@ static void complete_store(Machine *m, Async *a) {
                      b->dense + (u64)r * b->map.pitch + b->low, b->high - b->low);
         async_written(m, to->region, to->offset, b->high - b->low);
     }
-    free(b->dense);
+    give(b->dense);
 }
 
 /* The box is read; what is written comes later. */
 static void complete_store_read(Machine *m, Async *a) {
     Box *b = (Box *)a->bytes;
-    b->dense = malloc(b->map.bytes);
+    b->dense = take(b->map.bytes);
     for (u64 at = 0; at < b->map.bytes; at += 16)
         memcpy(b->dense + at, b->shared->data + box_chunk(b, at), 16);
     Async next = *a;
@@ -309,7 +308,7 @@ HANDLER(tma_prefetch) {
     ACTIVE {
         Map map;
         if (!read_map(m, w, op, l, r64(w, op->b)[l], actor_of(w, 0), w->now, &map)) continue;
-        free(find_box(m, w, op, l, &map, READ));
+        give(find_box(m, w, op, l, &map, READ));
     }
     return NEXT;
 }

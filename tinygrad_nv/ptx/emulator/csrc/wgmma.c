@@ -11,7 +11,6 @@
  * predicate scale-d; e = metadata; list = D, then A's registers. The op has no reads and writes but those
  * of its ordinary operands.
  */
-#include <stdlib.h>
 
 #include "core.h"
 #include "descriptor.c"
@@ -46,8 +45,8 @@ typedef struct {
 
 static Tensor *tensor_of(Machine *m, Warp *w) {
     if (!w->tensor) {
-        Tensor *t = w->tensor = calloc(1, sizeof *t);
-        t->held = calloc((size_t)m->launch.register_bytes / 128 + 1, sizeof *t->held);
+        Tensor *t = w->tensor = take_zeros(1, sizeof *t);
+        t->held = take_zeros((size_t)m->launch.register_bytes / 128 + 1, sizeof *t->held);
     }
     return w->tensor;
 }
@@ -161,8 +160,8 @@ static Accumulator *accumulator_take(Machine *m, Warp *w, Tensor *t, const Op *o
     Accumulator *c = t->spare;
     if (c) t->spare = c->next;
     else {
-        c = malloc(sizeof *c);
-        c->matrix = aligned_alloc(64, sizeof(u32) * DOT_ROWS * DOT_N);
+        c = take(sizeof *c);
+        c->matrix = count_held(aligned_alloc(64, sizeof(u32) * DOT_ROWS * DOT_N));
     }
     *c = (Accumulator){t->live, places, count, mma_n(op), (mma_n(op) + 15) / 16 * 16, result, 0, c->matrix};
     t->live = c;
@@ -237,9 +236,9 @@ static void check_group(Machine *m, Warp *w, const Op *op) {
 static Product *queue_push(Tensor *t) {
     if (t->count == t->room) {
         i32 room = t->room ? 2 * t->room : 16;
-        Product *bigger = malloc(sizeof *bigger * (size_t)room);
+        Product *bigger = take(sizeof *bigger * (size_t)room);
         for (i32 i = 0; i < t->count; i++) bigger[i] = t->queue[(t->first + i) % t->room];
-        free(t->queue);
+        give(t->queue);
         t->queue = bigger, t->first = 0, t->room = room;
     }
     return &t->queue[(t->first + t->count++) % t->room];
@@ -320,7 +319,7 @@ void tensor_exit(Machine *m, Warp *w) {
 static void accumulators_free(Accumulator *c) {
     while (c) {
         Accumulator *next = c->next;
-        free(c->matrix), free(c);
+        give(c->matrix), give(c);
         c = next;
     }
 }
@@ -330,6 +329,6 @@ void tensor_free(Machine *m, Warp *w) {
     (void)m;
     if (!t) return;
     accumulators_free(t->live), accumulators_free(t->spare);
-    free(t->queue), free(t->held), free(t);
+    give(t->queue), give(t->held), give(t);
     w->tensor = NULL;
 }
