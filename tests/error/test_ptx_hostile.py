@@ -99,6 +99,23 @@ def test_calls_that_double():
     refused(kernel("call f2999;", ".func f0() { ret; }\n" + chain), "more than 100 calls in each other")
 
 
+def test_many_instructions():
+    refused(kernel("add.u32 %r1,%r1,%r1;" * 140_000), "line 6", "131073 instructions of function k",
+            "at most 131072")
+    body = ".reg .b32 %r;" + "not.b32 %r,%r;" * 90_000
+    three = "".join(f".func f{i}() {{ {body} ret; }}\n" for i in range(3))
+    refused(kernel("", three), "line 6", "of function f2", "262145 of all functions")
+
+
+def test_branches_whose_meeting_places_are_far_apart():
+    """6,000 branches go to both ends of 6,000 that follow each other: 4 * 10^7 steps one by one."""
+    far = "".join(f"B{i}: @%p1 bra D0;\n@%p2 bra D5999;\n" for i in range(6_000))
+    row = "".join(f"D{i}: @%p1 bra D{i + 1};\n" for i in range(6_000))
+    begun = time.thread_time()
+    Emulator().prepare(kernel(f"{far}{row}D6000:"))
+    assert time.thread_time() - begun < 3
+
+
 def test_large_but_honest():
     """What compiled kernels have is read as before."""
     block = "{ .reg .b64 %d<9>; L: mov.b64 %d1, 0x7fffffffffffffff; bra L; }\n"

@@ -39,8 +39,10 @@ DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.flo
           "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64}
 MOST_ISSUES = 200_000   # of a trace: some 40 MB
 ARG_ELEMENTS = 1 << 28  # limit: elements of an array that --arg of ptx check makes; bytes of empty:
-MOST_SECONDS = 2.0      # limit: seconds of computing without an end of a CTA, for ptx check and ptx time (--max-seconds)
-MOST_MEMORY = 512       # limit: MiB for threads and the checks of what they touch, for ptx check and ptx time (--max-memory)
+# limit: seconds of computing without an end of a CTA, for ptx check and ptx time (--max-seconds)
+MOST_SECONDS = 2.0
+# limit: MiB of threads and of the checks of what they touch, for ptx check and ptx time (--max-memory)
+MOST_MEMORY = 512
 FILLS = ("zeros", "ones", "arange", "random", "integers", "empty")
 
 
@@ -96,8 +98,8 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seconds", type=_seconds, default=MOST_SECONDS, metavar="S",
                         help="end a launch of which no CTA ends for so long (default %(default)g; 0: never)")
     parser.add_argument("--max-memory", type=_mebibytes, default=MOST_MEMORY << 20, metavar="MIB",
-                        help=f"end a launch whose threads, and the checks of what they touch, take more of the host's "
-                        f"memory (default {MOST_MEMORY}; 0: no limit)")
+                        help="end a launch whose threads, and the checks of what they touch, take more of "
+                             f"the host's memory (default {MOST_MEMORY}; 0: no limit)")
     parser.add_argument("--arch", help="sm_80, sm_86, sm_89, sm_90 or sm_90a (default: the file's target)")
 
 

@@ -15,10 +15,12 @@ import functools
 import math
 import re
 
+from tinygrad_nv import collection
+from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.expressions import Constants, is_constant
 from tinygrad_nv.ptx.operands import OperandParser, Scope
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule, Register, Variable
-from tinygrad_nv.ptx.tokens import SPACE, Token
+from tinygrad_nv.ptx.tokens import SPACE, Token, shorten
 
 WIDTHS = {"pred": 1, "tf32": 32, "f16x2": 32, "bf16x2": 32, "bf16": 16, "b128": 128,
           **{f"{kind}{bits}": bits for kind in "bus" for bits in (8, 16, 32, 64)},
@@ -27,10 +29,13 @@ LINKAGE = {".visible", ".extern", ".weak", ".common"}
 SPACES = {".global", ".const", ".shared", ".local", ".param"}
 MOST_VARIABLE_BYTES = 256 << 20  # limit: bytes of a variable in PTX
 MOST_ALIGNMENT = 1 << 16         # limit: alignment of a variable in PTX, in bytes
+MOST_INSTRUCTIONS = 1 << 17        # limit: instructions of a PTX function; the largest have 30,000
+MOST_MODULE_INSTRUCTIONS = 1 << 18  # limit: instructions of all functions of a PTX text
 IGNORED_LINES = {".loc", ".file", ".section"}
 
 
 @functools.lru_cache(8)  # of some MB each
+@collection.paused()
 def parse(text: str) -> PTXModule:
     """The module of a PTX text; equal texts share it. Raises `PTXError` at the first line it does not
     understand."""
@@ -43,7 +48,7 @@ class Parser(OperandParser):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.out = PTXModule()
-        self.unique = 0
+        self.unique = self.instructions = 0
 
     # **** module ****
 
@@ -253,6 +258,7 @@ class Parser(OperandParser):
         self.find_labels()
         self.declare_labels()
         while depth:
+            self.count_instructions(out)
             self.skip_space()
             if (made := self.line_instruction()) is not None:
                 out.body.append(made)
@@ -270,7 +276,17 @@ class Parser(OperandParser):
                 depth -= 1
                 if depth: self.scopes.pop()
             else: self.statement(out, pending)
+        self.instructions += len(out.body)
         for label, position in pending: out.labels[label] = position
+
+    def count_instructions(self, out: PTXFunction) -> None:
+        """Refuses a function that is too long before it is read to its end."""
+        count = len(out.body)
+        if count <= MOST_INSTRUCTIONS and self.instructions + count <= MOST_MODULE_INSTRUCTIONS: return
+        raise PTXError(f"PTX line {self.line}: {count} instructions of function {shorten(out.name)}, "
+                       f"{self.instructions + count} of all functions", self.line,
+                       f"at most {MOST_INSTRUCTIONS} of one and {MOST_MODULE_INSTRUCTIONS} of all",
+                       "use loops and calls, or split the module")
 
     def statement(self, out: PTXFunction, labels: list[tuple[str, int]]) -> None:
         """A directive, a label or an instruction."""

@@ -70,14 +70,15 @@ def check_launch(arch: str, module: PTXModule, program: Program, grid: Triple, b
 
 
 def check_threads(program: Program, block: Triple, cluster: Triple, most: int | None) -> None:
-    """Registers and local memory of a cluster's threads take half of what a launch may hold at most: the rest is for
-    what they touch."""
+    """Registers and local memory of a cluster's threads take half of what a launch may hold at most: the rest
+    is for what they touch."""
     warps = -(-math.prod(block) // 32) * math.prod(cluster)
     nbytes = warps * (program.register_bytes + 32 * program.local_bytes)
     if most is None or nbytes <= most // 2: return
-    raise PTXError(f"PTX line {program.function.line}: {program.name}: {program.register_bytes} bytes of registers a warp "
-                   f"and {program.local_bytes} of local memory a thread, {nbytes >> 20} MiB for {warps} warps",
-                   program.function.line, f"at most {most >> 21} MiB for the threads of a cluster",
+    line = program.function.line
+    raise PTXError(f"PTX line {line}: {program.name}: {program.register_bytes} bytes of registers a warp and "
+                   f"{program.local_bytes} of local memory a thread, {nbytes >> 20} MiB for {warps} warps",
+                   line, f"at most {most >> 21} MiB for the threads of a cluster",
                    "use fewer threads, or raise max_memory (--max-memory)")
 
 

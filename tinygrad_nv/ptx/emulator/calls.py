@@ -25,7 +25,7 @@ from tinygrad_nv.ptx.syntax import (
     Vector,
 )
 
-MOST_INSTRUCTIONS = 1 << 18     # limit: instructions of a kernel with its calls expanded
+MOST_INSTRUCTIONS = 1 << 17     # limit: instructions of a kernel with its calls expanded
 MOST_CALLS = 1 << 13            # limit: calls of a kernel, expanded
 MOST_CALL_DEPTH = 100           # limit: calls of functions in each other, in PTX
 LOCAL = {"param": "local", "param::func": "local"}

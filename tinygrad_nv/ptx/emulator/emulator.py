@@ -94,8 +94,8 @@ class Emulator:
     detector and its kin (bounds and alignment are always checked); `exact` makes tensor cores sum exactly
     instead of truncating as hardware does; a launch ends with a finding of kind instruction-limit after
     `step_limit` warp-instructions, or 20 times as many where no thread polls (strong loads, atomics,
-    try_wait), or, with `max_seconds`, when none of its clusters has ended for so many seconds of computing, or, with
-    `max_memory`, when threads and what the checks keep of the memory that they touch take so many bytes.
+    try_wait), or, with `max_seconds`, when none of its clusters has ended for so many seconds of computing,
+    or, with `max_memory`, when threads and the checks of what they touch take so many bytes of the host.
     At most `resident` clusters (CTAs, of launches without) run at a time, fewer where no more fit; others
     start, in their order, as these end. `ordinal` is which of several GPUs it is: their addresses
     differ. Raises `PTXError` for an unknown architecture."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinygrad_nv import collection
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator.lowering import (
     REGISTRY,
@@ -43,7 +44,6 @@ for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
     if _family.name.startswith("lower_"): importlib.import_module(f"tinygrad_nv.ptx.emulator.{_family.name}")
 
 OP = struct.Struct("<Qq14iI4BHHi")
-MOST_STEPS = 2_000_000      # limit: steps to find where branches of a kernel meet
 MOST_TARGETS = 1 << 18      # limit: targets of all brx.idx of a function
 ENDLESS = -2                # where branches meet from which no way leads to an exit
 RELATIVE = 1 << 24  # places above it are relative to the end of the constants
@@ -100,6 +100,7 @@ def signed64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+@collection.paused()
 def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -> Program:
     """Lowers one entry function. `addresses` are those of the module's global and constant variables. Raises
     `PTXError` with the line of an instruction that is not emulated."""
@@ -280,67 +281,73 @@ def successors(ops: list[OpRecord], at: int) -> tuple[int, ...]:
 
 def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
     """For each branch the position of its immediate post-dominator, -1 when that is the exit, ENDLESS
-    when no way leads there. Cooper, Harvey
-    and Kennedy, "A Simple, Fast Dominance Algorithm", on the reversed graph of basic blocks."""
+    when no way leads there."""
     exit_ = len(ops)
     leaders = {0, exit_}
-    for at, op in enumerate(ops):
-        if op.handler in ("bra", "brx", "exit"): leaders |= {*successors(ops, at), at + 1}
+    branches = [at for at, op in enumerate(ops) if op.handler in ("bra", "brx", "exit")]
+    for at in branches: leaders |= {*successors(ops, at), at + 1}
     starts = sorted(leader for leader in leaders if leader <= exit_)
     block_of = {start: number for number, start in enumerate(starts)}
     last = [end - 1 for end in starts[1:]]
-    after = [tuple(block_of[s] for s in successors(ops, at)) for at in last] + [()]
+    after = [tuple([block_of[s] for s in successors(ops, at)]) for at in last] + [()]
     before: list[list[int]] = [[] for _ in starts]
     for number, following in enumerate(after):
         for other in following: before[other].append(number)
-    order = reverse_postorder(before, len(starts) - 1)
-    rank = {number: at for at, number in enumerate(order)}
-    meet: dict[int, int] = {len(starts) - 1: len(starts) - 1}
-
-    steps = 0
-
-    def count(more: int) -> None:
-        nonlocal steps
-        if (steps := steps + more) > MOST_STEPS:
-            raise PTXError(f"PTX line {ops[0].line} and on: branches between {len(starts)} blocks, of which "
-                           f"{MOST_STEPS} steps do not tell where they meet", ops[0].line,
-                           "loops and branches that nest", "make the function smaller")
-
-    def common(a: int, b: int) -> int:
-        while a != b:
-            count(1)
-            while rank[a] > rank[b]: a = meet[a]
-            while rank[b] > rank[a]: b = meet[b]
-        return a
-
-    changed = True
-    while changed:
-        changed = False
-        for number in order[1:]:
-            count(1 + len(after[number]))
-            known = [s for s in after[number] if s in meet]
-            new = known[0]
-            for other in known[1:]: new = common(other, new)
-            if meet.get(number) != new: meet[number], changed = new, True
+    meet = dominators(before, after, len(starts) - 1)
     found = {last[number]: starts[meet[number]] for number in range(len(last)) if number in meet}
-    return {at: (p if p < exit_ else -1) for at in range(exit_)
-            for p in (found.get(at, ENDLESS),) if ops[at].handler in ("bra", "brx")}
+    return {at: (p if p < exit_ else -1) for at in branches
+            for p in (found.get(at, ENDLESS),) if ops[at].handler != "exit"}
 
 
-def reverse_postorder(edges: Sequence[Sequence[int]], root: int) -> list[int]:
-    """Depth-first order without recursion."""
-    seen, out, stack = {root}, [], [(root, iter(edges[root]))]
+def dominators(after: Sequence[Sequence[int]], before: Sequence[Sequence[int]], root: int) -> dict[int, int]:
+    """Immediate dominators of the nodes that the root reaches, by edges to what comes after and from what
+    comes before. Lengauer and Tarjan, "A Fast Algorithm for Finding Dominators in a Flowgraph" (1979), the simple
+    version: m log n steps. Nodes go by their depth-first numbers."""
+    nodes, parent = depth_first(after, root)
+    number = {node: at for at, node in enumerate(nodes)}
+    semi, label, found = list(range(len(nodes))), list(range(len(nodes))), [0] * len(nodes)
+    ancestor = [-1] * len(nodes)    # in the forest of what has been visited, with paths compressed
+    waiting: list[list[int]] = [[] for _ in nodes]  # by semidominator
+
+    def least(at: int) -> int:
+        """The node with the least semidominator on the way up from a node."""
+        path = []
+        while ancestor[at] >= 0 and ancestor[ancestor[at]] >= 0:
+            path.append(at)
+            at = ancestor[at]
+        top = at
+        for below in reversed(path):
+            if semi[label[top]] < semi[label[below]]: label[below] = label[top]
+            ancestor[below], top = ancestor[at], below
+        return label[top]
+
+    for at in range(len(nodes) - 1, 0, -1):
+        semi[at] = min([semi[least(number[node])] for node in before[nodes[at]] if node in number])
+        waiting[semi[at]].append(at)
+        ancestor[at] = up = parent[at]
+        for other in waiting[up]:
+            lowest = least(other)
+            found[other] = lowest if semi[lowest] < semi[other] else up
+        waiting[up].clear()
+    for at in range(1, len(nodes)):
+        if found[at] != semi[at]: found[at] = found[found[at]]
+    return {node: nodes[found[at]] for at, node in enumerate(nodes)}
+
+
+def depth_first(edges: Sequence[Sequence[int]], root: int) -> tuple[list[int], list[int]]:
+    """Nodes in depth-first order, and for each the number of its parent. Without recursion."""
+    nodes, parents, seen, stack = [root], [0], {root}, [(0, iter(edges[root]))]
     while stack:
-        node, rest = stack[-1]
+        number, rest = stack[-1]
         for other in rest:
-            if other not in seen:
-                seen.add(other)
-                stack.append((other, iter(edges[other])))
-                break
-        else:
-            out.append(node)
-            stack.pop()
-    return out[::-1]
+            if other in seen: continue
+            seen.add(other)
+            stack.append((len(nodes), iter(edges[other])))
+            nodes.append(other)
+            parents.append(number)
+            break
+        else: stack.pop()
+    return nodes, parents
 
 
 # **** places ****

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median_low
 
-from tinygrad_nv.ptx.emulator.program import reverse_postorder
 from tinygrad_nv.ptx.sass import TENSOR, WAYS_OUT, blocks, dominators, natural_loops
 from tinygrad_nv.ptx.syntax import PTXFunction, Symbol
 from tinygrad_nv.ptx.timing.instructions import TimedInstruction
@@ -317,3 +316,19 @@ def split(path: Sequence[int], marks: Mapping[int, set[Key]]) -> list[list[int]]
         covered |= marks[i]
         made[-1].append(i)
     return made if len(made) == 1 else [[i for i in some if marks[i]] for some in made]
+
+
+def reverse_postorder(edges: Sequence[Sequence[int]], root: int) -> list[int]:
+    """Depth-first order without recursion."""
+    seen, out, stack = {root}, [], [(root, iter(edges[root]))]
+    while stack:
+        node, rest = stack[-1]
+        for other in rest:
+            if other not in seen:
+                seen.add(other)
+                stack.append((other, iter(edges[other])))
+                break
+        else:
+            out.append(node)
+            stack.pop()
+    return out[::-1]
