@@ -13,6 +13,7 @@ complete.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinygrad_nv.engine.text.earlier_calls import render
+from tinygrad_nv.engine.text.template_budget import metered
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.chat_protocol import ChatRequest
 from tinygrad_nv.server.conversation import Conversation
@@ -32,7 +34,7 @@ from tinygrad_nv.server.response_store import ResponseStore, Stored
 from tinygrad_nv.server.responses_request import ResponseRequest, messages_of, response_request
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
-from tinygrad_nv.server.workers import INLINE_BYTES, aside, checkpoint
+from tinygrad_nv.server.workers import INLINE, INLINE_BYTES, aside, checkpoint
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -103,11 +105,14 @@ async def _fitted(service: Service, request: ChatRequest, size: int) -> ChatRequ
     stay, and the last message."""
     system = [each for each in request.messages if each["role"] == "system"]
     others = [each for each in request.messages if each["role"] != "system"]
-    tokenizer, length = service.require_tokenizer(), service.model.length
+    tokenizer, length, used = service.require_tokenizer(), service.model.length, 0.0
 
     def fits(dropped: int) -> bool:
+        nonlocal used
         checkpoint()
-        text = render(tokenizer, [*system, *others[dropped:]], request.tools, **(request.extra or {}))
+        began, messages = time.thread_time(), [*system, *others[dropped:]]
+        text = metered(lambda: render(tokenizer, messages, request.tools, **(request.extra or {})), used)
+        used += time.thread_time() - began
         try: tokenizer.require_fitting(text, length - 1)
         except RequestError: return False
         return len(tokenizer.encode(text, special=False)) < length
@@ -120,7 +125,8 @@ async def _fitted(service: Service, request: ChatRequest, size: int) -> ChatRequ
             else: low = middle + 1
         return low
 
-    dropped = await service.aside(size, search)
+    # about fifteen renderings: not in the event loop
+    dropped = await (service.aside(size, search) if size > INLINE else service.render(size, search, True))
     # a result without its call
     while dropped < len(others) - 1 and others[dropped]["role"] == "tool": dropped += 1
     return replace(request, messages=(*system, *others[dropped:])) if dropped else request

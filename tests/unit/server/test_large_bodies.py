@@ -217,6 +217,26 @@ def test_others_are_answered_while_a_template_runs(monkeypatch: pytest.MonkeyPat
     assert "at most 1 seconds of processor time" in answers[0].text
 
 
+def test_searching_what_fits_renders_within_one_budget(monkeypatch: pytest.MonkeyPatch):
+    """Some renderings of nearly a second each, in the event loop: none was more than its own budget."""
+    monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
+    slow = ("{% set l = range(9999)|list %}{% for i in range(3000) %}{{ '' if -1 in l }}{% endfor %}"
+            "{% for m in messages %}{{ m.content }}{% endfor %}")
+    items = [{"role": "user", "content": "A tale of a fox. " * 3} for _ in range(60)]
+    with live(fake_service(FakeEngine(FakeModel(slow)))) as server:
+        attack = threading.Thread(target=lambda: answers.append(server.post(
+            {"input": items, "truncation": "auto"}, "/v1/responses")))
+        answers, slowest, before = list[Any](), 0.0, time.perf_counter()
+        attack.start()
+        while attack.is_alive():
+            began = time.perf_counter()
+            assert server.http.get("/health").status_code == 200
+            slowest = max(slowest, time.perf_counter() - began)
+        assert slowest < (time.perf_counter() - before) / 2
+    assert answers[0].status_code == 400, answers[0].text
+    assert "at most 1 seconds of processor time" in answers[0].text
+
+
 def test_a_model_s_template_that_is_slow_leaves_the_event_loop():
     service, threads = fake_service(FakeEngine(FakeModel())), list[str]()
 

@@ -149,11 +149,12 @@ def require_bounded(values: Iterable[Any]) -> None:
     if held := [each for each in values if isinstance(each, CONTAINERS)]: weigh(held)
 
 
-def metered(run: Callable[[], T]) -> T:
-    """What a function returns, bounded while it runs. Raises `TemplateLimit`."""
+def metered(run: Callable[[], T], used: float = 0) -> T:
+    """What a function returns, bounded while it runs. `used`: seconds of its budget that are gone. Raises
+    `TemplateLimit`."""
     if getattr(_state, "meter", None) is not None: return run()
     me, seconds = threading.get_ident(), int(config.get("NV_TEMPLATE_SECONDS"))
-    meter = _state.meter = Meter(_clock_of(me), seconds, max_chars())
+    meter = _state.meter = Meter(_clock_of(me), seconds - used, max_chars())
     try:
         try:
             _watchdog.begin(me, meter)
