@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from serve_case import Live, fake_service, live
+from serve_case import Live, fake_service, live, until
 
 from tinygrad_nv.server.limits import MAX_HEADER_BYTES, MAX_HEADERS, RequestLimits
 
@@ -128,6 +128,21 @@ def test_a_client_that_sends_all_first_reads_why_it_was_refused(server: Live, cl
     assert first_answer(server, PLAIN + close + b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS * 200) \
         == (413, "body_too_large")
     assert first_answer(server, with_length(PLAIN.replace(b"completions", b"none"))) == (404, "not_found")
+
+
+def test_large_bodies_of_all_clients_are_bounded(server: Live, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tinygrad_nv.server.limits.MAX_LARGE_BODIES", 1)
+    large = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 600_000}).encode()
+    head = PLAIN + b"Content-Length: "
+    with socket.create_connection(("127.0.0.1", server.port), 10) as client:
+        client.sendall(head + b"4000000\r\n\r\n" + b" " * 3_900_000)
+        until(lambda: server.service.bodies.held == 3_900_000)
+        assert first_answer(server, head + b"%d\r\n\r\n" % len(large) + large) == (503, "too_many_bodies")
+        assert server.post({"prompt": "a", "max_tokens": 1}).status_code == 200
+    until(lambda: server.service.bodies.held == 0)
+    assert server.http.post("/v1/completions", content=large,
+                            headers={"Content-Type": "application/json"}).status_code == 200
+    assert server.service.bodies.held == 0
 
 
 def test_a_refused_client_may_not_send_for_ever(server: Live, monkeypatch: pytest.MonkeyPatch):

@@ -147,7 +147,10 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         if request.scope.get("cross_origin") or not route_path(request.scope).endswith(UNTYPED):
             _require_json(request.headers)
         _require_plain(request.headers)
-        body = await read_body(request, service.limits)
+        with service.bodies.holding(service.limits) as count:
+            return await answered(request, record, await read_body(request, service.limits, count))
+
+    async def answered(request: Request, record: Record, body: bytes) -> Response:
         record.size = len(body)
         if record.size <= INLINE_BYTES: return await answer(request, service, record, parse(body))
 

@@ -14,6 +14,7 @@ import contextlib
 import json
 import re
 import resource
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -34,6 +35,8 @@ MAX_HEADERS = 500               # limit: headers of a request
 MAX_CHUNKS = 2048               # limit: chunks of a body, where they have less than `LEAST_CHUNK` bytes each
 LEAST_CHUNK = 64    # bytes: h11 takes 20 µs for a chunk
 MAX_LINGER_BYTES = 64 << 20     # limit: bytes that are read, and dropped, of a client that was refused
+MAX_LARGE_BODIES = 48   # limit: times --max-body-bytes, of all large bodies that are answered at once
+LARGE_BODY = 64 << 10   # bytes; smaller ones do not count
 LINGER_S = 1.0      # how long a refused client may pause before its connection is closed
 LEAST_AUDIO_BYTES = 25 << 20    # limit: bytes of a form with a recording, where --max-body-bytes is less
 AUDIO_PATH = "/v1/audio/"
@@ -67,8 +70,31 @@ def limits_of(path: str, limits: RequestLimits) -> RequestLimits:
     return replace(limits, body_bytes=LEAST_AUDIO_BYTES)
 
 
-async def read_body(request: Request, limits: RequestLimits) -> bytes:
-    """The body. Raises `APIError` 413 or 408, and starlette's `ClientDisconnect`."""
+class BodyBudget:
+    """Bytes of large bodies that are held for all requests: each takes some times as much when it is read."""
+    held = 0
+
+    @contextlib.contextmanager
+    def holding(self, limits: RequestLimits) -> Iterator[Callable[[int], None]]:
+        """What counts a body of so many bytes, as it grows, until the end. It raises `APIError` 503."""
+        mine, most = 0, MAX_LARGE_BODIES * max(limits.body_bytes, RequestLimits.body_bytes)
+
+        def count(size: int) -> None:
+            nonlocal mine
+            if size <= LARGE_BODY: return
+            if self.held + size - mine > most:
+                raise APIError(503, f"large bodies of {self.held} bytes are being answered, the limit is "
+                               f"{most}; to fix: send it again later, or raise --max-body-bytes, by which "
+                               "this grows", "too_many_bodies", None,
+                               {"Retry-After": "1", "Connection": "close"})
+            self.held, mine = self.held + size - mine, size
+        try: yield count
+        finally: self.held -= mine
+
+
+async def read_body(request: Request, limits: RequestLimits, count: Callable[[int], None]) -> bytes:
+    """The body; `count` is told of its bytes as they arrive. Raises `APIError` 413 or 408, and starlette's
+    `ClientDisconnect`."""
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > limits.body_bytes: raise too_large(limits)
     body = bytearray()      # a list of parts of a byte each takes 40 times as much
@@ -76,6 +102,7 @@ async def read_body(request: Request, limits: RequestLimits) -> bytes:
         async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
                 body += part
+                count(len(body))
                 if len(body) > limits.body_bytes: raise too_large(limits)
     except TimeoutError as error:
         raise APIError(408, f"the body did not arrive within {limits.body_s:g} s", "body_timeout", None,

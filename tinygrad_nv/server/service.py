@@ -22,7 +22,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
-from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.limits import BodyBudget, RequestLimits
 from tinygrad_nv.server.media_budget import MediaBudget
 from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
@@ -172,6 +172,7 @@ class Service:
     tokenizer_info: bool = False    # whether /tokenizer_info is served
     strict: bool = False            # fields without effect are errors
     ignored: set[str] = field(default_factory=set)      # such fields that were logged
+    bodies: BodyBudget = field(default_factory=BodyBudget)
     media: MediaBudget = field(default_factory=MediaBudget)     # of all requests
     responses: dict[str, ResponseStore] = field(default_factory=dict)   # by the owner of a request
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)

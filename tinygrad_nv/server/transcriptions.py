@@ -42,7 +42,11 @@ def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Respo
         record: Record = request.scope["record"]
         record.id = "transcript-" + record.id
         client = service.require_speech()
-        body = await read_body(request, limits_of(AUDIO_PATH, service.limits))
+        limits = limits_of(AUDIO_PATH, service.limits)
+        with service.bodies.holding(limits) as count:
+            return await answered(request, record, client, await read_body(request, limits, count))
+
+    async def answered(request: Request, record: Record, client: SpeechClient, body: bytes) -> Response:
         asked = parsed(await form_aside(request.headers.get("content-type", ""), body), task)
         service.require_name(asked.model)
         record.stream = asked.stream
