@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.floats import widen_bfloat16
 
 from .checkpoint import SAFETENSORS_DTYPES, TensorEntry, open_checkpoint, read_array
 from .families.encoder import HeadNames
-from .fields import CORRECT
+from .fields import CORRECT, Fields
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -121,13 +121,14 @@ def read_classifier(directory: Path, data: Mapping[str, Any], names: HeadNames, 
     if names.dense:
         activation = str(data.get(names.activation_field) or names.activation).lower()
         if activation not in HIDDEN:
-            raise ModelError(f"{directory}: {names.activation_field} {activation!r} is not implemented",
-                             f"one of: {', '.join(HIDDEN)}")
+            raise ModelError(f"{directory}: {names.activation_field} {brief(activation)} is not "
+                             f"implemented", f"one of: {', '.join(HIDDEN)}")
         norm = read(f"{names.norm}.weight", (hidden,)) if names.norm else None
+        eps = Fields({"norm_eps": 1e-5, **data}, str(directory / "config.json")).number("norm_eps")
         dense = HiddenLayer(read(f"{names.dense}.weight", (hidden, hidden)),
                             optional(f"{names.dense}.bias", hidden), activation, norm,
                             optional(f"{names.norm}.bias", hidden) if names.norm else None,
-                            float(data.get("norm_eps", 1e-5)))
+                            eps)
     return Classifier(read(f"{names.out}.weight", (labels, hidden)), optional(f"{names.out}.bias", labels),
                       dense, score_activation(data, labels), labels, label_names(data, labels))
 
@@ -136,8 +137,7 @@ def number_of_labels(data: Mapping[str, Any], name: str) -> int:
     """Labels: as many as are named, 2 where config.json says nothing, as in transformers."""
     named = data.get("id2label")
     made = len(named) if isinstance(named, dict) and named else data.get("num_labels", 2)
-    if isinstance(made, int) and not isinstance(made, bool) and made >= 1: return made
-    raise ModelError(f"{name}: num_labels is {made!r}", "a whole number ≥ 1", CORRECT)
+    return Fields({"num_labels": made}, name).positive("num_labels")
 
 
 def label_names(data: Mapping[str, Any], labels: int) -> tuple[str, ...]:
@@ -153,13 +153,13 @@ def score_activation(data: Mapping[str, Any], labels: int) -> str:
     default = "sigmoid" if labels == 1 else "softmax"
     kinds = {"regression": "identity", "multi_label_classification": "sigmoid",
              "single_label_classification": default}
-    if (kind := data.get("problem_type")) is not None and kind in kinds: return kinds[kind]
+    if isinstance(kind := data.get("problem_type"), str) and kind in kinds: return kinds[kind]
     own = data.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, Mapping) else None
     named = named or data.get("sbert_ce_default_activation_function")
     if named is None: return default
     name = str(named).rsplit(".", 1)[-1]
     if name not in NAMED:
-        raise ModelError(f"the activation of scores is {named!r}, which is not implemented",
+        raise ModelError(f"the activation of scores is {brief(named)}, which is not implemented",
                          f"one of: {', '.join(NAMED)}")
     return NAMED[name]

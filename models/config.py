@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv import files
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief, shorten
 from tinygrad_nv.files import MAX_JSON_BYTES
 from tinygrad_nv.kvcache.shape import KVShape
 
@@ -256,14 +256,15 @@ def _require_implemented(raw: Mapping[str, Any], honours: frozenset[str], name: 
     """Refuses fields by name that change what is computed."""
     found = [key for key in REFUSED if raw.get(key) and key not in honours]
     if found:
-        raise ModelError(f"{name}: {found[0]} is {raw[found[0]]!r}, which is not implemented",
+        raise ModelError(f"{name}: {found[0]} is {brief(raw[found[0]])}, which is not implemented",
                          "a model without it", "use a model of a supported family as it was published")
 
 
 def _refuse_both_directions(raw: Mapping[str, Any], name: str) -> None:
     key = "use_bidirectional_attention" if raw.get("is_causal", True) else "is_causal"
-    raise ModelError(f"{name}: {key} is {raw.get(key)!r}, which is not implemented for models that generate",
-                     "a model without it", "load it for embeddings: task=\"embed\", or --task embed")
+    raise ModelError(f"{name}: {key} is {brief(raw.get(key))}, which is not implemented for models that "
+                     "generate", "a model without it",
+                     "load it for embeddings: task=\"embed\", or --task embed")
 
 
 def _quantization(raw: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
@@ -271,7 +272,7 @@ def _quantization(raw: Mapping[str, Any], name: str) -> Mapping[str, Any] | None
     # llmcompressor's first files have another name for it
     if not (given := raw.get("quantization_config") or raw.get("compression_config")): return None
     if not isinstance(given, dict):
-        raise ModelError(f"{name}: quantization_config is {given!r}", "an object with a quant_method",
+        raise ModelError(f"{name}: quantization_config is {brief(given)}", "an object with a quant_method",
                          "correct the file, or download it again")
     from tinygrad_nv.quant.readers.reader import require_known
     require_known(given, name)
@@ -282,7 +283,8 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
     """An id, a list of ids or null, as a tuple."""
     values = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
-        raise ModelError(f"{name} is {value!r}", "a token id, a list of them, or null", "correct the file")
+        raise ModelError(f"{name} is {brief(value)}", "a token id, a list of them, or null",
+                         "correct the file")
     return values
 
 
@@ -292,7 +294,7 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
         from .families.encoders import ENCODERS
-        raise ModelError(f"{name}: architecture {', '.join(map(str, listed))} is not supported",
+        raise ModelError(f"{name}: architecture {shorten(', '.join(map(str, listed)))} is not supported",
                          f"one of: {', '.join(FAMILIES)}; of embedding models: {', '.join(ENCODERS)}",
                          "use `tinygrad-nv transcribe`" if data.get("model_type") == "whisper" else
                          "convert the model to one of these, or add it (see CONTRIBUTING.md)")
@@ -304,5 +306,5 @@ def config_dtype(raw: Mapping[str, Any], name: str) -> str | None:
     if not (given := raw.get("dtype") or raw.get("torch_dtype")): return None
     dtype = str(given).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ModelError(f"{name}: dtype {dtype!r} is not supported", f"one of: {', '.join(DTYPES)}")
+        raise ModelError(f"{name}: dtype {brief(dtype)} is not supported", f"one of: {', '.join(DTYPES)}")
     return dtype

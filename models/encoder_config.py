@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
 from .config import config_dtype, read_json
 from .families.encoder import EncoderNames
@@ -92,7 +92,7 @@ def read_encoder_config(directory: Path) -> EncoderConfig | None:
     path = directory / "config.json"
     if not os.path.isfile(path): return None
     data = read_json(path)
-    known = [each for each in architectures_of(data) if str(each) in ENCODERS]
+    known = [each for each in architectures_of(data) if isinstance(each, str) and each in ENCODERS]
     return parse_encoder_config(data, known[0], str(path)) if known else None
 
 
@@ -103,21 +103,20 @@ def parse_encoder_config(data: dict[str, Any], architecture: str, name: str) -> 
     raw |= {theirs: raw[own] for theirs, own in family.renamed.items() if own in raw}
     for key, allowed in {**REFUSED, **family.only}.items():
         if key in raw and raw[key] not in allowed:
-            raise ModelError(f"{name}: {key} is {raw[key]!r}, which is not implemented for {architecture}",
-                             "a model without it", "use a model of a supported family as it was published")
+            raise ModelError(f"{name}: {key} is {brief(raw[key])}, which is not implemented for "
+                             f"{architecture}", "a model without it",
+                             "use a model of a supported family as it was published")
     f = Fields(raw, name)
     hidden, heads, layers = map(f.positive, ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     settings = family.settings(f)
     if "head_dim" not in settings and hidden % heads:
         raise ModelError(f"{name}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}",
                          "a multiple", "correct the file, or download it again")
-    if (act := raw["hidden_act"]) not in KINDS:
-        raise ModelError(f"{name}: hidden_act {act!r} is not supported", f"one of: {', '.join(KINDS)}")
     common = {"head_dim": hidden // heads, "windows": (None,) * layers,
               "max_positions": f.positive("max_position_embeddings"),
               "token_types": f.positive("type_vocab_size") if raw["type_vocab_size"] else 0}
     return EncoderConfig(
         architecture=architecture, vocab_size=f.positive("vocab_size"), hidden_size=hidden,
         intermediate_size=f.positive("intermediate_size"), num_layers=layers, num_heads=heads,
-        norm_eps=f.number("layer_norm_eps"), activation=KINDS[act], names=family.names,
-        dtype=config_dtype(raw, name), **{**common, **settings})
+        norm_eps=f.number("layer_norm_eps"), activation=KINDS[f.one_of("hidden_act", KINDS)],
+        names=family.names, dtype=config_dtype(raw, name), **{**common, **settings})

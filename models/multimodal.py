@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
 from .model_types import SIZES, architectures_of
 
@@ -38,14 +38,15 @@ VISUAL = ("visual.", "model.visual.")       # tensors of Qwen2.5-VL's vision tow
 def language_config(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The config.json of the language model; that of a model without other parts as it is. Raises
     `ModelError`."""
-    found = next((each for each in architectures_of(data) if str(each) in ARCHITECTURES), None)
+    found = next((each for each in architectures_of(data)
+                  if isinstance(each, str) and each in ARCHITECTURES), None)
     if found is None: return data
     text = data.get("text_config")
     if found == QWEN_VL: text = _of_qwen_vl(data if text is None else text)
     if text is None: text = MISTRAL3_TEXT if found == MISTRAL3 else {}
     kind = (text.get("model_type") or ARCHITECTURES[found]) if isinstance(text, dict) else None
-    if not isinstance(text, dict) or kind not in KINDS:
-        raise ModelError(f"{name}: text_config is of model_type {kind!r}", f"one of: {', '.join(KINDS)}",
+    if not isinstance(text, dict) or not isinstance(kind, str) or kind not in KINDS:
+        raise ModelError(f"{name}: text_config is of model_type {brief(kind)}", f"one of: {', '.join(KINDS)}",
                          "use a model of a supported family as it was published")
     shared = {key: data[key] for key in SHARED if data.get(key) is not None and text.get(key) is None}
     tied = data.get(TIED)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from tinygrad.dtype import DType
 
-from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.errors import ModelError, WeightError, brief
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.regexes import Pattern, compile_pattern, require_few
 
@@ -42,6 +42,7 @@ from .multimodal import language_entries
 CONFIG, FILES = "adapter_config.json", (("adapter_model.safetensors", Safetensors),
                                         ("adapter_model.bin", PyTorchFiles))
 PREFIX = "base_model.model."
+MAX_SCALE = 1 << 20     # limit: ranks and alphas of an adapter_config.json
 MERGE = "merge the adapter into the weights (PEFT's merge_and_unload)"
 NAMED = re.compile(r"(.+)(\.lora_[AB])\.([^.]+)(\.weight)")
 EXPERTS = re.compile(r"\.(experts|block_sparse_moe|router)(\.|$)|\.mlp\.gate$")
@@ -123,21 +124,27 @@ def read_config(directory: Path) -> Mapping[str, Any]:
     if not path.is_file(): raise not_an_adapter(directory)
     config: Mapping[str, Any] = read_json(path)
     if config.get("peft_type") != "LORA":
-        raise ModelError(f"{path}: peft_type is {config.get('peft_type')!r}", "LORA",
+        raise ModelError(f"{path}: peft_type is {brief(config.get('peft_type'))}", "LORA",
                          f"use a LoRA adapter, or {MERGE}")
     for key, why in REFUSED.items():
         if not any(type(config.get(key)) is type(off) and config.get(key) == off for off in OFF):
-            raise ModelError(f"{path}: {key} is {config[key]!r}, and {why}", f"{key} left out",
+            raise ModelError(f"{path}: {key} is {brief(config[key])}, and {why}", f"{key} left out",
                              f"{MERGE}, or train one without")
     if config.get("bias", "none") != "none":
-        raise ModelError(f"{path}: bias is {config['bias']!r}, and biases are the base model's", "none",
+        raise ModelError(f"{path}: bias is {brief(config['bias'])}, and biases are the base model's", "none",
                          f"{MERGE}, or train one with bias='none'")
     for key, least in (("r", 1), ("lora_alpha", 0)):
         value = config.get(key, 8)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1 << 20:
-            raise ModelError(f"{path}: {key} is {value!r}", f"a number ≥ {least}", "correct the file")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < MAX_SCALE:
+            raise ModelError(f"{path}: {key} is {brief(value)}", f"a number ≥ {least}, below {MAX_SCALE:,}",
+                             "correct the file")
     for key in ("rank_pattern", "alpha_pattern"):
         _require_pattern(path, key, config.get(key) or {})
+    targets = config.get("target_modules")
+    if not isinstance(targets, str | None) and not (
+            isinstance(targets, list) and all(isinstance(each, str) for each in targets)):
+        raise ModelError(f"{path}: target_modules is {brief(targets)}",
+                         "a regular expression, or a list of names of modules", "correct the file")
     return config
 
 
@@ -145,10 +152,10 @@ def _require_pattern(path: Path, key: str, given: Any) -> None:
     def fits(name: Any, value: Any) -> bool:
         if not isinstance(name, str): return False
         pattern_for(name, f"{path}: {key}")
-        return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_SCALE
     if isinstance(given, dict): require_few(len(given), f"{path}: {key}")
     if not isinstance(given, dict) or not all(fits(*each) for each in given.items()):
-        raise ModelError(f"{path}: {key} is {given!r}", "an object of numbers by names of modules",
+        raise ModelError(f"{path}: {key} is {brief(given)}", "an object of numbers by names of modules",
                          "correct the file")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief, shorten
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.quant.floats import as_float32
 
@@ -32,6 +32,7 @@ FLAGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean",
          "pooling_mode_weightedmean_tokens": "weightedmean"}
 NAMES = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Identity": lambda x: x, "Tanh": np.tanh}
+MAX_MODULES = 32        # limit: modules of a modules.json; published ones have up to 4
 ADD = "use a model with one of these, or add it (see CONTRIBUTING.md)"
 
 
@@ -65,6 +66,14 @@ class Pooling:
         x = x[:, :dimensions]
         if not (self.normalize if normalize is None else normalize): return x
         return x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
+
+    def require_fitting(self, hidden: int, name: str) -> None:
+        """Raises `ModelError` for dense layers that do not take what they are given."""
+        for each in self.dense:
+            if each.weight.shape[1] != hidden:
+                raise ModelError(f"{name}: a Dense module has in_features {each.weight.shape[1]}",
+                                 f"{hidden}, as many as what is before it gives", CORRECT)
+            hidden = each.weight.shape[0]
 
     def width(self, hidden: int) -> int:
         """Elements of a vector."""
@@ -113,11 +122,13 @@ def read_pooling(directory: Path) -> Pooling | None:
 def _modules(path: Path) -> list[tuple[str, Path]]:
     """Class and folder of each module."""
     listed, found = read_json_value(path), []
-    if not isinstance(listed, list): raise ModelError(f"{path} is {listed!r}", "a list of modules", CORRECT)
+    if not isinstance(listed, list) or len(listed) > MAX_MODULES:
+        raise ModelError(f"{path} is {brief(listed)}", f"a list of at most {MAX_MODULES} modules", CORRECT)
     for each in listed:
         kind, folder = (each.get("type"), each.get("path")) if isinstance(each, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(folder, str) or Path(folder).name != folder:
-            raise ModelError(f"{path} has {each!r}", "objects with a type, and the path of a folder", CORRECT)
+            raise ModelError(f"{path} has {brief(each)}", "objects with a type, and the path of a folder",
+                             CORRECT)
         found.append((kind.rsplit(".", 1)[-1], path.parent / folder))
     return found
 
@@ -128,7 +139,8 @@ def _kind(path: Path) -> str:
         kinds = [NAMES.get(named, named)] if isinstance(named, str) else [str(named)]
     else: kinds = [kind for flag, kind in FLAGS.items() if data.get(flag)]
     if len(kinds) != 1 or kinds[0] not in KINDS:
-        raise ModelError(f"{path}: the pooling is {' and '.join(kinds) or 'none'}, which is not implemented",
+        raise ModelError(f"{path}: the pooling is {shorten(' and '.join(kinds)) or 'none'}, which is not "
+                         "implemented",
                          f"one of: {', '.join(KINDS)}", ADD)
     if data.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt is false, which is not implemented", "true", ADD)
@@ -140,7 +152,7 @@ def _dense(folder: Path) -> Dense:
     f = Fields(read_json(path), str(path))
     activation = str(f.get("activation_function")).rsplit(".", 1)[-1]
     if activation not in ACTIVATIONS:
-        raise ModelError(f"{path}: activation_function {activation!r} is not implemented",
+        raise ModelError(f"{path}: activation_function {brief(activation)} is not implemented",
                          f"one of: {', '.join(ACTIVATIONS)}", ADD)
     entries = open_checkpoint(folder).entries
     shape, wanted = (f.positive("out_features"), f.positive("in_features")), ["linear.weight"]

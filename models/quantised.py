@@ -128,7 +128,8 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
         for stack in quantised_experts.planned(model, layer, reader, stored):
             _add_experts(plan, stack, stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
-    blocks = model.config.quantization.get("types", ())
+    gguf = model.config.quantization["quant_method"] == "gguf"
+    blocks = model.config.quantization["types"] if gguf else ()
     tied, stage = model.config.tied, model.parallel
     embeds, ends = stage is None or stage.first, stage is None or stage.last
     if ends and (not tied or f"{HEAD}.weight" in blocks): _add_table(plan, reader, HEAD, stored, model)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
-from .fields import Fields
+from .fields import CORRECT, Fields
 from .rope import ROPE_TYPES, RopeConfig
 
 NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
@@ -24,7 +24,7 @@ def rope_parameters(f: Fields) -> Mapping[str, Any]:
     """Those of a file that has the same for all layers. Raises `ModelError` for others."""
     given = f.get("rope_scaling") or f.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        raise ModelError(f"{f.name}: rope parameters are {given!r}",
+        raise ModelError(f"{f.name}: rope parameters are {brief(given)}",
                          "an object of numbers, the same for all layers")
     return given
 
@@ -35,13 +35,14 @@ def rope_config(f: Fields, given: Mapping[str, Any], head_dim: int, partial: boo
     `ModelError`."""
     kind, name = given.get("rope_type", given.get("type", "default")), f.name
     if kind not in ROPE_TYPES:
-        raise ModelError(f"{name}: rope type {kind!r} is not supported", f"one of: {', '.join(ROPE_TYPES)}")
+        raise ModelError(f"{name}: rope type {brief(kind)} is not supported",
+                         f"one of: {', '.join(ROPE_TYPES)}")
     if head_dim % 2: raise ModelError(f"{name}: head_dim is {head_dim}", "an even number: rope rotates pairs")
     both = Fields({"rope_theta": 10000.0, **f.raw, **given}, name)
     dim = _partial_dim(both, head_dim) if partial else head_dim
     if not partial: _require_whole_heads(both, kind)
     mine = Fields(given, name)
-    numbers: dict[str, Any] = {key: mine.number(key, -1.0 if key.startswith("mscale") else 0.0)
+    numbers: dict[str, Any] = {key: mine.number(key, zero=key.startswith("mscale"))
                for key in NUMBERS if given.get(key) is not None}
     if missing := [key for key in NEEDED.get(kind, ()) if key not in numbers]:
         raise ModelError(f"{name}: rope type {kind} lacks {', '.join(missing)}", ", ".join(NEEDED[kind]))
@@ -55,6 +56,8 @@ def rope_config(f: Fields, given: Mapping[str, Any], head_dim: int, partial: boo
     # beside the rope parameters it precedes the one among them, as in transformers
     for section in (mine, f):
         if section.get(ORIGINAL) is not None: original = section.positive(ORIGINAL)
+    if kind == "longrope" and original < 2:     # its attention factor divides by the logarithm
+        raise ModelError(f"{name}: {ORIGINAL} is {original} with rope type longrope", "2 or more", CORRECT)
     if kind == "longrope": numbers.setdefault("factor", positions / original)
     lists: dict[str, Any] = {key: _factors(given, key, dim, name) for key in _LISTS.get(kind, ())}
     return RopeConfig(kind=kind, theta=theta, dim=dim, original_positions=original,
@@ -89,5 +92,5 @@ def _require_whole_heads(both: Fields, kind: str) -> None:
     factor = both.get("partial_rotary_factor")
     if kind == "default" or factor is None: return
     if both.number("partial_rotary_factor") != 1.0:
-        raise ModelError(f"{both.name}: partial_rotary_factor is {factor!r} with rope type {kind}",
+        raise ModelError(f"{both.name}: partial_rotary_factor is {brief(factor)} with rope type {kind}",
                          "1: this family rotates whole heads", "remove the field, or correct it")

@@ -5,6 +5,21 @@ these. The CLI prints the message alone and exits with `exit_code`; libraries ca
 """
 from __future__ import annotations
 
+MAX_WORDS = 8192    # limit: characters of each part of an error's message, which may quote a file
+MAX_SHOWN = 200     # limit: characters of one value that a message quotes
+
+
+def shorten(text: str, most: int = MAX_SHOWN) -> str:
+    """Returns a text, cut off after `most` characters."""
+    return text if len(text) <= most else text[:most] + "…"
+
+
+def brief(value: object) -> str:
+    """Returns a value as messages quote it."""
+    if isinstance(value, int) and value.bit_length() > 4096: return "a number of thousands of digits"
+    try: return shorten(repr(value))
+    except (ValueError, RecursionError): return f"a {type(value).__name__} that is too large to be shown"
+
 
 class NVError(Exception):
     """Base of every user-facing error: `found` went wrong, `expected` would have been right, `fix` is the
@@ -12,11 +27,18 @@ class NVError(Exception):
     exit_code = 2
 
     def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
-        self.found, self.expected, self.fix = found, expected, fix
-        lines = [found]
-        if expected: lines.append(f"  expected: {expected}")
-        if fix: lines.append(f"  to fix:   {fix}")
+        self.found, self.expected, self.fix = map(_cut, (found, expected, fix))
+        lines = [self.found]
+        if expected: lines.append(f"  expected: {self.expected}")
+        if fix: lines.append(f"  to fix:   {self.fix}")
         super().__init__("\n".join(lines))
+
+
+def _cut(words: str) -> str:
+    """Returns words without the middle of what is too long, and with escapes for what is no Unicode."""
+    if not words.isascii(): words = words.encode(errors="backslashreplace").decode()
+    half = MAX_WORDS // 2 - 2
+    return words if len(words) <= MAX_WORDS else f"{words[:half]} … {words[-half:]}"
 
 
 def as_well(error: NVError, other: Exception) -> NVError:

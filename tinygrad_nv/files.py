@@ -19,6 +19,7 @@ from typing import Any
 
 MAX_JSON_BYTES = 16 << 20       # limit: bytes of config.json and its like; the largest has 2 MB
 MAX_JSON_VALUES = 4_000_000     # limit: values of a JSON file; the largest tokenizer.json has 2 million
+MAX_JSON_DEPTH = 200            # limit: levels of objects and lists of a JSON file; config.json has 8
 MAX_NAMED_BYTES = 64 << 20      # limit: bytes of a text that a command line names: options, prompts, PTX
 MAX_TOKENIZER_BYTES = 96 << 20  # limit: bytes of tokenizer.json, vocab.json, vocab.txt and merges.txt; 34 MB
 CHUNK = 1 << 20
@@ -84,8 +85,22 @@ def parse_json(text: str, unique: bool = False) -> Any:
     ValueError, also where it is too deep."""
     require_few_values(text)
     try:
-        with uncollected(): return json.loads(text, object_pairs_hook=_unique if unique else None)
+        with uncollected(): value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error: raise ValueError(str(error)) from error
+    _require_shallow(value)
+    return value
+
+
+def _require_shallow(value: Any) -> None:
+    """Raises ValueError for JSON of more than `MAX_JSON_DEPTH` levels: its readers call themselves for
+    each."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [inner for each in level if isinstance(each, dict | list)
+                 for inner in (each.values() if isinstance(each, dict) else each)
+                 if isinstance(inner, dict | list)]
+        if not level: return
+    raise ValueError(f"it has more than {MAX_JSON_DEPTH} objects and lists, one inside the other")
 
 
 @contextlib.contextmanager

@@ -6,16 +6,19 @@ of the classes of diffusers and transformers.
 """
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief, shorten
 
 from ..config import read_json
-from ..fields import CORRECT, Fields
+from ..fields import CORRECT, Fields, limit_of
 
+MAX_BLOCKS = 16     # limit: blocks of a UNet or an autoencoder; published ones have 4
+MAX_DEPTH = 1024    # limit: layers of all blocks of a UNet or an autoencoder, those of transformers counted
 CROSS = {"CrossAttnDownBlock2D": True, "DownBlock2D": False, "CrossAttnUpBlock2D": True, "UpBlock2D": False}
 UNET_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "center_input_sample": (False,), "only_cross_attention": (False,), "mid_block_scale_factor": (1, 1.0),
@@ -106,10 +109,9 @@ def read_text(directory: Path) -> TextConfig:
     listed = f.get("architectures") or ["CLIPTextModel"]
     architecture = listed[0] if isinstance(listed, list) else listed
     if architecture not in ("CLIPTextModel", "CLIPTextModelWithProjection"):
-        raise ModelError(f"{f.name}: architecture {architecture!r}",
+        raise ModelError(f"{f.name}: architecture {brief(architecture)}",
                          "CLIPTextModel or CLIPTextModelWithProjection", "choose another model")
-    if (act := f.get("hidden_act")) not in ("quick_gelu", "gelu"):
-        raise ModelError(f"{f.name}: hidden_act {act!r} is not supported", "quick_gelu or gelu")
+    act = f.one_of("hidden_act", ("quick_gelu", "gelu"))
     projected, hidden, heads = architecture.endswith("WithProjection"), f.positive("hidden_size"), \
         f.positive("num_attention_heads")
     if hidden % heads: raise _uneven(f, f"hidden_size {hidden}", f"num_attention_heads, {heads}")
@@ -131,20 +133,21 @@ def read_unet(directory: Path) -> UNetConfig:
     channels = _channels(f)
     down, up = _texts(f, "down_block_types"), _texts(f, "up_block_types")
     for kind in (*down, *up):
-        if kind not in CROSS: raise ModelError(f"{f.name}: a block of {kind}", ", ".join(CROSS))
+        if kind not in CROSS: raise ModelError(f"{f.name}: a block of {shorten(kind)}", ", ".join(CROSS))
     cross = tuple(CROSS[kind] for kind in down)
     if [CROSS[kind] for kind in reversed(up)] != [*cross] or len(cross) != len(channels):
-        raise ModelError(f"{f.name}: blocks {down}, then {up}",
+        raise ModelError(f"{f.name}: blocks {brief(down)}, then {brief(up)}",
                          f"{len(channels)} each, the same ones in reverse", CORRECT)
     added, heads = f.get("addition_embed_type") is not None, _each(f, "attention_head_dim", len(channels))
     for width, count in zip(channels, heads, strict=True):
         if width % count: raise _uneven(f, f"block_out_channels {width}", f"attention_head_dim, {count}")
+    layers = _each(f, "layers_per_block", len(channels))
+    depths = _each(f, "transformer_layers_per_block", len(channels))
+    _require_few(f, sum(map(operator.mul, layers, depths)))
     return UNetConfig(f.positive("in_channels"), f.positive("out_channels"), f.positive("sample_size"),
-                      channels, _each(f, "layers_per_block", len(channels)), cross,
-                      _each(f, "transformer_layers_per_block", len(channels)),
-                      heads, f.positive("cross_attention_dim"),
+                      channels, layers, cross, depths, heads, f.positive("cross_attention_dim"),
                       f.positive("norm_num_groups"), f.number("norm_eps"), f.flag("flip_sin_to_cos"),
-                      f.number("freq_shift", -1.0), int(f.number("downsample_padding", -1.0)),
+                      f.number("freq_shift", zero=True), int(f.number("downsample_padding", zero=True)),
                       f.positive("addition_time_embed_dim") if added else 0,
                       f.positive("projection_class_embeddings_input_dim") if added else 0)
 
@@ -158,9 +161,11 @@ def read_vae(directory: Path) -> VAEConfig:
         "mid_block_add_attention": True}, VAE_NEUTRAL)
     for name, kind in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         if f.get(name) is not None and set(_texts(f, name)) != {kind}:
-            raise ModelError(f"{f.name}: {name} {f.get(name)}", kind)
+            raise ModelError(f"{f.name}: {name} {brief(f.get(name))}", kind)
+    channels, layers = _channels(f), f.positive("layers_per_block")
+    _require_few(f, len(channels) * layers)
     return VAEConfig(f.positive("in_channels"), f.positive("out_channels"), f.positive("latent_channels"),
-                     _channels(f), f.positive("layers_per_block"),
+                     channels, layers,
                      f.positive("norm_num_groups"), f.number("scaling_factor"), f.positive("sample_size"),
                      f.flag("force_upcast"), f.flag("use_quant_conv"), f.flag("use_post_quant_conv"),
                      f.flag("mid_block_add_attention"))
@@ -177,7 +182,7 @@ def _read(directory: Path, defaults: Mapping[str, Any], neutral: Mapping[str, tu
         value = data.get(name)
         if value is not None and value not in values:
             accepted = " or ".join(map(repr, values)) or "no such field"
-            raise ModelError(f"{path}: {name} is {value!r}, which is not implemented", accepted,
+            raise ModelError(f"{path}: {name} is {brief(value)}, which is not implemented", accepted,
                              "choose another model")
     return Fields({**defaults, **{k: v for k, v in data.items() if v is not None}}, str(path))
 
@@ -185,8 +190,9 @@ def _read(directory: Path, defaults: Mapping[str, Any], neutral: Mapping[str, tu
 def _channels(f: Fields) -> tuple[int, ...]:
     """Channels of each block, which norm_num_groups divide. Raises `ModelError`."""
     value, groups = f.get("block_out_channels"), f.positive("norm_num_groups")
-    if not isinstance(value, list) or not value:
-        raise ModelError(f"{f.name}: block_out_channels is {value!r}", "a list of positive integers", CORRECT)
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_BLOCKS:
+        raise ModelError(f"{f.name}: block_out_channels is {brief(value)}",
+                         f"a list of at most {MAX_BLOCKS} positive integers", CORRECT)
     made = _each(f, "block_out_channels", len(value))
     for each in made:
         if each % groups: raise _uneven(f, f"block_out_channels {each}", f"norm_num_groups, {groups}")
@@ -196,7 +202,7 @@ def _channels(f: Fields) -> tuple[int, ...]:
 def _texts(f: Fields, key: str) -> list[str]:
     value = f.get(key)
     if isinstance(value, list) and all(isinstance(each, str) for each in value): return value
-    raise ModelError(f"{f.name}: {key} is {value!r}", "a list of names of blocks", CORRECT)
+    raise ModelError(f"{f.name}: {key} is {brief(value)}", "a list of names of blocks", CORRECT)
 
 
 def _uneven(f: Fields, found: str, divisor: str) -> ModelError:
@@ -205,7 +211,14 @@ def _uneven(f: Fields, found: str, divisor: str) -> ModelError:
 
 def _each(f: Fields, key: str, count: int) -> tuple[int, ...]:
     """A number for each block, of one for all or of a list. Raises `ModelError`."""
-    value = f.get(key)
+    value, most = f.get(key), limit_of(key)
     made = tuple(value) if isinstance(value, list) else (value,) * count
-    if len(made) == count and all(isinstance(each, int) and each > 0 for each in made): return made
-    raise ModelError(f"{f.name}: {key} is {value!r}", f"a positive integer, or {count} of them", CORRECT)
+    if len(made) == count and all(type(each) is int and 0 < each <= most for each in made): return made
+    raise ModelError(f"{f.name}: {key} is {brief(value)}",
+                     f"a positive integer, or {count} of them, at most {most:,}", CORRECT)
+
+
+def _require_few(f: Fields, layers: int) -> None:
+    if layers > MAX_DEPTH:
+        raise ModelError(f"{f.name}: layers_per_block is {brief(f.get('layers_per_block'))}, and the blocks "
+                         f"have {layers} layers together", f"at most {MAX_DEPTH}", CORRECT)

@@ -23,7 +23,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
-from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.errors import ModelError, RequestError, shorten
 from tinygrad_nv.graphs.inputs import Input
 from tinygrad_nv.graphs.pool import GraphPool
 
@@ -331,7 +331,7 @@ def _read_index(directory: Path) -> tuple[bool, bool]:
         raise ModelError(f"{directory} has no model_index.json", "a diffusers directory of Stable Diffusion",
                          "check the path; models are not downloaded")
     data = read_json(path)
-    if (kind := data.get("_class_name")) not in PIPELINES:
-        raise ModelError(f"{path}: a {kind}", " or ".join(PIPELINES), "choose another model")
+    if not isinstance(kind := data.get("_class_name"), str) or kind not in PIPELINES:
+        raise ModelError(f"{path}: a {shorten(str(kind))}", " or ".join(PIPELINES), "choose another model")
     xl = PIPELINES[kind]
     return xl, xl and bool(data.get("force_zeros_for_empty_prompt", True))

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.errors import ModelError, RequestError, brief, shorten
 
 from ..config import read_json
 from ..fields import CORRECT, Fields
@@ -97,11 +97,11 @@ def read_scheduler(directory: Path) -> SchedulerConfig:
     data = read_json(path)
     for key, values in NEUTRAL.items():
         if data.get(key) is not None and data[key] not in values:
-            raise ModelError(f"{path}: {key} is {data[key]!r}, which is not implemented",
+            raise ModelError(f"{path}: {key} is {brief(data[key])}, which is not implemented",
                              " or ".join(map(repr, values)) or "no such field", "choose another scheduler")
     kind = str(data.get("_class_name") or "DDPMScheduler")
     if kind not in CLASSES and kind not in ALIKE:
-        raise ModelError(f"{path}: a {kind}", f"one of: {', '.join((*CLASSES, *ALIKE))}",
+        raise ModelError(f"{path}: a {shorten(kind)}", f"one of: {', '.join((*CLASSES, *ALIKE))}",
                          "choose another model: this one's network is not trained for these")
     name = CLASSES.get(kind, "ddim")
     f = Fields({**DEFAULTS, "clip_sample": kind == "DDIMScheduler",
@@ -109,26 +109,29 @@ def read_scheduler(directory: Path) -> SchedulerConfig:
     first, last = f.number("beta_start"), f.number("beta_end")
     if max(first, last) >= 1:
         raise ModelError(f"{path}: beta_start is {first:g}, beta_end {last:g}", "numbers below 1", CORRECT)
+    spacing = None if f.get("timestep_spacing") is None else \
+        f.one_of("timestep_spacing", ("linspace", "leading", "trailing"))
     return SchedulerConfig(
-        name, f.positive("num_train_timesteps"), first, last, str(f.get("beta_schedule")),
-        str(f.get("prediction_type")), data.get("timestep_spacing"), int(f.number("steps_offset", -1.0)),
+        name, f.positive("num_train_timesteps"), first, last,
+        f.one_of("beta_schedule", ("linear", "scaled_linear", "squaredcos_cap_v2")),
+        f.one_of("prediction_type", ("epsilon", "v_prediction")), spacing,
+        int(f.number("steps_offset", zero=True)),
         f.flag("set_alpha_to_one"),
         f.number("clip_sample_range") if f.flag("clip_sample") and name == "ddim" else 0.0,
-        f.flag("rescale_betas_zero_snr"), f.flag("use_karras_sigmas"), str(f.get("final_sigmas_type")),
+        f.flag("rescale_betas_zero_snr"), f.flag("use_karras_sigmas"),
+        f.one_of("final_sigmas_type", ("zero", "sigma_min")),
         f.flag("lower_order_final"), f.flag("euler_at_final"))
 
 
 def plan(config: SchedulerConfig, steps: int, name: str | None = None) -> Plan:
     """The steps of a scheduler, by default the config's. Raises `RequestError` for a name that there is not,
-    or a number of steps below 1 or beyond those of the training, `ModelError` for a config's field."""
+    or a number of steps below 1 or beyond those of the training."""
     if name is not None and name not in NAMES:
         raise RequestError(f"the scheduler is {name!r}", f"one of: {', '.join(NAMES)}")
     if not isinstance(steps, int) or not 1 <= steps <= config.train_steps:
         raise RequestError(f"{steps!r} steps", f"1 to {config.train_steps}, those of the training")
     if name is not None:
         config = replace(config, name=name.removesuffix("-karras"), karras=name.endswith("-karras"))
-    if config.prediction not in ("epsilon", "v_prediction"):
-        raise ModelError(f"prediction_type is {config.prediction!r}", "epsilon or v_prediction")
     made = PLANS[config.name](config, steps)
     if np.isfinite(made.coefficients).all(): return made
     raise RequestError(f"{steps} steps of {config.name}: two of them have one timestep",
@@ -138,17 +141,13 @@ def plan(config: SchedulerConfig, steps: int, name: str | None = None) -> Plan:
 # **** noise levels ****
 
 def alphas(config: SchedulerConfig, sigmas: bool) -> np.ndarray:
-    """ᾱ of each timestep of the training. `sigmas`: they become sigmas, so the last is above 0. Raises
-    `ModelError`."""
+    """ᾱ of each timestep of the training. `sigmas`: they become sigmas, so the last is above 0."""
     n, first, last = config.train_steps, config.beta_start, config.beta_end
     if config.beta_schedule == "linear": betas = np.linspace(first, last, n)
     elif config.beta_schedule == "scaled_linear": betas = np.linspace(first ** 0.5, last ** 0.5, n) ** 2
-    elif config.beta_schedule == "squaredcos_cap_v2":
+    else:   # squaredcos_cap_v2
         bar = np.cos((np.arange(n + 1) / n + 0.008) / 1.008 * math.pi / 2) ** 2
         betas = np.minimum(1 - bar[1:] / bar[:-1], 0.999)
-    else:
-        raise ModelError(f"beta_schedule is {config.beta_schedule!r}",
-                         "linear, scaled_linear or squaredcos_cap_v2", "choose another scheduler")
     made = np.cumprod(1 - betas)
     if not config.zero_snr: return made
     roots = np.sqrt(made)       # arXiv 2305.08891, algorithm 1
@@ -166,8 +165,7 @@ def timesteps(config: SchedulerConfig, steps: int, linspace: Callable[[], np.nda
     if spacing == "leading":
         return np.minimum((np.arange(leading) * (n // leading))[::-1][:steps] + config.offset, n - 1)
     # a step that rounding has arange add is left out
-    if spacing == "trailing": return np.round(np.arange(n, 0, -n / steps)[:steps]) - 1
-    raise ModelError(f"timestep_spacing is {spacing!r}", "linspace, leading or trailing")
+    return np.round(np.arange(n, 0, -n / steps)[:steps]) - 1
 
 
 def karras(levels: np.ndarray, steps: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.errors import TokenizerError, brief
 from tinygrad_nv.files import MAX_TOKENIZER_BYTES, require_size
 
 from ..config import read_json
@@ -49,7 +49,7 @@ def read_tokenizer(directory: Path, length: int) -> TextTokenizer:
         token = config.get(name, special.get(name, default))
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and (found := made.token_to_id(token)) is not None: return int(found)
-        raise TokenizerError(f"{directory}: {name} {token!r} is no token of its vocabulary",
+        raise TokenizerError(f"{directory}: {name} {brief(token)} is no token of its vocabulary",
                              "a token of vocab.json", "download the directory again")
     pad = number("pad_token", END)
     return TextTokenizer(made, number("bos_token", START), number("eos_token", END), pad, length)

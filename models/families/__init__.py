@@ -34,6 +34,9 @@ class Families(Mapping[str, Family]):
         found: Family = getattr(importlib.import_module(f"{__name__}.{module}"), name)
         return found
 
+    def __contains__(self, architecture: object) -> bool:
+        return isinstance(architecture, str) and architecture in self.places
+
     def __iter__(self) -> Iterator[str]: return iter(self.places)
 
     def __len__(self) -> int: return len(self.places)

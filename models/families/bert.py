@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from .encoder import BERT_DEFAULTS, ROBERTA_HEAD, EncoderFamily, EncoderNames, HeadNames
@@ -39,7 +39,7 @@ def after_padding(f: Fields, pad: Any) -> dict[str, Any]:
     """Positions that begin after the row of a padding token. Raises `ModelError`."""
     rows = f.positive("max_position_embeddings")
     if not isinstance(pad, int) or isinstance(pad, bool) or not 0 <= pad < rows - 2:
-        raise ModelError(f"{f.name}: pad_token_id is {pad!r}", f"a token id up to {rows - 3}",
+        raise ModelError(f"{f.name}: pad_token_id is {brief(pad)}", f"a token id up to {rows - 3}",
                          "correct the file, or download it again")
     return {"first_position": pad + 1, "padding_id": pad, "max_positions": rows - pad - 1}
 

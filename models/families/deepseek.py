@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import log
 from typing import Any
 
-from tinygrad_nv.errors import ModelError, SpecError
+from tinygrad_nv.errors import ModelError, SpecError, brief
 from tinygrad_nv.tile.router.spec import Policy, check
 
 from ..fields import Fields
@@ -43,9 +43,7 @@ def attention_scale(latent: LatentConfig, rope: RopeConfig) -> float:
 def mixture(f: Fields, default: int, alias: str, policy: Policy) -> MoEConfig | None:
     """Mixtures of experts after the first layers, if there are more; `policy` with any k. Raises
     `ModelError`."""
-    first, layers = f.get("first_k_dense_replace"), f.positive("num_hidden_layers")
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise ModelError(f"{f.name}: first_k_dense_replace is {first!r}", "a number of layers")
+    first, layers = f.count("first_k_dense_replace", 0), f.positive("num_hidden_layers")
     if first >= layers: return None
     shared = f.positive("moe_intermediate_size") * f.positive("n_shared_experts")
     made = moe_config(f, default, "moe_intermediate_size", [i >= first for i in range(layers)], shared,
@@ -53,8 +51,9 @@ def mixture(f: Fields, default: int, alias: str, policy: Policy) -> MoEConfig | 
     policy = replace(policy, k=made.policy.k, scale=f.number("routed_scaling_factor"))
     try: check(policy, made.experts)
     except SpecError as error:
-        raise ModelError(f"{f.name}: n_group is {f.get('n_group')}, topk_group {f.get('topk_group')}: "
-                         f"{error.found}", error.expected, "correct the file") from error
+        groups, top = (brief(f.get(key)) for key in ("n_group", "topk_group"))
+        raise ModelError(f"{f.name}: n_group is {groups}, topk_group {top}: {error.found}", error.expected,
+                         "correct the file") from error
     return replace(made, policy=policy, exact_router=True)
 
 
@@ -72,21 +71,19 @@ def common(f: Fields, interleaved: bool) -> dict[str, Any]:
     latent, layers, heads = (latent_config(f, interleaved), f.positive("num_hidden_layers"),
                              f.positive("num_attention_heads"))
     if f.get("num_key_value_heads") not in (None, heads):
-        raise ModelError(f"{f.name}: num_key_value_heads is {f.get('num_key_value_heads')}",
+        raise ModelError(f"{f.name}: num_key_value_heads is {brief(f.get('num_key_value_heads'))}",
                          f"as many as query heads, {heads}: each has keys of its own", "correct the file")
     rope = rope_config(f, rope_parameters(f), latent.rope)
-    draft = f.get("num_nextn_predict_layers") or f.get("num_mtp_layers") or 0
-    if not isinstance(draft, int):
-        raise ModelError(f"{f.name}: num_nextn_predict_layers is {draft!r}", "a number of layers")
+    drafts = [f.positive(key) for key in ("num_nextn_predict_layers", "num_mtp_layers") if f.get(key)]
     return {"latent": latent, "head_dim": latent.head, "num_kv_heads": heads,
             "attention_scale": attention_scale(latent, rope), "ropes": (rope,) * layers, "names": NAMES,
-            "qkv_bias": False, "draft_layers": int(draft)}
+            "qkv_bias": False, "draft_layers": drafts[0] if drafts else 0}
 
 
 def require(f: Fields, key: str, *known: str) -> str:
     """What a key says, the first of `known` where it is missing. Raises `ModelError` for another."""
     if (value := f.get(key, known[0])) not in known:
-        raise ModelError(f"{f.name}: {key} is {value!r}, which is not implemented",
+        raise ModelError(f"{f.name}: {key} is {brief(value)}, which is not implemented",
                          f"one of: {', '.join(known)}", "use a model as it was published")
     return str(value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, LIMIT
 
 from ..fields import Fields, activation
@@ -24,8 +24,8 @@ def settings(f: Fields) -> dict[str, Any]:
     """Of `ModelConfig`."""
     for name, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if f.get(name) != value:
-            raise ModelError(f"{f.name}: {name} is {f.get(name)!r}, which is not implemented", f"{value:g}",
-                             "use a model of this family as it was published")
+            raise ModelError(f"{f.name}: {name} is {brief(f.get(name))}, which is not implemented",
+                             f"{value:g}", "use a model of this family as it was published")
     activation(f, "hidden_act")     # which transformers checks, and does not use
     layers = f.positive("num_hidden_layers")
     rope = rope_config(f, rope_parameters(f) or YARN, f.positive("head_dim"))

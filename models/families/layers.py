@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..rope import RopeConfig
@@ -20,7 +20,7 @@ def layer_types(f: Fields, slides: Callable[[int], bool]) -> list[str]:
         return [SLIDING if slides(i) else FULL for i in range(f.positive("num_hidden_layers"))]
     types = f.each_layer("layer_types")
     if unknown := [kind for kind in types if kind not in KINDS]:
-        raise ModelError(f"{f.name}: layer type {unknown[0]!r} is not supported",
+        raise ModelError(f"{f.name}: layer type {brief(unknown[0])} is not supported",
                          "full_attention or sliding_attention")
     return types
 
@@ -41,12 +41,12 @@ def ropes_by_type(f: Fields, types: list[str], theta: float,
     """The rope of each layer: rope_parameters has a section for each type. Older files have a
     rope_scaling, of full attention alone. `theta` and `local_theta` are the bases of layers without a
     window and with one, where the section has none. Raises `ModelError`."""
-    given, scaling = f.get("rope_parameters") or {}, f.get("rope_scaling")
+    given, scaling = f.get("rope_parameters") or {}, f.section("rope_scaling")
     flat = not isinstance(given, dict) or any(not isinstance(each, dict | None) for each in given.values())
-    if flat or (scaling is not None and given and FULL not in given):
-        raise ModelError(f"{f.name}: rope parameters are {given!r}",
+    if flat or (scaling and given and FULL not in given):
+        raise ModelError(f"{f.name}: rope parameters are {brief(given)}",
                          f"a section for {FULL} and one for {SLIDING}")
-    sections = {FULL: {"rope_theta": theta, **(given.get(FULL) or {}), **(scaling or {})},
+    sections = {FULL: {"rope_theta": theta, **(given.get(FULL) or {}), **scaling},
                 SLIDING: {"rope_theta": local_theta, **(given.get(SLIDING) or {})}}
     d = f.positive("head_dim")
     made = {kind: rope_config(f, section, d) for kind, section in sections.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..moe_config import COUNTS, moe_config
@@ -36,9 +36,7 @@ def mixtures(f: Fields) -> list[bool]:
     if f.get("moe_layers") is None:
         step = f.positive("interleave_moe_layer_step")
         return [(i + 1) % step == 0 for i in layers]
-    listed = f.get("moe_layers")
-    if not isinstance(listed, list) or not all(isinstance(each, int) for each in listed):
-        raise ModelError(f"{f.name}: moe_layers is {listed!r}", "a list of layers")
+    listed = f.layers("moe_layers")
     return [i in listed for i in layers]
 
 
@@ -49,7 +47,7 @@ def chunks(f: Fields, ropes: list[bool]) -> tuple[int | None, ...]:
     if f.get("layer_types") is not None: types = f.each_layer("layer_types")
     known = (FULL,) if size is None else (FULL, CHUNKED)
     if unknown := [kind for kind in types if kind not in known]:
-        raise ModelError(f"{f.name}: layer_types has {unknown[0]!r}, attention_chunk_size is {size}",
+        raise ModelError(f"{f.name}: layer_types has {brief(unknown[0])}, attention_chunk_size is {size}",
                          f"{FULL}, or {CHUNKED} with an attention_chunk_size")
     return tuple(size if kind == CHUNKED else None for kind in types)
 

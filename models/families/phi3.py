@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..names import Names
@@ -21,7 +21,7 @@ def settings(f: Fields) -> dict[str, Any]:
     kind = given.get("rope_type", given.get("type", "default"))
     if kind in ("su", "yarn"): given = {**given, "rope_type": (kind := "longrope")}
     if kind not in ("default", "longrope"):
-        raise ModelError(f"{f.name}: rope type {kind!r} of a Phi-3 model", "default or longrope")
+        raise ModelError(f"{f.name}: rope type {brief(kind)} of a Phi-3 model", "default or longrope")
     window = None if f.get("sliding_window") is None else f.positive("sliding_window")
     rope = rope_config(f, given, f.positive("head_dim"), partial=True)
     return {"names": NAMES, "qkv_bias": False, "output_bias": False, "windows": (window,) * layers,

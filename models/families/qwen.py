@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
-
 from ..fields import Fields
 from .family import Family
 from .layers import layer_types, windows
@@ -16,9 +14,7 @@ def windows_of(f: Fields) -> tuple[int | None, ...]:
     """Of each layer. Raises `ModelError`."""
     if f.get("sliding_window") is not None: f.positive("sliding_window")
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
-    first = f.get("max_window_layers", 28)
-    if not isinstance(first, int) or isinstance(first, bool):
-        raise ModelError(f"{f.name}: max_window_layers is {first!r}", "a number of layers")
+    first = f.count("max_window_layers", 28)
     types = layer_types(f, lambda i: used and i >= first)
     return windows(f if used else f.within({"sliding_window": None}), types)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
-
 from ..fields import Fields
 from ..moe_config import COUNTS, moe_config
 from .family import Family
@@ -15,16 +13,14 @@ from .layers import layer_types, windows
 
 def mixtures(f: Fields) -> list[bool]:
     """For each layer whether it has experts. Raises `ModelError`."""
-    step, dense = f.positive("decoder_sparse_step"), f.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
-        raise ModelError(f"{f.name}: mlp_only_layers is {dense!r}", "a list of layers")
+    step, dense = f.positive("decoder_sparse_step"), f.layers("mlp_only_layers")
     return [i not in dense and (i + 1) % step == 0 for i in range(f.positive("num_hidden_layers"))]
 
 
 def second(f: Fields) -> dict[str, Any]:
     """Of `ModelConfig`."""
     used = f.flag("use_sliding_window")
-    first = f.get("max_window_layers", 28)
+    first = f.count("max_window_layers", 28)
     types = layer_types(f, lambda i: used and i % 2 == 0 and i < first)
     moe = moe_config(f, 60, "moe_intermediate_size", mixtures(f),
                      f.positive("shared_expert_intermediate_size"), True, f.flag("norm_topk_prob"))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
 from ..families.layers import FULL, SLIDING
@@ -35,7 +35,7 @@ class Metadata:
         """An integer above 0. Raises `ModelError`."""
         value = self.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{self.file.path}: {key} is {value!r}", "a positive integer", AGAIN)
+            raise ModelError(f"{self.file.path}: {key} is {brief(value)}", "a positive integer", AGAIN)
         return value
 
     @property
@@ -48,7 +48,7 @@ class Metadata:
 
     def refused(self, key: str, expected: str) -> ModelError:
         """Of a value that is not implemented."""
-        return ModelError(f"{self.file.path}: {self.kind}.{key} is {self.own[key]!r}, which is not "
+        return ModelError(f"{self.file.path}: {self.kind}.{key} is {brief(self.own[key])}, which is not "
                           "implemented", expected, USE)
 
     def layer_types(self, period: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
 from ..families import mixtral
@@ -56,6 +56,6 @@ def architecture_of(file: GGUFFile) -> Architecture:
     """That of a file. Raises `ModelError` for one that is not read."""
     kind = file.metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ModelError(f"{file.path}: general.architecture is {kind!r}",
+        raise ModelError(f"{file.path}: general.architecture is {brief(kind)}",
                          f"one of {', '.join(ARCHITECTURES)}", USE)
     return MIXTRAL if kind == "llama" and file.metadata.get("llama.expert_count") else ARCHITECTURES[kind]

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
 from .architecture import AGAIN, USE, Architecture, Metadata
@@ -102,6 +102,6 @@ def _head_dim(m: Metadata) -> Any:
     dim = m.head_dim
     for key in ("attention.value_length", "rope.dimension_count"):
         if m.own.get(key) not in (None, dim):
-            raise ModelError(f"{m.file.path}: {key} is {m.own[key]!r}, and heads have {dim!r} elements",
-                             "values as long as keys, all of which are rotated", USE)
+            raise ModelError(f"{m.file.path}: {key} is {brief(m.own[key])}, and heads have {brief(dim)} "
+                             "elements", "values as long as keys, all of which are rotated", USE)
     return dim

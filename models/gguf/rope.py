@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf import blocks
 
 from .architecture import AGAIN, USE, Metadata
@@ -28,13 +28,13 @@ def rope_scaling(m: Metadata, more: Mapping[str, str] | None = None) -> dict[str
     scaled = kind != "none" and (kind != "linear" or given.get("factor", 1.0) not in (0.0, 1.0))
     if FACTORS in m.file.tensors:
         if scaled:
-            raise ModelError(f"{m.file.path} has {FACTORS} and rope scaling of type {kind!r}", "one of them",
-                             AGAIN)
+            raise ModelError(f"{m.file.path} has {FACTORS} and rope scaling of type {brief(kind)}",
+                             "one of them", AGAIN)
         return {"rope_type": "factors", "factors": _factors(m, FACTORS)}
     if not scaled: return None
     known = SCALING | dict(more or {})
     if unknown := [key for key in given if key not in known]:
-        raise ModelError(f"{m.file.path}: rope.scaling.{unknown[0]} is {given[unknown[0]]!r}",
+        raise ModelError(f"{m.file.path}: rope.scaling.{unknown[0]} is {brief(given[unknown[0]])}",
                          f"a rope scaling of {', '.join(known)}", USE)
     if kind != "longrope" and given.get("attn_factor") == 1.0: del given["attn_factor"]     # says nothing
     made = {"rope_type": kind, **{known[key]: value for key, value in given.items()}}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf import blocks
 from tinygrad_nv.quant.gguf.file import GGUFFile, GGUFTensor
 from tinygrad_nv.quant.readers.gguf import row_order
@@ -199,8 +199,8 @@ def _heads(file: GGUFFile) -> tuple[int, int]:
     counts = [each[0] if isinstance(each, list) and each else each for each in (found, shared)]
     heads, keys = (each if isinstance(each, int) else 0 for each in counts)
     if heads > 0 and keys > 0: return heads, keys
-    raise ModelError(f"{file.path}: attention.head_count is {found!r}, and attention.head_count_kv "
-                     f"{shared!r}", "numbers of heads", AGAIN)
+    raise ModelError(f"{file.path}: attention.head_count is {brief(found)}, and attention.head_count_kv "
+                     f"{brief(shared)}", "numbers of heads", AGAIN)
 
 
 def reordered(file: GGUFFile) -> dict[str, int]:

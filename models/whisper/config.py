@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief, shorten
 from tinygrad_nv.kvcache.shape import KVShape
 
 from ..config import config_dtype, read_json
@@ -86,21 +86,20 @@ def read_whisper_config(directory: Path) -> WhisperConfig | None:
     path = directory / "config.json"
     f = Fields({**DEFAULTS, **read_json(path)}, str(path))
     listed = f.get("architectures") or [ARCHITECTURE]
-    if ARCHITECTURE not in listed:
-        raise ModelError(f"{path}: the architecture is {', '.join(map(str, listed))}", ARCHITECTURE,
+    if not isinstance(listed, list) or ARCHITECTURE not in listed:
+        found = ", ".join(map(str, listed)) if isinstance(listed, list) else str(listed)
+        raise ModelError(f"{path}: the architecture is {shorten(found)}", ARCHITECTURE,
                          "use a model for transcription")
     hidden = f.positive("d_model")
     encoder, decoder = (_stack(f, name, hidden) for name in ("encoder", "decoder"))
-    if f.raw["activation_function"] not in ACTIVATIONS:
-        raise ModelError(f"{path}: activation_function {f.raw['activation_function']!r} is not supported",
-                         f"one of: {', '.join(ACTIVATIONS)}", CORRECT)
+    activation = f.one_of("activation_function", ACTIVATIONS, CORRECT)
     vocabulary, start = f.positive("vocab_size"), f.raw["decoder_start_token_id"]
-    if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start < vocabulary:
-        raise ModelError(f"{path}: decoder_start_token_id is {start!r}",
+    if type(start) is not int or not 0 <= start < vocabulary:
+        raise ModelError(f"{path}: decoder_start_token_id is {brief(start)}",
                          f"a token id below vocab_size, {vocabulary}", CORRECT)
     return WhisperConfig(
         vocabulary, f.positive("num_mel_bins"), hidden, encoder, decoder, f.positive("max_source_positions"),
-        f.positive("max_target_positions"), f.raw["activation_function"], f.flag("tie_word_embeddings"),
+        f.positive("max_target_positions"), activation, f.flag("tie_word_embeddings"),
         start, config_dtype(f.raw, f.name))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.errors import ModelError, RequestError, brief
 
 from ..config import read_json, token_ids
 from .config import WhisperConfig
@@ -129,7 +129,7 @@ class SpeechTokens:
 
 def _token(found: object, config: WhisperConfig, name: str) -> int:
     if isinstance(found, int) and not isinstance(found, bool) and 0 <= found < config.vocab_size: return found
-    raise ModelError(f"{name} is {found!r}", f"token ids below vocab_size, {config.vocab_size}",
+    raise ModelError(f"{name} is {brief(found)}", f"token ids below vocab_size, {config.vocab_size}",
                      OWN)
 
 
@@ -137,7 +137,7 @@ def _named(found: object, config: WhisperConfig, name: str) -> dict[str, int]:
     """Token ids by name, without the marks around a token: <|en|> is en."""
     if found is None: return {}
     if not isinstance(found, dict):
-        raise ModelError(f"{name} is {found!r}", "an object with a token id for each name",
+        raise ModelError(f"{name} is {brief(found)}", "an object with a token id for each name",
                          "download the file again")
     return {str(key).removeprefix("<|").removesuffix("|>"): _token(token, config, name)
             for key, token in found.items()}

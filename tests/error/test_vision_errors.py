@@ -79,7 +79,7 @@ def test_parts():
 @pytest.mark.parametrize(("change", "words"), [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"), ({"fullatt_block_indexes": 3}, "fullatt_block_indexes"),
     ({"num_heads": 3}, "a multiple of 4"), ({"window_size": 20}, "window_size is 20"),
-    ({"depth": 0}, "depth is 0")])
+    ({"depth": 0}, "depth is 0"), ({"in_channels": 4}, "in_channels is 4")])
 def test_vision_configs(change: dict[str, Any], words: str):
     config = {**CONFIG, "vision_config": {**CONFIG["vision_config"], **change}}
     with pytest.raises(ModelError, match=words): parse_vision(config, "config.json", ImageConfig())
@@ -92,7 +92,11 @@ def test_sections():
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"do_resize": False}, "do_resize is False"), ({"resample": 2}, "resample is 2"),
-    ({"image_mean": [1]}, "image_mean is"), ({"min_pixels": -1}, "least is -1")])
+    ({"image_mean": [1]}, "image_mean is"), ({"min_pixels": -1}, "min_pixels is -1"),
+    ({"size": [1]}, r"size is \[1\]"), ({"image_std": [1, 1, int("9" * 4000)]},
+    "image_std is a number of thousands"),
+    ({"image_std": [1, 1, 0]}, "image_std is 0"), ({"min_pixels": 9, "max_pixels": 8}, "from 9 to 8 pixels"),
+    ({"max_pixels": 1 << 25}, "at most 16,777,216")])
 def test_image_configs(tmp_path: Path, change: dict[str, Any], words: str):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(change))
     with pytest.raises(ModelError, match=words): image_config(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.errors import ConfigError, ModelError, RequestError
+from tinygrad_nv.errors import ConfigError, ModelError, RequestError, brief
 from tinygrad_nv.models.config import ModelConfig, read_json, token_ids
 
 FILE = "generation_config.json"
@@ -74,7 +74,8 @@ def _numbers(data: Mapping[str, Any], place: str) -> dict[str, Any]:
     given = {name: data[name] for name in (*SAMPLING, LIMIT) if data.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelError(f"{place}: {name} is {value!r}", "a number", "correct the file")
+            raise ModelError(f"{place}: {name} is {brief(value)}", "a number", "correct the file")
     if LIMIT in given and not (isinstance(given[LIMIT], int) and given[LIMIT] > 0):
-        raise ModelError(f"{place}: {LIMIT} is {given[LIMIT]!r}", "a whole number ≥ 1", "correct the file")
+        raise ModelError(f"{place}: {LIMIT} is {brief(given[LIMIT])}", "a whole number ≥ 1",
+                         "correct the file")
     return given

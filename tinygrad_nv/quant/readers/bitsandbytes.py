@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import WeightError
+from tinygrad_nv.errors import WeightError, brief
 from tinygrad_nv.files import MAX_JSON_BYTES, parse_json
 from tinygrad_nv.quant.readers.checks import AGAIN, checked, checked_type, setting, unquantised
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
@@ -128,7 +128,7 @@ def _nested(codes: np.ndarray, book: np.ndarray, absmax: np.ndarray, settings: M
         raise WeightError(f"{name} has {absmax.size} scales of {codes.size} numbers, blocks of {size}",
                           "one for each block", AGAIN)
     if not isinstance(offset, int | float):
-        raise WeightError(f"nested_offset of {name} is {offset!r}", "a number", AGAIN)
+        raise WeightError(f"nested_offset of {name} is {brief(offset)}", "a number", AGAIN)
     made = book[codes] * absmax.reshape(-1)[np.arange(codes.size) // size]
     return (made + np.float32(offset)).astype(np.float32)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.errors import ModelError, SpecError, WeightError
+from tinygrad_nv.errors import ModelError, SpecError, WeightError, brief
 from tinygrad_nv.quant.readers.reader import Stored
 from tinygrad_nv.quant.types import INT8, UINT2, UINT3, UINT4, UINT5, UINT6, UINT8, Element, QType, buffers
 from tinygrad_nv.regexes import Pattern, compile_pattern, require_few
@@ -63,7 +63,7 @@ def setting(config: Mapping[str, Any], key: str, default: Any, accepted: Collect
     value = config.get(key)
     if value is None: value = default
     if value not in accepted:
-        raise ModelError(f"{name}: {key} of quantization_config is {value!r}",
+        raise ModelError(f"{name}: {key} of quantization_config is {brief(value)}",
                          f"one of {', '.join(map(str, accepted))}", "use a checkpoint of one of these")
     return value
 
@@ -72,7 +72,7 @@ def names(config: Mapping[str, Any], key: str, name: str) -> tuple[str, ...]:
     """A list of layers' names and "re:" regular expressions, empty without one. Raises `ModelError`."""
     found = config.get(key) or []
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise ModelError(f"{name}: {key} of quantization_config is {found!r}", "a list of names", AGAIN)
+        raise ModelError(f"{name}: {key} of quantization_config is {brief(found)}", "a list of names", AGAIN)
     patterns_of(found, f"{name}: {key} of quantization_config")
     return tuple(found)
 
@@ -88,7 +88,7 @@ def group_size(config: Mapping[str, Any], name: str, default: int = 128) -> int:
     """`group_size`, 0 if a group is all columns. Raises `ModelError`."""
     value = config.get("group_size", default)
     if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value > 0):
-        raise ModelError(f"{name}: group_size of quantization_config is {value!r}",
+        raise ModelError(f"{name}: group_size of quantization_config is {brief(value)}",
                          "columns of a group, or -1 for all of them", AGAIN)
     return max(value, 0)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.errors import ModelError, WeightError, brief, shorten
 from tinygrad_nv.quant.packing import fields, planes_of
 from tinygrad_nv.quant.readers.checks import (
     AGAIN,
@@ -262,11 +262,11 @@ def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
     sparsity = config.get("sparsity_config")
     groups = config.get("config_groups", {} if isinstance(sparsity, Mapping) else None)
     if not isinstance(groups, Mapping) or not all(isinstance(each, Mapping) for each in groups.values()):
-        raise ModelError(f"{name}: config_groups of quantization_config is {groups!r}",
+        raise ModelError(f"{name}: config_groups of quantization_config is {brief(groups)}",
                          "an object of groups, each with targets and weights", AGAIN)
     if isinstance(sparsity, Mapping) and (found := sparsity.get("format", "dense")) not in SPARSE:
-        raise ModelError(f"{name}: format of sparsity_config is {found!r}", f"one of {', '.join(SPARSE)}",
-                         "compress the model again in one of these")
+        raise ModelError(f"{name}: format of sparsity_config is {brief(found)}",
+                         f"one of {', '.join(SPARSE)}", "compress the model again in one of these")
     _require_fused_transforms(config, name)
     targets: dict[str, Group | None] = {}
     for key, raw in groups.items():
@@ -283,11 +283,12 @@ def _require_fused_transforms(config: Mapping[str, Any], name: str) -> None:
     try: places = [(group, each["location"]) for group, scheme in groups.items()
                    for each in scheme.get("apply") or ()]
     except (AttributeError, KeyError, TypeError) as error:
-        raise ModelError(f"{name}: transform_config of quantization_config is {found!r}",
+        raise ModelError(f"{name}: transform_config of quantization_config is {brief(found)}",
                          "groups, each with apply, a list of objects with a location", AGAIN) from error
     for group, where in places:
         if where in ("weight_input", "weight_output"): continue
-        raise ModelError(f"{name}: transform_config of quantization_config applies {group!r} to {where}",
+        raise ModelError(f"{name}: transform_config of quantization_config applies {brief(group)} to "
+                         f"{shorten(str(where))}",
                          "transforms of weights alone: weight_input, weight_output",
                          "compress the model again without, or with SpinQuant's R1 and R2 only")
 
@@ -300,14 +301,14 @@ def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None
                        for key in ("weights", "input_activations"))
     assert weights is not None
     found = raw.get("format") or (_format(weights, inputs) if whole in MIXED else whole)
-    if found not in FORMATS:
-        raise ModelError(f"{name}: format of quantization_config is {found!r}",
+    if not isinstance(found, str) or found not in FORMATS:
+        raise ModelError(f"{name}: format of quantization_config is {brief(found)}",
                          f"one of {', '.join(FORMATS)}", "compress the model again in one of these")
     format = FORMATS[found]
     if weights.bits not in (format.floats if weights.floats else format.integers):
         wanted = [f"{bits}-bit int" for bits in format.integers] + \
             [f"{bits}-bit float" for bits in format.floats]
-        raise ModelError(f"{name}: weights of {found} are {weights.bits}-bit "
+        raise ModelError(f"{name}: weights of {found} are {brief(weights.bits)}-bit "
                          f"{'float' if weights.floats else 'int'}", ", ".join(wanted),
                          "compress the model again with one of these")
     return Group(weights, found, inputs)

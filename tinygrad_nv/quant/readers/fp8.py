@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief, shorten
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, checked, checked_type, setting, unquantised
 from tinygrad_nv.quant.readers.reader import (
     Activations,
@@ -107,7 +107,7 @@ def reader(config: Mapping[str, Any], name: str) -> FP8Reader:
     size = config.get("weight_block_size", (128, 128))
     if size is not None and not (isinstance(size, Sequence) and len(size) == 2 and
                                  all(isinstance(extent, int) and extent > 0 for extent in size)):
-        raise ModelError(f"{name}: weight_block_size of quantization_config is {size!r}",
+        raise ModelError(f"{name}: weight_block_size of quantization_config is {brief(size)}",
                          "rows and columns of a block, or null", AGAIN)
     inputs = TENSOR if scheme == "static" else ROWS if size is None else Scale(1, size[1])
     kind = Kind(E4M3 @ (TENSOR if size is None else Scale(*size)),
@@ -129,7 +129,12 @@ def _modelopt(config: Mapping[str, Any], name: str) -> FP8Reader:
     # where keys and values alone are quantised there is none
     none = (None,) if config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme") else ()
     algorithm = setting(config, "quant_algo", None, (*MODELOPT, "MIXED_PRECISION", *none), name)
-    layers, mixed = {}, config.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
-    for layer, its in (mixed or {}).items():
-        layers[layer] = MODELOPT[setting(its, "quant_algo", None, tuple(MODELOPT), f"{name}: {layer}")]
+    layers = dict[str, Kind]()
+    mixed = (config.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None) or {}
+    if not isinstance(mixed, Mapping) or not all(isinstance(each, Mapping) for each in mixed.values()):
+        raise ModelError(f"{name}: quantized_layers of quantization_config is {brief(mixed)}",
+                         "an object with a quant_algo for each layer", AGAIN)
+    for layer, its in mixed.items():
+        where = f"{name}: {shorten(layer)}"
+        layers[layer] = MODELOPT[setting(its, "quant_algo", None, tuple(MODELOPT), where)]
     return FP8Reader(MODELOPT.get(algorithm), layers)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.errors import ModelError, WeightError, brief
 from tinygrad_nv.quant.gguf.blocks import FORMATS, Format, arrays
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 
@@ -23,6 +23,10 @@ def reader(config: Mapping[str, Any], name: str) -> GGUFReader:
     if not isinstance(types, dict) or not isinstance(heads, dict):
         raise ModelError(f"{name}: quant_method is 'gguf', without the types of tensors", "a GGUF file",
                          "name the .gguf file itself")
+    if not all(type(each) is int and each in FORMATS for each in types.values()) or \
+            not all(type(each) is int and each > 0 for each in heads.values()):
+        raise ModelError(f"{name}: quant_method is 'gguf', with types {brief(types)} and heads "
+                         f"{brief(heads)}", "what a GGUF file says", "name the .gguf file itself")
     return GGUFReader(types, heads)
 
 
@@ -37,7 +41,7 @@ class GGUFReader:
         name = f"{layer}.weight"
         if name not in self.types or name not in stored: return None
         format, heads = FORMATS[self.types[name]], self.heads.get(layer.rpartition(".")[2])
-        assert format.type is not None, "blocks"
+        if format.type is None: return None     # floats
         columns = stored[name][1][-1] // format.nbytes * format.columns
         if (found := (*stored[name][1][:-1], columns)) != shape:
             raise WeightError(f"{name} is {format.name} of shape {list(found)}", f"shape {list(shape)}",

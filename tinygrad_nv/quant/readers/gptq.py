@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.errors import WeightError
+from tinygrad_nv.errors import ModelError, WeightError, brief
 from tinygrad_nv.quant.packing import fields, planes_of
 from tinygrad_nv.quant.readers.checks import (
+    AGAIN,
     checked,
     checked_float,
     checked_type,
@@ -140,4 +141,8 @@ def _zeros(words: np.ndarray, settings: Settings, n: int) -> np.ndarray:
 def reader(config: Mapping[str, Any], name: str) -> GPTQReader:
     """Of a `quantization_config`. Raises `ModelError`."""
     Settings.of(config, name)
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
+        raise ModelError(f"{name}: dynamic of quantization_config is {brief(dynamic)}",
+                         "an object with settings for each pattern of layers' names", AGAIN)
     return GPTQReader(config, name)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.types import QType, Scale
 
 READERS = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "compressed_tensors", "fp8": "fp8",
@@ -112,6 +112,6 @@ def require_known(config: Mapping[str, Any], name: str) -> str:
     """The quant_method. Raises `ModelError` where no reader has it."""
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
-        raise ModelError(f"{name}: quant_method is {method!r}", f"one of {', '.join(READERS)}",
+        raise ModelError(f"{name}: quant_method is {brief(method)}", f"one of {', '.join(READERS)}",
                          "use the unquantised checkpoint, or one of these kinds")
     return method

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.errors import ModelError
+from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.types import Scale
 
@@ -30,8 +30,11 @@ class Scheme:
     e8m0: bool = False
 
     @staticmethod
-    def of(raw: Mapping[str, Any], name: str) -> Scheme:
+    def of(raw: Any, name: str) -> Scheme:
         """Of a config's object. Raises `ModelError`."""
+        if not isinstance(raw, Mapping):
+            raise ModelError(f"{name} of quantization_config is {brief(raw)}", "an object with num_bits",
+                             "use the config.json that was written with these weights")
         kind, strategy = str(raw.get("type") or "int").lower(), _strategy(raw, name)
         if kind not in ("int", "float"): raise _wrong(name, "type", kind, "int or float")
         if not isinstance(bits := raw.get("num_bits", 8), int): raise _wrong(name, "num_bits", bits, "bits")
@@ -97,5 +100,5 @@ def _block(raw: Mapping[str, Any], name: str) -> tuple[int, int]:
 
 
 def _wrong(name: str, key: str, value: object, expected: str) -> ModelError:
-    return ModelError(f"{name}: {key} of quantization_config is {value!r}", expected,
+    return ModelError(f"{name}: {key} of quantization_config is {brief(value)}", expected,
                       "use the config.json that was written with these weights")

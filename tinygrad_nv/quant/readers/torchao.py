@@ -100,5 +100,5 @@ def reader(config: Mapping[str, Any], name: str) -> TorchAOReader:
 def _asymmetric(config: Any) -> bool:
     """Whether an object of torchao's own, or one inside, says so of weights."""
     if not isinstance(config, Mapping): return False
-    return any((key in MAPPINGS and '"ASYMMETRIC"' in json.dumps(value)) or _asymmetric(value)
+    return any('"ASYMMETRIC"' in json.dumps(value) if key in MAPPINGS else _asymmetric(value)
                for key, value in config.items())
