@@ -17,9 +17,10 @@ import numpy as np
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.errors import ModelError, RequestError, brief
 
 from . import encoder_weights, weights
+from .checkpoint import open_checkpoint
 from .classifier import Classifier, read_classifier
 from .config import ModelConfig, parse_config, read_config, read_json
 from .encoder import Encoder
@@ -27,13 +28,17 @@ from .encoder_config import EncoderConfig, read_encoder_config
 from .families import EMBEDDERS
 from .families.encoder import DECODER_HEAD
 from .families.encoders import ENCODERS
+from .fit import decoder_sizes, require_sizes
 from .llama import Llama
 from .model_types import architectures_of
+from .multimodal import language_entries
 from .packed import PackedBatch
 from .pooling import Pooling, default_pooling, pooled, read_pooling
 
 TASKS = ("auto", "generate", "embed", "classify", "score", "reward")
 OF_HEADS = ("classify", "reward")
+# limit: bytes of the tables of positions of an embedding model without --max-model-len: 524,288 tokens of 128
+MOST_ROPE_BYTES = 256 << 20
 CLASSIFIES = "ForSequenceClassification"
 
 
@@ -56,6 +61,12 @@ class EmbeddingConfig:
         return min(self.network.max_positions, self.pooling.max_tokens or self.network.max_positions)
 
     @property
+    def default_tokens(self) -> int:
+        """`max_tokens` whose rope tables have at most `MOST_ROPE_BYTES`."""
+        each = sum(4 * rope.dim for rope in self.network.distinct_ropes) or 1
+        return min(self.max_tokens, max(MOST_ROPE_BYTES // each, 1))
+
+    @property
     def width(self) -> int:
         """Elements of an embedding."""
         return self.pooling.width(self.network.hidden_size)
@@ -75,6 +86,7 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
     if encoder is not None:
         if encoder.architecture.endswith(CLASSIFIES): return _classifying(directory, encoder)
         if task in OF_HEADS: raise _no_classifier(directory, encoder.architecture)
+        if pooling is not None: pooling.require_fitting(encoder.hidden_size, str(directory))
         return EmbeddingConfig(encoder, pooling or default_pooling(False))
     decoder, classifies = _headless(directory)
     if decoder is None:
@@ -93,6 +105,7 @@ def read_embedding_config(directory: Path, task: str = "auto") -> EmbeddingConfi
         made = read_classifier(directory, data, DECODER_HEAD, (), decoder.hidden_size)
         return EmbeddingConfig(decoder, Pooling("last", normalize=False), made)
     if task in OF_HEADS: raise _no_classifier(directory, decoder.architecture)
+    if pooling is not None: pooling.require_fitting(decoder.hidden_size, str(directory))
     return EmbeddingConfig(decoder, pooling or default_pooling(True, decoder.causal))
 
 
@@ -101,7 +114,7 @@ def _classifying(directory: Path, encoder: EncoderConfig) -> EmbeddingConfig:
     family, data = ENCODERS[encoder.architecture], read_json(directory / "config.json")
     kind = data.get(family.pooling_field) or "cls"
     if kind not in ("cls", "mean"):
-        raise ModelError(f"{directory}: {family.pooling_field} is {kind!r}, which is not implemented",
+        raise ModelError(f"{directory}: {family.pooling_field} is {brief(kind)}, which is not implemented",
                          "cls or mean", "choose another model")
     made = read_classifier(directory, data, family.head, encoder.names.prefixes, encoder.hidden_size)
     return EmbeddingConfig(encoder, Pooling(kind, normalize=False), made)
@@ -121,6 +134,14 @@ def _headless(directory: Path) -> tuple[ModelConfig | None, bool]:
         if each in EMBEDDERS:
             return parse_config(data, str(path), EMBEDDERS[each], embeds=True), each.endswith(CLASSIFIES)
     return None, False
+
+
+def require_fitting(config: EmbeddingConfig, directory: Path) -> None:
+    """Raises `WeightError` where headers have other sizes than config.json."""
+    if isinstance(network := config.network, EncoderConfig):
+        encoder_weights.require_encoder_sizes(network, directory)
+    else:
+        require_sizes(decoder_sizes(network), language_entries(open_checkpoint(directory).entries), directory)
 
 
 class EmbeddingModel:

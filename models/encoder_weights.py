@@ -17,6 +17,7 @@ from tinygrad_nv.runtime.memory_pool import labelled
 from .checkpoint import TensorEntry, open_checkpoint
 from .encoder import Encoder
 from .encoder_config import EncoderConfig
+from .fit import Module, Shapes, Stack, require_sizes
 from .layers import LayerNorm, Linear
 from .weights import WeightSlice, check, fill_slots
 
@@ -62,6 +63,24 @@ def encoder_entries(config: EncoderConfig, entries: dict[str, TensorEntry]) -> d
         for old, new in OLD.items(): name = name.replace(old, new)
         if not name.startswith(config.names.unread): out[name] = entry
     return out
+
+
+def require_encoder_sizes(c: EncoderConfig, directory: Path) -> None:
+    """Raises `WeightError` where headers have other sizes than config.json."""
+    names, hidden = c.names, ("hidden_size", c.hidden_size)
+    heads = "num_attention_heads × head_dim", c.num_heads * c.head_dim
+    tables = ((names.words, "vocab_size", c.vocab_size), (names.types, "type_vocab_size", c.token_types),
+              (names.positions, "max_position_embeddings", c.position_rows))
+    qkv = heads if len(names.qkv) == 3 else (f"3 × {heads[0]}", 3 * heads[1])
+    width = "intermediate_size", c.intermediate_size
+    up = width if len(names.up) == 1 + c.gated else ("2 × intermediate_size", c.up_width)
+    layer: Shapes = {f"{names.output}.weight": (hidden, heads), f"{names.down}.weight": (hidden, width),
+                     **{f"{name}.weight": (qkv, hidden) for name in names.qkv},
+                     **{f"{name}.weight": (up, hidden) for name in names.up}}
+    prefix = names.layer.removesuffix("{}")
+    require_sizes(Module({f"{name}.weight": ((field, rows), hidden) for name, field, rows in tables},
+                         (Stack(prefix, "num_hidden_layers", c.num_layers, lambda number: Module(layer)),)),
+                  encoder_entries(c, open_checkpoint(directory).entries), directory)
 
 
 def load(model: Encoder, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:

@@ -20,19 +20,21 @@ from tinygrad_nv.runtime.memory import allocate, read
 
 from .checkpoint import FLOAT_BYTES, ITEM_BYTES, Checkpoint, TensorEntry, named, open_checkpoint
 from .config import ModelConfig, read_config
+from .fit import EMBEDDING, HEAD, decoder_sizes, require_sizes
 from .multimodal import language_entries
 
 if TYPE_CHECKING:
     from .llama import Llama
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CHUNK = 8 << 20     # bytes that are compared at a time
 
 
 def loaded_config(directory: Path) -> ModelConfig:
     """See above. Raises `ModelError`, `WeightError`."""
-    config = read_config(directory)
-    return replace(config, tied=False) if config.tied and has_own_head(directory) else config
+    config, entries = read_config(directory), language_entries(open_checkpoint(directory).entries)
+    require_sizes(decoder_sizes(replace(config, tied=True)), entries, directory)
+    own = config.tied and _is_own_head(directory, entries)
+    return replace(config, tied=False) if own else config
 
 
 def untie(model: Llama, directory: Path) -> None:
@@ -49,7 +51,10 @@ def untie(model: Llama, directory: Path) -> None:
 
 def has_own_head(directory: Path) -> bool:
     """Whether a directory has a head that differs from the embedding."""
-    entries = language_entries(open_checkpoint(directory).entries)
+    return _is_own_head(directory, language_entries(open_checkpoint(directory).entries))
+
+
+def _is_own_head(directory: Path, entries: dict[str, TensorEntry]) -> bool:
     embedding, head = entries.get(EMBEDDING), entries.get(HEAD)
     if embedding is None or head is None or embedding.file_offset == head.file_offset: return False
     if not {embedding.dtype, head.dtype} <= FLOAT_BYTES.keys(): return False    # quantised

@@ -41,6 +41,7 @@ from .checkpoint import (
 )
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
+from .fit import EMBEDDING, HEAD, decoder_sizes, require_sizes
 from .fused import apart
 from .latent import LatentAttention
 from .llama import Llama
@@ -48,7 +49,7 @@ from .multimodal import language_entries
 from .parts import layer_bytes
 from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
 from .repacked import opened
-from .tied import EMBEDDING, HEAD, untie
+from .tied import untie
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
 READERS = min(4, os.cpu_count() or 1)
@@ -239,6 +240,7 @@ def opened_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     entries = _without_draft_layers(config, language_entries(checkpoint.entries))
     if config.tied and EMBEDDING not in entries and HEAD in entries: entries[EMBEDDING] = entries.pop(HEAD)
     if headless: entries = {name: each for name, each in entries.items() if not name.startswith("score.")}
+    require_sizes(decoder_sizes(config), entries, directory)
     checkpoint.entries = apart(config, entries, directory)
     reader, elsewhere = None, set[str]()
     if parallel is not None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from tinygrad_nv.runtime.memory import allocate_arena
 from tinygrad_nv.runtime.memory_pool import labelled
 
-from ..checkpoint import open_checkpoint
+from ..checkpoint import TensorEntry, open_checkpoint
 from ..encoder_weights import whole
+from ..fit import Module, Shapes, Stack, require_sizes
 from ..layers import Linear, RMSNorm
 from ..multimodal import VISUAL
 from ..weights import WeightSlice, check, fill_slots
+from .config import VisionConfig
 from .tower import VisionTower
 
 
@@ -45,6 +47,25 @@ def slots(tower: VisionTower) -> dict[str, WeightSlice]:
     return out
 
 
+def require_vision_sizes(c: VisionConfig, directory: Path) -> None:
+    """Raises `WeightError` where headers have other sizes than config.json."""
+    hidden, width = ("hidden_size", c.hidden), ("intermediate_size", c.intermediate)
+    merged = "hidden_size × spatial_merge_size²", c.hidden * c.unit
+    patch = ("patch_size", c.patch)
+    layer = Module({"attn.proj.weight": (hidden, hidden), "mlp.down_proj.weight": (hidden, width)})
+    tensors: Shapes = {
+        "patch_embed.proj.weight": (hidden, ("in_channels", c.channels), ("temporal_patch_size", c.frames),
+                                    patch, patch),
+        "merger.mlp.0.weight": (merged, merged), "merger.mlp.2.weight": (("out_hidden_size", c.out), merged)}
+    require_sizes(Module(tensors, (Stack("blocks.", "depth", c.layers, lambda number: layer),)),
+                  _entries(open_checkpoint(directory).entries), directory)
+
+
+def _entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    return {name.removeprefix(prefix): entry for name, entry in entries.items()
+            for prefix in VISUAL if name.startswith(prefix)}
+
+
 def nbytes(tower: VisionTower) -> int:
     """Of all parameters."""
     return sum({id(slot.tensor): int(slot.tensor.nbytes()) for slot in slots(tower).values()}.values())
@@ -53,8 +74,7 @@ def nbytes(tower: VisionTower) -> int:
 def load(tower: VisionTower, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
     """Fills every parameter of `tower` from `directory`; returns bytes read. Raises `WeightError`."""
     checkpoint, wanted = open_checkpoint(directory), slots(tower)
-    checkpoint.entries = {name.removeprefix(prefix): entry for name, entry in checkpoint.entries.items()
-                          for prefix in VISUAL if name.startswith(prefix)}
+    checkpoint.entries = _entries(checkpoint.entries)
     check(wanted, checkpoint.entries, False, directory)
     with labelled("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))

@@ -17,10 +17,12 @@ from tinygrad_nv.runtime.memory_pool import labelled
 
 from ..checkpoint import open_checkpoint
 from ..encoder_weights import whole
+from ..fit import Module, Shapes, Stack, require_sizes
 from ..layers import LayerNorm, Linear
 from ..weights import WeightSlice, check, fill_slots
+from .config import StackConfig, WhisperConfig
 from .layers import EncoderLayer
-from .network import Convolution, DecoderLayer, SpeechDecoder, SpeechEncoder, Whisper
+from .network import KERNEL, Convolution, DecoderLayer, SpeechDecoder, SpeechEncoder, Whisper
 
 # prefix, names of what is stacked, and what holds it
 Part: TypeAlias = tuple[str, tuple[str, ...], Linear | LayerNorm | Convolution]
@@ -70,6 +72,26 @@ def _layer(prefix: str, layer: EncoderLayer | DecoderLayer) -> Iterator[Part]:
     yield f"{prefix}.fc1", ("",), layer.feed_forward.up
     yield f"{prefix}.fc2", ("",), layer.feed_forward.down
     yield f"{prefix}.final_layer_norm", ("",), layer.norm
+
+
+def require_whisper_sizes(c: WhisperConfig, directory: Path) -> None:
+    """Raises `WeightError` where headers have other sizes than config.json."""
+    hidden = "d_model", c.hidden_size
+
+    def stack(name: str, own: StackConfig) -> Stack:
+        width = f"{name}_ffn_dim", own.ffn_width
+        layer = Module({"fc1.weight": (width, hidden), "fc2.weight": (hidden, width),
+                        "self_attn.q_proj.weight": (hidden, hidden)})
+        return Stack(f"{name}.layers.", f"{name}_layers", own.layers, lambda number: layer)
+    tensors: Shapes = {
+        "encoder.conv1.weight": (hidden, ("num_mel_bins", c.mels), ("the kernel", KERNEL)),
+        "encoder.embed_positions.weight": (("max_source_positions", c.positions), hidden),
+        "decoder.embed_positions.weight": (("max_target_positions", c.max_tokens), hidden),
+        "decoder.embed_tokens.weight": (("vocab_size", c.vocab_size), hidden)}
+    entries = {name.removeprefix("model."): entry
+               for name, entry in open_checkpoint(directory).entries.items()}
+    require_sizes(Module(tensors, (stack("encoder", c.encoder), stack("decoder", c.decoder))), entries,
+                  directory)
 
 
 def nbytes(model: Whisper) -> int:

@@ -115,12 +115,18 @@ def test_dense_layers_that_do_not_fit(tmp_path: Path, config: dict[str, Any], te
 
 def test_weights_that_do_not_fit(tmp_path: Path):
     write(tmp_path)
-    save_file({"bert.embeddings.word_embeddings.weight": np.zeros((20, 9), np.float32),
-               "bert.pooler.dense.weight": np.zeros((8, 8), np.float32), "more": np.zeros(1, np.float32)},
-              tmp_path / "model.safetensors")
+    tensors = {"bert.embeddings.word_embeddings.weight": np.zeros((20, 9), np.float32),
+               "bert.pooler.dense.weight": np.zeros((8, 8), np.float32), "more": np.zeros(1, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightError) as error: LLM(tmp_path, device="CPU")
-    refused(error, "wrong shape (1): embeddings.word_embeddings.weight: [20, 9], expected [20, 8]",
-            "unexpected (1): more", "missing (20): embeddings.position_embeddings.weight")
+    refused(error, "wrong shape: bert.embeddings.word_embeddings.weight: [20, 9], expected [20, 8], as "
+            "hidden_size is 8", "num_hidden_layers is 1, and the tensors encoder.layer.… are those of 0")
+    bias = "bert.encoder.layer.0.output.dense.bias"
+    save_file({**tensors, "bert.embeddings.word_embeddings.weight": np.zeros((20, 8), np.float32),
+               bias: np.zeros(9, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError) as error: LLM(tmp_path, device="CPU")
+    refused(error, "wrong shape (1): encoder.layer.0.output.dense.bias: [9], expected [8]",
+            "unexpected (1): more", "missing (19): embeddings.position_embeddings.weight")
 
 
 @pytest.mark.parametrize(("options", "words"), [

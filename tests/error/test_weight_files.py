@@ -134,7 +134,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(command, copy: Path):
     edit(file_of(copy), {NORM: np.ones(65, np.float32)})
     command("generate", copy, "hello").refused(
         f"the weights in {copy} do not fit the model of its config.json",
-        f"wrong shape (1): {NORM}: [65], expected [64]",
+        f"wrong shape: {NORM}: [65], expected [64], as hidden_size is 64",
         "to fix:   use the config.json that belongs to these weights")
 
 
@@ -146,9 +146,16 @@ def test_missing_and_unexpected_tensors_are_named(command, copy: Path):
         "expected: every tensor of the architecture, once, in the shape config.json implies")
 
 
-def test_many_missing_tensors_are_counted(command, spoil):
+def test_layers_are_missing(command, spoil):
     command("generate", spoil(num_hidden_layers=4), "hello").refused(
-        "missing (18): model.layers.2.input_layernorm.weight", ", and 10 more")
+        "num_hidden_layers is 4, and the tensors model.layers.… are those of 2")
+
+
+def test_many_missing_tensors_are_counted(command, copy: Path):
+    layers = [name for name in load_file(file_of(copy))
+              if ".layers." in name and "input_layernorm" not in name]
+    edit(file_of(copy), dict.fromkeys(layers))
+    command("generate", copy, "hello").refused(f"missing ({len(layers)}): model.layers.0.", ", and 8 more")
 
 
 def test_the_head_of_an_untied_model_is_missing(command, copy: Path):

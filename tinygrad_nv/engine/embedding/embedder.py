@@ -22,7 +22,7 @@ from tinygrad_nv.engine.memory_planning import require_weights
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, Pair
 from tinygrad_nv.errors import ModelError, RequestError, TokenizerError
-from tinygrad_nv.models.embedding_model import EmbeddingModel, read_embedding_config
+from tinygrad_nv.models.embedding_model import EmbeddingModel, read_embedding_config, require_fitting
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class Embedder:
         if max_model_len is not None and not 1 <= max_model_len <= longest:
             raise ModelError(f"max_model_len is {max_model_len}", f"1 to {longest}, the model's own length",
                              "change --max-model-len")
-        self.length = config.max_tokens if max_model_len is None else max_model_len
+        self.length = config.default_tokens if max_model_len is None else max_model_len
         self.dtype = resolve_dtype(dtype, config.network, directory, device)
+        require_fitting(config, directory)
         require_weights(device, self.weight_bytes, gpu_memory_utilization)
         self.model = EmbeddingModel(config, self.dtype, device, self.length)
         stage("read files")

@@ -66,6 +66,7 @@ class Transcriber:
         if name not in DTYPES:
             raise ModelError(f"unknown dtype {dtype!r}", f"auto, {', '.join(DTYPES)}", "change --dtype")
         self.config, self.device = config, open_device(device)
+        weights.require_whisper_sizes(config, self.directory)
         self.model = SpeechModel(config, SpeechTokens.read(self.directory, config),
                                  Tokenizer.load(self.directory))
         self.network = Whisper(config, {"float32": dtypes.float32, "float16": dtypes.float16,

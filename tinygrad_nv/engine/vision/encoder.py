@@ -28,7 +28,7 @@ from tinygrad_nv.models.qwen_vl.config import read_vision
 from tinygrad_nv.models.qwen_vl.images import patches
 from tinygrad_nv.models.qwen_vl.layout import patch_rope, window_order, window_starts
 from tinygrad_nv.models.qwen_vl.tower import PatchBatch, VisionTower
-from tinygrad_nv.models.qwen_vl.weights import load, nbytes
+from tinygrad_nv.models.qwen_vl.weights import load, nbytes, require_vision_sizes
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import labelled
 
@@ -64,9 +64,11 @@ class VisionEncoder:
     @staticmethod
     def of(directory: Path, dtype: DType, device: str) -> VisionEncoder | None:
         """That of the model in `directory`, without its weights; None of a model that reads text alone.
-        Raises `ModelError`."""
+        Raises `ModelError`, `WeightError`."""
         config = read_vision(directory)
-        return None if config is None else VisionEncoder(VisionTower(config, dtype, device))
+        if config is None: return None
+        require_vision_sizes(config, directory)
+        return VisionEncoder(VisionTower(config, dtype, device))
 
     def load(self, directory: Path) -> None:
         """Reads the weights. Raises `WeightError`."""
