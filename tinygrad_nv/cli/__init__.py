@@ -11,10 +11,11 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tinygrad_nv import collection, config, interrupt, models
 from tinygrad_nv.cli import vllm_options
@@ -29,6 +30,7 @@ DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 COMMANDS = ("generate", "chat", "serve", "run-batch", "train", "bench", "doctor", "explain", "ptx", "tune",
             "plan", "quantize", "shapes", "replay", "launch", "compile", "bundle", "transcribe", "image",
             "onnx", "completion")
+WORD = 400      # characters of a word of an error, as a path may have
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +96,19 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _say_error(error: NVError) -> int:
-    print(f"tinygrad-nv: {error}", file=sys.stderr)
+    print(f"tinygrad-nv: {_brief(str(error))}", file=sys.stderr)
     return error.exit_code
+
+
+def _brief(text: str) -> str:
+    """A message, in which long words, such as a number of thousands of digits, keep their beginning."""
+    return re.sub(rf"(\S{{{WORD}}})\S+", r"\1…", text)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors quote the beginning of long words."""
+
+    def error(self, message: str) -> NoReturn: super().error(_brief(message))
 
 
 def _drop_output() -> None:
@@ -117,8 +130,7 @@ def _survive_any_terminal() -> None:
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The command line; with `only` that of one command, of which alone modules are loaded."""
     directory = "a model directory, a GGUF file or a hub name (default: the bundled model)"
-    top = argparse.ArgumentParser(prog="tinygrad-nv",
-                                  description="Run transformers with tinygrad, fast on NVIDIA.")
+    top = _Parser(prog="tinygrad-nv", description="Run transformers with tinygrad, fast on NVIDIA.")
     top.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS if only is None else [only]: _add(name, commands, directory)

@@ -2,8 +2,9 @@
 
 Protocol: LOG is of `tinygrad-nv generate --record LOG`, or of `record(LOG, fn, …)`. What is recorded of a
 command is its answer: the kernels from the prompt to the last token, after the model is loaded and compiled.
-The command line that is kept has a seed. Prints one line, or where it parts; exits with 1 where it does, and
-with 2 for a log that cannot be repeated.
+The command line that is kept has a seed, and no option that writes a file or downloads. A function is
+imported by its name and called with arguments of the log: that is code, and asks for --run-function. Prints
+one line, or where it parts; exits with 1 where it does, and with 2 for a log that cannot be repeated.
 """
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:   # each loads tinygrad
     from tinygrad_nv.numerics.replay.run import Recording
 
 
+FILES = ("record", "trace")     # options of generate that write files, which no log has
+
+
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser],
                 parsed: Callable[[list[str]], argparse.Namespace]) -> None:
     """Adds `replay`. `parsed` are the arguments of a command line."""
@@ -34,12 +38,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser],
                                  usage="%(prog)s [options] LOG")
     replay.add_argument("log", type=Path, metavar="LOG", help="what `generate --record` or record() wrote")
     replay.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    replay.add_argument("--run-function", action="store_true", help="of a log of record(): import the "
+                        "function that it names, and call it; for logs that you trust")
     replay.set_defaults(run=run, parsed=parsed)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     from tinygrad_nv.numerics.replay import replay
+    from tinygrad_nv.numerics.replay.log import read
+    what = read(arguments.log).header.what
+    if "command" not in what and not arguments.run_function:
+        raise ReplayError(f"{arguments.log} is of the function {what.get('function')!r:.200}, which would be "
+                          "imported and called", "the log of a command line, or --run-function",
+                          "add --run-function, if you trust the log")
     report = replay(arguments.log, commands=partial(_again, arguments.parsed))
     print(json.dumps({"same": report.same, **asdict(report)}) if arguments.json else report)
     return 0 if report.same else 1
@@ -52,7 +64,13 @@ def _again(parsed: Callable[[list[str]], argparse.Namespace], what: dict[str, An
         raise ReplayError(f"a log of tinygrad-nv {' '.join(words[:1])}", "one of generate")
     with contextlib.chdir(place if place.is_dir() else Path.cwd()), \
             contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        arguments = parsed(words)
+        try: arguments = parsed(words)
+        except SystemExit as error:
+            raise ReplayError(f"a log of {' '.join(words)[:200]}", "words that generate takes",
+                              "record it again") from error
+        if named := [name for name in FILES if getattr(arguments, name)]:
+            raise ReplayError(f"a log of generate --{named[0]}, which would write files",
+                              "words without it: record leaves them out", "run the command yourself")
         arguments.take = take
         arguments.run(arguments)
     return str(arguments.answer)
@@ -93,7 +111,7 @@ class Region:
 
     def _recording(self) -> AbstractContextManager[Recording]:
         from tinygrad_nv.numerics.replay import recording
-        words = _without(self.arguments.argv, "--record", "--seed")
+        words = _without(self.arguments.argv, "--record", "--trace", "--seed")
         what = {"command": [words[0], "--seed", str(self.arguments.seed), *words[1:]],
                 "directory": os.getcwd()}
         return recording(self.path, what, self.arguments.seed)

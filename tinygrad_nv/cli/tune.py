@@ -23,6 +23,7 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv.errors import RequestError, SpecError, ToolchainError
 from tinygrad_nv.explain.levels import shortened
+from tinygrad_nv.files import read_text
 from tinygrad_nv.progress import bar
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.ptx.timing.gpu import figures
@@ -349,8 +350,8 @@ def _merge(file: Path) -> None:
 
 def _legal(file: Path) -> list[database.Entry]:
     """The entries of a file whose schedules are legal; others are noted."""
-    try: text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    try: text = read_text(file, database.MOST_BYTES, pipes=True)
+    except (OSError, ValueError) as error:
         raise RequestError(f"{file} cannot be read: {error}", "a file that --export wrote") from error
     legal = []
     for entry in database.parse(text, file):

@@ -52,7 +52,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
 from tinygrad_nv.engine.speculation.ngram import parse_speculative
 from tinygrad_nv.engine.thread import Engine, EngineThread
-from tinygrad_nv.engine.vllm_arguments import flag, from_vllm, gib, whole
+from tinygrad_nv.engine.vllm_arguments import MOST_BLOCK, flag, from_vllm, gib, optional_whole, whole
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
@@ -120,8 +120,10 @@ class LLM(GenerationMethods, PoolingMethods):
             # vLLM's defaults are None
             whole("max_num_seqs", max_num_seqs, 64),
             whole("max_num_batched_tokens", max_num_batched_tokens, 512), kv_cache_dtype,
-            whole("block_size", own.get("page_size", page_size), 16), own.get("num_pages", num_pages),
-            own.get("kv_cache_bytes", kv_cache_bytes), int(gib("swap_space", swap_space) * GIB),
+            whole("block_size", own.get("page_size", page_size), 16, MOST_BLOCK),
+            optional_whole("num_pages", own.get("num_pages", num_pages)),
+            optional_whole("kv_cache_memory_bytes", own.get("kv_cache_bytes", kv_cache_bytes)),
+            int(gib("swap_space", swap_space) * GIB),
             flag("enable_prefix_caching", enable_prefix_caching, True), max_queue, overlap,
             own.get("speculative", speculative), quantization, None if tokenizer is None else Path(tokenizer),
             {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "max_cpu_loras": max_cpu_loras,

@@ -12,6 +12,8 @@ from typing import Any
 
 from tinygrad_nv.errors import ConfigError
 
+MOST_WHOLE = 1 << 48         # of numbers of tokens, pages, bytes
+MOST_BLOCK = 1 << 16        # limit: tokens of a page of keys and values (--block-size); usual are 8 to 256
 RENAMED = {"block_size": "page_size", "num_gpu_blocks_override": "num_pages",
            "kv_cache_memory_bytes": "kv_cache_bytes"}
 # accepted values, and what holds instead of others
@@ -107,25 +109,29 @@ def from_vllm(given: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]
     return made
 
 
-def whole(name: str, value: Any, default: int) -> int:
+def whole(name: str, value: Any, default: int, most: int = MOST_WHOLE) -> int:
     """A whole number; the default for None. Raises `ConfigError`."""
-    if value is None: return default
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1: return value
-    raise ConfigError(f"{name} is {value!r}", "a whole number ≥ 1", f"change {name}")
+    return default if (found := optional_whole(name, value, most)) is None else found
+
+
+def optional_whole(name: str, value: Any, most: int = MOST_WHOLE) -> int | None:
+    """A whole number, or None. Raises `ConfigError`."""
+    if value is None or (type(value) is int and 1 <= value <= most): return value
+    raise ConfigError(f"{name} is {value!r:.200}", f"a whole number from 1 to {most}", f"change {name}")
 
 
 def gib(name: str, value: Any) -> float:
     """GiB; none for None. Raises `ConfigError`."""
     if value is None: return 0.0
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 30: return value
-    raise ConfigError(f"{name} is {value!r}", "a number of GiB ≥ 0", f"change {name}")
+    raise ConfigError(f"{name} is {value!r:.200}", "a number of GiB ≥ 0", f"change {name}")
 
 
 def flag(name: str, value: Any, default: bool) -> bool:
     """True or False, also 1 or 0; the default for None. Raises `ConfigError`."""
     if value is None: return default
     if isinstance(value, int) and value in (0, 1): return bool(value)
-    raise ConfigError(f"{name} is {value!r}", "True or False", f"change {name}")
+    raise ConfigError(f"{name} is {value!r:.200}", "True or False", f"change {name}")
 
 
 def require_no_adapter(lora_request: Any) -> None:

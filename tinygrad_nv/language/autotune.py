@@ -31,6 +31,7 @@ from types import FunctionType
 from typing import Any
 
 from tinygrad_nv.errors import ConfigError, LanguageError, ScheduleError
+from tinygrad_nv.files import read_text
 from tinygrad_nv.language.kernels import Choice, Kernel
 from tinygrad_nv.language.trial import seconds
 from tinygrad_nv.patterns.target import Target, target_of
@@ -147,8 +148,8 @@ class Autotuned(Kernel):
         """Adds winners of a file of `export`, or of `tinygrad-nv tune --export`. Raises `ConfigError` for one
         that cannot be read, `ScheduleError` for one that is none."""
         file = Path(path).expanduser()
-        try: text = file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        try: text = read_text(file, database.MOST_BYTES)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{file}: {error}", "a file that `export` has written") from error
         self._keep([each for each in database.parse(text, file)
                     if isinstance(each.spec, KernelSpec) and each.spec.name == self.name])

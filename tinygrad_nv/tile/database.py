@@ -28,7 +28,7 @@ from typing import Any
 
 from tinygrad_nv import cache, config, private
 from tinygrad_nv.errors import NVError, ScheduleError
-from tinygrad_nv.files import read_text
+from tinygrad_nv.files import parse_json, read_text
 from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.tile.clock import HOWS, How
 from tinygrad_nv.tile.language.searched import KernelSpec
@@ -99,7 +99,8 @@ class Entry:
                 or not 0 < seconds < 1e9 or how not in HOWS or type(gpu) is not str \
                 or type(origin) is not str or len(origin) > ORIGIN_CHARACTERS \
                 or (how == "modelled") == (not gpu):
-            raise ScheduleError(f"an entry of {arch!r}, {toolchain!r}, {seconds!r}, {how!r}, {gpu!r}",
+            raise ScheduleError(f"an entry of {arch!r:.99}, {toolchain!r:.99}, {seconds!r:.99}, {how!r:.99}, "
+                                f"{gpu!r:.99}",
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted, "
                                 "or modelled and a GPU")
         spec = spec_from_json(data.get("spec"))
@@ -247,9 +248,9 @@ def _mark(file: str | Path) -> tuple[int, ...] | None:
 def parse(text: str, source: Path) -> list[Entry]:
     """The entries of a file's text, less those that cannot be read. Raises `ScheduleError` when all of it is
     something else."""
-    try: data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ScheduleError(f"{source} is no JSON: {error}", "a file that --export wrote") from error
+    try: data = parse_json(text)
+    except ValueError as error:
+        raise ScheduleError(f"{source} is no JSON: {error!s:.200}", "a file that --export wrote") from error
     fits = isinstance(data, dict) and data.get("format") == FORMAT
     if not fits or not isinstance(data.get("entries"), list):
         raise ScheduleError(f"{source} is no schedule database", f"an object with format {FORMAT!r}",

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import ReplayError
+from tinygrad_nv.files import parse_json, read_text
 
 FORMAT, VERSION = "tinygrad_nv run", 1
 DIGITS = 16
+MOST_BYTES = 256 << 20      # limit: bytes of the log of a recorded run; of a kernel it has some 400
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Writer:
 
 def read(path: Path) -> Log:
     """A run. Raises `ReplayError` for what is none."""
-    try: lines = path.read_text(encoding="utf-8").splitlines()
+    try: lines = read_text(path, MOST_BYTES).splitlines()
     except OSError as error:
         raise ReplayError(f"{path}: {error.strerror}", "the log of a recorded run",
                           "record one: tinygrad-nv generate --record LOG") from error
@@ -116,7 +118,7 @@ def read(path: Path) -> Log:
         raise ReplayError(f"{path} ends after {len(parsed)} kernels, and the run did not",
                           "the log of a run that ended", "record it again")
     if end["end"] != len(parsed) - 1:
-        raise ReplayError(f"{path} has {len(parsed) - 1} kernels and says {end['end']}", "a whole log",
+        raise ReplayError(f"{path} has {len(parsed) - 1} kernels and says {end['end']!r:.40}", "a whole log",
                           "record it again")
     return Log(header, tuple(_run(path, number, each) for number, each in enumerate(parsed[:-1], 2)),
                str(end.get("result", "")))
@@ -128,11 +130,11 @@ def _foreign(path: Path) -> ReplayError:
 
 
 def _header(path: Path, line: str) -> Header:
-    try: data = json.loads(line)
-    except (ValueError, RecursionError) as error: raise _foreign(path) from error
+    try: data = parse_json(line)
+    except ValueError as error: raise _foreign(path) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT: raise _foreign(path)
     if not isinstance(version := data.get("version"), int) or not 1 <= version <= VERSION:
-        raise ReplayError(f"{path} has version {version!r} of its format", f"{VERSION} or earlier",
+        raise ReplayError(f"{path} has version {version!r:.40} of its format", f"{VERSION} or earlier",
                           "replay it with the package that recorded it, or update this one")
     fields = {"what": dict, "seed": int, "versions": dict, "settings": dict, "inputs": str,
               "inputs_hash": str}
@@ -142,8 +144,8 @@ def _header(path: Path, line: str) -> Header:
 
 
 def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
-    try: data = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    try: data = parse_json(line)
+    except ValueError as error:
         raise ReplayError(f"{path}, line {number} is cut off", "a whole log", "record it again") from error
     if isinstance(data, dict): return data
     raise ReplayError(f"{path}, line {number} is no object", "a whole log", "record it again")
@@ -155,6 +157,6 @@ def _run(path: Path, number: int, data: dict[str, Any]) -> KernelRun:
         variables = {str(name): int(value) for name, value in data["variables"].items()}
         return KernelRun(**words, variables=variables, read=tuple(map(str, data["in"])),
                          written=tuple(map(str, data["out"])))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReplayError(f"{path}, line {number} is no kernel: {error!r}", "a whole log",
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ReplayError(f"{path}, line {number} is no kernel: {error!r:.200}", "a whole log",
                           "record it again") from error

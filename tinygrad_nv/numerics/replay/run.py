@@ -35,6 +35,7 @@ from tinygrad.nn.state import safe_load, safe_save
 from tinygrad_nv import config
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.errors import NVError, ReplayError
+from tinygrad_nv.files import read_bytes
 from tinygrad_nv.numerics.replay.compare import Report, compared
 from tinygrad_nv.numerics.replay.log import Header, KernelRun, Log, Writer, digest, read
 from tinygrad_nv.numerics.replay.recorder import Take, recorded
@@ -94,6 +95,9 @@ def replay(path: str | Path, fn: Callable[..., Any] | None = None,
     log = read(Path(path))
     what, runs = log.header.what, list[KernelRun]()
     if "command" in what:
+        if not isinstance(what["command"], list):
+            raise ReplayError(f"{path} has command = {what['command']!r:.200}", "a list of words",
+                              "record it again")
         if commands is None:
             raise ReplayError(f"{path} is of a command line: {' '.join(map(str, what['command']))}",
                               "the log of a function", f"tinygrad-nv replay {path}")
@@ -202,10 +206,13 @@ def _inputs(path: Path, log: Log) -> dict[str, Tensor]:
     """Tensors of a log."""
     if not log.header.inputs: return {}
     file = path.with_name(Path(log.header.inputs).name)
-    if not file.is_file():
-        raise ReplayError(f"{file} is not there", f"the arguments of {path}, which record wrote beside it",
-                          "move both files together")
-    if digest(file.read_bytes()) != log.header.inputs_hash:
+    try: content = read_bytes(file, 2 * MOST_BYTES)
+    except (OSError, ValueError) as error:
+        why = "is not there" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise ReplayError(f"{str(file)[:400]} {why}",
+                          f"the arguments of {path}, which record wrote beside it",
+                          "move both files together") from error
+    if digest(content) != log.header.inputs_hash:
         raise ReplayError(f"{file} is not what was recorded", f"the arguments of {path}", "record it again")
     return safe_load(str(file))
 
