@@ -130,7 +130,8 @@ def _survive_any_terminal() -> None:
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """The command line; with `only` that of one command, of which alone modules are loaded."""
     directory = "a model directory, a GGUF file or a hub name (default: the bundled model)"
-    top = _Parser(prog="tinygrad-nv", description="Run transformers with tinygrad, fast on NVIDIA.")
+    top: argparse.ArgumentParser = _Parser(prog="tinygrad-nv",
+                                           description="Run transformers with tinygrad, fast on NVIDIA.")
     top.add_argument("--version", action=_Version, nargs=0, help="show versions and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS if only is None else [only]: _add(name, commands, directory)
