@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from serve_case import Live, fake_service, live, until
+from serve_case import NAME, Live, fake_service, live, until
 
 from tinygrad_nv.server.limits import MAX_HEADER_BYTES, MAX_HEADERS, RequestLimits
 
@@ -91,7 +91,7 @@ FRAMES = [
     ("gzip", PLAIN + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501, "invalid_http"),
     ("space in a name", PLAIN + b"Content-Length : 29\r\n\r\n", 400, "invalid_http"),
     ("NUL", PLAIN + b"X: a\0b\r\n\r\n", 400, "invalid_http"),
-    ("version", b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, "invalid_http"),
+    ("version", b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
     ("encoding", PLAIN + b"Content-Encoding: gzip\r\nContent-Length: 29\r\n\r\n" + BODY, 415,
      "unsupported_media_type")]
 
@@ -204,6 +204,20 @@ def test_an_integer_of_too_many_digits(server: Live):
     assert got.status_code == 400
     assert "more than 4300 digits" in got.text
     assert "sys." not in got.text
+
+
+@pytest.mark.parametrize(("path", "body", "names"), [
+    ("/v1/completions", {"prompt": "a"}, ("best_of", "truncate_prompt_tokens", "max_tokens")),
+    ("/v1/embeddings", {"input": "a"}, ("dimensions", "truncate_prompt_tokens")),
+    ("/v1/responses", {"input": "a"}, ("max_output_tokens",)),
+    ("/api/generate", {"model": NAME, "prompt": "a", "stream": False}, ("top_logprobs",))])
+def test_whole_numbers_have_64_bits(server: Live, path: str, body: dict, names: tuple):
+    for name in names:
+        for value in (1 << 63, 10 ** 4000, -10 ** 4000, 1e308, True):
+            got = server.post({**body, name: value}, path)
+            assert got.status_code == 400, got.text[:200]
+            assert name in got.text, got.text[:200]
+            assert len(got.text) < 300
 
 
 def test_true_is_no_number(server: Live):

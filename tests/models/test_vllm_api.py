@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from serve_case import live, llm_service
 
 from tinygrad_nv import LLM, SamplingParams
 from tinygrad_nv.cli import DEFAULT_MODEL
@@ -328,3 +329,26 @@ def test_an_engine_of_a_loop_takes_what_generate_takes(llm: LLM):
     engine = AsyncEngine(llm)
     found = asyncio.run(all_of_them())
     assert [each > 0 for each in found] == [False, True, False, False]
+
+
+PATHS = [("/v1/completions", "prompt", "max_tokens"), ("/v1/chat/completions", "messages", "max_tokens"),
+         ("/v1/responses", "input", "max_output_tokens")]
+
+
+@pytest.mark.parametrize(("path", "field", "most"), PATHS)
+def test_cached_tokens_tell_nothing_of_other_keys(llm: LLM, path: str, field: str, most: str):
+    def cached(key: str, text: str) -> int:
+        asked = [{"role": "user", "content": text}] if field == "messages" else text
+        usage = server.post({field: asked, most: 1}, path, headers={"Authorization": f"Bearer {key}"}
+                            ).json()["usage"]
+        return usage.get("prompt_tokens_details", usage.get("input_tokens_details"))["cached_tokens"]
+    text = path + " Once upon a time there was a fox who lived in a wood and had a friend. " * 3
+    with live(llm_service(llm, keys=frozenset({"one", "two"}))) as server:
+        assert [cached("one", text), cached("two", text)] == [0, 0]
+        own = cached("one", text)
+        assert own >= 32
+        assert own == cached("two", text)
+        server.service.shared_prefixes = True
+        assert [cached("one", "A " + text), cached("two", "A " + text)] == [0, own]
+        server.service.shared_prefixes, server.service.keys = False, frozenset({"one"})
+        assert cached("one", "A " + text) == own

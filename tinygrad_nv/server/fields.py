@@ -15,6 +15,8 @@ from tinygrad_nv.engine.text.earlier_calls import strict_json
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.leniency import ignore, is_strict, note
 
+MAX_WHOLE = (1 << 63) - 1
+
 
 def parse(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`. Raises `APIError` 400 with what is wrong and where."""
@@ -73,12 +75,14 @@ class Fields:
         return value
 
     def whole(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
-        """A whole number from `low` to `high`; 3.0 is one, as in JSON Schema."""
+        """A whole number from `low` to `high`, or of 64 bits; 3.0 is one, as in JSON Schema."""
         value = self.take(name)
         if value is None: return None
         if isinstance(value, float) and value.is_integer(): value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(name, value, "a whole number")
+        if high is None and abs(value) > MAX_WHOLE:
+            low, high = -MAX_WHOLE if low is None else low, MAX_WHOLE
         if (low is not None and value < low) or (high is not None and value > high):
             shown = str(value) if abs(value) < 10 ** 20 else "a number of many digits"
             bounds = f"at least {low}" if high is None else f"{low} to {high}"

@@ -140,7 +140,7 @@ def given_id(scope: Scope) -> str | None:
 
 def _require_framing(scope: Scope) -> None:
     if scope["http_version"] not in ("1.0", "1.1"):
-        raise APIError(505, f"the request is of HTTP/{scope['http_version']}, expected: HTTP/1.1",
+        raise APIError(400, f"the request is of HTTP/{scope['http_version']}, expected: HTTP/1.1",
                        "invalid_http", None, {"Connection": "close"})
     # a proxy may have used the other header, and taken the rest of the body for another request
     if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
