@@ -12,6 +12,7 @@ Positions are int32.
 """
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.operations import OPERATIONS
+
+SHOWN = 500     # nodes of a tree that is written out
 
 
 class Expression:
@@ -138,10 +141,30 @@ class Apply(Expression):
             raise SpecError(f"operation {self.op!r} with {len(self.args)} arguments", f"one of {operations}")
         # once: a node used twice would otherwise be walked twice, and so on down
         object.__setattr__(self, "_hash", hash((self.op, self.args, self.dtype)))
+        object.__setattr__(self, "_size", 1 + sum(map(tree_size, self.args)))
 
     def __hash__(self) -> int:
         made: int = self.__dict__["_hash"]
         return made
+
+    def __repr__(self) -> str:
+        if tree_size(self) > SHOWN: return f"Apply({_digest(self)})"
+        return f"Apply(op={self.op!r}, args={self.args!r}, dtype={self.dtype!r})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they compute the same in the same way. Each pair of nodes is compared once: nodes that are
+        used twice, and so on down, are as many as paths are not."""
+        if not isinstance(other, Apply): return NotImplemented
+        seen, open_ = set[tuple[int, int]](), [(self, other)]
+        while open_:
+            a, b = open_.pop()
+            if a is b or (id(a), id(b)) in seen: continue
+            seen.add((id(a), id(b)))
+            if (a.op, a.dtype, len(a.args)) != (b.op, b.dtype, len(b.args)): return False
+            for x, y in zip(a.args, b.args, strict=True):
+                if isinstance(x, Apply) and isinstance(y, Apply): open_.append((x, y))
+                elif x != y: return False
+        return True
 
     def __reduce__(self) -> tuple[type[Apply], tuple[str, tuple[Expression, ...], DType]]:
         return Apply, (self.op, self.args, self.dtype)  # another process hashes otherwise
@@ -224,8 +247,27 @@ def short(dtype: DType) -> str:
 
 
 def show(node: Expression, names: Mapping[Expression, str] | None = None) -> str:
-    """An expression as text, for a reader; nodes in `names` by their names."""
-    names = names or {}
+    """An expression as text, for a reader; nodes in `names` by their names. Of one that is too long as a tree
+    the number of its operations, and a word that tells it from others."""
+    return _digest(node) if tree_size(node) > SHOWN else _shown(node, names or {})
+
+
+def tree_size(node: Expression) -> int:
+    """The nodes of an expression, those that are used twice counted as often."""
+    size: int = node.__dict__["_size"] if isinstance(node, Apply) else 1
+    return size
+
+
+def _digest(root: Expression) -> str:
+    """An expression in short: as text, a node that is used twice, and so on down, would not end."""
+    places = {node: i for i, node in enumerate(walk(root))}
+    lines = [f"{node.op} {[places[arg] for arg in node.args]} {node.dtype}" if isinstance(node, Apply)
+             else repr(node) for node in places]
+    return f"{len(lines)} operations, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+def _shown(node: Expression, names: Mapping[Expression, str]) -> str:
+    """A short expression as text."""
     if node in names: return names[node]
     if isinstance(node, Sum): return f"sum{node.part or ''}"
     if isinstance(node, Constant): return f"{node.value:g}"
@@ -235,8 +277,8 @@ def show(node: Expression, names: Mapping[Expression, str] | None = None) -> str
         where = "".join(axis for axis, stride in strides if stride)
         return f"x{node.parameter}[{where}]"
     assert isinstance(node, Apply)
-    if node.op == "cast": return f"{show(node.args[0], names)}.{short(node.dtype)}"
-    args = [show(arg, names) for arg in node.args]
+    if node.op == "cast": return f"{_shown(node.args[0], names)}.{short(node.dtype)}"
+    args = [_shown(arg, names) for arg in node.args]
     if sign := OPERATIONS[node.op].sign: return f"({args[0]} {sign} {args[1]})"
     return f"{node.op}({', '.join(args)})"
 

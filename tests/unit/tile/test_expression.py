@@ -123,3 +123,19 @@ def test_sums_and_products_leave_out_what_changes_nothing():
     assert (x * 3.0).times(two) == two.times(x * 3.0) == x * 6.0
     assert (x.plus(y), x.minus(y), x.times(y)) == (x + y, x - y, x * y)
     assert ((x < y).either(x, x), (x < y).either(x, y)) == (x, expression.where(x < y, x, y))
+
+
+def test_nodes_that_are_used_twice_and_so_on_down():
+    """As a tree it has 2⁶⁴ nodes: what compares, prints or keeps an expression sees each node once."""
+    def squares(first: Expression, times: int = 64) -> Expression:
+        for _ in range(times): first = first * first
+        return first
+    a, b, c, d = squares(Sum()), squares(Sum()), squares(Sum(part=1)), squares(Sum(), 63)
+    assert a == b
+    assert a is not b
+    assert a not in (c, d)
+    assert repr(a) == repr(b) != repr(c)
+    assert show(a) == show(b) != show(d)
+    assert show(a).startswith("65 operations, ")
+    assert repr(squares(Sum(), 1)) == repr(Apply("mul", (Sum(), Sum()), dtypes.float32))
+    assert show(squares(Sum(), 2)) == "((sum * sum) * (sum * sum))"
