@@ -96,12 +96,12 @@ SETTINGS = (
             "characters of the longest text that a chat template may make", number=True),
     Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
             "those of --api-key", path=True),
-    Setting("NV_ONNX_NODES", 1 << 17, (1 << 17,),
+    Setting("NV_ONNX_NODES", 1 << 15, (1 << 15,),
             "nodes that an ONNX model may have, its functions inlined, and that one call may evaluate, its "
             "loops unrolled", number=True),
     Setting("NV_ONNX_GIB", 1, (1,),
             "GiB that one result of an ONNX node may have; 64 times the bytes of weights and inputs if that "
-            "is more", number=True),
+            "is more, and half of the free memory for pairs of their elements", number=True),
     Setting("NV_ALL_REDUCE", "auto", ("auto", "nccl", "one_shot", "two_shot"),
             "sums over GPUs. auto: kernels of tinygrad_nv where GPUs address each other's memory and the "
             "message is small, else NCCL; nccl: NCCL alone; one_shot: every GPU reads all messages, of every "

@@ -198,7 +198,7 @@ def test_models_that_ask_for_too_much(nodes: str, words: str, monkeypatch: pytes
 
 @pytest.mark.parametrize(("functions", "words"), [
     ([("f0", "y = Neg(x)"), *((f"f{i}", f"t = own.f{i - 1}(x) y = own.f{i - 1}(t)") for i in range(1, 60)),
-      ("f", "y = own.f59(x)")], "nodes with functions inlined\n  expected: 131072 at most"),
+      ("f", "y = own.f59(x)")], "nodes with functions inlined\n  expected: 32768 at most"),
     ([("f", "y = own.f(x)")], "the function 'own.f' calls itself"),
     ([("f", "y = own.g(x)"), ("g", "c = Constant<value = bool {1}>() y = If(c)<then_branch = a () => (z) "
                                    "{ z = own.f(x) }, else_branch = b () => (w) { w = Neg(x) }>")],
@@ -276,3 +276,70 @@ def test_external_data_of_sparse_constants_is_beside_the_model(attribute: bool, 
     kept.values.external_data[0].value = "../w.bin"
     (tmp_path / "there" / "m.onnx").write_bytes(made.SerializeToString())
     with pytest.raises(OnnxError): OnnxRunner(tmp_path / "there" / "m.onnx")
+
+
+# **** limits of all together, and of what is honest ****
+
+def test_results_may_be_pairs_of_what_is_given(monkeypatch: pytest.MonkeyPatch):
+    """Distances of 100,000 points are 40 GB: as much as half of the free memory is no absurd size."""
+    monkeypatch.setattr(limits, "free_memory", lambda: 100 << 30)
+    points = limits.Budget(given=100_000 * 3 * 4)
+    points.check_bytes((100_000, 100_000), 4)
+    with pytest.raises(OnnxError, match="of 80000000000 bytes\n  expected: 53687091200 bytes for 1200000"):
+        points.check_bytes((100_000, 100_000), 8)
+    with pytest.raises(OnnxError, match="expected: 1073741824 bytes for 48 bytes"):
+        limits.Budget(given=48).check_bytes((1 << 29,), 4)
+
+
+def test_many_large_results(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "free_memory", lambda: 4 << 30)
+    each = "a{0} = Constant<value = int64[1] {{200000000}}>() y{0} = ConstantOfShape(a{0}) "
+    text = ", ".join(f"float[n{i}] y{i}" for i in range(4))
+    made = model(f"g () => ({text}) {{ {''.join(each.format(i) for i in range(4))} }}")
+    with pytest.raises(OnnxError, match="4 results of 3200000000 bytes together\n  expected: 2147483648"):
+        OnnxRunner(made)({})
+
+
+def test_many_sparse_constants():
+    made = sparse([1, 4])
+    for i in range(3):
+        kept = made.graph.sparse_initializer.add()
+        kept.CopyFrom(made.graph.sparse_initializer[0])
+        kept.values.name, kept.dims[:] = f"w{i}", [1 << 14, 1 << 13]
+    with pytest.raises(OnnxError, match="of 1073741848 bytes"): OnnxRunner(made)
+
+
+@pytest.mark.parametrize(("kind", "count", "words"), [
+    ("initializer", 32769, "32769 initializers"), ("value_info", 32769, "32769 types of values"),
+    ("output", 32769, "32769 outputs|32770 outputs"), ("sparse_initializer", 32769, "sparse initializers"),
+    ("operands", 300_000, "more than 32768 nodes")])
+def test_many_of_a_kind(kind: str, count: int, words: str):
+    made = model("g (float[2, 3] x) => (float[2, 3] y) { y = Sum(x, x) }")
+    if kind == "operands": made.graph.node[0].input.extend(["x"] * count)
+    else:
+        for _ in range(count): getattr(made.graph, kind).add()
+    with pytest.raises(OnnxError, match=words): OnnxRunner(made)
+
+
+def test_external_data_is_what_the_shape_says(tmp_path: Path):
+    """A file has more than a tensor of it: without a length, too, and a hole costs nothing to write."""
+    made = weighted()
+    weight = made.graph.initializer[0]
+    weight.ClearField("float_data")
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="w.bin")
+    weight.external_data.add(key="offset", value="4")
+    with (tmp_path / "w.bin").open("wb") as file:
+        file.write(np.arange(7, dtype=np.float32).tobytes())
+        file.truncate(1 << 40)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(made.SerializeToString())
+    assert OnnxRunner(path)({"x": X})["y"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    weight.external_data.add(key="length", value=str(1 << 39))
+    path.write_bytes(made.SerializeToString())
+    with pytest.raises(OnnxError, match="549755813888 bytes in another file\n  expected: 24 bytes"):
+        OnnxRunner(path)
+    del weight.external_data[2:]
+    weight.dims[:] = [1 << 38]
+    path.write_bytes(made.SerializeToString())
+    with pytest.raises(OnnxError, match="constants of 1099511627776 bytes"): OnnxRunner(path)

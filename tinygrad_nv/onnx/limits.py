@@ -7,12 +7,16 @@ model and its inputs have. What goes beyond a limit is an `OnnxError`.
 """
 from __future__ import annotations
 
+import contextlib
 import math
+import re
+import resource
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +25,18 @@ from tinygrad import Tensor
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import OnnxError
+from tinygrad_nv.onnx.cuts import Cuts
 from tinygrad_nv.onnx.elements import Narrow, Value
 
 FILE_BYTES = (1 << 31) - 1  # limit: bytes of an ONNX file, as protobuf has it; weights may be external data
+HELD = 1 << 28              # bytes of constants from which on the free memory is looked at
+OPERANDS = 8                # of a node that counts as one; Sum, Concat and Split may have any number
 CALL_DEPTH = 64             # limit: functions of an ONNX model that call each other, one inside the other
 # limit: iterations of loops of an ONNX model, in one call, that end by a value that they compute, where
 # their number of trips goes beyond NV_ONNX_NODES
 WHILE_ITERATIONS = 8192
 # limit: how many times the bytes of weights and inputs one result of an ONNX node may have, where that is
-# more than NV_ONNX_GIB
+# more than NV_ONNX_GIB; half of the free memory, if the square of these bytes is as much
 GROWTH = 64
 TEXT = 1 << 26              # limit: characters of one result of an ONNX node, of all its strings
 WORDS = 200                 # characters of a name or a message of a file that an error shows
@@ -40,6 +47,21 @@ BYTES_FIX = "set NV_ONNX_GIB to a larger number if the model is trusted"
 def shortened(text: str) -> str:
     """The beginning of a text of a file."""
     return text if len(text) <= WORDS else f"{text[:WORDS]}… ({len(text)} characters)"
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the system has, and what limits of the process allow."""
+    free = 1 << 62
+    with contextlib.suppress(OSError, ValueError):      # not on macOS
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if found: free = int(found[1]) << 10
+        most, now = (int(Path(f"/sys/fs/cgroup/memory.{each}").read_text()) for each in ("max", "current"))
+        free = min(free, max(most - now, 0))
+    if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        with contextlib.suppress(OSError, ValueError):
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            free = min(free, max(most - now, 0))
+    return free
 
 
 def most_nodes() -> int:
@@ -65,7 +87,9 @@ def check_size(proto: onnx.ModelProto) -> None:
     that call themselves."""
     most, functions = most_nodes(), dict[Key, onnx.FunctionProto]()
     for what, there in (("functions", proto.functions), ("initializers", proto.graph.initializer),
-                        ("inputs", proto.graph.input)):
+                        ("sparse initializers", proto.graph.sparse_initializer),
+                        ("inputs", proto.graph.input), ("outputs", proto.graph.output),
+                        ("types of values", proto.graph.value_info)):
         if len(there) > most: raise _too_many(f"{len(there)} {what}", most)
     for each in proto.functions:
         require_text("a function", each.domain, each.name, each.overload, *each.input, *each.output)
@@ -101,7 +125,8 @@ def _contents(nodes: Iterable[onnx.NodeProto], functions: dict[Key, onnx.Functio
     count, calls, open_ = 0, Counter[Key](), [nodes]
     while open_:
         for node in open_.pop():
-            count += 1
+            # a node of many operands is a chain of as many
+            count += 1 + (len(node.input) + len(node.output)) // OPERANDS
             if count > most: raise _too_many(f"more than {most} nodes", most)
             require_text("a node", node.domain, node.op_type, node.overload, node.name, *node.input,
                          *node.output, *(each.name for each in node.attribute))
@@ -133,10 +158,13 @@ def _too_many(found: str, most: int) -> OnnxError: return OnnxError(found, f"{mo
 
 @dataclass
 class Budget:
-    """What one call may still evaluate. `given` are the bytes of weights and inputs."""
+    """What one call may still evaluate. `given` are the bytes of weights and inputs, `kernels` cuts long
+    expressions."""
     given: int = 0
+    dense: int = 0
     spent: int = 0
     iterations: int = 0
+    kernels: Cuts = field(default_factory=Cuts)
 
     def spend(self, nodes: int) -> None:
         """Counts nodes that are evaluated."""
@@ -169,11 +197,37 @@ class Budget:
         if not all(isinstance(n, int | np.integer) for n in shape): return
         # a size of 0 hides the others
         nbytes = math.prod(int(n) for n in shape) * itemsize
-        gib = int(config.get("NV_ONNX_GIB"))
-        if nbytes <= max(gib << 30, GROWTH * self.given): return
+        if nbytes <= self.least_bytes() or nbytes <= (most := self.most_bytes()): return
         raise OnnxError(f"a result of shape {shortened(str(tuple(map(int, shape))))}, of {nbytes} bytes",
-                        f"{gib} GiB (NV_ONNX_GIB), or {GROWTH} times the {self.given} bytes of weights and "
-                        "inputs", BYTES_FIX)
+                        f"{most} bytes for {self.given} bytes of weights and inputs", BYTES_FIX)
+
+    def least_bytes(self) -> int:
+        """Bytes that one result may have whatever memory is free."""
+        return max(int(config.get("NV_ONNX_GIB")) << 30, GROWTH * self.given)
+
+    def most_bytes(self) -> int:
+        """Bytes that one result may have: of pairs of what was given, half of the free memory."""
+        return max(self.least_bytes(), min(self.given ** 2, free_memory() // 2))
+
+    def check_total(self, made: Sequence[Value]) -> None:
+        """Raises for results of a call that are together larger than one may be, and than half of the free
+        memory."""
+        if (total := bytes_of(made)) <= self.least_bytes(): return
+        if total > (most := max(self.least_bytes(), free_memory() // 2)):
+            raise OnnxError(f"{len(made)} results of {total} bytes together", f"{most} bytes", BYTES_FIX)
+
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes of constants that are read from files. Raises for more than the free memory."""
+        self.given += nbytes
+        if self.given > HELD and self.given > (free := free_memory()):
+            raise OnnxError(f"constants of {self.given} bytes", f"{free} bytes, as this machine has free",
+                            "run the model where there is more memory")
+
+    def spread(self, values: int, shape: Sequence[int], itemsize: int) -> None:
+        """Counts the bytes of a sparse constant with its zeros. Raises for more of all than of one result."""
+        self.given += values
+        self.dense += math.prod(shape) * itemsize
+        self.check_bytes((self.dense,), 1)
 
     def check(self, made: Sequence[Value]) -> None:
         """`check_bytes` of the outputs of a node."""

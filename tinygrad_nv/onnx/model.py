@@ -19,8 +19,8 @@ from onnx import AttributeProto, checker, helper, inliner, numpy_helper
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import Value, from_numpy, numeric
-from tinygrad_nv.onnx.limits import FILE_BYTES, Budget, check_size, require_text, shortened
+from tinygrad_nv.onnx.elements import Value, from_numpy, name_of, numeric
+from tinygrad_nv.onnx.limits import FILE_BYTES, budget, check_size, require_text, shortened
 
 HOST_SIZE = 64      # elements of a constant that the host keeps: extents, axes, pads
 # what checkers ask of outputs, and runtimes do not
@@ -28,6 +28,7 @@ UNTYPED = ("Field 'shape' of 'type' is required but missing",
            "Field 'type' of 'value_info' is required but missing")
 SPARSE = "write the sparse constant again"
 KINDS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED}
+BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
 FACTORS = 8         # elements of one that is floats: factors of Resize; a bias is longer
 
 
@@ -118,6 +119,7 @@ def graph_of(proto: onnx.GraphProto, versions: dict[str, int], directory: str,
                  *(each.values.name for each in proto.sparse_initializer),
                  *(dim.dim_param for each in proto.input for dim in each.type.tensor_type.shape.dim))
     constants = {each.name: _constant(each, directory) for each in proto.initializer}
+    if held := [each for each in constants.values() if isinstance(each, Tensor)]: Tensor.realize(*held)
     constants |= {each.values.name: _dense(each, directory) for each in proto.sparse_initializer}
     types = {each.name: each.type for each in proto.input}
     inputs = tuple(name for name in types if name not in constants)
@@ -186,6 +188,7 @@ def _array(proto: onnx.TensorProto, directory: str) -> np.ndarray:
         raise OnnxError(f"the constant {shortened(proto.name)!r} is in a file beside the model, which was "
                         "given without its path", "a path, or a model with its data",
                         "give the path of the model")
+    if external: proto = _with_length(proto)
     try: return numpy_helper.to_array(proto, base_dir=directory)
     except (ArithmeticError, LookupError, MemoryError, OSError, ValueError, TypeError, RuntimeError,
             checker.ValidationError) as error:
@@ -194,13 +197,32 @@ def _array(proto: onnx.TensorProto, directory: str) -> np.ndarray:
                         "keep external data files beside the model") from error
 
 
+def _with_length(proto: onnx.TensorProto) -> onnx.TensorProto:
+    """A tensor of another file with the number of its bytes there: without it onnx reads the whole file."""
+    name = shortened(proto.name)
+    if proto.data_type == onnx.TensorProto.STRING or min(proto.dims, default=0) < 0:
+        raise OnnxError(f"the constant {name!r} of {name_of(proto.data_type)} and shape "
+                        f"{shortened(str(tuple(proto.dims)))} in another file", "numbers",
+                        "keep it in the model")
+    nbytes = -(-math.prod(proto.dims) * BITS.get(
+        name_of(proto.data_type), 8 * helper.tensor_dtype_to_np_dtype(proto.data_type).itemsize) // 8)
+    given = [each.value for each in proto.external_data if each.key == "length"]
+    if any(each.lstrip("0") != str(nbytes) for each in given if each.isascii() and each.isdigit() and nbytes):
+        raise OnnxError(f"the constant {name!r} has {shortened(given[-1])} bytes in another file",
+                        f"{nbytes} bytes for its type and shape", "export the model again")
+    budget().hold(nbytes)
+    made = onnx.TensorProto()
+    made.CopyFrom(proto)
+    if not given: made.external_data.add(key="length", value=str(nbytes))
+    return made
+
+
 def _constant(proto: onnx.TensorProto, directory: str) -> Value:
     """A small constant as an array, another one on the device."""
     array = _array(proto, directory)
     most = FACTORS if array.dtype.kind == "f" else HOST_SIZE
     if array.ndim <= 1 and array.size <= most and numeric(array): return array
-    made = from_numpy(array)
-    return made.realize() if isinstance(made, Tensor) else made
+    return from_numpy(array)
 
 
 def _dense(proto: onnx.SparseTensorProto, directory: str) -> np.ndarray:
@@ -212,7 +234,7 @@ def _dense(proto: onnx.SparseTensorProto, directory: str) -> np.ndarray:
         raise OnnxError(f"the sparse constant {name!r} of shape {dims} has values {values.dtype}"
                         f"{list(values.shape)} and indices {indices.dtype}{list(indices.shape)}",
                         "numbers in one dimension, and an int64 index or a row of indices for each", SPARSE)
-    Budget(values.nbytes).check_bytes(dims, values.dtype.itemsize)
+    budget().spread(values.nbytes, dims, values.dtype.itemsize)
     most = np.array(dims if indices.ndim == 2 else [math.prod(dims)], np.int64)
     if ((indices < 0) | (indices >= (most if indices.ndim == 2 else most[0]))).any():
         raise OnnxError(f"the sparse constant {name!r} of shape {dims} has an index out of it",

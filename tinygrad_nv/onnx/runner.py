@@ -37,7 +37,7 @@ from tinygrad_nv.onnx.elements import (
     to_numpy,
 )
 from tinygrad_nv.onnx.fusion import fused
-from tinygrad_nv.onnx.limits import bytes_of, limited, shortened
+from tinygrad_nv.onnx.limits import budget, bytes_of, limited, shortened
 from tinygrad_nv.onnx.matrices import dequantized
 from tinygrad_nv.onnx.model import HOST_SIZE, KINDS, Graph, graph_of, opsets, read
 from tinygrad_nv.onnx.replayed import Kind, Replayed
@@ -63,7 +63,8 @@ class OnnxRunner:
         proto, directory = read(model)
         _load_operators()
         self.opsets = opsets(proto)
-        self.graph = dequantized(fused(graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)))
+        with limited(0): graph = graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)
+        self.graph = dequantized(fused(graph))
         self._bytes = _bytes(self.graph)
         self.captures = 0 if _is_random(self.graph) else captures
         self._captured: OrderedDict[Hashable, Callable[[Mapping[str, Any]], dict[str, Any]]] = OrderedDict()
@@ -114,7 +115,9 @@ class OnnxRunner:
         scope = Scope(self.graph)
         scope.values.update({**self.graph.defaults, **given})
         with limited(self._bytes + bytes_of(given.values())):
-            return dict(zip(self.outputs, scope.run([given[name] for name in self.inputs]), strict=True))
+            made = scope.run([given[name] for name in self.inputs])
+            budget().check_total(made)
+            return dict(zip(self.outputs, made, strict=True))
 
     # **** captured calls ****
 

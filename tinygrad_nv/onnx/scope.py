@@ -84,7 +84,7 @@ class Scope:
         """The outputs of a node, of sizes that what is given explains."""
         made = self._outputs(node)
         budget().check(made)
-        return made
+        return [budget().kernels.output(each) for each in made]
 
     def _outputs(self, node: Node) -> Sequence[Value]:
         given = [self[name] for name in node.inputs]
@@ -105,7 +105,7 @@ class Scope:
             raise OnnxError(f"elements of type {TensorProto.DataType.Name(narrow[0])}", "a Cast before it",
                             "dequantise first")
         plain = [each.tensor if isinstance(each, Narrow) else each for each in given]
-        made = found.function(*context, *plain, **_for(node))
+        made = found.function(*context, *budget().kernels.inputs(plain), **_for(node))
         if not narrow: return made
         return tuple(Narrow(each, narrow[0]) for each in (made if isinstance(made, tuple) else (made,)))
 

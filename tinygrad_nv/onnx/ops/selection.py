@@ -4,14 +4,21 @@ Protocol: NonMaxSuppression, Unique and labels are computed on the host: their r
 depend on values. ReverseSequence gathers on the device."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from tinygrad import Tensor
 
+from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx.elements import Value, from_numpy
+from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.table import op
+
+PAIRS = 1 << 31     # limit: pairs of boxes that one NonMaxSuppression compares: some seconds
+STEP = 2048         # pairs in the time that a box takes besides
+CLASSES = 4         # classes that limits count as one node
 
 
 @op("NonMaxSuppression", host=(0, 1, 2, 3, 4))
@@ -22,15 +29,25 @@ def non_max_suppression(boxes: np.ndarray, scores: np.ndarray, most: np.ndarray 
     (batch, class, box)."""
     limit, shared = 0 if most is None else int(most.item()), 0.0 if overlap is None else overlap.item()
     made = []
+    budget().expect(math.prod(scores.shape[:2]) // CLASSES, 1)
+    pairs = 0
     for batch, group in np.ndindex(*scores.shape[:2]):
-        corners = _corners(boxes[batch], center_point_box)
+        corners, ranked = _corners(boxes[batch], center_point_box), scores[batch, group]
+        order = np.argsort(-ranked, kind="stable")
+        if least is not None: order = order[ranked[order] > least.item()]
         kept: list[int] = []
-        taken = np.empty((min(max(limit, 0), len(corners)), 4), corners.dtype)
-        for i in np.argsort(-scores[batch, group], kind="stable"):
-            if len(kept) >= limit: break
-            if least is not None and not scores[batch, group, i] > least.item(): continue
-            if (_overlaps(corners[i], taken[:len(kept)]) <= shared).all():
-                taken[len(kept)] = corners[i]
+        taken = np.empty((4, min(max(limit, 0), len(corners))), corners.dtype)
+        for i in order:
+            if (n := len(kept)) >= limit: break
+            if (pairs := pairs + n + STEP) > PAIRS:
+                raise OnnxError(f"more than {PAIRS} pairs of boxes to compare", "fewer boxes, or fewer to "
+                                "keep", "lower max_output_boxes_per_class, or raise score_threshold")
+            box = corners[i]
+            near = np.flatnonzero((taken[2, :n] > box[0]) & (taken[0, :n] < box[2]))
+            # of a negative threshold others are too near, too
+            if near.size < n and not shared >= 0: continue
+            if not near.size or (_overlaps(box, taken[:, near].T) <= shared).all():
+                taken[:, n] = box
                 kept.append(int(i))
         made += [(batch, group, i) for i in kept]
     return from_numpy(np.array(made, dtype=np.int64).reshape(-1, 3))
