@@ -19,6 +19,7 @@ import json
 import re
 import secrets
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -124,11 +125,12 @@ async def answered(llm: Any, names: tuple[str, ...], lines: list[bytes], out: IO
     # the engine's queue has an end; so many keep every step full
     at_a_time = asyncio.Semaphore(4 * llm.engine.max_seqs if generates else 64)
     taken = set[str]()
-    tasks = [asyncio.create_task(_answer(app, line, number, at_a_time, taken))
-             for number, line in enumerate(lines, 1)]
+    tasks = deque(asyncio.create_task(_answer(app, line, number, at_a_time, taken))
+                  for number, line in enumerate(lines, 1))
     try:
-        for task in tasks:
-            made = await task
+        while tasks:
+            made = await tasks[0]
+            tasks.popleft()     # an answer that is written is no longer kept
             failed += made["error"] is not None
             out.write(_written(made) + "\n")
             out.flush()
@@ -146,7 +148,12 @@ def _written(made: dict[str, Any]) -> str:
 
 async def _answer(app: Any, line: bytes, number: int, at_a_time: asyncio.Semaphore,
                   taken: set[str]) -> dict[str, Any]:
-    """One line of the output. `taken` are the custom_ids of lines before it."""
+    """One line of the output. `taken` are the custom_ids of lines before it. A line is parsed when its turn
+    comes: lines that wait are bytes."""
+    async with at_a_time: return await _answer_now(app, line, number, taken)
+
+
+async def _answer_now(app: Any, line: bytes, number: int, taken: set[str]) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     try:
         asked = _object(line)
@@ -155,8 +162,7 @@ async def _answer(app: Any, line: bytes, number: int, at_a_time: asyncio.Semapho
             raise RequestError(f"custom_id {asked['custom_id'][:80]!r} is that of a line before",
                                "a custom_id of its own")
         taken.add(asked["custom_id"])
-        async with at_a_time: status, body = await _post(app, asked["url"],
-                                                         json.dumps(asked["body"]).encode())
+        status, body = await _post(app, asked["url"], json.dumps(asked["body"]).encode())
     except RequestError as error: status, body = 400, _error(f"line {number}: {error}", 400)
     except Exception as error:      # whatever it is, the other lines are answered
         print(f"line {number}: {type(error).__name__}: {str(error)[:500]}", file=sys.stderr)
