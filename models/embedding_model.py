@@ -34,11 +34,10 @@ from .model_types import architectures_of
 from .multimodal import language_entries
 from .packed import PackedBatch
 from .pooling import Pooling, default_pooling, pooled, read_pooling
+from .rope import default_context
 
 TASKS = ("auto", "generate", "embed", "classify", "score", "reward")
 OF_HEADS = ("classify", "reward")
-# limit: bytes of the tables of positions of an embedding model without --max-model-len: 524,288 tokens of 128
-MOST_ROPE_BYTES = 256 << 20
 CLASSIFIES = "ForSequenceClassification"
 
 
@@ -62,9 +61,8 @@ class EmbeddingConfig:
 
     @property
     def default_tokens(self) -> int:
-        """`max_tokens` whose rope tables have at most `MOST_ROPE_BYTES`."""
-        each = sum(4 * rope.dim for rope in self.network.distinct_ropes) or 1
-        return min(self.max_tokens, max(MOST_ROPE_BYTES // each, 1))
+        """Of a text, without --max-model-len."""
+        return min(self.max_tokens, default_context(self.network.distinct_ropes))
 
     @property
     def width(self) -> int:

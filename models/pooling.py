@@ -110,7 +110,7 @@ def read_pooling(directory: Path) -> Pooling | None:
         elif module == "Dense" and kind and not normalize: dense.append(_dense(folder))
         elif module == "Normalize" and kind: normalize = True
         else:
-            raise ModelError(f"{path}: module {at} is {module}, which is not implemented there",
+            raise ModelError(f"{path}: module {at} is {shorten(module)}, which is not implemented there",
                              "Transformer, Pooling, any number of Dense, Normalize, in this order", ADD)
     if not kind: raise ModelError(f"{path} has no Pooling", "Transformer, then Pooling", CORRECT)
     own = directory / "sentence_bert_config.json"

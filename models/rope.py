@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+MAX_CONTEXT = 1 << 20           # limit: tokens of a context without --max-model-len
+MAX_TABLE_BYTES = 256 << 20     # limit: bytes of the tables of a rope without --max-model-len
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 
 
@@ -48,6 +50,11 @@ class RopeConfig:
 def distinct(ropes: Sequence[RopeConfig | None]) -> tuple[RopeConfig, ...]:
     """The ropes of all layers, each once."""
     return tuple(dict.fromkeys(each for each in ropes if each is not None))
+
+
+def default_context(ropes: Sequence[RopeConfig]) -> int:
+    """Tokens whose tables are within `MAX_TABLE_BYTES`: config.json's positions are in no tensor."""
+    return max(min(MAX_CONTEXT, MAX_TABLE_BYTES // (4 * sum(rope.dim for rope in ropes) or 1)), 2048)
 
 
 def inverse_frequencies(rope: RopeConfig, positions: int) -> np.ndarray:

@@ -4,9 +4,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tinygrad import dtypes
 from tinygrad_nv.models.config import parse_config
 from tinygrad_nv.models.encoder_config import parse_encoder_config
 
+from tinygrad_nv.engine.loading import context_length
 from tinygrad_nv.errors import ModelError
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64,
@@ -35,6 +37,17 @@ def test_a_number_beyond_its_limit(key: str, value: Any, limit: str) -> None:
 def test_numbers_at_their_limits_are_read() -> None:
     assert parse_config({**LLAMA, "num_hidden_layers": 2048}).num_layers == 2048
     assert parse_config({**LLAMA, "max_position_embeddings": 10_485_760}).max_positions == 10_485_760
+
+
+def test_a_context_is_bounded_without_being_asked_for() -> None:
+    def longest(**fields: Any) -> int:
+        config = parse_config({**LLAMA, "max_position_embeddings": 1 << 31, **fields})
+        return context_length(config, dtypes.float32, None)
+    # of two dimensions a head 2 GiB of keys and values are 44 million tokens
+    assert longest(num_hidden_layers=1, head_dim=2) == 1 << 20
+    # tables of 4 bytes for each of 4096 dimensions
+    assert longest(num_hidden_layers=1, num_key_value_heads=1, head_dim=4096) == (256 << 20) // (4 * 4096)
+    assert longest(num_hidden_layers=1, head_dim=2, max_position_embeddings=4096) == 4096
 
 
 def test_encoders_have_the_limits_too() -> None:

@@ -18,6 +18,7 @@ from tinygrad_nv.engine.memory_planning import CACHE_BYTES, token_bytes
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ModelError, NVError, RequestError, TokenizerError
 from tinygrad_nv.models.config import DTYPES
+from tinygrad_nv.models.rope import default_context
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.config import ModelConfig
@@ -78,7 +79,8 @@ def context_length(config: ModelConfig, dtype: DType, requested: int | None) -> 
             raise ModelError(f"max_model_len is {requested}",
                              f"2 to {config.max_positions}, the model's own length", "change --max-model-len")
         return requested
-    return min(config.max_positions, max(CACHE_BYTES // token_bytes(config, dtype), 2048))
+    fitting = max(CACHE_BYTES // token_bytes(config, dtype), 2048)
+    return min(config.max_positions, fitting, default_context(config.distinct_ropes))
 
 
 HASHED_BYTES = 16 << 20     # of a model file whose content is hashed; others are known by their time
