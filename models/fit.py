@@ -74,9 +74,9 @@ def _in_stack(stack: Stack, entries: Entries) -> Iterator[str]:
     found: dict[int, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         if not name.startswith(stack.prefix): continue
-        number, _, rest = name[len(stack.prefix):].partition(".")
-        if number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS:
-            found.setdefault(int(number), {})[rest] = entry
+        digits, _, rest = name[len(stack.prefix):].partition(".")
+        if digits.isascii() and digits.isdecimal() and len(digits) <= MOST_DIGITS:
+            found.setdefault(int(digits), {})[rest] = entry
     own = sum(number < stack.count for number in found)
     if (own or entries.keys().isdisjoint(stack.instead)) and \
             (own < stack.count or max(found, default=0) >= stack.count + stack.more):

@@ -107,8 +107,9 @@ def read_scheduler(directory: Path) -> SchedulerConfig:
     f = Fields({**DEFAULTS, "clip_sample": kind == "DDIMScheduler",
                 **{key: value for key, value in data.items() if value is not None}}, str(path))
     first, last = f.number("beta_start"), f.number("beta_end")
-    if max(first, last) >= 1:
-        raise ModelError(f"{path}: beta_start is {first:g}, beta_end {last:g}", "numbers below 1", CORRECT)
+    if not 1e-9 <= min(first, last) <= max(first, last) < 1:
+        raise ModelError(f"{path}: beta_start is {first:g}, beta_end {last:g}", "numbers below 1, from 1e-9",
+                         CORRECT)
     spacing = None if f.get("timestep_spacing") is None else \
         f.one_of("timestep_spacing", ("linspace", "leading", "trailing"))
     return SchedulerConfig(
