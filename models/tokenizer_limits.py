@@ -22,6 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
+from tinygrad_nv import config
 from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.files import read_tokenizer_json
 
@@ -35,7 +36,9 @@ MAX_WORD = 1000             # limit: max_input_chars_per_word, since time grows 
 MAX_PIECE = 1000            # limit: characters of a Unigram tokenizer's piece
 MAX_SQUARES = 200_000_000   # limit: sum of squares of pieces' lengths; published ones have 20 million
 MAX_PATTERN = 1 << 16       # limit: characters of a tokenizer's regular expression
-PROBE_WAIT = 60             # seconds to wait for the process that tries expressions, which has a limit itself
+# seconds to wait for the process that tries expressions: it is limited by processor time, of which a busy
+# machine gives it little
+PROBE_WAIT = 600
 MAX_SAID = 300
 LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
@@ -43,6 +46,7 @@ PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
 HEAD = ("truncation", "padding", "added_tokens", *PARTS)
 KNOWN = frozenset({" {2,}", r"\s+", r"[\r\n]", "[\r\n]"})
 FIX = "use the model's published tokenizer.json"
+TRUST = FIX + ", or set NV_TRUST_TOKENIZER=1 if you trust this one"
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -91,7 +95,8 @@ def require_bounded(parts: Mapping[str, Any], name: str, known: Collection[str] 
     """Raises `TokenizerError` for steps, as a tokenizer.json has them, that grow a text too much, take too
     long, or are too many. What is no step is left to the library to refuse."""
     def refuse(what: str, expected: str) -> TokenizerError:
-        return TokenizerError(f"{name}: {what}", expected, FIX)
+        return TokenizerError(f"{name}: {what}", expected, TRUST)
+    if config.get("NV_TRUST_TOKENIZER"): return
     tried: dict[str, None] = {}
     charsmaps: list[Any] = []
     for part in PARTS:
@@ -99,6 +104,8 @@ def require_bounded(parts: Mapping[str, Any], name: str, known: Collection[str] 
         if len(steps) > MAX_STEPS: raise refuse(f"{part} has {len(steps)} steps", f"at most {MAX_STEPS}")
         for step in steps:
             growth *= _growth(step, known)
+            if step.get("type") == "Replace" and step.get("pattern") in ({"String": ""}, {"Regex": ""}):
+                raise refuse(f"{part} replaces an empty text, which is between all characters", "a pattern")
             tried.update(dict.fromkeys(_patterns(step)))
             if step.get("type") == "Precompiled": charsmaps.append(step.get("precompiled_charsmap"))
         if growth > MAX_GROWTH:
@@ -123,6 +130,7 @@ def require_model(made: Tokenizer, name: str) -> None:
             raise TokenizerError(f"{name}: {key} has {len(text)} characters", most, FIX)
     if (word := getattr(model, "max_input_chars_per_word", 0)) > MAX_WORD:
         raise TokenizerError(f"{name}: max_input_chars_per_word is {word}", f"at most {MAX_WORD}", FIX)
+    require_strips(made, name)
     if isinstance(model, models.Unigram): require_pieces(made.get_vocab(False), name)
     try: made.decode(made.encode("a \u00e9").ids)
     except Exception: return      # a text with what the vocabulary lacks: said where it is encoded
@@ -130,6 +138,15 @@ def require_model(made: Tokenizer, name: str) -> None:
         if not is_bare(error): raise
         raise TokenizerError(f"{name}: it fails: {said(error)}", "a tokenizer that encodes a letter",
                              FIX) from error
+
+
+def require_strips(made: Tokenizer, name: str) -> None:
+    """Raises `TokenizerError` for an added token of white space that takes the white space around it: each of
+    a long run is looked for in all of the run."""
+    for each in made.get_added_tokens_decoder().values():
+        if (each.lstrip or each.rstrip) and not each.content.strip():
+            raise TokenizerError(f"{name}: the added token {each.content[:20]!r} is white space and has lstrip "
+                                 "or rstrip", "lstrip and rstrip of other tokens", FIX)
 
 
 def require_pieces(pieces: Collection[str], name: str, scores: Sequence[float] = ()) -> None:
@@ -165,10 +182,11 @@ def _probe(patterns: Sequence[str], charsmaps: Sequence[Any]) -> str | None:
     program = Path(__file__).with_name("tokenizer_probe.py")
     try:
         done = subprocess.run([sys.executable, "-P", str(program)], input=given.encode(), capture_output=True,
-                              timeout=PROBE_WAIT, check=True)
-    except (subprocess.SubprocessError, OSError):
+                              timeout=PROBE_WAIT)
+        # the last line is the result, or what was tried when the process was ended
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return "its regular expressions or its charsmap take too long"
-    found = json.loads(done.stdout)
     return None if found is None else str(found)
 
 

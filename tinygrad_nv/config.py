@@ -94,6 +94,9 @@ SETTINGS = (
             "conversation", number=True),
     Setting("NV_TEMPLATE_CHARS", 32 << 20, (32 << 20,),
             "characters of the longest text that a chat template may make", number=True),
+    Setting("NV_TRUST_TOKENIZER", 0, (0, 1),
+            "1: steps and regular expressions of tokenizer.json are used untried and however they grow a "
+            "text, for a file that you trust; 0: those that may take long are refused"),
     Setting("NV_API_KEY", "", ("",), "the key that `tinygrad-nv serve` wants to see; unset: none, or "
             "those of --api-key", path=True),
     Setting("NV_ONNX_NODES", 1 << 15, (1 << 15,),

@@ -53,6 +53,12 @@ CHARSMAP = base64.b64encode((1024).to_bytes(4, "little") + b"\xff\xff\xff\x3f" *
 @pytest.mark.parametrize(("parts", "words"), [
     ({"normalizer": sequence("normalizers", DOUBLE)}, "normalizer may make a text 10.9 times as long"),
     ({"normalizer": sequence("normalizers", [sequence("normalizers", DOUBLE[:3])] * 2)}, "64 times as long"),
+    ({"normalizer": replace("", "b")}, "normalizer replaces an empty text"),
+    ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
+    ({"pre_tokenizer": split("<[^>]*>")}, r"takes 0.* s for 16384 characters of '<'"),
+    ({"pre_tokenizer": split("((a{100}){100}){100}{100}b")}, r"'\(\(a\{100.* for 65536 characters of 'a'"),
+    ({"added_tokens": [{"id": 5, "content": " ", "lstrip": True, "rstrip": False, "single_word": False,
+                        "normalized": False, "special": True}]}, "' ' is white space and has lstrip"),
     ({"normalizer": replace(" ", "b" * 1000)}, "normalizer may make a text 1000 times"),
     ({"normalizer": replace("x*", "bbbb" * 4, "Regex")}, "normalizer may make a text 17 times"),
     ({"normalizer": {"type": "Prepend", "prepend": "a" * 10**6}}, "normalizer may make a text 1000001 times"),
@@ -83,6 +89,14 @@ def test_what_grows_or_never_ends_is_refused(tmp_path: Path, capfd, parts: Part,
     assert str(tmp_path / "tokenizer.json") in error.value.found
     assert len(str(error.value)) < 700
     assert capfd.readouterr().err == ""     # where the library's panics go
+
+
+def test_who_trusts_a_file_may_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parts = {"pre_tokenizer": split(r"b+c"), "normalizer": replace("c", "b" * 20)}
+    with pytest.raises(TokenizerError, match="20 times as long") as error: load(tmp_path, **parts)
+    assert "NV_TRUST_TOKENIZER=1" in error.value.fix
+    monkeypatch.setenv("NV_TRUST_TOKENIZER", "1")
+    assert load(tmp_path, **parts).encode("ac") == [1] + [2] * 20
 
 
 @pytest.mark.parametrize("key", ["normalizers", "decoders"])

@@ -39,6 +39,8 @@ EXTENSIBLE_BYTES, GUID = 40, bytes.fromhex("000000001000800000aa00389b71")
 MAX_FILE_BYTES = 4 << 30    # limit: bytes of a recording's file, as WAV has
 MAX_CHUNKS = 10_000         # limit: chunks of a WAV file
 PHASES = 1024           # filters that are made: of more they are interpolated, to 1e-6
+# limit: products of interpolated filters for a recording of a request, at rates such as 44,101: 4 s of a core
+MAX_INTERPOLATED = 2_000_000_000
 BLOCK = 1 << 20         # samples of windows that are copied at a time, with a filter for each
 FRAMES = 1 << 20        # of a file that are read at a time
 
@@ -107,6 +109,11 @@ class _Limits:
         if count > most:
             raise AudioError(f"{name} has {count} samples, {rate} a second", f"at most {most}",
                              "convert the file to 16 kHz and one channel, or cut it into several files")
+        each = RATE * 2 * _reach(rate) if RATE // gcd(rate, RATE) > PHASES else 0
+        if self.samples is not None and frames * each > MAX_INTERPOLATED * rate:
+            raise AudioError(f"{name} has {frames / rate / 60:.1f} minutes at {rate} samples a second",
+                             f"at most {MAX_INTERPOLATED / each / 60:.1f} minutes at such a rate, whose ratio to "
+                             f"{RATE} is not one of small numbers", "convert the file to 16 kHz")
 
 
 def _wav(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]] | None:
@@ -201,8 +208,7 @@ class Resampler:
     def __init__(self, rate: int) -> None:
         shared = gcd(rate, RATE)
         self.up, self.down = RATE // shared, rate // shared
-        cutoff = min(1.0, self.up / self.down) * PASSED     # of the input's band
-        self.reach = int(np.ceil(CROSSINGS / cutoff))       # input samples on each side
+        cutoff, self.reach = _cutoff(rate), _reach(rate)
         taps = np.arange(-self.reach + 1, self.reach + 1)
         self.count = min(self.up, PHASES)
         self.table = _sinc(taps[None] - (np.arange(self.count + 1) / self.count)[:, None], cutoff, self.reach)
@@ -244,15 +250,25 @@ class Resampler:
             into[:] = np.einsum("nt,t->n", ours, self.table[place % self.up])
 
     def _interpolated(self, out: np.ndarray, windows: np.ndarray) -> None:
-        """Each sample has a filter between two of the table."""
-        step = max(1, BLOCK // windows.shape[1])
-        for begin in range(0, len(out), step):
-            places = np.arange(self.made + begin, self.made + min(begin + step, len(out))) * self.down
-            phase, between = np.divmod(places % self.up * self.count, self.up)
-            filters = self.table[phase]
-            filters += (between / self.up).astype(np.float32)[:, None] * (self.table[phase + 1] - filters)
-            ours = windows[places // self.up + 1 - self.first]
-            out[begin:begin + len(places)] = np.einsum("nt,nt->n", ours, filters)
+        """Each sample has a filter between two of the table; those between the same two are made together."""
+        places = np.arange(self.made, self.made + len(out)) * self.down
+        phase, between = np.divmod(places % self.up * self.count, self.up)
+        begins, share = places // self.up + 1 - self.first, (between / self.up).astype(np.float32)
+        order, bounds = np.argsort(phase, kind="stable"), np.cumsum(np.bincount(phase, minlength=self.count))
+        for each, ours in enumerate(np.split(order, bounds[:-1])):
+            for some in np.array_split(ours, -(-len(ours) * windows.shape[1] // BLOCK)) if len(ours) else ():
+                low, high = (windows[begins[some]] @ self.table[each:each + 2].T).T
+                out[some] = low + share[some] * (high - low)
+
+
+def _cutoff(rate: int) -> float:
+    """What the filter passes of the input's band."""
+    return min(1.0, RATE / rate) * PASSED
+
+
+def _reach(rate: int) -> int:
+    """Input samples on each side of the filter."""
+    return int(np.ceil(CROSSINGS / _cutoff(rate)))
 
 
 def _sinc(distance: np.ndarray, cutoff: float, reach: int) -> np.ndarray:

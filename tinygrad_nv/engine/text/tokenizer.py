@@ -25,7 +25,7 @@ from tinygrad_nv.engine.text.tokenizer_config import configure, linear_end
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.files import read_json
 from tinygrad_nv.models.gguf_path import find
-from tinygrad_nv.models.tokenizer_limits import read_backend, typed
+from tinygrad_nv.models.tokenizer_limits import read_backend, require_strips, typed
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -67,6 +67,7 @@ class Tokenizer:
                                      "with merges.txt, or vocab.txt",
                                      "download tokenizer.json, or pass token ids instead of text")
             backend, special = made
+        require_strips(backend, str(directory))
         backend.no_truncation()
         backend.no_padding()
         processor = {**_optional_json(directory / "processor_config.json"),
@@ -190,8 +191,8 @@ class Tokenizer:
         U+FFFD."""
         if token not in self._texts:
             before = self._before
-            text = self.backend.decode([*before, token], skip_special_tokens=False)
-            self._texts[token] = text[len(self.backend.decode(before, skip_special_tokens=False)):]
+            text = self.decode([*before, token], skip_special_tokens=False)
+            self._texts[token] = text[len(self.decode(before, skip_special_tokens=False)):]
         return self._texts[token]
 
     @cached_property
