@@ -145,8 +145,8 @@ def require_strips(made: Tokenizer, name: str) -> None:
     a long run is looked for in all of the run."""
     for each in made.get_added_tokens_decoder().values():
         if (each.lstrip or each.rstrip) and not each.content.strip():
-            raise TokenizerError(f"{name}: the added token {each.content[:20]!r} is white space and has lstrip "
-                                 "or rstrip", "lstrip and rstrip of other tokens", FIX)
+            raise TokenizerError(f"{name}: the added token {each.content[:20]!r} is white space and has "
+                                 "lstrip or rstrip", "lstrip and rstrip of other tokens", FIX)
 
 
 def require_pieces(pieces: Collection[str], name: str, scores: Sequence[float] = ()) -> None:

@@ -41,7 +41,7 @@ def tried(patterns: list[str], charsmap: str | None) -> str | None:
 
 
 def _slow(pattern: str) -> str | None:
-    shown = f"the regular expression {repr(pattern if len(pattern) <= 80 else pattern[:80] + '…')}"
+    shown = f"the regular expression {pattern if len(pattern) <= 80 else pattern[:80] + '…'!r}"
     _begin(f"{shown} takes")
     try: split = pre_tokenizers.Split(Regex(pattern), "isolated")
     except Exception as error: return f"{shown} cannot be read: {str(error)[:100]}"

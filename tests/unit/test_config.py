@@ -52,7 +52,9 @@ def test_a_setting_without_a_row_is_our_mistake():
 
 
 def test_every_setting_is_read_somewhere_and_nothing_is_read_without_a_row():
-    sources = [path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "config.py"]
+    folders = (PACKAGE, PACKAGE.parent / "models")
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")
+               if path != PACKAGE / "config.py"]
     read = {name for source in sources for name in re.findall(r'config\.get\("((?:NV|EMU)\w*)"\)', source)}
     assert read == {setting.name for setting in config.SETTINGS}
     around = re.compile(r'environ(?:\.get\(|\[)"((?:NV|EMU)\w*)"')

@@ -39,7 +39,7 @@ EXTENSIBLE_BYTES, GUID = 40, bytes.fromhex("000000001000800000aa00389b71")
 MAX_FILE_BYTES = 4 << 30    # limit: bytes of a recording's file, as WAV has
 MAX_CHUNKS = 10_000         # limit: chunks of a WAV file
 PHASES = 1024           # filters that are made: of more they are interpolated, to 1e-6
-# limit: products of interpolated filters for a recording of a request, at rates such as 44,101: 4 s of a core
+# limit: multiplications of interpolated filters for a request, at rates such as 44,101: 4 s of a core
 MAX_INTERPOLATED = 2_000_000_000
 BLOCK = 1 << 20         # samples of windows that are copied at a time, with a filter for each
 FRAMES = 1 << 20        # of a file that are read at a time
@@ -112,8 +112,8 @@ class _Limits:
         each = RATE * 2 * _reach(rate) if RATE // gcd(rate, RATE) > PHASES else 0
         if self.samples is not None and frames * each > MAX_INTERPOLATED * rate:
             raise AudioError(f"{name} has {frames / rate / 60:.1f} minutes at {rate} samples a second",
-                             f"at most {MAX_INTERPOLATED / each / 60:.1f} minutes at such a rate, whose ratio to "
-                             f"{RATE} is not one of small numbers", "convert the file to 16 kHz")
+                             f"at most {MAX_INTERPOLATED / each / 60:.1f} minutes at such a rate, whose "
+                             f"ratio to {RATE} is not one of small numbers", "convert the file to 16 kHz")
 
 
 def _wav(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]] | None:
