@@ -301,8 +301,8 @@ def post_dominators(ops: list[OpRecord]) -> dict[int, int]:
 
 def dominators(after: Sequence[Sequence[int]], before: Sequence[Sequence[int]], root: int) -> dict[int, int]:
     """Immediate dominators of the nodes that the root reaches, by edges to what comes after and from what
-    comes before. Lengauer and Tarjan, "A Fast Algorithm for Finding Dominators in a Flowgraph" (1979), the simple
-    version: m log n steps. Nodes go by their depth-first numbers."""
+    comes before. Lengauer and Tarjan, "A Fast Algorithm for Finding Dominators in a Flowgraph" (1979), the
+    simple version: m log n steps. Nodes go by their depth-first numbers."""
     nodes, parent = depth_first(after, root)
     number = {node: at for at, node in enumerate(nodes)}
     semi, label, found = list(range(len(nodes))), list(range(len(nodes))), [0] * len(nodes)

@@ -10,9 +10,18 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.files import MAX_JSON_BYTES, read_text
 
+MOST_FIGURE = 1_000_000    # cycles, watts and seconds
+# of what is divided by, is a share, or goes beyond
+RANGES: dict[str, tuple[float, float]] = {
+    "sms": (1, 4096), "threads_of_sm": (32, 65536), "shared_bytes_of_sm": (1024, 1 << 24),
+    "mma_macs": (1, 1e6), "fp32_cycles": (1, 1000), "clock_hz": (1e6, 1e12), "l2_bytes": (1, 1 << 48),
+    "hbm_bytes_per_s": (1e6, 1e18), "l2_bytes_per_cycle": (1e-3, 1e9), "coalesced": (0, 1),
+    "shared_bytes_per_cycle": (1e-3, 1e6)}
 _FOLDER = resources.files("tinygrad_nv.ptx.timing") / "gpus"
 
 
@@ -95,8 +104,29 @@ def figures(name: str) -> GPUFigures:
     if not file.is_file():
         raise ConfigError(f"no figures of a GPU {name!r}", f"one of {', '.join(known())}, or a .toml file",
                           "measure it with bench/gpu_calibrate.py")
-    data = tomllib.loads(file.read_text())
+    data = _data(name, file)
     if missing := [each.name for each in fields(GPUFigures) if each.name not in data]:
         raise ConfigError(f"{name} has no {', '.join(missing)}", "all figures of ptx/timing/gpu.py",
                           "copy them from the most similar GPU")
+    for each in fields(GPUFigures): _check(name, each.name, str(each.type), data[each.name])
+    if data["power_w"] <= data["static_w"]:
+        raise ConfigError(f"{name}: power_w = {data['power_w']}", f"more than static_w = {data['static_w']}")
     return GPUFigures(**{each.name: data[each.name] for each in fields(GPUFigures)})
+
+
+def _data(name: str, file: Any) -> dict[str, Any]:
+    try: return tomllib.loads(read_text(file, MAX_JSON_BYTES) if isinstance(file, Path) else file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read: {str(error)[:200]}", "a TOML file of figures",
+                          "copy ptx/timing/gpus/h100.toml, and change its figures") from error
+
+
+def _check(name: str, field: str, kind: str, value: object) -> None:
+    """A figure that no GPU has is refused: the simulator divides by rates, and counts cycles."""
+    if kind == "str" and isinstance(value, str): return
+    least, most = RANGES.get(field, (0, MOST_FIGURE))
+    kinds = {"int": (int,), "float": (int, float)}.get(kind, ())
+    if type(value) in kinds and least <= value <= most: return  # type: ignore[operator]
+    what = {"int": "an integer", "float": "a number"}.get(kind)
+    words = f"{what} from {least:,} to {most:,}" if what else "a text"
+    raise ConfigError(f"{name}: {field} = {str(value)[:40]}", words)

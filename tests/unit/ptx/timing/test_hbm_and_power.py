@@ -110,3 +110,25 @@ def test_figures_come_from_files_too(tmp_path: Path):
     few.write_text('name = "few"\nsms = 78\n')
     with pytest.raises(ConfigError, match="has no arch, threads_of_sm, "): figures(str(few))
     with pytest.raises(ConfigError, match=r"or a \.toml file"): figures(str(none))
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    *((rate, value) for rate in ("hbm_bytes_per_s", "l2_bytes_per_cycle", "clock_hz", "beside_wgmma")
+      for value in ("-1.0", "nan", "inf", "-inf", "1e308", "true", '"x"', "[]")),
+    ("hbm_bytes_per_s", "0"), ("l2_bytes_per_cycle", "0.0"), ("sms", "0"), ("sms", "1.5"),
+    ("sms", "9" * 4000), ("mma_macs", "0"), ("hbm_latency", "-1"), ("hbm_latency", "4294967296"),
+    ("power_w", "119"), ("name", "5")])
+def test_figures_that_no_gpu_has(tmp_path: Path, field: str, value: str):
+    """Rates of 0 or NaN would become integers that no cycle has."""
+    file = tmp_path / "mine.toml"
+    lines = (resources.files("tinygrad_nv.ptx.timing") / "gpus" / "h100.toml").read_text().splitlines()
+    made = [f"{field} = {value}" if each.startswith(f"{field} ") else each for each in lines]
+    file.write_text("\n".join(made))
+    with pytest.raises(ConfigError, match=rf"mine\.toml: {field} = .*") as error: figures(str(file))
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["a = [" * 5000, "a = " + "9" * 5000, "= 1", "\x00"], ids="abcd")
+def test_figures_that_are_no_toml(tmp_path: Path, text: str):
+    (file := tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.toml cannot be read"): figures(str(file))

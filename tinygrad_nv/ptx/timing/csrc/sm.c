@@ -12,6 +12,9 @@
  * What each of them waited for last is kept for the critical path (moments.h). */
 #include "moments.h"
 
+/* A moment as a whole number; those beyond all that is simulated are the same. */
+static i64 whole(f64 cycles) { return cycles < 1e15 ? (i64)cycles : (i64)1e15; }
+
 /* **** memory beyond the SM **** */
 
 /* When a queue has moved `bytes` that were asked for at `now`; `before`: the moment that it followed. */
@@ -19,7 +22,7 @@ static i64 queued(Queue *q, f64 bytes, f64 rate, i64 now, i32 by, i32 *before) {
     bool waits = q->free > (f64)now;
     *before = waits ? q->user : by;
     q->free = (waits ? q->free : (f64)now) + bytes / rate;
-    return (i64)q->free;
+    return whole(q->free);
 }
 
 /* When an effect's bytes have been moved for an SM by a step, after the moment `by`. The SMs of a cluster have
@@ -192,8 +195,8 @@ static void beside_wgmma(const Job *j, Sm *s, int scheduler, const Instr *i, i64
     f64 cycles = i->unit == XU ? j->f.xu_beside_wgmma : j->f.beside_wgmma, *free = &s->registers_free[scheduler];
     *free = (*free > (f64)now ? *free : (f64)now) + cycles;
     s->yielded[scheduler] += j->f.wgmma_yield;
-    i64 whole = (i64)s->yielded[scheduler];
-    s->wgmma_end[scheduler] += whole, s->tensor_free[scheduler] += whole, s->yielded[scheduler] -= (f64)whole;
+    i64 lost = whole(s->yielded[scheduler]);
+    s->wgmma_end[scheduler] += lost, s->tensor_free[scheduler] += lost, s->yielded[scheduler] -= (f64)lost;
 }
 
 static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
@@ -257,7 +260,7 @@ static i64 wakes(const Job *j, const Warp *w, const WarpJob *where, const Sm *s,
     if (reason == BOARD)
         for (int b = 0; b < SCOREBOARDS; b++) if (i->wait_mask >> b & 1) at = later(at, w->board[b]);
     if (reason == UNIT_BUSY && reads_registers(i))
-        at = later(at, (i64)s->registers_free[where->scheduler]);
+        at = later(at, whole(s->registers_free[where->scheduler]));
     if (reason == UNIT_BUSY && s->free[where->scheduler][i->unit] > at) at = s->free[where->scheduler][i->unit];
     if (reason == GROUP)
         at = later(at, i->kind == WGMMA_WAIT ? group_end(&w->wgmma, i->number) : copies_end(w, i->number));
