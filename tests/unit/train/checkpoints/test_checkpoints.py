@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_not_whole_is_named_and_skipped(tmp_path: Path, how
 
 
 def test_a_manifest_that_names_what_is_elsewhere_or_absurd_is_refused(tmp_path: Path):
-    """Whoever writes a manifest can hash it, too."""
+    """The author of a manifest can hash it, too."""
     path = save(tmp_path, 1, {"a": filled(1)}, {"step": 1})
     file, whole = path / "manifest.json", json.loads((path / "manifest.json").read_text())["content"]
     name = next(each.name for each in path.glob("*.safetensors"))
