@@ -85,6 +85,11 @@ def test_numbers_of_many_digits(number: str):
     (kernel("add.u32 %r1;"), ("line 6",)),
     (kernel("mov.b32 %r1, \u0663;"), ("line 6", "unexpected")),
     (kernel("call (x), vprintf, (x, x);", ".global .b8 x[8];"), ("line 6", "no .param variable")),
+    (kernel("a" * 100_000 + " %r1;"), ("line 6", "is no instruction")),
+    (kernel("add" + ".u32" * 10_000 + " %r1, %r2, %r3;"), ("line 6", "is no instruction")),
+    *((kernel("", directives=f".maxntid 32 {what} "), ("line 5", what.split()[0])) for what in (
+        ".maxnreg", ".reqntid", ".reqnctapercluster", ".reqnctapercluster 0", ".minnctapersm",
+        ".minnctapersm 0", ".maxntid 1, 1, 1, 1", ".reqntid 0")),
     (f"{HEAD}.section .debug", ("line 4", ".section has no block")),
     (" " * (MOST_BYTES + 1), (f"{MOST_BYTES + 1} characters", f"at most {MOST_BYTES}")),
 ])

@@ -249,6 +249,10 @@ class Parser(OperandParser):
             if values[-1] >= 1 << 31: raise self.fail(f"{token.text} {values[-1]}; at most {(1 << 31) - 1}")
             if not self.take(","): break
         if token.text == ".pragma": self.take(";")
+        extents = {".maxntid": 3, ".reqntid": 3, ".reqnctapercluster": 3, ".maxclusterrank": 1, ".maxnreg": 1,
+                   ".minnctapersm": 1}
+        if (most := extents.get(token.text)) and not (0 < len(values) <= most and min(values) > 0):
+            raise self.fail(f"{token.text} with {len(values)} numbers: 1 to {most} from 1 on", token.line)
         out.directives[token.text[1:]] = tuple(values)
 
     def body(self, out: PTXFunction) -> None:

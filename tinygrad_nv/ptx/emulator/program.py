@@ -38,6 +38,7 @@ from tinygrad_nv.ptx.syntax import (
     Variable,
     Vector,
 )
+from tinygrad_nv.ptx.tokens import shorten
 
 # the families register themselves
 for _family in pkgutil.iter_modules([str(Path(__file__).parent)]):
@@ -157,7 +158,7 @@ def known(instruction: Instruction) -> Lower:
 
 
 def _known(instruction: Instruction) -> Lower:
-    line, opcode = instruction.line, instruction.opcode
+    line, opcode = instruction.line, shorten(instruction.opcode)
     if instruction.mnemonic == "call": return REGISTRY["call"]  # of what calls.py leaves
     try: find(instruction.mnemonic, instruction.modifiers, line)
     except PTXError as error:
