@@ -139,7 +139,7 @@ static int wmma_transfer(Machine *m, Warp *w, const Op *op, u32 mask, int kind) 
         } else {
             memcpy(&value, host, bytes);
             if (bits >= 8) item_put(w, places, bits, i, l, (u32)value);
-            else for (int j = 0; j < 8 / bits; j++)
+            else for (int j = 0; j < 8 / bits && i + j < run; j++)  /* a stride may be odd */
                 item_put(w, places, bits, i + j, l, (u32)value >> (bits * j) & ((1u << bits) - 1));
         }
     }
