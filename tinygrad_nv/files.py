@@ -71,7 +71,16 @@ def read_text(path: str | Path, most: int, pipes: bool = False) -> str:
 
 def read_json(path: str | Path, most: int = MAX_JSON_BYTES) -> Any:
     """Returns the value in such a file. Raises OSError and ValueError."""
-    return parse_json(read_text(path, most))
+    value = parse_json(text := read_text(path, most))
+    if "\\ud" in text or "\\uD" in text: _require_pairs(value)
+    return value
+
+
+def _require_pairs(value: Any) -> None:
+    """Raises ValueError for texts with half of a surrogate pair: libraries take none."""
+    try: json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"it has \\u{ord(error.object[error.start]):x}, which is no character") from error
 
 
 def read_tokenizer_json(path: str | Path) -> str:

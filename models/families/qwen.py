@@ -14,7 +14,7 @@ def windows_of(f: Fields) -> tuple[int | None, ...]:
     """Of each layer. Raises `ModelError`."""
     if f.get("sliding_window") is not None: f.positive("sliding_window")
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
-    first = f.count("max_window_layers", 28)
+    first = f.count("max_window_layers", 28) if used else 0     # null in files without windows
     types = layer_types(f, lambda i: used and i >= first)
     return windows(f if used else f.within({"sliding_window": None}), types)
 

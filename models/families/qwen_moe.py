@@ -20,7 +20,7 @@ def mixtures(f: Fields) -> list[bool]:
 def second(f: Fields) -> dict[str, Any]:
     """Of `ModelConfig`."""
     used = f.flag("use_sliding_window")
-    first = f.count("max_window_layers", 28)
+    first = f.count("max_window_layers", 28) if used else 0
     types = layer_types(f, lambda i: used and i % 2 == 0 and i < first)
     moe = moe_config(f, 60, "moe_intermediate_size", mixtures(f),
                      f.positive("shared_expert_intermediate_size"), True, f.flag("norm_topk_prob"))

@@ -25,8 +25,8 @@ from tinygrad_nv.quant.readers.schemes import cache_of
 DEEP: Any = []
 for _ in range(150): DEEP = [DEEP]
 VALUES = [None, True, -1, 0, 3, 1.5, 1e308, 1e-308, float("nan"), float("inf"), "x", "a" * 300_000,
-"\ud800", [],
-          {}, [[]], [{}], [1] * 10_000, {"a": []}, {"a": {"a": 1}}, 2**31, 2**200, int("9" * 4000), DEEP]
+          "\ud800", [], {}, [[]], [{}], [1] * 10_000, {"a": []}, {"a": {"a": 1}},
+          2**31, 2**200, int("9" * 4000), DEEP]
 SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "max_position_embeddings": 128, "hidden_act": "silu", "dtype": "float32",
          "eos_token_id": [1], "head_dim": 16, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
@@ -175,6 +175,15 @@ def test_files(tmp_path: Path) -> None:
 def test_values_are_named(family: str, change: dict[str, Any], words: str) -> None:
     data = {"architectures": [f"{family}ForCausalLM"], **SIZES, **DECODERS[family], **change}
     with pytest.raises(ModelError, match=words): parse_config(data)
+
+
+def test_values_that_are_not_used() -> None:
+    """Published files have them: layers of windows that no layer has."""
+    for family in ("Qwen2", "Qwen2Moe"):
+        data = {"architectures": [f"{family}ForCausalLM"], **SIZES, **DECODERS[family],
+                "use_sliding_window": False}
+        plain = parse_config(data)
+        for value in (None, 28, 28.0): assert parse_config({**data, "max_window_layers": value}) == plain
 
 
 def test_architectures_that_are_no_names(tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ def test_the_blank_in_front_of_a_text(tmp_path: Path, prefix: bool, legacy: bool
 @pytest.mark.parametrize(("config", "words"), [
     ({"added_tokens_decoder": {"x": TOOL}}, "added_tokens_decoder has 'x'"),
     ({"added_tokens_decoder": {"4": "<tool>"}}, "4 has '<tool>'"),
+    ({"added_tokens_decoder": {"²": TOOL}}, "added_tokens_decoder has '²'"),
+    ({"added_tokens_decoder": {"9" * 4400: TOOL}}, "added_tokens_decoder has '999"),
+    ({"eos_token": "\ud800"}, "tokenizer_config.json is not JSON: it has .ud800, which is no character"),
     ({"additional_special_tokens": [4]}, "additional_special_tokens has '4'")])
 def test_what_is_no_token_is_named(tmp_path: Path, config: dict[str, Any], words: str):
     with pytest.raises(TokenizerError, match=words):

@@ -8,9 +8,14 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.errors import TokenizerError, brief
 
 FLAGS = ("lstrip", "rstrip", "single_word")
+
+
+def is_id(key: str) -> bool:
+    """Whether a key of `added_tokens_decoder` is the id of a token."""
+    return key.isascii() and key.isdecimal() and len(key) < 10
 
 
 def add_tokens(made: Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any],
@@ -23,8 +28,8 @@ def add_tokens(made: Tokenizer, config: Mapping[str, Any], older: Mapping[str, A
         if isinstance(token, int): found[token] = AddedToken(text, normalized=False, special=text in known)
     decoder = config.get("added_tokens_decoder")
     for key, entry in (decoder if isinstance(decoder, dict) else {}).items():
-        if not str(key).isdigit() or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
-            raise TokenizerError(f"{name}: added_tokens_decoder has {key!r}: {entry!r}",
+        if not is_id(key) or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise TokenizerError(f"{name}: added_tokens_decoder has {brief(key)}: {brief(entry)}",
                                  "ids, and objects with content", "download the file again")
         flags = {flag: bool(entry.get(flag)) for flag in FLAGS}
         found[int(key)] = AddedToken(entry["content"], normalized=False, special=bool(entry.get("special")),
@@ -33,7 +38,7 @@ def add_tokens(made: Tokenizer, config: Mapping[str, Any], older: Mapping[str, A
         if added.special: made.add_special_tokens([added])
         else: made.add_tokens([added])
         if (given := made.token_to_id(added.content)) != token:
-            raise TokenizerError(f"{name}: the added token {added.content!r} has id {token}, and the "
+            raise TokenizerError(f"{name}: the added token {brief(added.content)} has id {token}, and the "
                                  f"vocabulary gives it {given}",
                                  "ids that follow the vocabulary's, without gaps",
                                  "use the files that belong to each other, or a tokenizer.json")

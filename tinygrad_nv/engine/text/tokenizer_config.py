@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from tinygrad_nv.engine.text.added_tokens import FLAGS
+from tinygrad_nv.engine.text.added_tokens import FLAGS, is_id
 from tinygrad_nv.errors import TokenizerError
 
 Config = Mapping[str, Any]
@@ -84,7 +84,7 @@ def _add_tokens(backend: Tokenizer, config: Config, special: Mapping[str, str], 
 
 def _in_order(decoder: Config) -> list[tuple[str, Any]]:
     for key in decoder:
-        if not str(key).isdigit(): raise _wrong("added_tokens_decoder", key)
+        if not is_id(key): raise _wrong("added_tokens_decoder", key)
     return sorted(decoder.items(), key=lambda entry: int(entry[0]))
 
 
