@@ -53,6 +53,14 @@ def named(count: int) -> dict[str, Any]: return {"properties": {f"p{i}": {} for 
      "of at most 10000, or of so much shifted by digits"),
     ({"json": {"$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}},
                                "required": ["a"]}}, "$ref": "#/$defs/a"}}, "matches no value, or none that"),
+    *(({"json": {"anyOf": [{"properties": {"a": {"type": kind, word: value}}}]}},
+       f"has {word} {value!r}\n  expected: a whole number from 0 on")
+      for kind, word, value in (("string", "minLength", True), ("object", "minProperties", False),
+                                ("object", "minProperties", -1), ("array", "maxItems", 0.5),
+                                ("string", "maxLength", "3"), ("array", "minItems", [1]))),
+    ({"json": {"contains": {}, "minContains": False}}, "has minContains False\n"),
+    ({"json": {"additionalProperties": False, "maxProperties": True}}, "has maxProperties True\n"),
+    ({"json": {"propertyNames": {"minLength": False}}}, "has minLength False\n"),
     ({"json": {"x-guidance": {"lenient": True}}}, "has x-guidance\n  expected: keywords of JSON "),
 ])
 def test_an_invalid_constraint(form: dict[str, Any], words: str) -> None:

@@ -56,10 +56,16 @@ def test_keywords_that_constrain_something_stay():
         with pytest.raises(RequestError): grammars(KIND).matcher(Structured(json={**BASE, **words}))
 
 
-def test_keywords_that_are_null_are_none():
+def test_values_of_keywords():
     nulls = dict.fromkeys(("description", "enum", "required", "format", "items", "minLength"))
     assert simplified({"properties": {"a": {**TEXT, **nulls}}, "additionalProperties": None})[0] == {
         "properties": {"a": TEXT}}
+    # integers are numbers without a fraction, in JSON Schema
+    assert simplified({**TEXT, "minLength": 2.0})[0] == {**TEXT, "minLength": 2}
+    assert isinstance(simplified({**TEXT, "minLength": 2.0})[0]["minLength"], int)  # type: ignore[index]
+    # names of properties, and data, are no keywords
+    named = {"properties": {"minLength": True, "maxItems": {"enum": [{"minItems": True}]}}}
+    assert simplified(named)[0] == named
     assert simplified({"const": None, "enum": [None]})[0] == {"const": None, "enum": [None]}
 
 

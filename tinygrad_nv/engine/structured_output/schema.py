@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
+from tinygrad_nv.errors import RequestError
+
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
                      "uri", "unknown"})
 UNENFORCED = frozenset({"uri-reference", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname",
@@ -24,6 +26,8 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 LISTED = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
           "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains",
+          "maxContains")
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
                          "writeOnly", "$schema", "$id", "$anchor", "$dynamicAnchor", "contentEncoding",
                          "contentMediaType"})
@@ -73,6 +77,7 @@ def _with(schema: dict[str, Any], changed: dict[tuple[str, Any], Any]) -> dict[s
 def _simple(schema: Any, root: Any, formats: set[str]) -> Any:
     if not isinstance(schema, dict): return schema
     out = {word: value for word, value in schema.items() if value is not None or word == "const"}
+    for word in out.keys() & COUNTS: out[word] = _count(word, out[word])
     out = _with(out, {(word, key): _simple(each, root, formats) for word, key, each in _inner(out)})
     if _allows_all(out.get("not")) or [] in map(out.get, ("enum", "anyOf", "oneOf")): return False
     for word in [word for word in out if _idle(out, word)]: del out[word]
@@ -84,6 +89,15 @@ def _simple(schema: Any, root: Any, formats: set[str]) -> Any:
         if "string" in _types(out): formats.add(name)
         del out["format"]
     return _by_names(out, root)
+
+
+def _count(word: str, value: Any) -> int:
+    """The value of a keyword that counts: 2.0 is the integer 2, and a boolean is none. Raises `RequestError`.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 and value % 1 == 0:
+        return int(value)
+    raise RequestError(f"the JSON schema of the structured output has {word} {repr(value)[:60]}",
+                       "a whole number from 0 on", "change the JSON schema")
 
 
 def _by_names(schema: dict[str, Any], root: Any) -> dict[str, Any]:
@@ -115,10 +129,10 @@ def _idle(schema: dict[str, Any], word: str) -> bool:
     if word == "contains": return schema.get("minContains") == 0 and "maxContains" not in schema
     if word == "not": return value is False
     if word == "$dynamicAnchor": return True
-    if word == "minProperties": return value == 0 or _is_at_most(value, _required(schema))
+    if word == "minProperties": return bool(value <= _required(schema))
     if word == "maxProperties":
         return schema.get("additionalProperties") is False and not schema.get("patternProperties") and \
-            isinstance(value, int) and value >= len(schema.get("properties") or ())
+            value >= len(schema.get("properties") or ())
     return False
 
 
@@ -139,10 +153,6 @@ def _types(schema: dict[str, Any]) -> list[Any]:
 def _required(schema: dict[str, Any]) -> int:
     names = schema.get("required")
     return len({each for each in names if isinstance(each, str)}) if isinstance(names, list) else 0
-
-
-def _is_at_most(value: Any, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value <= most
 
 
 # **** schemas that need themselves ****
