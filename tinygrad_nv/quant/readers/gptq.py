@@ -142,7 +142,9 @@ def reader(config: Mapping[str, Any], name: str) -> GPTQReader:
     """Of a `quantization_config`. Raises `ModelError`."""
     Settings.of(config, name)
     dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping) or not all(isinstance(each, Mapping) for each in dynamic.values()):
+    # null for layers that are not quantised
+    if not isinstance(dynamic, Mapping) or not all(
+            isinstance(each, Mapping) or key.startswith("-:") for key, each in dynamic.items()):
         raise ModelError(f"{name}: dynamic of quantization_config is {brief(dynamic)}",
                          "an object with settings for each pattern of layers' names", AGAIN)
     return GPTQReader(config, name)
