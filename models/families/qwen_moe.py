@@ -13,7 +13,8 @@ from .layers import layer_types, windows
 
 def mixtures(f: Fields) -> list[bool]:
     """For each layer whether it has experts. Raises `ModelError`."""
-    step, dense = f.positive("decoder_sparse_step"), f.layers("mlp_only_layers")
+    step, key = f.positive("decoder_sparse_step"), "mlp_only_layers"
+    dense = frozenset[int]() if f.get(key) is None else f.layers(key)
     return [i not in dense and (i + 1) % step == 0 for i in range(f.positive("num_hidden_layers"))]
 
 

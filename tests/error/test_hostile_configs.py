@@ -184,6 +184,7 @@ def test_values_that_are_not_used() -> None:
                 "use_sliding_window": False}
         plain = parse_config(data)
         for value in (None, 28, 28.0): assert parse_config({**data, "max_window_layers": value}) == plain
+    assert parse_config({**data, "mlp_only_layers": None}) == parse_config({**data, "mlp_only_layers": []})
 
 
 def test_architectures_that_are_no_names(tmp_path: Path) -> None:

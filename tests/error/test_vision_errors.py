@@ -78,6 +78,7 @@ def test_parts():
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"), ({"fullatt_block_indexes": 3}, "fullatt_block_indexes"),
+    ({"fullatt_block_indexes": None}, "fullatt_block_indexes is None"),
     ({"num_heads": 3}, "a multiple of 4"), ({"window_size": 20}, "window_size is 20"),
     ({"depth": 0}, "depth is 0"), ({"in_channels": 4}, "in_channels is 4")])
 def test_vision_configs(change: dict[str, Any], words: str):
