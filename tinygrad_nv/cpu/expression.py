@@ -80,8 +80,7 @@ def cast_text(value: str, source: DType, to: DType) -> str:
     if dtypes.is_float(source) and dtypes.is_float(to):
         return value if to == dtypes.float32 else f"round_{short(to)}({value})"
     if dtypes.is_float(source):
-        # of unsigned numbers above 2^31 too
-        if to == dtypes.uint32: return f"(vi)__builtin_convertvector({value}, vu)"
+        if to == dtypes.uint32: return f"to_u({value})"
         return f"round_{short(to)}(to_i({value}))"
     if dtypes.is_float(to):
         made = f"__builtin_convertvector((vu){value}, vf)" if source == dtypes.uint32 else f"to_f({value})"

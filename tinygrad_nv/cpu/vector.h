@@ -19,9 +19,23 @@ INLINE vf as_f(vi x) { return (vf)x; }
 INLINE vi as_i(vf x) { return (vi)x; }
 INLINE vu as_u(vf x) { return (vu)x; }
 INLINE vf to_f(vi x) { return __builtin_convertvector(x, vf); }
-INLINE vi to_i(vf x) { return __builtin_convertvector(x, vi); }   // towards zero
 INLINE vf pick(vi mask, vf yes, vf no) { return as_f((mask & as_i(yes)) | (~mask & as_i(no))); }
 INLINE vi pick_i(vi mask, vi yes, vi no) { return (mask & yes) | (~mask & no); }
+// Towards zero; -2^31 for NaN and what int32 does not hold, which C leaves undefined, and x86's instruction does not
+#if defined(__x86_64__) && W == 16 && AVX512
+INLINE vi to_i(vf x) { return (vi)__builtin_ia32_cvttps2dq512_mask((vf)x, (vi)0, (u16)0xffff, 4); }
+#elif defined(__x86_64__) && W == 8 && HAVE_FMA
+INLINE vi to_i(vf x) { return (vi)__builtin_ia32_cvttps2dq256(x); }
+#elif defined(__x86_64__) && W == 4
+INLINE vi to_i(vf x) { return (vi)__builtin_ia32_cvttps2dq(x); }
+#else
+INLINE vi to_i(vf x) {
+  vi held = (x >= -0x1p31f) & (x < 0x1p31f);
+  return pick_i(held, __builtin_convertvector(pick(held, x, (vf)0.f), vi), (vi)(-0x7fffffff - 1));
+}
+#endif
+// the same for 32 bits without a sign: 0 from 2^32 on
+INLINE vi to_u(vf x) { return pick_i(x >= 0x1p31f, to_i(x - 0x1p31f) ^ (-0x7fffffff - 1), to_i(x)); }
 #if HAVE_FMA
 INLINE vf fma_(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
 #else

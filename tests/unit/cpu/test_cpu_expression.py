@@ -245,6 +245,23 @@ METHODS = {"add": Tensor.add, "sub": Tensor.sub, "mul": Tensor.mul, "max": Tenso
            "where": Tensor.where}
 
 
+@levels
+def test_casts_of_what_integers_do_not_hold(level: ISA):
+    """As x86's instructions: -2^31 of NaN and beyond int32, then the low bits; unsigned 0 from 2^32 on."""
+    given = arguments()
+    numbers = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 2.0**31, -2.0**31, 2147483520.0,
+                            -1.5, 3e9, 4294967040.0, 2.0**32])
+    given[f"x{KINDS.index(F32)}"][:len(numbers)] = numbers
+    got = run(level, [loaded(F32).cast(S32), loaded(F32).cast(dtypes.uint32).cast(S32),
+                      loaded(F32).cast(dtypes.int8)], given)
+    least = -2**31
+    signed = [least, least, least, least, least, least, least, 2147483520, -1, least, least, least]
+    assert got[0][0, 0, :len(numbers)].tolist() == signed
+    unsigned = [2**31, 0, 2**31, 0, 2**31, 2**31, 2**31, 2147483520, 2**32 - 1, 3000000000, 4294967040, 0]
+    assert [x & 0xffffffff for x in got[1][0, 0, :len(numbers)].tolist()] == unsigned
+    assert got[2][0, 0, :len(numbers)].tolist() == [0] * 7 + [-128, -1] + [0] * 3
+
+
 def beside_tinygrad(count: int, seed: int) -> None:
     given, roots = arguments(seed=seed), exact_expressions(count, seed)
     theirs = [tensor(root, given).cast(F32).contiguous() for root in roots]

@@ -153,6 +153,35 @@ def test_the_ends_of_e8m0():
         assert list(np.nonzero(np.isnan(got[0]))[0]) == [3]
 
 
+@pytest.mark.parametrize(("name", "m"), [("Q4_0", 3), ("Q8_0", 40), ("Q4_K", 3), ("Q6_K", 3),
+                                         ("int8 channel", 3), ("awq", 40)])
+def test_rows_of_extreme_numbers(name: str, m: int):
+    """A row with NaN or infinity is NaN; of very large numbers, and of 0, it is as others are; one so small that
+    the reciprocal of its scale overflows is 0. The other rows stay as they were, bit by bit."""
+    type = TYPES[name].of_rows()
+    n, k = 37, 3 * max(type.scale.columns, 32)
+    spec, given = matmul(replace(type, layout="tiles"), m, n, k, int8=True), stored(type, n, k, 1)
+    kernel, laid, x = built(spec), tiles(type, n, k, given), RNG(m).standard_normal((m, k)).astype(np.float32)
+    before = run(kernel, spec, x, laid)
+    for numbers in ([np.nan], [np.inf], [-np.inf], [np.inf, np.nan], [-np.nan] * 32, [3e38, np.nan]):
+        wrong = x.copy()
+        wrong[1, 5:5 + len(numbers)] = numbers
+        got = run(kernel, spec, wrong, laid)
+        assert np.isnan(got[1]).all(), numbers
+        np.testing.assert_array_equal(np.delete(got, 1, 0), np.delete(before, 1, 0))
+    for scale in (2.0 ** 100, 2.0 ** -100, 0):  # exact, with every sum
+        extreme = x.copy()
+        extreme[1] *= np.float32(scale)
+        np.testing.assert_array_equal(run(kernel, spec, extreme, laid)[1], before[1] * np.float32(scale))
+    one = x.copy()
+    one[1], one[1, 0] = 0, 1e36
+    want = 1e36 * elements(type, n, k, given)[:, 0].astype(np.float64)
+    assert (np.abs(run(kernel, spec, one, laid)[1] - want) <= 1e-4 * np.abs(want).max()).all()
+    tiny = x.copy()
+    tiny[1] *= np.float32(1e-39)
+    assert not run(kernel, spec, tiny, laid)[1].any()
+
+
 @pytest.mark.parametrize("level", LEVELS[1:], ids=str)
 def test_the_largest_bytes(level: isa.ISA):
     """Sums in 16 bits are of as many products as these hold."""

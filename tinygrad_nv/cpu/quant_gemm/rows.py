@@ -5,6 +5,9 @@ Protocol: `functions(spec, rows)` is text that defines, in C,
     quantise_(p, order, q, d, sq, start)    a row from p on: bytes q; of each block of 32 columns a scale d;
                                             of each step (tiles.py) the sum of its bytes, sq, and times minus
                                             the shift, start
+                                            a block with NaN or infinity has the scale NaN and bytes of 0, so
+                                            that the row's results are NaN; one so small that 1 / d overflows
+                                            has bytes of 0
     widen_(p, order, to)                    float32, where the spec does not quantise: for codes of fp8
                                             so much larger as columns.py says
 
@@ -38,16 +41,19 @@ NOINLINE void widen_({took}, float *to) {{
 NOINLINE void quantise_({took}, s8 *q, float *d, float *sq, s32 *start) {{
 #pragma clang fp contract(off)
   for (s64 k = 0; k < {k}; k += {INT8_BLOCK}) {{
-    vf x[{INT8_BLOCK} / W], most = (vf)0.f;
+    vf x[{INT8_BLOCK} / W]; vi most = (vi)0;
     for (int v = 0; v < {INT8_BLOCK} / W; v++) {{
       x[v] = columns_(p, order, k + v * W);
-      most = max_(abs_(x[v]), most);
+      most = __builtin_elementwise_max(as_i(abs_(x[v])), most);  // the bits' order is the numbers', NaN last
     }}
-    const float scale = largest_(most) / 127.f, times = scale != 0.f ? 1.f / scale : 0.f;
-    d[k / {INT8_BLOCK} * {rows}] = scale;
+    const union {{ s32 i; float f; }} top = {{largest_(most)}};
+    const s32 finite = top.i < 0x7f800000 ? -1 : 0;
+    const float scale = top.f / 127.f, inverse = 1.f / scale;
+    const float times = inverse <= 0x1.fffffep127f ? inverse : 0.f;
+    d[k / {INT8_BLOCK} * {rows}] = finite ? scale : __builtin_nanf("");
     vi sum = (vi)0;
     for (int v = 0; v < {INT8_BLOCK} / W; v++) {{
-      const vi whole = as_i(x[v] * times + NEAREST) - as_i((vf)NEAREST);
+      const vi whole = (as_i(x[v] * times + NEAREST) - as_i((vf)NEAREST)) & finite;
       store_s8(q + k * {rows} + v * W / {step} * {step * rows} + v * W % {step}, whole);
       sum += whole;
       if ((v + 1) * W % {step} == 0) {{
@@ -63,15 +69,15 @@ NOINLINE void quantise_({took}, s8 *q, float *d, float *sq, s32 *start) {{
 
 
 LARGEST = """
-INLINE float largest_(vf x) {
+INLINE s32 largest_(vi x) {
 #if W == 16
-  VECTOR(float, 8) h = __builtin_elementwise_max(x.lo, x.hi);
-  VECTOR(float, 4) f = __builtin_elementwise_max(h.lo, h.hi);
+  VECTOR(s32, 8) h = __builtin_elementwise_max(x.lo, x.hi);
+  VECTOR(s32, 4) f = __builtin_elementwise_max(h.lo, h.hi);
 #elif W == 8
-  VECTOR(float, 4) f = __builtin_elementwise_max(x.lo, x.hi);
+  VECTOR(s32, 4) f = __builtin_elementwise_max(x.lo, x.hi);
 #else
-  VECTOR(float, 4) f = x;
+  VECTOR(s32, 4) f = x;
 #endif
-  VECTOR(float, 2) g = __builtin_elementwise_max(f.lo, f.hi);
+  VECTOR(s32, 2) g = __builtin_elementwise_max(f.lo, f.hi);
   return g.x > g.y ? g.x : g.y;
 }"""

@@ -44,5 +44,6 @@ def in_bytes(x: Tensor) -> Tensor:
     """What rows of float32 are once they have been quantised to int8."""
     blocks = x.reshape(*x.shape[:-1], -1, INT8_BLOCK).contiguous()
     d = (blocks.abs().max(-1, keepdim=True) / 127).contiguous()
-    q = (blocks * (d != 0).where(d, 1).reciprocal()).round()
+    inverse = d.reciprocal()
+    q = (blocks * (inverse < float("inf")).where(inverse, 0)).round()
     return (q * d).reshape(x.shape).contiguous()
