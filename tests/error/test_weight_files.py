@@ -241,7 +241,7 @@ def test_an_index_that_points_out_of_its_directory(command, copy: Path, name):
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
 def test_a_shard_name_no_system_allows(command, copy: Path, name: str):
     shard(copy, {NORM: name})
-    command("generate", copy, "hello").refused(f"{copy} lacks 1 of 1 shards: {name}")
+    command("generate", copy, "hello").refused(f"{copy} lacks 1 of 1 shards: {name[:200]}")
 
 
 # **** pytorch_model.bin ****

@@ -130,7 +130,8 @@ def test_memory(bits: int, order: bool, monkeypatch: pytest.MonkeyPatch):
 
 def test_settings_of_single_layers():
     tensors, matrix = case(32, 64, 32, bits=8)
-    config = {**CONFIG, "dynamic": {"-:.*k_proj": {}, "-:.*v_proj": None, "+:.*up_proj": {"bits": 8}, ".*": {"bits": 3}}}
+    config = {**CONFIG, "dynamic": {"-:.*k_proj": {}, "-:.*v_proj": None, "+:.*up_proj": {"bits": 8},
+                                    ".*": {"bits": 3}}}
     found, _ = read(config, layer_of(tensors), (32, 64))
     assert same(found, matrix)
     assert found.type.element == UINT8
