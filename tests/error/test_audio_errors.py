@@ -1,6 +1,7 @@
 """Recordings and requests of transcriptions that are refused, with the words of each message."""
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -272,3 +273,28 @@ def test_files_that_are_none(tmp_path: Path):
     for path, words in ((Path("/dev/zero"), "is a device"), (tmp_path / "fifo", "is a FIFO"),
                         (tmp_path, "is a directory"), (large, "has 1099511627776 bytes, and at most")):
         with pytest.raises(AudioError, match=f"cannot be read: it {words}"): read_audio(path)
+
+
+@pytest.mark.parametrize("rate", [16000, 44100])
+def test_mp3_without_a_tag(tmp_path: Path, rate: int):
+    """libsndfile knows such a file by its name only, which bytes do not have."""
+    samples, path = np.sin(np.arange(rate) / 9) / 2, tmp_path / "a.mp3"
+    soundfile.write(path, samples, rate, format="MP3")
+    assert path.read_bytes()[:2] in (b"\xff\xf3", b"\xff\xfb")
+    found = read_audio(path)
+    assert found.shape == (16000,)
+    if rate == 16000: assert np.abs(found - soundfile.read(path)[0])[2000:].max() < 1e-4
+
+
+def test_flac_of_unknown_length(capfd: pytest.CaptureFixture[str]):
+    """Programs that write to a pipe say 0 samples; what a header says too much prints nothing."""
+    made = io.BytesIO()
+    soundfile.write(made, np.sin(np.arange(3000) / 9).reshape(-1, 2), 16000, format="FLAC")
+    whole = made.getvalue()
+    lying = [whole[:21] + bytes((whole[21] & 0xf0,)) + total.to_bytes(4, "big") + whole[26:]
+             for total in (0, 100_000_000)]
+    assert np.array_equal(decode_audio(lying[0], "a.flac"), decode_audio(whole, "a.flac"))
+    with contextlib.suppress(AudioError): decode_audio(lying[1], "a.flac")
+    for at in range(0, len(whole), len(whole) // 20):
+        with contextlib.suppress(AudioError): decode_audio(whole[:at], "a.flac")
+    assert capfd.readouterr().err == ""

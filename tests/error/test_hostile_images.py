@@ -149,3 +149,46 @@ def test_the_budget_of_all_requests() -> None:
             with pytest.raises(asyncio.CancelledError): await task
         assert (budget.free, len(budget.waiting)) == (100, 0)
     asyncio.run(scenario())
+
+
+SCAN = b"\xff\xda"
+SMALL = saved(Image.new("RGB", (8, 8)), "JPEG")
+PART = b"\xff\xe1\0\x0aExif\0\0ab"
+
+
+def tiff(strips: int, big: bool = False) -> bytes:
+    fields = [(256, 8), (257, 8), (258, 8), (259, 1), (273, 8)]
+    entries = [struct.pack("<HHQQ" if big else "<HHII", tag, 4, strips if tag == 273 else 1, value)
+               for tag, value in fields]
+    head = struct.pack("<2sHHHQQ", b"II", 43, 8, 0, 16, 5) if big else struct.pack("<2sHIH", b"II", 42, 8, 5)
+    return head + b"".join(entries) + bytes(200)
+
+
+@pytest.mark.parametrize(("data", "words"), [
+    (SMALL[:2] + PART * 65 + SMALL[2:], "a JPEG of 65 parts of EXIF\n.*at most 64"),
+    (SMALL[:2] + b"\xff" * (2 << 20) + SMALL[3:], "read more than 1048576 times"),
+    (b"P6 #" + b"a" * (2 << 20) + b"\n1 1 255\n000", "read more than 1048576 times"),
+    (b"P3 1 1 255\n" + b" " * (5 << 20), "a PPM of text, of 5242891 bytes\n.*at most 4194304"),
+    (tiff(8_000_000), "a TIFF of 8000000 strips\n.*at most 262144"),
+    (tiff(8_000_000, True), "a TIFF of 8000000 strips\n.*at most 262144")],
+    ids=["exif", "fill", "comment", "text", "tiff", "bigtiff"])
+def test_files_of_many_blocks(data: bytes, words: str) -> None:
+    with pytest.raises(RequestError, match=words): decoded(data)
+
+
+def test_files_of_some_blocks() -> None:
+    """An MPO of many scans is refused as the JPEG that it is; usual files are read."""
+    made = saved(Image.new("RGB", (8, 8)), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
+    assert decoded(made).shape == (8, 8, 3)
+    at = made.index(SCAN)
+    with pytest.raises(RequestError, match=r"a JPEG of \d+ scans"):
+        decoded(made[:at] + made[at:made.index(b"\xff\xd9", at)] * 200 + made[at:])
+    for data in (SMALL[:2] + PART * 60 + SMALL[2:], b"P3 1 1 255\n1 2 3", tiff(1), tiff(1, True)):
+        assert decoded(data).size
+
+
+def test_large_images_without_warnings(recwarn: pytest.WarningsRecorder) -> None:
+    """Pillow warns of 89 million pixels on stderr."""
+    with pytest.raises(RequestError, match=r"10000 × 10000 pixels\n.*at most 67108864"):
+        opened(png(10_000, 10_000))
+    assert not recwarn.list

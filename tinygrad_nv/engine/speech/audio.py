@@ -36,6 +36,9 @@ PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 ENCODINGS = {(PCM, 1), (PCM, 2), (PCM, 3), (PCM, 4), (FLOAT, 4), (FLOAT, 8)}
 FORM = struct.Struct("<HHIIHH")
 EXTENSIBLE_BYTES, GUID = 40, bytes.fromhex("000000001000800000aa00389b71")
+# how frames of MP3 begin, and a tag of ID3: libsndfile knows bytes without a name as MP3 only by a tag
+SYNC = tuple(bytes((0xFF, each)) for each in (0xE2, 0xE3, 0xF2, 0xF3, 0xFA, 0xFB))
+TAG = b"ID3\4\0\0\0\0\0\x0a" + bytes(10)
 MAX_FILE_BYTES = 4 << 30    # limit: bytes of a recording's file, as WAV has
 MAX_CHUNKS = 10_000         # limit: chunks of a WAV file
 PHASES = 1024           # filters that are made: of more they are interpolated, to 1e-6
@@ -163,6 +166,14 @@ def _chunks(data: bytes, name: str) -> dict[bytes, memoryview]:
                      "convert it again")
 
 
+class _File(io.BytesIO):
+    """A file in which damaged ones seek before its beginning: soundfile prints errors of that on stderr."""
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        base = {1: self.tell(), 2: len(self.getbuffer())}.get(whence, 0)
+        return super().seek(max(0, base + offset))
+
+
 def _by_soundfile(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]]:
     """The same of other files."""
     try:
@@ -171,18 +182,23 @@ def _by_soundfile(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.n
         raise AudioError(f"{limits.name} is no WAV file of PCM or floats, and the Python package soundfile "
                          "is not installed", "soundfile, which reads FLAC, MP3, OGG and others",
                          "convert the file to WAV, or pip install 'tinygrad-nv[audio]'") from error
+
+    class Stream(soundfile.SoundFile):
+        """A file that is not looked for after each read, which fails where its length is not known."""
+        def seekable(self) -> bool: return False
     kinds = (soundfile.SoundFileError, RuntimeError, ValueError, TypeError)
 
     def blocks() -> Iterator[np.ndarray]:
         read = 0
         try:
             with file:
-                for each in file.blocks(max(1, FRAMES // channels), dtype="float32", always_2d=True):
+                step = max(1, FRAMES // channels)
+                while len(each := file.read(step, "float32", always_2d=True)):
                     limits.require(rate, read := read + len(each), channels)
                     yield each.mean(1)
         except kinds as error: raise _no_audio(limits.name, error) from error
     try:
-        file = soundfile.SoundFile(io.BytesIO(data))
+        file = Stream(_File(TAG + data if data.startswith(SYNC) else data))
         rate, channels, frames = int(file.samplerate), int(file.channels), int(file.frames)
     except kinds as error: raise _no_audio(limits.name, error) from error
     if frames >= UNKNOWN: frames = 0

@@ -15,6 +15,7 @@ import base64
 import contextlib
 import io
 import struct
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,16 @@ MAX_PIXELS = 1 << 26        # limit: pixels of an image, before it is resized
 MAX_BUFFERED_PIXELS = 1 << 25   # limit: pixels of a WebP, AVIF or JPEG 2000, which take 8 to 12 bytes more
 MAX_FILE_BYTES = 128 << 20  # limit: bytes of an image's file, as it is stored
 MAX_SCANS = 128             # limit: scans of a JPEG, each of which decodes all of it; cameras write up to 14
+MAX_READS = 1 << 20         # limit: reads of an image's file, one or more for each block; 1 s of a core
+MAX_EXIF = 64               # limit: parts of a JPEG's EXIF, since each copies those before; usual is 1
+MAX_PLAIN_BYTES = 4 << 20   # limit: bytes of a PPM whose numbers are text, which are read one by one
+MAX_STRIPS = 1 << 18        # limit: strips or tiles of a TIFF
 MAX_ICON_PIXELS = 1 << 20   # limit: pixels of an ICO, whose directory says at most 256²
-ICON = b"\0\0\1\0"
+ICON, PLAIN = b"\0\0\1\0", (b"P1", b"P2", b"P3")
+# TIFF and BigTIFF: the byte order, where the first directory is, its count, and the size of an entry
+TIFF = {b"II*\0": ("<", "I", 4, "H", 12), b"MM\0*": (">", "I", 4, "H", 12),
+        b"II+\0": ("<", "Q", 8, "Q", 20), b"MM\0+": (">", "Q", 8, "Q", 20)}
+STRIPS = (273, 279, 324, 325)   # fields of TIFF with a number for each strip or tile
 STRIP = 1 << 20             # pixels that are converted at a time
 ORIENTATION = 0x112         # the field of EXIF
 # pillow's names of formats: others (EPS, WMF) are read by other programs
@@ -115,6 +124,18 @@ def decoding_bytes(image: AnImage) -> int:
     return 8 * count + 24 * min(count, 1 << 24)
 
 
+class _Counted(io.BytesIO):
+    """A file that is read so many times at most: one of many small blocks takes long."""
+    reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.reads += 1
+        if self.reads > MAX_READS:
+            raise RequestError(f"an image file of so many blocks that it is read more than {MAX_READS} times",
+                               f"at most {MAX_READS} reads", "convert it to PNG")
+        return super().read(size)
+
+
 def _opened(data: bytes) -> Image:
     """The image of a file, whose header has been read."""
     try:
@@ -124,7 +145,10 @@ def _opened(data: bytes) -> Image:
                            "pip install 'tinygrad-nv[image]'") from error
     Image.init()
     if data.startswith(ICON): _require_small_icon(data)
-    try: found = Image.open(io.BytesIO(data), formats=[each for each in FORMATS if each in Image.OPEN])
+    _require_short(data)
+    # of large images and damaged EXIF, on stderr; threads share filters, so none is set for a while only
+    warnings.filterwarnings("ignore", module="PIL")
+    try: found = Image.open(_Counted(data), formats=[each for each in FORMATS if each in Image.OPEN])
     except UnidentifiedImageError as error:
         raise RequestError("an image that cannot be decoded: its format is not known",
                            ", ".join(FORMATS), "convert it to PNG") from error
@@ -132,9 +156,36 @@ def _opened(data: bytes) -> Image:
         raise RequestError(f"an image that is too large: {str(error)[:100]}", f"at most {MAX_PIXELS} pixels",
                            "make it smaller") from error
     except Exception as error: raise _damaged(error) from error
-    if found.format == "JPEG" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+    # several images in one file are an MPO
+    if found.format in ("JPEG", "MPO") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise RequestError(f"a JPEG of {scans} scans", f"at most {MAX_SCANS}", "convert it to PNG")
     return found
+
+
+def _require_short(data: bytes) -> None:
+    """Raises `RequestError` for what pillow works on for long in few reads."""
+    if data.startswith(b"\xff\xd8") and (parts := data.count(b"Exif\0\0")) > MAX_EXIF:
+        raise RequestError(f"a JPEG of {parts} parts of EXIF", f"at most {MAX_EXIF}", "convert it to PNG")
+    if data.startswith(PLAIN) and len(data) > MAX_PLAIN_BYTES:
+        raise RequestError(f"a PPM of text, of {len(data)} bytes", f"at most {MAX_PLAIN_BYTES}",
+                           "convert it to PNG")
+    if (strips := _strips(data)) > MAX_STRIPS:
+        raise RequestError(f"a TIFF of {strips} strips", f"at most {MAX_STRIPS}", "convert it to PNG")
+
+
+def _strips(data: bytes) -> int:
+    """Strips or tiles of a TIFF's first image; 0 of other files, and of one that pillow refuses."""
+    order, offset, at, count, size = TIFF.get(data[:4], ("", "", 0, "", 0))
+    most = 0
+    with contextlib.suppress(struct.error):
+        if order:
+            first, = struct.unpack_from(order + offset, data, at)
+            entries, = struct.unpack_from(order + count, data, first)
+            first += struct.calcsize(order + count)
+            for each in range(min(entries, len(data) // size)):
+                tag, _, values = struct.unpack_from(f"{order}HH{offset}", data, first + each * size)
+                if tag in STRIPS: most = max(most, values)
+    return most
 
 
 def _require_small_icon(data: bytes) -> None:
@@ -220,5 +271,6 @@ def _fitting(width: int, height: int, most: int = MAX_PIXELS) -> None:
 
 
 def _damaged(error: Exception) -> RequestError:
+    if isinstance(error, RequestError): return error
     return RequestError(f"an image that cannot be decoded: {str(error)[:100]}", "a PNG or JPEG file",
                         "check that it opens elsewhere")
