@@ -5,8 +5,9 @@
 The seeds are the kernels of pairs/, with their launches, and kernels of random instructions of the
 instruction table on registers with extreme values. A mutant has one to four changes: of a number, a word, a
 line or a byte. Processes run the mutants in turn, so that what ends one, a sanitizer's report say, is told
-with the number of the mutant; `--only N` runs that one again in this process. The exit code is 1 when any
-mutant ended otherwise.
+with the number of the mutant; `--only N` runs that one again in this process. One that reaches the limit of
+time runs again alone, with a longer one: it is told as slow where it ends in a report, and as a timeout where
+it does not. The exit code is 1 when any mutant ended otherwise.
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from tinygrad_nv.ptx.emulator.native import library
 
 STEPS = 20_000        # warp-instructions of a mutant: 20 times as many where no thread polls
 SECONDS = 60          # of one mutant, under a sanitizer
+ALONE = 600           # of one that took longer beside others
+ENDS = ("refused", "found", "runs")
 CHUNK = 200           # mutants a process runs
 NUMBERS = ("0", "1", "-1", "3", "7", "31", "32", "33", "63", "64", "127", "128", "255", "1024", "65535",
            "65536", "0x7fffffff", "0x80000000", "0xffffffff", "0xfffffff0", "0x100000000",
@@ -165,34 +168,45 @@ def _run(seed: int, first: int, stop: int, said: str, send: Any) -> None:
             except Exception: send.send((index, traceback.format_exc()))
 
 
-def survey(seed: int, count: int, tell: Callable[[str], None] = print) -> tuple[Counter[str], list[int]]:
+def watch(seed: int, first: int, stop: int, seconds: float, said: str) -> Iterator[tuple[int, str]]:
+    """What became of the mutants [first, stop), until one ends its process: "timeout" or its stderr."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    process = fork.Process(target=_run, args=(seed, first, stop, said, send))
+    process.start()
+    send.close()
+    running, late = None, False
+    while not (late := not receive.poll(seconds)):
+        try: index, what = receive.recv()
+        except EOFError: break
+        running = index if what == "begun" else None
+        if running is None: yield index, what
+    if late: process.kill()
+    process.join()
+    if running is None: return
+    yield running, "timeout" if late else \
+        f"ended its process ({process.exitcode}):\n{Path(said).read_text(errors='replace')[:4000]}"
+
+
+def survey(seed: int, count: int, tell: Callable[[str], None] = print, seconds: float = SECONDS,
+           alone: float = ALONE) -> tuple[Counter[str], list[int]]:
     """How many mutants came to what, and the numbers of those that ended otherwise."""
-    fork, counts, bad, at = multiprocessing.get_context("fork"), Counter[str](), list[int](), 0
+    counts, bad, at = Counter[str](), list[int](), 0
     kernels()
     library()  # compiled once
     with tempfile.TemporaryDirectory() as folder:
         said = str(Path(folder) / "stderr")
         while at < count:
-            receive, send = fork.Pipe(duplex=False)
-            process = fork.Process(target=_run, args=(seed, at, min(at + CHUNK, count), said, send))
-            process.start()
-            send.close()
-            running = None
-            while receive.poll(SECONDS):
-                try: index, what = receive.recv()
-                except EOFError: break
-                at = index + 1
-                running = index if what == "begun" else None
-                if what in ("refused", "found", "runs"): counts[what] += 1
-                elif what != "begun":
-                    bad.append(index)
-                    tell(f"mutant {index}: {what}")
-            if process.is_alive() and running is not None: process.kill()
-            process.join()
-            if running is not None:
-                bad.append(running)
-                words = Path(said).read_text(errors="replace")[:4000]
-                tell(f"mutant {running} ended its process ({process.exitcode}):\n{words}")
+            for index, told in watch(seed, at, min(at + CHUNK, count), seconds, said):
+                at, what = index + 1, told
+                if what == "timeout":
+                    what = next((again for _, again in watch(seed, index, index + 1, alone, said)), what)
+                    tell(f"mutant {index}: {seconds:g} s were too few; alone within {alone:g} s: {what}")
+                    counts["slow"] += what in ENDS
+                counts[what if what in ENDS or what == "timeout" else "crash"] += 1
+                if what in ENDS: continue
+                bad.append(index)
+                tell(f"mutant {index}: {what}")
     return counts, bad
 
 
@@ -210,8 +224,8 @@ def main() -> int:
     began = time.perf_counter()
     counts, bad = survey(options.seed, options.count)
     print(f"{options.count} mutants in {time.perf_counter() - began:.0f} s: {counts['runs']} run, "
-          f"{counts['found']} with findings, {counts['refused']} refused, "
-          f"{len(bad)} ended otherwise {bad or ''}")
+          f"{counts['found']} with findings, {counts['refused']} refused ({counts['slow']} of them slow), "
+          f"{counts['timeout']} reached the limit of time, {counts['crash']} ended otherwise {bad or ''}")
     return int(bool(bad))
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bodies import run
 from tensor_case import HEADER, decode, encode, integers, kinds_found, listed, numbers, randoms, words
 
 from tinygrad_nv.errors import PTXError
@@ -203,6 +204,22 @@ def test_wmma_of_single_bits() -> None:
     assert not report.findings
     product = (x[:, None] ^ y[None]).sum(-1)
     assert set((got.reshape(8, 8) - product).flat) == {0, 5}  # register 1 of each lane began at 5
+
+
+@pytest.mark.parametrize(("shape", "element", "stride"), [("m8n8k128", "b1", 31), ("m8n8k32", "s4", 1)])
+def test_wmma_of_an_odd_stride_keeps_to_its_fragment(shape: str, element: str, stride: int) -> None:
+    """Rows then begin within a byte, whose last elements are none of the lane's. Written, they would change
+    constants of the kernel."""
+    emu = Emulator()
+    out = emu.alloc(np.zeros((6, 32), np.uint32))
+    constants = (0, 4, 5, 31, 1, 32)
+    body = ("mad.wide.u32 %d1, %t, 4, %a0; mov.b32 %r3, s;\n"
+            + "".join(f"mov.b32 %r1, {n};\n" for n in constants)
+            + f"wmma.load.a.sync.aligned.row.{shape}.shared.{element} {{%r2}}, [%r3], {stride};\n"
+            + "".join(f"mov.b32 %r1, {n}; st.global.u32 [%d1+{128 * i}], %r1;\n"
+                      for i, n in enumerate(constants)))
+    run(body, out, emu=emu, variables=".shared .align 128 .b8 s[4096];\n")
+    assert (out.numpy().reshape(6, 32) == np.array(constants)[:, None]).all()
 
 
 def test_wmma_of_doubles() -> None:

@@ -156,8 +156,8 @@ def test_the_ends_of_e8m0():
 @pytest.mark.parametrize(("name", "m"), [("Q4_0", 3), ("Q8_0", 40), ("Q4_K", 3), ("Q6_K", 3),
                                          ("int8 channel", 3), ("awq", 40)])
 def test_rows_of_extreme_numbers(name: str, m: int):
-    """A row with NaN or infinity is NaN; of very large numbers, and of 0, it is as others are; one so small that
-    the reciprocal of its scale overflows is 0. The other rows stay as they were, bit by bit."""
+    """A row with NaN or infinity is NaN; of very large numbers, and of 0, it is as others are; one so small
+    that the reciprocal of its scale overflows is 0. The other rows stay as they were, bit by bit."""
     type = TYPES[name].of_rows()
     n, k = 37, 3 * max(type.scale.columns, 32)
     spec, given = matmul(replace(type, layout="tiles"), m, n, k, int8=True), stored(type, n, k, 1)
