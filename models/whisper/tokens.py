@@ -105,10 +105,10 @@ class SpeechTokens:
         code = language_code(text) or text.strip().lower()
         if code in self.languages: return self.languages[code]
         if not self.languages:
-            raise RequestError(f"the language is {text!r}, and the model has one language",
+            raise RequestError(f"the language is {text[:60]!r}, and the model has one language",
                                "no language", "leave the language out")
         known = ", ".join(sorted(self.languages))
-        raise RequestError(f"the language is {text!r}, which the model does not have",
+        raise RequestError(f"the language is {text[:60]!r}, which the model does not have",
                            f"one of: {known}", "correct the language, or leave it out: it is detected")
 
     def prompt(self, language: int | None, task: str, timestamps: bool) -> list[int]:

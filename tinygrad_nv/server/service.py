@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.prompts import ParsedPrompt
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.template_budget import OutOfTime, brief
 from tinygrad_nv.engine.vision.prompt import PromptImages
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.server.errors import APIError, api_error
@@ -259,13 +260,15 @@ class Service:
         except NVError as error: raise api_error(error) from error
 
     async def render(self, size: int, task: Callable[[], T], by_client: bool) -> T:
-        """`task()`, which renders a chat template: apart from other texts for a client's template, and after
-        the model's own was slow."""
+        """`task()`, which renders a chat template: apart from other texts for a client's template, after the
+        model's own was slow, and again where it is slow for a short text."""
         def timed() -> T:
             began = time.thread_time()
             try: return task()
             finally: self.slow_template = size <= INLINE and time.thread_time() - began > SLOW_S
-        if not by_client and not self.slow_template: return await self.aside(size, timed)
+        if not by_client and not self.slow_template:
+            with contextlib.suppress(OutOfTime):
+                return await self.aside(size, (lambda: brief(timed)) if size <= INLINE else timed)
         try: return await apart(task if by_client else timed)
         except NVError as error: raise api_error(error) from error
 

@@ -254,6 +254,37 @@ def test_a_model_s_template_that_is_slow_leaves_the_event_loop():
     assert threads == ["MainThread"] * 2 + ["templates"] * 2 + ["MainThread", "templates"]
 
 
+@pytest.mark.parametrize("work", [
+    "{% for i in range(999) %}{% for j in range(99) %}{% endfor %}{% endfor %}",
+    "{% set l = range(9999)|list %}{% for i in range(300) %}{{ '' if -1 in l }}{% endfor %}",
+    # nothing here is a loop, or makes a text
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(15) }}"])
+def test_a_model_s_template_that_is_slow_for_one_conversation(work: str, monkeypatch: pytest.MonkeyPatch):
+    """The event loop waits for so little of it that /health answers; a thread renders all, which is right."""
+    texts = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{% if messages[0].content == 'slow' %}" + work + "{% endif %}" + texts
+    threads, whole = list[str](), FakeModel.encode_chat
+
+    def encode_chat(self: FakeModel, *args: Any, **extra: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return whole(self, *args, **extra)
+    monkeypatch.setattr(FakeModel, "encode_chat", encode_chat)
+    engine = FakeEngine(FakeModel(template))
+    with live(fake_service(engine)) as server:
+        for said in ("quick", "quick", "slow", "quick", "quick"):
+            threads.clear()
+            answer = server.post({"messages": [{"role": "user", "content": said}], "max_tokens": 1},
+                                 "/v1/chat/completions")
+            assert answer.status_code == 200, answer.text
+            if said == "slow":
+                assert [each == "templates" for each in threads] == [False, True]
+                ids = engine.asked[-1][0].ids
+                assert ids is not None
+                assert engine.model.tokenizer.decode(ids).strip().endswith("slow")
+    assert "templates" not in threads
+    assert len(threads) == 1
+
+
 def test_a_client_that_leaves_ends_its_texts(server: Live, monkeypatch: pytest.MonkeyPatch):
     begun, tokenized, encode = threading.Event(), list[str](), Tokenizer.encode
 

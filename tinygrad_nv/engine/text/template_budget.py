@@ -1,6 +1,8 @@
 """What one rendering of a chat template may use: iterations of loops, processor time, characters and memory.
 
-Protocol: `metered(run)` runs a compilation or a rendering; those inside of it share its budget. Inside,
+Protocol: `metered(run)` runs a compilation or a rendering; those inside of it share its budget. `brief(run)`
+is for an event loop: what is rendered inside has a small budget, and `OutOfTime` says that it is used up.
+Inside,
 `count`, `charge` and `weigh` raise `TemplateLimit` before more is made than the limits allow, and a watchdog
 thread ends the thread's Python code after NV_TEMPLATE_SECONDS of processor time, or a second later on a busy
 machine. What is a single call into C is bounded by its operands
@@ -26,6 +28,9 @@ MAX_ITEMS = 2 << 20         # limit: entries of one list of a template
 MAX_HELD = 1 << 20          # limit: entries of a template's list, and of all in it
 MAX_DEPTH = 200             # limit: depth of lists that a template makes
 MAX_GROWTH = 384 << 20      # limit: bytes by which the process may grow while a template renders
+BRIEF_STEPS = 4000          # limit: iterations of loops of a template that an event loop waits for
+BRIEF_CHARS = 4 << 20       # limit: characters of all texts and lists that an event loop waits for
+BRIEF_SECONDS = 0.1         # limit: processor time of a rendering that an event loop waits for
 CHECK_BYTES = 48 << 20      # characters made between two looks at the memory
 SMALL = 4096                # characters of a text that is not counted, which an entry of a list may be
 ITEM_CHARS = SMALL + 64     # characters as which an entry of a list counts
@@ -43,7 +48,8 @@ class TemplateLimit(TokenizerError):
 
 
 class OutOfTime(BaseException):
-    """Raised in a thread by the watchdog. Not an Exception, so that nothing on the way catches it."""
+    """Raised in a thread by the watchdog, and inside of `brief`. Not an Exception, so that nothing on the way
+    catches it."""
 
 
 def exceeded(what: str, limit: str) -> TemplateLimit:
@@ -69,6 +75,7 @@ class Meter:
     check_at: int = CHECK_BYTES
     resident: int = 0
     sent: bool = False
+    brief: bool = False
 
     def __post_init__(self) -> None: self.began, self.began_at = self.clock(), time.monotonic()
 
@@ -82,6 +89,7 @@ class Meter:
         """Counts a text that is to be made. Raises `TemplateLimit`."""
         self.made += chars
         if self.made < self.check_at: return
+        if self.brief: raise OutOfTime
         self.check_at = self.made + CHECK_BYTES
         now = _resident_bytes()
         self.resident = self.resident or now
@@ -115,7 +123,9 @@ def count(steps: int) -> None:
     """Counts iterations of a loop. Raises `TemplateLimit`."""
     if (meter := getattr(_state, "meter", None)) is None: return
     meter.steps -= steps
-    if meter.steps < 0: raise exceeded("loops without end", f"at most {MAX_STEPS:,} iterations of all loops")
+    if meter.steps >= 0: return
+    if meter.brief: raise OutOfTime
+    raise exceeded("loops without end", f"at most {MAX_STEPS:,} iterations of all loops")
 
 
 def bounded_list(values: Iterable[Any]) -> list[Any]:
@@ -153,8 +163,22 @@ def metered(run: Callable[[], T], used: float = 0) -> T:
     """What a function returns, bounded while it runs. `used`: seconds of its budget that are gone. Raises
     `TemplateLimit`."""
     if getattr(_state, "meter", None) is not None: return run()
-    me, seconds = threading.get_ident(), int(config.get("NV_TEMPLATE_SECONDS"))
-    meter = _state.meter = Meter(_clock_of(me), seconds - used, max_chars())
+    seconds = int(config.get("NV_TEMPLATE_SECONDS"))
+    try: return _watched(run, Meter(_own_clock(), seconds - used, max_chars()))
+    except OutOfTime:
+        raise exceeded(f"runs for more than {seconds} seconds",
+                       f"at most {seconds} seconds of processor time") from None
+
+
+def brief(run: Callable[[], T]) -> T:
+    """What a function returns that an event loop waits for. Raises `OutOfTime` where its templates take long:
+    they may in another thread."""
+    return _watched(run, Meter(_own_clock(), BRIEF_SECONDS, max_chars(), BRIEF_STEPS, check_at=BRIEF_CHARS,
+                               brief=True))
+
+
+def _watched(run: Callable[[], T], meter: Meter) -> T:
+    me, _state.meter = threading.get_ident(), meter
     try:
         try:
             _watchdog.begin(me, meter)
@@ -162,8 +186,7 @@ def metered(run: Callable[[], T], used: float = 0) -> T:
         finally: _watchdog.end(me, meter)
     except OutOfTime:
         _watchdog.end(me, meter)    # once more: the exception may have come while the first call ran
-        raise exceeded(f"runs for more than {seconds} seconds",
-                       f"at most {seconds} seconds of processor time") from None
+        raise
     finally: _state.meter = None
 
 
@@ -203,10 +226,10 @@ class _Watchdog:
 _watchdog = _Watchdog()
 
 
-def _clock_of(thread: int) -> Callable[[], float]:
-    """Processor time of a thread that runs, where the system tells it to others; time, elsewhere."""
+def _own_clock() -> Callable[[], float]:
+    """Processor time of this thread, where the system tells it to others; time, elsewhere."""
     if not hasattr(time, "pthread_getcpuclockid"): return time.monotonic
-    return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
+    return functools.partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
 
 
 def _raise_in(thread: int, kind: type[BaseException]) -> None:
