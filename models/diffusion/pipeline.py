@@ -147,7 +147,7 @@ class StableDiffusion:
                 ) -> tuple[np.ndarray, tuple[int, ...], int]:
         """Latents (N, C, H / 8, W / 8) of images, as the VAE decodes them times its scaling; the seeds, and
         how many tokens of prompts were cut off. Raises `RequestError`."""
-        height, width, guidance = self._sizes(prompts, params)
+        height, width, guidance = self.sizes(prompts, params)
         steps = plan(self.scheduler, params.steps, params.scheduler)
         count = len(prompts) * params.n
         seeds = self._seeds(params.seed, count)
@@ -162,7 +162,7 @@ class StableDiffusion:
             made = self._denoised(latents.transpose(0, 2, 3, 1), steps, guidance, conditions, step)
         return np.ascontiguousarray(made.transpose(0, 3, 1, 2)), seeds, dropped
 
-    def _sizes(self, prompts: Sequence[str], params: ImageParams) -> tuple[int, int, float]:
+    def sizes(self, prompts: Sequence[str], params: ImageParams) -> tuple[int, int, float]:
         """Height, width and guidance. Raises `RequestError`."""
         if not prompts: raise RequestError("no prompts", "at least one")
         texts = [*prompts, params.negative_prompt or ""]

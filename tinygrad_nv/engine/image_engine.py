@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.failures import step_error, stopping
-from tinygrad_nv.errors import EngineError, NVError, QueueFull
+from tinygrad_nv.errors import EngineError, NVError, QueueFull, RequestError
 from tinygrad_nv.models.diffusion.pipeline import Generated, ImageParams, StableDiffusion
+
+MAX_IMAGE_PIXELS = 16 << 20     # limit: pixels of all images of one request: 16 of 1024x1024, 1 of 4096x4096
 
 
 @dataclass(eq=False)
@@ -47,7 +49,8 @@ class ImageEngine:
         self._closed = False
 
     def submit(self, prompt: str, params: ImageParams) -> ImageRequest:
-        """Queues a request. Raises `QueueFull`, or `EngineError` after `close`."""
+        """Queues a request. Raises `RequestError`, `QueueFull`, or `EngineError` after `close`."""
+        self._require_bounded(prompt, params)
         request = ImageRequest(prompt, params)
         with self._arrived:
             if self._closed:
@@ -61,6 +64,13 @@ class ImageEngine:
                 self._thread.start()
             self._arrived.notify()
         return request
+
+    def _require_bounded(self, prompt: str, params: ImageParams) -> None:
+        """Raises `RequestError` now, not after those that wait."""
+        height, width, _ = self.model.sizes([prompt], params)
+        if params.n * height * width > MAX_IMAGE_PIXELS:
+            raise RequestError(f"{params.n} images of {width}x{height}", f"at most {MAX_IMAGE_PIXELS:,} "
+                               "pixels in all images of a request", "ask for fewer images, or smaller ones")
 
     def stats(self) -> EngineStats:
         """Current statistics."""

@@ -72,7 +72,7 @@ def _steps(fields: Fields) -> int:
 def _size(text: str | None) -> tuple[int | None, int | None]:
     """Width and height, None for the model's. Raises `APIError`."""
     if text in (None, "auto"): return None, None
-    if (match := re.fullmatch(r"(\d{1,5})x(\d{1,5})", text or "")) is None:
+    if (match := re.fullmatch(r"([0-9]{1,5})x([0-9]{1,5})", text or "")) is None:
         raise invalid(f"size is {(text or '')[:60]!r}, expected: such as 512x512", "size")
     return int(match[1]), int(match[2])
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinygrad_nv.models.diffusion.pipeline import ImageParams
 
 from tinygrad_nv.engine.image_engine import ImageEngine
 from tinygrad_nv.engine.speech.batching import Cancelled, SpeechEngine
-from tinygrad_nv.errors import EngineError, QueueFull
+from tinygrad_nv.errors import EngineError, QueueFull, RequestError
 
 WAIT_S = 10.0       # of what is to happen at once
 
@@ -52,6 +53,11 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.go, self.began, self.error = threading.Event(), threading.Event(), RuntimeError("no memory")
+
+    def sizes(self, prompts: Sequence[str], params: Any) -> tuple[int, int, float]:
+        height, width = (64 if side is None else side for side in (params.height, params.width))
+        if height > 4096: raise RequestError(f"images of {width}x{height}", "up to 4096")
+        return height, width, 1.0
 
     def generate(self, prompt: str, params: Any, step: Callable[[int, int], None]) -> str:
         for done in range(3):
@@ -152,7 +158,7 @@ def test_an_exception_of_a_step_of_speech() -> None:
 
 def test_images_are_closed_while_requests_run() -> None:
     engine, model = images()
-    requests = [engine.submit(each, None) for each in "abc"]
+    requests = [engine.submit(each, ImageParams()) for each in "abc"]
     assert model.began.wait(WAIT_S)
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -163,17 +169,17 @@ def test_images_are_closed_while_requests_run() -> None:
     for i in range(2):
         with pytest.raises(EngineError, match="is stopping"): asyncio.run(answer(i))
     closing.join(WAIT_S)
-    with pytest.raises(EngineError, match="is stopping"): engine.submit("d", None)
+    with pytest.raises(EngineError, match="is stopping"): engine.submit("d", ImageParams())
 
 
 def test_images_drain() -> None:
     engine, model = images()
-    requests = [engine.submit(each, None) for each in "ab"]
+    requests = [engine.submit(each, ImageParams()) for each in "ab"]
 
     async def stop() -> None:
         stopped = asyncio.ensure_future(engine.stop(WAIT_S))
         await asyncio.sleep(0)
-        with pytest.raises(EngineError, match="is stopping"): engine.submit("c", None)
+        with pytest.raises(EngineError, match="is stopping"): engine.submit("c", ImageParams())
         model.go.set()
         await stopped
     asyncio.run(stop())
@@ -182,12 +188,12 @@ def test_images_drain() -> None:
 
 def test_requests_that_no_caller_waits_for_leave_the_queue() -> None:
     engine, model = images(1)
-    first = engine.submit("a", None)
+    first = engine.submit("a", ImageParams())
     assert model.began.wait(WAIT_S)
-    waiting = engine.submit("b", None)
-    with pytest.raises(QueueFull): engine.submit("c", None)
+    waiting = engine.submit("b", ImageParams())
+    with pytest.raises(QueueFull): engine.submit("c", ImageParams())
     waiting.cancel()
-    last = engine.submit("c", None)
+    last = engine.submit("c", ImageParams())
     first.cancel()
     model.go.set()
     with pytest.raises(EngineError, match="the request was cancelled"): first.future.result(WAIT_S)
@@ -200,6 +206,23 @@ def test_an_exception_of_an_image() -> None:
     engine, model = images()
     model.go.set()
     with pytest.raises(EngineError, match="RuntimeError: no memory"):
-        engine.submit("fails", None).future.result(WAIT_S)
-    assert engine.submit("b", None).future.result(WAIT_S) == "b"
+        engine.submit("fails", ImageParams()).future.result(WAIT_S)
+    assert engine.submit("b", ImageParams()).future.result(WAIT_S) == "b"
+    engine.close()
+
+
+def test_images_are_refused_before_they_wait() -> None:
+    """Sides that the model lacks, and more pixels than a request may have, behind another request."""
+    engine, model = images()
+    first = engine.submit("a", ImageParams())
+    assert model.began.wait(WAIT_S)
+    for params, words in ((ImageParams(height=16384), "images of 64x16384"),
+                          (ImageParams(height=4096, width=4096, n=2), "2 images of 4096x4096\n  expected: "
+                           "at most 16,777,216 pixels in all images of a request"),
+                          (ImageParams(height=2048, width=1024, n=9), "9 images of 1024x2048")):
+        with pytest.raises(RequestError) as caught: engine.submit("b", params)
+        assert words in str(caught.value)
+    accepted = engine.submit("c", ImageParams(height=1024, width=1024, n=16))
+    model.go.set()
+    assert [each.future.result(WAIT_S) for each in (first, accepted)] == ["a", "c"]
     engine.close()
