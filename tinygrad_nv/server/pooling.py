@@ -28,6 +28,7 @@ from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
 from tinygrad_nv.server.workers import checkpoint
 
+MAX_ANSWER_NUMBERS = 8 << 20    # limit: numbers of a /pooling answer, 40 bytes each: 2048 embeddings of 4096
 # names of two sides of a score, newest first
 SIDES = (("queries", "documents"), ("data_1", "data_2"), ("text_1", "text_2"))
 
@@ -69,6 +70,7 @@ async def pooling(request: Request, service: Service, record: Record, data: dict
     if classifies and head is None: raise service.no_classifier()
     if not classifies: _require_embeddings(model, dimensions)
     ids = await encoded(service, record, model, inputs, shared.truncate)
+    if task.startswith("token"): _require_bounded(record.prompt_tokens, model.width, kind == "base64")
     found = await until_disconnect(request, pooled(service, model, ids, task.startswith("token")))
 
     def made(x: np.ndarray) -> np.ndarray:
@@ -181,6 +183,15 @@ async def _scores(request: Request, service: Service, record: Record, model: Emb
 def _require_embeddings(model: EmbeddingClient, dimensions: int | None) -> None:
     try: model.require_dimensions(dimensions)
     except NVError as error: raise api_error(error) from error
+
+
+def _require_bounded(tokens: int, width: int, coded: bool) -> None:
+    """Raises `APIError` for more numbers of tokens than an answer may have, before they are computed."""
+    most = MAX_ANSWER_NUMBERS * (4 if coded else 1) // width
+    if tokens <= most: return
+    raise invalid(f"input has {tokens:,} tokens, and each has {width:,} numbers; expected: at most {most:,} "
+                  "tokens in all texts; to fix: send fewer texts in a request, or ask for encoding_format "
+                  "base64, which may have four times as many", "input", "too_many_tokens")
 
 
 def _usage(record: Record) -> dict[str, int]:

@@ -11,6 +11,8 @@ from serve_case import NAME, Live, fake_service, live
 from test_embeddings import FakeEmbedder, FakeRunner, embedding_service, vector
 from tinygrad_nv.models.classifier import Classifier, label_names, sigmoid, softmax
 
+from tinygrad_nv.server import pooling
+
 TEXTS = ["a fox", "a small bear", "zoo"]
 WEIGHT = np.array([[1, -1, 0, 0], [0, 0, 1, 0], [0, 0, 0, -1]], np.float32) / 64
 
@@ -101,6 +103,20 @@ def test_texts_are_classified(served: Served):
             ("dull", "fine", "LABEL_2")[int(at)] for at in wanted.argmax(1)]
         assert {each["num_classes"] for each in made["data"]} == {3}
     assert ask(server, "/classify", input=[[5, 6], [7]])["usage"]["prompt_tokens"] == 3
+
+
+def test_answers_of_tokens_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """Before they are computed; base64 takes less memory, and texts have one vector each."""
+    monkeypatch.setattr(pooling, "MAX_ANSWER_NUMBERS", 12)     # 3 tokens of 4 numbers
+    _, server = served[0]
+    ask(server, "/pooling", input=[[5, 6], [7]])
+    answer = server.post({"model": NAME, "input": [[5, 6], [7, 8]]}, "/pooling")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_tokens")
+    assert "input has 4 tokens, and each has 4 numbers; expected: at most 3 tokens" in answer.text
+    ask(server, "/pooling", input=[[5] * 12], encoding_format="base64")
+    assert server.post({"model": NAME, "input": [[5] * 13], "encoding_format": "base64"},
+                       "/pooling").status_code == 400
+    ask(server, "/pooling", input=[[5, 6], [7, 8]], task="embed")
 
 
 def test_arrays_of_texts_and_of_tokens(served: Served):

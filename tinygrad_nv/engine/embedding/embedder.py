@@ -56,6 +56,11 @@ class Embedder:
         self.runner = EmbeddingRunner(self.model, max_num_seqs, max_num_batched_tokens)
         self.engine = EmbeddingEngine(self.runner, max_queue)
 
+    @property
+    def width(self) -> int:
+        """Numbers of an embedding."""
+        return self.config.width
+
     def close(self) -> None:
         """Cancels what waits. Nothing can be embedded afterwards."""
         self.engine.close()
