@@ -49,10 +49,11 @@ def require_sizes(module: Module, entries: Entries, directory: Path) -> None:
     """Raises `WeightError` that names fields and tensors which do not fit."""
     if not (lines := list(_differences(module, entries))): return
     more = [f"  and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-    raise WeightError("\n".join([f"the weights in {directory} do not fit the model of its config.json",
+    said = "metadata" if directory.is_file() else "config.json"
+    raise WeightError("\n".join([f"the weights in {directory} do not fit the model of its {said}",
                                  *lines[:MOST_LINES], *more]),
-                      "sizes in config.json that are those of the tensors",
-                      "use the config.json that belongs to these weights, or download the directory again")
+                      f"sizes in {said} that are those of the tensors",
+                      f"use the {said} that belongs to these weights, or download the model again")
 
 
 def _differences(module: Module, entries: Entries) -> Iterator[str]:

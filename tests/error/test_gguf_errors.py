@@ -270,7 +270,7 @@ def test_rope_factors(path: Path, factors: int, found: str | None):
     ({"blk.0.ssm_a.weight": VECTOR}, r"unexpected \(1\): blk.0.ssm_a.weight"),
     ({"blk.0.attn_sinks.weight": VECTOR}, r"unexpected \(1\): model.layers.0.self_attn.sinks"),
     ({"blk.0.attn_q.weight": np.zeros((32, 64), np.float32)},
-     r"wrong shape \(1\): model.layers.0.self_attn.q_proj.weight: \[32, 64\], expected \[32, 32\]"),
+     r"wrong shape: model.layers.0.self_attn.q_proj.weight: \[32, 64\], expected \[32, 32\]"),
     ({"blk.0.attn_q.weight": np.zeros((32, 36), np.uint8)},
      r"self_attn.q_proj.weight is Q4_0 of shape \[32, 64\]\n  expected: shape \[32, 32\]"),
     ({"blk.0.attn_norm.weight": np.zeros(18, np.uint8)}, "input_layernorm.weight has dtype U8"),

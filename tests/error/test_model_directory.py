@@ -15,7 +15,7 @@ from tinygrad_nv import cli
 def test_no_such_directory(command, tmp_path: Path, subcommand: str, name: str):
     directory = f"{tmp_path}/{name}"
     command(subcommand, directory, *["hello"] * (subcommand == "generate")).refused(
-        f"tinygrad-nv: no such directory: {directory}",
+        f"tinygrad-nv: no such directory: {directory[:300]}",
         "expected: a Hugging Face model directory (config.json, weights)",
         "to fix:   check the path; models are not downloaded")
 
