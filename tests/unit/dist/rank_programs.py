@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PLACE = Path(__file__).parent
+# by which limits of time are multiplied: C with sanitizers is slower
+SLOWER = float(os.environ.get("TEST_TIME_FACTOR", "1"))
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Ran:
 def run(program: str, ranks: int, *arguments: str, mpi: bool = False, timeout_s: float = 120) -> list[Ran]:
     """Runs a file beside this one as so many ranks: what each came to; with MPI all as one."""
     import socket
+    timeout_s *= SLOWER
     with socket.create_server(("127.0.0.1", 0)) as free: port = str(free.getsockname()[1])
     environment = {**os.environ, "NUM_CPU_THREADS": "1"}
     command = [sys.executable, str(PLACE / program), *arguments]
