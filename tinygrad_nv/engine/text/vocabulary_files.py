@@ -18,7 +18,7 @@ from tinygrad_nv.engine.text import sentencepiece
 from tinygrad_nv.engine.text.added_tokens import add_ends, add_tokens
 from tinygrad_nv.engine.text.gguf_patterns import QWEN2 as QWEN2_PATTERN
 from tinygrad_nv.engine.text.sentencepiece_file import read_model
-from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.errors import TokenizerError, brief
 from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_json, read_text
 from tinygrad_nv.models.tokenizer_limits import is_bare, said
 
@@ -81,7 +81,8 @@ def _byte_level(path: Path, config: Config, special: Mapping[str, str],
                                                   if line and not line.startswith("#version"))]
     for left, right in pairs:   # the library would end the process
         if not {left, right, left + right} <= vocabulary.keys():
-            raise TokenizerError(f"{path.parent / 'merges.txt'}: merge {left!r} {right!r} is not of tokens",
+            raise TokenizerError(f"{path.parent / 'merges.txt'}: merge {brief(left)} {brief(right)} "
+                                 "is not of tokens",
                                  "merges of two tokens to a token", "download both files again")
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
     prefix = bool(config.get("add_prefix_space", False))
@@ -117,7 +118,7 @@ def _wordpiece(path: Path, config: Config, special: Mapping[str, str],
     vocabulary = {text: i for i, text in enumerate(lines)}
     for each in ("unk_token", "cls_token", "sep_token"):
         if special[each] not in vocabulary:
-            raise TokenizerError(f"{path} lacks the {each} {special[each]!r}", "a token on each line",
+            raise TokenizerError(f"{path} lacks the {each} {brief(special[each])}", "a token on each line",
                                  "download the file again, or correct tokenizer_config.json")
     made = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk_token"]))
     made.normalizer = normalizers.BertNormalizer(
