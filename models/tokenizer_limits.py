@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ MAX_AFFIX = 64              # limit: characters of prefixes and suffixes of a to
 MAX_WORD = 1000             # limit: max_input_chars_per_word, since time grows with its square; usual is 100
 MAX_PIECE = 1000            # limit: characters of a Unigram tokenizer's piece
 MAX_SQUARES = 200_000_000   # limit: sum of squares of pieces' lengths; published ones have 20 million
+MAX_UNKNOWN = 16            # limit: unknown regular expressions of a tokenizer, which take 0.2 s each to try
+BATCH = 8                   # expressions that one process tries in its seconds; others do so beside it
 MAX_PATTERN = 1 << 16       # limit: characters of a tokenizer's regular expression
 # seconds to wait for the process that tries expressions: it is limited by processor time, of which a busy
 # machine gives it little
@@ -47,6 +50,7 @@ HEAD = ("truncation", "padding", "added_tokens", *PARTS)
 KNOWN = frozenset({" {2,}", r"\s+", r"[\r\n]", "[\r\n]"})
 FIX = "use the model's published tokenizer.json"
 TRUST = FIX + ", or set NV_TRUST_TOKENIZER=1 if you trust this one"
+_ESCAPED = re.compile(r"\\u00[2-7]")
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -118,6 +122,8 @@ def require_bounded(parts: Mapping[str, Any], name: str, known: Collection[str] 
     if long := next((each for each in tried if len(each) > MAX_PATTERN), None):
         raise refuse(f"a regular expression has {len(long)} characters", f"at most {MAX_PATTERN}")
     unknown = [each for each in tried if each not in KNOWN and each not in known]
+    if len(unknown) > MAX_UNKNOWN:
+        raise refuse(f"{len(unknown)} unknown regular expressions", f"at most {MAX_UNKNOWN}")
     if (why := _probe(unknown, charsmaps)) is not None:
         raise refuse(why, "steps that take time in proportion to a text, and end")
 
@@ -177,12 +183,20 @@ def _without_panics() -> Iterator[None]:
 
 def _probe(patterns: Sequence[str], charsmaps: Sequence[Any]) -> str | None:
     """What is wrong with regular expressions and a charsmap, None if nothing is."""
-    if not patterns and not charsmaps: return None
-    given = json.dumps({"patterns": patterns, "charsmap": charsmaps[0] if charsmaps else None})
+    batches = [{"patterns": patterns[at:at + BATCH], "charsmap": None}
+               for at in range(0, len(patterns), BATCH)]
+    if charsmaps: batches = [{"patterns": patterns[:BATCH], "charsmap": charsmaps[0]}, *batches[1:]]
+    if not batches: return None
+    with ThreadPoolExecutor(len(batches)) as pool:
+        return next(filter(None, pool.map(_tried, batches)), None)
+
+
+def _tried(batch: Mapping[str, Any]) -> str | None:
+    """The same of some of them, by one process."""
     program = Path(__file__).with_name("tokenizer_probe.py")
     try:
-        done = subprocess.run([sys.executable, "-P", str(program)], input=given.encode(), capture_output=True,
-                              timeout=PROBE_WAIT)
+        done = subprocess.run([sys.executable, "-P", str(program)], input=json.dumps(batch).encode(),
+                              capture_output=True, timeout=PROBE_WAIT)
         # the last line is the result, or what was tried when the process was ended
         found = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
@@ -269,9 +283,8 @@ def _head(text: str) -> dict[str, Any]:
         at = _blank(text, at)
         if text[at:at + 1] != ",": break
         at += 1
-    rest = text[at:]
     # a key could be written with escapes, and a key that is there twice is read twice
-    if any(f'"{key}"' in rest for key in HEAD) or re.search(r"\\u00[2-7]", rest):
+    if any(text.find(f'"{key}"', at) >= 0 for key in HEAD) or _ESCAPED.search(text, at):
         whole = json.loads(text, object_pairs_hook=_once)
         return {key: value for key, value in whole.items() if key != "model"}
     return head

@@ -127,6 +127,18 @@ def test_usual_steps_are_read(tmp_path: Path):
     assert made.decode([3, 1, 2, 3, 4]) == "ab c"
 
 
+def test_several_unknown_expressions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Processes side by side try them; the last one is tried as the first."""
+    monkeypatch.setattr("tinygrad_nv.models.tokenizer_limits.BATCH", 1)
+    linear = [split(rf"{letter}\d{{1,3}}|\p{{L}}+| ?[^\s\p{{L}}\d]+|\s+") for letter in "abcdefghijklmnopq"]
+    made = load(tmp_path, pre_tokenizer=sequence("pretokenizers", linear[:2]))
+    assert made.encode("ab c") == [1, 2, 0, 4]
+    with pytest.raises(TokenizerError, match=r"17 unknown regular expressions\n.*at most 16"):
+        load(tmp_path, pre_tokenizer=sequence("pretokenizers", linear))
+    with pytest.raises(TokenizerError, match=r"'\(a\+\)\+\$' fails on 64 times 'a'"):
+        load(tmp_path, pre_tokenizer=sequence("pretokenizers", [linear[0], split("(a+)+$")]))
+
+
 def test_a_text_that_the_vocabulary_lacks_is_typed(tmp_path: Path):
     made = load(tmp_path, {"type": "WordLevel", "unk_token": "nope", "vocab": {"a": 0}})
     assert made.encode("a") == [0]
