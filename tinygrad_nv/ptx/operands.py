@@ -95,6 +95,11 @@ class OperandParser(TokenReader):
             if name in scope.labels: return scope.labels[name]
         raise self.fail(f"label {name} is not defined")
 
+    def seen_label(self, name: str) -> Symbol | None:
+        """The label of a name, where one is seen from here."""
+        found = next((scope.labels[name] for scope in reversed(self.scopes) if name in scope.labels), None)
+        return Symbol(found) if found is not None else None
+
     def declare_variable(self, name: str) -> str:
         """Enters a variable in the scope that declares it."""
         if not self.scopes: return name
@@ -141,7 +146,9 @@ class OperandParser(TokenReader):
         while at < len(text):
             if (piece := PIECE.match(text, at)) is None: return None
             key = piece.group(1), target
-            if (operand := known.get(key) or self.common(key[0])) is None:
+            operand = known.get(key)
+            if operand is None and target: operand = self.seen_label(key[0])
+            if operand is None and (operand := self.common(key[0])) is None:
                 self.at, self.ahead = start + piece.start(1), None
                 operand = self.operand(target)
                 if self.peek().at < start + piece.end(1) or self.peek().text not in (",", ";"): return None
