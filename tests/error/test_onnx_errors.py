@@ -343,3 +343,10 @@ def test_external_data_is_what_the_shape_says(tmp_path: Path):
     weight.dims[:] = [1 << 38]
     path.write_bytes(made.SerializeToString())
     with pytest.raises(OnnxError, match="constants of 1099511627776 bytes"): OnnxRunner(path)
+
+
+@pytest.mark.parametrize("suffix", ["json", "textproto", "onnxtxt", "onnx"])
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"\xff\xfe{}", b"{ir_version: ", b"9" * 5000])
+def test_files_of_each_format_that_are_none(tmp_path: Path, suffix: str, data: bytes) -> None:
+    (file := tmp_path / f"m.{suffix}").write_bytes(data)
+    with pytest.raises(OnnxError, match="no ONNX model"): OnnxRunner(file)

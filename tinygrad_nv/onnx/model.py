@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from google.protobuf import json_format, text_format  # type: ignore[import-untyped]
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 from onnx import AttributeProto, checker, helper, inliner, numpy_helper
 from tinygrad import Tensor
@@ -89,7 +90,9 @@ def _parsed(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProt
     try:
         proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else \
             onnx.load(str(path), load_external_data=False)
-    except (DecodeError, ValueError, OSError) as error:
+    # the text formats, which onnx.load chooses by the file's suffix, have errors of their own
+    except (DecodeError, json_format.Error, text_format.Error, onnx.parser.ParseError, RecursionError,
+            ValueError, OSError) as error:
         name = f"{len(model)} bytes" if isinstance(model, bytes) else str(path)
         raise OnnxError(f"{name}: no ONNX model ({_first_line(error)})", "what onnx.save writes",
                         "check that the file is whole") from error
