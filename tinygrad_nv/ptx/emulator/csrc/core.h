@@ -13,7 +13,12 @@
 #ifndef EMULATOR_CORE_H
 #define EMULATOR_CORE_H
 
+#ifdef __APPLE__
+#include <malloc/malloc.h>
+#define malloc_usable_size malloc_size
+#else
 #include <malloc.h>
+#endif
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
