@@ -77,6 +77,6 @@ def test_what_is_missing(make_model, tmp_path: Path, spoil):
     source = Source(spoil(), 8)
     del source.entries["model.layers.0.input_layernorm.weight"]
     with pytest.raises(WeightError, match=r"input_layernorm.weight is missing"): source.block(0)
-    source = Source(spoil(intermediate_size=96), 8)
-    with pytest.raises(WeightError, match=r"mlp.gate_proj.weight is \[128, 64\]"): source.block(1)
+    with pytest.raises(WeightError, match=r"mlp.gate_proj.weight: \[128, 64\], expected \[96, 64\]"):
+        Source(spoil(intermediate_size=96), 8)
     with pytest.raises(ModelError, match="no such directory"): Source(tmp_path / "none", 8)

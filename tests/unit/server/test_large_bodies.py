@@ -18,7 +18,7 @@ from tinygrad_nv.models.pooling import Pooling
 
 from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
-from tinygrad_nv.server import response_store, workers
+from tinygrad_nv.server import body, json_answer, response_store, workers
 from tinygrad_nv.server.body import MAX_CONTAINERS, MAX_DEPTH, MAX_NAMES, MAX_VALUES, Counted, count
 from tinygrad_nv.server.json_answer import pieces
 from tinygrad_nv.server.response_store import ResponseStore, Stored
@@ -65,7 +65,7 @@ def made(draw: random.Random, depth: int) -> Any:
 
 @pytest.mark.parametrize("piece", [7, 1 << 20])
 def test_values_are_counted_as_a_parser_finds_them(monkeypatch: pytest.MonkeyPatch, piece: int):
-    monkeypatch.setattr("tinygrad_nv.server.body.SLICE", piece)
+    monkeypatch.setattr(body, "SLICE", piece)
     draw = random.Random(piece)
     for at in range(300):
         value = [made(draw, 4)]
@@ -339,7 +339,7 @@ def test_sizes_choose_the_thread():
 # **** answers ****
 
 def test_long_answers_are_json_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tinygrad_nv.server.json_answer.SLICE", 8)
+    monkeypatch.setattr(json_answer, "SLICE", 8)
     draw = random.Random(3)
     others = [[[0.5] * 9] * 3, [[*range(20)], 1, "a" * 900, {}, [[]]], {5: [*range(30)], "é\"": "x" * 999}]
     for value in [*(made(draw, 4) for _ in range(300)), *others]:
