@@ -61,7 +61,7 @@ class EmbeddingConfig:
 
     @property
     def default_tokens(self) -> int:
-        """Of a text, without --max-model-len."""
+        """Tokens of a text where no --max-model-len is given."""
         return min(self.max_tokens, default_context(self.network.distinct_ropes))
 
     @property

@@ -73,7 +73,7 @@ class Fields:
         raise ModelError(f"{self.name}: {key} is {brief(value)}", "a number of layers", CORRECT)
 
     def layers(self, key: str) -> frozenset[int]:
-        """Those of a list of layers' numbers. Raises `ModelError`."""
+        """The numbers in a list of layers. Raises `ModelError`."""
         value = self.raw.get(key)
         if isinstance(value, list) and all(type(each) is int for each in value): return frozenset(value)
         raise ModelError(f"{self.name}: {key} is {brief(value)}", "a list of layers", CORRECT)

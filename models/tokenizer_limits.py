@@ -188,11 +188,11 @@ def _probe(patterns: Sequence[str], charsmaps: Sequence[Any]) -> str | None:
     if charsmaps: batches = [{"patterns": patterns[:BATCH], "charsmap": charsmaps[0]}, *batches[1:]]
     if not batches: return None
     with ThreadPoolExecutor(len(batches)) as pool:
-        return next(filter(None, pool.map(_tried, batches)), None)
+        return next(filter(None, pool.map(_try_apart, batches)), None)
 
 
-def _tried(batch: Mapping[str, Any]) -> str | None:
-    """The same of some of them, by one process."""
+def _try_apart(batch: Mapping[str, Any]) -> str | None:
+    """Says what is wrong with some of them, which a process of its own tries."""
     program = Path(__file__).with_name("tokenizer_probe.py")
     try:
         done = subprocess.run([sys.executable, "-P", str(program)], input=json.dumps(batch).encode(),

@@ -64,7 +64,7 @@ def _slow(pattern: str) -> str | None:
 
 
 class _Slow(Exception):
-    """What is slow, in words."""
+    """Says what is slow."""
 
 
 def _last(values: dict[str, float]) -> list[str]:

@@ -6,16 +6,16 @@ larger, raises `FileRefused`: an OSError, so that callers say what they need the
 """
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tinygrad_nv import collection
 
 MAX_JSON_BYTES = 16 << 20       # limit: bytes of config.json and its like; the largest has 2 MB
 MAX_JSON_VALUES = 4_000_000     # limit: values of a JSON file; the largest tokenizer.json has 2 million
@@ -94,7 +94,7 @@ def parse_json(text: str, unique: bool = False) -> Any:
     ValueError, also where it is too deep."""
     require_few_values(text)
     try:
-        with uncollected(): value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        with collection.paused(): value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error: raise ValueError(str(error)) from error
     _require_shallow(value)
     return value
@@ -110,17 +110,6 @@ def _require_shallow(value: Any) -> None:
                  if isinstance(inner, dict | list)]
         if not level: return
     raise ValueError(f"it has more than {MAX_JSON_DEPTH} objects and lists, one inside the other")
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Pauses the garbage collection while many objects are made, which would look at all of them again and
-    again: half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try: yield
-    finally:
-        if enabled: gc.enable()
 
 
 def require_few_values(text: str | bytes) -> None:

@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import json
-import resource
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from limited_case import limit_process
 from safetensors.numpy import save_file
 from tinygrad_nv.models.config import parse_config, read_config
 from tinygrad_nv.models.embedding_model import read_embedding_config, require_fitting
@@ -53,15 +52,8 @@ TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 12, "num_heads": 2,
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    """Address space is bounded, and time."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), limits[1]))
-    started = time.process_time()
-    try: yield
-    finally: resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert time.process_time() - started < 10
+def limited() -> Iterator[None]:
+    with limit_process(1 << 30, 10): yield
 
 
 def write(directory: Path, config: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> None:

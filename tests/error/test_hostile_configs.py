@@ -81,11 +81,11 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "gguf": {"types": {"a.weight": 2}, "heads": {"q_proj": 4}}}
 
 
-def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+def replace_at(data: Any, path: tuple[Any, ...], value: Any) -> Any:
     """The data with another value at a path."""
     if not path: return value
     made = data.copy()
-    made[path[0]] = changed(data[path[0]], path[1:], value)
+    made[path[0]] = replace_at(data[path[0]], path[1:], value)
     return made
 
 
@@ -101,7 +101,7 @@ def sweep(data: dict[str, Any], read: Callable[[Any], Any]) -> None:
     wrong = []
     for path in paths(data):
         for value in VALUES:
-            try: read(changed(data, path, value))
+            try: read(replace_at(data, path, value))
             except NVError as error:
                 longest = max(map(len, (error.found, error.expected, error.fix)))
                 if longest > 1500: wrong.append((path, brief(value), longest))

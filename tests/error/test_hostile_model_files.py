@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import struct
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
+from limited_case import limit_process
 from tinygrad_nv.models.checkpoint import open_checkpoint
 from tinygrad_nv.models.config import read_config, read_json
 from tinygrad_nv.models.peft import read_config as read_adapter
@@ -44,15 +44,8 @@ DIGITS = "9" * 3000
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> Iterator[None]:
-    """Address space is bounded, and time."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + BYTES, limits[1]))
-    started = time.process_time()
-    try: yield
-    finally: resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert time.process_time() - started < SECONDS
+def limited() -> Iterator[None]:
+    with limit_process(BYTES, SECONDS): yield
 
 
 def refused(error: type[NVError], *words: str) -> Any: return pytest.raises(error, match=".*".join(words))

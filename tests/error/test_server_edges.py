@@ -102,7 +102,7 @@ def test_wrong_framing_is_refused_at_once(server: Live, what: str, sent: bytes, 
 
 
 def first_answer(server: Live, sent: bytes) -> tuple[int, str]:
-    """Of a client that sends all before it reads, and fails where it cannot."""
+    """The answer to a client that sends all before it reads, and fails where it cannot."""
     with socket.create_connection(("127.0.0.1", server.port), 1.9) as client:
         client.sendall(sent)
         got = b""
@@ -136,13 +136,13 @@ def test_large_bodies_of_all_clients_are_bounded(server: Live, monkeypatch: pyte
     head = PLAIN + b"Content-Length: "
     with socket.create_connection(("127.0.0.1", server.port), 10) as client:
         client.sendall(head + b"4000000\r\n\r\n" + b" " * 3_900_000)
-        until(lambda: server.service.bodies.held == 3_900_000)
+        until(lambda: server.service.body_budget.held == 3_900_000)
         assert first_answer(server, head + b"%d\r\n\r\n" % len(large) + large) == (503, "too_many_bodies")
         assert server.post({"prompt": "a", "max_tokens": 1}).status_code == 200
-    until(lambda: server.service.bodies.held == 0)
+    until(lambda: server.service.body_budget.held == 0)
     assert server.http.post("/v1/completions", content=large,
                             headers={"Content-Type": "application/json"}).status_code == 200
-    assert server.service.bodies.held == 0
+    assert server.service.body_budget.held == 0
 
 
 def test_a_refused_client_may_not_send_for_ever(server: Live, monkeypatch: pytest.MonkeyPatch):

@@ -14,8 +14,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tinygrad_nv import collection
 from tinygrad_nv.errors import BundleError
-from tinygrad_nv.files import require_few_values, uncollected
+from tinygrad_nv.files import require_few_values
 
 ALIGNMENT = 256             # bytes, of a part in the file: what tinygrad's buffers have
 MOST_PARTS = 1 << 20
@@ -87,7 +88,7 @@ def parsed(data: bytes, what: str) -> Any:
     """JSON of a bundle. Raises `BundleError`."""
     try:
         require_few_values(data)
-        with uncollected(): return json.loads(data.decode(), parse_constant=_no_number)
+        with collection.paused(): return json.loads(data.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{what} is no JSON: {shown(error)}", "what tinygrad-nv compile wrote",
                           FIX) from error

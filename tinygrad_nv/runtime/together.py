@@ -12,14 +12,13 @@ last device, and no garbage is collected, whose finalizers may wait.
 """
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinygrad import Device
 
+from tinygrad_nv import collection
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.all_reduce import AllReduceGroup
 from tinygrad_nv.runtime.driven import DrivenDevice
@@ -64,20 +63,11 @@ class Peers:
         def submit() -> None:
             for each, given, into in every:
                 for work in given: each.driver.submit(work, into)
-        with _turn, _no_garbage(): return device.timed(submit, wait)
+        with _turn, collection.paused(): return device.timed(submit, wait)
 
 
 _own = threading.local()
 _turn = threading.Lock()    # kernels of two threads come to all devices in one order
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try: yield
-    finally:
-        if collects: gc.enable()
 
 
 def group(names: tuple[str, ...], workspace: Workspace) -> AllReduceGroup:

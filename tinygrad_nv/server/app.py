@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from tinygrad_nv import collection
 from tinygrad_nv.server import (
     adapters,
     chat,
@@ -51,7 +52,7 @@ from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import until_disconnect
-from tinygrad_nv.server.workers import INLINE_BYTES, aside, uncollected
+from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response]]
 # endpoints with a JSON body, and the prefixes of their ids
@@ -147,7 +148,7 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         if request.scope.get("cross_origin") or not route_path(request.scope).endswith(UNTYPED):
             _require_json(request.headers)
         _require_plain(request.headers)
-        with service.bodies.holding(service.limits) as count:
+        with service.body_budget.holding(service.limits) as count:
             return await answered(request, record, await read_body(request, service.limits, count))
 
     async def answered(request: Request, record: Record, body: bytes) -> Response:
@@ -157,7 +158,7 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         async def large() -> Response:
             def parsed() -> dict[str, Any]:
                 require_bounded(body, service.limits)
-                with uncollected(): return parse(body)
+                with collection.paused(): return parse(body)
             return await answer(request, service, record, await aside(record.size, parsed))
         # reading it takes long enough for the client to leave
         return await until_disconnect(request, large())

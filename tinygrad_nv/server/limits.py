@@ -65,13 +65,13 @@ class RequestLimits:
 
 
 def limits_of(path: str, limits: RequestLimits) -> RequestLimits:
-    """The limits of requests to a path: recordings may be larger than other bodies."""
+    """The limits of requests to a path: a recording may be larger than JSON."""
     if AUDIO_PATH not in path or limits.body_bytes >= LEAST_AUDIO_BYTES: return limits
     return replace(limits, body_bytes=LEAST_AUDIO_BYTES)
 
 
 class BodyBudget:
-    """Bytes of large bodies that are held for all requests: each takes some times as much when it is read."""
+    """Counts the bytes of all large requests: each takes some times as much memory when it is read."""
     held = 0
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tinygrad_nv import collection
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.prompts import ParsedPrompt
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -29,7 +30,7 @@ from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
-from tinygrad_nv.server.workers import INLINE, INLINE_BYTES, apart, aside, uncollected
+from tinygrad_nv.server.workers import INLINE, INLINE_BYTES, apart, aside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,7 +176,7 @@ class Service:
     tokenizer_info: bool = False    # whether /tokenizer_info is served
     strict: bool = False            # fields without effect are errors
     ignored: set[str] = field(default_factory=set)      # such fields that were logged
-    bodies: BodyBudget = field(default_factory=BodyBudget)
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
     media: MediaBudget = field(default_factory=MediaBudget)     # of all requests
     responses: dict[str, ResponseStore] = field(default_factory=dict)   # by the owner of a request
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
@@ -253,7 +254,7 @@ class Service:
     async def read(self, record: Record, task: Callable[[], T], more: int = 0) -> T:
         """`task()`, which reads the fields of a body, and `more` bytes: in a thread for many."""
         def read() -> T:
-            with uncollected(): return task()
+            with collection.paused(): return task()
         return await aside(record.size + more, read, INLINE_BYTES)
 
     async def aside(self, size: int, task: Callable[[], T]) -> T:

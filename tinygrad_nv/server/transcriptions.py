@@ -43,7 +43,7 @@ def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Respo
         record.id = "transcript-" + record.id
         client = service.require_speech()
         limits = limits_of(AUDIO_PATH, service.limits)
-        with service.bodies.holding(limits) as count:
+        with service.body_budget.holding(limits) as count:
             return await answered(request, record, client, await read_body(request, limits, count))
 
     async def answered(request: Request, record: Record, client: SpeechClient, body: bytes) -> Response:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import gc
 import queue
 import sys
 import threading
@@ -40,7 +39,7 @@ class Stop:
 
 
 _STOP: contextvars.ContextVar[Stop] = contextvars.ContextVar("stop")
-_busy, _uncollected, _lock, _usual_s = 0, 0, threading.Lock(), sys.getswitchinterval()
+_busy, _lock, _usual_s = 0, threading.Lock(), sys.getswitchinterval()
 
 
 def checkpoint() -> None:
@@ -113,21 +112,6 @@ async def apart(task: Callable[[], T]) -> T:
 def end_all(error: Exception) -> None:
     """Raises an error in all that wait for a task."""
     for worker in WORKERS: worker.end(error)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Collects no garbage meanwhile. For reading a body, whose objects all stay: to look for cycles among
-    tens of thousands holds up all threads, each time that some more were made."""
-    global _uncollected
-    with _lock:
-        _uncollected += 1
-        gc.disable()
-    try: yield
-    finally:
-        with _lock:
-            _uncollected -= 1
-            if not _uncollected: gc.enable()
 
 
 @contextmanager

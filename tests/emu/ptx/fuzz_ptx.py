@@ -169,7 +169,7 @@ def _run(seed: int, first: int, stop: int, said: str, send: Any) -> None:
 
 
 def watch(seed: int, first: int, stop: int, seconds: float, said: str) -> Iterator[tuple[int, str]]:
-    """What became of the mutants [first, stop), until one ends its process: "timeout" or its stderr."""
+    """Runs the mutants [first, stop) until one ends the process: "timeout" or its stderr says how."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
     process = fork.Process(target=_run, args=(seed, first, stop, said, send))

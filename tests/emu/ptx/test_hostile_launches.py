@@ -17,7 +17,7 @@ def test_parameters_end(width: int, offset: int) -> None:
     found(run(f"ld.param.u{width} {register}, [p0+{offset}];", 7), "out-of-bounds", "param")
 
 
-def parted(stage: int, lanes: int, end: int, gap: int = 200_000) -> str:
+def part_lanes(stage: int, lanes: int, end: int, gap: int = 200_000) -> str:
     """All lanes but one leave one another and meet again, by joins that are broken: one stays in them."""
     def spin(label: str, until: int) -> str:
         return f"{label}: mov.u64 %d1, %clock64; setp.lt.u64 %p2, %d1, {until}; @%p2 bra {label};"
@@ -35,7 +35,7 @@ def parted(stage: int, lanes: int, end: int, gap: int = 200_000) -> str:
 def test_more_joins_than_there_is_room_for() -> None:
     emu = Emulator(check=False)
     out = emu.alloc(np.zeros(32, np.uint32))
-    body = "\n".join(parted(stage, 32 - stage, 4 * 33 * 200_000) for stage in range(3))
+    body = "\n".join(part_lanes(stage, 32 - stage, 4 * 33 * 200_000) for stage in range(3))
     assert run(f"{body}\nmad.wide.u32 %d2, %t, 4, %a0; st.global.u32 [%d2], %t;", out, emu=emu).findings == []
     assert out.numpy().tolist() == list(range(32))
 

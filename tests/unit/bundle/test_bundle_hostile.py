@@ -40,7 +40,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def places(found: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values are; of long lists, of the first and the last."""
+    """The paths of all values; of a long list those of the first and the last."""
     yield at
     keys = [*found] if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ()
     for key in keys if len(keys) < 16 else (keys[0], keys[-1]): yield from places(found[key], (*at, key))
