@@ -21,6 +21,7 @@ import openai
 import pytest
 from serve_case import until
 
+import tinygrad_nv.server
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -362,6 +363,8 @@ def test_options_out_of_range(command, options: list[str], words: str):
 def test_a_missing_library_is_named(command, monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in sys.modules if name.startswith("tinygrad_nv.server")]:
         monkeypatch.delitem(sys.modules, name)
+    # importing it again sets the package's attribute, which other tests patch through
+    monkeypatch.setattr(tinygrad_nv, "server", tinygrad_nv.server)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     command("serve").refused("uvicorn is not installed", "pip install")
 
