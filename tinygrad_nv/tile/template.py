@@ -2,13 +2,15 @@
 
 Protocol: a spec says what is computed, a schedule how, a target what is compiled for. A `Template` makes a
 kernel of the three. A `Family` has the templates of one folder and chooses among them. The one `Table`,
-templates.TABLE, finds templates by schedule and by name, families by spec. Its rows are modules that are
-imported when they are first asked for, and that import no writer of kernels (`later`).
+templates.TABLE, finds families by the types of specs, and templates by schedule and by name. Its rows are
+modules that are imported when they are first asked for, and that import no writer of kernels (`later`).
 
-    templates.py of a family:   FAMILY = Family("gemm", (Template("wgmma", GemmSpec, Wgmma, …), …))
-    tile/templates.py:          TABLE = Table({("gpu", "gemm"): "tinygrad_nv.tile.gemm.templates", …})
-    to choose a schedule:       TABLE.choose(spec, GPU("sm_90a", 132))
-    to make a kernel:           TABLE.build(spec, Wgmma().block(128, 256), GPU("sm_90a", 132))
+From a spec to a kernel there are three hops, each in the family's folder:
+
+    choose       TABLE.choose(spec, GPU("sm_90a", 132))   → FAMILY of its templates.py: what was tried, or its
+                                                            own way, or the first legal candidate
+    candidates   Template.candidates(spec, target)        → defaults.py, less what legality.py refuses
+    build        TABLE.build(spec, schedule, target)      → kernel.py, imported for it
 """
 from __future__ import annotations
 
@@ -169,41 +171,50 @@ def later(module: str, name: str) -> Callable[..., Any]:
 
 
 class Table:
-    """Families, by kind of target ("gpu", "cpu") and name, of modules that have a `FAMILY`."""
+    """Families, by kind of target ("gpu", "cpu") and name: `rows` are modules that have a `FAMILY`, `specs`
+    the names of families by those of their types of specs. A row is imported when a spec of its family is
+    asked for."""
 
-    def __init__(self, rows: Mapping[tuple[str, str], str]) -> None:
-        self.rows = dict(rows)
+    def __init__(self, specs: Mapping[str, str], rows: Mapping[tuple[str, str], str]) -> None:
+        self.specs, self.rows = dict(specs), dict(rows)
         self._named: dict[tuple[str, str], AnyTemplate] = {}
-        self._families: dict[tuple[str, type], Family | None] = {}
+        self._loaded: dict[tuple[str, str], Family] = {}
+
+    def _load(self, kind: str, name: str) -> Family:
+        """Imports the row of a family."""
+        if (found := self._loaded.get((kind, name))) is None:
+            found = self._loaded[kind, name] = import_module(self.rows[kind, name]).FAMILY
+            self._named.update({(kind, each.name): each for each in found.templates})
+        return found
 
     def families(self, kind: str) -> tuple[Family, ...]:
-        """Those of a kind of target, in the order of the rows."""
-        return tuple(import_module(module).FAMILY for (on, _), module in self.rows.items() if on == kind)
+        """Those of a kind of target, in the order of the rows: all are imported."""
+        return tuple(self._load(kind, name) for on, name in self.rows if on == kind)
 
     def family(self, kind: str, spec: type) -> Family | None:
         """The family of a type of spec; None where the kind of target has no template for it."""
-        key = kind, spec
-        if key not in self._families:
-            self._families[key] = next((each for each in self.families(kind) if each.of(spec)), None)
-        return self._families[key]
+        name = self.specs.get(spec.__name__, "")
+        if (kind, name) not in self.rows: return None
+        return family if (family := self._load(kind, name)).of(spec) else None
 
     def templates(self, kind: str, spec: Any) -> tuple[AnyTemplate, ...]:
         """Those of a spec's type, the one liked best first."""
         return () if (found := self.family(kind, type(spec))) is None else found.of(type(spec))
 
     def named(self, kind: str, name: str) -> AnyTemplate:
-        """The template of a name, from JSON or a command line. Raises `ScheduleError` where there is none."""
-        for family in self.families(kind) if (kind, name) not in self._named else ():
-            self._named.update({(kind, each.name): each for each in family.templates})
-        if (found := self._named.get((kind, name))) is None:
-            known = ", ".join(known for on, known in self._named if on == kind)
-            raise ScheduleError(f"template {name!r}", f"one of {known}")
+        """The template of a name, from JSON or a command line: families are imported until one has it. Raises
+        `ScheduleError` where there is none."""
+        rows = (family for on, family in self.rows if on == kind)
+        while (found := self._named.get((kind, name))) is None:
+            if (family := next(rows, None)) is None:
+                known = ", ".join(known for on, known in self._named if on == kind)
+                raise ScheduleError(f"template {name!r}", f"one of {known}")
+            self._load(kind, family)
         return found
 
     def of(self, schedule: Schedule) -> AnyTemplate:
         """The template that a schedule is of."""
-        key = schedule.kind, schedule.template
-        return self._named.get(key) or self.named(*key)
+        return self.named(schedule.kind, schedule.template)
 
     def read(self, kind: str, data: Any) -> Schedule:
         """The schedule of plain data. Raises `ScheduleError` for what is none."""
@@ -252,8 +263,7 @@ class Table:
 
     def _reference(self, spec: Any) -> Any:
         """A module of the family's folder, for GPUs and CPUs alike."""
-        family = next(each for kind in ("gpu", "cpu") if (each := self.family(kind, type(spec))) is not None)
-        return import_module(f"tinygrad_nv.tile.{family.name}.reference")
+        return import_module(f"tinygrad_nv.tile.{self.specs[type(spec).__name__]}.reference")
 
     # **** what a schedule's template says ****
 

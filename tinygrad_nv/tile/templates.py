@@ -1,11 +1,36 @@
-"""The one table of templates: which module has a family's, by kind of target."""
+"""The one table of templates: the family of a type of spec, and on which kinds of target there is one.
+
+A type lies in its family's folder of tile/; `templates.py` of the family's folder of tile/ (GPUs) or cpu/ has
+the templates, and is imported when a spec of one of its types is first asked for.
+"""
 from tinygrad_nv.tile.template import Table
 
-BOTH = ("gemm", "attention", "decode", "norm", "column_sum", "kv_append", "embedding", "sampling",
-        "quant_gemm", "lora", "cross_entropy", "optimizer", "rope", "conv", "group_norm")
-FAMILIES = {"gpu": (*BOTH, "scaled_gemm", "sparse_gemm", "router", "grouped_gemm", "quant_grouped",
-                    "all_reduce"),
-            "cpu": (*BOTH, "router", "grouped_gemm", "quant_grouped")}
+# family: the names of its types of specs
+SPECS = {"gemm": "GemmSpec",
+         "attention": "AttentionSpec BackwardSpec",
+         "decode": "DecodeSpec",
+         "norm": "NormSpec",
+         "column_sum": "ColumnSumSpec",
+         "kv_append": "AppendSpec",
+         "embedding": "EmbeddingSpec EmbeddingGradientSpec",
+         "sampling": "FilterSpec ChoiceSpec CountSpec",
+         "quant_gemm": "QuantGemmSpec",
+         "lora": "LoraShrinkSpec LoraExpandSpec",
+         "cross_entropy": "CrossEntropySpec DistillationSpec",
+         "optimizer": "AdamWSpec SquaresSpec",
+         "rope": "RopeSpec RopeGradientSpec",
+         "conv": "ConvSpec",
+         "group_norm": "GroupNormSpec",
+         "scaled_gemm": "ScaledGemmSpec",
+         "sparse_gemm": "SparseGemmSpec",
+         "router": "RouterSpec GroupRowsSpec",
+         "grouped_gemm": "GroupedGemmSpec ScaledGroupedGemmSpec TransposedGroupedSpec MixedGroupedSpec "
+                         "GroupedOuterSpec",
+         "quant_grouped": "QuantGroupedSpec",
+         "all_reduce": "AllReduceSpec"}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
-TABLE = Table({(kind, family): f"tinygrad_nv.{FOLDERS[kind]}.{family}.templates"
-               for kind, families in FAMILIES.items() for family in families})
+ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
+TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
+              {(kind, family): f"tinygrad_nv.{folder}.{family}.templates"
+               for kind, folder in FOLDERS.items() for family in SPECS
+               if kind == "gpu" or family not in ONLY_GPU})

@@ -16,6 +16,8 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
+from tinygrad_nv.tile.router.spec import GroupRowsSpec
+from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU, Template
 from tinygrad_nv.tile.templates import TABLE
 
@@ -35,6 +37,17 @@ def test_a_row_is_what_it_says(kind: str, template: Template):
     assert str(schedule).split()[0] == template.name
     for field in fields(schedule):
         with pytest.raises(FrozenInstanceError): setattr(schedule, field.name, 1)
+
+
+def test_every_type_of_spec_is_in_the_table():
+    """Under its own name, of the family whose folder it lies in, on the targets that have templates."""
+    found = {(kind, template.spec) for kind, template in TEMPLATES}
+    assert {spec.__name__ for _, spec in found} == set(TABLE.specs)
+    for kind, spec in found:
+        assert spec.__module__.startswith(f"tinygrad_nv.tile.{TABLE.specs[spec.__name__]}.")
+        assert TABLE.family(kind, spec).name == TABLE.specs[spec.__name__]
+    assert TABLE.family("cpu", ScaledGemmSpec) is TABLE.family("gpu", GroupRowsSpec) is None
+    assert TABLE.family("gpu", int) is None
 
 
 def test_no_two_templates_have_a_name():
