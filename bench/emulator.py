@@ -24,7 +24,8 @@ from typing import Any
 from measure import save, spread, table
 from numpy.random import default_rng
 
-TESTS = Path(__file__).parent.parent / "tests" / "emu" / "ptx"
+CASES = "tests.support.ptx.triton"
+ROOT = Path(__file__).parents[1]
 ARCHS = {80: "sm_80", 90: "sm_90a"}
 # seconds asked for with checks on and off
 WANTED = {"GEMM 256x256x256 bf16, TMA, wgmma": (2.0, 1.0), "attention B1 H2 S256 D64, TMA, wgmma": (6.0, 3.0)}
@@ -32,8 +33,8 @@ WANTED = {"GEMM 256x256x256 bf16, TMA, wgmma": (2.0, 1.0), "attention B1 H2 S256
 
 def workloads() -> dict[str, Any]:
     """Cases by title."""
-    sys.path.insert(0, str(TESTS))
-    case, points, sums, products, maps, attention = (import_module(f"triton_{name}") for name in (
+    sys.path.insert(0, str(ROOT))
+    case, points, sums, products, maps, attention = (import_module(f"{CASES}_{name}") for name in (
         "case", "pointwise", "reductions", "matmul", "tma", "attention"))
     brain = maps.BF16
     made = [
@@ -53,7 +54,7 @@ def workloads() -> dict[str, Any]:
 def once(case: Any, problem: Any, check: bool) -> tuple[float, float, int]:
     """One launch on a new machine: seconds end to end, seconds of running, warp-instructions."""
     from tinygrad_nv.ptx.emulator import Emulator
-    solve: Callable[..., Any] = import_module("triton_case").solve
+    solve: Callable[..., Any] = import_module(f"{CASES}_case").solve
     begun = time.perf_counter()
     done = solve(Emulator(arch=ARCHS[case.arch], check=check, seed=0), case, problem)
     whole = time.perf_counter() - begun

@@ -181,7 +181,7 @@ def reachable(emu: Emulator, seeds: Sequence[bytes], own: set[int]) -> dict[int,
 
 def judge_products(recorder: Recorder) -> None:
     """Products: against float64, within the bound that the suite states."""
-    gemm_case = import_module("gemm_case")
+    gemm_case = import_module("tests.support.tile.gemm_case")
     inner = gemm_case.launched
 
     def launched(made: Any, spec: Any, given: Any, arch: str, seed: int = 0, m: int | None = None,
@@ -200,8 +200,8 @@ def judge_products(recorder: Recorder) -> None:
 def judge_quantised(recorder: Recorder) -> None:
     """Matmuls with quantised matrices: against their references, within the bound of their tests. Those with
     fewer rows than their spec has are kept without."""
-    case = import_module("reference_case")
-    inner, cut = case.run, import_module("quant_case").CUT
+    case = import_module("tests.support.tile.reference_case")
+    inner, cut = case.run, import_module("tests.support.tile.quant_case").CUT
 
     def run(spec: Any, schedule: Any, target: Any, given: Any, seed: int = 0,
             integers: Sequence[int] = ()) -> Any:
@@ -223,7 +223,7 @@ def judge_quantised(recorder: Recorder) -> None:
 
 def judge_triton(recorder: Recorder) -> None:
     """Triton's kernels: against what each problem wants, within its bounds."""
-    triton_case = import_module("triton_case")
+    triton_case = import_module("tests.support.ptx.triton_case")
     inner = triton_case.solve
 
     def solve(emulator: Emulator, case: Any, problem: Any, compiled: Any = None) -> Any:
@@ -260,7 +260,7 @@ def pytest_configure(config: pytest.Config) -> None:
     judge_products(recorder)
     judge_quantised(recorder)
     judge_triton(recorder)
-    test_gemm_generated = import_module("test_gemm_generated")
+    test_gemm_generated = import_module("tests.emu.tile.gemm.test_gemm_generated")
     setattr(test_gemm_generated, "TIMES", int(os.environ["GPU_CASES_TIMES"]))  # noqa: B010
 
 
@@ -281,8 +281,7 @@ def record(path: Path, times: int, tests: Sequence[str]) -> int:
                           check=False, cwd=ROOT).stdout.strip()
     cases = Cases(path, write=True)
     cases.note("commit", head)
-    where = os.pathsep.join([str(ROOT / "bench"), *map(str, sorted((ROOT / "tests" / "emu").rglob("*/"))),
-                             str(ROOT), os.environ.get("PYTHONPATH", "")])
+    where = os.pathsep.join([str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "-p", "gpu_record", "-p", "no:cacheprovider", "-m",
                "not slow and not gpu", "-q", *(tests or ["tests/emu"])]
     done = subprocess.run(command, cwd=ROOT, check=False,

@@ -171,8 +171,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder (default docs)")
     parser.add_argument("--seconds", type=float, default=45, help="of load before the pictures (default 45)")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "tests" / "unit" / "server"))
-    browser = import_module("browser_case").browser
+    sys.path.insert(0, str(ROOT))
+    browser = import_module("tests.support.server.browser_case").browser
     with server() as url:
         for shoot, flags in ((desktop, [MOUSE]), (telephone, [])):
             with tempfile.TemporaryDirectory() as profile, browser(Path(profile), *flags) as window:

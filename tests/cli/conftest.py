@@ -5,7 +5,8 @@ import fcntl
 import os
 
 import pytest
-from wheel_case import Installed, build, install
+
+from tests.support.cli.wheel_case import Installed, build, install
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from serve_case import FakeEngine, FakeModel, fake_service, live
 
+from tests.support.server.serve_case import FakeEngine, FakeModel, fake_service, live
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import require_whole
 from tinygrad_nv.benchmarks.figures import RequestResult

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_case import flips, forged, manifest_of
 
+from tests.support.bundle.bundle_case import flips, forged, manifest_of
 from tinygrad_nv import LLM, SamplingParams
 from tinygrad_nv.bundle.container import open_bundle
 from tinygrad_nv.bundle.manifest import canonical

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from wheel_case import Installed
+
+from tests.support.cli.wheel_case import Installed
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

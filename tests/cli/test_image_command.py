@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import json
 
-import diffusion_case as case
 import numpy as np
 from PIL import Image
+
+from tests.support.models import diffusion_case as case
 
 
 def test_images(command, tmp_path):

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from dist_case import MARK, alive, await_none, program
+
+from tests.support.dist.dist_case import MARK, alive, await_none, program
 
 SCRIPT = Path(sys.executable).with_name("tinygrad-nv")
 

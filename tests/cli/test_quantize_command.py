@@ -10,11 +10,11 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from quantize_case import logits, same_layers
-from reader_case import read, same
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.cli.quantize_case import logits, same_layers
+from tests.support.quant.reader_case import read, same
 from tinygrad_nv.quant.floats import from_e4m3, to_e4m3
 from tinygrad_nv.quantize import directory
 from tinygrad_nv.quantize.files import unwritable

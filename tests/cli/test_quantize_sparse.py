@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantize_case import logits, same_layers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from tests.support.cli.quantize_case import logits, same_layers
 
 LAYER = "model.layers.1.mlp.down_proj"
 

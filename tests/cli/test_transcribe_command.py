@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import whisper_case as case
+
+from tests.support.models import whisper_case as case
 
 
 @pytest.fixture(scope="module")

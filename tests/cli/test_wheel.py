@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from zipfile import ZipFile
 
-from wheel_case import PREBUILT, Installed, tracked
+from tests.support.cli.wheel_case import PREBUILT, Installed, tracked
 
 
 def test_its_files_are_those_of_git(installed: Installed) -> None:

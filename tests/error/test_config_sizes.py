@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from limited_case import limit_process
 from safetensors.numpy import save_file
 from tinygrad_nv.models.config import parse_config, read_config
 from tinygrad_nv.models.embedding_model import read_embedding_config, require_fitting
@@ -25,6 +24,7 @@ from tinygrad_nv.models.whisper import weights as whisper
 from tinygrad_nv.models.whisper.config import read_whisper_config
 from tinygrad_nv.models.whisper.network import Whisper
 
+from tests.support.error.limited_case import limit_process
 from tinygrad_nv import LLM
 from tinygrad_nv.errors import WeightError
 

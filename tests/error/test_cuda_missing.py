@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from cuda_fake import Fake, installed
 
+from tests.support.runtime.cuda_fake import Fake, installed
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.cuda import api as cuda_api
 from tinygrad_nv.runtime.cuda.driver import CUDADriver, missing

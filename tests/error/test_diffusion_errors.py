@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import diffusion_case as case
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
@@ -17,6 +16,7 @@ from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
 from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
 from tinygrad_nv.models.diffusion.schedulers import DEFAULTS, SchedulerConfig, plan, read_scheduler
 
+from tests.support.models import diffusion_case as case
 from tinygrad_nv.errors import (
     ModelError,
     NVError,

@@ -7,8 +7,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from host_program import SCALE, compiled
 
+from tests.support.host.host_program import SCALE, compiled
 from tinygrad_nv.cli import main
 from tinygrad_nv.host import fatbin, run_program
 

@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from limited_case import limit_process
 from tinygrad_nv.models.checkpoint import open_checkpoint
 from tinygrad_nv.models.config import read_config, read_json
 from tinygrad_nv.models.peft import read_config as read_adapter
 from tinygrad_nv.models.pickle_reader import load
 
+from tests.support.error.limited_case import limit_process
 from tinygrad_nv.cli.onnx import _loaded as onnx_array
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import (

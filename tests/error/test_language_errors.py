@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import numpy as np
-from language_case import Case, Wrong, check
 from tinygrad import Tensor, dtypes
 
+from tests.support.error.language_case import Case, Wrong, check
 from tinygrad_nv.language import *
 
 wrong = Wrong()

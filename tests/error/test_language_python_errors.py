@@ -5,8 +5,8 @@ import contextlib
 import math
 
 import numpy as np
-from language_case import Case, Wrong, check
 
+from tests.support.error.language_case import Case, Wrong, check
 from tinygrad_nv.language import *
 
 wrong = Wrong()

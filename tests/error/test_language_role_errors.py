@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from language_case import Case, Wrong, check
 from tinygrad import Tensor
 
+from tests.support.error.language_case import Case, Wrong, check
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.language import *
 

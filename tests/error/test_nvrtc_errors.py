@@ -4,10 +4,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cuda_fake import installed
 from tinygrad.device import CompileError
 from tinygrad.helpers import Context
 
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime.cuda import nvrtc
 from tinygrad_nv.runtime.cuda.device import CUDADevice

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import pytest
-from order_case import NBYTES, Bench, N, kernel, mine
 
+from tests.support.runtime.order_case import NBYTES, Bench, N, kernel, mine
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.runtime.driver import Download, Launch, Upload, pointer

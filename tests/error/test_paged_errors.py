@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from append_case import append
-from paged_case import case, fetched, near, operands, scales_of
 
+from tests.support.patterns.append_case import append
+from tests.support.patterns.paged_case import case, fetched, near, operands, scales_of
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.errors import ConfigError, PageError, SpecError
 from tinygrad_nv.patterns.decode.paged import paged_attention

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from serve_case import NAME, Live, fake_service, live, until
 
+from tests.support.server.serve_case import NAME, Live, fake_service, live, until
 from tinygrad_nv.server.limits import MAX_HEADER_BYTES, MAX_HEADERS, RequestLimits
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.errors import EngineError
 from tinygrad_nv.server.limits import RequestLimits
 

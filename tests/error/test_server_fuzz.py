@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serve_case import Live, fake_service, live
 
+from tests.support.server.serve_case import Live, fake_service, live
 from tinygrad_nv.server.limits import RequestLimits
 
 JSON = {"Content-Type": "application/json"}

@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-sys.path.extend(map(str, (Path(__file__).parents[1] / "emu").rglob("*/")))
-sys.path.extend(map(str, (Path(__file__).parents[1] / "unit").rglob("*/")))
-import gemm_case
 import torch
 from gemm_launch import GemmLauncher
 
+from tests.support.tile import gemm_case
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.cuda import driver as cuda
 from tinygrad_nv.runtime.cuda.driver import CUDADriver

@@ -2,13 +2,11 @@
 schedules, and as long as models have them."""
 from __future__ import annotations
 
-import attention_case
-import backward_case
-import decode_case
-import on_driver
 import pytest
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.runtime import on_driver
+from tests.support.tile import attention_case, backward_case, decode_case
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-import test_device_cuda
-from on_cuda import on_both
-from test_device_cuda import (  # noqa: F401
+from tinygrad.helpers import Context
+
+from tests.emu.runtime import test_device_cuda
+from tests.emu.runtime.test_device_cuda import (  # noqa: F401
     test_float32_products_keep_their_digits,
     test_floats,
     test_integers_are_exact,
@@ -17,7 +18,7 @@ from test_device_cuda import (  # noqa: F401
     test_narrow_integers_wrap,
     test_random_numbers_are_those_of_the_cpu,
 )
-from tinygrad.helpers import Context
+from tests.support.runtime.on_cuda import on_both
 
 
 @pytest.fixture(params=["CUDA", "PTX"])

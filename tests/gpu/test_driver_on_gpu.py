@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from test_driver import (  # noqa: F401
+
+from tests.unit.runtime.test_driver import (  # noqa: F401
     N,
     Numbers,
     test_a_capture_forks_and_joins,
@@ -26,7 +27,6 @@ from test_driver import (  # noqa: F401
     test_updates_that_are_none,
     test_what_a_capture_refuses,
 )
-
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Copy, Download, Launch, Upload, Window, integer, pointer
 

@@ -3,11 +3,11 @@ at launch, and products as large as models have them."""
 from __future__ import annotations
 
 import pytest
-import test_gemm_generated as generated
 import torch
-from gemm_case import arguments, product, run
 from tinygrad.dtype import DType, dtypes
 
+from tests.emu.tile.gemm import test_gemm_generated as generated
+from tests.support.tile.gemm_case import arguments, product, run
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

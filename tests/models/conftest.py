@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import CASES, saved
+
+from tests.support.models.families import CASES, saved
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from serve_case import live, llm_service
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.support.server.serve_case import live, llm_service
 from tinygrad_nv import LLM, BeamSearchParams
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.beam_search import Search

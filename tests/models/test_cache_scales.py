@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity import GREEDY, PROMPT
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models import weights
@@ -19,6 +18,7 @@ from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
+from tests.models.test_parity import GREEDY, PROMPT
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.quant.activations import to_e4m3

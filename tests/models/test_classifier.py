@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from embedding_case import DECODER, ENCODERS, add_modules, add_vocabulary, hidden_states, ragged, save
 from tinygrad_nv.models.classifier import gelu, sigmoid, softmax
 from tinygrad_nv.models.embedding_model import read_embedding_config
 
+from tests.support.models.embedding_case import (
+    DECODER,
+    ENCODERS,
+    add_modules,
+    add_vocabulary,
+    hidden_states,
+    ragged,
+    save,
+)
 from tinygrad_nv import LLM, PoolingParams
 from tinygrad_nv.errors import ModelError, RequestError
 

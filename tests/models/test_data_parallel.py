@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import replicas_program
 import torch
 from tinygrad_nv.models import tales
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.models import replicas_program
 from tinygrad_nv.dist.processes import ENDED
 
 TALES = Path(tales.__file__).parent

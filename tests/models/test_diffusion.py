@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import diffusion_case as case
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,8 @@ from tinygrad_nv.models.diffusion.tokenizer import read_tokenizer
 from tinygrad_nv.models.diffusion.unet import UNet
 from tinygrad_nv.models.diffusion.vae import VAE, blended_tiles
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from tests.support.models import diffusion_case as case
 
 CLOSE = 2e-4        # of outputs of about 1
 LATENTS = 1e-3      # after 10 steps

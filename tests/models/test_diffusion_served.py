@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 
-import diffusion_case as case
 import httpx
 import numpy as np
 import openai
 import pytest
 from PIL import Image
 from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
+
+from tests.support.models import diffusion_case as case
 
 
 @pytest.mark.slow

@@ -11,14 +11,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from embedding_case import DECODER, ENCODERS, add_modules, add_vocabulary, hidden_states, ragged, save
-from families import BASE, CASES
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
 from tinygrad_nv.models.encoder import Encoder
 from tinygrad_nv.models.encoder_config import read_encoder_config
 from tinygrad_nv.models.pooling import Pooling, read_pooling
 
+from tests.support.models.embedding_case import (
+    DECODER,
+    ENCODERS,
+    add_modules,
+    add_vocabulary,
+    hidden_states,
+    ragged,
+    save,
+)
+from tests.support.models.families import BASE, CASES
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, step_sizes
 from tinygrad_nv.errors import ModelError, RequestError

@@ -12,7 +12,8 @@ import openai
 import pytest
 import torch
 import transformers
-from embedding_case import ENCODERS, add_modules, add_vocabulary, hidden_states, save
+
+from tests.support.models.embedding_case import ENCODERS, add_modules, add_vocabulary, hidden_states, save
 
 OPTIONS = ("--port", "0", "--device", "CPU", "--served-model-name", "bert", "--max-num-batched-tokens", "32")
 

@@ -9,7 +9,6 @@ import numpy as np
 import peft
 import pytest
 import torch
-from lora_case import adapter, answers, greedy, prompts
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
@@ -17,6 +16,7 @@ from tinygrad_nv.models.lora import adapted
 from tinygrad_nv.models.peft import read_adapter
 from transformers import AutoModelForCausalLM
 
+from tests.support.models.lora_case import adapter, answers, greedy, prompts
 from tinygrad_nv import LLM, LoRARequest
 from tinygrad_nv.train.export import load_adapter, save_adapter
 

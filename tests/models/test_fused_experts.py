@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import BASE
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.models import weights
@@ -17,6 +16,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.support.models.families import BASE
 from tinygrad_nv import explain
 from tinygrad_nv.errors import WeightError
 

@@ -8,16 +8,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from experts_case import FAMILIES, experts, saved
 from gguf import GGMLQuantizationType as Kind
-from gguf_case import gguf_name, quantised, write_model
 from safetensors.numpy import load_file, save_file
-from test_parity import GREEDY, PROMPT, our_logits, their_logits, theirs
 from tinygrad import dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
+from tests.models.test_parity import GREEDY, PROMPT, our_logits, their_logits, theirs
+from tests.support.models.experts_case import FAMILIES, experts, saved
+from tests.support.quant.gguf_case import gguf_name, quantised, write_model
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import ModelError, WeightError
 

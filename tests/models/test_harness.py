@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from serve_case import Live, live, llm_service
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.server.serve_case import Live, live, llm_service
 from tinygrad_nv import LLM, SamplingParams
 from tinygrad_nv.cli import DEFAULT_MODEL
 

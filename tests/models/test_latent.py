@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_parity import PROMPT, our_logits, their_logits
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models import weights
@@ -19,6 +18,7 @@ from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 
+from tests.models.test_parity import PROMPT, our_logits, their_logits
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.memory_planning import token_bytes
 from tinygrad_nv.errors import RequestError, SpecError

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lora_case import adapter, answers, greedy, prompts
 
+from tests.support.models.lora_case import adapter, answers, greedy, prompts
 from tinygrad_nv import LLM, LoRARequest, SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import SamplerOutput, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import BatchShape

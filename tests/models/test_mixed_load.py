@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from lora_case import adapter, prompts
-from serve_case import Live, live, llm_service, until
 
+from tests.support.models.lora_case import adapter, prompts
+from tests.support.server.serve_case import Live, live, llm_service, until
 from tinygrad_nv import LLM, BeamSearchParams
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.server.adapters import AdapterNames

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import parallel_program
 import pytest
 import torch
 from tinygrad_nv.models import tales
 from transformers import AutoModelForCausalLM
+
+from tests.support.models import parallel_program
 
 TALES = Path(tales.__file__).parent
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import SUPPORT
+
 MODEL = Path(__file__).parents[2] / "models" / "tales"
 
 
@@ -17,7 +19,7 @@ def test_tokens_are_those_of_one_gpu(setting: str, kind: str, monkeypatch: pytes
                                      tmp_path: Path) -> None:
     monkeypatch.setenv("NV_ALL_REDUCE", setting)
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
-    program = str(Path(__file__).with_name("parallel_gpus_program.py"))
+    program = str(SUPPORT / "models" / "parallel_gpus_program.py")
     for start in ("first", "second"):
         command = [sys.executable, program, str(MODEL), start, f"{kind}_parallel_size"]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from experts_case import experts, write
 from safetensors.torch import load_file, save_file
-from test_parity import require_same_answers
 from tinygrad import dtypes
 from tinygrad_nv.models import quantised_experts, repack_folder, weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 
+from tests.models.test_parity import require_same_answers
+from tests.support.models.experts_case import experts, write
 from tinygrad_nv.errors import WeightError
 
 CASES = [("awq", "qwen3-moe"), ("gptq", "mixtral"), ("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe")]

@@ -11,9 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
-from gguf_case import tokenizer_metadata, write_model
 from safetensors.torch import load_file, save_file
-from test_quantised import KINDS, LINEARS
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models import repack_file, repack_folder, weights
@@ -22,6 +20,8 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import Part, matrices, projections
 from tinygrad_nv.models.repack_file import bytes_of, tensors_of
 
+from tests.models.test_quantised import KINDS, LINEARS
+from tests.support.quant.gguf_case import tokenizer_metadata, write_model
 from tinygrad_nv import cache
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.quant import sparse

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from directory_case import KINDS, write
-from families import BASE, CASES
 from gguf import GGMLQuantizationType as Kind
-from gguf_case import write_model
 from tinygrad import dtypes
 from tinygrad_nv.models import checkpoint, weights
 from tinygrad_nv.models.attention import Attention
@@ -23,6 +20,9 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, names_apart, stage_config
 from tinygrad_nv.models.quantised import projections
 
+from tests.support.models.families import BASE, CASES
+from tests.support.quant.directory_case import KINDS, write
+from tests.support.quant.gguf_case import write_model
 from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.runtime.memory import read

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lora_case import adapter, answers
 from tinygrad_nv.models import weights
 
+from tests.support.models.lora_case import adapter, answers
 from tinygrad_nv import LLM, LoRARequest, SamplingParams
 from tinygrad_nv.errors import ConfigError, EngineError, NVError
 from tinygrad_nv.runtime.memory import host_bytes

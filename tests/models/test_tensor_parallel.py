@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import rank_programs
-from families import CASES, saved
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.parallel import local_config
 
+from tests.support.dist import rank_programs
+from tests.support.models.families import CASES, saved
 from tinygrad_nv.errors import ModelError
 
-PROGRAM = str(Path(__file__).with_name("logits_program.py"))
+PROGRAM = "models/logits_program.py"
 
 
 def require_right(directories: list[str], ranks: int, timeout_s: float) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_train_parity import ROWS, WIDTH, batches, counted, optimizer, their_loss, theirs
 from tinygrad import dtypes
 
+from tests.models.test_train_parity import ROWS, WIDTH, batches, counted, optimizer, their_loss, theirs
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions

@@ -5,7 +5,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from train_ranks_case import STEADY, Make, described, log, near, no_farther, same, token_ids, trained
+
+from tests.support.models.train_ranks_case import (
+    STEADY,
+    Make,
+    described,
+    log,
+    near,
+    no_farther,
+    same,
+    token_ids,
+    trained,
+)
 
 CONTEXT = ("--context-parallel-size", "2")
 FAMILIES = {"llama": {"num_key_value_heads": 1, "num_attention_heads": 2},

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_train_parity import theirs
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 from tinygrad_nv.models.weights import slots
 
+from tests.models.test_train_parity import theirs
 from tinygrad_nv import explain
 from tinygrad_nv.train import network
 from tinygrad_nv.train.data import collate

@@ -6,9 +6,20 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_train_context import FAMILIES
-from train_ranks_case import STEADY, Make, described, log, near, no_farther, same, token_ids, trained, weights
 
+from tests.models.test_train_context import FAMILIES
+from tests.support.models.train_ranks_case import (
+    STEADY,
+    Make,
+    described,
+    log,
+    near,
+    no_farther,
+    same,
+    token_ids,
+    trained,
+    weights,
+)
 from tinygrad_nv.cli import DEFAULT_MODEL
 
 STAGES = ("--pipeline-parallel-size", "2")

@@ -13,8 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
-from train_ranks_case import COMMAND, USUAL, Make, apart, described, log, same, token_ids, trained, weights
 
+from tests.support.models.train_ranks_case import (
+    COMMAND,
+    USUAL,
+    Make,
+    apart,
+    described,
+    log,
+    same,
+    token_ids,
+    trained,
+    weights,
+)
 from tinygrad_nv.cli import DEFAULT_MODEL
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import trained
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from tests.support import SUPPORT
+from tests.support.models import trained
 from tinygrad_nv import LLM, SamplingParams
 
-IDS = json.loads((Path(__file__).parent / "trained_ids.json").read_text())     # trained_ids.py made it
+IDS = json.loads((SUPPORT / "models" / "trained_ids.json").read_text())     # trained_ids.py made it
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text() + """
 Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do:
 once or twice she had peeped into the book her sister was reading, but it had no pictures or

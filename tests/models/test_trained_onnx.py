@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import trained
 from PIL import Image, ImageDraw, ImageFont
 
+from tests.support.models import trained
 from tinygrad_nv.onnx import OnnxRunner
 
 Values = dict[str, np.ndarray]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from serve_case import Live, live
-from vision_case import END, IMAGE, SECTIONS, START, greedy, picture, scored, written
 
+from tests.support.models.vision_case import END, IMAGE, SECTIONS, START, greedy, picture, scored, written
+from tests.support.server.serve_case import Live, live
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.beam_search import BeamSearchParams
 from tinygrad_nv.engine.llm import LLM

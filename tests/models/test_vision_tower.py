@@ -10,8 +10,8 @@ from tinygrad import dtypes
 from tinygrad_nv.models.qwen_vl.config import read_vision
 from tinygrad_nv.models.qwen_vl.images import patches
 from tinygrad_nv.models.qwen_vl.layout import prompt_positions
-from vision_case import IMAGE, PIXELS, picture, processed, written
 
+from tests.support.models.vision_case import IMAGE, PIXELS, picture, processed, written
 from tinygrad_nv.engine.vision.encoder import VisionEncoder
 
 SIZES = [(90, 130), (20, 30), (56, 56), (400, 300), (15, 200)]

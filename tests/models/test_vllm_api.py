@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from serve_case import live, llm_service
 
+from tests.support.server.serve_case import live, llm_service
 from tinygrad_nv import LLM, SamplingParams
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.async_engine import AsyncEngine

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from embedding_case import ENCODERS, add_vocabulary, save
 
+from tests.support.models.embedding_case import ENCODERS, add_vocabulary, save
 from tinygrad_nv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from tinygrad_nv.cli import DEFAULT_MODEL
 

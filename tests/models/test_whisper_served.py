@@ -16,10 +16,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import whisper_case as case
-from serve_case import Live, live
 from tinygrad_nv.models.whisper.features import log_mel
 
+from tests.support.models import whisper_case as case
+from tests.support.server.serve_case import Live, live
 from tinygrad_nv.engine.speech.audio import decode_audio
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.transcriber import Transcriber

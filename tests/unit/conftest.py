@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def fake() -> Iterator[Any]:
-    from cuda_fake import installed
+    from tests.support.runtime.cuda_fake import installed
     with installed(gpus=2) as fake: yield fake
 
 
@@ -25,7 +25,7 @@ def gpu(fake: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def numbers(gpu: Any) -> Any:
-    from test_driver import Numbers
+    from tests.unit.runtime.test_driver import Numbers
     return Numbers(gpu)
 
 
@@ -59,8 +59,7 @@ def as_found(without_ours: None) -> Iterator[None]:
 
 @pytest.fixture
 def silu(as_found: None) -> Iterator[None]:
-    import silu_mul
-
+    from tests.support.patterns import silu_mul
     from tinygrad_nv import hooks
     hooks.add_rewrite("silu_mul", silu_mul.rewrite)
     yield

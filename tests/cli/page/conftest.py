@@ -4,9 +4,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser_case import Browser, browser
-from page_case import forget, open_page, until
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.browser_case import Browser, browser
+from tests.support.server.page_case import forget, open_page, until
+from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
 PAUSE_S = 0.02
 

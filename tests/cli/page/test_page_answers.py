@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import pytest
-from browser_case import Browser
-from page_case import ANSWERS, ESCAPE, UP, field, prompts, say, until
-from serve_case import NAME, FakeEngine, Live
+
+from tests.support.server.browser_case import Browser
+from tests.support.server.page_case import ANSWERS, ESCAPE, UP, field, prompts, say, until
+from tests.support.server.serve_case import NAME, FakeEngine, Live
 
 SAID = "#messages li.user .text"
 COPIED = "window.copied = []; navigator.clipboard.writeText = async text => { window.copied.push(text) }"

@@ -6,10 +6,10 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-from browser_case import Browser
-from page_case import ANSWERS, ENTER, SHIFT, ended, field, open_page, prompts, say, until
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 
+from tests.support.server.browser_case import Browser
+from tests.support.server.page_case import ANSWERS, ENTER, SHIFT, ended, field, open_page, prompts, say, until
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.server.adapters import AdapterNames
 
 BIG = {"id": "big", "title": "big", "named": True, "updated": 1, "messages": [{"role": "user"}]}

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser_case import Browser
-from page_case import ESCAPE, TAB, ended, field, until
-from serve_case import FakeEngine, Live
+
+from tests.support.server.browser_case import Browser
+from tests.support.server.page_case import ESCAPE, TAB, ended, field, until
+from tests.support.server.serve_case import FakeEngine, Live
 
 PAGE = Path(__file__).parents[3] / "tinygrad_nv" / "server" / "page"
 WIDTH = "return document.documentElement.scrollWidth"

@@ -5,9 +5,10 @@ import json
 from typing import Any
 
 import pytest
-from browser_case import Browser
-from page_case import until
-from serve_case import FakeEngine, Live
+
+from tests.support.server.browser_case import Browser
+from tests.support.server.page_case import until
+from tests.support.server.serve_case import FakeEngine, Live
 
 # draws texts, and takes out what copies code and the roles of regions
 DRAW = """const {Markdown} = await import("./markdown.js");

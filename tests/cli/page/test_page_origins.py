@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from browser_case import Browser
-from serve_case import FakeEngine, fake_service, live
 
+from tests.support.server.browser_case import Browser
+from tests.support.server.serve_case import FakeEngine, fake_service, live
 from tinygrad_nv.server.service import CORS
 
 # a conversation, streamed: [status, text, pieces that arrived, headers that the page may read]

@@ -17,16 +17,16 @@ import gpu_gemm
 import gpu_quant
 import gpu_record
 import quant_contenders
-import reference_case
 from gpu_cases import Cases
 from gpu_correct import verdict
 from gpu_parts import CONTENDERS, NotMeasured
-from quant_case import BF16, F32, matmul, storages
-from quant_case import TYPES as TESTED
 from quant_data import buffers_of, dequantised, torch_dtype
 from quant_workloads import TYPES, CodesWorkload, WeightOnly
 from sparse_workloads import SparseWorkload, sparse
 
+from tests.support.tile import reference_case
+from tests.support.tile.quant_case import BF16, F32, matmul, storages
+from tests.support.tile.quant_case import TYPES as TESTED
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.quant import QTensor, types
 from tinygrad_nv.quant.sparse import compressed

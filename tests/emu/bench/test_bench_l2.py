@@ -11,8 +11,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from cuda_fake import installed
 
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.cuda import api as cuda_api
 from tinygrad_nv.runtime.cuda import driver as cuda

@@ -19,8 +19,8 @@ import gpu_calibrate
 from calibrate_constants import CONSTANTS, MEASURES, calibrated
 from calibrate_players import GPUPlayer, ModelPlayer
 from calibrate_probe import PROBES, fits, program
-from cuda_fake import installed
 
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures

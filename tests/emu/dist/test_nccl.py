@@ -6,12 +6,12 @@ import os
 import threading
 import time
 
-import forked
 import numpy as np
 import pytest
-from forked import Rank
 from tinygrad import dtypes
 
+from tests.support.dist import forked
+from tests.support.dist.forked import Rank
 from tinygrad_nv.dist.transports.nccl import CollectiveCall, carried
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.driver import Copy, Fill

@@ -1,12 +1,11 @@
 """Sums between ranks that are processes, by kernels over memory of emulated GPUs that they share."""
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import rank_programs
 
-PROGRAM = str(Path(__file__).with_name("peers_program.py"))
+from tests.support.dist import rank_programs
+
+PROGRAM = "dist/peers_program.py"
 
 
 @pytest.mark.parametrize(("ranks", "how"), [
@@ -48,5 +47,5 @@ def test_a_step_that_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("DEV", "EMU")
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
     for how in ("first", "second", "late"):
-        made = rank_programs.run(str(Path(PROGRAM).with_name("kept_steps_program.py")), 2, how, timeout_s=60)
+        made = rank_programs.run("dist/kept_steps_program.py", 2, how, timeout_s=60)
         for rank, each in enumerate(made): assert f"rank {rank}: all right" in each.text, each.text

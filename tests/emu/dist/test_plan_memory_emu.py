@@ -4,9 +4,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from failing_memory import holdings
-from on_emu import emu  # noqa: F401
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.runtime.failing_memory import holdings
 from tinygrad_nv import LLM
 from tinygrad_nv.dist.plan.layout import Inference, Layout
 from tinygrad_nv.dist.plan.memory import inference

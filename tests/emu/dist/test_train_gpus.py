@@ -1,12 +1,11 @@
 """Training over emulated GPUs, one a rank, with NCCL between them: the checks that ranks on CPUs run."""
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import rank_programs
 
-PROGRAM = Path(__file__).parents[2] / "unit" / "dist" / "train_program.py"
+from tests.support.dist import rank_programs
+
+PROGRAM = "dist/train_program.py"
 # `memory` counts what the CPU holds
 CHECKS = ("overlap", "fully_sharded", "zero_bubble", "steps", "adam", "pipelines", "sequence", "ring",
           "ring_both_ways")
@@ -14,7 +13,7 @@ CHECKS = ("overlap", "fully_sharded", "zero_bubble", "steps", "adam", "pipelines
 
 def right(ranks: int, *checks: str) -> None:
     """Runs checks as ranks, which all have to say that each is right."""
-    made = rank_programs.run(str(PROGRAM), ranks, *checks, timeout_s=900)
+    made = rank_programs.run(PROGRAM, ranks, *checks, timeout_s=900)
     told = "".join(each.text for each in made)
     for rank in range(ranks):
         for check in checks: assert f"rank {rank} of {ranks}: {check} is right" in told, told

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from failing_memory import every_allocation, failing, holdings
-from on_emu import emu  # noqa: F401
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.runtime.failing_memory import every_allocation, failing, holdings
 from tinygrad_nv import LLM, Device, SamplingParams
 from tinygrad_nv.errors import OutOfMemoryError
 

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import parallel_on_gpus
 import pytest
 import torch
 import transformers
+
+from tests.support.engine import parallel_on_gpus
 
 
 @pytest.mark.slow

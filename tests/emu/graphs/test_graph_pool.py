@@ -5,8 +5,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_case import INPUTS, PAD_TOKEN, PAGE, SCRAP, Paged, batch, device, eager, pool_of, same
 
+from tests.support.graphs.pool_case import (
+    INPUTS,
+    PAD_TOKEN,
+    PAGE,
+    SCRAP,
+    Paged,
+    batch,
+    device,
+    eager,
+    pool_of,
+    same,
+)
 from tinygrad_nv import Device, Tensor, Variable, dtypes
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.device import NVDevice

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuda_fake import Fake
-from on_cuda import cuda
-from pool_case import Paged, batch, eager, pool_of, same
 
+from tests.support.graphs.pool_case import Paged, batch, eager, pool_of, same
+from tests.support.runtime.cuda_fake import Fake
+from tests.support.runtime.on_cuda import cuda
 from tinygrad_nv import Device, Tensor, Variable, dtypes
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.cuda.graph import CUDAExecutable

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pool_case import Paged, batch, device, eager, pool_of, same
 from tinygrad.engine import realize
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops
 
+from tests.support.graphs.pool_case import Paged, batch, device, eager, pool_of, same
 from tinygrad_nv import Tensor, UOp, Variable, dtypes, hooks
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.graphs import GraphPool, Input

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pool_case import device
 
+from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, Variable, dtypes
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.graphs.bucket import Bucket

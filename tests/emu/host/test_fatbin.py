@@ -5,8 +5,8 @@ import ctypes
 import ctypes.util
 
 import pytest
-from host_program import SCALE, fat_binary
 
+from tests.support.host.host_program import SCALE, fat_binary
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.host import fatbin, modules
 from tinygrad_nv.host.fatbin import LZ4, PTX, ZSTD, Entry, entries

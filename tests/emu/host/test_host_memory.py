@@ -4,8 +4,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_program import SCALE, compiled
 
+from tests.support.host.host_program import SCALE, compiled
 from tinygrad_nv.host import run_program
 from tinygrad_nv.host.gpus import gpu_named, properties
 from tinygrad_nv.ptx.timing.gpu import figures, known

@@ -4,8 +4,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_program import compiled
 
+from tests.support.host.host_program import compiled
 from tinygrad_nv.host import run_program
 
 INCLUDES = "#include <pthread.h>\n#include <unistd.h>\n#include <sys/wait.h>\n"

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from host_program import SCALE, compiled
 
+from tests.support.host.host_program import SCALE, compiled
 from tinygrad_nv.cli import main
 from tinygrad_nv.host.server import run_program
 

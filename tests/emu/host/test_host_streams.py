@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from host_program import SCALE, compiled
 
+from tests.support.host.host_program import SCALE, compiled
 from tinygrad_nv.host import run_program
 
 # y = 2 x + i of 32 floats, three times in a row

@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import pytest
-from kv_cache_case import Loop, cache
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from tests.support.kvcache.kv_cache_case import Loop, cache
 from tinygrad_nv.tile.expression import short
 
 PROMPT = list(range(1, 12))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import diffusion_case as case
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv.models.diffusion import config, weights
 from tinygrad_nv.models.diffusion.unet import UNet
 
+from tests.support.models import diffusion_case as case
 from tinygrad_nv import explain
 
 C = 2.0     # x the error of the same network in bfloat16 in torch

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from directory_case import KINDS
 from safetensors.torch import load_file, save_file
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 
+from tests.support.quant.directory_case import KINDS
 from tinygrad_nv import Tensor, dtypes, explain
 
 HIDDEN, TOKENS = 256, 5

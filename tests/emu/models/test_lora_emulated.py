@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_case import adapter, answers, greedy, prompts
-from on_emu import emu  # noqa: F401
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.models.lora_case import adapter, answers, greedy, prompts
+from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import LLM, LoRARequest
 from tinygrad_nv.explain import explain
 from tinygrad_nv.functional import lora_added

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import whisper_case as case
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 from tinygrad_nv.models.whisper import weights
 from tinygrad_nv.models.whisper.config import read_whisper_config
 from tinygrad_nv.models.whisper.network import Whisper
 
+from tests.support.models import whisper_case as case
 from tinygrad_nv import explain
 from tinygrad_nv.engine.worker.speech_runner import SpeechRunner
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cpu_quant_case import TYPES, stored
-from pool_case import device
 from tinygrad.dtype import DType
 from tinygrad.helpers import ALLOW_TF32, Context
 
+from tests.support.cpu.cpu_quant_case import TYPES, stored
+from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.functional import prepared, quant_matmul, scaled_dot_product_attention
 from tinygrad_nv.numerics.policy import deterministic

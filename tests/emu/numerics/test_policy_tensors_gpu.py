@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from on_emu import emu
 from tinygrad.dtype import DType
 
+from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.numerics.policy import Policied, accum, loss_scale, saturate, stochastic_round
 from tinygrad_nv.numerics.semantics import FORMATS, decode, dot, encode, tensor_core

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import safe_case as right
-from test_safe import Safe, U, upstream, within
 from tinygrad import Tensor, dtypes
 
+from tests.support.numerics import safe_case as right
+from tests.unit.numerics.test_safe import Safe, U, upstream, within
 from tinygrad_nv import explain
 from tinygrad_nv.numerics.safe import layernorm_safe, rmsnorm_safe, softmax_safe
 

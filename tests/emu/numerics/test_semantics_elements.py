@@ -8,9 +8,9 @@ import itertools
 
 import numpy as np
 import pytest
-from lanewise import apply1
-from semantics_case import drawn, edges
 
+from tests.support.numerics.semantics_case import drawn, edges
+from tests.support.ptx.lanewise import apply1
 from tinygrad_nv.numerics.semantics import FORMATS, apply, convert
 from tinygrad_nv.numerics.semantics.formats import Codes, Format
 

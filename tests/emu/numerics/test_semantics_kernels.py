@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gemm_case import arguments, product, run, view
-from scaled_gemm_case import given as scaled_given
-from scaled_gemm_case import scaled
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import arguments, product, run, view
+from tests.support.tile.scaled_gemm_case import given as scaled_given
+from tests.support.tile.scaled_gemm_case import scaled
 from tinygrad_nv.numerics.semantics import FORMATS, Unit, dot, promoted_dot, tensor_core
 from tinygrad_nv.numerics.semantics.formats import Codes
 from tinygrad_nv.tile.expression import short

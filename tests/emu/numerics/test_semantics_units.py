@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from semantics_case import drawn, edges, mma
-from tensor_case import Mma
-from wgmma_case import Operands, Wgmma
-from wgmma_case import launch as launch_wgmma
 
+from tests.support.numerics.semantics_case import drawn, edges, mma
+from tests.support.ptx.tensor_case import Mma
+from tests.support.ptx.wgmma_case import Operands, Wgmma
+from tests.support.ptx.wgmma_case import launch as launch_wgmma
 from tinygrad_nv.numerics.semantics import FORMATS, Unit, dot, tensor_core
 from tinygrad_nv.numerics.semantics.units import Bytes
 

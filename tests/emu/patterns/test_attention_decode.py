@@ -5,7 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_graph_case import (
+from tinygrad.dtype import DType
+from tinygrad_nv.models.dense import DenseKVCache
+
+from tests.support.patterns.attention_graph_case import (
     BF16,
     DEVICES,
     F16,
@@ -21,9 +24,6 @@ from attention_graph_case import (
     stored,
     use,
 )
-from tinygrad.dtype import DType
-from tinygrad_nv.models.dense import DenseKVCache
-
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, explain
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.tile.decode.spec import DecodeSpec

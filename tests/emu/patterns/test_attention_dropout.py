@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from training_case import BF16, Three, made, normal, specs, stored
 
+from tests.support.patterns.training_case import BF16, Three, made, normal, specs, stored
 from tinygrad_nv import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend
 from tinygrad_nv.tile.attention.dropout import keeps

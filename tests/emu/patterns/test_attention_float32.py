@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import attention_graph_case as case
 import pytest
 import torch
-from attention_graph_case import BF16, DEVICES, F32, HIDDEN, causal, close, made, near, normal, scaled, seen
 from tinygrad import dtypes
 from tinygrad_nv.models.dense import DenseKVCache
-from training_case import gradients
 
+from tests.support.patterns import attention_graph_case as case
+from tests.support.patterns.attention_graph_case import (
+    BF16,
+    DEVICES,
+    F32,
+    HIDDEN,
+    causal,
+    close,
+    made,
+    near,
+    normal,
+    scaled,
+    seen,
+)
+from tests.support.patterns.training_case import gradients
 from tinygrad_nv import LLM, Context, Device, Tensor, TinyJit, Variable, explain
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 

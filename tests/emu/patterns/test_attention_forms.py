@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from attention_graph_case import (
+from tinygrad.dtype import DType
+
+from tests.support.patterns.attention_graph_case import (
     BF16,
     DEVICES,
     F16,
@@ -22,8 +24,6 @@ from attention_graph_case import (
     stored,
     use,
 )
-from tinygrad.dtype import DType
-
 from tinygrad_nv import Device, Tensor, Variable, explain
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.decode.spec import DecodeSpec

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from tinygrad.dtype import DType
-from training_case import (
+
+from tests.support.patterns.training_case import (
     BF16,
     F16,
     HIDDEN,
@@ -27,7 +28,6 @@ from training_case import (
     stored,
     templates,
 )
-
 from tinygrad_nv import Device, Tensor
 from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec

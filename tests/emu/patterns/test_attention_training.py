@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from training_case import (
+
+from tests.support.patterns.training_case import (
     Three,
     causal,
     largest,
@@ -17,7 +18,6 @@ from training_case import (
     stored,
     templates,
 )
-
 from tinygrad_nv import Context, Device, Tensor, TinyJit, disabled, explain, function, nn
 from tinygrad_nv.functional import scaled_dot_product_attention
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from documents_case import Documents
 from tinygrad import Device, Tensor, dtypes
 
+from tests.support.patterns.documents_case import Documents
 from tinygrad_nv import explain
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import AttentionSpec

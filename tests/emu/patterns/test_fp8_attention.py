@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_case import F32
 
+from tests.support.tile.flash_case import F32
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.attention.fp8 import fp8_attention

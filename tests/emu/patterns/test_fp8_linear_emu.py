@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from on_emu import emu  # noqa: F401
 from tinygrad.helpers import Context
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import Tensor, dtypes, explain, hooks
 from tinygrad_nv.functional import Fp8Linear, fp8_linear
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from on_emu import emu
 from tinygrad import TinyJit
 
+from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.functional import Experts, dispatch, group_rows, grouped_matmul, grouped_outer

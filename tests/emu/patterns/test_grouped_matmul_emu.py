@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import numpy as np
-from on_emu import emu
 from tinygrad import TinyJit
 
+from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.functional import grouped_matmul
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from append_case import NONE, Append, append, infinite, run, same, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import fetched
-from pool_case import device
 from tinygrad.uop.ops import Ops, UOp
 
+from tests.support.graphs.pool_case import device
+from tests.support.patterns.append_case import NONE, Append, append, infinite, run, same, wanted
+from tests.support.patterns.paged_case import fetched
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.patterns import rewriting

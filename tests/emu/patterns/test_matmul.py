@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matmul_case import BF16, check, extents, stored, taken, whole
-from on_emu import emu  # noqa: F401
 from tinygrad.dtype import DType
 
+from tests.support.patterns.matmul_case import BF16, check, extents, stored, taken, whole
+from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import Context, Tensor, dtypes, explain
 from tinygrad_nv.tile.expression import show
 

@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matmul_case import rounded, stored, taken, whole
-from on_emu import emu  # noqa: F401
 from tinygrad.helpers import Context
 
+from tests.support.patterns.matmul_case import rounded, stored, taken, whole
+from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import Tensor, explain
 
 

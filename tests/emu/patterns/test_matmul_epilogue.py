@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from matmul_case import BF16, check, extents, rounded, stored, taken, whole
-from on_emu import emu, near  # noqa: F401
 
+from tests.support.patterns.matmul_case import BF16, check, extents, rounded, stored, taken, whole
+from tests.support.patterns.on_emu import emu, near  # noqa: F401
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.tile.expression import Load, loads, show
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matmul_case import stored, taken, whole
-from on_emu import emu  # noqa: F401
 from tinygrad.helpers import Context
 
+from tests.support.patterns.matmul_case import stored, taken, whole
+from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import Tensor, disabled, dtypes
 
 M, N, K = 12, 8, 16

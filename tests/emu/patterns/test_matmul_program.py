@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matmul_case import BF16, check, extents, rounded, stored, taken, whole
-from on_emu import emu, near  # noqa: F401
 
+from tests.support.patterns.matmul_case import BF16, check, extents, rounded, stored, taken, whole
+from tests.support.patterns.on_emu import emu, near  # noqa: F401
 from tinygrad_nv import (
     Context,
     Device,

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pool_case import device
 from tinygrad import nn
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
@@ -15,6 +14,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.models.rope import RopeConfig
 
+from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.runtime.device import NVDevice

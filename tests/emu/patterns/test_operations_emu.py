@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_emu import emu  # noqa: F401
-from operations_case import named, plan, wrong
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.patterns.operations_case import named, plan, wrong
 from tinygrad_nv import Tensor
 
 

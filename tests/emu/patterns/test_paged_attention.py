@@ -9,9 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import FAR, Case, alone, attention, case, fetched, near, operands, permuted
-from pool_case import device
 
+from tests.support.graphs.pool_case import device
+from tests.support.patterns.paged_case import (
+    FAR,
+    Case,
+    alone,
+    attention,
+    case,
+    fetched,
+    near,
+    operands,
+    permuted,
+)
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.patterns.decode.paged import paged_attention

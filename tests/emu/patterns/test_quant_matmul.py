@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import TYPES, stored
-from on_emu import emu
 
+from tests.support.cpu.cpu_quant_case import TYPES, stored
+from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.functional import prepared, quant_matmul
 from tinygrad_nv.quant import types

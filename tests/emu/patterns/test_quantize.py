@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from on_emu import emu  # noqa: F401
 from tinygrad import Variable
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import Tensor, dtypes, explain, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import quantize, scaled_matmul

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from on_emu import emu  # noqa: F401
-from scaled_case import Codes
 from tinygrad import Variable
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.patterns.scaled_case import Codes
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.functional import prepared, quant_matmul, quantize, scaled_matmul, sparse_matmul
 from tinygrad_nv.quant import SparseTensor

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pool_case import device
-from sampler_case import Case, logits_of
 from tinygrad.helpers import Context
 
+from tests.support.engine.sampler_case import Case, logits_of
+from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens

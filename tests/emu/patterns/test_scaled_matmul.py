@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from on_emu import emu  # noqa: F401
-from scaled_case import F32, Codes
 from tinygrad import Variable
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.patterns.scaled_case import F32, Codes
 from tinygrad_nv import Device, Tensor, dtypes, explain, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import multiplies_codes, scaled_matmul

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from on_emu import emu
 from tinygrad.dtype import DType
 
+from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import multiplies_sparse, sparse_matmul

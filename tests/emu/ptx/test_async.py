@@ -3,8 +3,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from async_case import BACK, CG, COMMIT, COPY, DATA, INIT, SEEDS, SEVENS, ZEROS, kinds, numbers, run, wait
 
+from tests.support.ptx.async_case import (
+    BACK,
+    CG,
+    COMMIT,
+    COPY,
+    DATA,
+    INIT,
+    SEEDS,
+    SEVENS,
+    ZEROS,
+    kinds,
+    numbers,
+    run,
+    wait,
+)
 from tinygrad_nv.errors import PTXError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from bodies import found, run, sound, words
 
+from tests.support.ptx.bodies import found, run, sound, words
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 

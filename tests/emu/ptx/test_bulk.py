@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from async_case import BACK, COPY, DATA, INIT, SEEDS, ZEROS, kinds, run, wait
+
+from tests.support.ptx.async_case import BACK, COPY, DATA, INIT, SEEDS, ZEROS, kinds, run, wait
 
 # **** bulk copies ****
 

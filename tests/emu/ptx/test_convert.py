@@ -8,8 +8,22 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from exact import BF16, E4M3, E5M2, F16, F32, F64, TF32, Format, Number, decode, encode, flushed
-from lanewise import UNSIGNED, apply, apply1, doubles, floats, integers, signed
+
+from tests.support.ptx.exact import (
+    BF16,
+    E4M3,
+    E5M2,
+    F16,
+    F32,
+    F64,
+    TF32,
+    Format,
+    Number,
+    decode,
+    encode,
+    flushed,
+)
+from tests.support.ptx.lanewise import UNSIGNED, apply, apply1, doubles, floats, integers, signed
 
 COUNT = 640
 FORMATS = {"f16": F16, "bf16": BF16, "f32": F32, "f64": F64}

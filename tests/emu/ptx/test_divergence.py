@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from bodies import found, kernel, run, sound, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.ptx.bodies import found, kernel, run, sound, words
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.program import lower
 from tinygrad_nv.ptx.parser import parse

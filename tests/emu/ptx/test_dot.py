@@ -12,8 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tensor_case import BITS, Mma, decode, encode, numbers, randoms, truncated, words
-from wgmma_case import Operands, Wgmma, launch
+
+from tests.support.ptx.tensor_case import BITS, Mma, decode, encode, numbers, randoms, truncated, words
+from tests.support.ptx.wgmma_case import Operands, Wgmma, launch
 
 HOPPER = Mma(16, 8, 16, "f32", "bf16", "bf16")
 AMPERE = replace(HOPPER, arch="sm_80")

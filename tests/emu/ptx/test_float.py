@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from exact import BF16, F16, F32, F64, Format, apply_exactly, decode, flushed
-from lanewise import F32_EDGES, apply, apply1, doubles, floats
+
+from tests.support.ptx.exact import BF16, F16, F32, F64, Format, apply_exactly, decode, flushed
+from tests.support.ptx.lanewise import F32_EDGES, apply, apply1, doubles, floats
 
 COUNT = 700
 FORMATS = {"f32": F32, "f64": F64, "f16": F16, "bf16": BF16}

@@ -4,8 +4,9 @@ from __future__ import annotations
 import os
 import time
 
-import fuzz_ptx
 import pytest
+
+from tests.support.ptx import fuzz_ptx
 
 
 def test_what_ends_a_mutant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from order_case import NBYTES, Bench, N, kernel, mine
 
+from tests.support.runtime.order_case import NBYTES, Bench, N, kernel, mine
 from tinygrad_nv.ptx.builder import Barriers, Kernel
 from tinygrad_nv.ptx.builder.values import Value
 from tinygrad_nv.runtime.driver import Copy, Executable, Fill, Launch, TensorMapSpec, pointer

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from lanewise import UNSIGNED, apply, apply1, integers, signed, typed
+
+from tests.support.ptx.lanewise import UNSIGNED, apply, apply1, integers, signed, typed
 
 COUNT = 640
 

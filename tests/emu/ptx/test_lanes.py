@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from lanewise import HEADER, apply, apply1, integers
 
+from tests.support.ptx.lanewise import HEADER, apply, apply1, integers
 from tinygrad_nv.ptx.emulator import Emulator
 
 COUNT = 256

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from bodies import kernel, run, sound, words
 
+from tests.support.ptx.bodies import kernel, run, sound, words
 from tinygrad_nv.ptx.emulator import Emulator, Finding, TensorMap, Trace
 
 HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"

@@ -3,9 +3,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bodies import run
-from tensor_case import HEADER, decode, encode, integers, kinds_found, listed, numbers, randoms, words
 
+from tests.support.ptx.bodies import run
+from tests.support.ptx.tensor_case import (
+    HEADER,
+    decode,
+    encode,
+    integers,
+    kinds_found,
+    listed,
+    numbers,
+    randoms,
+    words,
+)
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.fragments import matrix_fragment

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bodies import found, kinds, run, sound, words
 
+from tests.support.ptx.bodies import found, kinds, run, sound, words
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, Report
 

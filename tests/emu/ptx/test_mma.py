@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tensor_case import (
+
+from tests.support.ptx.tensor_case import (
     BITS,
     FLOATS,
     HEADER,
@@ -18,7 +19,6 @@ from tensor_case import (
     warp_kernel,
     words,
 )
-
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.fragments import a_fragment, b_fragment, c_fragment

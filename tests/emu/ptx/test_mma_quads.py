@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bodies import run, sound, words
 
+from tests.support.ptx.bodies import run, sound, words
 from tinygrad_nv.ptx.emulator import Emulator
 
 

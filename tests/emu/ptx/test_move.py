@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lanewise import HEADER, apply, apply1, integers
 
+from tests.support.ptx.lanewise import HEADER, apply, apply1, integers
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 

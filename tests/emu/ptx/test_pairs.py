@@ -6,8 +6,8 @@ import re
 
 import numpy as np
 import pytest
-from pairs import ALL, PAIRS, SEEDS, Kernel, assembles, points, rows, run, table
 
+from tests.support.ptx.pairs import ALL, PAIRS, SEEDS, Kernel, assembles, points, rows, run, table
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import KINDS
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from lanewise import UNSIGNED, apply, apply1, integers, typed
 
+from tests.support.ptx.lanewise import UNSIGNED, apply, apply1, integers, typed
 from tinygrad_nv.errors import PTXError
 
 INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 from emitted_specs import BF16, attention, matmul
-from gemm_case import bits, tensor_map
-from reference_case import storages
 
+from tests.support.tile.gemm_case import bits, tensor_map
+from tests.support.tile.reference_case import storages
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.emulator.tapes import Note, Tapes

@@ -8,7 +8,8 @@ import itertools
 
 import numpy as np
 import pytest
-from tma_case import (
+
+from tests.support.ptx.tma_case import (
     EXPECT,
     INIT,
     OUT,
@@ -24,7 +25,6 @@ from tma_case import (
     store,
     swizzled,
 )
-
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 
 # **** loads ****

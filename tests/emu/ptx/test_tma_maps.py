@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tma_case import (
+
+from tests.support.ptx.tma_case import (
     DONE,
     FENCE,
     IN,
@@ -21,7 +22,6 @@ from tma_case import (
     store,
     swizzled,
 )
-
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import triton_matmul
-from triton_case import compile_for, solve
-from triton_kernels import CASES, Case, Outcome, run
 
+from tests.support.ptx import triton_matmul
+from tests.support.ptx.triton_case import compile_for, solve
+from tests.support.ptx.triton_kernels import CASES, Case, Outcome, run
 from tinygrad_nv.ptx.emulator import Emulator
 
 ARCHS = {80: "sm_80", 90: "sm_90a"}

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tensor_case import BITS, FLOATS, decode, integers, numbers, randoms, sparsify, words
-from wgmma_case import Operands, Wgmma, launch
+
+from tests.support.ptx.tensor_case import BITS, FLOATS, decode, integers, numbers, randoms, sparsify, words
+from tests.support.ptx.wgmma_case import Operands, Wgmma, launch
 
 DEPTH = {kind: 256 // BITS[kind] for kind in ("f16", "bf16", "tf32", "e4m3", "e5m2", "s8", "u8", "b1")}
 TYPES = [("f32", "f16", "f16"), ("f16", "f16", "f16"), ("f32", "bf16", "bf16"), ("f32", "tf32", "tf32"),

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tensor_case import decode, integers, kinds_found, listed, numbers, words
-from wgmma_case import BEGIN, ISSUE, VISIBLE, WAIT, Operands, Tile, Wgmma, image_of, launch
 
+from tests.support.ptx.tensor_case import decode, integers, kinds_found, listed, numbers, words
+from tests.support.ptx.wgmma_case import BEGIN, ISSUE, VISIBLE, WAIT, Operands, Tile, Wgmma, image_of, launch
 from tinygrad_nv.ptx.emulator import Emulator
 
 CASE = Wgmma(64, 16, "f32", "bf16", "bf16")

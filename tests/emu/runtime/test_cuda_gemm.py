@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from cuda_fake import Fake, installed
-from gemm_case import arguments, bits, product, reference
 
+from tests.support.runtime.cuda_fake import Fake, installed
+from tests.support.tile.gemm_case import arguments, bits, product, reference
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Fill, Launch, Work, map_spec, pointer

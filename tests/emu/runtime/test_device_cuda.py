@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cuda_fake import Fake
-from on_cuda import cuda, on_both
-from on_emu import equal, floats, near
 from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
+from tests.support.patterns.on_emu import equal, floats, near
+from tests.support.runtime.cuda_fake import Fake
+from tests.support.runtime.on_cuda import cuda, on_both
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, dtypes, explain
 from tinygrad_nv.runtime.cuda import code as cuda_code
 from tinygrad_nv.runtime.cuda.device import CUDADevice

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from on_emu import emu, equal, floats, near, rng  # noqa: F401
 
+from tests.support.patterns.on_emu import emu, equal, floats, near, rng  # noqa: F401
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.runtime.ptx_renderer import bf16_constant
 

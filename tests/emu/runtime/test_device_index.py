@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from on_emu import emu, equal, floats, rng  # noqa: F401
 
+from tests.support.patterns.on_emu import emu, equal, floats, rng  # noqa: F401
 from tinygrad_nv import Context, Tensor, Variable, nn
 
 X = np.arange(6 * 10, dtype=np.float32).reshape(6, 10)

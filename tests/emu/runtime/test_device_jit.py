@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from on_emu import emu, equal, floats, near  # noqa: F401
 from tinygrad.codegen import to_program
 from tinygrad.engine import worker
 from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
+from tests.support.patterns.on_emu import emu, equal, floats, near  # noqa: F401
 from tinygrad_nv import LLM, Context, Device, SamplingParams, Tensor, TinyJit, Variable, dtypes
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.device import EMUDevice, NVDevice

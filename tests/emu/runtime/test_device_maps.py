@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_emu import emu, equal, floats  # noqa: F401
-from test_device_jit import graphs
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
 
+from tests.emu.runtime.test_device_jit import graphs
+from tests.support.patterns.on_emu import emu, equal, floats  # noqa: F401
 from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, function, hooks
 from tinygrad_nv.errors import DriverError, TensorMapError
 from tinygrad_nv.patterns.program import Output, called, program

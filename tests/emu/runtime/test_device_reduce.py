@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from on_emu import emu, equal, floats, near, rng  # noqa: F401
 
+from tests.support.patterns.on_emu import emu, equal, floats, near, rng  # noqa: F401
 from tinygrad_nv import Context, Tensor, dtypes
 
 AXES = (None, 0, 1, 2, (0, 2), (1, 2))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from on_emu import emu, floats, near, rng  # noqa: F401
 
+from tests.support.patterns.on_emu import emu, floats, near, rng  # noqa: F401
 from tinygrad_nv import Context, Tensor, TinyJit, dtypes, nn
 
 LABELS = np.array([0, 3, 1, 2, 3])

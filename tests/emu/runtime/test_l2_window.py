@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from on_emu import emu, equal, floats  # noqa: F401
 from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
+from tests.support.patterns.on_emu import emu, equal, floats  # noqa: F401
 from tinygrad_nv import Device, Tensor, TinyJit
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import Launch, Window, Work

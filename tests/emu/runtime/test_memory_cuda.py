@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cuda_fake import Fake
-from failing_memory import every_allocation
-from on_cuda import cuda
-from on_emu import equal
 
+from tests.support.patterns.on_emu import equal
+from tests.support.runtime.cuda_fake import Fake
+from tests.support.runtime.failing_memory import every_allocation
+from tests.support.runtime.on_cuda import cuda
 from tinygrad_nv import Device, Tensor, TinyJit, memory_report
 from tinygrad_nv.errors import OutOfMemoryError
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from failing_memory import every_allocation, failing
-from on_emu import emu  # noqa: F401
-from pool_case import INPUTS, Paged, batch
 
+from tests.support.graphs.pool_case import INPUTS, Paged, batch
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.runtime.failing_memory import every_allocation, failing
 from tinygrad_nv import Device, Tensor, TinyJit, dtypes
 from tinygrad_nv.errors import OutOfMemoryError
 from tinygrad_nv.graphs import GraphPool

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import attention_case
-import backward_case
-import decode_case
-import on_driver
-
+from tests.support.runtime import on_driver
+from tests.support.tile import attention_case, backward_case, decode_case
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from order_case import NBYTES, Bench, N
 
+from tests.support.runtime.order_case import NBYTES, Bench, N
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.driver import Download, HostMemory, Upload
 

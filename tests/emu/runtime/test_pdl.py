@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from gemm_case import TORCH, arguments, bits, places, product, reference, run, view
-from gemv_case import best, exact, scheduled
 from tinygrad.device import TinyELF
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Target
 
+from tests.support.tile.gemm_case import TORCH, arguments, bits, places, product, reference, run, view
+from tests.support.tile.gemv_case import best, exact, scheduled
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions

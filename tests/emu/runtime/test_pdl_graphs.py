@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from on_emu import emu, equal  # noqa: F401
 from tinygrad.engine.realize import graph_cache
 from tinygrad.uop.ops import Ops
 
+from tests.support.patterns.on_emu import emu, equal  # noqa: F401
 from tinygrad_nv import Tensor, TinyJit
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions

@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from order_case import NBYTES, Bench, N
 
+from tests.support.runtime.order_case import NBYTES, Bench, N
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Stream, Upload, Work
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

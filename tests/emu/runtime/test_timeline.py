@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nvml_fake import FakeNVML
-from on_emu import emu  # noqa: F401
-from pool_case import Paged, batch, device, eager, pool_of, same
 from tinygrad.engine import realize
 from tinygrad.helpers import to_function_name
 
+from tests.support.graphs.pool_case import Paged, batch, device, eager, pool_of, same
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.runtime.nvml_fake import FakeNVML
 from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, explain, hooks, layer, timeline
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.patterns.program import Output, program

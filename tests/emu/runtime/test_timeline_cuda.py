@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import numpy as np
-from on_cuda import cuda
 
+from tests.support.runtime.on_cuda import cuda
 from tinygrad_nv import Tensor, TinyJit, layer, timeline
 from tinygrad_nv.runtime.observe import timeline as timelines
 

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from cpu_vector_case import LEVELS
-from gemm_case import TORCH
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import Ops, python_alu
 
+from tests.support.cpu.cpu_vector_case import LEVELS
+from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv.cpu import expression as cpu
 from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA

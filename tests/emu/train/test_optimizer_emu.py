@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from on_emu import emu  # noqa: F401
-from optimizer_case import gradients, numbers, parameters, ran
 
+from tests.support.patterns.on_emu import emu  # noqa: F401
+from tests.support.train.optimizer_case import gradients, numbers, parameters, ran
 from tinygrad_nv import Tensor, explain
 from tinygrad_nv.train.optimizers import StateOptions, adamw, lion
 

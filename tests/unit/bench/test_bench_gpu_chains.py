@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import cuda_fake
 import gpu_chains
 import gpu_correct
 import gpu_record
@@ -22,6 +21,7 @@ import gpu_smoke
 from gpu_cases import Case, Cases, Memory
 from gpu_parts import PARTS, NotMeasured
 
+from tests.support.runtime import cuda_fake
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.driver import Launch
 from tinygrad_nv.runtime.emulated import driver as emulated

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import cuda_fake
 import gemm_contenders
 import gpu_compare
 import gpu_correct
@@ -24,6 +23,7 @@ import torch
 from gpu_cases import Case, Cases, Judged, moved
 from gpu_correct import replayed, verdict
 
+from tests.support.runtime import cuda_fake
 from tinygrad_nv.ptx.assemble import assemble, sass
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.runtime.cuda.driver import CUDADriver

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 import soak
-from serve_case import FakeEngine, FakeModel, FakeStats, fake_service, live
 from soak_requests import KINDS, Answer, cases
 from soak_servers import Running
 
+from tests.support.server.serve_case import FakeEngine, FakeModel, FakeStats, fake_service, live
 from tinygrad_nv.engine.outputs import Delta
 
 # what a server refuses by itself; an engine is what refuses a pattern

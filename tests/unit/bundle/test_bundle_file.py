@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_case import check_all, flips
 
+from tests.support.bundle.bundle_case import check_all, flips
 from tinygrad_nv.bundle import container
 from tinygrad_nv.bundle.container import FORMAT, HEAD, HEADER, PAGE, Bundle, Source, open_bundle, write_bundle
 from tinygrad_nv.bundle.hashing import CHUNK, digest

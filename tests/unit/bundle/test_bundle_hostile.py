@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundle_case import forged, manifest_of, with_part
 from tinygrad import Tensor
 
 import tinygrad_nv
+from tests.support.bundle.bundle_case import forged, manifest_of, with_part
 from tinygrad_nv.bundle.container import is_bundle, open_bundle
 from tinygrad_nv.bundle.report import inspected
 from tinygrad_nv.errors import BundleError

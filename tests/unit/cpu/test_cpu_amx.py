@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gemm_case import GUARD, arguments, near, product, reference, view
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from tinygrad.dtype import dtypes
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.tensor import Tensor
 
+from tests.support.tile.gemm_case import GUARD, arguments, near, product, reference, view
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import measure, target
 from tinygrad_nv.cpu.gemm import amx, choose

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_graph import attended, by_hand
 from tinygrad.dtype import DType
 
+from tests.support.patterns.attention_graph import attended, by_hand
 from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
 from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.functional import scaled_dot_product_attention, varlen_attention

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import cpu_gemv_case
 import numpy as np
 import pytest
 import torch
-from cpu_quant_case import BF16, TYPES, built, default, matmul, run, stored, tiles
-from gemm_case import arguments, product, reference
 from tinygrad.device import Device
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu import cpu_gemv_case
+from tests.support.cpu.cpu_quant_case import BF16, TYPES, built, default, matmul, run, stored, tiles
+from tests.support.tile.gemm_case import arguments, product, reference
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.isa import AVX2_VNNI

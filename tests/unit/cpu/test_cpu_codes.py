@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import BEST, F32, LEVELS, bits_of, built, matmul, run, tiles
 from tinygrad import Tensor, Variable
 from tinygrad.dtype import dtypes
 from tinygrad_nv.models.llama import multiply
 
+from tests.support.cpu.cpu_quant_case import BEST, F32, LEVELS, bits_of, built, matmul, run, tiles
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from emitted_specs import bias_sum, norm_weight
-from reference_case import right, run, same, storages
 from tinygrad import Tensor, TinyJit, dtypes, nn
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
+from tests.support.tile.reference_case import right, run, same, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.column_sum.kernel import default

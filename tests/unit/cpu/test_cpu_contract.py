@@ -8,24 +8,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import attention_case
-import backward_case
-import cpu_backward_case
-import cpu_flash_case
-import cpu_gemv_case
 import pytest
 import torch
-from attention_case import attention
-from backward_case import backward
-from cpu_quant_case import TYPES, matmul
-from decode_case import decode
-from gemm_case import arguments, product
-from test_cpu_gemv import gate
-from test_flash_backward_scores import scores
 from tinygrad.device import Device
 from tinygrad.dtype import dtypes
 from tinygrad.runtime.support.elf import elf_loader
 
+from tests.emu.tile.attention.test_flash_backward_scores import scores
+from tests.support.cpu import cpu_backward_case, cpu_flash_case, cpu_gemv_case
+from tests.support.cpu.cpu_quant_case import TYPES, matmul
+from tests.support.tile import attention_case, backward_case
+from tests.support.tile.attention_case import attention
+from tests.support.tile.backward_case import backward
+from tests.support.tile.decode_case import decode
+from tests.support.tile.gemm_case import arguments, product
+from tests.unit.cpu.test_cpu_gemv import gate
 from tinygrad_nv.cpu.attention.schedules import CPUFlash, CPUFlashBackward
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference_case import Given, right, run, same, storages
 from tinygrad.device import Device
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 from tinygrad.runtime.support.elf import elf_loader
 
+from tests.support.tile.reference_case import Given, right, run, same, storages
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, PORTABLE, why_not
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.tile.conv.spec import ConvSpec

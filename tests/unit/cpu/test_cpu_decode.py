@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_decode_case import ISAS, near, on, run
-from decode_case import contiguous, decode, every_number, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode_invariant import alone, moved
 from tinygrad import dtypes
 
+from tests.emu.tile.decode.test_decode_invariant import alone, moved
+from tests.support.cpu.cpu_decode_case import ISAS, near, on, run
+from tests.support.tile.decode_case import contiguous, decode, every_number, requests
 from tinygrad_nv.cpu.decode import kernel as template
 from tinygrad_nv.cpu.isa import ISA, detect
 from tinygrad_nv.tile.decode.spec import DecodeSpec

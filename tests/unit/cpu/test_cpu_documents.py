@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_backward_case import here
-from documents_case import Documents, bounds
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.cpu.cpu_backward_case import here
+from tests.support.patterns.documents_case import Documents, bounds
 from tinygrad_nv import explain
 from tinygrad_nv.cpu.attention import flash
 from tinygrad_nv.cpu.attention.backward import kernel as backward

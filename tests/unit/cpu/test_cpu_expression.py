@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from cpu_vector_case import LEVELS
-from gemm_case import TORCH, evaluate, product
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.cpu.cpu_vector_case import LEVELS
+from tests.support.tile.gemm_case import TORCH, evaluate, product
 from tinygrad_nv.cpu import expression as cpu
 from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA

@@ -6,15 +6,15 @@ import math
 from dataclasses import replace
 
 import pytest
-import ragged_case
 import torch
-from attention_case import arguments, attention, keep, matrix, near
-from cpu_flash_case import BEST, LEVELS, Answer, close, loaded, run, same, scheduled
-from flash_fp8_case import attention8
-from ragged_case import ragged
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from tests.support.cpu.cpu_flash_case import BEST, LEVELS, Answer, close, loaded, run, same, scheduled
+from tests.support.tile import ragged_case
+from tests.support.tile.attention_case import arguments, attention, keep, matrix, near
+from tests.support.tile.flash_fp8_case import attention8
+from tests.support.tile.ragged_case import ragged
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import flash
 from tinygrad_nv.cpu.target import CPU

@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_case import attended, matrix
-from backward_case import arguments, backward, given_forward, lies, near, reference
-from cpu_backward_case import close, here, run, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flash_backward_generated import specs
-from test_flash_backward_scores import scores
 from tinygrad.dtype import DType, dtypes
 
+from tests.emu.tile.attention.test_flash_backward_generated import specs
+from tests.emu.tile.attention.test_flash_backward_scores import scores
+from tests.support.cpu.cpu_backward_case import close, here, run, scheduled
+from tests.support.tile.attention_case import attended, matrix
+from tests.support.tile.backward_case import arguments, backward, given_forward, lies, near, reference
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import dropout
 from tinygrad_nv.cpu.attention.backward import kernel as flash_backward

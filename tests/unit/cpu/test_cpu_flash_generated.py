@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 import pytest
-from attention_case import arguments, attention, near
-from cpu_flash_case import LEVELS, loaded, run, same, scheduled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_flash_generated import EDGE, KEYS, ROWS, scores
 from tinygrad.dtype import dtypes
 
+from tests.emu.tile.attention.test_flash_generated import EDGE, KEYS, ROWS, scores
+from tests.support.cpu.cpu_flash_case import LEVELS, loaded, run, same, scheduled
+from tests.support.tile.attention_case import arguments, attention, near
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.tile.attention.spec import SYMBOLS, AttentionSpec, Band
 

@@ -7,8 +7,6 @@ from itertools import product as pairs
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import LEVELS, run
-from gemm_case import GUARD, arguments, near, product, reference
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +15,8 @@ from tinygrad.dtype import dtypes
 from tinygrad.runtime.support.elf import elf_loader
 from tinygrad.tensor import Tensor
 
+from tests.support.cpu.cpu_gemv_case import LEVELS, run
+from tests.support.tile.gemm_case import GUARD, arguments, near, product, reference
 from tinygrad_nv import explain
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES

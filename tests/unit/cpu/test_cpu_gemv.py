@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import BEST, LEVELS, exact, loaded, run, scheduled
-from gemm_case import arguments, product, reference
 from hypothesis import given as forall
 from hypothesis import settings
 from hypothesis import strategies as st
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.cpu.cpu_gemv_case import BEST, LEVELS, exact, loaded, run, scheduled
+from tests.support.tile.gemm_case import arguments, product, reference
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
 from tinygrad_nv.cpu.target import CPU

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cpu_gemv_case import LEVELS
-from cpu_grouped_case import answer, given, run
-from gemm_case import TORCH
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu.cpu_gemv_case import LEVELS
+from tests.support.cpu.cpu_grouped_case import answer, given, run
+from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.grouped_gemm import layout
 from tinygrad_nv.cpu.grouped_gemm.kernel import build

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import LEVELS, at_end
-from cpu_outer_case import UNIT, C, answer, given
-from gemm_case import TORCH
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.cpu.cpu_gemv_case import LEVELS, at_end
+from tests.support.cpu.cpu_outer_case import UNIT, C, answer, given
+from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.grouped_gemm import outer
 from tinygrad_nv.cpu.target import CPU

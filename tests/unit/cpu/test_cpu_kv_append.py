@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from append_case import Append, append, fetched, infinite, run, same, stored, wanted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import numbers
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
@@ -18,6 +16,8 @@ from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
+from tests.support.patterns.append_case import Append, append, fetched, infinite, run, same, stored, wanted
+from tests.support.patterns.paged_case import numbers
 from tinygrad_nv import Tensor, Variable, explain
 from tinygrad_nv.cpu.isa import PORTABLE, why_not
 from tinygrad_nv.cpu.kv_append import kernel as template

@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import LEVELS, at_end
-from gemm_case import TORCH
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.cpu.cpu_gemv_case import LEVELS, at_end
+from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.lora import expand, shrink

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_spec_case import SPECS, given_of
-from reference_case import right, run
 from tinygrad import dtypes
 
+from tests.support.cpu.optimizer_spec_case import SPECS, given_of
+from tests.support.tile.reference_case import right, run
 from tinygrad_nv import Tensor, explain
 from tinygrad_nv.cpu.isa import detect, why_not
 from tinygrad_nv.cpu.kernel import CPUKernel

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import BF16, F32, TYPES, Arrays, built, matmul, run, stored, tiles
 from tinygrad.device import Device
 from tinygrad.runtime.support.elf import elf_loader
 
+from tests.support.cpu.cpu_quant_case import BF16, F32, TYPES, Arrays, built, matmul, run, stored, tiles
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.quant_gemm import amx
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantAmx

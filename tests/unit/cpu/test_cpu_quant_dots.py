@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import (
+from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import Context
+
+from tests.support.cpu.cpu_quant_case import (
     BEST,
     BF16,
     F16,
@@ -22,10 +26,6 @@ from cpu_quant_case import (
     stored,
     tiles,
 )
-from tinygrad import Tensor
-from tinygrad.dtype import DType, dtypes
-from tinygrad.helpers import Context
-
 from tinygrad_nv import disabled
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.quant_gemm import byte_panels

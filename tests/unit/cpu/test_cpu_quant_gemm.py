@@ -6,7 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from cpu_quant_case import (
+from tinygrad import Tensor, Variable, dtypes
+from tinygrad.helpers import Context
+
+from tests.support.cpu.cpu_quant_case import (
     BEST,
     BF16,
     F16,
@@ -19,9 +22,6 @@ from cpu_quant_case import (
     run,
     stored,
 )
-from tinygrad import Tensor, Variable, dtypes
-from tinygrad.helpers import Context
-
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.explain import explain
 from tinygrad_nv.patterns.quant_gemm.named import quant_matmul

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import LEVELS
-from cpu_grouped_case import Given, answer, given, run
-from cpu_quant_case import TYPES, elements, in_bytes, stored, tiles
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu.cpu_gemv_case import LEVELS
+from tests.support.cpu.cpu_grouped_case import Given, answer, given, run
+from tests.support.cpu.cpu_quant_case import TYPES, elements, in_bytes, stored, tiles
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.quant_grouped import layout
 from tinygrad_nv.cpu.quant_grouped.kernel import build

@@ -5,11 +5,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import BF16, F16, F32, LEVELS, TYPES, built, elements, matmul, run, stored, tiles
 from tinygrad.device import Device
 from tinygrad.dtype import DType
 from tinygrad.runtime.support.elf import elf_loader
 
+from tests.support.cpu.cpu_quant_case import (
+    BF16,
+    F16,
+    F32,
+    LEVELS,
+    TYPES,
+    built,
+    elements,
+    matmul,
+    run,
+    stored,
+    tiles,
+)
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512_BF16, ISA
 from tinygrad_nv.cpu.target import CPU

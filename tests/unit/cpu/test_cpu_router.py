@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import LEVELS, at_end
-from gemm_case import TORCH
-from router_case import Found, chosen, sorted_right, weights
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
 
+from tests.support.cpu.cpu_gemv_case import LEVELS, at_end
+from tests.support.cpu.router_case import Found, chosen, sorted_right, weights
+from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.router import kernel

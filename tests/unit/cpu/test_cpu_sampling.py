@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sampler_case import Case, logits_of
-from selection_case import above, hard_rows, near_targets
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
+from tests.support.engine.sampler_case import Case, logits_of
+from tests.support.engine.selection_case import above, hard_rows, near_targets
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.sampling import choice as choosing

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from test_llama_training import trained as llama
 from tinygrad.dtype import DType
-from training_case import (
+
+from tests.emu.models.test_llama_training import trained as llama
+from tests.support.patterns.training_case import (
     BF16,
     F16,
     F32,
@@ -28,7 +29,6 @@ from training_case import (
     stored,
     templates,
 )
-
 from tinygrad_nv import Context, Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gemm_case import TORCH, arguments, product, reference, view
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 from tinygrad.tensor import Tensor
 
+from tests.support.tile.gemm_case import TORCH, arguments, product, reference, view
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention.schedules import CPUFlash

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cpu_gemv_case import at_end
-from cpu_vector_case import CASES, FLOATS, LEVELS, NUMPY, call, wide
 from tinygrad import Device
 
+from tests.support.cpu.cpu_gemv_case import at_end
+from tests.support.cpu.cpu_vector_case import CASES, FLOATS, LEVELS, NUMPY, call, wide
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.kernel import C_TYPES, kernel
 from tinygrad_nv.runtime.cpu.program import load

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
-from dist_case import close, opened, ranks_of, together
 
+from tests.support.dist.dist_case import close, opened, ranks_of, together
 from tinygrad_nv.dist import cores
 from tinygrad_nv.dist.cores import CoreShare, neighbours, share
 

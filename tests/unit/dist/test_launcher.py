@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from dist_case import HEAD, MARK, await_none, program
 
+from tests.support.dist.dist_case import HEAD, MARK, await_none, program
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.launcher import program as command_of
 from tinygrad_nv.dist.processes import ENDED, Failure

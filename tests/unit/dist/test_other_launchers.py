@@ -11,7 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from dist_case import HEAD, ended, free_port, program
+
+from tests.support.dist.dist_case import HEAD, ended, free_port, program
 
 FIND = """
 with Store.open(ranks, 20) as store:

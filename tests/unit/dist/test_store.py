@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from dist_case import close, free_port, opened, ranks_of, together
 
+from tests.support.dist.dist_case import close, free_port, opened, ranks_of, together
 from tinygrad_nv.dist import rendezvous
 from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, named, take, unpacked_list
 from tinygrad_nv.dist.ranks import Ranks

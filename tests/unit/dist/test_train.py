@@ -3,7 +3,8 @@ mesh_program.py have the checks, and run as ranks)."""
 from __future__ import annotations
 
 import pytest
-import rank_programs
+
+from tests.support.dist import rank_programs
 
 QUICK = ("overlap", "fully_sharded", "zero_bubble", "vocabulary")
 SLOW = ("steps", "adam", "memory", "pipelines", "sequence", "expert", "ring", "ring_both_ways")
@@ -18,28 +19,28 @@ def right(program: str, ranks: int, *checks: str, mpi: bool = False) -> None:
         for check in checks or ("meshes",): assert f"rank {rank} of {ranks}: {check} " in told, told
 
 
-def test_two_ranks() -> None: right("train_program.py", 2, *QUICK)
+def test_two_ranks() -> None: right("dist/train_program.py", 2, *QUICK)
 
 
 @pytest.mark.slow
-def test_two_ranks_all() -> None: right("train_program.py", 2, *SLOW)
+def test_two_ranks_all() -> None: right("dist/train_program.py", 2, *SLOW)
 
 
 @pytest.mark.slow
-def test_four_ranks() -> None: right("train_program.py", 4, *QUICK, *SLOW)
+def test_four_ranks() -> None: right("dist/train_program.py", 4, *QUICK, *SLOW)
 
 
-def test_two_ranks_over_mpi() -> None: right("train_program.py", 2, *QUICK, "ring", mpi=True)
+def test_two_ranks_over_mpi() -> None: right("dist/train_program.py", 2, *QUICK, "ring", mpi=True)
 
 
-def test_four_ranks_over_mpi() -> None: right("train_program.py", 4, *QUICK, mpi=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_over_mpi(ranks: int) -> None: right("train_program.py", ranks, *QUICK, *SLOW, mpi=True)
+def test_four_ranks_over_mpi() -> None: right("dist/train_program.py", 4, *QUICK, mpi=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_meshes(ranks: int) -> None: right("mesh_program.py", ranks)
+def test_over_mpi(ranks: int) -> None: right("dist/train_program.py", ranks, *QUICK, *SLOW, mpi=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_meshes(ranks: int) -> None: right("dist/mesh_program.py", ranks)

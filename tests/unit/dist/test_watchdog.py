@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dist_case import close, ended, opened, program, ranks_of, spawned
 
+from tests.support.dist.dist_case import close, ended, opened, program, ranks_of, spawned
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.dist.watchdog import Position, Progress, Watchdog, keys, packed, unpacked, verdict

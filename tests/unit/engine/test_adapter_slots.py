@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from engine_fake import FakeDevice
 from tinygrad_nv.models.lora import AdapterMatrices
 from tinygrad_nv.models.peft import Adapter
 
+from tests.support.engine.engine_fake import FakeDevice
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.lora.cache import AdapterCache

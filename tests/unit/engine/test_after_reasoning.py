@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from structured_case import allowed, grammars, text, tokenizer
 
+from tests.support.engine.structured_case import allowed, grammars, text, tokenizer
 from tinygrad_nv.engine.structured_output.after_reasoning import AfterReasoning
 from tinygrad_nv.engine.structured_output.params import ReasoningTokens
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured

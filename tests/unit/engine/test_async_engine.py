@@ -11,8 +11,8 @@ import weakref
 from types import SimpleNamespace
 
 import pytest
-from core_case import CountingCore, CountingLLM
 
+from tests.support.engine.core_case import CountingCore, CountingLLM
 from tinygrad_nv.engine.async_engine import AsyncEngine, merge_deltas
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_fake import BROKEN, EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule
 
+from tests.support.engine.engine_fake import BROKEN, EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 

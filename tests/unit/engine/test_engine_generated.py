@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import pytest
-from engine_fake import EOS, VOCAB, FakeDevice, OracleProposer, Rule, alone, alone_on_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine.engine_fake import (
+    EOS,
+    VOCAB,
+    FakeDevice,
+    OracleProposer,
+    Rule,
+    alone,
+    alone_on_prompt,
+)
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams

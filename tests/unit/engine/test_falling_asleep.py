@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core_case import CountingCore, CountingLLM
-from runner_case import LENGTH, PAGES, PLAIN, SIZE, network
 
+from tests.support.engine.core_case import CountingCore, CountingLLM
+from tests.support.engine.runner_case import LENGTH, PAGES, PLAIN, SIZE, network
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.sleep import Sleeper, SleepingModel

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from runner_case import LENGTH, PAGES, PLAIN, SIZE
 from tinygrad.uop.ops import UOp
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, VocabularyPart, local_config
 
+from tests.support.engine.runner_case import LENGTH, PAGES, PLAIN, SIZE
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.transports.library import KINDS

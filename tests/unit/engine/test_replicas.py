@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from core_case import CountingCore
 
+from tests.support.engine.core_case import CountingCore
 from tinygrad_nv.engine.core import EngineStats
 from tinygrad_nv.engine.executor import replicas
 from tinygrad_nv.engine.executor.connections import Connections

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pages
 from tinygrad_nv.models.llama import Llama
 
+from tests.support.engine.runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pages
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from runner_case import LENGTH, PAGES, SIZE, Driver, network, poison
 
+from tests.support.engine.runner_case import LENGTH, PAGES, SIZE, Driver, network, poison
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from parts_case import PartsCase
-from sampler_case import Case, logits_of
-from selection_case import hard_rows
-from test_sampler_rows import KINDS, SAID, SEEN
 
+from tests.support.engine.parts_case import PartsCase
+from tests.support.engine.sampler_case import Case, logits_of
+from tests.support.engine.selection_case import hard_rows
+from tests.unit.engine.test_sampler_rows import KINDS, SAID, SEEN
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler_state import packed_mask
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_case import Case, V, logits_of, union
 from tinygrad import Tensor, TinyJit, dtypes
 
+from tests.support.engine.sampler_case import Case, V, logits_of, union
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState, packed_mask

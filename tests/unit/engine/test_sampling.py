@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_case import Case, V, logits_of, their_filtered
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 
 import tinygrad_nv
+from tests.support.engine.sampler_case import Case, V, logits_of, their_filtered
 from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
 from tinygrad_nv.engine.worker.sampler import next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_fake import Engine, alone_on_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine.engine_fake import Engine, alone_on_prompt
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request, Seq, new_sequences

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structured_case import grammars, holds, text, tokenizer, written
 
+from tests.support.engine.structured_case import grammars, holds, text, tokenizer, written
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.engine.structured_output.schema import simplified
 from tinygrad_nv.errors import RequestError

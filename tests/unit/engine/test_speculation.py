@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
-from engine_fake import EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule, alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine.engine_fake import EOS, VOCAB, Engine, FakeDevice, OracleProposer, Rule, alone
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import DraftRequest, Request
 from tinygrad_nv.engine.speculation.draft_model import DraftModelProposer

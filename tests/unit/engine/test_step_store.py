@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runner_case import LENGTH, PAGES, SIZE, Driver, network
 from tinygrad import helpers
 from tinygrad.engine.realize import compile_linear, run_linear
 from tinygrad.uop.ops import Ops, UOp, buffers
 
+from tests.support.engine.runner_case import LENGTH, PAGES, SIZE, Driver, network
 from tinygrad_nv import Tensor, private
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker import step_file

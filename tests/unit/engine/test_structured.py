@@ -7,10 +7,21 @@ import threading
 
 import numpy as np
 import pytest
-from structured_case import KINDS, PERSON, SCHEMAS, allowed, grammars, holds, schema, text, tokenizer, written
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from tests.support.engine.structured_case import (
+    KINDS,
+    PERSON,
+    SCHEMAS,
+    allowed,
+    grammars,
+    holds,
+    schema,
+    text,
+    tokenizer,
+    written,
+)
 from tinygrad_nv.engine.structured_output.grammar_check import GrammarChecker, compile_grammar
 from tinygrad_nv.engine.structured_output.matcher import GrammarCompiler, GrammarMatcher, pack_mask
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured

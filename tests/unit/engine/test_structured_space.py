@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from structured_case import grammars
 
+from tests.support.engine.structured_case import grammars
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 
 SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import transformers
-from test_text import TOKENIZERS
 
+from tests.unit.engine.test_text import TOKENIZERS
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import TokenizerError
 

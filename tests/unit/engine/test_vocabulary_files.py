@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import transformers
-from sentencepiece_golden import FILE
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.support.engine.sentencepiece_golden import FILE
 from tinygrad_nv.engine.text.sentencepiece_file import parse_model
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runner_case import LENGTH, PAGES, PLAIN, SIZE, Driver, network
 from tinygrad import Device
 from tinygrad.device import Buffer
 from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv.models.lora import AdapterMatrices, ModelAdapters
 
+from tests.support.engine.runner_case import LENGTH, PAGES, PLAIN, SIZE, Driver, network
 from tinygrad_nv import dtypes
 from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits

@@ -3,12 +3,12 @@ import gc
 
 import numpy as np
 import pytest
-import silu_mul
 from tinygrad import schedule
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops, buffers
 
+from tests.support.patterns import silu_mul
 from tinygrad_nv import Context, GlobalCounters, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.explain import KernelRecord, Lowering

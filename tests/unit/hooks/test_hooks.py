@@ -3,10 +3,10 @@ import os
 
 import numpy as np
 import pytest
-import silu_mul
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops, UOp
 
+from tests.support.patterns import silu_mul
 from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.runtime.note import ProgramKernel

@@ -8,11 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import silu_mul
 from tinygrad import schedule
 from tinygrad.engine import jit, realize
 from tinygrad.mixin import gradient
 
+from tests.support.patterns import silu_mul
 from tinygrad_nv import Tensor, hooks
 from tinygrad_nv.errors import HookError
 
@@ -81,9 +81,8 @@ def test_removed_rewrite_leaves_nothing(tinygrads_own):
 
 def test_NV_0_does_not_enable(tinygrads_own):
     script = SCHEDULES + textwrap.dedent("""
-        import sys; sys.path.insert(0, "tests/unit/patterns")
+        from tests.support.patterns import silu_mul
         from tinygrad_nv import hooks
-        import silu_mul
         hooks.add_rewrite("silu_mul", silu_mul.rewrite)
         print(json.dumps([hooks.enabled(), schedules(), hooks.enable() or schedules()]))""")
     was_enabled, off, on = child(script, NV="0")

@@ -4,11 +4,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("threads_script.py")
+from tests.support import SUPPORT
+
+SCRIPT = SUPPORT / "hooks" / "threads_script.py"
 ROOT = SCRIPT.parents[3]
 
 

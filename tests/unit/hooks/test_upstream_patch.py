@@ -51,25 +51,24 @@ def test_all_hooks_pass_their_tests_through_the_plugin_points(patched):
 
 
 def test_nothing_of_a_patched_tinygrad_is_replaced(patched):
-    run(patched, "-c", f"""
-import sys; sys.path.insert(0, {str(ROOT / "tests" / "unit" / "patterns")!r})
+    run(patched, "-c", """
 from tinygrad import schedule
 from tinygrad.engine import realize
 from tinygrad_nv import corrected, hooks
 from tinygrad_nv.hooks import replaced
-import silu_mul
+from tests.support.patterns import silu_mul
 hooks.add_rewrite("silu_mul", silu_mul.rewrite)
 hooks.add_custom_function("f", lambda ctx, call, ast: [], lambda call: ((), ()))
 assert schedule.pre_schedule == [(hooks.rewritten, hooks.configuration)]
 assert len(realize.pre_compile) == 1 and list(realize.custom_functions) == ["f"]
-always = {{"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing",
+always = {"_select_device", "db_connection", "_recreate_cm", "_Device__get_canonicalized_item", "capturing",
           "free_intermediates", "get_worker_pool", "_prepare_jit_inputs", "__call__", "pickle",
-          "pm_dtype_decomps"}}
-assert {{attribute for _, attribute in replaced._replaced}} == {{
-    *always, "scaled_dot_product_attention", "conv2d", "_compact_params", "__init__", *corrected.METHODS}}
+          "pm_dtype_decomps"}
+assert {attribute for _, attribute in replaced._replaced} == {
+    *always, "scaled_dot_product_attention", "conv2d", "_compact_params", "__init__", *corrected.METHODS}
 hooks.disable(); hooks.remove_custom_function("f")
-assert {{attribute for _, attribute in replaced._replaced}} == always
-assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) == ([], [], {{}})
+assert {attribute for _, attribute in replaced._replaced} == always
+assert (schedule.pre_schedule, realize.pre_compile, realize.custom_functions) == ([], [], {})
 """)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kv_cache_case import HEADS, D, Loop, cache
 from tinygrad import Tensor, TinyJit, dtypes
 
+from tests.support.kvcache.kv_cache_case import HEADS, D, Loop, cache
 from tinygrad_nv.kvcache.cache import KVCache, Step
 from tinygrad_nv.kvcache.kind import CacheKind
 from tinygrad_nv.tile.expression import short

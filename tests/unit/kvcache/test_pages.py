@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages_case import A, B, copies, filled
 
+from tests.support.kvcache.pages_case import A, B, copies, filled
 from tinygrad_nv.errors import PageError
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool

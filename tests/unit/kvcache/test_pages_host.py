@@ -1,8 +1,7 @@
 """KV cache pages: offload to the host, and batches that fail."""
 from __future__ import annotations
 
-from pages_case import A, B, copies, filled
-
+from tests.support.kvcache.pages_case import A, B, copies, filled
 from tinygrad_nv.kvcache.page_allocator import CopyKind
 from tinygrad_nv.kvcache.pool import PagePool
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pages_case import POOLS, Drive, driven
 
+from tests.support.kvcache.pages_case import POOLS, Drive, driven
 from tinygrad_nv.kvcache import offload
 from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.hybrid_table import HybridTable

@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import pytest
-from programs import PROGRAMS
-from programs.case import Case, interpreted
 
+from tests.support.language.programs import PROGRAMS
+from tests.support.language.programs.case import Case, interpreted
 from tinygrad_nv.language.kernels import Kernel
 
 
 def test_there_are_programs_of_many_kinds():
-    import programs
+    from tests.support.language import programs
     kernels = {name for module in programs.MODULES for name, each in vars(module).items() if isinstance(each,
                                                                                                         Kernel)}
     assert len(kernels) >= 60

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import PROGRAMS, UNORDERED
-from programs.case import Case, direct, tensor
 from tinygrad import Tensor as Plain
 from tinygrad.dtype import dtypes
 
+from tests.support.language.programs import PROGRAMS, UNORDERED
+from tests.support.language.programs.case import Case, direct, tensor
 from tinygrad_nv.errors import LanguageError, TransformError
 from tinygrad_nv.explain import explain
 from tinygrad_nv.language import *

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cpu_quant_case import TYPES, stored
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
 
+from tests.support.cpu.cpu_quant_case import TYPES, stored
 from tinygrad_nv import explain
 from tinygrad_nv.functional import prepared, quant_matmul, scaled_dot_product_attention
 from tinygrad_nv.numerics.policy import deterministic

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import replay_case
 from tinygrad import Tensor, dtypes
 
+from tests.support.numerics import replay_case
 from tinygrad_nv.cpu.norm import kernel as norm
 from tinygrad_nv.errors import ReplayError
 from tinygrad_nv.numerics.policy import deterministic

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import safe_case as right
 import torch
-from safe_case import TORCH, rows
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.numerics import safe_case as right
+from tests.support.numerics.safe_case import TORCH, rows
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.numerics.safe import layernorm_safe, logsumexp_safe, rmsnorm_safe, softmax_safe
 

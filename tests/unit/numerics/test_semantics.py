@@ -4,18 +4,18 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import exact as fractions
 import numpy as np
 import pytest
 import torch
-from cpu_gemv_case import BEST, run
-from cpu_vector_case import LEVELS, NUMPY, call
-from gemm_case import arguments, product
-from semantics_case import drawn, edges
-from test_cpu_amx import tile_kernel
-from test_cpu_gemm import PLAIN, scheduled
 from tinygrad import dtypes
 
+from tests.support.cpu.cpu_gemv_case import BEST, run
+from tests.support.cpu.cpu_vector_case import LEVELS, NUMPY, call
+from tests.support.numerics.semantics_case import drawn, edges
+from tests.support.ptx import exact as fractions
+from tests.support.tile.gemm_case import arguments, product
+from tests.unit.cpu.test_cpu_amx import tile_kernel
+from tests.unit.cpu.test_cpu_gemm import PLAIN, scheduled
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.numerics.semantics import FORMATS, apply, convert, decode, dot, encode, promoted_dot

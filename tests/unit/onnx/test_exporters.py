@@ -1,11 +1,11 @@
 """Transformers that torch exported give what torch gives, and their attention is a kernel of this package."""
 from __future__ import annotations
 
-import exported_models
 import numpy as np
 import pytest
 from tinygrad.helpers import Context
 
+from tests.support.onnx import exported_models
 from tinygrad_nv import explain
 from tinygrad_nv.onnx import OnnxRunner
 

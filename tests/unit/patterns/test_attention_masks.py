@@ -4,7 +4,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from attention_graph import (
+from tinygrad.uop.ops import UOp
+
+from tests.support.patterns.attention_graph import (
     CAUSAL,
     F32,
     SCALED,
@@ -22,8 +24,6 @@ from attention_graph import (
     scores,
     use,
 )
-from tinygrad.uop.ops import UOp
-
 from tinygrad_nv import Tensor, Variable, dtypes
 from tinygrad_nv.patterns.attention.fitted import fitted
 from tinygrad_nv.patterns.positions import AffineForm, linear

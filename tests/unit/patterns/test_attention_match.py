@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable
 
 import pytest
-from attention_graph import (
+from tinygrad.dtype import DType, dtypes
+
+from tests.support.patterns.attention_graph import (
     BF16,
     CAUSAL,
     F16,
@@ -25,8 +27,6 @@ from attention_graph import (
     scores,
     use,
 )
-from tinygrad.dtype import DType, dtypes
-
 from tinygrad_nv import Tensor, disabled, explain
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
 from tinygrad_nv.tile.expression import show

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import attention_graph
 import pytest
-from attention_graph import BF16, F16, F32, B, D, positions
 from tinygrad.dtype import DType
 
+from tests.support.patterns import attention_graph
+from tests.support.patterns.attention_graph import BF16, F16, F32, B, D, positions
 from tinygrad_nv import Tensor, Variable, dtypes, explain
 from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.patterns.attention import match

@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from loss_case import IGNORED, Case, close, distilled, gradients, ours
 from tinygrad import Tensor, TinyJit, function
 from tinygrad.dtype import DType, dtypes
 from tinygrad.uop.ops import Ops
 
+from tests.support.patterns.loss_case import IGNORED, Case, close, distilled, gradients, ours
 from tinygrad_nv import disabled
 from tinygrad_nv.explain import explain
 from tinygrad_nv.functional import cross_entropy, distillation, linear_cross_entropy, linear_distillation

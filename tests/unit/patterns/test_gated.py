@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from reference_case import right, run, storages
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
+from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.norm import kernel as norm

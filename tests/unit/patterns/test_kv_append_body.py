@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from append_case import append, run, same, wanted
 from tinygrad import dtypes
 
+from tests.support.patterns.append_case import append, run, same, wanted
 from tinygrad_nv import disabled
 
 

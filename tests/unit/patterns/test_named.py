@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import silu_mul
 from tinygrad.uop.ops import Ops, UOp
 
+from tests.support.patterns import silu_mul
 from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hooks
 from tinygrad_nv.hooks import rewrites as hook_rewrites
 from tinygrad_nv.patterns import named, program

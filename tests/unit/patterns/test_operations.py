@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from operations_case import CASES, LEFT, named, plan, wrong
 from tinygrad import Tensor
 from tinygrad.helpers import Context
+
+from tests.support.patterns.operations_case import CASES, LEFT, named, plan, wrong
 
 
 def test_every_method_is_a_case_or_left_for_a_reason():

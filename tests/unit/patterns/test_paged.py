@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import attention, case, exact, fetched, near, operands
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.patterns.paged_case import attention, case, exact, fetched, near, operands
 from tinygrad_nv import explain
 from tinygrad_nv.functional import paged_attention
 

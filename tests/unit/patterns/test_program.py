@@ -3,10 +3,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import silu_mul
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops
 
+from tests.support.patterns import silu_mul
 from tinygrad_nv import Context, Device, GlobalCounters, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.patterns.program import Output, called, program

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from reference_case import right, run, storages
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.target import host

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import pytest
-from cuda_fake import installed
 
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.emulator.arguments import resident_clusters
 from tinygrad_nv.ptx.gpcs import GPCS, gpcs, most_clusters

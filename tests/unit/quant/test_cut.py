@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from directory_case import KINDS
-from reader_case import LAYER, array_of, layer_of, matrix_of, stored_of
 
+from tests.support.quant.directory_case import KINDS
+from tests.support.quant.reader_case import LAYER, array_of, layer_of, matrix_of, stored_of
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.cut import cut_matrix, part_of
 from tinygrad_nv.quant.readers.reader import StoredMatrix, TensorPart, reader_of

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from gguf_case import gguf_name, write_model
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import parse_config, read_config
@@ -24,6 +23,7 @@ from tinygrad_nv.models.rope import inverse_frequencies
 from tinygrad_nv.models.weights import slots
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from tests.support.quant.gguf_case import gguf_name, write_model
 from tinygrad_nv.quant.activations import QWeight
 
 SIZES = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

@@ -9,7 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import transformers
-from gguf_case import add, tokenizer_metadata
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
 from tokenizers import (
@@ -26,6 +25,7 @@ from tokenizers import Tokenizer as Backend
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.tokenization_utils_base import generate_merges
 
+from tests.support.quant.gguf_case import add, tokenizer_metadata
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.text.gguf import merges_of
 from tinygrad_nv.engine.text.gguf_patterns import PATTERNS

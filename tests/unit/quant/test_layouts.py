@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import TYPES, bits_of, numbers_of, stored
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu.cpu_quant_case import TYPES, bits_of, numbers_of, stored
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.layouts import rows_of

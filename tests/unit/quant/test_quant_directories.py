@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from directory_case import KINDS, write
 from tinygrad import dtypes
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.layers import Linear
 from tinygrad_nv.models.llama import Llama
 
+from tests.support.quant.directory_case import KINDS, write
 from tinygrad_nv.quant.activations import QWeight
 
 

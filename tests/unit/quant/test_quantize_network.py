@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import directory_case
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from transformers import AutoModelForCausalLM
 
+from tests.support.quant import directory_case
 from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quantize import network
 from tinygrad_nv.quantize.network import Source, advanced, batches

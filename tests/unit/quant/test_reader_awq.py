@@ -5,9 +5,9 @@ import pytest
 import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor
 from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
-from reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad.dtype import dtypes
 
+from tests.support.quant.reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad_nv.quant.types import UINT4, QType, per_channel_scale, per_group_scale
 
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",

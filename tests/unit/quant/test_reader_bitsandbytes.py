@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from reader_case import LAYER, layer_of, matrix_of, read, same
 
+from tests.support.quant.reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad_nv.quant.types import FP4, NF4, QType, Scale, per_channel_scale, per_group_scale
 
 FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}

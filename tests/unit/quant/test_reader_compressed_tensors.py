@@ -12,9 +12,9 @@ from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils.match import is_match, match_targets
-from reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad.dtype import dtypes
 
+from tests.support.quant.reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad_nv.quant.readers.compressed_tensors import reader
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.readers.schemes import cache_of

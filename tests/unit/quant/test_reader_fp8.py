@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad.dtype import dtypes
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from tests.support.quant.reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.readers.schemes import cache_of
 from tinygrad_nv.quant.types import E4M3, NVFP4, QType, Scale

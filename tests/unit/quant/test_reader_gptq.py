@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reader_case import LAYER, array_of, layer_of, matrix_of, read, same
 from tinygrad.dtype import dtypes
 
+from tests.support.quant.reader_case import LAYER, array_of, layer_of, matrix_of, read, same
 from tinygrad_nv.quant.types import INT8, UINT3, UINT4, UINT8, QType, Scale
 
 CONFIG: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False,

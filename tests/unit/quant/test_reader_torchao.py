@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from reader_case import LAYER, Tensors, layer_of, matrix_of, read, same
 
+from tests.support.quant.reader_case import LAYER, Tensors, layer_of, matrix_of, read, same
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.types import E4M3, INT8, UINT8, Scale
 

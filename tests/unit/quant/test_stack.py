@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_quant_case import elements, stored
 from tinygrad import Tensor
 
+from tests.support.cpu.cpu_quant_case import elements, stored
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import in_memory

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import SUPPORT, with_root
 from tinygrad_nv.toolchain import find_compiler
 
-HERE = Path(__file__).parent
+HERE = SUPPORT / "runtime"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def lines_of(script: str, stub: Path, **environment: str) -> list[str]:
     """The lines of a run: the stub's, and the script's own after '# '."""
     path = os.pathsep.join([str(stub), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
     done = subprocess.run([sys.executable, str(HERE / script)], capture_output=True, text=True, check=False,
-                          timeout=120, env={**os.environ, "LD_LIBRARY_PATH": path, **environment})
+                          timeout=120, env=with_root(LD_LIBRARY_PATH=path, **environment))
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
 

@@ -2,7 +2,7 @@
 and that nothing is left when it is closed."""
 from __future__ import annotations
 
-from test_driver import (  # noqa: F401
+from tests.unit.runtime.test_driver import (  # noqa: F401
     test_a_capture_forks_and_joins,
     test_a_capture_records_and_does_not_run,
     test_a_copy_of_what_was_never_written_stays_so,

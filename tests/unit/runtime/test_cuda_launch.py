@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_fake import Fake, installed
-from test_driver import ADD, HEAD, N, Numbers
 
+from tests.support.runtime.cuda_fake import Fake, installed
+from tests.unit.runtime.test_driver import ADD, HEAD, N, Numbers
 from tinygrad_nv.errors import DriverError, NVError, PTXError
 from tinygrad_nv.ptx.builder import core as builder_core
 from tinygrad_nv.runtime.cuda import api as cuda_api

@@ -2,10 +2,10 @@
 captured stream."""
 from __future__ import annotations
 
-import cuda_fake
 import numpy as np
 import pytest
 
+from tests.support.runtime import cuda_fake
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Copy, Fill

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from cuda_fake import Fake
-from test_driver import N, Numbers
 
+from tests.support.runtime.cuda_fake import Fake
+from tests.unit.runtime.test_driver import N, Numbers
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.runtime.cuda import memory as cuda_memory
 from tinygrad_nv.runtime.cuda.driver import CUDADriver

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda_fake import Fake, installed
-from cuda_fake_parts import FakeExec, FakeGraph
-from test_driver import HEAD, N, Numbers
 
+from tests.support.runtime.cuda_fake import Fake, installed
+from tests.support.runtime.cuda_fake_parts import FakeExec, FakeGraph
+from tests.unit.runtime.test_driver import HEAD, N, Numbers
 from tinygrad_nv.errors import DriverError, KernelError
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Upload, Window, pointer

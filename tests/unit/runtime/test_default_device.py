@@ -1,20 +1,18 @@
 """Which device a program uses that names none. Each in a process of its own: tinygrad chooses once."""
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import with_root
 from tinygrad_nv.hooks import devices
 
-TESTS = Path(__file__).parent
-FAKE = f"""
-import sys; sys.path.insert(0, {str(TESTS)!r})
+FAKE = """
 import os
-from cuda_fake import installed
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv import Device, Tensor, hooks
 from tinygrad_nv.runtime.cuda import device as cuda_device
 """
@@ -22,7 +20,7 @@ from tinygrad_nv.runtime.cuda import device as cuda_device
 
 def run(script: str, **env: str) -> str:
     """What a script prints on a machine that names no device."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("DEV", "NV")}
+    kept = {name: value for name, value in with_root().items() if name not in ("DEV", "NV")}
     done = subprocess.run([sys.executable, "-c", script], env={**kept, **env}, capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr

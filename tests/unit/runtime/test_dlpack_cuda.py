@@ -1,16 +1,15 @@
 """Memory of a GPU, shared through DLPack, on the fake driver library: numpy's part never reads there."""
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
-SCRIPT = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+from tests.support import with_root
+
+SCRIPT = """
 import gc
 import numpy as np
-from cuda_fake import installed
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv import Device, Tensor, dtypes, hooks
 from tinygrad_nv.dlpack.capsule import described
 from tinygrad_nv.errors import DLPackError
@@ -64,7 +63,7 @@ with installed() as fake:
 
 
 def test_a_gpus_memory_is_shared():
-    kept = {name: value for name, value in os.environ.items() if name not in ("DEV", "NV")}
+    kept = {name: value for name, value in with_root().items() if name not in ("DEV", "NV")}
     kept["DEV"] = "CUDA:PTX"    # which needs no compiler of CUDA C
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=kept, capture_output=True, text=True,
                           check=False)

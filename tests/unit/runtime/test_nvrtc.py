@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from cuda import pathfinder
-from cuda_fake import installed
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context, Target
 
+from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.errors import ToolchainError
 from tinygrad_nv.runtime.cuda import nvrtc
 from tinygrad_nv.runtime.cuda.device import CUDADevice

@@ -5,8 +5,8 @@ import types
 
 import pynvml
 import pytest
-from nvml_fake import FakeNVML
 
+from tests.support.runtime.nvml_fake import FakeNVML
 from tinygrad_nv.runtime.observe import telemetry
 from tinygrad_nv.runtime.observe.telemetry import GPUSample, Samples, Spread, Telemetry
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 
 KEY = {"Authorization": "Bearer secret"}
 

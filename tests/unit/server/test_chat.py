@@ -10,8 +10,8 @@ from typing import Any
 
 import openai
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import TokenizerError

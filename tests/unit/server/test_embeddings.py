@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.models.pooling import Pooling
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
 from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.server.metrics import Metrics

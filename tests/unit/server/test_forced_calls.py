@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from parser_case import Call, calls_of, every_cut
-from structured_case import allowed, grammars, text, tokenizer, written
 
+from tests.support.engine.structured_case import allowed, grammars, text, tokenizer, written
+from tests.support.server.parser_case import Call, calls_of, every_cut
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
 from tinygrad_nv.server import chat_protocol

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_case import LENGTH, NAME, Live, fake_service, live
 
 import tinygrad_nv
+from tests.support.server.serve_case import LENGTH, NAME, Live, fake_service, live
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.service import CORS
 from tinygrad_nv.server.serving import HTTPOptions

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 # as most templates have it; as some, which fail for other arguments than objects

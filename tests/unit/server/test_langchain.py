@@ -9,7 +9,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 
 # hermes' calls, and the results of tools: the engine's prompt shows what came of both
 TEMPLATE = ("{% for m in messages %}[{{ m.role }}]{{ m.content }}"

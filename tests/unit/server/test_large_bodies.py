@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.models.pooling import Pooling
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server import body, json_answer, response_store, workers

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live
-from test_embeddings import FakeEmbedder, embedding_service
 
+from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
+from tests.unit.server.test_embeddings import FakeEmbedder, embedding_service
 from tinygrad_nv.server.leniency import MOST_NAMES
 
 HEADER = "x-ignored-fields"

@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 from tinygrad_nv.server.limits import RequestLimits
 
 TIMINGS = ("prompt_n", "prompt_ms", "prompt_per_second", "predicted_n", "predicted_ms",

@@ -8,8 +8,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.server.parsers.parser import CallDelta
 
 TEMPLATE = ("{% for m in messages %}{{ '' if loop.first else '\n' }}{{ m.role }}: {{ m.content }}"

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
-from test_messages import SAID, TEMPLATE
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
+from tests.unit.server.test_messages import SAID, TEMPLATE
 from tinygrad_nv.server.limits import RequestLimits
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "sees", "parameters": {

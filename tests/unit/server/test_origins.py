@@ -6,8 +6,8 @@ import socket
 from typing import Any
 
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.server.origins import Hosts, split_authority
 from tinygrad_nv.server.service import CORS
 

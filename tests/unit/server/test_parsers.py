@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from parser_case import calls_of, every_cut, fed
 
+from tests.support.server.parser_case import calls_of, every_cut, fed
 from tinygrad_nv.server.parsers.parser import Content, Event, Reasoning
 from tinygrad_nv.server.parsers.table import NONE, REASONING, TOOLS, Answer, answer_parser, detect, markers
 

@@ -8,7 +8,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"

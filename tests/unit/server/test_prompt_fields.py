@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
 TEXT = "Once upon a time there was a little fox"
 TOKENIZER = FakeModel().tokenizer

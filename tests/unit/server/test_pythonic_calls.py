@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 import pytest
-from parser_case import calls_of, every_cut
 
+from tests.support.server.parser_case import calls_of, every_cut
 from tinygrad_nv.server.parsers.parser import Content
 from tinygrad_nv.server.parsers.pythonic import Pythonic
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
-from parser_case import calls_of, every_cut
 
+from tests.support.server.parser_case import calls_of, every_cut
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.parsers.qwen import Qwen
 from tinygrad_nv.server.parsers.schema_values import names_of, parameter

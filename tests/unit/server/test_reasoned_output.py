@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 import tokenizers
-from serve_case import NAME, FakeEngine, FakeModel, fake_service, live, llm_service
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, fake_service, live, llm_service
 from tinygrad_nv import LLM
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.structured_output.params import ReasoningTokens

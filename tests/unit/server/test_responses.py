@@ -8,8 +8,17 @@ from typing import Any
 
 import openai
 import pytest
-from serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 
+from tests.support.server.serve_case import (
+    LENGTH,
+    NAME,
+    FakeEngine,
+    FakeModel,
+    Live,
+    fake_service,
+    live,
+    until,
+)
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server import response_store
 from tinygrad_nv.server.response_store import ResponseStore, Stored

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serve_case import NAME, FakeEngine, FakeModel, FakeStats, Live, fake_service, live
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, FakeStats, Live, fake_service, live
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.slots import AdapterUse
 from tinygrad_nv.errors import ModelError, RequestError

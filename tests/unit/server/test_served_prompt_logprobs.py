@@ -7,8 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from serve_case import NAME, FakeModel, Live, fake_service, live
 
+from tests.support.server.serve_case import NAME, FakeModel, Live, fake_service, live
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.server.completions import completion_logprobs, prompt_first
 from tinygrad_nv.server.limits import RequestLimits

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from serve_case import FakeEngine, FakeModel, Live, fake_service, live
 
+from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.server.service import CORS
 

@@ -7,8 +7,8 @@ import logging
 
 import httpx
 import pytest
-from serve_case import FakeEngine, FakeModel, FakeStats, fake_service, live
 
+from tests.support.server.serve_case import FakeEngine, FakeModel, FakeStats, fake_service, live
 from tinygrad_nv.server.log import LOG, periodic
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live
+
+from tests.support.server.serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}" \
     "{% if add_generation_prompt %}assistant:{% endif %}"

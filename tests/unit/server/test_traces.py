@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 
+from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.errors import ModelError, RequestError
 from tinygrad_nv.server.tracing import Tracer
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import compiled_case as case
 import pytest
 import torch
 from tinygrad.uop.ops import Ops
 from transformers import DynamicCache, StaticCache
 
 import tinygrad_nv.torch
+from tests.support.torch_backend import compiled_case as case
 from tinygrad_nv.graphs.launches import Launches
 from tinygrad_nv.runtime.note import note_of
 

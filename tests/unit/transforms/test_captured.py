@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, TinyJit, dtypes
-from transform_case import close, random
 
+from tests.support.transforms.transform_case import close, random
 from tinygrad_nv.numerics.policy import deterministic
 from tinygrad_nv.transforms import autodiff, checkpoint, grad, jit, scan, vmap
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from tinygrad import Tensor, dtypes
-from transform_case import close
 
+from tests.support.transforms.transform_case import close
 from tinygrad_nv.transforms import (
     custom_jvp,
     custom_vjp,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
-from transform_case import RNG, close
 
+from tests.support.transforms.transform_case import RNG, close
 from tinygrad_nv.functional import cross_entropy, embedding, gated, scaled_dot_product_attention
 from tinygrad_nv.transforms import grad, hessian, jacfwd, jacrev, jvp, value_and_grad, vjp
 

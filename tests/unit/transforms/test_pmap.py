@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinygrad import Tensor
-from transform_case import RNG
 
+from tests.support import SUPPORT
+from tests.support.transforms.transform_case import RNG
 from tinygrad_nv.dist.mesh import mesh
 from tinygrad_nv.errors import TransformError
 from tinygrad_nv.transforms import grad, pmap
@@ -54,7 +55,7 @@ def test_examples_that_do_not_divide():
 
 
 def test_ranks():
-    program = Path(__file__).with_name("pmap_program.py")
+    program = SUPPORT / "transforms" / "pmap_program.py"
     command = ("-m", "tinygrad_nv", "launch", "-n", "2", sys.executable, str(program))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True,

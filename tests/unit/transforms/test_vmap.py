@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
-from transform_case import close, random
 
+from tests.support.transforms.transform_case import close, random
 from tinygrad_nv import explain
 from tinygrad_nv.functional import (
     document_attention,

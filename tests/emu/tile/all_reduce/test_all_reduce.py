@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from all_reduce_case import BF16, F16, F32, S32, S64, Case, bits
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.all_reduce_case import BF16, F16, F32, S32, S64, Case, bits
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile.all_reduce.cost import candidates, choose

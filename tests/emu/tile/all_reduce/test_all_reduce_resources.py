@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from all_reduce_case import BF16, F16, F32, S32, S64
 from tinygrad.dtype import DType
 
+from tests.support.tile.all_reduce_case import BF16, F16, F32, S32, S64
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, disassembler
 from tinygrad_nv.tile.all_reduce.cost import candidates

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from attention_case import attended, matrix
-from backward_case import Gradients, arguments, backward, lies, near, plain, reference
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.attention_case import attended, matrix
+from tests.support.tile.backward_case import Gradients, arguments, backward, lies, near, plain, reference
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Sum, tanh, where
 

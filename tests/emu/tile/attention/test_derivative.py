@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gemm_case import evaluate
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.gemm_case import evaluate
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.expression import (

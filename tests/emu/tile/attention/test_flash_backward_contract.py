@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from backward_case import Given, arguments, backward, launched, lies, near, places
-from flash_backward_case import (
+from tinygrad.dtype import DType
+
+from tests.support.tile.backward_case import Given, arguments, backward, launched, lies, near, places
+from tests.support.tile.flash_backward_case import (
     HALVED,
     LOW,
     MMA,
@@ -24,9 +26,7 @@ from flash_backward_case import (
     gradients,
     mma,
 )
-from flash_case import BF16, CAUSAL, F16, F32
-from tinygrad.dtype import DType
-
+from tests.support.tile.flash_case import BF16, CAUSAL, F16, F32
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, Band
 from tinygrad_nv.tile.expression import Load, Sum, tanh

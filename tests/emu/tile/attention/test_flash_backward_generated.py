@@ -5,13 +5,23 @@ import math
 from typing import Any
 
 import pytest
-from backward_case import backward
-from flash_backward_case import HALVED, LOW, MMA, SHARED, SMALL, WGMMAS, BackwardSchedule, close, mma
-from flash_case import BF16, CAUSAL, F16, F32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.backward_case import backward
+from tests.support.tile.flash_backward_case import (
+    HALVED,
+    LOW,
+    MMA,
+    SHARED,
+    SMALL,
+    WGMMAS,
+    BackwardSchedule,
+    close,
+    mma,
+)
+from tests.support.tile.flash_case import BF16, CAUSAL, F16, F32
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, SYMBOLS, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where

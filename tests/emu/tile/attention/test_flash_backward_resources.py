@@ -7,14 +7,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import triton_attention
-import triton_case
-from backward_case import arguments, backward, launched
-from flash_backward_case import HALVED, LOW, MMA, SMALL, WIDE, BackwardSchedule, W, arch_of, built, mma
-from flash_case import CAUSAL, F32
-from resources_case import around, assert_overlapped, code_of, fitting, scores
 from tinygrad.dtype import dtypes
 
+from tests.support.ptx import triton_attention, triton_case
+from tests.support.tile.backward_case import arguments, backward, launched
+from tests.support.tile.flash_backward_case import (
+    HALVED,
+    LOW,
+    MMA,
+    SMALL,
+    WIDE,
+    BackwardSchedule,
+    W,
+    arch_of,
+    built,
+    mma,
+)
+from tests.support.tile.flash_case import CAUSAL, F32
+from tests.support.tile.resources_case import around, assert_overlapped, code_of, fitting, scores
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, loops

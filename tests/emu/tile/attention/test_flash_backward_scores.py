@@ -7,12 +7,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from attention_case import attended, matrix
-from backward_case import arguments, backward, given_forward, lies, near, reference
-from flash_backward_case import HALVED, LOW, MMA, SMALL, WIDE, BackwardSchedule, close, gradients
-from flash_case import BF16, CAUSAL, F16, F32
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.attention_case import attended, matrix
+from tests.support.tile.backward_case import arguments, backward, given_forward, lies, near, reference
+from tests.support.tile.flash_backward_case import (
+    HALVED,
+    LOW,
+    MMA,
+    SMALL,
+    WIDE,
+    BackwardSchedule,
+    close,
+    gradients,
+)
+from tests.support.tile.flash_case import BF16, CAUSAL, F16, F32
 from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from attention_case import arguments, attention, launched, matrix, near
-from flash_case import (
+from tinygrad.dtype import DType
+
+from tests.support.tile.attention_case import arguments, attention, launched, matrix, near
+from tests.support.tile.flash_case import (
     BF16,
     CAUSAL,
     F16,
@@ -27,8 +29,6 @@ from flash_case import (
     launch,
     mma,
 )
-from tinygrad.dtype import DType
-
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Load, Sum
 

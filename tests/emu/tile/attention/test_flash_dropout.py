@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_case import arguments, attention, keep, matrix, run
-from flash_case import BF16, CAUSAL, F16, F32, MMA, W, close, mma
-from ragged_case import arguments as ragged_arguments
-from ragged_case import near as ragged_near
-from ragged_case import ragged
-from ragged_case import run as ragged_run
 
+from tests.support.tile.attention_case import arguments, attention, keep, matrix, run
+from tests.support.tile.flash_case import BF16, CAUSAL, F16, F32, MMA, W, close, mma
+from tests.support.tile.ragged_case import arguments as ragged_arguments
+from tests.support.tile.ragged_case import near as ragged_near
+from tests.support.tile.ragged_case import ragged
+from tests.support.tile.ragged_case import run as ragged_run
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_case import arguments, matrix, near, run
-from flash_case import BF16, CAUSAL, F16, F32, W
-from flash_fp8_case import SMALL8, attention8, close8
 from hypothesis import Phase, settings
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.attention_case import arguments, matrix, near, run
+from tests.support.tile.flash_case import BF16, CAUSAL, F16, F32, W
+from tests.support.tile.flash_fp8_case import SMALL8, attention8, close8
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Constant, Load, Sum, tanh, where

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from attention_case import arguments, attention, launched
-from flash_case import CAUSAL, W
-from flash_fp8_case import SMALL8, attention8
-from resources_case import assert_overlapped, code_of
 
+from tests.support.tile.attention_case import arguments, attention, launched
+from tests.support.tile.flash_case import CAUSAL, W
+from tests.support.tile.flash_fp8_case import SMALL8, attention8
+from tests.support.tile.resources_case import assert_overlapped, code_of
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.sass import loops
 from tinygrad_nv.tile.attention.schedules import FlashMma, FlashWgmma

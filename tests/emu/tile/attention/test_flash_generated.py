@@ -5,12 +5,12 @@ import math
 from typing import Any
 
 import pytest
-from attention_case import attention
-from flash_case import BF16, F16, F32, FlashSchedule, W, close, fma, mma
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.attention_case import attention
+from tests.support.tile.flash_case import BF16, F16, F32, FlashSchedule, W, close, fma, mma
 from tinygrad_nv.tile.attention.spec import SYMBOLS, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.template import GPU

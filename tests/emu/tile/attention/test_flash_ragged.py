@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_case import CAUSAL, F16, F32, W, mma
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ragged_case import Case, Given, arguments, near, ragged, run
 from tinygrad.dtype import DType
 
+from tests.support.tile.flash_case import CAUSAL, F16, F32, W, mma
+from tests.support.tile.ragged_case import Case, Given, arguments, near, ragged, run
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
 from tinygrad_nv.tile.schedule import Schedule

@@ -6,12 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import triton_attention
-import triton_case
-from attention_case import arguments, attention, launched
-from flash_case import BF16, CAUSAL, F32, WGMMA, FlashSchedule, W, built, fma, mma
-from resources_case import around, assert_overlapped, code_of, fitting, scores
 
+from tests.support.ptx import triton_attention, triton_case
+from tests.support.tile.attention_case import arguments, attention, launched
+from tests.support.tile.flash_case import BF16, CAUSAL, F32, WGMMA, FlashSchedule, W, built, fma, mma
+from tests.support.tile.resources_case import around, assert_overlapped, code_of, fitting, scores
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, loops

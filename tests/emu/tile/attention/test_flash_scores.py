@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_case import arguments, attention, matrix, near, reference
-from flash_case import (
+from tinygrad.dtype import dtypes
+
+from tests.support.tile.attention_case import arguments, attention, matrix, near, reference
+from tests.support.tile.flash_case import (
     BF16,
     CAUSAL,
     F16,
@@ -24,8 +26,6 @@ from flash_case import (
     launch,
     mma,
 )
-from tinygrad.dtype import dtypes
-
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where

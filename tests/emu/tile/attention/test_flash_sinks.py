@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_case import arguments, attention, near
 from emitted_specs import attention as attention_of
 from emitted_specs import scaled
-from flash_case import CAUSAL, F32, FMA, MMA, WGMMA, FlashSchedule, close, launch
 from tinygrad import dtypes
 
+from tests.support.tile.attention_case import arguments, attention, near
+from tests.support.tile.flash_case import CAUSAL, F32, FMA, MMA, WGMMA, FlashSchedule, close, launch
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from attention_case import attention
-from backward_case import backward
-from flash_case import CAUSAL, F16, F32
-from flash_fp8_case import attention8
-from ragged_case import ragged
-from resources_case import assert_overlapped, code_of
 
+from tests.support.tile.attention_case import attention
+from tests.support.tile.backward_case import backward
+from tests.support.tile.flash_case import CAUSAL, F16, F32
+from tests.support.tile.flash_fp8_case import attention8
+from tests.support.tile.ragged_case import ragged
+from tests.support.tile.resources_case import assert_overlapped, code_of
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from attention_case import arguments, attention, launched, near, run
-from flash_case import CAUSAL, F32, WGMMA, W
-from resources_case import fitting
 
+from tests.support.tile.attention_case import arguments, attention, launched, near, run
+from tests.support.tile.flash_case import CAUSAL, F32, WGMMA, W
+from tests.support.tile.resources_case import fitting
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.tile.attention.schedules import FlashWgmma

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from reference_case import right, run, same, storages
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 
+from tests.support.tile.reference_case import right, run, same, storages
 from tinygrad_nv.tile.conv.schedules import ConvMma
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.expression import Load, Sum, silu

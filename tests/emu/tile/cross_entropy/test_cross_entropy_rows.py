@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference_case import right, run, storages
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.cross_entropy import templates

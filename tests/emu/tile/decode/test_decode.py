@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_case import SMALL, checked, decode, requests, run
 from tinygrad.dtype import DType, dtypes
+
+from tests.support.tile.decode_case import SMALL, checked, decode, requests, run
 
 # pages of 16, splits of 128 keys at least, 64 keys at a time
 EDGES = [[0, 1, 15, 16, 17], [63, 64, 65, 127, 128], [129, 255, 256, 257, 383], [511, 512, 513, 639, 640]]

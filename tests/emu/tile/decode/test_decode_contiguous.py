@@ -5,9 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_case import SMALL, Given, checked, contiguous, decode, launched, near, requests, run
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.decode_case import (
+    SMALL,
+    Given,
+    checked,
+    contiguous,
+    decode,
+    launched,
+    near,
+    requests,
+    run,
+)
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.decode.templates import FAMILY as DECODE

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_case import SMALL, Given, decode, launched, near, requests, run
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.decode_case import SMALL, Given, decode, launched, near, requests, run
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
 from tinygrad_nv.tile.template import GPU

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from decode_case import SMALL, checked, decode, every_number, near, requests, run
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.decode_case import SMALL, checked, decode, every_number, near, requests, run
 from tinygrad_nv.tile.expression import Constant, Expression, Position, Sum, tanh, where
 
 BYTES = [dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2]

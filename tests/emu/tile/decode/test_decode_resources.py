@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decode_case import SMALL, decode, launched, requests
 from emitted_specs import latent
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.decode_case import SMALL, decode, launched, requests
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpu_decode_case import near as near_on_cpu
-from cpu_decode_case import run as run_on_cpu
-from decode_case import SMALL, Given, checked, decode, near, requests, run
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
+from tests.support.cpu.cpu_decode_case import near as near_on_cpu
+from tests.support.cpu.cpu_decode_case import run as run_on_cpu
+from tests.support.tile.decode_case import SMALL, Given, checked, decode, near, requests, run
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decode_case import Given, launched, near, requests, run
 from emitted_specs import latent
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from tests.support.tile.decode_case import Given, launched, near, requests, run
 from tinygrad_nv import explain
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.functional import latent_attention

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_case import device
 from tinygrad.dtype import DType
 
+from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.ptx.assemble import assemble

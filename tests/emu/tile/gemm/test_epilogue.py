@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from gemm_case import TORCH, arguments, launched, product
-from store_case import outer
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import TORCH, arguments, launched, product
+from tests.support.tile.store_case import outer
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.epilogue import problems
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, nearest, where

@@ -6,10 +6,10 @@ from itertools import product as pairs
 
 import pytest
 import torch
-from gemm_case import arguments, near, operand, product, reference, result, run
-from gemv_case import best
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import arguments, near, operand, product, reference, result, run
+from tests.support.tile.gemv_case import best
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_case import arguments, exactly, operand, product, reference, result, run
-from gemv_case import ARCHES, GEMV, best, exact, scheduled
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import arguments, exactly, operand, product, reference, result, run
+from tests.support.tile.gemv_case import ARCHES, GEMV, best, exact, scheduled
 from tinygrad_nv.tile import tile_scheduler as walk
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, relu
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan

@@ -17,9 +17,9 @@ from zlib import crc32
 
 import pytest
 import torch
-from gemm_case import TORCH, launched, product
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import TORCH, launched, product
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_case import arguments, bounds, operand, product, reference, result, run
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import arguments, bounds, operand, product, reference, result, run
 from tinygrad_nv.tile.expression import (
     Apply,
     Constant,

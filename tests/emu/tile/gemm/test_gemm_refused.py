@@ -5,9 +5,9 @@ import re
 from dataclasses import replace
 
 import pytest
-from gemm_case import operand, product, result
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.gemm_case import operand, product, result
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma

@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from gemm_case import GUARD, arguments, launched, product, reference
-from gemv_case import best
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import GUARD, arguments, launched, product, reference
+from tests.support.tile.gemv_case import best
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-import backward_case
-import gemm_case
 import pytest
 import torch
-from backward_case import backward
-from flash_backward_case import WIDE, mma
-from flash_case import CAUSAL
-from gemm_case import product, reference
 
+from tests.support.tile import backward_case, gemm_case
+from tests.support.tile.backward_case import backward
+from tests.support.tile.flash_backward_case import WIDE, mma
+from tests.support.tile.flash_case import CAUSAL
+from tests.support.tile.gemm_case import product, reference
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.kernel import BackwardKernel

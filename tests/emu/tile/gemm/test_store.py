@@ -7,10 +7,21 @@ from itertools import product as every
 
 import pytest
 import torch
-from gemm_case import arguments, launched, product, reference, run
-from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, planned, spec_of
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import arguments, launched, product, reference, run
+from tests.support.tile.store_case import (
+    GROUPS,
+    HALF,
+    OUTS,
+    SINGLE,
+    SMALL,
+    WARPS,
+    exact,
+    outer,
+    planned,
+    spec_of,
+)
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan

@@ -4,12 +4,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from gemm_case import arguments, operand, product, reference, result, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.gemm_case import arguments, operand, product, reference, result, run
+from tests.support.tile.store_case import GROUPS, HALF, OUTS, SINGLE, SMALL, WARPS, exact, outer, spec_of
 from tinygrad_nv.tile.expression import (
     Expression,
     Load,

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference_case import right, run, storages
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 
+from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import explain
 from tinygrad_nv.functional import group_norm
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cpu_grouped_case import given
-from grouped_case import built, exact, launched, near, routings
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu.cpu_grouped_case import given
+from tests.support.tile.grouped_case import built, exact, launched, near, routings
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import candidates, cost

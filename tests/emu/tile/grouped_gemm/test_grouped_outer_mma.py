@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cpu_outer_case import given
-from grouped_case import routings
-from outer_case import built, exact, launched, near
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu.cpu_outer_case import given
+from tests.support.tile.grouped_case import routings
+from tests.support.tile.outer_case import built, exact, launched, near
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop

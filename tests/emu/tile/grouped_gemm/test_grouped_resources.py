@@ -3,9 +3,9 @@ barriers; and no bank conflict in it."""
 from __future__ import annotations
 
 import pytest
-from grouped_case import given, launched
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.grouped_case import given, launched
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma, GroupedWgmma

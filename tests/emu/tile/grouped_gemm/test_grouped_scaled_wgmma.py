@@ -4,9 +4,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from grouped_case import built, exact, near, routings
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.grouped_case import built, exact, near, routings
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma

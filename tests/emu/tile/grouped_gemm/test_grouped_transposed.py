@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from grouped_case import built, exact, given, launched, near, routings
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.grouped_case import built, exact, given, launched, near, routings
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.mma.plan import transposed_candidates

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from language_gpu_case import checked, program, ref
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.language_gpu_case import checked, program, ref
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import memory as M
 from tinygrad_nv.tile.language import reductions as R

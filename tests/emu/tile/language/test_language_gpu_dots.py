@@ -6,9 +6,9 @@ import types
 
 import numpy as np
 import pytest
-from language_gpu_case import checked, program, ref
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.language_gpu_case import checked, program, ref
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.language import attention as A
 from tinygrad_nv.tile.language import context as C
@@ -103,7 +103,7 @@ def test_the_accuracy_of_float32() -> None:
     """No further from float64 than the same sums in NumPy's float32, in order of k."""
     def product(a, b, o): o[:, :] = L.dot(a[:, :], b[:, :])
     made = program(product, [ref("o", F32, 32, 32, out=True), ref("a", F32, 32, 64), ref("b", F32, 64, 32)])
-    from language_gpu_case import inputs, launched
+    from tests.support.tile.language_gpu_case import inputs, launched
     arrays = inputs(made)
     a, b = arrays["a"], arrays["b"]
     total = np.zeros((32, 32), np.float32)
@@ -191,7 +191,7 @@ def test_long_sums_of_float8(arch: str, block: tuple[int, int, int]) -> None:
         o[:, :] = acc
     tensors = [ref("o", F32, m, n, out=True), ref("a", E4M3, m, 1024), ref("b", E4M3, n, 1024)]
     random = np.random.default_rng(0)
-    from language_gpu_case import inputs, launched, rounded
+    from tests.support.tile.language_gpu_case import inputs, launched, rounded
     a, b = (rounded(random.random((count, 1024)).astype(np.float32) + 0.5, E4M3) for count in (m, n))
     made = program(product, tensors)
     found, report = launched(made, inputs(made, a=a, b=b), TileSchedule(), arch, 0)

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from language_gpu_case import checked, program, ref
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.language_gpu_case import checked, program, ref
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import elements as E
 from tinygrad_nv.tile.language import memory as M

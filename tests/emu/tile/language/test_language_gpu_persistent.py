@@ -3,9 +3,9 @@ through programs. Emulated, against the interpreter."""
 from __future__ import annotations
 
 import pytest
-from language_gpu_case import checked, program, ref
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.language_gpu_case import checked, program, ref
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import control as K

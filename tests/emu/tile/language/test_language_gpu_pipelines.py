@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from language_gpu_case import checked, inputs, launched, program, ref
 from tinygrad.dtype import DType, dtypes
 
+from tests.support.tile.language_gpu_case import checked, inputs, launched, program, ref
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import control as K

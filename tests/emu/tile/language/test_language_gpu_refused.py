@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import pytest
-from language_gpu_case import program, ref
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.language_gpu_case import program, ref
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import control as K

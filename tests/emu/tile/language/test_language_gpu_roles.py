@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from language_gpu_case import checked, inputs, launched, program, ref
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.language_gpu_case import checked, inputs, launched, program, ref
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.language import context as C

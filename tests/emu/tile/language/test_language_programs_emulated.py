@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from programs import PROGRAMS, UNORDERED
-from programs.case import Case, direct, tensor
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
+from tests.support.language.programs import PROGRAMS, UNORDERED
+from tests.support.language.programs.case import Case, direct, tensor
 from tinygrad_nv.language.inspection import check
 from tinygrad_nv.language.kernels import Kernel
 from tinygrad_nv.tile.language.batching import batched

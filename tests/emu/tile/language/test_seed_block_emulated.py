@@ -2,15 +2,17 @@
 flash attention is searched for by the timing model."""
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import with_root
+
 PROGRAM = """
-import numpy as np, test_seed_programs as seeds
+import numpy as np
+from tests.unit.language import test_seed_programs as seeds
 from tinygrad import Tensor, dtypes
 from tinygrad_nv.language import CacheState, autotune
 autotune.LEAST, seeds.flash_attention.budget_ms = 1, 1
@@ -25,12 +27,11 @@ for seed in range(3):
 entry, = seeds.flash_attention.winners.values()
 print(entry.arch, entry.how)
 """
-SEEDS = Path(__file__).parents[3] / "unit" / "language"
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_transformer_block(arch: str, tmp_path: Path) -> None:
-    env = os.environ | {"DEV": "EMU", "EMU_ARCH": arch, "PYTHONPATH": str(SEEDS)}
+    env = with_root(DEV="EMU", EMU_ARCH=arch)
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_case import (
+from tinygrad.dtype import DType
+
+from tests.support.tile.norm_case import (
     BF16,
     F16,
     F32,
@@ -25,8 +27,6 @@ from norm_case import (
     rms,
     softmax,
 )
-from tinygrad.dtype import DType
-
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_spec_case import SPECS, given_of
-from reference_case import right, run
 
+from tests.support.cpu.optimizer_spec_case import SPECS, given_of
+from tests.support.tile.reference_case import right, run
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.optimizer.spec import CHUNK, AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.template import GPU

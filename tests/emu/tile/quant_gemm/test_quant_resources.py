@@ -3,11 +3,11 @@ bank conflict, instructions for each weight that becomes an operand."""
 from __future__ import annotations
 
 import pytest
-from gemm_case import tensor_map
-from quant_case import BF16, F16, TYPES, matmul, storages
-from reference_case import bits
 from tinygrad.dtype import DType
 
+from tests.support.tile.gemm_case import tensor_map
+from tests.support.tile.quant_case import BF16, F16, TYPES, matmul, storages
+from tests.support.tile.reference_case import bits
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report

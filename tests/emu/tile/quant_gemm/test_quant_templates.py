@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from quant_case import BF16, CUT, F16, F32, TYPES, matmul, storages
-from reference_case import answer, right, run, same
 
+from tests.support.tile.quant_case import BF16, CUT, F16, F32, TYPES, matmul, storages
+from tests.support.tile.reference_case import answer, right, run, same
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.quant import types
 from tinygrad_nv.tile.expression import Load, Sum, silu

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from quant_grouped_case import BF16, TYPES, reported, spec_of
 from tinygrad.dtype import DType
 
+from tests.support.tile.quant_grouped_case import BF16, TYPES, reported, spec_of
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec

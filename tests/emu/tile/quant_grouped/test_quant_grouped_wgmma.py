@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from grouped_case import routings
-from quant_grouped_case import BF16, F16, ROUNDED, TYPES, each_activation, exact, near, reported, spec_of
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.grouped_case import routings
+from tests.support.tile.quant_grouped_case import (
+    BF16,
+    F16,
+    ROUNDED,
+    TYPES,
+    each_activation,
+    exact,
+    near,
+    reported,
+    spec_of,
+)
 from tinygrad_nv.ptx.emulator import LATE
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedWgmma

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gemm_case import TORCH
-from reference_case import run
-from router_case import Found, chosen, sorted_right, weights
 from tinygrad.dtype import dtypes
 
+from tests.support.cpu.router_case import Found, chosen, sorted_right, weights
+from tests.support.tile.gemm_case import TORCH
+from tests.support.tile.reference_case import run
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.tile.router import plan
 from tinygrad_nv.tile.router.spec import SCORES, Policy, RouterSpec

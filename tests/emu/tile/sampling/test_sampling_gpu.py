@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from selection_case import above, hard_rows, near_targets
 
+from tests.support.engine.selection_case import above, hard_rows, near_targets
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report

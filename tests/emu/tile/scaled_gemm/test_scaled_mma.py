@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gemm_case import launched, run
-from scaled_gemm_case import E4M3, F32, given, near, scaled, wide
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.gemm_case import launched, run
+from tests.support.tile.scaled_gemm_case import E4M3, F32, given, near, scaled, wide
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Sum

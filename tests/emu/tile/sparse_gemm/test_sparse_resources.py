@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gemm_case import tensor_map
-from reference_case import bits
-from sparse_case import BF16, E4M3, INT8, matmul, storages
 
+from tests.support.tile.gemm_case import tensor_map
+from tests.support.tile.reference_case import bits
+from tests.support.tile.sparse_case import BF16, E4M3, INT8, matmul, storages
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.sass import disassembled, functions, main_loop

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from reference_case import answer, right, run, same
-from sparse_case import BF16, E4M3, F16, F32, INT8, matmul, storages
 from tinygrad.dtype import dtypes
 
+from tests.support.tile.reference_case import answer, right, run, same
+from tests.support.tile.sparse_case import BF16, E4M3, F16, F32, INT8, matmul, storages
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result

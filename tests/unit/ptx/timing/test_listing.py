@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from timing_case import KERNELS, OURS, line_of, module, ptx
 
+from tests.support.ptx.timing_case import KERNELS, OURS, line_of, module, ptx
 from tinygrad_nv.errors import PTXError, ToolchainError
 from tinygrad_nv.ptx import sass
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, assemble

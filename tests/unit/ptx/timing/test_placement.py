@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from timing_case import AMPERE, KERNELS, OURS, line_of, module, ptx
 
+from tests.support.ptx.timing_case import AMPERE, KERNELS, OURS, line_of, module, ptx
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.sass import dominators, natural_loops
 from tinygrad_nv.ptx.syntax import PTXFunction

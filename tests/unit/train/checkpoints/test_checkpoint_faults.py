@@ -4,12 +4,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("fault_program.py")
+from tests.support import SUPPORT
+
+PROGRAM = SUPPORT / "train" / "fault_program.py"
 
 
 @pytest.fixture(scope="module", params=[(5, 5), pytest.param((20, 1), marks=pytest.mark.slow)],

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from optimizer_case import gradients, numbers, parameters, ran
 from tinygrad import dtypes
 
+from tests.support.train.optimizer_case import gradients, numbers, parameters, ran
 from tinygrad_nv import Tensor, TinyJit
 from tinygrad_nv.errors import ConfigError, WeightError
 from tinygrad_nv.train.optimizers import (

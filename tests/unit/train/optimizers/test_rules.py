@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_case import STEPS, decayed, gradients, near, numbers, ran, torch_ran
 from tinygrad import dtypes
 
+from tests.support.train.optimizer_case import STEPS, decayed, gradients, near, numbers, ran, torch_ran
 from tinygrad_nv import Tensor
 from tinygrad_nv.train.optimizers import Optimizer, StateOptions, adafactor, adamw, lion, muon, sgd
 

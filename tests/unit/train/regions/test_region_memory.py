@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from region_case import stack
 from tinygrad import TinyJit
 
+from tests.support.train.region_case import stack
 from tinygrad_nv.errors import HookError
 from tinygrad_nv.runtime.observe.memory_timeline import memory_timeline
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from region_case import DENSE, MIXTURE, Case
 from tinygrad import Tensor
 from tinygrad.uop.ops import Ops
 
+from tests.support.train.region_case import DENSE, MIXTURE, Case
 from tinygrad_nv.train.regions import Policy, checkpoint
 from tinygrad_nv.train.regions.values import products
 
