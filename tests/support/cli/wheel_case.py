@@ -32,12 +32,12 @@ class Installed:
     wheel: Path
     folder: Path
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """Runs a program of the environment, away from the checkout."""
         programs, away = self.folder / "bin", self.folder / "away"
         away.mkdir(exist_ok=True)
         path = os.pathsep.join((str(programs), os.environ["PATH"]))
-        return subprocess.run([str(programs / command[0]), *command[1:]], cwd=away, check=False, text=True,
+        return subprocess.run([str(programs / command[0]), *command[1:]], cwd=away, check=False, text=True, input=stdin,
                               env={**outside(), "PATH": path}, capture_output=True)
 
 

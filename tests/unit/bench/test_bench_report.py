@@ -1,4 +1,4 @@
-"""bench/report.py: what it makes of results, and that the README says exactly that."""
+"""bench/report.py: what it makes of results, and that the pages say exactly that."""
 from __future__ import annotations
 
 import json
@@ -37,14 +37,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_gpu_with_its_facts(folder: Path):
-    said = report.section(folder)
+    said = report.performance(folder)
     for words in ("NVIDIA H100 80GB HBM3, driver 580.1, torch 2.11, Triton 3.6, commit abc", "1755 MHz",
                   "640 W"):
         assert words in " ".join(said.split()), words
 
 
+def rows_of(folder: Path) -> str:
+    """What docs/hardware.md says of the rows."""
+    record, = report.report_gpu.gpus(folder)
+    return report.report_gpu.states(record, folder)
+
+
 def test_parts_and_what_became_of_them(folder: Path):
-    said = report.section(folder)
+    said = rows_of(folder)
     assert ("2 tests: 1 measured, 1 hung; 40 launches: 30 bit for bit, 5 within their bounds, 1 up to the "
             "order of warps, 3 in what PTX leaves open, **1 disagree**") in said
     assert "| matmuls | 3 rows: 2 measured, 1 not measured |" in said
@@ -54,14 +60,14 @@ def test_parts_and_what_became_of_them(folder: Path):
 
 
 def test_windows_of_l2_of_the_same_gpu(folder: Path):
-    assert f"| {report.L2} | not measured |" in report.section(folder)
+    assert f"| {report.report_gpu.L2} | not measured |" in rows_of(folder)
     (folder / "l2-h100-80gb-hbm3.json").write_text(json.dumps({"gains_bytes": [3 << 19, 40 << 20]}))
-    assert f"| {report.L2} | gain from 1.5 to 40.0 MiB read again and again |" in report.section(folder)
+    assert f"| {report.report_gpu.L2} | gain from 1.5 to 40.0 MiB read again and again |" in rows_of(folder)
 
 
 def test_products_by_kind(folder: Path):
-    lines = report.section(folder).splitlines()
-    assert "| matmuls | ours, best row | times as fast as torch | times as fast as Triton |" in lines
+    lines = report.performance(folder).splitlines()
+    assert "| matmuls | tinygrad_nv, best row | times as fast as torch | times as fast as Triton |" in lines
     # medians: 3 ms of 3 ms, 2 ms of 1 ms; 5 ms of 3 ms
     assert "| cubes | 500 TFLOP/s, 500 GB/s | 0.75 (0.50 … 1.00) | 1.67 (1.67 … 1.67) |" in lines
     assert "| layers, M = 1 … 8 | not measured | not measured | not measured |" in lines
@@ -71,12 +77,12 @@ def test_attentions_by_kind():
     rows = {name: product([0.002, 0.002], cuDNN=[0.003, 0.003]) for name in
             ("d 64 causal 512 tokens, 32 heads x 32", "d 64 causal 1024 tokens, 32 heads x 16",
              "d 64 full 512 tokens, 32 heads x 32")}
-    assert [len(names) for names in report.heads(rows).values()] == [2, 1]
-    lines = report.kinds("attention", rows, report.GROUPS["attention"]).splitlines()
-    assert lines[0] == "| attention, forward | ours, best row | times as fast as cuDNN |"
+    assert [len(names) for names in report.report_gpu.heads(rows).values()] == [2, 1]
+    lines = report.report_gpu.kinds("attention", rows, report.report_gpu.GROUPS["attention"]).splitlines()
+    assert lines[0] == "| attention, forward | tinygrad_nv, best row | times as fast as cuDNN |"
     assert "| d 64 causal | 500 TFLOP/s, 500 GB/s | 1.50 (1.50 … 1.50) |" in lines
     paged = {"batch 1, 512 tokens": {}, "batch 4, 512 tokens": {}, "batch 1, 2048 tokens": {}}
-    assert list(map(len, report.lengths(paged).values())) == [2, 1]
+    assert list(map(len, report.report_gpu.lengths(paged).values())) == [2, 1]
 
 
 def test_decoding_on_a_cpu():
@@ -125,47 +131,91 @@ def test_serving_beside_transformers():
                                       "| transformers, batches | 15 | 2.50 (2.00 … 3.00) |"]
 
 
-def test_without_results_everything_is_not_measured(tmp_path: Path):
-    said = report.section(tmp_path)
-    assert said.count("not measured") == len(report.PARTS) + 10
+def test_decoding_beside_tinygrad():
+    record = {"machine": "a CPU", "file": "a.gguf", "same_tokens": True,
+              "tokens_per_s": {"tinygrad_nv": [300.0, 200.0, 310.0], "tinygrad": [10.0, 10.0, 10.0]}}
+    said = report.report_cpu.tinygrad(record)
+    assert "300 and 10.0 tokens/s, 30 times as fast (20 … 31)." in said
+    assert "the texts differ" in report.report_cpu.tinygrad({**record, "same_tokens": False})
+
+
+def test_six_rows_for_the_readme(tmp_path: Path):
+    lines = report.report_summary.table(tmp_path).splitlines()[-6:]
+    assert all(line.count("not measured") == 5 for line in lines)       # nothing has a result there
+    row = {"status": "measured", "work": 4e12, "commit": "abc",
+           "seconds": {"ours": [0.002, 0.004], "Triton": [0.004, 0.012], "torch": [0.003, 0.004]}}
+    record = {"gpu": "NVIDIA H100", "parts": {"gemm": {"8192³": row}}}
+    (tmp_path / "gpu_h100.json").write_text(json.dumps(record))
+    (tmp_path / "serving.json").write_text(json.dumps({"machine": "a box", "tokens_per_s": {
+        "tinygrad_nv, server": [30.0, 40.0], "transformers, batches": [10.0, 20.0]}}))
+    lines = report.report_summary.table(tmp_path).splitlines()[-6:]
+    assert lines[0] == ("| H100: matmul 8192³, bf16 | 1333 TFLOP/s | not measured | 2.50 (2.00 … 3.00) | "
+                        "not measured | cuBLAS 1.25 (1.00 … 1.50) |")
+    assert lines[5].endswith("| 35 tokens/s | not measured | — | not measured | "
+                             "transformers 2.50 (2.00 … 3.00) |")
+
+
+def test_what_ran_where(folder: Path):
+    record = json.loads((path := next(folder.glob("gpu_*.json"))).read_text())
+    launched = {"status": "measured", "launches": 7, "commit": "abc"}
+    record["parts"]["correctness"] = {"test_gemm_exact::test_it": launched, "test_sparse_matmul::test_it": {
+        "status": "failed", "launches": 9, "commit": "abc"}}
+    record["parts"]["gemm"]["fp8, block scales 1x1x1"] = {"status": "not measured", "commit": "abc"}
+    path.write_text(json.dumps(record))
+    found = report.report_status.status(folder)
+    gpu, subjects = record["gpu"], found["subjects"]
+    assert subjects["gemm"]["right"] == {gpu: {"launches": 7, "disagree": 0, "commits": ["abc"]}}
+    assert subjects["gemm"]["timed"] == {gpu: {"rows": 2, "commits": ["abc"]}}
+    assert [(subjects[key]["right"], subjects[key]["timed"]) for key in ("block_scales", "sparse")] ==\
+        [({}, {})] * 2
+    assert found["beside"]["Triton"] == {gpu: 1}
+    assert found["beside"]["vLLM"] == {gpu: 0}
+
+
+def test_without_results_nothing_is_measured(tmp_path: Path):
+    said = report.performance(tmp_path)
+    assert said.count("not measured") == 6 * 5 + 11
     assert "nothing has been measured yet" in said
 
 
 def test_an_emulated_device_is_no_measurement(folder: Path):
     path = next(folder.glob("gpu_*.json"))
     path.write_text(json.dumps({**json.loads(path.read_text()), "gpu": "emulated sm_90a"}))
-    assert "nothing has been measured yet" in report.section(folder)
+    assert "nothing has been measured yet" in report.performance(folder)
 
 
 def test_a_plot_for_those_beside_torch(folder: Path):
-    record, = report.gpus(folder)
-    path = report.plotted(record, folder)
+    record, = report.report_gpu.gpus(folder)
+    path = report.report_gpu.plotted(record, folder)
     assert path is not None
     assert path.name == "gpu_h100-80gb-hbm3_gemm.png"
     assert path.stat().st_size > 5000
-    assert f"(bench/results/{path.name})" in report.section(folder)
-    assert report.plotted({**record, "parts": {}}, folder) is None
+    assert f"(../bench/results/{path.name})" in report.performance(folder)
+    assert report.report_gpu.plotted({**record, "parts": {}}, folder) is None
 
 
-def test_the_readme_says_what_the_results_say():
-    assert report.README.read_text() == report.replaced(report.README.read_text(),
-                                                        report.section(report.RESULTS))
+def test_the_pages_say_what_the_results_say():
+    for path, text in report.pages(report.RESULTS, report.RESULTS.parents[1]).items():
+        assert path.read_text() == text, f"{path.name}: run bench/report.py"
 
 
 def test_the_command_writes_and_compares(folder: Path, tmp_path: Path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    line = [sys.executable, report.__file__, "--results", str(folder), "--readme", str(readme)]
+    (tmp_path / "docs").mkdir()
+    for name, marker in (("README.md", "measured"), ("docs/hardware.md", "rows"),
+                         ("docs/status.md", "status")):
+        begin, end = f"<!-- {marker}: {report.BY} -->", f"<!-- {marker}: end -->"
+        (tmp_path / name).write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    line = [sys.executable, report.__file__, "--results", str(folder), "--root", str(tmp_path)]
     assert subprocess.run([*line, "--check"], check=False, capture_output=True).returncode == 1
     for said in ("written", "as it was"):
         done = subprocess.run(line, check=True, capture_output=True, text=True)
-        assert done.stdout == f"{readme}: {said}\n"
+        assert [each.partition(": ")[2] for each in done.stdout.splitlines()] == [said] * 5
     assert subprocess.run([*line, "--check"], check=False).returncode == 0
-    text = readme.read_text()
+    text = (tmp_path / "README.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
 
 
 def test_a_text_without_markers_is_refused():
-    with pytest.raises(SystemExit, match="performance"): report.replaced("nothing", "")
+    with pytest.raises(SystemExit, match="measured"): report.replaced("nothing", "measured", "")
