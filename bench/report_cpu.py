@@ -80,8 +80,8 @@ def tinygrad(record: Record | None) -> str:
     if record is None: return f"Decoding beside tinygrad's engine (`bench/cpu_tinygrad.py`): {NOT_MEASURED}."
     ours, theirs = record["tokens_per_s"][OURS], record["tokens_per_s"]["tinygrad"]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    same = "" if record["same_tokens"] else ("; the texts differ, as activations are rounded to int8 here and "
-                                             "weights to float16 there")
+    same = "" if record["same_tokens"] else ("; the texts differ, as activations are rounded to int8 "
+                                             "here and weights to float16 there")
     return (f"Decoding {record['file']} beside tinygrad's own engine, `tinygrad.llm`, without BEAM, in one "
             f"interleaved run on a busy machine (`bench/cpu_tinygrad.py`, {record['machine']}): "
             f"{median(ours):.0f} and {median(theirs):.1f} tokens/s, {median(ratios):.0f} times as fast "

@@ -75,12 +75,13 @@ def used(text: str, words: dict[str, tuple[str, str]]) -> Iterator[tuple[str, in
 
 def written(page: Path) -> str:
     """A page without what bench/report.py writes there."""
-    return re.sub(r"<!-- performance: written.*?<!-- performance: end -->", "", page.read_text(), flags=re.S)
+    return re.sub(r"<!-- (\w+): written.*?<!-- \1: end -->", "", page.read_text(), flags=re.S)
 
 
 def prose(text: str) -> str:
     """Text outside blocks of code and `names`, with its lines."""
     text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.M | re.S)
+    text = re.sub(r"^::: .*", "", text, flags=re.M)     # names of the API
     return re.sub(r"`[^`]*`", lambda name: "\n" * name[0].count("\n"), text)
 
 

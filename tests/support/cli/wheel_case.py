@@ -37,8 +37,8 @@ class Installed:
         programs, away = self.folder / "bin", self.folder / "away"
         away.mkdir(exist_ok=True)
         path = os.pathsep.join((str(programs), os.environ["PATH"]))
-        return subprocess.run([str(programs / command[0]), *command[1:]], cwd=away, check=False, text=True, input=stdin,
-                              env={**outside(), "PATH": path}, capture_output=True)
+        return subprocess.run([str(programs / command[0]), *command[1:]], cwd=away, check=False, text=True,
+                              env={**outside(), "PATH": path}, input=stdin, capture_output=True)
 
 
 def build(folder: Path) -> Path:
