@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +22,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("BEAM_MAX_TASKS_PER_CHILD", "4096")
 
 import pytest
-import torch
-import transformers
 from tinygrad.helpers import DEV
-from tinygrad_nv.models.tales import tokenizer as tales
 
-from tinygrad_nv import cli
+from tests.support import ROOT, sampling
+from tests.support.durations import Durations, pick_shard, read_durations
 
-# operands are small, and tests run beside each other: more threads wait for each other longer than they work
-torch.set_num_threads(1)
+gc.disable()    # until tests are collected, which stay: collections would look at them again and again
 # a shell that starts the tests in the background has SIGINT ignored, by everything they start too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -71,19 +67,40 @@ MakeModel = Callable[..., Path]
 Spoil = Callable[..., Path]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what chooses tests, and writes how long they took."""
+    parser.addoption("--sample-seed", metavar="SEED", help="draw cases of sweeps as this commit does")
+    parser.addoption("--shard", metavar="I/N", help="run part I of N of the files, as long as each other")
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `sampled(n)` all cases but n are slow: the same at every run, and unlike those
-    of equal steps through a product of parameters, of every value of each."""
-    sweeps: dict[tuple[Path, str], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            sweeps.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
-    for cases in sweeps.values():
-        mark = cases[0].get_closest_marker("sampled")
-        assert mark is not None
-        cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
-        for case in cases[mark.args[0]:]: case.add_marker(pytest.mark.slow)
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets the seed before workers are started, which take the options of this process."""
+    config.option.sample_seed = config.option.sample_seed or sampling.commit_seed(ROOT)
+    config.pluginmanager.register(Durations(config), "durations")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what does not run of sweeps as slow, and deselects other shards."""
+    sampling.mark_slow(items, config.option.sample_seed, sampling.read_always())
+    if part := config.option.shard:
+        mine = pick_shard((item.nodeid.partition("::")[0] for item in items), part, read_durations())
+        others = [item for item in items if item.nodeid.partition("::")[0] not in mine]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.nodeid.partition("::")[0] in mine]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Names the seed; lists drawn cases that failed, and has them run each time from now on."""
+    terminalreporter.line(f"cases of sweeps drawn by --sample-seed {config.option.sample_seed}")
+    failed = [report.nodeid for report in terminalreporter.getreports("failed") if report.when == "call"
+              and sampling.DRAWN in dict(report.user_properties)]
+    if not failed: return
+    terminalreporter.section("drawn cases that failed, for tests/always.txt")
+    for case in failed: terminalreporter.line(case)
+    if not os.environ.get("CI"): sampling.add_always(failed)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -98,12 +115,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
 
 
+def use_one_thread() -> None:
+    """Sets torch's threads, where it is loaded: operands are small, and tests run beside each other; more
+    threads wait for each other longer than they work."""
+    if torch := sys.modules.get("torch"): torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """What modules before have left stays until the end, too: collections, which tests and captured steps
     ask for, take seconds where they look at all that thousands of tests have left in caches."""
     gc.collect()
     gc.freeze()
+    use_one_thread()
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +142,7 @@ def cache_directory() -> Iterator[None]:
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """`tinygrad-nv` with these arguments, in this process; `stdin` is what it can read."""
+    from tinygrad_nv import cli
     device = DEV.value
 
     def run(*arguments: object, stdin: str = "") -> Outcome:
@@ -141,6 +166,10 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """`make_model(cls_name, **config)`: a directory that transformers wrote for a random model of the class,
     with a tokenizer of `VOCAB` tokens. Equal arguments give the same directory: do not write into it.
     """
+    import torch
+    import transformers
+    from tinygrad_nv.models.tales import tokenizer as tales
+    use_one_thread()
     made: dict[str, Path] = {}
 
     def make(cls_name: str = "LlamaForCausalLM", **config: Any) -> Path:
