@@ -1,4 +1,4 @@
-"""Sweeps that are marked `sampled`, and the processor time of tests: tests/support/{sampling,durations}.py."""
+"""What tests/support/sampling.py and durations.py do: cases of sweeps, and processor time of tests."""
 from __future__ import annotations
 
 import subprocess

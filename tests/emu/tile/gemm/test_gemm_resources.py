@@ -43,7 +43,7 @@ def unspilt(made: GemmKernel, arch: str) -> int:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("dtype", "arch", "schedule"), [
     *[(BF16, arch, Mma()) for arch in ("sm_80", "sm_89", "sm_90a")], (F32, "sm_80", Mma().k(16)),
-    (S8, "sm_80", Mma().k(64)), (E4M3, "sm_89", Mma().k(64))])
+    (S8, "sm_80", Mma().k(64)), (E4M3, "sm_89", Mma().block(64, 128).k(64))])
 @pytest.mark.parametrize("majors", MAJORS)
 def test_mma_neither_spills_nor_meets_bank_conflicts(dtype: DType, arch: str, schedule: GemmSchedule,
                                                      majors: str):
