@@ -40,7 +40,7 @@ def fill(place: Path) -> None:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(name)
     with contextlib.closing(sqlite3.connect(place / "tinygrad/cache.db")) as opened:
-        for table in ("compile_clang_x_22", "compile_tinygrad_nv_ptx_6_sm_90_22", "nv_program_3_22", "beam_22"):
+        for table in ("compile_clang_x_22", "compile_tinygrad_nv_ptx_6_22", "nv_program_3_22", "beam_22"):
             opened.execute(f"CREATE TABLE {table} (key text, val blob)")
             opened.execute(f"INSERT INTO {table} VALUES ('a', 'b')")
         opened.commit()
@@ -58,8 +58,9 @@ def test_only_what_compilers_made_is_kept(ci: types.ModuleType, tmp_path: Path):
     assert not (tmp_path / "first").exists()
     for _ in range(2): ci.main("keep", tmp_path / "run", tmp_path / "kept")
     ci.main("take", tmp_path / "kept", tmp_path / "next")
-    assert files(tmp_path / "next") == {"tinygrad_nv/cubin/a.json", "tinygrad_nv/zig-1/o/b", "tinygrad/cache.db",
-                                        "tinygrad_nv/tinygrad_nv.key", "tinygrad/tinygrad_nv.key"}
+    assert files(tmp_path / "next") == {"tinygrad_nv/cubin/a.json", "tinygrad_nv/zig-1/o/b",
+                                        "tinygrad_nv/tinygrad_nv.key", "tinygrad/tinygrad_nv.key",
+                                        "tinygrad/cache.db"}
     with contextlib.closing(sqlite3.connect(tmp_path / "next/tinygrad/cache.db")) as opened:
         assert opened.execute("SELECT name FROM sqlite_master").fetchall() == [("compile_clang_x_22",)]
         assert opened.execute("SELECT * FROM compile_clang_x_22").fetchall() == [("a", "b")]
