@@ -26,7 +26,7 @@ from tinygrad.helpers import Context
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import prepared, quant_matmul, quantize, scaled_matmul
 from tinygrad_nv.quant import types
-from tinygrad_nv.quant.activations import rounded
+from tinygrad_nv.quant.activations import round_activations
 from tinygrad_nv.quant.floats import to_e4m3
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.tensor import QTensor
@@ -81,7 +81,8 @@ def multiplied(name: str, x: Tensor, w: QTensor, floats: bool) -> Tensor:
     if name == "W8A8":
         codes, scales = quantize(x, "int8", types.Scale(1, 0))
         return scaled_matmul(codes, scales, w)
-    if name == "W8A8 rounded": return quant_matmul(rounded(x, Activations("int8", types.Scale(1, 0))), w)
+    if name == "W8A8 rounded": return quant_matmul(round_activations(x, Activations("int8",
+                                                                                    types.Scale(1, 0))), w)
     return quant_matmul(x, w, int8=not floats)
 
 

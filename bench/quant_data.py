@@ -75,7 +75,7 @@ def in_tiles(rows: Any, type: QType, name: str, k: int) -> Any:
     """Factors of rows [n, blocks] in fragments [T, blocks, 16]."""
     import torch
     scale = blocks_of(type, name)
-    more = scale.blocks(len(rows), replace(type, layout="fragments").padded(k))[1] - rows.shape[1]
+    more = scale.blocks(len(rows), replace(type, layout="fragments").pad_columns(k))[1] - rows.shape[1]
     raw = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
     padded = torch.nn.functional.pad(raw, (0, more, 0, -len(rows) % TILE))
     return padded.reshape(len(padded) // TILE, 2, 8, -1).permute(0, 3, 2, 1).contiguous().view(rows.dtype)

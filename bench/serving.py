@@ -78,7 +78,7 @@ def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> d
         target = client.Endpoint(url, name, body=WHOLE)
         answers, seconds = await client.load(target, workload, [0.0] * len(workload), concurrency)
         if failed := [answer.error for answer in answers if answer.error]: raise SystemExit(failed[0])
-        return figures.served(answers, seconds)
+        return figures.summarise_serving(answers, seconds)
     return asyncio.run(run())
 
 

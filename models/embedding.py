@@ -12,7 +12,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.quant.layouts import rows_of
-from tinygrad_nv.quant.tensor import QTensor, dequantized
+from tinygrad_nv.quant.tensor import QTensor, dequantize
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ def quantised_rows(table: QTensor, tokens: Tensor, dtype: DType) -> Tensor:
 
     def read(lines: Tensor, at: Tensor) -> Tensor: return embedding(lines, at.contiguous())
     given = {name: rows_of(table.type, name, data, flat, k, read) for name, data in table.buffers.items()}
-    made = dequantized(replace(table.type, layout="rows"), (count, k), given, dtype)
+    made = dequantize(replace(table.type, layout="rows"), (count, k), given, dtype)
     return made.reshape(*tokens.shape, k)

@@ -209,8 +209,8 @@ def _laid(type: QType, made: QType, shape: Shape, chunk: Chunk, device: str | No
         some[name] = Tensor.empty(*extents, dtype=in_memory(dtype), device=device)
         write(some[name], 0, np.ascontiguousarray(chunk.buffers[name]).reshape(-1).view(np.uint8).data)
     stack = QStack(type, shape, some)
-    if made != replace(type, layout=made.layout): stack = stack.multiplied()
-    return stack.laid(made.layout).buffers
+    if made != replace(type, layout=made.layout): stack = stack.with_multipliers()
+    return stack.with_layout(made.layout).buffers
 
 
 def stacks(model: Llama) -> list[StackWeight]:

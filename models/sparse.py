@@ -16,7 +16,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import multiplies_sparse
 from tinygrad_nv.quant.readers.reader import Activations
-from tinygrad_nv.quant.sparse import SparseTensor, compressed, two_of_four
+from tinygrad_nv.quant.sparse import SparseTensor, compress, two_of_four
 from tinygrad_nv.quant.types import E4M3, INT8, TILE, QType
 
 from .llama import Llama
@@ -48,7 +48,7 @@ def packed(dtype: DType, shape: tuple[int, int], elements: np.ndarray, scales: n
         raw = elements[begin:begin + step].view(f"u{dtype.itemsize}")
         there = raw != 0 if dtype == dtypes.int8 else raw & SIZE[dtype] != 0
         if (there.reshape(-1, 4).sum(-1, dtype=np.uint8) > 2).any(): return None
-        parts.append(compressed(raw, two_of_four(there)))
+        parts.append(compress(raw, two_of_four(there)))
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if scales is not None: arrays["scales"] = scales.astype(np.float32).reshape(shape[0], 1)
     return SparseTensor.of(dtype, shape, arrays, device)

@@ -35,7 +35,7 @@ from tinygrad.dtype import DType, strong_dtype
 from tinygrad_nv.dlpack import exporting, from_dlpack
 from tinygrad_nv.errors import TorchError
 from tinygrad_nv.transforms import jit, vmap
-from tinygrad_nv.transforms.foreign import Constants, pulled, shapes_of
+from tinygrad_nv.transforms.foreign import Constants, pullback, shapes_of
 
 DTYPES: dict[DType, Any] = {
     dtypes.bool: jnp.bool_, dtypes.int8: jnp.int8, dtypes.int16: jnp.int16, dtypes.int32: jnp.int32,
@@ -54,7 +54,7 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     flat: dict[Hashable, _Flat] = {}
 
     @functools.wraps(fn)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [jnp.asarray(each) for each in leaves if _is_array(each)]
         for each in arrays: _ours(each)
@@ -63,10 +63,10 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             raise TorchError(f"an argument that is no array and has no hash: {error}",
                              "arrays, and values that stay as they are", "give it as an array") from error
-        if found is None: found = flat[tree, constants] = _Flat(_filled(fn, tree, constants))
+        if found is None: found = flat[tree, constants] = _Flat(_bind_constants(fn, tree, constants))
         made = found.call(*arrays)
         return jax.tree.unflatten(found.tree_of(arrays), made)
-    return called
+    return call
 
 
 class _Flat:
@@ -80,7 +80,7 @@ class _Flat:
         self.known: dict[Hashable, list[jax.ShapeDtypeStruct]] = {}
         self.backwards: dict[Hashable, _Flat] = {}
         self.batched: dict[Hashable, _Flat] = {}
-        self.mapped = _mapped(self)
+        self.mapped = _with_vmap_rule(self)
         self.call = _differentiable(self)
 
     def _leaves(self, *given: Tensor) -> list[Tensor]:
@@ -119,7 +119,7 @@ class _Flat:
         made = self.run([from_dlpack(each) for each in arrays])
         return [exporting.over(each).view(_theirs(each)) for each in made]
 
-    def traced(self, *arrays: jax.Array) -> list[jax.Array]:
+    def trace(self, *arrays: jax.Array) -> list[jax.Array]:
         made: list[jax.Array] = jax.pure_callback(self.host, self.results(arrays), *arrays,
                                                   vmap_method="sequential")
         return made
@@ -127,7 +127,7 @@ class _Flat:
     def backward(self, derived: tuple[bool, ...], given: tuple[bool, ...]) -> _Flat:
         """J^T: of arguments and the gradients of float results, to gradients of float arguments."""
         if (derived, given) not in self.backwards:
-            self.backwards[derived, given] = _Flat(pulled(self._leaves, derived, given))
+            self.backwards[derived, given] = _Flat(pullback(self._leaves, derived, given))
         return self.backwards[derived, given]
 
     def batch(self, axes: tuple[bool, ...]) -> _Flat:
@@ -161,32 +161,32 @@ def _differentiable(flat: _Flat) -> Callable[..., Any]:
     return call
 
 
-def _mapped(flat: _Flat) -> Callable[..., Any]:
+def _with_vmap_rule(flat: _Flat) -> Callable[..., Any]:
     """The function with a rule for examples."""
     @jax.custom_batching.custom_vmap
-    def mapped(*arrays: jax.Array) -> list[jax.Array]: return flat.traced(*arrays)
+    def call(*arrays: jax.Array) -> list[jax.Array]: return flat.trace(*arrays)
 
-    @mapped.def_vmap
+    @call.def_vmap
     def rule(size: int, axes: Sequence[bool], *arrays: jax.Array) -> tuple[list[jax.Array], list[bool]]:
         many = flat.batch(tuple(axes))
         try: made = list(many.mapped(*arrays))
         except TransformError: made = _one_by_one(flat, axes, arrays)
         return made, [True] * len(made)
-    return mapped
+    return call
 
 
 def _one_by_one(flat: _Flat, axes: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The function of one example after the other."""
     def one(batched: list[jax.Array]) -> list[jax.Array]:
         rest = iter(batched)
-        return flat.traced(*(next(rest) if each else x for x, each in zip(arrays, axes, strict=True)))
+        return flat.trace(*(next(rest) if each else x for x, each in zip(arrays, axes, strict=True)))
     return list(jax.lax.map(one, [x for x, each in zip(arrays, axes, strict=True) if each]))
 
 
-def _filled(fn: Callable[..., Any], tree: Any, constants: Constants) -> Callable[..., Any]:
+def _bind_constants(fn: Callable[..., Any], tree: Any, constants: Constants) -> Callable[..., Any]:
     """fn of its arrays alone."""
     def of_arrays(*given: Tensor) -> Any:
-        args, kwargs = jax.tree.unflatten(tree, constants.filled(given))
+        args, kwargs = jax.tree.unflatten(tree, constants.fill(given))
         return fn(*args, **kwargs)
     return of_arrays
 

@@ -62,7 +62,7 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 def test_figures_of_a_served_load() -> None:
     answers = [RequestResult(10, 3, 0.1, 0.5, [0.2, 0.2]), RequestResult(5, 1, 0.3, 0.3),
                RequestResult(7, error="no")]
-    made = figures.served(answers, 2.0, (50, 99))
+    made = figures.summarise_serving(answers, 2.0, (50, 99))
     assert (made["completed"], made["failed"], made["total_input_tokens"], made["total_output_tokens"]) == (
         2, 1, 15, 4)
     assert (made["request_throughput"], made["output_throughput"], made["total_token_throughput"]) == (
@@ -73,7 +73,7 @@ def test_figures_of_a_served_load() -> None:
     assert made["median_tpot_ms"] == pytest.approx(200)     # of the answer with more than one token
     assert made["mean_itl_ms"] == pytest.approx(200)
     assert made["median_e2el_ms"] == pytest.approx(400)
-    text = figures.served_text(made, (50, 99))
+    text = figures.render_serving(made, (50, 99))
     assert "Failed requests:                                 1\n" in text
     assert "P99 TTFT (ms):                              298.00" in text
     assert {len(line) for line in text.splitlines()} == {50}
@@ -88,7 +88,7 @@ def test_percentiles_are_numpys() -> None:
 
 
 def test_ratios_are_of_runs_that_took_turns() -> None:
-    assert figures.compared([1.0, 2.0, 1.0], [2.0, 2.0, 3.0], "peer") == (
+    assert figures.compare_speed([1.0, 2.0, 1.0], [2.0, 2.0, 3.0], "peer") == (
         "tinygrad_nv / peer: 2.00 times its speed (spread 1.00 … 3.00, 3 interleaved runs)")
 
 
@@ -174,7 +174,7 @@ def test_failed_requests_are_counted(address) -> None:
     workload = random_requests(3, 5, 4, 2048)
     answers, _ = asyncio.run(client.load(target, workload, [0.0] * 3, None))
     assert all(each.error.startswith("404: ") for each in answers)
-    assert figures.served(answers, 1.0)["failed"] == 3
+    assert figures.summarise_serving(answers, 1.0)["failed"] == 3
 
 
 def test_a_server_that_is_not_there(capsys) -> None:

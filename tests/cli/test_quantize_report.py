@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.quantize import quality
-from tinygrad_nv.quantize.quality import affordable, compared, perplexity
+from tinygrad_nv.quantize.quality import affordable, compare, perplexity
 from tinygrad_nv.quantize.text import Sequences
 
 TEXTS = ("The fox met a small bear. They played until the sun went down.",
@@ -69,7 +69,7 @@ def test_one_model_by_itself(tiny: Path):
     apart = [perplexity(tiny, Sequences(text.ids[a:b], (b - a,))) for a, b in ((0, 4), (4, 7))]
     assert math.log(perplexity(tiny, text)) == pytest.approx(
         (3 * math.log(apart[0]) + 2 * math.log(apart[1])) / 5, rel=1e-6)
-    same = compared(tiny, tiny, text)
+    same = compare(tiny, tiny, text)
     assert (same.before, same.divergence, same.same, set(same.states)) == (same.after, 0, 1, {0})
 
 

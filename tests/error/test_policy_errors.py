@@ -13,9 +13,9 @@ from tinygrad_nv.numerics.policy import (
     accum,
     deterministic,
     loss_scale,
-    policied,
     saturate,
     stochastic_round,
+    with_policies,
 )
 
 f16, bf16, f32 = dtypes.float16, dtypes.bfloat16, dtypes.float32
@@ -60,7 +60,7 @@ def test_words(make: Callable[[], Any], words: str):
     (bf16 @ accum(bf16), f32, "multiply", "8 bits of significand for operands of 24")])
 def test_operands_that_do_not_meet(a: Any, b: Any, operation: str, words: str):
     with pytest.raises(NumericsError, match=words) as caught: meet(a, b, operation, ("q", "k"))
-    assert f"q is {policied(a)}, k is {policied(b)}" in str(caught.value)
+    assert f"q is {with_policies(a)}, k is {with_policies(b)}" in str(caught.value)
 
 
 def test_an_operation_that_is_none():

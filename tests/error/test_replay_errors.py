@@ -10,7 +10,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import ReplayError
 from tinygrad_nv.numerics.replay import record, replay
-from tinygrad_nv.numerics.replay.recorder import recorded
+from tinygrad_nv.numerics.replay.recorder import record_kernels
 
 
 def doubled(x: Tensor, by: float = 2.0) -> Tensor: return x * by
@@ -124,5 +124,5 @@ def test_a_file_that_cannot_be_written(tmp_path: Path):
 
 
 def test_one_recorder_at_a_time():
-    with recorded(lambda run: None), pytest.raises(ReplayError, match="inside of one"), \
-            recorded(lambda run: None): pass
+    with record_kernels(lambda run: None), pytest.raises(ReplayError, match="inside of one"), \
+            record_kernels(lambda run: None): pass

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tinygrad_nv.models.moe_config import MoEConfig
 
-from tinygrad_nv.benchmarks.speed import described
+from tinygrad_nv.benchmarks.speed import describe_weights
 from tinygrad_nv.cli import main
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.functional import Policy
@@ -37,7 +37,7 @@ def test_bytes_of_a_step_are_those_of_its_experts(hf_model: Callable[[str], Path
         assert moe is not None
         if not llm.config.tied: rest -= stored["model.embed_tokens.weight"].nbytes
         assert llm.streamed_bytes == rest + experts * moe.policy.k // moe.experts
-        weights = described(llm, 3)
+        weights = describe_weights(llm, 3)
         missed = (1 - moe.policy.k / moe.experts) ** 3
         assert weights.experts is not None
         assert weights.experts.streamed == pytest.approx(rest + experts * (1 - missed), abs=4)

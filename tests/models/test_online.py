@@ -18,7 +18,7 @@ from tinygrad_nv.models.llama import Llama
 from tests.models.test_parity import GREEDY, PROMPT
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.online import SCHEMES, quantised
+from tinygrad_nv.quant.readers.online import SCHEMES, quantise
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import Scale
 
@@ -41,7 +41,7 @@ def test_matrices_are_rounded_to_the_nearest(name: str, dtype: torch.dtype):
     w[5], w[6, 1:] = 0, w[6, 1:] * 1e-4
     w = w.to(dtype)
     raw = w.view(torch.uint16).numpy() if dtype == torch.bfloat16 else w.numpy()
-    found = QTensor.of(type, (700, 520), quantised(type, "w", lambda _: raw), "CPU").dequantize().numpy()
+    found = QTensor.of(type, (700, 520), quantise(type, "w", lambda _: raw), "CPU").dequantize().numpy()
     most, wide = {"int8": 127, "e4m3": 448, "nf4": 1}[type.element.name], w.float()
     scales = (amax(wide, type.scale) / most).clamp(min=1e-12)
     codes = wide / scales

@@ -55,7 +55,7 @@ def within(answers: Sequence[RequestResult], limits: Mapping[str, float]) -> int
     return sum(not each.error and fits(each) for each in answers)
 
 
-def served(answers: Sequence[RequestResult], seconds: float, percentiles: Sequence[float] = (99,),
+def summarise_serving(answers: Sequence[RequestResult], seconds: float, percentiles: Sequence[float] = (99,),
            limits: Mapping[str, float] | None = None) -> dict[str, Any]:
     """The figures of a served workload, with the names of vLLM's JSON. `limits` are those of goodput."""
     good = [each for each in answers if not each.error]
@@ -75,9 +75,9 @@ def served(answers: Sequence[RequestResult], seconds: float, percentiles: Sequen
     return made
 
 
-def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,),
+def render_serving(figures: dict[str, Any], percentiles: Sequence[float] = (99,),
                 metrics: Sequence[str] = tuple(METRICS)) -> str:
-    """The same, as aligned text."""
+    """Returns the figures of a served workload as aligned text."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
 
     def row(name: str, value: float) -> None:
@@ -101,7 +101,7 @@ def served_text(figures: dict[str, Any], percentiles: Sequence[float] = (99,),
     return "\n".join([*lines, "=" * WIDTH])
 
 
-def served_ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+def compare_serving(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     """Returns how many times the second's tokens a second the first has."""
     if not theirs["output_throughput"]: return "the second server answered nothing: no ratio"
     return (f"output token throughput: {ours['output_throughput'] / theirs['output_throughput']:.2f} times "
@@ -136,7 +136,7 @@ def throughput_text(figures: dict[str, Any], inputs: int, outputs: int) -> str:
             f"Total num prompt tokens: {inputs}\nTotal num output tokens: {outputs}")
 
 
-def compared(ours: Sequence[float], theirs: Sequence[float], name: str) -> str:
+def compare_speed(ours: Sequence[float], theirs: Sequence[float], name: str) -> str:
     """The speed ratio of interleaved runs."""
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     return (f"tinygrad_nv / {name}: {median(ratios):.2f} times its speed "

@@ -1,8 +1,8 @@
 """Prefill and decode of one sequence, as llama-bench has them: prompts alone, then tokens after one token.
 
 Protocol: `measured(llm, …)` gives tokens a second of each repeat, by test: "pp512" (a prompt of 512 tokens,
-to its first token) and "tg128" (128 tokens after the first). `described(llm)` says what the weights are, and
-how many bytes of them each token reads: tokens/s times these are the GB/s that memory gives.
+to its first token) and "tg128" (128 tokens after the first). `describe_weights(llm)` says what the weights
+are, and how many bytes of them each token reads: tokens/s times these are the GB/s that memory gives.
 """
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ NAMED = {getattr(types, name).of_rows(): name for name in (
 
 @dataclass(frozen=True)
 class Weights:
-    """Of a loaded model. `method` is config.json's, "" where nothing is quantised; `kinds` are words for each
-    type of matrix, how many there are, and their bytes. `streamed` bytes are read by each decode step;
-    without quantisation it would be `unquantised`. `experts` is of a mixture of experts."""
+    """Weights of a loaded model. `method` is config.json's, "" where nothing is quantised; `kinds` are words
+    for each type of matrix, how many there are, and their bytes. `streamed` bytes are read by each decode
+    step; without quantisation it would be `unquantised`. `experts` is of a mixture of experts."""
     method: str
     kinds: tuple[tuple[str, int, int], ...]
     dtype: str
@@ -81,14 +81,14 @@ class Experts:
 
 
 def experts_of(llm: Any, sequences: int) -> Experts | None:
-    """Of an `LLM`; None if it has no mixture of experts."""
+    """Returns the experts of an `LLM`; None if it has no mixture of experts."""
     if (moe := llm.config.moe) is None: return None
     return Experts(moe.experts, moe.policy.k, sum(moe.layers), sequences, moe.distinct(sequences),
                    llm.step_weight_bytes(sequences))
 
 
-def described(llm: Any, sequences: int = 1) -> Weights:
-    """Of an `LLM`, where a step decodes so many sequences."""
+def describe_weights(llm: Any, sequences: int = 1) -> Weights:
+    """Returns the weights of an `LLM`, where a step decodes so many sequences."""
     counts, sizes = Counter[str](), Counter[str]()
     for matrix, activations in matrices(llm.model):
         words = f"{NAMES.get(matrix.dtype.name, matrix.dtype.name)} 2:4" if isinstance(matrix, SparseTensor) \
@@ -132,7 +132,7 @@ def lengths(prompt: int | None, decoded: int | None, context: int) -> tuple[int,
     return made[0], made[1]
 
 
-def measured(llm: Any, prompt: int, decoded: int, repeat: int, seed: int = 0,
+def measure(llm: Any, prompt: int, decoded: int, repeat: int, seed: int = 0,
              step: Callable[[], None] = lambda: None, peer: BenchEngine | None = None
              ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Tokens a second, and those of a peer, after one run of each that compiles. A peer's decoding is of all

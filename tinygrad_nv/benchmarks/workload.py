@@ -1,4 +1,4 @@
-"""Which requests a benchmark sends, and when: from a seed, so that every engine gets the same."""
+"""Requests that a benchmark sends, and when: from a seed, so that every engine gets the same."""
 from __future__ import annotations
 
 import json

@@ -128,7 +128,7 @@ class _Runs:
 def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[[int], list[BenchRequest]],
                  warm: int) -> _Runs:
     """Runs the engines in turn."""
-    from tinygrad_nv.benchmarks.speed import described
+    from tinygrad_nv.benchmarks.speed import describe_weights
     from tinygrad_nv.cli import console
     if arguments.against: require_installed(arguments.against)      # before anything is loaded
     llm = console.load(directory, arguments)
@@ -145,7 +145,7 @@ def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[
                     took = engine.run(workload)
                     if number >= warm: seconds.append(took)
                     step()
-        return _Runs(list(engines), runs, described(llm, min(len(workload), arguments.max_num_seqs)),
+        return _Runs(list(engines), runs, describe_weights(llm, min(len(workload), arguments.max_num_seqs)),
                      peak_memory(llm.device))
     finally: llm.close()
 
@@ -160,7 +160,7 @@ def _report(arguments: argparse.Namespace, runs: _Runs, made: dict[str, dict[str
     print(f"Weights: {runs.weights}\nPeak memory: {memory_words(runs.memory)}")
     ours, *others = runs.names
     for name, seconds in zip(others, runs.seconds[1:], strict=True):
-        print(figures.compared(runs.seconds[0], seconds, name))
+        print(figures.compare_speed(runs.seconds[0], seconds, name))
     if arguments.output_json:
         mine = {**made[ours], "weights": runs.weights.record(), **runs.memory}
         write(arguments.output_json, mine | {name: made[name] for name in others})

@@ -161,10 +161,10 @@ def run(arguments: argparse.Namespace, find: Callable[[str | None, bool], Path])
     mine, parts = runs[0], arguments.metric_percentiles
     for one, where in zip(runs, (address, arguments.against), strict=False):
         if len(runs) > 1: print(f"{where}:")
-        print(figures.served_text(one.figures, parts, arguments.percentile_metrics))
+        print(figures.render_serving(one.figures, parts, arguments.percentile_metrics))
         if failed := [each.error for each in one.answers if each.error]:
             print(f"the first of {len(failed)} failures: {failed[0]}", file=sys.stderr)
-    if len(runs) > 1: print(figures.served_ratio(mine.figures, runs[1].figures))
+    if len(runs) > 1: print(figures.compare_serving(mine.figures, runs[1].figures))
     record = _record(arguments, mine)
     if arguments.output_json: write(arguments.output_json, record)
     if arguments.save_result or arguments.append_result: _save(arguments, mine.name, record)
@@ -196,7 +196,7 @@ def _url(arguments: argparse.Namespace) -> str | None:
 
 def _measured(arguments: argparse.Namespace, url: str, workload: list[BenchRequest], started: bool) -> _Run:
     answers, seconds, name = asyncio.run(_loaded(arguments, url, workload, started))
-    return _Run(name, answers, figures.served(answers, seconds, arguments.metric_percentiles,
+    return _Run(name, answers, figures.summarise_serving(answers, seconds, arguments.metric_percentiles,
                                               dict(arguments.goodput)))
 
 

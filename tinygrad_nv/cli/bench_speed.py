@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from tinygrad_nv.benchmarks.engines import require_installed
-from tinygrad_nv.benchmarks.figures import compared
+from tinygrad_nv.benchmarks.figures import compare_speed
 from tinygrad_nv.benchmarks.workload import DECODED, PROMPT
 from tinygrad_nv.cli.bench_options import add_peer, count, open_peer, progress, write
 from tinygrad_nv.runtime.observe.peak import memory_words, peak_memory
@@ -28,7 +28,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, directory: Path) -> int:
     """Times prompts, and tokens after one."""
-    from tinygrad_nv.benchmarks.speed import described, lengths, measured, table
+    from tinygrad_nv.benchmarks.speed import describe_weights, lengths, measure, table
     from tinygrad_nv.cli import console
     if arguments.against: require_installed(arguments.against)      # before anything is loaded
     llm = console.load(directory, arguments)
@@ -36,13 +36,14 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
         prompt, decoded = lengths(arguments.input_len, arguments.output_len, llm.length)
         other = open_peer(arguments, llm, directory, 1) if arguments.against else None
         with progress("running", 2 * (arguments.num_iters + 1)) as step:
-            rates, theirs = measured(llm, prompt, decoded, arguments.num_iters, arguments.seed, step, other)
-        weights, device, parameters = described(llm), console.device_name(llm), llm.config.parameters
+            rates, theirs = measure(llm, prompt, decoded, arguments.num_iters, arguments.seed, step, other)
+        weights, device, parameters = describe_weights(llm), console.device_name(llm), llm.config.parameters
         memory = peak_memory(llm.device)
         print(f"Model: {directory}, {parameters / 1e6:,.1f} M parameters, {device}\n"
               f"Weights: {weights}\nPeak memory: {memory_words(memory)}\n\n{table(rates, weights.streamed)}")
         for name, found in theirs.items():
-            print(f"{name}: " + compared([1 / rate for rate in rates[name]], [1 / rate for rate in found],
+            print(f"{name}: "
+                  + compare_speed([1 / rate for rate in rates[name]], [1 / rate for rate in found],
                                          arguments.against))
         if arguments.output_json:
             write(arguments.output_json, {"model": str(directory), "device": device, "parameters": parameters,

@@ -20,7 +20,7 @@ from tinygrad_nv.progress import bar
 from tinygrad_nv.quantize import report
 from tinygrad_nv.quantize.directory import IGNORED, quantize, require_plain
 from tinygrad_nv.quantize.network import require_computed
-from tinygrad_nv.quantize.quality import LEAST, Quality, affordable, compared
+from tinygrad_nv.quantize.quality import LEAST, Quality, affordable, compare
 from tinygrad_nv.quantize.schemes import FORMATS, METHODS, NAMES, OBSERVERS, ORDERS, Options, scheme_of
 from tinygrad_nv.quantize.text import Sequences, stories, texts, tokens
 from tinygrad_nv.runtime.observe.memory_report import human
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                                          a.act_order, a.smoothing, a.static, a.sparsity))
     require_plain(a.model, a.out)
     text, held_out = None, _held_out(a)
-    if scheme.calibrated:
+    if scheme.is_calibrated:
         given = stories("train") if a.calibration is None else texts(a.calibration)
         text = tokens(a.model, read_config(a.model), given, a.samples, a.length)
     begun = time.monotonic()
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     quality: Quality | None = None
     if held_out.text is not None:
         with bar(f"evaluating {a.out.name}") as progress:
-            quality = compared(a.model, a.out, held_out.text, progress, limit_s)
+            quality = compare(a.model, a.out, held_out.text, progress, limit_s)
         made = report.report(scheme, found, quality, held_out.name)
         for path in (a.out / report.NAME, *([a.report] if a.report else [])): report.write(path, made)
     elif held_out.name: print(f"no report: {held_out.name}", file=sys.stderr)

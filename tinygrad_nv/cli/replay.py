@@ -101,13 +101,13 @@ class Region:
         if self.path is None and self.take is None:
             yield
             return
-        from tinygrad_nv.numerics.replay.recorder import recorded
+        from tinygrad_nv.numerics.replay.recorder import record_kernels
         with ExitStack() as stack:
             take = self.take
             if take is None:
                 made = stack.enter_context(self._recording())
                 take, self.answered = made.take, lambda answer: setattr(made, "result", answer)
-            with recorded(take): yield
+            with record_kernels(take): yield
 
     def _recording(self) -> AbstractContextManager[Recording]:
         from tinygrad_nv.numerics.replay import recording

@@ -26,7 +26,7 @@ from tinygrad_nv import hooks
 
 def register() -> None:
     """Gives Tensor what the protocol says."""
-    hooks.add_creation("dlpack", _made)
+    hooks.add_creation("dlpack", _make_tensor)
     hooks.add_attribute("from_dlpack", staticmethod(from_dlpack))
     hooks.add_attribute("__dlpack__", _dlpack)
     hooks.add_attribute("__dlpack_device__", _dlpack_device)
@@ -37,15 +37,15 @@ def from_dlpack(x: object, /, *, device: str | None = None, copy: bool | None = 
     """A Tensor over the memory of `x`, on the device where that is; `device` moves it. `copy`: True copies,
     False refuses what would have to be copied, None copies only that."""
     from tinygrad_nv.dlpack import importing
-    made = Tensor(importing.imported(x, copy))
+    made = Tensor(importing.import_tensor(x, copy))
     return made if device is None else made.to(device)
 
 
-def _made(data: object, device: Any) -> tuple[UOp, Any] | None:
+def _make_tensor(data: object, device: Any) -> tuple[UOp, Any] | None:
     """Tensor(data) of another library: on the CPU it goes to the default device, as a numpy array does."""
     if not hasattr(data, "__dlpack__") or not hasattr(data, "__dlpack_device__"): return None
     from tinygrad_nv.dlpack import importing
-    found = importing.imported(data, None)
+    found = importing.import_tensor(data, None)
     return found, device or (Device.DEFAULT if str(found.device).startswith("CPU") else None)
 
 
@@ -54,7 +54,7 @@ def _dlpack(self: Tensor, *, stream: object = None, max_version: tuple[int, int]
     """A capsule over this Tensor's memory. Work of tinygrad on it is done when this returns, so that every
     `stream` may use it."""
     from tinygrad_nv.dlpack import exporting
-    return exporting.exported(self, max_version, dl_device, copy)
+    return exporting.export(self, max_version, dl_device, copy)
 
 
 def _dlpack_device(self: Tensor) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """DLPack's structs, read and changed inside the capsules of other libraries.
 
-Protocol: `described(capsule)` is the tensor that a capsule holds; its memory is good while the capsule lives,
+Protocol: `describe(capsule)` is the tensor that a capsule holds; its memory is good while the capsule lives,
 which gives it back when it goes, as one that was never taken does. `redescribe` states another dtype and
 device in a capsule: numpy has no bfloat16 and no GPU, but frees its memory at any time in any thread.
 
@@ -60,8 +60,8 @@ class Described:
     def size(self) -> int: return prod(self.shape)
 
 
-def described(capsule: object) -> Described:
-    """What a capsule holds."""
+def describe(capsule: object) -> Described:
+    """Describes the tensor that a capsule holds."""
     tensor, flags = _tensor(capsule)
     shape = tuple(tensor.shape[:tensor.ndim])
     if (dtype := DTYPES.get((tensor.code, tensor.bits))) is None or tensor.lanes != 1:

@@ -1,6 +1,6 @@
 """A Tensor's memory for another library.
 
-Protocol: `exported` is a DLPack capsule, `as_array` a numpy array. The Tensor is realized; a view of stored
+Protocol: `export` is a DLPack capsule, `as_array` a numpy array. The Tensor is realized; a view of stored
 memory (permuted, sliced, expanded) is shared as it is, with its strides, and what is no such view (flipped,
 padded) is copied. The memory lives until the last of the Tensor and what was made of it is gone.
 
@@ -25,7 +25,7 @@ from tinygrad_nv.patterns.strides import laid
 
 
 class Lent:
-    """What keeps exported memory. Another library may have work on it when it lets go: that is waited for."""
+    """Keeps exported memory. Another library may have work on it when it lets go: that is waited for."""
 
     def __init__(self, buffer: Buffer, keep: object) -> None: self.buffer, self.keep = buffer, keep
 
@@ -45,7 +45,7 @@ def device_of(tensor: Tensor) -> tuple[int, int]:
                       "CPU or CUDA", "tensor.to('CPU')")
 
 
-def exported(tensor: Tensor, max_version: tuple[int, int] | None, dl_device: tuple[int, int] | None,
+def export(tensor: Tensor, max_version: tuple[int, int] | None, dl_device: tuple[int, int] | None,
              copy: bool | None) -> object:
     """A capsule over a Tensor's memory; over a copy where `copy` or another `dl_device` asks for one."""
     device = device_of(tensor)

@@ -30,7 +30,7 @@ GPU_ALIGNMENT = 16      # bytes: a vector load, or a tensor map's address
 
 
 class Held:
-    """What keeps imported memory: lets go of it when the device has done what it holds."""
+    """Keeps imported memory: lets go of it when the device has done what it holds."""
 
     def __init__(self, owner: object, device: str) -> None: self.owner, self.device = owner, device
 
@@ -43,27 +43,27 @@ class Address(int):
     held: Held
 
 
-def imported(x: Any, copy: bool | None) -> UOp:
+def import_tensor(x: Any, copy: bool | None) -> UOp:
     """A tensor of another library as a UOp."""
     if not hasattr(x, "__dlpack__") or not hasattr(x, "__dlpack_device__"):
         raise DLPackError(f"a {type(x).__name__}", "an object with __dlpack__ and __dlpack_device__",
                           "Tensor(...) takes lists, numbers and bytes")
-    kind, number = map(int, _asked(x, x.__dlpack_device__))
+    kind, number = map(int, _ask(x, x.__dlpack_device__))
     device = _device(kind, number)
-    found = capsule.described(_capsule(x, device))
+    found = capsule.describe(_capsule(x, device))
     if found.size == 0: return Tensor.empty(*found.shape, dtype=found.dtype, device=device).uop
     if why := _why_copied(found, device, copy):
         if copy is False:
             raise DLPackError(f"{why}, which cannot be shared", "copy=None, or memory as tinygrad needs it")
-        found = _copied(found, device, why)
+        found = _copy_dense(found, device, why)
     made = _view(_storage(found, device), found)
     return made.clone().realize().uop if copy and device != "CPU" else made.uop
 
 
 # **** asking ****
 
-def _asked(x: object, ask: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function of the other library says; its refusal in our words."""
+def _ask(x: object, ask: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of the other library; its refusal is raised in our words."""
     try: return ask(*args, **kwargs)
     except TypeError: raise
     except Exception as error:
@@ -76,8 +76,8 @@ def _asked(x: object, ask: Any, *args: Any, **kwargs: Any) -> Any:
 def _capsule(x: Any, device: str) -> object:
     """x's capsule, of version 1 where x can. A GPU's tensor is good for our first stream then."""
     stream = {} if device == "CPU" else {"stream": _stream(device)}
-    try: return _asked(x, x.__dlpack__, max_version=(1, 1), **stream)
-    except TypeError: return _asked(x, x.__dlpack__, **stream)
+    try: return _ask(x, x.__dlpack__, max_version=(1, 1), **stream)
+    except TypeError: return _ask(x, x.__dlpack__, **stream)
 
 
 def _stream(device: str) -> int:
@@ -106,11 +106,11 @@ def _why_copied(found: Described, device: str, copy: bool | None) -> str:
     needed = VECTOR * found.dtype.itemsize if device == "CPU" else GPU_ALIGNMENT
     if found.read_only: return "memory that is read-only"
     if found.address % needed: return f"memory at {found.address:#x}, not a multiple of {needed} bytes"
-    if _nested(found) is None: return f"strides of {found.strides} for a shape of {found.shape}"
+    if _nested_strides(found) is None: return f"strides of {found.strides} for a shape of {found.shape}"
     return "a copy was asked for" if copy and device == "CPU" else ""
 
 
-def _copied(found: Described, device: str, why: str) -> Described:
+def _copy_dense(found: Described, device: str, why: str) -> Described:
     """A dense copy in memory of numpy's."""
     if device != "CPU":
         raise DLPackError(f"{why} on {device}", "dense memory", "x.clone() or x.contiguous() first")
@@ -131,7 +131,7 @@ def array_over(address: int, dtype: DType, shape: tuple[int, ...], strides: tupl
 
 
 class _Interface:
-    """What numpy makes an array of; the array keeps it."""
+    """Memory that numpy makes an array of; the array keeps it."""
 
     def __init__(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...],
                  owner: object) -> None:
@@ -144,7 +144,7 @@ class _Interface:
 
 # **** as tinygrad's ****
 
-def _nested(found: Described) -> list[tuple[int, int, int]] | None:
+def _nested_strides(found: Described) -> list[tuple[int, int, int]] | None:
     """(stride, extent, dimension) of the dimensions that have steps, the longest first, if each divides the
     one before and stays below it."""
     steps = sorted(((s, n, i) for i, (s, n) in enumerate(zip(found.strides, found.shape, strict=True))
@@ -158,7 +158,7 @@ def _nested(found: Described) -> list[tuple[int, int, int]] | None:
 def _storage(found: Described, device: str) -> UOp:
     """A buffer over the memory. It ends with a whole step of the longest stride, which may be beyond what was
     shared: no view of `_view` reaches there."""
-    steps = _nested(found)
+    steps = _nested_strides(found)
     assert steps is not None
     made = UOp.new_buffer(device, steps[0][0] * steps[0][1] if steps else 1, found.dtype)
     buffer = made.buffer
@@ -175,7 +175,7 @@ def _storage(found: Described, device: str) -> UOp:
 
 def _view(storage: UOp, found: Described) -> Tensor:
     """The tensor that `found` is, as movement ops on its storage."""
-    steps, made = _nested(found) or [], Tensor(storage)
+    steps, made = _nested_strides(found) or [], Tensor(storage)
     if steps:
         strides = [stride for stride, _, _ in steps]
         inner = [a // b for a, b in zip(strides, [*strides[1:], 1], strict=True)]

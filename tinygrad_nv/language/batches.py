@@ -16,7 +16,7 @@ from tinygrad_nv.language.kernels import Call, body
 from tinygrad_nv.patterns import named
 from tinygrad_nv.tile.language.batching import batched
 from tinygrad_nv.transforms.batching.functions import gradient_of
-from tinygrad_nv.transforms.batching.graph import repeated
+from tinygrad_nv.transforms.batching.graph import repeat_node
 from tinygrad_nv.transforms.batching.named import add_rule
 
 
@@ -30,7 +30,7 @@ def _over_examples(node: UOp, arguments: Sequence[UOp | None], n: int) -> list[U
     inputs = [each.name for each in call.program.tensors if not each.output]
     names = [name for name, new in zip(inputs, arguments, strict=False) if new is not None]
     program = batched(call.program, n, names)
-    given = [new if new is not None else old if i < len(inputs) else repeated(old, n)
+    given = [new if new is not None else old if i < len(inputs) else repeat_node(old, n)
              for i, (old, new) in enumerate(zip(node.src[1:], arguments, strict=True))]
     own = [new is not None or i >= len(inputs) for i, new in enumerate(arguments)]
     back = None if node.arg.grad_fxn is None else gradient_of(node, own, n)

@@ -58,15 +58,15 @@ class Fp8State:
         self.how = Fp8Linear(forward, backward, recipe.blocks, power_of_two)
         shape, count = (len(FP8_KINDS),), len(self.names)
 
-        def made(value: float, *extents: int) -> Tensor:
+        def make(value: float, *extents: int) -> Tensor:
             whole = Tensor.full(extents, value, dtype=dtypes.float32, device=device).contiguous()
             return whole.is_param_(False).realize()
-        self.meters = [made(0, FP8_FIGURES).is_param_() for _ in self.names]
-        self.counts, self.last = made(0, len(COUNTERS), *shape), made(0, len(COUNTERS), *shape)
+        self.meters = [make(0, FP8_FIGURES).is_param_() for _ in self.names]
+        self.counts, self.last = make(0, len(COUNTERS), *shape), make(0, len(COUNTERS), *shape)
         self.history = self.scale = None
         if isinstance(recipe, DelayedScaling):
-            self.history = made(0, recipe.amax_history_len, count, *shape)
-            self.scale = made(1, count, *shape)
+            self.history = make(0, recipe.amax_history_len, count, *shape)
+            self.scale = make(1, count, *shape)
         most = [fp8.FORMATS[name].most for name in (forward, forward, backward)]
         self._most = Tensor(np.array(most, np.float32), device=device).realize()
         self.layers = [LayerFp8(self.how, meter, self._scales_of(i)) for i, meter in enumerate(self.meters)]
@@ -79,7 +79,7 @@ class Fp8State:
         return scales
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a run goes on from, by name; nothing where scales are of the tensors that there are."""
+        """Tensors that a run resumes from, by name; none where scales are of the tensors that there are."""
         if self.history is None or self.scale is None: return {}
         return {"amax_history": self.history, "scale": self.scale}
 
@@ -112,7 +112,7 @@ class Fp8State:
         return [self.last, self.counts, self.scale, self.history]
 
 
-def named_counters(counts: np.ndarray) -> dict[str, int]:
+def name_counters(counts: np.ndarray) -> dict[str, int]:
     """Counts (2, 3) by name: fp8_clamped_activation, fp8_flushed_gradient …"""
     return {f"fp8_{what}_{kind}": int(counts[i, j]) for i, what in enumerate(COUNTERS)
             for j, kind in enumerate(FP8_KINDS)}

@@ -19,9 +19,9 @@ class LossScaler:
 
     def __init__(self, how: LossScaling, device: str | tuple[str, ...] | None = None) -> None:
         self.how = how
-        def made(value: float, dtype: DType) -> Tensor:
+        def make(value: float, dtype: DType) -> Tensor:
             return Tensor([value], dtype=dtype, device=device).contiguous().is_param_(False)
-        self.scale, self.growth_tracker = made(how.init_scale, dtypes.float32), made(0, dtypes.int32)
+        self.scale, self.growth_tracker = make(how.init_scale, dtypes.float32), make(0, dtypes.int32)
         Tensor.realize(*self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ class LossScaler:
 
     @property
     def inverse(self) -> Tensor:
-        """What gradients are multiplied by, float32 (1), before the scale moves."""
+        """Factor of the gradients, float32 (1), before the scale moves."""
         return self.scale.detach().reciprocal()
 
     def schedule_update(self, go: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What two operands of one operation come to, checked before anything runs.
+"""The policy of an operation, from those of its two operands, checked before anything runs.
 
 Protocol: `meet(a, b, operation, names)` is the `Policied` of the result, or a `NumericsError` that names both
 operands with what each says. `operation` is "multiply" (matmul, attention) or "add" (sums, selections).
@@ -30,7 +30,7 @@ from tinygrad_nv.numerics.policy import (
     contradiction,
     holds,
     holds_sums,
-    policied,
+    with_policies,
 )
 from tinygrad_nv.tile.expression import short
 
@@ -41,7 +41,7 @@ def meet(a: DType | Policied, b: DType | Policied, operation: str = "multiply",
          names: tuple[str, str] = ("the left operand", "the right operand")) -> Policied:
     """The dtype and policies of a result. Raises `NumericsError`, naming both operands."""
     if operation not in OPERATIONS: raise NumericsError(f"operation {operation!r}", ", ".join(OPERATIONS))
-    left, right = policied(a), policied(b)
+    left, right = with_policies(a), with_policies(b)
     origins = f"{names[0]} is {left}, {names[1]} is {right}"
     dtype = _dtype(left.dtype, right.dtype, origins)
     found: list[Policy] = []
@@ -53,7 +53,7 @@ def meet(a: DType | Policied, b: DType | Policied, operation: str = "multiply",
         if (policy := one or other) is not None and _means(policy, dtype): found.append(policy)
     scale = _scale(left.get(LossScale), right.get(LossScale), operation, origins)
     if scale is not None and dtype in NARROW: found.append(scale)
-    return _checked(dtype, found, origins)
+    return _check(dtype, found, origins)
 
 
 def _dtype(a: DType, b: DType, origins: str) -> DType:
@@ -92,7 +92,7 @@ def _scale(a: LossScale | None, b: LossScale | None, operation: str, origins: st
     return a
 
 
-def _checked(dtype: DType, found: list[Policy], origins: str) -> Policied:
+def _check(dtype: DType, found: list[Policy], origins: str) -> Policied:
     for policy in found:
         try: policy.check(dtype)
         except NumericsError as error:

@@ -87,7 +87,7 @@ class Accumulate(Policy):
         if self.dtype not in REACH:
             raise NumericsError(shown, f"a float that holds every {short(dtype)}: {_wide_enough(dtype)}")
         if not holds(self.dtype, dtype):
-            raise NumericsError(f"{shown}: {_lost(dtype, self.dtype)}",
+            raise NumericsError(f"{shown}: {_loss(dtype, self.dtype)}",
                                 f"a float that holds every {short(dtype)}: {_wide_enough(dtype)}")
 
 
@@ -199,11 +199,11 @@ class Policied:
 
     @property
     def accumulator(self) -> DType | None:
-        """What sums are kept in; None: as the operation has it by default."""
+        """The dtype in which sums are kept; None: as the operation has it by default."""
         return None if (found := self.get(Accumulate)) is None else found.dtype
 
 
-def policied(dtype: DType | Policied) -> Policied:
+def with_policies(dtype: DType | Policied) -> Policied:
     """A dtype alone, as one without policies."""
     return dtype if isinstance(dtype, Policied) else Policied(dtype)
 
@@ -240,7 +240,7 @@ def _wide_enough(dtype: DType) -> str:
     return ", ".join(f"accum({short(each)})" for each in REACH if holds(each, dtype) and each not in FP8)
 
 
-def _lost(narrow: DType, wide: DType) -> str:
+def _loss(narrow: DType, wide: DType) -> str:
     (bits, _, high), (kept, _, highest) = REACH[narrow], REACH[wide]
     if highest < high: return f"sums overflow from 2^{highest} on, and {short(narrow)} reaches 2^{high}"
     if kept < bits: return f"{kept} bits of significand for operands of {bits}"

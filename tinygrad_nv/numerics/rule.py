@@ -1,4 +1,4 @@
-"""What stays in high precision: a rule over the names of matrices.
+"""Rule over the names of matrices that stay in high precision.
 
 Protocol: `HighPrecision(patterns)` has globs (fnmatch: `*` is any text, dots too) on names of modules as a
 checkpoint has them, model.layers.0.mlp.down_proj. `why(name, shape)` is the reason for which a matrix is not

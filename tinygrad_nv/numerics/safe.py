@@ -36,7 +36,7 @@ def softmax_safe(x: Tensor, axis: int = -1) -> Tensor:
     Right for every row of numbers: |error| ≤ (n + 8) u of each result, before it is rounded. -inf is hidden:
     0. A row of -inf alone is 0 everywhere, and its gradient 0 (a token that sees nothing). +inf counts as the
     largest number, of gradient 0: infinities share the row equally. Raises `NumericsError`."""
-    wide = _checked(x, "softmax_safe")
+    wide = _to_float32(x, "softmax_safe")
     _, exps = _exponentials(wide, axis)
     total = exps.sum(axis, keepdim=True)
     return (exps * (total == 0).where(1, total).reciprocal()).cast(x.dtype)
@@ -47,7 +47,7 @@ def logsumexp_safe(x: Tensor, axis: int = -1, keepdim: bool = False) -> Tensor:
 
     Right for every row: |error| ≤ (n + 8) u + 2 u |result| before it is rounded. -inf for a row of -inf
     alone, +inf for a row with +inf. Raises `NumericsError`."""
-    wide = _checked(x, "logsumexp_safe")
+    wide = _to_float32(x, "logsumexp_safe")
     largest, exps = _exponentials(wide, axis)
     total = exps.sum(axis, keepdim=True)
     beyond = (largest == INF).where(INF, (largest == -INF).where(-INF, 0.0))
@@ -62,7 +62,7 @@ def layernorm_safe(x: Tensor, weight: Tensor | None = None, bias: Tensor | None 
     Right for every row of numbers, whatever its mean and its size: |error| ≤ (n + 8) u √(2n) of a normalised
     element, as differences from the largest are at most √(2n) standard deviations. A row of one
     number is 0. A row with an infinity is NaN. `eps` is 1e-13 or more. Raises `NumericsError`."""
-    wide = _checked(x, "layernorm_safe", eps)
+    wide = _to_float32(x, "layernorm_safe", eps)
     largest, lowest = (each.max(axis, keepdim=True).detach() for each in (wide, -wide))
     scale = _scale(largest.maximum(lowest))
     shifted = wide * scale - largest * scale
@@ -82,7 +82,7 @@ def rmsnorm_safe(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, axi
     Right for every row of numbers: a relative error of at most (n / 2 + 8) u of each normalised element. A
     row of 0 is 0. Beside an infinity finite elements are 0, and it is NaN. `eps`
     is 1e-13 or more. Raises `NumericsError`."""
-    wide = _checked(x, "rmsnorm_safe", eps)
+    wide = _to_float32(x, "rmsnorm_safe", eps)
     scale = _scale(wide.abs().max(axis, keepdim=True).detach())
     scaled = wide * scale
     out = scaled * (scaled.square().mean(axis, keepdim=True) + (scale == 1).where(eps, 0.0)).rsqrt()
@@ -90,7 +90,7 @@ def rmsnorm_safe(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, axi
     return out.cast(x.dtype)
 
 
-def _checked(x: Tensor, name: str, eps: float = 1.0) -> Tensor:
+def _to_float32(x: Tensor, name: str, eps: float = 1.0) -> Tensor:
     """x in float32."""
     if x.dtype not in FLOATS:
         raise NumericsError(f"{name} of {short(x.dtype)}", f"one of {', '.join(map(short, FLOATS))}",
@@ -108,7 +108,7 @@ def _exponentials(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """What rows are shifted by."""
+    """Returns the shift of each row: its largest number, where that is finite."""
     return (largest == INF).where(LARGEST, (largest == -INF).where(0.0, largest))
 
 

@@ -42,7 +42,7 @@ from tinygrad_nv.numerics.policy import (
     Saturate,
     StochasticRound,
     deterministic,
-    policied,
+    with_policies,
 )
 from tinygrad_nv.numerics.semantics.formats import FORMATS, Format
 from tinygrad_nv.patterns import named
@@ -56,16 +56,16 @@ INFINITE, SIGN = 0x7f800000, 0x80000000
 
 def store(x: Tensor, to: Of, scaled: float = 1.0) -> Tensor:
     """x as `to` says. x has `scaled` times its values already."""
-    what = policied(to)
+    what = with_policies(to)
     ratio = _scale(what) / scaled
     wide = x if dtypes.is_int(x.dtype) and ratio == 1 else x.float()
     if ratio != 1: wide = wide * ratio
-    if what.get(Saturate) is not None or what.dtype in FP8: wide = _clamped(wide, what.dtype)
+    if what.get(Saturate) is not None or what.dtype in FP8: wide = _clamp(wide, what.dtype)
     if not _rounds(what): made = wide.cast(what.dtype)
     else:
         rounding = what.get(StochasticRound)
         noise = () if rounding is None else (_noise(wide, rounding.seed),)
-        made = named.call(Rounded(what.dtype), _rounded, wide.float(), *noise, grad=_passed)[0]
+        made = named.call(Rounded(what.dtype), _round, wide.float(), *noise, grad=_pass_gradient)[0]
     if what.get(Deterministic) is not None:
         with deterministic(): made = made.realize()
     return made
@@ -73,7 +73,7 @@ def store(x: Tensor, to: Of, scaled: float = 1.0) -> Tensor:
 
 def matmul(a: Tensor, b: Tensor, *, of: Of | tuple[Of, Of], out: Of | None = None) -> Tensor:
     """a @ b, of [..., M, K] and [..., K, N]: [..., M, N]."""
-    met = _met("multiply", (("the left operand", a), ("the right operand", b)), of)
+    met = _meet("multiply", (("the left operand", a), ("the right operand", b)), of)
     sums = met.accumulator or (dtypes.int32 if dtypes.is_int(met.dtype) else dtypes.float32)
     if dtypes.is_int(sums): made = a.cast(sums).matmul(b.cast(sums))
     else: made = a.matmul(b, dtype=sums)
@@ -84,11 +84,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, of: Of | tuple[Of, Of, Of], ou
               is_causal: bool = False, scale: float | None = None) -> Tensor:
     """softmax(scale q kᵀ) v, of [B, H, S, D]; p rounded to v's dtype, sums float32. `scale` is 1/√D."""
     of_q, of_k, of_v = of if isinstance(of, tuple) else (of, of, of)
-    scores = _met("multiply", (("q", q), ("k", k)), (of_q, of_k))
+    scores = _meet("multiply", (("q", q), ("k", k)), (of_q, of_k))
     if (found := scores.get(LossScale)) is not None:
         raise NumericsError(f"q and k come to scores @{found}", "scores without a scale: softmax is not "
                             "linear", "divide q or k by its scale")
-    value = _met("multiply", (("p", v), ("v", v)), (of_v, policied(of_v).dtype))
+    value = _meet("multiply", (("p", v), ("v", v)), (of_v, with_policies(of_v).dtype))
     for each in (scores, value): _float_sums("attention", each)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     s = q.matmul(k.transpose(-1, -2), dtype=dtypes.float32) * scale
@@ -102,45 +102,45 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, of: Of | tuple[Of, Of, Of], ou
 def rmsnorm(x: Tensor, weight: Tensor | None = None, *, of: Of, out: Of | None = None,
             eps: float = 1e-6) -> Tensor:
     """safe.rmsnorm_safe of the values of x, stored."""
-    return _normed(x, of, out, lambda values: safe.rmsnorm_safe(values, weight, eps))
+    return _norm(x, of, out, lambda values: safe.rmsnorm_safe(values, weight, eps))
 
 
 def layernorm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, of: Of,
               out: Of | None = None, eps: float = 1e-5) -> Tensor:
     """safe.layernorm_safe of the values of x, stored."""
-    return _normed(x, of, out, lambda values: safe.layernorm_safe(values, weight, bias, eps))
+    return _norm(x, of, out, lambda values: safe.layernorm_safe(values, weight, bias, eps))
 
 
 def softmax(x: Tensor, *, of: Of, out: Of | None = None) -> Tensor:
     """safe.softmax_safe of the values of x, stored."""
-    return _normed(x, of, out, safe.softmax_safe)
+    return _norm(x, of, out, safe.softmax_safe)
 
 
 def add(a: Tensor, b: Tensor, *, of: Of | tuple[Of, Of], out: Of | None = None) -> Tensor:
     """a + b in float32, stored."""
-    met = _met("add", (("the left operand", a), ("the right operand", b)), of)
+    met = _meet("add", (("the left operand", a), ("the right operand", b)), of)
     made = a + b if dtypes.is_int(met.dtype) else a.float() + b.float()
     return store(made, _result(met, out), _scale(met))
 
 
 # **** what operands come to ****
 
-def _met(operation: str, operands: Sequence[tuple[str, Tensor]], of: Of | tuple[Of, ...]) -> Policied:
-    """What two operands come to, each of which is what is said of it."""
+def _meet(operation: str, operands: Sequence[tuple[str, Tensor]], of: Of | tuple[Of, ...]) -> Policied:
+    """Meets the policies of two operands, each of which is what is said of it."""
     both = of if isinstance(of, tuple) else (of, of)
-    for (name, x), each in zip(operands, both, strict=True): _checked(name, x, each)
+    for (name, x), each in zip(operands, both, strict=True): _check(name, x, each)
     return meet(both[0], both[1], operation, (operands[0][0], operands[1][0]))
 
 
-def _checked(name: str, x: Tensor, of: Of) -> None:
-    if x.dtype != policied(of).dtype:
-        raise NumericsError(f"{name} is {short(x.dtype)}, and said to be {policied(of)}",
-                            f"a Tensor of {short(policied(of).dtype)}", f"store(x, {policied(of)})")
+def _check(name: str, x: Tensor, of: Of) -> None:
+    if x.dtype != with_policies(of).dtype:
+        raise NumericsError(f"{name} is {short(x.dtype)}, and said to be {with_policies(of)}",
+                            f"a Tensor of {short(with_policies(of).dtype)}", f"store(x, {with_policies(of)})")
 
 
 def _result(met: Policied, out: Of | None, *others: Policied) -> Policied:
-    """What a result is stored as: deterministic where an operand is."""
-    made = met if out is None else policied(out)
+    """Returns the type in which a result is stored: deterministic where an operand is."""
+    made = met if out is None else with_policies(out)
     asked = any(each.get(Deterministic) is not None for each in (met, *others))
     return made @ deterministic if asked and made.get(Deterministic) is None else made
 
@@ -152,10 +152,10 @@ def _float_sums(name: str, what: Policied) -> None:
                             "leave accum out, or write it with matmul")
 
 
-def _normed(x: Tensor, of: Of, out: Of | None, norm: Callable[[Tensor], Tensor]) -> Tensor:
+def _norm(x: Tensor, of: Of, out: Of | None, norm: Callable[[Tensor], Tensor]) -> Tensor:
     """A norm of the values of x, without their scale."""
-    _checked("x", x, of)
-    what = policied(of)
+    _check("x", x, of)
+    what = with_policies(of)
     _float_sums("a norm", what)
     values = x.float() if _scale(what) == 1 else x.float() * (1 / _scale(what))
     to, made = _result(what, out), norm(values)
@@ -164,13 +164,13 @@ def _normed(x: Tensor, of: Of, out: Of | None, norm: Callable[[Tensor], Tensor])
 
 
 def _scale(of: Of) -> float:
-    found = policied(of).get(LossScale)
+    found = with_policies(of).get(LossScale)
     return 1.0 if found is None else found.scale
 
 
 # **** stores ****
 
-def _clamped(x: Tensor, dtype: DType) -> Tensor:
+def _clamp(x: Tensor, dtype: DType) -> Tensor:
     """x within the range of a dtype; NaN stays."""
     kind = int if dtypes.is_int(x.dtype) else float
     low, high = kind(least(dtype)), kind(LARGEST[dtype])
@@ -188,11 +188,11 @@ def _rounds(to: Policied) -> bool:
     return to.get(StochasticRound) is not None or to.dtype in FP8
 
 
-def _passed(gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
+def _pass_gradient(gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
     return gradient.cast(dtypes.float32), *(None for _ in call.src[2:])
 
 
-def _rounded(what: Rounded, x: Tensor, *noise: Tensor) -> tuple[Tensor]:
+def _round(what: Rounded, x: Tensor, *noise: Tensor) -> tuple[Tensor]:
     """float32 x in the dtype: by 16 random bits where they are given, else ties to even."""
     if what.dtype != dtypes.bfloat16 or not noise: return (_on_grid(x, what.dtype, *noise),)
     bits = x.bitcast(dtypes.uint32)
@@ -213,7 +213,7 @@ def _on_grid(x: Tensor, dtype: DType, noise: Tensor | None = None) -> Tensor:
     size = (whole + up.cast(dtypes.float32)) * unit
     made = there.where(((bits & SIGN) != 0).where(-size, size), x)
     # a number above the largest was rounded up to there
-    return (_clamped(made, dtype) if to.bits == 8 else made).cast(dtype)
+    return (_clamp(made, dtype) if to.bits == 8 else made).cast(dtype)
 
 
 def _unit(bits: Tensor, to: Format) -> Tensor:

@@ -27,7 +27,7 @@ from tinygrad_nv.graphs.kept_buffers import all_buffers, buffers_in, buffers_of,
 from tinygrad_nv.graphs.launches import Launches, compile_launches
 from tinygrad_nv.onnx.elements import PLAIN, Value, from_numpy
 from tinygrad_nv.onnx.gradients import Call, register
-from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, aligned
+from tinygrad_nv.onnx.replayed import Kind, Replayed, address_of, allocate_aligned
 from tinygrad_nv.transforms.jit import jit
 
 _lock = threading.RLock()   # one capture at a time: each replaces Tensor.realize meanwhile
@@ -51,24 +51,24 @@ def capture(lower: Lower, kinds: Mapping[str, Kind],
 
 
 @contextmanager
-def _guarded(places: Mapping[UOp, str]) -> Iterator[None]:
+def _forbid_values(places: Mapping[UOp, str]) -> Iterator[None]:
     """Raises `ValueNeeded` where a Tensor that depends on a placeholder is computed."""
     theirs = Tensor.realize
 
-    def checked(self: Tensor, *others: Tensor, **options: Any) -> Tensor:
+    def realize(self: Tensor, *others: Tensor, **options: Any) -> Tensor:
         needed = buffers_of(each.uop for each in (self, *others)) & places.keys()
         if needed: raise ValueNeeded(sorted(places[each] for each in needed))
         return theirs(self, *others, **options)
-    Tensor.realize = checked
+    Tensor.realize = realize
     try: yield
     finally: Tensor.realize = theirs
 
 
-def _traced(lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]
+def _trace(lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]
             ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Placeholders, and the results of a call that is not computed."""
     given = {name: _placeholder(kind) for name, kind in kinds.items()}
-    with _guarded({each.uop.base: name for name, each in given.items()}):
+    with _forbid_values({each.uop.base: name for name, each in given.items()}):
         made = {name: from_numpy(each) if isinstance(each, np.ndarray) else each
                 for name, each in lower({**given, **known}).items()}
     tensors = {name: each for name, each in made.items() if isinstance(each, Tensor)}
@@ -84,7 +84,7 @@ def _placeholder(kind: Kind) -> Tensor:
 
 def _elsewhere(kind: Kind) -> UOp:
     """A buffer whose memory is not tinygrad's, to be placed at other addresses."""
-    made: UOp = from_dlpack(aligned(kind)[0].reshape(-1), copy=False).uop.base
+    made: UOp = from_dlpack(allocate_aligned(kind)[0].reshape(-1), copy=False).uop.base
     return made
 
 
@@ -92,10 +92,10 @@ class Captured:
     """The launches on the CPU."""
 
     def __init__(self, lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]) -> None:
-        self.lazy = functools.cache(lambda: _traced(lower, kinds, known)[1])
+        self.lazy = functools.cache(lambda: _trace(lower, kinds, known)[1])
         self.lower: Lower = lambda given: lower({**given, **known})
         self.kinds, self.lock = list(kinds.items()), threading.Lock()
-        given, made = _traced(lower, kinds, known)
+        given, made = _trace(lower, kinds, known)
         self.names = tuple(made)
         self.constants = {name: each for name, each in made.items()
                           if each.uop.is_virtual or not each.numel()}
@@ -103,7 +103,7 @@ class Captured:
         _upload(pending.values())
         existing = {each.uop.base for each in given.values()} | all_buffers() | buffers_of(
             each.uop for _, each in live_tensors())
-        linear = compile_launches(_recorded(pending, existing))
+        linear = compile_launches(_record(pending, existing))
         # what depends on constants alone is computed now
         fresh = buffers_in(linear) - existing - {each.uop.base for each in pending.values()}
         linear, _ = run_kept(linear, fresh, existing, {each.uop.base for each in given.values()})
@@ -115,7 +115,7 @@ class Captured:
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The results for inputs of the captured kind."""
         read = [address_of(inputs[name], kind) for name, kind in self.kinds]    # keeps copies
-        fresh = [aligned(kind) for _, kind in self.results]
+        fresh = [allocate_aligned(kind) for _, kind in self.results]
         with self.lock:
             for place, (address, _) in enumerate(read):
                 if address != self.launches.addresses[place]: self.launches.bind(place, address)
@@ -135,8 +135,9 @@ def _upload(pending: Iterable[Tensor]) -> None:
     if copies: Tensor.realize(*copies)
 
 
-def _recorded(pending: dict[str, Tensor], existing: set[UOp]) -> UOp:
-    """What tinygrad would run. Each result gets storage that is not in `existing`, nor another's."""
+def _record(pending: dict[str, Tensor], existing: set[UOp]) -> UOp:
+    """Returns the schedule that tinygrad would run. Each result gets storage that is not in `existing`, nor
+    another's."""
     existing = set(existing)
     with ScheduleRecorder() as schedules:
         if pending: Tensor.realize(*pending.values())
@@ -153,7 +154,7 @@ class _Jitted:
     def __init__(self, lower: Lower, kinds: Mapping[str, Kind], known: Mapping[str, Value]) -> None:
         self.names = tuple(kinds)
         self.steps: Iterator[Callable[..., dict[str, Any]]]
-        _traced(lower, kinds, known)    # raises what cannot be captured
+        _trace(lower, kinds, known)    # raises what cannot be captured
 
         def step(*given: Tensor) -> dict[str, Tensor]:
             made = self.lower(dict(zip(self.names, given, strict=True)))

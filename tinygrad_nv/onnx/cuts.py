@@ -35,7 +35,7 @@ class Cuts:
         lengths = [self.lengths.get(each.uop, 0) if isinstance(each, Tensor) else 0 for each in given]
         if sum(lengths) <= 2 * LONGEST: return list(given)
         mean = LONGEST / len(given)
-        return [_stored(each) if n > mean else each for each, n in zip(given, lengths, strict=True)]
+        return [_store(each) if n > mean else each for each, n in zip(given, lengths, strict=True)]
 
     def output(self, made: Any) -> Any:
         """A node's output, in memory if it is too long."""
@@ -55,9 +55,9 @@ class Cuts:
         if length <= LONGEST:
             self.lengths[made.uop] = length
             return made
-        return _stored(made)
+        return _store(made)
 
 
-def _stored(x: Tensor) -> Tensor:
+def _store(x: Tensor) -> Tensor:
     """A Tensor that is written to memory; one of constants alone has no device yet."""
     return x.contiguous() if x.device is not None else x.to(Device.DEFAULT).contiguous()

@@ -107,7 +107,7 @@ def like(x: Tensor, other: Value) -> Tensor | Narrow:
     return Narrow(x, other.kind) if isinstance(other, Narrow) else x
 
 
-def held(x: Tensor, kind: int) -> Tensor | Narrow:
+def as_kind(x: Tensor, kind: int) -> Tensor | Narrow:
     """A Tensor of numbers that a type has, as a value of the type."""
     x = x.cast(dtype_of(kind))
     return Narrow(x, kind) if kind in NARROW else x
@@ -128,7 +128,7 @@ def from_numpy(x: np.ndarray, folds: bool = True) -> Value:
 
 
 def to_numpy(x: Any) -> Any:
-    """What a value holds, as numpy has it: narrow types and bfloat16 as ml_dtypes, sequences as lists."""
+    """Returns a value as numpy has it: narrow types and bfloat16 as ml_dtypes, sequences as lists."""
     if isinstance(x, list): return [to_numpy(each) for each in x]
     if isinstance(x, Narrow): return to_numpy(x.tensor).astype(helper.tensor_dtype_to_np_dtype(x.kind))
     if isinstance(x, Tensor):
@@ -149,7 +149,7 @@ def _wide(dtype: DType) -> np.dtype:
     return np.dtype({dtypes.float32: "float32", dtypes.int8: "int8", dtypes.uint8: "uint8"}[dtype])
 
 
-def rounded(x: Tensor, kind: int, saturate: bool = True) -> Tensor:
+def round_to_minifloat(x: Tensor, kind: int, saturate: bool = True) -> Tensor:
     """float32 numbers as a minifloat has them, ties to even. What is too large becomes the largest number if
     it saturates, and otherwise infinity or NaN (the tables of ONNX's Cast)."""
     spec = MINIFLOATS[kind]

@@ -1,6 +1,6 @@
 """Attention as exporters write it, made one node.
 
-Protocol: `fused(graph)` is the graph with each
+Protocol: `fuse_attentions(graph)` is the graph with each
 
     MatMul(q, kᵀ) → [Mul | Div by a number] → [Add(mask)] → Softmax(last) → [Where(IsNaN(p), 0, p)]
                                                                           → MatMul(p, v)
@@ -38,9 +38,9 @@ class Found:
     nodes: tuple[Node, ...]
 
 
-def fused(graph: Graph) -> Graph:
+def fuse_attentions(graph: Graph) -> Graph:
     """The graph with its attentions as one node each, in the graphs of nodes too."""
-    nodes = [replace(each, attributes={name: fused(value) if isinstance(value, Graph) else value
+    nodes = [replace(each, attributes={name: fuse_attentions(value) if isinstance(value, Graph) else value
                                        for name, value in each.attributes.items()}) for each in graph.nodes]
     search = _Search(replace(graph, nodes=tuple(nodes)))
     made, gone = {}, set[Node]()
@@ -53,7 +53,7 @@ def fused(graph: Graph) -> Graph:
 
 
 class _Search:
-    """Who writes and who reads each name of a graph."""
+    """The writer and the readers of each name of a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -65,27 +65,27 @@ class _Search:
         if node.op != "MatMul" or node.domain: return None
         between: list[Node] = []
         name = self.uncast(node.inputs[0], between)
-        weights = self.inner(name, "Softmax", between) or self.guarded(name, between)
+        weights = self.inner(name, "Softmax", between) or self.guarding_softmax(name, between)
         if weights is None or not self.last(weights): return None
-        scores, mask = self.masked(self.uncast(weights.inputs[0], between), between)
-        scores, factor = self.scaled(scores, between)
+        scores, mask = self.split_mask(self.uncast(weights.inputs[0], between), between)
+        scores, factor = self.split_scale(scores, between)
         product = self.inner(self.uncast(scores, between), "MatMul", between)
         if product is None: return None
-        q, first = self.scaled(product.inputs[0], between)
-        k, second = self.scaled(product.inputs[1], between)
+        q, first = self.split_scale(product.inputs[0], between)
+        k, second = self.split_scale(product.inputs[1], between)
         v = node.inputs[1]
-        own_k, own_v = self.unrepeated(self.untransposed(k)), self.unrepeated(v)
+        own_k, own_v = self.undo_repeat(self.undo_transpose(k)), self.undo_repeat(v)
         grouped = own_k is not None and own_v is not None
         if own_k is not None and own_v is not None: k, v = own_k, own_v
         return Found(q, k, v, mask, factor * first * second, grouped, tuple(between))
 
-    def untransposed(self, name: str) -> str:
+    def undo_transpose(self, name: str) -> str:
         """A value whose last two of four dimensions were exchanged."""
         node = self.writers.get(name)
         if node is None or node.op != "Transpose" or node.attributes.get("perm") != [0, 1, 3, 2]: return name
         return node.inputs[0]
 
-    def unrepeated(self, name: str) -> str | None:
+    def undo_repeat(self, name: str) -> str | None:
         """Keys or values of fewer heads, which Unsqueeze, Expand and Reshape repeated for each query's."""
         for op in ("Reshape", "Expand", "Unsqueeze"):
             node = self.writers.get(name)
@@ -108,7 +108,7 @@ class _Search:
         between.append(node)
         return node
 
-    def guarded(self, name: str, between: list[Node]) -> Node | None:
+    def guarding_softmax(self, name: str, between: list[Node]) -> Node | None:
         """Softmax behind Where(IsNaN(p), 0, p), which makes rows 0 that see nothing."""
         where = self.inner(name, "Where", between)
         if where is None or self.number(where.inputs[1]) != 0: return None
@@ -120,7 +120,7 @@ class _Search:
         """Whether a softmax is along the last dimension."""
         return softmax.attributes.get("axis", -1 if softmax.version >= 13 else 1) in (-1, 3)
 
-    def masked(self, name: str, between: list[Node]) -> tuple[str, str]:
+    def split_mask(self, name: str, between: list[Node]) -> tuple[str, str]:
         """Scores and the mask that is added to them."""
         node = self.writers.get(name)
         if node is None or node.op != "Add" or self.readers[name] != 1: return name, ""
@@ -131,7 +131,7 @@ class _Search:
                 return scores, mask
         return name, ""
 
-    def scaled(self, name: str, between: list[Node]) -> tuple[str, float]:
+    def split_scale(self, name: str, between: list[Node]) -> tuple[str, float]:
         """A value less the number that it is multiplied with."""
         node = self.writers.get(name)
         if node is None or node.op not in ("Mul", "Div") or self.readers[name] != 1: return name, 1.0

@@ -47,7 +47,7 @@ class Call:
                    for name, call in before.items()): return None
         calls = 1 + max((call.calls for call in before.values() if call is not None), default=0)
         if calls > MOST_CALLS: calls = 0
-        return Call(lower, {name: _kept(inputs[name], calls > 0 or before.get(name) is None)
+        return Call(lower, {name: _keep(inputs[name], calls > 0 or before.get(name) is None)
                             for name in names}, calls)
 
     def results(self) -> Mapping[str, Value]:
@@ -59,7 +59,7 @@ class Call:
                            for name, x in self.given.items()})
 
 
-def _kept(x: Any, whole: bool) -> Any:
+def _keep(x: Any, whole: bool) -> Any:
     """An input as it is now; None for the result of a call that is not kept."""
     if not whole: return None
     if not isinstance(x, Tensor): return np.array(x)
@@ -71,13 +71,13 @@ def register(result: UOp, call: Call, name: str) -> None:
     _results[result] = call, name
 
 
-def _derived(theirs: Callable[..., Any], self: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _derive(theirs: Callable[..., Any], self: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Tensor's own, with lazy graphs in place of results meanwhile."""
-    if not _results or not _found(self): return theirs(self, *args, **kwargs)
+    if not _results or not _captured_results(self): return theirs(self, *args, **kwargs)
     before = [(each, each.uop) for _, each in live_tensors()]
     made, changed = dict[Call, Mapping[str, Value]](), list[tuple[Tensor, UOp, UOp]]()
     try:
-        while found := _found(self):
+        while found := _captured_results(self):
             made |= {call: call.results() for _, call, _ in found if call not in made}
             _apply_map_to_tensors({u: _graph(made[call][name], u) for u, call, name in found},
                                   "captured calls")
@@ -88,7 +88,7 @@ def _derived(theirs: Callable[..., Any], self: Tensor, *args: Any, **kwargs: Any
             if each.uop is lazy: each.uop = uop
 
 
-def _found(root: Tensor) -> list[tuple[UOp, Call, str]]:
+def _captured_results(root: Tensor) -> list[tuple[UOp, Call, str]]:
     """The results of captured calls in a graph."""
     return [(u, *_results[u]) for u in root.uop.toposort() if u in _results]
 
@@ -98,4 +98,4 @@ def _graph(made: Value, result: UOp) -> UOp:
     return made.uop.reshape(result.shape)
 
 
-for _name in ("gradient", "backward"): hooks.add_method(_name, _derived, always=True)
+for _name in ("gradient", "backward"): hooks.add_method(_name, _derive, always=True)

@@ -51,7 +51,7 @@ def _small_constant(node: Node) -> np.ndarray | None:
     return None
 
 
-def _divided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Integers are divided towards zero."""
     if a.dtype.kind not in "iu": return np.asarray(a / b, dtype=a.dtype)
     return np.asarray(np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)), dtype=a.dtype)
@@ -91,70 +91,70 @@ def _slice(x: np.ndarray, *given: np.ndarray | None, **old: Any) -> np.ndarray:
     return np.ascontiguousarray(x[tuple(cut)])
 
 
-def _squeezed(x: np.ndarray, *given: np.ndarray | None, axes: Any = None) -> np.ndarray:
+def _squeeze(x: np.ndarray, *given: np.ndarray | None, axes: Any = None) -> np.ndarray:
     places = axes if not given or given[0] is None else given[0]
     return np.squeeze(x, None if places is None else _axes(x, places))
 
 
-def _unsqueezed(x: np.ndarray, *given: np.ndarray, axes: Any = None) -> np.ndarray:
+def _unsqueeze(x: np.ndarray, *given: np.ndarray, axes: Any = None) -> np.ndarray:
     return np.expand_dims(x, tuple(int(each) for each in np.ravel(given[0] if given else axes)))
 
 
-def _reshaped(x: np.ndarray, *given: np.ndarray, shape: Any = None, allowzero: int = 0) -> np.ndarray:
+def _reshape(x: np.ndarray, *given: np.ndarray, shape: Any = None, allowzero: int = 0) -> np.ndarray:
     extents = [int(n) for n in np.ravel(given[0] if given else shape)]
     if not allowzero: extents = [n or x.shape[i] for i, n in enumerate(extents)]
     return x.reshape(extents)
 
 
-def _filled(shape: np.ndarray, value: np.ndarray | None = None) -> np.ndarray | None:
+def _fill(shape: np.ndarray, value: np.ndarray | None = None) -> np.ndarray | None:
     """A few equal numbers, as expand's extents begin."""
     if int(np.prod(shape)) > 16: return None
     return np.full(tuple(map(int, shape)), 0.0 if value is None else value.reshape(-1)[0],
                    dtype=np.float32 if value is None else value.dtype)
 
 
-def _expanded(x: np.ndarray, shape: np.ndarray) -> np.ndarray | None:
+def _expand(x: np.ndarray, shape: np.ndarray) -> np.ndarray | None:
     """x broadcast, if that is small."""
     extents = np.broadcast_shapes(x.shape, tuple(map(int, shape)))
     return np.broadcast_to(x, extents).copy() if int(np.prod(extents)) <= HOST_SIZE else None
 
 
-def _ranged(*given: np.ndarray) -> np.ndarray | None:
+def _range(*given: np.ndarray) -> np.ndarray | None:
     """Integers from the first on, if they are few."""
     if any(each.dtype.kind != "i" for each in given): return None
     whole = range(*(int(each.item()) for each in given))
     return np.array(whole, dtype=given[0].dtype) if len(whole) <= HOST_SIZE else None
 
 
-def _reduced(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
-    def called(x: np.ndarray, *given: np.ndarray | None, axes: Any = None, keepdims: int = 1,
+def _reduction(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
+    def reduce(x: np.ndarray, *given: np.ndarray | None, axes: Any = None, keepdims: int = 1,
                noop_with_empty_axes: int = 0) -> np.ndarray:
         places = axes if not given or given[0] is None else given[0]
         if places is not None and not np.size(places): places = None
         if places is None and noop_with_empty_axes: return x
         return np.asarray(function(x, axis=_axes(x, places), keepdims=bool(keepdims)), dtype=x.dtype)
-    return called
+    return reduce
 
 
 def _every(function: Callable[..., Any]) -> Callable[..., np.ndarray]:
-    def called(*inputs: np.ndarray) -> np.ndarray:
+    def combine(*inputs: np.ndarray) -> np.ndarray:
         made = inputs[0]
         for each in inputs[1:]: made = function(made, each)
         return np.asarray(made)
-    return called
+    return combine
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "Identity": lambda x: x, "Cast": _cast, "Gather": _gather, "Slice": _slice, "Squeeze": _squeezed,
-    "Unsqueeze": _unsqueezed, "Reshape": _reshaped, "ConstantOfShape": _filled, "Expand": _expanded,
-    "Range": _ranged, "Transpose": lambda x, perm=None: np.ascontiguousarray(np.transpose(x, perm)),
+    "Identity": lambda x: x, "Cast": _cast, "Gather": _gather, "Slice": _slice, "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze, "Reshape": _reshape, "ConstantOfShape": _fill, "Expand": _expand,
+    "Range": _range, "Transpose": lambda x, perm=None: np.ascontiguousarray(np.transpose(x, perm)),
     "Tile": lambda x, repeats: np.tile(x, repeats) if x.size * np.prod(repeats) <= HOST_SIZE else None,
     "Flatten": lambda x, axis=1: x.reshape(int(np.prod(x.shape[:axis])), -1), "Mod": _remainder,
     "Concat": lambda *inputs, axis: np.concatenate(inputs, axis=axis),
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": _divided, "Neg": np.negative, "Abs": np.abs,
+    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": _divide, "Neg": np.negative, "Abs": np.abs,
     "Sqrt": np.sqrt, "Floor": np.floor, "Ceil": np.ceil, "Not": np.logical_not, "And": np.logical_and,
     "Or": np.logical_or, "Equal": np.equal, "Less": np.less, "Greater": np.greater,
     "LessOrEqual": np.less_equal, "GreaterOrEqual": np.greater_equal, "Where": np.where,
     "Min": _every(np.minimum), "Max": _every(np.maximum),
-    "ReduceProd": _reduced(np.prod), "ReduceSum": _reduced(np.sum), "ReduceMax": _reduced(np.max),
-    "ReduceMin": _reduced(np.min)}
+    "ReduceProd": _reduction(np.prod), "ReduceSum": _reduction(np.sum), "ReduceMax": _reduction(np.max),
+    "ReduceMin": _reduction(np.min)}

@@ -1,4 +1,4 @@
-"""What a model may ask for: nodes, iterations, bytes of one tensor.
+"""Limits of a model: nodes, iterations, bytes of one tensor.
 
 Protocol: `check_size(proto)` counts the nodes of a message before anything reads it, those of its functions
 as often as they are called. While a call's graph is built, `budget()` is the call's `Budget`: it counts the
@@ -44,7 +44,7 @@ NODES_FIX = "set NV_ONNX_NODES to a larger number if the model is trusted"
 BYTES_FIX = "set NV_ONNX_GIB to a larger number if the model is trusted"
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """The beginning of a text of a file."""
     return text if len(text) <= WORDS else f"{text[:WORDS]}… ({len(text)} characters)"
 
@@ -75,7 +75,7 @@ def require_text(what: str, *names: object) -> None:
     """Raises `OnnxError` for a name that is not UTF-8, which protobuf gives as bytes."""
     for each in names:
         if not isinstance(each, str):
-            raise OnnxError(f"{what} has a name of bytes that are not UTF-8: {shortened(repr(each))}", "text",
+            raise OnnxError(f"{what} has a name of bytes that are not UTF-8: {shorten(repr(each))}", "text",
                             "export the model again")
 
 
@@ -94,27 +94,28 @@ def check_size(proto: onnx.ModelProto) -> None:
     for each in proto.functions:
         require_text("a function", each.domain, each.name, each.overload, *each.input, *each.output)
         key = _key(each.domain, each.name, each.overload)
-        if key in functions: raise OnnxError(f"two functions {_named(key)}", "one of each name", "remove one")
+        if key in functions: raise OnnxError(f"two functions {_name_of(key)}", "one of each name",
+                                             "remove one")
         functions[key] = each
     sizes: dict[Key, int] = {}
-    for key in functions: _inlined(key, functions, sizes, (), most)
+    for key in functions: _count_inlined(key, functions, sizes, (), most)
     own, calls = _contents(proto.graph.node, functions, most)
     _require_few("the model", own + sum(count * sizes[key] for key, count in calls.items()), most)
 
 
-def _inlined(key: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[Key, int],
+def _count_inlined(key: Key, functions: dict[Key, onnx.FunctionProto], sizes: dict[Key, int],
              above: tuple[Key, ...], most: int) -> int:
     """Nodes of a function, with those that it calls in their places."""
     if key in sizes: return sizes[key]
     if key in above or len(above) == CALL_DEPTH:
-        found = f"the function {_named(key)} calls itself" if key in above else \
-            f"functions that call each other {CALL_DEPTH + 1} deep, down to {_named(key)}"
+        found = f"the function {_name_of(key)} calls itself" if key in above else \
+            f"functions that call each other {CALL_DEPTH + 1} deep, down to {_name_of(key)}"
         raise OnnxError(found, f"calls that end, {CALL_DEPTH} inside each other at most",
                         "export the model without these functions")
     own, calls = _contents(functions[key].node, functions, most)
-    sizes[key] = own + sum(count * _inlined(each, functions, sizes, (*above, key), most)
+    sizes[key] = own + sum(count * _count_inlined(each, functions, sizes, (*above, key), most)
                            for each, count in calls.items())
-    _require_few(f"the function {_named(key)}", sizes[key], most)
+    _require_few(f"the function {_name_of(key)}", sizes[key], most)
     return sizes[key]
 
 
@@ -142,7 +143,7 @@ def _key(domain: str, name: str, overload: str) -> Key:
     return "" if domain == "ai.onnx" else domain, name, overload
 
 
-def _named(key: Key) -> str: return shortened(repr(".".join(filter(None, key))))
+def _name_of(key: Key) -> str: return shorten(repr(".".join(filter(None, key))))
 
 
 def _require_few(what: str, count: int, most: int) -> None:
@@ -158,8 +159,8 @@ def _too_many(found: str, most: int) -> OnnxError: return OnnxError(found, f"{mo
 
 @dataclass
 class Budget:
-    """What one call may still evaluate. `given` are the bytes of weights and inputs, `kernels` cuts long
-    expressions."""
+    """Nodes, iterations and bytes that one call may still evaluate. `given` are the bytes of weights and
+    inputs, `kernels` cuts long expressions."""
     given: int = 0
     dense: int = 0
     spent: int = 0
@@ -198,7 +199,7 @@ class Budget:
         # a size of 0 hides the others
         nbytes = math.prod(int(n) for n in shape) * itemsize
         if nbytes <= self.least_bytes() or nbytes <= (most := self.most_bytes()): return
-        raise OnnxError(f"a result of shape {shortened(str(tuple(map(int, shape))))}, of {nbytes} bytes",
+        raise OnnxError(f"a result of shape {shorten(str(tuple(map(int, shape))))}, of {nbytes} bytes",
                         f"{most} bytes for {self.given} bytes of weights and inputs", BYTES_FIX)
 
     def least_bytes(self) -> int:
@@ -251,8 +252,8 @@ def budget() -> Budget:
 
 
 @contextmanager
-def limited(given: int) -> Iterator[None]:
-    """Within: the budget of a call that was given so many bytes."""
+def limit_call(given: int) -> Iterator[None]:
+    """Sets, within, the budget of a call that was given so many bytes."""
     token = _current.set(Budget(given))
     try: yield
     finally: _current.reset(token)

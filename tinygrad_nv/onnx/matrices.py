@@ -1,6 +1,6 @@
 """Quantised matrices of ONNX models as this package's.
 
-Protocol: `dequantized(graph)` puts a node `tinygrad_nv.QuantMatMul` in the place of each MatMul and Gemm
+Protocol: `fuse_dequantized(graph)` puts a node `tinygrad_nv.QuantMatMul` in the place of each MatMul and Gemm
 whose second operand is made of constants by a DequantizeLinear (QDQ), or as Cast(codes) · scale; with the
 Add of a bias behind it. `matrix_of` makes the QTensor of such constants, `matrix_of_blocks` that of
 com.microsoft.MatMulNBits; both in the order in which kernels read it fastest. A matrix that is of no type of
@@ -22,7 +22,7 @@ from tinygrad_nv.functional import prepared
 from tinygrad_nv.onnx.elements import kind_of, plain, to_numpy
 from tinygrad_nv.onnx.fusion import DOMAIN, names_read
 from tinygrad_nv.onnx.model import Graph, Node
-from tinygrad_nv.quant.packing import packed
+from tinygrad_nv.quant.packing import pack
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import INT8, UINT4, UINT8, QType, Scale
 
@@ -34,14 +34,14 @@ WIDER = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto
 SCALES: dict[np.dtype, DType] = {np.dtype("float32"): dtypes.float32, np.dtype("float16"): dtypes.float16}
 
 
-def dequantized(graph: Graph) -> Graph:
+def fuse_dequantized(graph: Graph) -> Graph:
     """The graph with matmuls of quantised constants as one node each, in the graphs of nodes too."""
     writers = {name: node for node in graph.nodes for name in node.outputs}
     nodes = []
     for node in graph.nodes:
-        inner = {name: dequantized(each) if isinstance(each, Graph) else each
+        inner = {name: fuse_dequantized(each) if isinstance(each, Graph) else each
                  for name, each in node.attributes.items()}
-        nodes.append(_quantised(replace(node, attributes=inner), graph, writers))
+        nodes.append(_fuse_node(replace(node, attributes=inner), graph, writers))
     before = Counter((*names_read(graph), *graph.outputs))
     nodes = _with_biases(nodes, graph, before)
     read = Counter((*names_read(replace(graph, nodes=tuple(nodes))), *graph.outputs))
@@ -53,7 +53,7 @@ def dequantized(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(live[::-1]))
 
 
-def _quantised(node: Node, graph: Graph, writers: dict[str, Node]) -> Node:
+def _fuse_node(node: Node, graph: Graph, writers: dict[str, Node]) -> Node:
     """A MatMul or Gemm of a dequantised constant as one node, another node as it is."""
     a = node.attributes
     if node.domain or node.op not in ("MatMul", "Gemm") or a.get("transA", 0) or a.get("alpha", 1.0) != 1 \
@@ -113,7 +113,7 @@ def _read(name: str, graph: Graph, writers: dict[str, Node]) -> tuple[str, str] 
     """Codes and zero point of Cast(codes), or of Cast(codes) less a zero point."""
     zero, widened = "", False
     while (node := writers.get(name)) is not None and not node.domain:
-        if node.op == "Sub" and not zero and (point := _widened(node.inputs[1], graph, writers)):
+        if node.op == "Sub" and not zero and (point := _constant_behind(node.inputs[1], graph, writers)):
             zero, widened = point, False
         elif node.op == "Cast" and node.attributes["to"] in WIDER: widened = True
         elif node.op != "Identity": return None
@@ -123,7 +123,7 @@ def _read(name: str, graph: Graph, writers: dict[str, Node]) -> tuple[str, str] 
     return (name, zero) if widened and codes is not None and kind_of(codes) in CODES else None
 
 
-def _widened(name: str, graph: Graph, writers: dict[str, Node]) -> str:
+def _constant_behind(name: str, graph: Graph, writers: dict[str, Node]) -> str:
     """The constant that a name is, or is cast from to a wider type; "" of another."""
     while name not in graph.constants:
         node = writers.get(name)
@@ -133,8 +133,8 @@ def _widened(name: str, graph: Graph, writers: dict[str, Node]) -> str:
 
 
 def _along(codes: str, zero: str, scale: str, graph: Graph) -> _Codes | None:
-    """These constants, if scale and zero point are numbers or lie along one axis, and the zero point is one
-    of the codes."""
+    """Returns these constants, if scale and zero point are numbers or lie along one axis, and the zero point
+    is one of the codes."""
     shapes = set[tuple[int, ...]]()
     for each in filter(None, (scale, zero)):
         shape = plain(graph.constants[each]).shape
@@ -170,7 +170,7 @@ def matrix_of(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, axi
     grid = Scale(0 if scale.size == 1 and not block else 1, columns, SCALES[scale.dtype])
     half = 1 << (bits - 1)
     if signed: numbers, zeros = numbers + half, zeros + half
-    return _made(numbers.astype(np.uint8), scales, zeros.astype(np.uint8), grid, bits)
+    return _make_matrix(numbers.astype(np.uint8), scales, zeros.astype(np.uint8), grid, bits)
 
 
 def _grid(scales: np.ndarray, transposed: bool) -> np.ndarray:
@@ -189,7 +189,8 @@ def matrix_of_blocks(data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | N
     numbers = _numbers(data.reshape(n, -1), bits)[:, :k]
     points = np.full((n, blocks), 1 << (bits - 1), np.uint8) if zeros is None else \
         _numbers(zeros.reshape(n, -1), bits)[:, :blocks]
-    return _made(numbers, scales.reshape(n, blocks), points, Scale(1, size, SCALES[scales.dtype]), bits)
+    return _make_matrix(numbers, scales.reshape(n, blocks), points, Scale(1, size, SCALES[scales.dtype]),
+                        bits)
 
 
 def _numbers(data: np.ndarray, bits: int) -> np.ndarray:
@@ -197,7 +198,7 @@ def _numbers(data: np.ndarray, bits: int) -> np.ndarray:
     return data if bits == 8 else np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1)
 
 
-def _made(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, grid: Scale,
+def _make_matrix(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, grid: Scale,
           bits: int) -> QTensor | None:
     """The matrix of unsigned codes; zero points that all are the middle make it symmetric. A row of half a
     byte is kept as codes of 8 bits."""
@@ -210,6 +211,6 @@ def _made(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, grid: Scal
         kind = QType(INT8, grid) if bits == 8 else QType(UINT4, grid, shift=half)
     else: kind, arrays["zeros"] = QType(UINT8 if bits == 8 else UINT4, grid, zeros=True), zeros
     if bits == 8: arrays["codes"] = (numbers ^ 128).view(np.int8) if symmetric else numbers
-    else: arrays["codes"] = packed(numbers, 4)
+    else: arrays["codes"] = pack(numbers, 4)
     try: return prepared(QTensor.of(kind, (numbers.shape[0], numbers.shape[1]), arrays))
     except SpecError: return None

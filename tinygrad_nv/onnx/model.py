@@ -21,7 +21,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx.elements import Value, from_numpy, name_of, numeric
-from tinygrad_nv.onnx.limits import FILE_BYTES, budget, check_size, require_text, shortened
+from tinygrad_nv.onnx.limits import FILE_BYTES, budget, check_size, require_text, shorten
 
 HOST_SIZE = 64      # elements of a constant that the host keeps: extents, axes, pads
 # what checkers ask of outputs, and runtimes do not
@@ -49,8 +49,8 @@ class Node:
     @property
     def place(self) -> str:
         """The node in words, for errors."""
-        return f"node {shortened(repr(self.name or ', '.join(self.outputs)))} (op {shortened(self.op)}, " \
-               f"domain {shortened(self.domain) or 'ai.onnx'}, opset {self.version})"
+        return f"node {shorten(repr(self.name or ', '.join(self.outputs)))} (op {shorten(self.op)}, " \
+               f"domain {shorten(self.domain) or 'ai.onnx'}, opset {self.version})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Graph:
 
 def read(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """The model, with its own functions inlined, and the directory of external data. Raises `OnnxError`."""
-    proto, directory = _parsed(model)
+    proto, directory = _parse(model)
     check_size(proto)
     try: checker.check_model(str(model) if isinstance(model, str | Path) else proto)
     except (checker.ValidationError, ValueError, RuntimeError, EncodeError) as error:
@@ -78,12 +78,12 @@ def read(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, 
     return (inliner.inline_local_functions(proto) if proto.functions else proto), directory
 
 
-def _parsed(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
+def _parse(model: str | Path | bytes | onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
     """The message and the directory of its external data."""
     if isinstance(model, onnx.ModelProto): return model, ""
     path = None if isinstance(model, bytes) else Path(model)
     if path is not None and not _is_file(path):
-        raise OnnxError(f"no file at {shortened(str(path))}", "an ONNX model file", "check the path")
+        raise OnnxError(f"no file at {shorten(str(path))}", "an ONNX model file", "check the path")
     if (size := len(model) if isinstance(model, bytes) else path.stat().st_size) > FILE_BYTES:  # type: ignore[union-attr]
         raise OnnxError(f"an ONNX file of {size} bytes", f"{FILE_BYTES} at most, as protobuf has it",
                         "keep weights as external data: onnx.save(…, save_as_external_data=True)")
@@ -106,7 +106,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return shortened((str(error).strip().splitlines() or [type(error).__name__])[0])
+    return shorten((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def opsets(proto: onnx.ModelProto) -> dict[str, int]:
@@ -152,7 +152,7 @@ def node_of(proto: onnx.NodeProto, versions: dict[str, int], directory: str = ""
         try: made.attributes[each.name] = _attribute(each, versions, directory)
         except OnnxError as error:
             if error.found.startswith("node "): raise
-            raise OnnxError(f"{made.place}, attribute {shortened(each.name)!r}: {error.found}",
+            raise OnnxError(f"{made.place}, attribute {shorten(each.name)!r}: {error.found}",
                             error.expected, error.fix) from error
     return made
 
@@ -183,35 +183,35 @@ def _text(found: bytes) -> str:
 def _array(proto: onnx.TensorProto, directory: str) -> np.ndarray:
     """The elements of a tensor of the file, or of the file that it names in `directory`."""
     if proto.data_type not in KINDS:
-        raise OnnxError(f"the constant {shortened(proto.name)!r} has elements of type {proto.data_type}",
+        raise OnnxError(f"the constant {shorten(proto.name)!r} has elements of type {proto.data_type}",
                         "a type of elements that ONNX has", "export the model again")
     external = proto.data_location == onnx.TensorProto.EXTERNAL
     # (onnx would look in the working directory)
     if external and not directory:
-        raise OnnxError(f"the constant {shortened(proto.name)!r} is in a file beside the model, which was "
+        raise OnnxError(f"the constant {shorten(proto.name)!r} is in a file beside the model, which was "
                         "given without its path", "a path, or a model with its data",
                         "give the path of the model")
     if external: proto = _with_length(proto)
     try: return numpy_helper.to_array(proto, base_dir=directory)
     except (ArithmeticError, LookupError, MemoryError, OSError, ValueError, TypeError, RuntimeError,
             checker.ValidationError) as error:
-        raise OnnxError(f"the constant {shortened(proto.name)!r} cannot be read: {_first_line(error)}",
+        raise OnnxError(f"the constant {shorten(proto.name)!r} cannot be read: {_first_line(error)}",
                         "its data in the model, or in the file that it names beside it",
                         "keep external data files beside the model") from error
 
 
 def _with_length(proto: onnx.TensorProto) -> onnx.TensorProto:
     """A tensor of another file with the number of its bytes there: without it onnx reads the whole file."""
-    name = shortened(proto.name)
+    name = shorten(proto.name)
     if proto.data_type == onnx.TensorProto.STRING or min(proto.dims, default=0) < 0:
         raise OnnxError(f"the constant {name!r} of {name_of(proto.data_type)} and shape "
-                        f"{shortened(str(tuple(proto.dims)))} in another file", "numbers",
+                        f"{shorten(str(tuple(proto.dims)))} in another file", "numbers",
                         "keep it in the model")
     nbytes = -(-math.prod(proto.dims) * BITS.get(
         name_of(proto.data_type), 8 * helper.tensor_dtype_to_np_dtype(proto.data_type).itemsize) // 8)
     given = [each.value for each in proto.external_data if each.key == "length"]
     if any(each.lstrip("0") != str(nbytes) for each in given if each.isascii() and each.isdigit() and nbytes):
-        raise OnnxError(f"the constant {name!r} has {shortened(given[-1])} bytes in another file",
+        raise OnnxError(f"the constant {name!r} has {shorten(given[-1])} bytes in another file",
                         f"{nbytes} bytes for its type and shape", "export the model again")
     budget().hold(nbytes)
     made = onnx.TensorProto()
@@ -231,7 +231,7 @@ def _constant(proto: onnx.TensorProto, directory: str) -> Value:
 def _dense(proto: onnx.SparseTensorProto, directory: str) -> np.ndarray:
     """A sparse constant with its zeros. Indices number elements, or are a row of places for each value."""
     values, indices = _array(proto.values, directory), _array(proto.indices, directory)
-    dims, name = tuple(proto.dims), shortened(proto.values.name)
+    dims, name = tuple(proto.dims), shorten(proto.values.name)
     if not numeric(values) or values.ndim != 1 or min(dims, default=0) < 0 or indices.dtype != np.int64 \
             or indices.shape not in ((values.size,), (values.size, len(dims))):
         raise OnnxError(f"the sparse constant {name!r} of shape {dims} has values {values.dtype}"

@@ -1,8 +1,8 @@
 """Inputs and results of a captured call as memory.
 
-Protocol: a `Kind` is a shape and a type of elements. `aligned(kind)` is new memory for a result; `Replayed`
-is the Tensor over it, whose UOp is made when something asks for it: `.numpy()`, and a captured call that
-takes it, read the memory. `address_of(x, kind)` is where an input lies, and what keeps it there.
+Protocol: a `Kind` is a shape and a type of elements. `allocate_aligned(kind)` is new memory for a result;
+`Replayed` is the Tensor over it, whose UOp is made when something asks for it: `.numpy()`, and a captured
+call that takes it, read the memory. `address_of(x, kind)` is where an input lies, and what keeps it there.
 """
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Replayed(Tensor, metaclass=_AsTensor):
         return self.array.tolist()
 
 
-def aligned(kind: Kind) -> tuple[np.ndarray, int]:
+def allocate_aligned(kind: Kind) -> tuple[np.ndarray, int]:
     """New memory for elements, and its address."""
     whole = np.empty(kind.nbytes + ALIGNMENT, np.uint8)
     address: int = whole.__array_interface__["data"][0]
@@ -138,6 +138,6 @@ def address_of(x: Any, kind: Kind) -> tuple[int, Any]:
     if x.flags.c_contiguous:
         address = x.__array_interface__["data"][0]
         if address % kind.alignment == 0: return address, x
-    array, address = aligned(kind)
+    array, address = allocate_aligned(kind)
     array[...] = x if kind.exact else x.view(np.uint16)
     return address, array

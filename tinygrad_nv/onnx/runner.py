@@ -30,15 +30,15 @@ from tinygrad_nv.onnx.elements import (
     TYPES,
     Narrow,
     Value,
+    as_kind,
     dtype_of,
     from_numpy,
-    held,
     name_of,
     to_numpy,
 )
-from tinygrad_nv.onnx.fusion import fused
-from tinygrad_nv.onnx.limits import budget, bytes_of, limited, shortened
-from tinygrad_nv.onnx.matrices import dequantized
+from tinygrad_nv.onnx.fusion import fuse_attentions
+from tinygrad_nv.onnx.limits import budget, bytes_of, limit_call, shorten
+from tinygrad_nv.onnx.matrices import fuse_dequantized
 from tinygrad_nv.onnx.model import HOST_SIZE, KINDS, Graph, graph_of, opsets, read
 from tinygrad_nv.onnx.replayed import Kind, Replayed
 from tinygrad_nv.onnx.scope import Scope
@@ -63,8 +63,8 @@ class OnnxRunner:
         proto, directory = read(model)
         _load_operators()
         self.opsets = opsets(proto)
-        with limited(0): graph = graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)
-        self.graph = dequantized(fused(graph))
+        with limit_call(0): graph = graph_of(proto.graph, self.opsets, directory, proto.ir_version >= 4)
+        self.graph = fuse_dequantized(fuse_attentions(graph))
         self._bytes = _bytes(self.graph)
         self.captures = 0 if _is_random(self.graph) else captures
         self._captured: OrderedDict[Hashable, Callable[[Mapping[str, Any]], dict[str, Any]]] = OrderedDict()
@@ -91,30 +91,30 @@ class OnnxRunner:
             with self._lock:
                 if (found := self._captured.get(key)) is not None: self._captured.move_to_end(key)
             if found is None:
-                with _refused(): found = self._capture(inputs)
+                with _refuse_limits(): found = self._capture(inputs)
             if found is not None: return found(inputs)
-        with _refused(): return {name: _plain(each) for name, each in self.values(inputs).items()}
+        with _refuse_limits(): return {name: _plain(each) for name, each in self.values(inputs).items()}
 
     def values(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
-        """As `__call__`, with narrow types as they are (`elements.Narrow`)."""
-        return self._lowered(self._checked(inputs))
+        """Computes as `__call__` does, with narrow types as they are (`elements.Narrow`)."""
+        return self._lower(self._check_inputs(inputs))
 
-    def _checked(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
+    def _check_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Value]:
         """The inputs as values. Raises `OnnxError` for those that do not fit."""
         names = (*self.inputs, *self.graph.defaults)
         unknown = sorted(inputs.keys() - set(names))
         if unknown:
-            raise OnnxError(f"the model has no input {shortened(unknown[0])!r}",
-                            f"inputs {shortened(', '.join(names))}")
+            raise OnnxError(f"the model has no input {shorten(unknown[0])!r}",
+                            f"inputs {shorten(', '.join(names))}")
         extents: dict[str, int] = {}
         return {name: _input(name, inputs, self.graph.types[name], extents) for name in names
                 if name in inputs or name not in self.graph.defaults}
 
-    def _lowered(self, given: Mapping[str, Value]) -> dict[str, Value]:
+    def _lower(self, given: Mapping[str, Value]) -> dict[str, Value]:
         """The outputs for inputs that fit."""
         scope = Scope(self.graph)
         scope.values.update({**self.graph.defaults, **given})
-        with limited(self._bytes + bytes_of(given.values())):
+        with limit_call(self._bytes + bytes_of(given.values())):
             made = scope.run([given[name] for name in self.inputs])
             budget().check_total(made)
             return dict(zip(self.outputs, made, strict=True))
@@ -122,7 +122,7 @@ class OnnxRunner:
     # **** captured calls ****
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
-        """What a capture for inputs depends on; None for inputs that are no plain tensors."""
+        """Key of a capture for inputs: all that it depends on; None for inputs that are no plain tensors."""
         parts: list[Hashable] = [order.wanted(), Device.DEFAULT]
         for name, x in inputs.items():
             element: int | None
@@ -144,13 +144,13 @@ class OnnxRunner:
 
     def _capture(self, inputs: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
         """The launches for inputs, which are kept; None where there are none to capture."""
-        given = self._checked(inputs)
+        given = self._check_inputs(inputs)
         if not all(isinstance(each, Tensor) for each in given.values()): return None
         kinds = {name: Kind.of(each) for name, each in given.items() if isinstance(each, Tensor)}
         while True:
             known = {name: np.asarray(to_numpy(given[name])) for name in self._known & kinds.keys()}
             open_ = {name: kind for name, kind in kinds.items() if name not in known}
-            try: made = capture(self._lowered, open_, known)
+            try: made = capture(self._lower, open_, known)
             except NotCaptured: break
             except ValueNeeded as needed:
                 if any(kinds[name].size > HOST_SIZE for name in needed.names): break
@@ -182,12 +182,12 @@ def _is_random(graph: Graph) -> bool:
 
 
 @contextmanager
-def _refused() -> Iterator[None]:
-    """Within: what a graph is too large, or too deep, for is an `OnnxError`."""
+def _refuse_limits() -> Iterator[None]:
+    """Turns, within, an error of a graph that is too large, or too deep, into an `OnnxError`."""
     try: yield
     except NVError: raise
     except (MemoryError, OSError, OverflowError, RecursionError) as error:
-        raise OnnxError(f"the graph of a call cannot be run: {type(error).__name__}: {shortened(str(error))}",
+        raise OnnxError(f"the graph of a call cannot be run: {type(error).__name__}: {shorten(str(error))}",
                         "a graph that this machine has room for", "export a smaller model") from error
 
 
@@ -209,7 +209,7 @@ def _input(name: str, inputs: Mapping[str, Any], kind: onnx.TypeProto, extents: 
     which = kind.WhichOneof("value")
     if inputs.get(name) is None:
         if which == "optional_type": return None
-        raise OnnxError(f"no input {shortened(name)!r}", "all inputs of the model by name", "add it")
+        raise OnnxError(f"no input {shorten(name)!r}", "all inputs of the model by name", "add it")
     if which == "optional_type": return _input(name, inputs, kind.optional_type.elem_type, extents)
     if which == "sequence_type":
         return [_input(name, {name: each}, kind.sequence_type.elem_type, {}) for each in inputs[name]]
@@ -223,7 +223,7 @@ def _input(name: str, inputs: Mapping[str, Any], kind: onnx.TypeProto, extents: 
 def _tensor(name: str, given: Any, kind: int) -> Value:
     """An input of one type of elements."""
     if kind not in KINDS:
-        raise OnnxError(f"input {shortened(name)!r} is declared with elements of type {kind}",
+        raise OnnxError(f"input {shorten(name)!r} is declared with elements of type {kind}",
                         "a type of elements that ONNX has", "export the model again")
     if kind == onnx.TensorProto.STRING: return from_numpy(np.asarray(given))
     if not isinstance(given, Tensor):
@@ -237,7 +237,7 @@ def _tensor(name: str, given: Any, kind: int) -> Value:
     if given.dtype != dtype_of(kind) and FLOAT8.get(given.dtype) != kind:
         raise OnnxError(f"input {name!r} of {given.dtype}", f"{dtype_of(kind)} for {name_of(kind)}",
                         "cast it first")
-    return held(given, kind)
+    return as_kind(given, kind)
 
 
 def _check_shape(name: str, x: Value, kind: onnx.TypeProto.Tensor, extents: dict[str, int]) -> None:

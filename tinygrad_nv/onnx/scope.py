@@ -21,7 +21,7 @@ from tinygrad_nv.errors import NVError, OnnxError
 from tinygrad_nv.onnx.definitions import definition_of
 from tinygrad_nv.onnx.elements import Narrow, Value, from_numpy, kind_of, to_numpy
 from tinygrad_nv.onnx.host import on_host
-from tinygrad_nv.onnx.limits import budget, shortened
+from tinygrad_nv.onnx.limits import budget, shorten
 from tinygrad_nv.onnx.model import Graph, Node
 from tinygrad_nv.onnx.table import Operator, find
 
@@ -76,11 +76,11 @@ class Scope:
         self.values.update(zip(self.graph.inputs, inputs, strict=False))
         budget().spend(len(self.graph.nodes) + 1)
         for node in self.graph.nodes:
-            made = _located(node, self._checked)
+            made = _locate_errors(node, self._check_outputs)
             self.values.update(zip(node.outputs, made, strict=False))
         return [self[name] for name in self.graph.outputs]
 
-    def _checked(self, node: Node) -> Sequence[Value]:
+    def _check_outputs(self, node: Node) -> Sequence[Value]:
         """The outputs of a node, of sizes that what is given explains."""
         made = self._outputs(node)
         budget().check(made)
@@ -91,11 +91,11 @@ class Scope:
         if (known := on_host(node, given)) is not None: return [known]
         found = find(node.domain, node.op, node.version)
         if found is None: return self._by_definition(node, given)
-        made = self._called(found, node)
+        made = self._call(found, node)
         return made if isinstance(made, tuple) else (made,)
 
-    def _called(self, found: Operator, node: Node) -> Any:
-        """What a function of the table returns."""
+    def _call(self, found: Operator, node: Node) -> Any:
+        """Calls the function that the table has for a node."""
         context = [NodeCall(node, self)] if found.call else []
         if found.raw: return found.function(*context, *map(self.__getitem__, node.inputs), **node.attributes)
         given = [self.array(name) if i in found.host else self.tensor(name)
@@ -150,7 +150,7 @@ def _type(x: Value) -> onnx.TypeProto:
     return helper.make_tensor_type_proto(kind_of(x), [int(n) for n in shape])
 
 
-def _located(node: Node, compute: Callable[[Node], Sequence[Value]]) -> Sequence[Value]:
+def _locate_errors(node: Node, compute: Callable[[Node], Sequence[Value]]) -> Sequence[Value]:
     """The outputs of a node; an error says which node it was."""
     try: return compute(node)
     except OnnxError as error:
@@ -159,6 +159,6 @@ def _located(node: Node, compute: Callable[[Node], Sequence[Value]]) -> Sequence
     except NVError: raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, RuntimeError,
             TypeError, ValueError, re.error) as error:
-        raise OnnxError(f"{node.place}: {type(error).__name__}: {shortened(str(error))}",
+        raise OnnxError(f"{node.place}: {type(error).__name__}: {shorten(str(error))}",
                         "inputs and attributes that the op's definition allows",
                         "compare the node with https://onnx.ai/onnx/operators") from error

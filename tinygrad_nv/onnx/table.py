@@ -1,4 +1,4 @@
-"""Which function computes an op.
+"""The table of functions that compute ops.
 
 Protocol. `@op("Name", …)` puts a function into the table; the newest one whose `since` the model's opset has
 reached is chosen. It is called with the node's inputs in order (None for one that is left out) and its
@@ -52,11 +52,11 @@ _table: dict[tuple[str, str], list[Operator]] = {}
 def op(*names: str, domain: str = "", since: int = 1, host: tuple[int, ...] = (), raw: bool = False,
        call: bool = False) -> Callable[[Function], Function]:
     """Registers a function under names of ops."""
-    def registered(function: Function) -> Function:
+    def register(function: Function) -> Function:
         for name in names:
             _table.setdefault((domain, name), []).append(Operator(function, since, host, raw, call))
         return function
-    return registered
+    return register
 
 
 def find(domain: str, name: str, version: int) -> Operator | None:
@@ -87,8 +87,8 @@ def tinygrads(name: str) -> Function:
 
 def _with_lists(function: Function, positions: tuple[int, ...]) -> Function:
     """tinygrad's functions take Python lists where this table gives arrays."""
-    def called(*inputs: Any, **attributes: Any) -> Any:
+    def call(*inputs: Any, **attributes: Any) -> Any:
         given = [each if i not in positions or each is None else
                  each.tobytes() if each.dtype == np.uint8 else each.tolist() for i, each in enumerate(inputs)]
         return function(*given, **attributes)
-    return called
+    return call

@@ -37,9 +37,9 @@ class QWeight:
     codes: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What is multiplied: x (…, K) rounded, in its dtype."""
+        """Returns the rounded left operand: x (…, K), in its dtype."""
         if self.activations is None: return x
-        return rounded(x, self.activations, self.input_scale)
+        return round_activations(x, self.activations, self.input_scale)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class StackWeight:
     codes: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
-        """What is multiplied: x (…, K) rounded, in its dtype."""
-        return x if self.activations is None else rounded(x, self.activations)
+        """Returns the rounded left operand: x (…, K), in its dtype."""
+        return x if self.activations is None else round_activations(x, self.activations)
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class SparseWeight:
     input_scale: float | None = None
 
 
-def rounded(x: Tensor, how: Activations, scale: float | None = None) -> Tensor:
+def round_activations(x: Tensor, how: Activations, scale: float | None = None) -> Tensor:
     """x (…, K) rounded to elements of `how`, in x's dtype."""
-    made, s = _scaled(x, how.element, how.scale, scale)
+    made, s = _scale(x, how.element, how.scale, scale)
     return _in_rows(made * s, x).cast(x.dtype).contiguous()
 
 
-def quantized(x: Tensor, element: str, block: Scale,
+def quantize_activations(x: Tensor, element: str, block: Scale,
               scale: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
     """x (…, K) as codes of the same shape, int8 or the bits of e4m3 in uint8, and float32 scales: of each row
     or each `block.columns` of one, (…, blocks); of a whole tensor, or the one that is given, (1, …)."""
-    made, s = _scaled(x, element, block, scale)
+    made, s = _scale(x, element, block, scale)
     codes = made.cast(dtypes.int8) if element == "int8" else e4m3_bits(made)
     codes = _in_rows(codes, x).contiguous()
     return codes, s.reshape((1,) * x.ndim) if s.numel() == 1 else s.reshape(*x.shape[:-1], -1)
@@ -85,7 +85,7 @@ def _in_rows(blocks: Tensor, x: Tensor) -> Tensor:
     return blocks.reshape(*x.shape[:-1], -1)[..., :x.shape[-1]]
 
 
-def _scaled(x: Tensor, element: str, block: Scale, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
+def _scale(x: Tensor, element: str, block: Scale, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
     """float32 numbers of the element, (…, blocks, K / blocks), and the scales of them. Zeros fill the last
     block."""
     columns = block.columns or int(x.shape[-1])

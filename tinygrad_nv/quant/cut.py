@@ -64,8 +64,8 @@ def _in_parts(reader: Reader, layer: str, whole: StoredMatrix, shape: Shape, sto
 
 
 def _indices(along: Along, extent: int, size: int, part: TensorPart) -> TensorPart | None:
-    """Where a part of rows or columns, `extent` in all, lies along the axis of a tensor, `size` long; None
-    where it does not begin and end with an index."""
+    """Returns where a part of rows or columns, `extent` in all, lies along the axis of a tensor, `size` long;
+    None where it does not begin and end with an index."""
     end = part.first + part.count
     if -(-extent * along.count // along.extent) != size: return None    # stored in another way
     if part.first % along.extent or (end % along.extent and end != extent): return None

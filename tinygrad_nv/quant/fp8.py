@@ -101,7 +101,7 @@ def by_tensor(x: Tensor, to: Format, scale: Tensor | None = None) -> Codes:
     if scale is None: scale = scale_of(amax, to.most).contiguous()
     scaled = wide * scale.reshape((1,) * x.ndim)
     codes = bits_of(scaled, to).contiguous()
-    return Codes(codes, inverse_of(scale), _lost(amax, wide, scaled, codes, to))
+    return Codes(codes, inverse_of(scale), _count_losses(amax, wide, scaled, codes, to))
 
 
 def by_block(x: Tensor, to: Format, rows: int, columns: int, power_of_two: bool = True) -> Codes:
@@ -115,10 +115,10 @@ def by_block(x: Tensor, to: Format, rows: int, columns: int, power_of_two: bool 
     scaled = (blocks * scale).reshape(padded.shape)[:m, :k]
     codes = bits_of(scaled, to).contiguous()
     return Codes(codes, inverse_of(scale).reshape(scale.shape[0], scale.shape[2]),
-                 _lost(amax.max().reshape(1), wide, scaled, codes, to))
+                 _count_losses(amax.max().reshape(1), wide, scaled, codes, to))
 
 
-def _lost(amax: Tensor, x: Tensor, scaled: Tensor, codes: Tensor, to: Format) -> Tensor:
+def _count_losses(amax: Tensor, x: Tensor, scaled: Tensor, codes: Tensor, to: Format) -> Tensor:
     clamped = (scaled.abs() > to.limit) & scaled.isfinite()
     flushed = (x != 0) & (codes & 0x7F).eq(0)
     counts = [each.cast(dtypes.float32).sum().reshape(1) for each in (clamped, flushed)]

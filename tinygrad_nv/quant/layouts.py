@@ -16,7 +16,7 @@ def fields(data: Tensor, bits: int) -> Tensor:
     return Tensor.stack(*[(data >> (i * bits)) & mask for i in range(each)], dim=-1).flatten(1)
 
 
-def laid(type: QType, name: str, data: Tensor, k: int) -> Tensor:
+def lay_out(type: QType, name: str, data: Tensor, k: int) -> Tensor:
     """A buffer in rows, of a matrix of k columns, in the layout of `type`."""
     n = int(data.shape[0])
     tiles = -(-n // TILE)
@@ -28,19 +28,19 @@ def laid(type: QType, name: str, data: Tensor, k: int) -> Tensor:
         return data.pad(((0, -n % TILE), (0, 0))).reshape(tiles, TILE, -1).permute(0, 2, 1)
     scale = type.outer if name.startswith("outer") else type.scale
     assert scale is not None
-    more = scale.blocks(n, type.padded(k))[1] - int(data.shape[1])
+    more = scale.blocks(n, type.pad_columns(k))[1] - int(data.shape[1])
     rows = data.pad(((0, -n % TILE), (0, more)))
     return rows.reshape(tiles, 2, 8, -1).permute(0, 3, 2, 1).reshape(tiles, -1, TILE)
 
 
 def unlaid(type: QType, name: str, data: Tensor, n: int, k: int) -> Tensor:
-    """`laid` undone, of a matrix of n rows and k columns. "tiles" may be of any number of rows."""
+    """`lay_out` undone, of a matrix of n rows and k columns. "tiles" may be of any number of rows."""
     tiles = int(data.shape[0])
     if name in ("codes", "high"):
         bits = _plane(type, name)
         rows = _out_of_fragments(data, type, bits, k) if type.layout == "fragments" else \
             _out_of_tiles(data, bits)
-        return _joined([rows[:n, i::8 // bits] for i in range(8 // bits)], bits)
+        return _join_fields([rows[:n, i::8 // bits] for i in range(8 // bits)], bits)
     if type.layout == "tiles": return data.permute(0, 2, 1).reshape(tiles * int(data.shape[2]), -1)[:n]
     scale = type.outer if name.startswith("outer") else type.scale
     assert scale is not None
@@ -52,7 +52,7 @@ def _plane(type: QType, name: str) -> int:
     return type.low_bits if name == "codes" else type.bits - type.low_bits
 
 
-def _joined(parts: list[Tensor], bits: int) -> Tensor:
+def _join_fields(parts: list[Tensor], bits: int) -> Tensor:
     """Fields of `bits` as integers, the first is lowest."""
     made = parts[0]
     for i, more in enumerate(parts[1:], 1): made = made | (more << (i * bits))
@@ -64,7 +64,7 @@ def _joined(parts: list[Tensor], bits: int) -> Tensor:
 def _in_tiles(rows: Tensor, bits: int, k: int) -> Tensor:
     tiles, each = int(rows.shape[0]) // TILE, 8 // bits
     split = rows.reshape(tiles, TILE, k // (4 * each), each, 4).permute(3, 0, 2, 1, 4)
-    return _joined([split[i] for i in range(each)], bits)
+    return _join_fields([split[i] for i in range(each)], bits)
 
 
 def _out_of_tiles(data: Tensor, bits: int) -> Tensor:
@@ -75,12 +75,12 @@ def _out_of_tiles(data: Tensor, bits: int) -> Tensor:
 
 def _in_fragments(rows: Tensor, type: QType, bits: int, k: int) -> Tensor:
     """Extents are row half, g, unit, 16 columns, column half, q, the column after."""
-    tiles, units = int(rows.shape[0]) // TILE, type.padded(k) // type.unit
-    padded = rows.pad(((0, 0), (0, type.padded(k) - k)))
+    tiles, units = int(rows.shape[0]) // TILE, type.pad_columns(k) // type.unit
+    padded = rows.pad(((0, 0), (0, type.pad_columns(k) - k)))
     if bits == 8: padded = padded.bitcast(dtypes.uint8)
     split = padded.reshape(tiles, 2, 8, units, type.unit // 16, 2, 4, 2).permute(0, 3, 2, 6, 4, 5, 1, 7)
     some = split.reshape(tiles, units, 32, -1, 16 // bits, 2).cast(dtypes.uint32)
-    words = _joined([some[..., f, 0] | (some[..., f, 1] << 16) for f in range(16 // bits)], bits)
+    words = _join_fields([some[..., f, 0] | (some[..., f, 1] << 16) for f in range(16 // bits)], bits)
     return words.contiguous().bitcast(dtypes.uint8).reshape(tiles, units, 32, -1).bitcast(rows.dtype)
 
 
@@ -129,4 +129,4 @@ def rows_of(type: QType, name: str, data: Tensor, rows: Tensor, k: int,
     own = half.reshape(-1, 1, 1, 1, 1, 1).eq(0).where(split[..., 0, :], split[..., 1, :])
     made = own.permute(0, 1, 3, 4, 2, 5).reshape(count, -1)[:, :k].cast(dtypes.uint8)
     if bits == 8: return made.bitcast(data.dtype)
-    return _joined([made[:, i::8 // bits] for i in range(8 // bits)], bits)
+    return _join_fields([made[:, i::8 // bits] for i in range(8 // bits)], bits)

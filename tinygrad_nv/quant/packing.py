@@ -11,7 +11,7 @@ import numpy as np
 CHUNK = 1 << 22     # codes unpacked at a time, a byte each: what is made of them stays in an L2 or L3 cache
 
 
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Codes below 2^bits, uint8 [N, K], as bytes [N, K · bits / 8]; bits is 1, 2, 4 or 8."""
     if bits == 8: return np.ascontiguousarray(codes, np.uint8)
     each = 8 // bits
@@ -20,8 +20,8 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
     return made
 
 
-def unpacked(data: np.ndarray, bits: int) -> np.ndarray:
-    """`packed` undone: uint8 [N, K]."""
+def unpack(data: np.ndarray, bits: int) -> np.ndarray:
+    """`pack` undone: uint8 [N, K]."""
     if bits == 8: return data
     each, mask = 8 // bits, np.uint8((1 << bits) - 1)
     made = np.empty((len(data), data.shape[1] * each), np.uint8)
@@ -32,8 +32,8 @@ def unpacked(data: np.ndarray, bits: int) -> np.ndarray:
 def planes(codes: np.ndarray, bits: int) -> dict[str, np.ndarray]:
     """`codes`, and `high` of 3, 5 and 6 bits, of codes below 2^bits, uint8 [N, K]."""
     low = {3: 2, 5: 4, 6: 4}.get(bits, bits)
-    made = {"codes": packed(codes & np.uint8((1 << low) - 1), low)}
-    if low < bits: made["high"] = packed(codes >> np.uint8(low), bits - low)
+    made = {"codes": pack(codes & np.uint8((1 << low) - 1), low)}
+    if low < bits: made["high"] = pack(codes >> np.uint8(low), bits - low)
     return made
 
 

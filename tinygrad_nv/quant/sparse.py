@@ -37,7 +37,7 @@ DTYPES = (dtypes.bfloat16, dtypes.float16, dtypes.fp8e4m3, dtypes.int8)
 
 
 def buffers(dtype: DType, n: int, k: int) -> dict[str, Buffer]:
-    """What a matrix consists of, in the order of kernels' parameters. Raises `SpecError`."""
+    """Returns the buffers of a matrix, in the order of kernels' parameters. Raises `SpecError`."""
     if dtype not in DTYPES:
         raise SpecError(f"a 2:4 sparse matrix of {dtype.name}", ", ".join(each.name for each in DTYPES))
     if k % 4: raise SpecError(f"a 2:4 sparse matrix of {k} columns", "a multiple of 4", "pad the columns")
@@ -94,14 +94,14 @@ def spread(dtype: DType, shape: tuple[int, int], values: Tensor, metadata: Tenso
     """The numbers [N, K] of both buffers, of int8 in int32, else in float32."""
     n, k = shape
     wide = values.cast(dtypes.int32) if dtype == dtypes.int8 else numbers_of(values, dtype)
-    codes = _unpacked(metadata, dtype.itemsize)[:n, :k // 4].unsqueeze(-1)
+    codes = _unpack(metadata, dtype.itemsize)[:n, :k // 4].unsqueeze(-1)
     column = Tensor.arange(4, dtype=dtypes.uint32).to(values.device)
     first, second = (wide.reshape(n, k // 4, 2)[:, :, i:i + 1] for i in range(2))
     made = (codes & 3).eq(column).where(first, (codes >> 2).eq(column).where(second, first * 0))
     return made.reshape(n, k)
 
 
-def _unpacked(metadata: Tensor, size: int) -> Tensor:
+def _unpack(metadata: Tensor, size: int) -> Tensor:
     """Four bits of each four columns, uint32 [16 T, 16 U]."""
     tiles, units = int(metadata.shape[0]), int(metadata.shape[1])
     power = Tensor.ones(1, dtype=dtypes.uint32).to(metadata.device)
@@ -128,7 +128,7 @@ def codes_of(kept: np.ndarray) -> np.ndarray:
     return first | second << 2
 
 
-def packed(codes: np.ndarray, itemsize: int) -> np.ndarray:
+def pack_metadata(codes: np.ndarray, itemsize: int) -> np.ndarray:
     """`metadata` of codes [N, K / 4], for elements of so many bytes."""
     import numpy as np
     n, groups = codes.shape
@@ -142,10 +142,10 @@ def packed(codes: np.ndarray, itemsize: int) -> np.ndarray:
     return np.bitwise_or.reduce(nibbles << (4 * np.arange(8, dtype=np.uint32)), -1)
 
 
-def compressed(w: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
+def compress(w: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
     """`values` and `metadata` of a matrix [N, K] of any 8- or 16-bit elements, of which a mask keeps two of
     each four columns."""
-    metadata = packed(codes_of(kept), w.itemsize)
+    metadata = pack_metadata(codes_of(kept), w.itemsize)
     return {"values": w[kept].reshape(len(w), -1), "metadata": metadata}
 
 

@@ -16,7 +16,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant import layouts
-from tinygrad_nv.quant.tensor import dequantized, in_memory, multiplied
+from tinygrad_nv.quant.tensor import dequantize, in_memory, make_multipliers
 from tinygrad_nv.quant.types import TILE, Layout, QType, stack_buffers
 
 Shape = tuple[int, int, int]      # matrices, their rows and columns
@@ -45,31 +45,31 @@ class QStack:
         """Bytes of all buffers."""
         return sum(int(each.nbytes()) for each in self.buffers.values())
 
-    def multiplied(self) -> QStack:
-        """The matrices with outer scales that multiply scales, as `QTensor.multiplied`."""
-        return QStack(self.type.multiplied(), self.shape, multiplied(self.type, self.buffers))
+    def with_multipliers(self) -> QStack:
+        """The matrices with outer scales that multiply scales, as `QTensor.make_multipliers`."""
+        return QStack(self.type.with_multipliers(), self.shape, make_multipliers(self.type, self.buffers))
 
-    def laid(self, layout: Layout) -> QStack:
+    def with_layout(self, layout: Layout) -> QStack:
         """The same matrices in a layout, of such in rows."""
         if self.type.layout == layout: return self
         type = replace(self.type, layout=layout)
-        made = {name: one if name == "order" else _laid(type, name, one, self.shape)
+        made = {name: one if name == "order" else _lay_out(type, name, one, self.shape)
                 for name, one in self.buffers.items()}
         return QStack(type, self.shape, {name: one.contiguous().realize() for name, one in made.items()})
 
     def dequantize(self, dtype: DType = dtypes.float32) -> Tensor:
         """The matrices [count, N, K], with columns in the order of inputs."""
-        return dequantized_stack(self.type, self.shape, self.buffers, dtype)
+        return dequantize_stack(self.type, self.shape, self.buffers, dtype)
 
 
-def _laid(type: QType, name: str, data: Tensor, shape: Shape) -> Tensor:
+def _lay_out(type: QType, name: str, data: Tensor, shape: Shape) -> Tensor:
     count, n, k = shape
     kind = data.dtype
     if kind in (dtypes.bfloat16, dtypes.float16): data = data.bitcast(dtypes.uint16)    # no number changes
     if n % TILE:    # each matrix is padded to whole tiles
         rows = data.reshape(count, n, -1).pad(((0, 0), (0, -n % TILE), (0, 0)))
         data = rows.reshape(count * (n + -n % TILE), -1)
-    return layouts.laid(type, name, data, k).bitcast(kind)
+    return layouts.lay_out(type, name, data, k).bitcast(kind)
 
 
 def _of_rows(type: QType, name: str, blocks: Tensor, count: int, n: int) -> Tensor:
@@ -82,14 +82,14 @@ def _of_rows(type: QType, name: str, blocks: Tensor, count: int, n: int) -> Tens
     return each.reshape(count, -1, columns)[:, :n].reshape(count * n, columns)
 
 
-def dequantized_stack(type: QType, shape: Shape, given: Mapping[str, Tensor],
+def dequantize_stack(type: QType, shape: Shape, given: Mapping[str, Tensor],
                       dtype: DType = dtypes.float32) -> Tensor:
-    """The same of buffers."""
+    """Returns the elements of the stack that these buffers hold."""
     count, n, k = shape
     rows = n if type.layout == "rows" else n + -n % TILE
     plain = {name: one if name in ("codes", "high") else _of_rows(type, name, one, count, n)
              for name, one in given.items() if name != "order"}
-    made = dequantized(replace(type.of_rows(), permuted=False), (count * rows, k), plain)
+    made = dequantize(replace(type.of_rows(), permuted=False), (count * rows, k), plain)
     made = made.reshape(count, rows, k)[:, :n]
     if not type.permuted: return made.cast(dtype)
     numbers = Tensor.arange(k, dtype=dtypes.int32).to(made.device).expand(count, k)

@@ -12,14 +12,14 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.quant.layouts import fields, laid, unlaid
+from tinygrad_nv.quant.layouts import fields, lay_out, unlaid
 from tinygrad_nv.quant.types import Layout, QType, Scale, buffers
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-def _stored(x: Tensor) -> Tensor:
+def _store(x: Tensor) -> Tensor:
     """A Tensor in memory of its own. tinygrad leaves a permutation of extents of 1 as it is, which then is no
     buffer by itself: captured steps could not name it."""
     made = x.contiguous().realize()
@@ -72,12 +72,12 @@ class QTensor:
         made = {name: one for name, one in self.buffers.items() if name != "order"}
         return QTensor(replace(self.type, permuted=False), self.shape, made)
 
-    def multiplied(self) -> QTensor:
+    def with_multipliers(self) -> QTensor:
         """The matrix with outer scales that multiply scales, as kernels of fragments have them: in place of
         those that divide scales their reciprocals, and of those that come last the same. Elements differ by
         a unit of float32's last place at most, which is lost where they are rounded to 16 bits."""
         if not (self.type.divided or self.type.outer_last): return self
-        return QTensor(self.type.multiplied(), self.shape, multiplied(self.type, self.buffers))
+        return QTensor(self.type.with_multipliers(), self.shape, make_multipliers(self.type, self.buffers))
 
     def of_rows(self) -> QTensor:
         """The same matrix with scales of single rows, as layouts but "rows" ask: a block's are repeated for
@@ -92,23 +92,23 @@ class QTensor:
             made[name] = repeated.contiguous().realize()
         return QTensor(type, self.shape, made)
 
-    def laid(self, layout: Layout) -> QTensor:
+    def with_layout(self, layout: Layout) -> QTensor:
         """The same matrix in a layout (types.py), of a matrix in rows. Kernels of fragments want it `finite`.
         Raises `SpecError` where there is none of its type."""
         if self.type.layout == layout: return self
         type = replace(self.type, layout=layout)
-        given = {name: one if name == "order" else laid(type, name, one, self.shape[1])
+        given = {name: one if name == "order" else lay_out(type, name, one, self.shape[1])
                  for name, one in self.buffers.items()}
-        return QTensor(type, self.shape, {name: _stored(one) for name, one in given.items()})
+        return QTensor(type, self.shape, {name: _store(one) for name, one in given.items()})
 
     def dequantize(self, dtype: DType = dtypes.float32) -> Tensor:
         """The matrix [N, K], with columns in the order of inputs."""
-        return dequantized(self.type, self.shape, self.buffers, dtype)
+        return dequantize(self.type, self.shape, self.buffers, dtype)
 
 
-def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor],
+def dequantize(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor],
                 dtype: DType = dtypes.float32) -> Tensor:
-    """The same of buffers."""
+    """Returns the elements of the matrix that these buffers hold."""
     n, k = shape
     if type.layout != "rows":
         given = {name: one if name == "order" else unlaid(type, name, one, n, k)
@@ -129,8 +129,8 @@ def dequantized(type: QType, shape: tuple[int, int], given: Mapping[str, Tensor]
     return made.cast(dtype)
 
 
-def multiplied(type: QType, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Buffers of `type.multiplied()`: reciprocals of scales that divide."""
+def make_multipliers(type: QType, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Buffers of `type.make_multipliers()`: reciprocals of scales that divide."""
     if type.outer is None or not type.divided: return dict(given)
     return {**given, "outer": (1 / numbers_of(given["outer"], type.outer.dtype)).contiguous().realize()}
 

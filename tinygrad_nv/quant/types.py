@@ -1,4 +1,4 @@
-"""What a quantised matrix is. Frozen and hashable: a type is part of a kernel's spec.
+"""Types of quantised matrices. Frozen and hashable: a type is part of a kernel's spec.
 
 A matrix W of N rows (outputs) and K columns (inputs) has a code q for each element, and a scale s for each
 block of `Scale.rows` x `Scale.columns` of them:
@@ -152,12 +152,12 @@ class QType:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return self.element.bits
 
     @property
     def low_bits(self) -> int:
-        """Of them, those in `codes`."""
+        """Bits of a code that are in `codes`."""
         return {3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
 
     @property
@@ -165,12 +165,12 @@ class QType:
         """Columns of a unit of fragments."""
         return 32 if self.bits == 8 else 64
 
-    def padded(self, k: int) -> int:
+    def pad_columns(self, k: int) -> int:
         """Columns that a matrix of k columns has in memory."""
         return -(-k // self.unit) * self.unit if self.layout == "fragments" else k
 
-    def multiplied(self) -> QType:
-        """The type with outer scales that multiply scales (`QTensor.multiplied`)."""
+    def with_multipliers(self) -> QType:
+        """The type with outer scales that multiply scales (`QTensor.with_multipliers`)."""
         kept = self.outer
         if kept is not None and self.divided: kept = replace(kept, dtype=dtypes.float32)
         return replace(self, divided=False, outer_last=False, outer=kept)
@@ -194,10 +194,10 @@ class Buffer(NamedTuple):
 
 
 def buffers(type: QType, n: int, k: int) -> dict[str, Buffer]:
-    """What a matrix of n rows and k columns consists of, in the order of kernels' parameters. Raises
+    """Returns the buffers of a matrix of n rows and k columns, in the order of kernels' parameters. Raises
     `SpecError` where a row is no whole number of bytes."""
     made: dict[str, Buffer] = {}
-    tiles, padded = -(-n // TILE), type.padded(k)
+    tiles, padded = -(-n // TILE), type.pad_columns(k)
     for name, bits in (("codes", type.low_bits), ("high", type.bits - type.low_bits)):
         if k * bits % 8:
             raise SpecError(f"{k} columns of {bits} bits", "whole bytes in each row", "pad the columns")
@@ -223,7 +223,7 @@ def buffers(type: QType, n: int, k: int) -> dict[str, Buffer]:
 
 
 def stack_buffers(type: QType, shape: tuple[int, int, int]) -> dict[str, Buffer]:
-    """The same of a stack (stack.py) of `count` matrices of n rows and k columns."""
+    """Returns the buffers of a stack (stack.py) of `count` matrices of n rows and k columns."""
     count, n, k = shape
     made = {name: Buffer((count * one.shape[0], *one.shape[1:]), one.dtype)
             for name, one in buffers(type, n, k).items()}

@@ -2,10 +2,10 @@
 
 Protocol: `calibrated(job, folder)` runs the model over a text, layer by layer: what goes into each linear
 layer is summed up, the layer is quantised, and its quantised output is the next one's input. It writes a
-file of tensors for each layer to `folder`; `made(folder)` lists them by the tensor of the checkpoint that
-they stand for. In memory are one layer's weights, and the layer's input for all of the text, which is also on
-disk: an interrupted run goes on after the last whole layer. The same text, model and machine give the same
-bytes.
+file of tensors for each layer to `folder`; `made_tensors(folder)` lists them by the tensor of the checkpoint
+that they stand for. In memory are one layer's weights, and the layer's input for all of the text, which is
+also on disk: an interrupted run goes on after the last whole layer. The same text, model and machine give the
+same bytes.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinygrad_nv.models.config import read_json
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.types import Scale
-from tinygrad_nv.quantize.compress import FLOATS, MOST_TENSORS, compressed, keeping, rounding_to, stored
+from tinygrad_nv.quantize.compress import FLOATS, MOST_TENSORS, compress, keeping, rounding_to, store_as
 from tinygrad_nv.quantize.files import Tensors, write
 from tinygrad_nv.quantize.gptq import gptq
 from tinygrad_nv.quantize.network import (
@@ -37,12 +37,12 @@ from tinygrad_nv.quantize.network import (
     Q,
     Source,
     V,
-    advanced,
+    advance,
     batches,
 )
-from tinygrad_nv.quantize.rounding import Keep, Rounded, require_whole_groups, rounded
+from tinygrad_nv.quantize.rounding import Keep, Rounded, require_whole_groups, round_matrix
 from tinygrad_nv.quantize.schemes import Scheme
-from tinygrad_nv.quantize.smoothing import Inputs, scaled
+from tinygrad_nv.quantize.smoothing import Inputs, scale_block
 from tinygrad_nv.quantize.text import Sequences
 
 SAMPLE = 2048       # tokens whose inputs are kept
@@ -52,8 +52,8 @@ STATE = "calibration.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What is calibrated: `layers` are the names of those to quantise. `done` is called with the bytes of
-    each layer that is finished, `note` with a line about it."""
+    """A calibration: `layers` are the names of those to quantise. `done` is called with the bytes of each
+    layer that is finished, `note` with a line about it."""
     source: Source
     scheme: Scheme
     layers: frozenset[str]
@@ -62,7 +62,7 @@ class Job:
     note: Callable[[str], None]
 
 
-def calibrated(job: Job, folder: Path) -> dict[str, float]:
+def calibrate(job: Job, folder: Path) -> dict[str, float]:
     """Quantises all layers: the relative errors of their outputs. Raises `WeightError` for groups that do not
     divide a matrix, and for a disk that is full."""
     for name in sorted(job.layers):
@@ -71,7 +71,7 @@ def calibrated(job: Job, folder: Path) -> dict[str, float]:
     state: dict[str, Any] = {"errors": {}, "layers": 0}
     if (folder / STATE).exists(): state = read_json(folder / STATE)
     errors, first = state["errors"], state["layers"]
-    x = np.load(_inputs(folder, first)) if first else job.source.embedded(job.text.ids)
+    x = np.load(_inputs(folder, first)) if first else job.source.embed(job.text.ids)
     for index in range(count := job.source.config.num_layers):
         names = [name for name in job.source.entries if name.startswith(f"model.layers.{index}.")]
         if index >= first:
@@ -79,7 +79,7 @@ def calibrated(job: Job, folder: Path) -> dict[str, float]:
             block, tensors, found = _layer(job, index, x)
             write(_file(folder, index), tensors, MOST_TENSORS * len(names))
             errors |= found
-            advanced(block, x, job.text.lengths)
+            advance(block, x, job.text.lengths)
             _save(folder, index + 1, x, errors)
             worst = max(found.items(), key=lambda one: one[1], default=("nothing to quantise", 0.0))
             job.note(f"layer {index + 1} of {count}: {time.perf_counter() - begun:.1f} s, largest error "
@@ -89,7 +89,7 @@ def calibrated(job: Job, folder: Path) -> dict[str, float]:
     return errors
 
 
-def made(folder: Path) -> dict[str, list[TensorEntry]]:
+def made_tensors(folder: Path) -> dict[str, list[TensorEntry]]:
     """Tensors that were made, by the name of the checkpoint's tensor that they replace."""
     found: dict[str, list[TensorEntry]] = {}
     for path in sorted(folder.glob("layer-*.safetensors")):
@@ -107,7 +107,7 @@ def _inputs(folder: Path, index: int) -> Path: return folder / f"inputs-{index:0
 
 
 def _save(folder: Path, layers: int, x: np.ndarray, errors: Mapping[str, float]) -> None:
-    """That so many layers are finished: the next one's input first, then what names it."""
+    """Saves that so many layers are finished: the next one's input first, then the file that names it."""
     np.save(_inputs(folder, layers), x)
     partial = folder / f"{STATE}.partial"
     partial.write_text(json.dumps({"errors": errors, "layers": layers}))
@@ -137,7 +137,7 @@ class _Seen:
         if self.hessians: self.gram[name] = self.gram.get(name, 0) + (x.T @ x).astype(np.float64)
 
     def inputs(self, name: str) -> Inputs:
-        """Of a layer."""
+        """Returns the inputs of a layer."""
         return Inputs((self.sums[name] / self.tokens).astype(np.float32), self.largest[name],
                       np.concatenate(self.samples[name]))
 
@@ -156,9 +156,9 @@ def _layer(job: Job, index: int, x: np.ndarray) -> tuple[Block, Tensors, dict[st
     scales: Mapping[str, np.ndarray] = {}
     changed = block
     if scheme.method in ("awq", "smoothquant"):
-        result = scaled(scheme, block, inputs, chosen, rounding_to(norms))
+        result = scale_block(scheme, block, inputs, chosen, rounding_to(norms))
         changed, scales = result.block, result.scales
-        inputs = {name: _divided(each, scales.get(name)) for name, each in inputs.items()}
+        inputs = {name: _divide(each, scales.get(name)) for name, each in inputs.items()}
     keep = keeping(scheme, weights)
     found = dict(_matrices(scheme, changed, chosen, inputs, seen, keep))
     linears, errors = dict(changed.linears), dict[str, float]()
@@ -167,10 +167,11 @@ def _layer(job: Job, index: int, x: np.ndarray) -> tuple[Block, Tensors, dict[st
         errors[f"{layer}.{name}"] = _error(changed.linears[name].weight, each.matrix, inputs[name].sample)
         linears[name] = replace(linears[name], weight=each.matrix, activations=_activations(scheme),
                                 input_scale=scale)
-    return replace(changed, linears=linears), _written(job, layer, block, changed, found, linears), errors
+    return replace(changed, linears=linears), _changed_tensors(job, layer, block, changed, found,
+                                                               linears), errors
 
 
-def _divided(inputs: Inputs, s: np.ndarray | None) -> Inputs:
+def _divide(inputs: Inputs, s: np.ndarray | None) -> Inputs:
     return inputs if s is None else Inputs(inputs.mean / s, inputs.largest / s, inputs.sample / s)
 
 
@@ -187,7 +188,7 @@ def _matrices(scheme: Scheme, block: Block, chosen: Sequence[str], inputs: Mappi
                 first += len(w)
         else:
             for name in here:
-                yield name, _clipped(scheme, name, block.linears[name].weight, inputs[name], keep)
+                yield name, _round_clipped(scheme, name, block.linears[name].weight, inputs[name], keep)
 
 
 def _rows(made: Rounded, begin: int, end: int) -> Rounded:
@@ -195,13 +196,13 @@ def _rows(made: Rounded, begin: int, end: int) -> Rounded:
                    made.zeros[begin:end], made.matrix[begin:end], made.groups)
 
 
-def _clipped(scheme: Scheme, name: str, w: np.ndarray, inputs: Inputs, keep: Keep) -> Rounded:
+def _round_clipped(scheme: Scheme, name: str, w: np.ndarray, inputs: Inputs, keep: Keep) -> Rounded:
     """To the nearest; of AWQ with the ranges of groups that change a layer's outputs least. Queries and keys
     keep theirs, as their outputs are multiplied with each other."""
-    if scheme.method != "awq" or scheme.observer != "mse": return rounded(scheme, w, keep)
-    if name in (Q, K): return rounded(replace(scheme, observer="minmax"), w, keep)
+    if scheme.method != "awq" or scheme.observer != "mse": return round_matrix(scheme, w, keep)
+    if name in (Q, K): return round_matrix(replace(scheme, observer="minmax"), w, keep)
     x = np.ascontiguousarray(inputs.sample.reshape(len(inputs.sample), -1, scheme.group).transpose(1, 0, 2))
-    return rounded(scheme, w, keep, x.transpose(0, 2, 1) @ x)
+    return round_matrix(scheme, w, keep, x.transpose(0, 2, 1) @ x)
 
 
 def _error(w: np.ndarray, made: np.ndarray, x: np.ndarray) -> float:
@@ -222,20 +223,20 @@ def _input_scale(scheme: Scheme, inputs: Inputs, keep: Keep) -> float | None:
     return float(keep(np.maximum(inputs.largest.max(keepdims=True) / most, np.float32(1e-12)))[0])
 
 
-def _written(job: Job, layer: str, before: Block, after: Block, found: Mapping[str, Rounded],
+def _changed_tensors(job: Job, layer: str, before: Block, after: Block, found: Mapping[str, Rounded],
              linears: Mapping[str, Linear]) -> Tensors:
     """The tensors of a layer that are not those of the checkpoint."""
     entries = job.source.entries
     for name in before.norms:
         if after.norms[name] is not before.norms[name]:
             kind = FLOATS[entries[f"{layer}.{name}.weight"].dtype]
-            yield f"{layer}.{name}.weight", *stored(kind, after.norms[name])
+            yield f"{layer}.{name}.weight", *store_as(kind, after.norms[name])
     for name, each in found.items():
         entry, bias = entries[f"{layer}.{name}.weight"], linears[name].bias
-        for key, tensor in compressed(job.scheme, each, entry.dtype).items():
+        for key, tensor in compress(job.scheme, each, entry.dtype).items():
             yield f"{layer}.{name}.{key}", *tensor
         scale = linears[name].input_scale
         if scale is not None:
-            yield f"{layer}.{name}.input_scale", *stored(FLOATS[entry.dtype], np.array([scale], np.float32))
+            yield f"{layer}.{name}.input_scale", *store_as(FLOATS[entry.dtype], np.array([scale], np.float32))
         if bias is not None and bias is not before.linears[name].bias:
-            yield f"{layer}.{name}.bias", *stored(FLOATS[entries[f"{layer}.{name}.bias"].dtype], bias)
+            yield f"{layer}.{name}.bias", *store_as(FLOATS[entries[f"{layer}.{name}.bias"].dtype], bias)

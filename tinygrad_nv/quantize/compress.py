@@ -29,17 +29,17 @@ MOST_TENSORS = 6    # of one quantised matrix, with its inputs' scale
 
 
 def keeping(scheme: Scheme, dtype: str) -> Callable[[np.ndarray], np.ndarray]:
-    """What scales become in a file of a model of `dtype`, as float32."""
+    """Returns the rounding of scales in a file of a model of `dtype`, as float32."""
     return _rounding(scale_dtype(scheme, dtype))
 
 
 def rounding_to(dtype: str) -> Callable[[np.ndarray], np.ndarray]:
-    """What numbers become in a tensor of `dtype`, as float32."""
+    """Returns the rounding of numbers to a tensor of `dtype`, as float32."""
     return _rounding(FLOATS[dtype])
 
 
 def _rounding(kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda values: as_float32(stored(kind, values)[1])
+    return lambda values: as_float32(store_as(kind, values)[1])
 
 
 def scale_dtype(scheme: Scheme, dtype: str) -> str:
@@ -47,7 +47,7 @@ def scale_dtype(scheme: Scheme, dtype: str) -> str:
     return {"awq": "F16", "gptq": "F16", "fp8": "F32"}.get(scheme.format, FLOATS[dtype])
 
 
-def compressed(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
+def compress(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
     """The tensors, by the last part of their names."""
     found = _dense(scheme, made, dtype)
     if not scheme.bitmask: return found
@@ -61,8 +61,8 @@ def compressed(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
 
 def _dense(scheme: Scheme, made: Rounded, dtype: str) -> Stored:
     """The same, of sparse matrices with their zeros."""
-    if scheme.format == "dense": return {"weight": stored(FLOATS[dtype], made.codes)}
-    scales = stored(scale_dtype(scheme, dtype), made.scales)
+    if scheme.format == "dense": return {"weight": store_as(FLOATS[dtype], made.codes)}
+    scales = store_as(scale_dtype(scheme, dtype), made.scales)
     if scheme.format in ("int-quantized", "float-quantized"):
         kind = "I8" if scheme.type == "int" else "F8_E4M3"
         return {"weight": (kind, made.codes), "weight_scale": scales}
@@ -102,7 +102,7 @@ def words(fields: np.ndarray, bits: int, order: tuple[int, ...] = ()) -> np.ndar
     return made.view(np.int32)
 
 
-def stored(kind: str, values: np.ndarray) -> tuple[str, np.ndarray]:
+def store_as(kind: str, values: np.ndarray) -> tuple[str, np.ndarray]:
     """float32 as a tensor of F32, F16 or BF16."""
     if kind == "BF16": return kind, narrow_bfloat16(values)
     return kind, values.astype(np.float16 if kind == "F16" else np.float32)

@@ -31,11 +31,11 @@ from tinygrad_nv.models.checkpoint import (
 )
 from tinygrad_nv.models.config import read_json
 from tinygrad_nv.quant.floats import as_float32
-from tinygrad_nv.quantize.calibrate import Job, calibrated, made
-from tinygrad_nv.quantize.compress import MOST_TENSORS, Stored, compressed, keeping
+from tinygrad_nv.quantize.calibrate import Job, calibrate, made_tensors
+from tinygrad_nv.quantize.compress import MOST_TENSORS, Stored, compress, keeping
 from tinygrad_nv.quantize.files import unwritable, write
 from tinygrad_nv.quantize.network import Source
-from tinygrad_nv.quantize.rounding import Rounded, rounded
+from tinygrad_nv.quantize.rounding import Rounded, round_matrix
 from tinygrad_nv.quantize.schemes import BLOCK, Scheme, config
 from tinygrad_nv.quantize.text import Sequences
 from tinygrad_nv.regexes import compile_pattern
@@ -60,7 +60,8 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Result:
-    """What was made: bytes of the weights before and after, and errors of layers, the worst first."""
+    """Result of a quantisation: bytes of the weights before and after, and errors of layers, the worst
+    first."""
     out: Path
     before: int
     after: int
@@ -80,14 +81,14 @@ def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = I
              if _linear(entry) and not _embedding(name) and not _matches(name, ignored)]
     if not names: raise ModelError(f"{source} has no linear layer to quantise", "matrices", "ignore fewer")
     partial = out.with_name(out.name + ".partial")
-    found = _Progress(progress or (lambda done, total: None), _nbytes(entries) * (1 + scheme.calibrated))
+    found = _Progress(progress or (lambda done, total: None), _nbytes(entries) * (1 + scheme.is_calibrated))
     try:
         settings = _settings(partial, scheme, ignored, text)
-        if scheme.calibrated:
+        if scheme.is_calibrated:
             assert text is not None, "a calibrated scheme has one"
             layers = frozenset(name.removesuffix(".weight") for name in names)
             job = Job(Source(source, max(text.lengths)), scheme, layers, text, found.add, note)
-            settings["errors"] |= calibrated(job, partial / LAYERS)
+            settings["errors"] |= calibrate(job, partial / LAYERS)
             found.add(_nbytes(entries) - found.done)
         _shards(partial, scheme, settings, entries, set(names), found)
         kept = sorted({name.removesuffix(".weight") for name, each in entries.items()
@@ -104,7 +105,7 @@ def quantize(source: Path, scheme: Scheme, out: Path, ignored: Sequence[str] = I
 
 
 def require_plain(source: Path, out: Path) -> dict[str, Any]:
-    """What config.json says. Raises `ModelError` for a model that is quantised already, `RequestError` for an
+    """Returns config.json. Raises `ModelError` for a model that is quantised already, `RequestError` for an
     `out` that exists."""
     if source.suffix == ".gguf" or (source.is_dir() and not (source / "config.json").exists()
                                     and any(source.glob("*.gguf"))):
@@ -149,7 +150,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _settings(folder: Path, scheme: Scheme, ignored: Sequence[str], text: Sequences | None) -> dict[str, Any]:
-    """Of a folder to go on with, or of a new one: bytes of each tensor, by file, and errors of layers."""
+    """Returns the settings of a folder to go on with, or of a new one: bytes of each tensor, by file, and
+    errors of layers."""
     ids = None if text is None else hashlib.sha256(text.ids.tobytes() + bytes(str(text.lengths), "ascii"))
     made: dict[str, Any] = {"scheme": asdict(scheme), "ignored": list(ignored),
                             "text": ids and ids.hexdigest(), "files": {}, "errors": {}}
@@ -164,7 +166,7 @@ def _settings(folder: Path, scheme: Scheme, ignored: Sequence[str], text: Sequen
 def _shards(folder: Path, scheme: Scheme, settings: dict[str, Any], entries: dict[str, TensorEntry],
             names: set[str], progress: _Progress) -> None:
     """Writes the files that the settings do not have."""
-    calibrated = made(folder / LAYERS)
+    calibrated = made_tensors(folder / LAYERS)
     ordered = sorted(entries.values(), key=lambda each: each.file_offset)
     shards = [list(found) for _, found in groupby(ordered, key=lambda each: each.file_offset[0])]
     for number, shard in enumerate(shards):
@@ -181,7 +183,7 @@ def _shards(folder: Path, scheme: Scheme, settings: dict[str, Any], entries: dic
 def _tensors(scheme: Scheme, shard: Sequence[TensorEntry], names: set[str],
              calibrated: Mapping[str, Sequence[TensorEntry]], errors: dict[str, float],
              progress: _Progress) -> Iterator[tuple[str, str, np.ndarray]]:
-    """What a shard becomes."""
+    """Yields the tensors that a shard becomes."""
     for entry in shard:
         layer = entry.name.removesuffix(".weight")
         if entry.name in calibrated:
@@ -200,14 +202,14 @@ def _matrix(scheme: Scheme, entry: TensorEntry, array: np.ndarray) -> tuple[Stor
     for begin in range(0, n, step):
         rows = array[begin:begin + step]
         values = as_float32(rows)
-        found = rounded(scheme, values, keep)
+        found = round_matrix(scheme, values, keep)
         whole += float(np.square(values, dtype=np.float64).sum())
         changed += float(np.square(values - found.matrix, dtype=np.float64).sum())
         parts.append(Rounded(found.codes, found.scales, found.zeros, values[:0]))
     codes, scales = (np.concatenate([getattr(each, name) for each in parts]) for name in ("codes", "scales"))
     zeros = None if scheme.symmetric else np.concatenate([each.zeros for each in parts
                                                           if each.zeros is not None])
-    stored = compressed(scheme, Rounded(codes, scales, zeros, parts[0].matrix), entry.dtype)
+    stored = compress(scheme, Rounded(codes, scales, zeros, parts[0].matrix), entry.dtype)
     return stored, (changed / whole) ** 0.5 if whole else 0.0
 
 

@@ -51,6 +51,6 @@ def write(path: Path, tensors: Tensors, count: int) -> dict[str, int]:
 
 
 def unwritable(path: Path, error: OSError) -> WeightError:
-    """Of a file that the disk does not take."""
+    """Returns the error of a file that the disk does not take."""
     return WeightError(f"{path} cannot be written: {error.strerror}", "a folder with room for the model",
                        "free some space, or choose another --out")

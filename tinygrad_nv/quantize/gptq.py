@@ -14,10 +14,10 @@ import numpy as np
 from tinygrad_nv.quantize.rounding import (
     Keep,
     Rounded,
-    coded,
-    fitted,
+    decode,
+    encode,
+    fit_scales,
     require_whole_groups,
-    valued,
 )
 from tinygrad_nv.quantize.schemes import Scheme
 
@@ -38,7 +38,7 @@ def gptq(scheme: Scheme, w: np.ndarray, hessian: np.ndarray, keep: Keep) -> Roun
     left = np.ascontiguousarray(np.where(diagonal > 0, w, 0).T[order])     # columns as rows
     scales = np.zeros((2, k // size, n), np.float32)                        # and zero points
     if known := scheme.order == "weight" or size == k:
-        scales[:] = [each.reshape(n, -1).T for each in fitted(scheme, w.reshape(n, 1, -1, size), keep)]
+        scales[:] = [each.reshape(n, -1).T for each in fit_scales(scheme, w.reshape(n, 1, -1, size), keep)]
     codes, matrix = np.empty((k, n), np.int8), np.empty((k, n), np.float32)
     for begin in range(0, k, COLUMNS):
         end = min(begin + COLUMNS, k)
@@ -48,10 +48,11 @@ def gptq(scheme: Scheme, w: np.ndarray, hessian: np.ndarray, keep: Keep) -> Roun
             if not known and c % size == 0:
                 whole = left[c:c + size] - behind[:, c:c + size].T @ done
                 scales[:, c // size] = [each.reshape(n) for each in
-                                        fitted(scheme, np.ascontiguousarray(whole.T)[:, None, None], keep)]
+                                        fit_scales(scheme, np.ascontiguousarray(whole.T)[:, None, None],
+                                                   keep)]
             column, mine = left[c] - behind[:, c] @ done, scales[:, groups[c]]
-            codes[c] = coded(scheme, column, *mine)
-            matrix[c] = valued(scheme, codes[c], *mine)
+            codes[c] = encode(scheme, column, *mine)
+            matrix[c] = decode(scheme, codes[c], *mine)
             errors[c - begin] = (column - matrix[c]) / factor[c, c]
         left[end:] -= factor[begin:end, end:].T @ errors
     back = np.argsort(order)
@@ -73,14 +74,14 @@ def inverse_factor(hessian: np.ndarray) -> np.ndarray:
         except np.linalg.LinAlgError: mean *= 10
         else: break
     # of the reversed matrix L Lᵀ, the reversed inverse is Uᵀ U with U = L⁻¹ from its end
-    return np.ascontiguousarray(_inverted(lower)[::-1, ::-1])
+    return np.ascontiguousarray(_invert(lower)[::-1, ::-1])
 
 
-def _inverted(lower: np.ndarray) -> np.ndarray:
+def _invert(lower: np.ndarray) -> np.ndarray:
     """The inverse of a lower triangle, by halves."""
     size = len(lower)
     if size <= LEAF: return np.tril(np.linalg.inv(lower))
     half, made = size // 2, np.zeros_like(lower)
-    made[:half, :half], made[half:, half:] = _inverted(lower[:half, :half]), _inverted(lower[half:, half:])
+    made[:half, :half], made[half:, half:] = _invert(lower[:half, :half]), _invert(lower[half:, half:])
     made[half:, :half] = -made[half:, half:] @ (lower[half:, :half] @ made[:half, :half])
     return made

@@ -48,12 +48,12 @@ class Linear:
     input_scale: float | None = None
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
-        if self.activations is not None: x = rounded_inputs(x, self.activations, self.input_scale)
+        if self.activations is not None: x = round_inputs(x, self.activations, self.input_scale)
         y: np.ndarray = x @ self.weight.T
         return y if self.bias is None else y + self.bias
 
 
-def rounded_inputs(x: np.ndarray, how: Activations, scale: float | None) -> np.ndarray:
+def round_inputs(x: np.ndarray, how: Activations, scale: float | None) -> np.ndarray:
     """x [T, K] rounded to elements of `how` (quant/activations.py)."""
     blocks = x.reshape(len(x), -1, how.scale.columns or x.shape[1])
     most = np.float32(127.5 if how.element == "int8" else E4M3_MAX)
@@ -89,13 +89,13 @@ class Block:
         made = linear(O, self.attention(q, k, v, lengths))
         x = x + self.norm(names.attention_post_norm, made) * scale
         h = self.norm(names.feed_forward_norm, x)
-        gate = activated(c.activation, linear(GATE, h))
+        gate = activate(c.activation, linear(GATE, h))
         gate *= linear(UP, h)
         return x + self.norm(names.feed_forward_post_norm, linear(DOWN, gate)) * scale
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         """RMSNorm; x where a family has none, whose name is ""."""
-        return normalised(x, self.norms[name], self.config) if name else x
+        return normalise(x, self.norms[name], self.config) if name else x
 
     def attention(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         """softmax(scale · q kᵀ) v of each sequence, [T, H · D]."""
@@ -106,13 +106,13 @@ class Block:
             a, b = q[begin:end], k[begin:end]
             if self.rope is not None:
                 cos, sin = (table[:length, None] for table in self.rope)
-                a, b = _rotated(a, cos, sin), _rotated(b, cos, sin)
+                a, b = _rotate(a, cos, sin), _rotate(b, cos, sin)
             a = a * scale
             # [H_kv, queries of a group, T, D]
             queries = a.reshape(length, c.num_kv_heads, -1, c.head_dim).transpose(1, 2, 0, 3)
             scores = queries @ b.transpose(1, 2, 0)[:, None]
             if c.softcap is not None: scores = np.tanh(scores / np.float32(c.softcap)) * np.float32(c.softcap)
-            scores[..., ~_seen(length, self.window)] = -np.inf
+            scores[..., ~_causal_mask(length, self.window)] = -np.inf
             weights = softmax(scores)
             made = weights @ v[begin:end].transpose(1, 0, 2)[:, None]
             out[begin:end] = made.transpose(2, 0, 1, 3).reshape(length, c.num_heads, c.head_dim)
@@ -120,14 +120,14 @@ class Block:
         return out.reshape(len(q), -1)
 
 
-def _seen(length: int, window: int | None) -> np.ndarray:
+def _causal_mask(length: int, window: int | None) -> np.ndarray:
     """True where token i attends to j."""
     rows, columns = np.arange(length)[:, None], np.arange(length)
     seen: np.ndarray = columns <= rows
     return seen if window is None else seen & (columns > rows - window)
 
 
-def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     half = cos.shape[-1]
     a, b = x[..., :half], x[..., half:2 * half]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half:]], -1)
@@ -141,14 +141,14 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def normalised(x: np.ndarray, weight: np.ndarray, config: ModelConfig) -> np.ndarray:
+def normalise(x: np.ndarray, weight: np.ndarray, config: ModelConfig) -> np.ndarray:
     """RMSNorm over the last dimension."""
     mean = np.square(x).mean(-1, keepdims=True) + np.float32(config.norm_eps)
     made: np.ndarray = x / np.sqrt(mean) * (weight + np.float32(config.norm_offset))
     return made
 
 
-def activated(name: str, x: np.ndarray) -> np.ndarray:
+def activate(name: str, x: np.ndarray) -> np.ndarray:
     """The gate's activation."""
     if name == "silu": return x / (1 + np.exp(-np.maximum(x, -80)))
     if name == "gelu_tanh": return x * 0.5 * (1 + np.tanh(np.float32(0.7978845608) * (x + 0.044715 * x ** 3)))
@@ -238,7 +238,7 @@ class Source:
             scale = float(self.vector(name).reshape(-1)[0])
         return Linear(weight, bias, how, scale)
 
-    def embedded(self, tokens: np.ndarray) -> np.ndarray:
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
         """The first layer's input, [T, hidden]."""
         x: np.ndarray = self.vector("model.embed_tokens.weight")[tokens]
         return x * np.float32(self.config.embedding_scale)
@@ -249,7 +249,7 @@ class Source:
         linear = Linear(self.vector("model.embed_tokens.weight")) if c.tied else \
             self.linear("lm_head", (c.vocab_size, c.hidden_size))
         def logits(x: np.ndarray) -> np.ndarray:
-            made = linear(normalised(x, norm, c)) / np.float32(c.logit_divisor)
+            made = linear(normalise(x, norm, c)) / np.float32(c.logit_divisor)
             if c.logit_softcap is None: return made
             return np.tanh(made / np.float32(c.logit_softcap)) * np.float32(c.logit_softcap)
         return logits
@@ -266,6 +266,6 @@ def batches(lengths: Sequence[int]) -> Iterator[tuple[slice, list[int]]]:
     if some: yield slice(begin, begin + sum(some)), some
 
 
-def advanced(block: Block, x: np.ndarray, lengths: Sequence[int]) -> None:
+def advance(block: Block, x: np.ndarray, lengths: Sequence[int]) -> None:
     """x through a block, in place."""
     for rows, some in batches(lengths): x[rows] = block(x[rows], some)

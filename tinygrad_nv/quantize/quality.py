@@ -1,4 +1,4 @@
-"""What a model predicts of a text: perplexity, and how that of a quantised copy differs.
+"""Perplexity of a model on a text, and how that of a quantised copy differs.
 
 Protocol: `perplexity(directory, text)` is exp of the mean of −ln p over the tokens that follow another of
 their sequence. `compared(before, after, text)` runs two directories beside each other, layer by layer
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.quantize.network import Source, advanced
+from tinygrad_nv.quantize.network import Source, advance
 from tinygrad_nv.quantize.text import Sequences
 
 LOGITS = 1 << 25        # elements of a batch of tokens' logits
@@ -29,9 +29,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Quality:
-    """Of a quantised copy: how many tokens were predicted, perplexities, the mean KL divergence in nats, the
-    share of tokens with the same likeliest one, and root mean squares of how far states are apart after each
-    layer, relative to them."""
+    """Quality of a quantised copy: how many tokens were predicted, perplexities, the mean KL divergence in
+    nats, the share of tokens with the same likeliest one, and root mean squares of how far states are apart
+    after each layer, relative to them."""
     tokens: int
     before: float
     after: float
@@ -41,7 +41,7 @@ class Quality:
 
     @property
     def change(self) -> float:
-        """Of the perplexity, relative."""
+        """Relative change of the perplexity."""
         return self.after / self.before - 1
 
 
@@ -52,32 +52,33 @@ def affordable(config: ModelConfig) -> int:
 
 
 def perplexity(directory: Path, text: Sequences) -> float:
-    """Of a directory, quantised or not. Raises `ModelError` and `WeightError`."""
-    lost = sum(float(-_chosen(log, next).sum()) for (log,), next in _predictions([directory], text))
-    return float(np.exp(lost / _predicted(text)))
+    """Returns the perplexity of a directory's model, quantised or not. Raises `ModelError` and
+    `WeightError`."""
+    lost = sum(float(-_pick(log, next).sum()) for (log,), next in _predictions([directory], text))
+    return float(np.exp(lost / _num_predictions(text)))
 
 
-def compared(before: Path, after: Path, text: Sequences, progress: Progress | None = None,
+def compare(before: Path, after: Path, text: Sequences, progress: Progress | None = None,
              seconds: float = math.inf) -> Quality:
-    """Of a quantised copy `after`. `progress(done, total)` counts layers of both, and parts of the last one.
-    Later sequences are left out where all would take longer than `seconds`, by the second layer's time: the
-    first one compiles. Raises `ModelError` and `WeightError`."""
+    """Returns the quality of a quantised copy `after`. `progress(done, total)` counts layers of both, and
+    parts of the last one. Later sequences are left out where all would take longer than `seconds`, by the
+    second layer's time: the first one compiles. Raises `ModelError` and `WeightError`."""
     states: list[float] = []
     lost, divergence, same = np.zeros(2), 0.0, 0
     count = 0
     for (log, other), next in _predictions([before, after], text, states, progress, seconds):
         count += len(next)
-        lost -= [float(_chosen(each, next).sum()) for each in (log, other)]
+        lost -= [float(_pick(each, next).sum()) for each in (log, other)]
         divergence += float((np.exp(log) * (log - other)).sum(dtype=np.float64))
         same += int((log.argmax(-1) == other.argmax(-1)).sum())
     first, second = (float(each) for each in np.exp(lost / count))
     return Quality(count, first, second, divergence / count, same / count, tuple(states))
 
 
-def _predicted(text: Sequences) -> int: return len(text.ids) - len(text.lengths)
+def _num_predictions(text: Sequences) -> int: return len(text.ids) - len(text.lengths)
 
 
-def _chosen(log: np.ndarray, next: np.ndarray) -> np.ndarray:
+def _pick(log: np.ndarray, next: np.ndarray) -> np.ndarray:
     return log[np.arange(len(next)), next].astype(np.float64)
 
 
@@ -87,7 +88,7 @@ def _predictions(directories: Sequence[Path], text: Sequences, states: list[floa
     """Logarithms of probabilities [T, vocab] by each model, and the tokens that came, some at a time."""
     sources = [Source(each, max(text.lengths)) for each in directories]
     begun = started = time.monotonic()
-    xs = [source.embedded(text.ids) for source in sources]
+    xs = [source.embed(text.ids) for source in sources]
     layers, done = sources[0].config.num_layers, 0
     whole = len(sources) * layers + HEADS
 
@@ -96,7 +97,7 @@ def _predictions(directories: Sequence[Path], text: Sequences, states: list[floa
     for index in range(layers):
         started = time.monotonic()
         for source, x in zip(sources, xs, strict=True):
-            advanced(source.block(index), x, text.lengths)
+            advance(source.block(index), x, text.lengths)
             step_done(done := done + 1)
         if states is not None: states.append(_apart(*xs))
         if index == 1:

@@ -24,7 +24,7 @@ WORST = 5   # layers that are shown
 
 
 def report(scheme: Scheme, result: Result, quality: Quality, text: str) -> dict[str, Any]:
-    """As one object; `text` names what was read."""
+    """Returns the report as one object; `text` names what was read."""
     return {"scheme": asdict(scheme), "bytes": {"before": result.before, "after": result.after}, "text": text,
             "tokens": quality.tokens,
             "perplexity": {"before": quality.before, "after": quality.after, "change": quality.change},

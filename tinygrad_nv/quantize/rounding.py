@@ -1,8 +1,8 @@
 """Scales of blocks of a matrix, and its codes, rounded to the nearest.
 
 Protocol: `rounded(scheme, w, keep)` takes float32 [N, K] and gives codes, scales and zero points, and the
-matrix that they stand for. `keep` rounds scales to what the file stores: codes are of those. `fitted` gives
-the scales alone, `coded` the codes of elements, `valued` what codes stand for. Integers are clamped to
+matrix that they stand for. `keep` rounds scales to what the file stores: codes are of those. `fit_scales`
+gives the scales alone, `encode` the codes of elements, `decode` what codes stand for. Integers are clamped to
 −2^(b−1) … 2^(b−1) − 1, and a symmetric scale is the largest of a block / (2^b − 1) · 2, as compressed-tensors
 has it; zero points are such that 0 is exact. A scale of MXFP4 is a power of two, E8M0.
 
@@ -41,7 +41,7 @@ class Rounded:
     groups: np.ndarray | None = None
 
 
-def rounded(scheme: Scheme, w: np.ndarray, keep: Keep, gram: np.ndarray | None = None) -> Rounded:
+def round_matrix(scheme: Scheme, w: np.ndarray, keep: Keep, gram: np.ndarray | None = None) -> Rounded:
     """A matrix. `gram`, [K / g, g, g], of groups or channels, is the sum of x xᵀ of each block's inputs.
     Raises `WeightError` where groups do not divide its columns."""
     n, k = w.shape
@@ -49,9 +49,9 @@ def rounded(scheme: Scheme, w: np.ndarray, keep: Keep, gram: np.ndarray | None =
     if scheme.sparse: w = np.where(two_of_four(np.abs(w)), w, np.float32(0))
     if scheme.bits == 16: return Rounded(w, np.empty(0, np.float32), None, w)
     blocks = _blocks(scheme, w)
-    scales, zeros = fitted(scheme, blocks, keep, gram)
-    codes = coded(scheme, blocks, scales, zeros)
-    matrix, shape = valued(scheme, codes, scales, zeros), (scales.shape[0], scales.shape[2])
+    scales, zeros = fit_scales(scheme, blocks, keep, gram)
+    codes = encode(scheme, blocks, scales, zeros)
+    matrix, shape = decode(scheme, codes, scales, zeros), (scales.shape[0], scales.shape[2])
     return Rounded(_flat(codes, n, k), scales.reshape(shape), None if scheme.symmetric else
                    zeros.reshape(shape).astype(np.int32), _flat(matrix, n, k))
 
@@ -66,7 +66,7 @@ def require_whole_groups(scheme: Scheme, columns: int) -> None:
                           "choose another --group-size, or ignore the layer")
 
 
-def fitted(scheme: Scheme, blocks: np.ndarray, keep: Keep,
+def fit_scales(scheme: Scheme, blocks: np.ndarray, keep: Keep,
            gram: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Scales and zero points, [row of blocks, 1, column of blocks, 1], of [row of blocks, rows, column of
     blocks, columns]."""
@@ -82,7 +82,7 @@ def fitted(scheme: Scheme, blocks: np.ndarray, keep: Keep,
     return best
 
 
-def coded(scheme: Scheme, x: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+def encode(scheme: Scheme, x: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
     """Codes of elements, with scales and zero points that broadcast to them."""
     if scheme.type == "float": return (to_e2m1 if scheme.bits == 4 else to_e4m3)(x / scales)
     most = 2 ** (scheme.bits - 1)
@@ -90,8 +90,8 @@ def coded(scheme: Scheme, x: np.ndarray, scales: np.ndarray, zeros: np.ndarray) 
     return made
 
 
-def valued(scheme: Scheme, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-    """What codes stand for, float32."""
+def decode(scheme: Scheme, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+    """Returns the numbers that codes stand for, float32."""
     if scheme.type == "float":
         return (E2M1[codes] if scheme.bits == 4 else from_e4m3(codes)) * scales
     made: np.ndarray = (codes - zeros).astype(np.float32) * scales
@@ -112,7 +112,8 @@ def _flat(blocks: np.ndarray, n: int, k: int) -> np.ndarray:
 
 
 def _range(scheme: Scheme, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What is represented, [row of blocks, 1, column of blocks, 1]: from 0 or below to 0 or above."""
+    """Returns the range that is represented, [row of blocks, 1, column of blocks, 1]: from 0 or below to 0 or
+    above."""
     if scheme.observer == "percentile":
         low, high = np.percentile(blocks, [100 - PERCENTILE, PERCENTILE], (1, 3), keepdims=True)
     else: low, high = (edge(blocks, (1, 3), keepdims=True) for edge in (np.min, np.max))
@@ -122,7 +123,7 @@ def _range(scheme: Scheme, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scales(scheme: Scheme, low: np.ndarray, high: np.ndarray, keep: Keep) -> tuple[np.ndarray, np.ndarray]:
-    """Of a range: scales and zero points."""
+    """Returns the scales and zero points of a range."""
     if scheme.type == "float" and scheme.bits == 4:
         return (scales := _powers(high)), np.zeros_like(scales)
     if scheme.type == "float":
@@ -137,7 +138,7 @@ def _scales(scheme: Scheme, low: np.ndarray, high: np.ndarray, keep: Keep) -> tu
 def _error(scheme: Scheme, blocks: np.ndarray, made: tuple[np.ndarray, np.ndarray],
            gram: np.ndarray | None) -> np.ndarray:
     """Squared, of each block."""
-    changed = valued(scheme, coded(scheme, blocks, *made), *made) - blocks
+    changed = decode(scheme, encode(scheme, blocks, *made), *made) - blocks
     weighed = changed if gram is None else \
         (changed[:, 0].transpose(1, 0, 2) @ gram).transpose(1, 0, 2)[:, None]
     found: np.ndarray = (changed * weighed).sum((1, 3), keepdims=True)

@@ -42,7 +42,7 @@ class Scheme:
     bitmask: bool = False
 
     @property
-    def calibrated(self) -> bool:
+    def is_calibrated(self) -> bool:
         """Whether the numbers depend on a layer's inputs."""
         return self.method != "rtn" or self.activations == "tensor"
 
@@ -67,7 +67,7 @@ ORDERS = ("none", "weight", "group")
 
 @dataclass(frozen=True)
 class Options:
-    """What a command line says beside the scheme's name; None for what the scheme has."""
+    """Options of a command line beside the scheme's name; None for what the scheme has."""
     group: int | None = None
     symmetric: bool = True
     observer: str | None = None
@@ -81,20 +81,20 @@ class Options:
 
 def scheme_of(name: str, options: Options = Options()) -> Scheme:
     """A scheme with options. Raises `RequestError` for what does not go together."""
-    _known("scheme", name, NAMES)
+    _require_known("scheme", name, NAMES)
     short, name = name if name in SHORT else None, SHORT.get(name, name)
     format = options.format or short or "compressed-tensors"
     method = options.method or short or "rtn"
-    _known("format", format, FORMATS)
-    _known("method", method, METHODS)
+    _require_known("format", format, FORMATS)
+    _require_known("method", method, METHODS)
     for kind, found, places in (("format", format, FORMATS), ("method", method, METHODS)):
         if places[found] and name not in places[found]:
             raise RequestError(f"{kind} {found} of scheme {name}", f"a scheme of {', '.join(places[found])}",
                                f"change --{kind} or --scheme")
     observer = options.observer or ("mse" if method in ("awq", "gptq") else "minmax")
-    _known("observer", observer, OBSERVERS)
+    _require_known("observer", observer, OBSERVERS)
     made, symmetric = SCHEMES[name], options.symmetric and format != "awq"  # AWQ has zero points
-    if options.group is not None: made = _grouped(made, options.group)
+    if options.group is not None: made = _with_group(made, options.group)
     if not symmetric and made.format != "pack-quantized":
         raise RequestError(f"zero points in scheme {name}", "w4a16 or w8a16", "leave --asymmetric out")
     if options.static:
@@ -118,12 +118,12 @@ def _sparse(scheme: Scheme, sparsity: str | None, method: str, bitmask: bool) ->
     return replace(scheme, sparse=True, bitmask=bitmask)
 
 
-def _known(what: str, name: str, names: Iterable[str]) -> None:
+def _require_known(what: str, name: str, names: Iterable[str]) -> None:
     if name not in names:
         raise RequestError(f"{what} {name!r}", f"one of {', '.join(names)}", f"change --{what}")
 
 
-def _grouped(scheme: Scheme, group: int) -> Scheme:
+def _with_group(scheme: Scheme, group: int) -> Scheme:
     if scheme.strategy != "group" or scheme.type == "float":
         raise RequestError(f"groups of {group} inputs in scheme {scheme.name}", "a scheme with groups",
                            "leave --group-size out")
@@ -133,9 +133,9 @@ def _grouped(scheme: Scheme, group: int) -> Scheme:
 
 
 def _order(scheme: Scheme, method: str, order: str | None) -> str:
-    """Of GPTQ's columns."""
+    """Returns the order of GPTQ's columns."""
     if order is None: return "weight" if method == "gptq" else ""
-    _known("act-order", order, ORDERS)
+    _require_known("act-order", order, ORDERS)
     if method != "gptq":
         raise RequestError(f"an order of columns in method {method}", "method gptq", "leave --act-order out")
     if order == "group" and scheme.format != "gptq":     # which compressed-tensors had before 0.20
@@ -154,7 +154,7 @@ def _smoothing(method: str, smoothing: float | None) -> float:
 
 
 def config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
-    """What config.json has as `quantization_config`."""
+    """Returns the `quantization_config` of config.json."""
     if scheme.format == "awq":
         return {"quant_method": "awq", "bits": scheme.bits, "group_size": scheme.group, "zero_point": True,
                 "version": "gemm", "modules_to_not_convert": list(ignored)}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tinygrad_nv.quantize.network import DOWN, GATE, UP, Block, K, Linear, O, Q, V
-from tinygrad_nv.quantize.rounding import Keep, rounded
+from tinygrad_nv.quantize.rounding import Keep, round_matrix
 from tinygrad_nv.quantize.schemes import Scheme
 
 STEPS = 20              # of α between 0 and 1
@@ -27,7 +27,7 @@ LEAST_INPUT = 1e-5      # of SmoothQuant, of |x| and of |W|
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is known of a layer's inputs: the mean and the largest of |x|, [K], and some of them, [S, K]."""
+    """Statistics of a layer's inputs: the mean and the largest of |x|, [K], and some of them, [S, K]."""
     mean: np.ndarray
     largest: np.ndarray
     sample: np.ndarray
@@ -35,12 +35,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Change:
-    """What a matrix's columns were multiplied with."""
+    """Factors of a matrix's columns."""
     block: Block
     scales: Mapping[str, np.ndarray]
 
 
-def scaled(scheme: Scheme, block: Block, inputs: Mapping[str, Inputs], chosen: Sequence[str],
+def scale_block(scheme: Scheme, block: Block, inputs: Mapping[str, Inputs], chosen: Sequence[str],
            keep: Keep) -> Change:
     """The block with scales, where all layers that take part are among the `chosen`. `keep` rounds to the
     norms' dtype, and `inputs` are of the block as it was."""
@@ -74,7 +74,7 @@ def _rows(linear: Linear, s: np.ndarray) -> Linear:
                    bias=None if linear.bias is None else linear.bias / s)
 
 
-def _shared(values: np.ndarray, heads: tuple[int, int] | None) -> np.ndarray:
+def _mean_over_heads(values: np.ndarray, heads: tuple[int, int] | None) -> np.ndarray:
     """The mean over the heads of queries that share one of values, for each of them."""
     if heads is None: return values
     grouped = values.reshape(heads[0], -1, heads[1])
@@ -83,7 +83,7 @@ def _shared(values: np.ndarray, heads: tuple[int, int] | None) -> np.ndarray:
 
 
 def _first(values: np.ndarray, heads: tuple[int, int]) -> np.ndarray:
-    """Of such values, those of the heads of values."""
+    """Returns, of such values, those of the heads of values."""
     made: np.ndarray = values.reshape(heads[0], -1, heads[1])[:, 0].reshape(-1)
     return made
 
@@ -94,7 +94,8 @@ def _awq(scheme: Scheme, matrices: Sequence[np.ndarray], inputs: Inputs,
     w = np.concatenate(matrices)
     groups = np.abs(w).reshape(len(w), -1, scheme.group)
     share = groups / np.maximum(groups.max(-1, keepdims=True), np.float32(1e-12))
-    mean, share = _shared(inputs.mean, heads), _shared(share.reshape(w.shape).mean(0), heads)
+    mean, share = _mean_over_heads(inputs.mean, heads), _mean_over_heads(share.reshape(w.shape).mean(0),
+                                                                         heads)
     plain, best = replace(scheme, observer="minmax"), None
     least = _outputs_error(plain, w, np.ones_like(mean), inputs.sample)
     for step in range(STEPS):
@@ -106,7 +107,7 @@ def _awq(scheme: Scheme, matrices: Sequence[np.ndarray], inputs: Inputs,
 
 def _outputs_error(scheme: Scheme, w: np.ndarray, s: np.ndarray, x: np.ndarray) -> float:
     """Squared, of the outputs of what w with scales is rounded to."""
-    made = rounded(scheme, w * s, lambda scales: scales).matrix / s
+    made = round_matrix(scheme, w * s, lambda scales: scales).matrix / s
     return float(np.square(x @ (made - w).T, dtype=np.float32).sum(dtype=np.float64))
 
 

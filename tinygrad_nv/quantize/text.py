@@ -47,21 +47,21 @@ def tokens(directory: Path, config: ModelConfig, texts: Iterable[Text], count: i
         raise RequestError(f"{count} sequences of {length} tokens", f"1 or more, of {LEAST} or more",
                            "change --samples or --length")
     tokenizer, found, length = Tokenizer.load(directory), list[list[int]](), min(length, config.max_positions)
-    for ids in _encoded(tokenizer, texts, config):
+    for ids in _encode(tokenizer, texts, config):
         for begin in range(0, len(ids), length):
             if len(piece := ids[begin:begin + length]) >= LEAST: found.append(piece)
             if len(found) == count or (most is not None and sum(map(len, found)) >= most):
-                return _joined(found)
+                return _join(found)
     if not found:
         raise RequestError("the text has no tokens", f"{LEAST} or more tokens", "name another file")
-    return _joined(found)
+    return _join(found)
 
 
-def _joined(found: Sequence[Sequence[int]]) -> Sequences:
+def _join(found: Sequence[Sequence[int]]) -> Sequences:
     return Sequences(np.concatenate([np.array(each, np.int64) for each in found]), tuple(map(len, found)))
 
 
-def _encoded(tokenizer: Tokenizer, texts: Iterable[Text], config: ModelConfig) -> Iterator[list[int]]:
+def _encode(tokenizer: Tokenizer, texts: Iterable[Text], config: ModelConfig) -> Iterator[list[int]]:
     """Ids of each text, those of a long one in pieces, and the token that ends it."""
     end = list(config.eos_token_ids[:1])
     for text in texts:
@@ -72,7 +72,7 @@ def _encoded(tokenizer: Tokenizer, texts: Iterable[Text], config: ModelConfig) -
 
 
 def texts(path: Path) -> list[Text]:
-    """Those of a file. Raises `RequestError`."""
+    """Returns the texts of a file. Raises `RequestError`."""
     def wrong(found: str) -> RequestError:
         return RequestError(f"{path}{found}", 'text, or JSONL with "text" or "messages" in each line',
                             "name another file")

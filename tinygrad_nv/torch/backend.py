@@ -1,8 +1,8 @@
 """torch.compile(model, backend="tinygrad_nv").
 
 Protocol. torch's dynamo records a function as a graph; aot_autograd makes it one of ATen's operators without
-mutations, and where gradients are asked for, two: forward and backward. Each is `compiled` (compiler.py).
-Operators that the table does not have are decomposed where torch knows how.
+mutations, and where gradients are asked for, two: forward and backward. Each is `compile_module`
+(compiler.py). Operators that the table does not have are decomposed where torch knows how.
 
 Extents that vary are numbers in a call: a graph with dynamic shapes is captured for each set of them.
 """
@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from torch.fx import GraphModule
 
 from tinygrad_nv.errors import TorchError
-from tinygrad_nv.torch.compiler import compiled
+from tinygrad_nv.torch.compiler import compile_module
 from tinygrad_nv.torch.lowering import TABLE
 
 NAME = "tinygrad_nv"
@@ -63,13 +63,13 @@ def _compiler(name: str) -> Callable[..., Any]:
         context = TracingContext.try_get()
         data = context.fw_metadata if context is not None and "backward" not in name else None
         static = frozenset(data.static_input_indices) if data is not None else frozenset()
-        graph = compiled(module, static, name)
-        def boxed(args: list[Any]) -> list[Any]:
+        graph = compile_module(module, static, name)
+        def call_boxed(args: list[Any]) -> list[Any]:
             given = list(args)
             args.clear()    # torch's memory of arguments can be reused as soon as the graph is done with it
             return graph(*given)
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        return boxed
+        call_boxed._boxed_call = True  # type: ignore[attr-defined]
+        return call_boxed
     return compile_graph
 
 

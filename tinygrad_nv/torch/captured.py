@@ -44,7 +44,7 @@ class Plan:
     static: frozenset[int] = frozenset()
 
     def key(self, args: Sequence[Any]) -> Hashable:
-        """What a capture for arguments depends on."""
+        """Key of a capture: all of the arguments that it depends on."""
         return (tuple(args[i] for i in self.numbers),
                 tuple(Layout.of(x) for x in args if isinstance(x, torch.Tensor)))
 
@@ -62,7 +62,7 @@ class Captured:
                       if isinstance(x, torch.Tensor) and x.numel()}
         places = [slot.base for slot in self.slots.values()]
         self.layouts = dict[int, Layout]()      # of results that are new
-        linear, made = self._recorded(plan, shared)
+        linear, made = self._record(plan, shared)
         self.values = [None if isinstance(each, Tensor) else each for each in made]
         self.results = [k for k in self.layouts if made[k].numel()]
         fresh = [Slot.of(self.layouts[k].fresh()).base for k in self.results]
@@ -71,23 +71,23 @@ class Captured:
 
     # **** capture ****
 
-    def _recorded(self, plan: Plan, args: Sequence[Any]) -> tuple[UOp, list[Any]]:
-        """What tinygrad would run, and the results: a Tensor each with memory of its own, in the order of
-        torch's strides."""
+    def _record(self, plan: Plan, args: Sequence[Any]) -> tuple[UOp, list[Any]]:
+        """Records the schedule that tinygrad would run, and the results: a Tensor each with memory of its
+        own, in the order of torch's strides."""
         given = [self.slots[i].tensor if i in self.slots else _empty(x) for i, x in enumerate(args)]
         existing = all_buffers() | buffers_of(tensor.uop for _, tensor in live_tensors())
         with ScheduleRecorder() as schedules:
             with checks.recording() as noted: made = list(plan.lower(given))
-            made.append(noted.found() if config.get("NV_TORCH_CHECK") else None)
+            made.append(noted.first_failed() if config.get("NV_TORCH_CHECK") else None)
             self.words = noted.names
             for k, each in enumerate(made):
                 if not isinstance(each, Tensor) or k in plan.in_place: continue
                 self.layouts[k] = _layout(plan if k < len(made) - 1 else None, k, each)
-                made[k] = _laid(each, self.layouts[k])
-            _realized(each for each in made if isinstance(each, Tensor))
+                made[k] = _lay_out(each, self.layouts[k])
+            _realize(each for each in made if isinstance(each, Tensor))
             for k in self.layouts:
                 if not made[k].uop.has_buffer_identity() or made[k].uop.base in existing:
-                    made[k] = _realized([made[k].clone()])[0]
+                    made[k] = _realize([made[k].clone()])[0]
                 existing.add(made[k].uop.base)
             self._write(plan, given, made)
         return schedules.linear, made
@@ -98,7 +98,7 @@ class Captured:
             if k in plan.in_place: continue
             layout = self.layouts.pop(k)
             back = sorted(range(len(layout.order)), key=layout.order.__getitem__)
-            _realized([given[argument].assign(made[k].permute(back) if back else made[k])])
+            _realize([given[argument].assign(made[k].permute(back) if back else made[k])])
 
     # **** replay ****
 
@@ -123,12 +123,12 @@ class Captured:
         for i, x in copies:
             if i in self.written: args[i].copy_(x)
         for i in self.written: torch.autograd.graph.increment_version(args[i])
-        if (failed := made.pop()) is not None and failed: raise checks.refused(self.words[int(failed) - 1])
+        if (failed := made.pop()) is not None and failed: raise checks.refusal(self.words[int(failed) - 1])
         return made
 
 
 def _layout(plan: Plan | None, k: int, made: Tensor) -> Layout:
-    """Where torch wants a result of a plan, or a number of ours lies."""
+    """Layout that torch wants for a result of a plan, or that a number of ours has."""
     if plan is not None and plan.layout is not None: return plan.layout(k, tuple(made.shape))
     return Layout.rows(tuple(made.shape), torch_dtype(made.dtype))
 
@@ -139,14 +139,14 @@ def _empty(x: Any) -> Any:
     return Tensor.empty(*x.shape, dtype=dtype_of(x.dtype), device=DEVICE)
 
 
-def _laid(made: Tensor, layout: Layout) -> Tensor:
+def _lay_out(made: Tensor, layout: Layout) -> Tensor:
     """A result with its dimensions in the order of torch's strides, to be stored without gaps."""
     made = made.permute(layout.order) if made.ndim else made
     if not made.uop.is_virtual: return made.contiguous()
     return Tensor.empty(*made.shape, dtype=made.dtype, device=DEVICE).assign(made)
 
 
-def _realized(made: Iterable[Tensor]) -> list[Tensor]:
+def _realize(made: Iterable[Tensor]) -> list[Tensor]:
     made = list(made)
     if made: Tensor.realize(*made)
     return made

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from tinygrad_nv.torch.interpreter import plan, supported
+from tinygrad_nv.torch.interpreter import plan, refusals
 from tinygrad_nv.torch.lowering import cache
 from tinygrad_nv.torch.lowering.table import overload
 from tinygrad_nv.torch.program import Program, overwrite
@@ -28,7 +28,8 @@ log = logging.getLogger("tinygrad_nv.torch")
 
 @dataclass(frozen=True)
 class Returned:
-    """What torch gets: a result by position, or argument ~position, and the views of it that are taken."""
+    """A value that torch gets: a result by position, or argument ~position, and the views of it that are
+    taken."""
     position: int
     views: tuple[Node, ...] = ()
 
@@ -56,18 +57,18 @@ class Compiled:
         return [each.of(args, made) for each in self.returned]
 
     def report(self) -> GraphReport:
-        """What was compiled, and what torch runs and why."""
+        """Reports what was compiled, and what torch runs and why."""
         captures = sum(len(program.captures) for program in self.programs)
         reasons = [reason for program in self.programs for reason in program.reasons]
         return GraphReport(self.name, self.operators, len(self.programs), captures, dict(self.refused),
                            tuple(reasons))
 
 
-def compiled(module: GraphModule, static: frozenset[int], name: str) -> Compiled:
+def compile_module(module: GraphModule, static: frozenset[int], name: str) -> Compiled:
     """A graph of ATen, whose arguments by number in `static` keep their layout, to call."""
     operators = sum(node.op == "call_function" for node in module.graph.nodes)
     mutated = _copies(module.graph)
-    refused = {node: why for node, why in supported(module).items() if node not in mutated}
+    refused = {node: why for node, why in refusals(module).items() if node not in mutated}
     if not refused: return _whole(module, mutated, static, name, operators)
     writes, returned = _pure(module, mutated)
     programs = _partition(module, refused)
@@ -80,7 +81,7 @@ def _whole(module: GraphModule, mutated: dict[Node, Node], static: frozenset[int
            operators: int) -> Compiled:
     """The graph as one program."""
     ours = _twin(module)
-    in_place = cache.simplified(ours.graph)
+    in_place = cache.simplify(ours.graph)
     places = {node.name for node in in_place}
     writes, returned = _pure(ours, _copies(ours.graph))
     _pure(module, mutated)
@@ -118,7 +119,7 @@ def _pure(module: GraphModule, mutated: dict[Node, Node]) -> tuple[dict[int, int
         results.append(node.args[1])
     returned = []
     for each in wanted:
-        root, views = _viewed(mutated.get(each, each)) if isinstance(each, Node) else (each, ())
+        root, views = _split_views(mutated.get(each, each)) if isinstance(each, Node) else (each, ())
         # a view of an argument that is overwritten later has its elements of before
         if each in mutated or root not in mutated.values(): each = root
         else: views = ()
@@ -143,8 +144,8 @@ VIEWS = frozenset(map(overload, (
     "alias.default", "detach.default")))
 
 
-def _viewed(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """What a result is a view of, and the views, the first first."""
+def _split_views(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """Returns the node that a result is a view of, and the views, the first first."""
     views: list[Node] = []
     while node.target in VIEWS and node.all_input_nodes == [node.args[0]]:
         views.insert(0, node)
@@ -155,7 +156,7 @@ def _viewed(node: Node) -> tuple[Node, tuple[Node, ...]]:
 # **** parts of a graph ****
 
 class _Ours(OperatorSupportBase):
-    """Which operators can be lowered."""
+    """Tells torch's partitioner which operators can be lowered."""
 
     def __init__(self, refused: dict[Node, str]) -> None: self.refused = refused
 

@@ -24,7 +24,7 @@ from tinygrad_nv.errors import TorchError
 from tinygrad_nv.torch.captured import Captured, Plan
 from tinygrad_nv.torch.lowering import Unsupported, dtype_of
 from tinygrad_nv.transforms import vmap
-from tinygrad_nv.transforms.foreign import Constants, pulled, shapes_of
+from tinygrad_nv.transforms.foreign import Constants, pullback, shapes_of
 
 _lock = threading.RLock()   # tinygrad records one function at a time
 
@@ -38,7 +38,7 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
     flat: dict[Hashable, _Flat] = {}
 
     @functools.wraps(fn)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = trees.tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         for each in tensors: _check(each)
@@ -47,9 +47,9 @@ def function(fn: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             raise TorchError(f"an argument that is no tensor and has no hash: {error}",
                              "tensors, and values that stay as they are", "give arrays as tensors") from error
-        if found is None: found = flat[spec, constants] = _Flat(_filled(fn, spec, constants))
+        if found is None: found = flat[spec, constants] = _Flat(_bind_constants(fn, spec, constants))
         return found.tree_of(tensors, _Call.apply(found, *tensors))
-    made: Callable[..., Any] = torch.compiler.disable(called)
+    made: Callable[..., Any] = torch.compiler.disable(call)
     return made
 
 
@@ -93,7 +93,7 @@ class _Flat:
         derived = tuple(x.dtype.is_floating_point for x in inputs)
         given = tuple(each is not None for each in results)
         if (found := self.backwards.get((*derived, *given))) is None:
-            found = self.backwards[(*derived, *given)] = _Flat(pulled(self._leaves, derived, given))
+            found = self.backwards[(*derived, *given)] = _Flat(pullback(self._leaves, derived, given))
         return found
 
     def batch(self, axes: tuple[bool, ...]) -> _Flat:
@@ -134,10 +134,10 @@ class _Call(torch.autograd.Function):
         return (None, *(next(found) if x.dtype.is_floating_point else None for x in inputs))
 
 
-def _filled(fn: Callable[..., Any], spec: Any, constants: Constants) -> Callable[..., Any]:
+def _bind_constants(fn: Callable[..., Any], spec: Any, constants: Constants) -> Callable[..., Any]:
     """fn of its tensors alone."""
     def of_tensors(*given: Tensor) -> Any:
-        args, kwargs = trees.tree_unflatten(constants.filled(given), spec)
+        args, kwargs = trees.tree_unflatten(constants.fill(given), spec)
         return fn(*args, **kwargs)
     return of_tensors
 

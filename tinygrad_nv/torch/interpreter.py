@@ -4,7 +4,7 @@ Protocol. `Interpreter(graph).run(given)` gives each placeholder a Tensor or a n
 lowering/ to one node after the other, and returns the values of the output's nodes. Nothing is computed: the
 Tensors are tinygrad's graph. A result is cast to torch's dtype and must have torch's shape.
 
-`plan(graph, …)` is that function as captured.py takes it. `supported(graph)` lowers a graph of empty Tensors
+`plan(graph, …)` is that function as captured.py takes it. `refusals(graph)` lowers a graph of empty Tensors
 of the example's shapes, and notes why nodes cannot be.
 """
 from __future__ import annotations
@@ -38,45 +38,46 @@ class Interpreter:
         rest = iter(given)
         for node in self.module.graph.nodes:
             if node.op == "placeholder": self.values[node] = next(rest)
-            elif node.op == "output": return list(self.mapped(node.args[0]))
+            elif node.op == "output": return list(self.map_argument(node.args[0]))
             else: self.values[node] = self.value(node)
         raise AssertionError("a graph without an output")
 
-    def mapped(self, argument: Any) -> Any:
+    def map_argument(self, argument: Any) -> Any:
         """An argument with values in place of nodes."""
         if isinstance(argument, Node): return self.values[argument]
-        if isinstance(argument, (tuple, list)): return type(argument)(map(self.mapped, argument))
+        if isinstance(argument, (tuple, list)): return type(argument)(map(self.map_argument, argument))
         return argument
 
     def value(self, node: Node) -> Value:
         """A node's value, of its arguments'."""
         if node.op == "get_attr": return self.constants[str(node.target)]
-        args, kwargs = self.mapped(tuple(node.args)), {k: self.mapped(v) for k, v in node.kwargs.items()}
+        args, kwargs = self.map_argument(tuple(node.args)), {k: self.map_argument(v) for k,
+                                                             v in node.kwargs.items()}
         target: Any = node.target
         if target is operator.getitem or not _has_tensor(node.meta.get("val")):
-            return _computed(target, args, kwargs)
+            return _compute(target, args, kwargs)
         if (lower := TABLE.get(target)) is None: raise Unsupported("no function of tinygrad_nv computes it")
         val = node.meta["val"]
         first = next(each for each in (val if isinstance(val, (tuple, list)) else [val]) if each is not None)
-        return _fitted(lower(Out(dtype_of(first.dtype), DEVICE), *args, **kwargs), val)
+        return _fit(lower(Out(dtype_of(first.dtype), DEVICE), *args, **kwargs), val)
 
 
 def _has_tensor(val: Any) -> bool:
     return any(isinstance(each, torch.Tensor) for each in (val if isinstance(val, (tuple, list)) else [val]))
 
 
-def _computed(target: Any, args: Any, kwargs: Any) -> Value:
-    """What is no operator of tensors: extents, and results of an operator that has several."""
+def _compute(target: Any, args: Any, kwargs: Any) -> Value:
+    """Computes a call of no operator of tensors: extents, and results of an operator that has several."""
     if (known := TABLE.get(target)) is not None: return known(None, *args, **kwargs)
     if isinstance(target, torch._ops.OpOverload) and any(isinstance(each, Tensor) for each in args):
         raise Unsupported("no function of tinygrad_nv computes it")
     return target(*args, **kwargs)
 
 
-def _fitted(made: Value, val: Any) -> Value:
+def _fit(made: Value, val: Any) -> Value:
     """A result in torch's dtype. Raises `Unsupported` for another shape."""
     if isinstance(val, (tuple, list)):
-        return tuple(None if its is None or each is None else _fitted(each, its)
+        return tuple(None if its is None or each is None else _fit(each, its)
                      for each, its in zip(made, val, strict=True))
     wanted = sizes(val)
     if tuple(made.shape) != wanted and not _symbolic(val):
@@ -109,7 +110,7 @@ def plan(module: GraphModule, writes: dict[int, int], in_place: frozenset[int],
     def layout(k: int, shape: tuple[int, ...]) -> Layout:
         val = results[k].meta["val"]
         strides = tuple(map(hint, val.stride()))
-        return Layout.ordered(shape, Layout(shape, strides, val.dtype).order, val.dtype)
+        return Layout.in_order(shape, Layout(shape, strides, val.dtype).order, val.dtype)
 
     def lower(given: Sequence[Value]) -> list[Value]:
         # not before a call: while torch compiles, its tensors have no memory
@@ -120,7 +121,7 @@ def plan(module: GraphModule, writes: dict[int, int], in_place: frozenset[int],
 
 # **** what can be lowered ****
 
-def supported(module: GraphModule) -> dict[Node, str]:
+def refusals(module: GraphModule) -> dict[Node, str]:
     """Why nodes cannot be lowered, by node; no entry for those that can."""
     refused: dict[Node, str] = {}
     walk = Interpreter(module, {})

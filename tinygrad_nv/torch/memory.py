@@ -35,10 +35,10 @@ class Layout:
     @staticmethod
     def rows(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
         """Without gaps, the last dimension the innermost."""
-        return Layout.ordered(shape, range(len(shape)), dtype)
+        return Layout.in_order(shape, range(len(shape)), dtype)
 
     @staticmethod
-    def ordered(shape: tuple[int, ...], order: Sequence[int], dtype: torch.dtype) -> Layout:
+    def in_order(shape: tuple[int, ...], order: Sequence[int], dtype: torch.dtype) -> Layout:
         """Without gaps, with the dimensions in an order, the last one the innermost."""
         strides, step = [0] * len(shape), 1
         for i in reversed(order):
@@ -69,7 +69,7 @@ class Slot:
 
 def shareable(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where its memory cannot be shared."""
-    if not _nested(x): return x.resolve_neg().clone(memory_format=torch.contiguous_format)
+    if not _is_nested(x): return x.resolve_neg().clone(memory_format=torch.contiguous_format)
     if x.data_ptr() % (VECTOR * x.dtype.itemsize) == 0 and not x.is_neg(): return x
     # repeated dimensions are stored once, as in x
     once = tuple(slice(None) if step else slice(1) for step in x.stride())
@@ -77,7 +77,7 @@ def shareable(x: torch.Tensor) -> torch.Tensor:
     return made.copy_(x[once]).expand(x.shape)
 
 
-def _nested(x: torch.Tensor) -> bool:
+def _is_nested(x: torch.Tensor) -> bool:
     """Whether each stride divides the one before it and spans less than that, as importing asks."""
     steps = sorted(((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1 and s), reverse=True)
     return all(a % b == 0 and a >= b * n for (a, _), (b, n) in itertools.pairwise(steps))

@@ -33,21 +33,21 @@ class Program:
 
     def __call__(self, *args: Any) -> list[Any]:
         with _lock:
-            found = self.last if self.last is not None and self.last.fits(args) else self._found(args)
+            found = self.last if self.last is not None and self.last.fits(args) else self._find(args)
             if found is not None: return found(args)
         return self._by_torch(args)
 
-    def _found(self, args: Sequence[Any]) -> Captured | None:
+    def _find(self, args: Sequence[Any]) -> Captured | None:
         """The capture for arguments, made if need be; None if torch has to compute them."""
         key = self.plan.key(args)
         if key not in self.captures:
             if len(self.captures) >= LIMIT: self._because(f"more than {LIMIT} sets of shapes")
-            elif (made := self._captured(args)) is not None: self.captures[key] = made
+            elif (made := self._capture(args)) is not None: self.captures[key] = made
         found = self.captures.get(key)
         if found is not None: self.last = found
         return found
 
-    def _captured(self, args: Sequence[Any]) -> Captured | None:
+    def _capture(self, args: Sequence[Any]) -> Captured | None:
         try: return Captured(self.plan, args)
         except Exception as error:
             if config.get("NV_STRICT"): raise

@@ -1,4 +1,4 @@
-"""What the backend made of a model's graphs: `explain(compiled, *args)`.
+"""Reports on the backend's work on a model's graphs: `explain(compiled, *args)`.
 
 Protocol. A graph says that it ran (`ran`); inside `explain` these are collected, in order.
 """

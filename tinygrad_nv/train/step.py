@@ -24,7 +24,7 @@ from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
 from tinygrad_nv.functional import FP8_KINDS
-from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, named_counters
+from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, name_counters
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.diagnosis import first_bad
 from tinygrad_nv.train.objectives import Objective
@@ -105,7 +105,7 @@ class Step:
         if self.ranks is not None:
             both = self.ranks.added(np.append(found, counts))
             found, counts = both[:len(found)], both[len(found):]
-        if self.fp8 is not None: precision |= named_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
+        if self.fp8 is not None: precision |= name_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
         self.done += 1
         loss, *rest = (float(each) for each in found / max(count, 1))
         before, self._skipped = self._skipped, self.skipped

@@ -22,9 +22,9 @@ from tinygrad_nv.transforms.jacobians import hessian, jacfwd, jacrev
 from tinygrad_nv.transforms.jit import jit
 from tinygrad_nv.transforms.pmap import pmap
 from tinygrad_nv.transforms.scan import scan
-from tinygrad_nv.transforms.trees import flattened, mapped, register_tree
+from tinygrad_nv.transforms.trees import flatten, map_tree, register_tree
 from tinygrad_nv.transforms.vmap import vmap
 
-__all__ = ["autodiff", "checkpoint", "custom_jvp", "custom_vjp", "custom_vmap", "flattened", "grad",
-           "hessian", "jacfwd", "jacrev", "jit", "jvp", "mapped", "pmap", "register_tree", "scan",
+__all__ = ["autodiff", "checkpoint", "custom_jvp", "custom_vjp", "custom_vmap", "flatten", "grad",
+           "hessian", "jacfwd", "jacrev", "jit", "jvp", "map_tree", "pmap", "register_tree", "scan",
            "value_and_grad", "vjp", "vmap"]

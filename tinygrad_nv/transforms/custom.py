@@ -22,9 +22,9 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import TransformError
 from tinygrad_nv.transforms.batching.graph import Given
-from tinygrad_nv.transforms.gradients import pulled_back
+from tinygrad_nv.transforms.gradients import pull_back
 from tinygrad_nv.transforms.tracing import concrete
-from tinygrad_nv.transforms.trees import Tree, flattened, same
+from tinygrad_nv.transforms.trees import Tree, flatten, same
 
 _numbers = itertools.count(1 << 29)     # of placeholders for tangents
 # of arguments, results, and the cotangents of these the gradients of the arguments
@@ -52,34 +52,34 @@ class _Custom:
         if kwargs:
             raise TransformError(f"{self._name} with {', '.join(kwargs)} by name", "arguments by position")
         static = [each for i, each in enumerate(args) if i in self.nondiff]
-        leaves, tree = flattened([each for i, each in enumerate(args) if i not in self.nondiff])
+        leaves, tree = flatten([each for i, each in enumerate(args) if i not in self.nondiff])
         leaves = [concrete(each) for each in leaves]
-        results, shape = flattened(self.fn(*self._merged(static, tree.filled(leaves))))
+        results, shape = flatten(self.fn(*self._merge(static, tree.fill(leaves))))
         nodes = [each.uop for each in leaves]
-        def passed(i: int) -> Tensor:
+        def pass_result(i: int) -> Tensor:
             if not dtypes.is_float(results[i].dtype): return results[i]
-            return self._passed(i, results, shape, nodes, static, tree)
-        return shape.filled([passed(i) for i in range(len(results))])
+            return self._with_rule(i, results, shape, nodes, static, tree)
+        return shape.fill([pass_result(i) for i in range(len(results))])
 
     @property
     def _name(self) -> str: return str(getattr(self.fn, "__name__", self.fn))
 
-    def _merged(self, static: list[Any], given: list[Any]) -> list[Any]:
+    def _merge(self, static: list[Any], given: list[Any]) -> list[Any]:
         """All arguments, in order."""
         rest, kept = iter(given), iter(static)
         return [next(kept) if i in self.nondiff else next(rest) for i in range(len(static) + len(given))]
 
-    def _passed(self, index: int, results: list[Tensor], shape: Tree, nodes: list[UOp], static: list[Any],
+    def _with_rule(self, index: int, results: list[Tensor], shape: Tree, nodes: list[UOp], static: list[Any],
                 tree: Tree) -> Tensor:
         """A result whose gradient is the rule's."""
         result = concrete(results[index])
         others = [(each.shape, each.dtype) for each in results]
 
         def back(gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
-            given = tree.filled([Tensor(each) for each in call.src[2:]])
+            given = tree.fill([Tensor(each) for each in call.src[2:]])
             cotangents = [Tensor.zeros(*size, dtype=dtype, device=result.device) for size, dtype in others]
             cotangents[index] = Tensor(gradient)
-            found = self.rule(static, given, shape.filled(cotangents))
+            found = self.rule(static, given, shape.fill(cotangents))
             return (None, *self._leaves(found, tree, call.src[2:]))
         same_value = UOp.maketuple(result.uop.param_like(0))
         return Tensor(same_value.call(result.uop, *nodes, grad_fxn=back, name=self._name).gettuple(0))
@@ -124,7 +124,7 @@ class custom_vjp(_Custom):
     def rule(self, static: list[Any], given: list[Any], cotangents: Any) -> Sequence[Any]:
         assert self.fwd is not None, "__call__ has asked"
         assert self.bwd is not None
-        both = self.fwd(*self._merged(static, given))
+        both = self.fwd(*self._merge(static, given))
         if not isinstance(both, tuple) or len(both) != 2:
             raise TransformError(f"the forward rule of {self._name} returns a {type(both).__name__}",
                                  "a pair: the result, and residuals")
@@ -148,24 +148,24 @@ class custom_jvp(_Custom):
 
     def rule(self, static: list[Any], given: list[Any], cotangents: Any) -> Sequence[Any]:
         assert self.tangents is not None
-        leaves, tree = flattened(given)
+        leaves, tree = flatten(given)
         marks = [each.uop.param_like(next(_numbers)) for each in leaves]
-        moves = tuple(tree.filled([Tensor(each) for each in marks]))
+        moves = tuple(tree.fill([Tensor(each) for each in marks]))
         both = self.tangents(*static, tuple(given), moves)
         if not isinstance(both, tuple) or len(both) != 2:
             raise TransformError(f"the rule of {self._name} returns a {type(both).__name__}",
                                  "a pair: the result, and its tangent")
-        outs = [each.uop for each in flattened(both[1])[0]]
-        ups = [each.uop for each in flattened(cotangents)[0]]
+        outs = [each.uop for each in flatten(both[1])[0]]
+        ups = [each.uop for each in flatten(cotangents)[0]]
         pairs = [(y, u) for y, u in zip(outs, ups, strict=True) if dtypes.is_float(y.dtype)]
-        back = pulled_back([y for y, _ in pairs], [u.cast(y.dtype) for y, u in pairs], marks)
-        return list(tree.filled([Tensor(each) for each in back]))
+        back = pull_back([y for y, _ in pairs], [u.cast(y.dtype) for y, u in pairs], marks)
+        return list(tree.fill([Tensor(each) for each in back]))
 
 
 class custom_vmap:
     """A function that says how it is batched: `@custom_vmap`, then `f.defvmap(rule)`.
 
-    rule(n, batched, *args) gives the function's result with n in front of each shape. `batched` has for each
+    rule(n, batched, *args) gives the function's result with n in front of each shape. `batch` has for each
     argument a bool, or a tree of them in its structure: whether n is in front of it. So a kernel, whose nodes
     vmap does not look into, is called once for all examples. Arguments by position; what depends on the
     example must be one of them. Raises `TransformError`."""
@@ -183,24 +183,24 @@ class custom_vmap:
     def __call__(self, *args: Any) -> Any:
         if self.rule is None:
             raise TransformError(f"{self.__name__} without a rule", "a rule before a call: .defvmap(…)")
-        leaves, tree = flattened(args)
+        leaves, tree = flatten(args)
         leaves = [concrete(each) for each in leaves]
-        results, shape = flattened(self.fn(*tree.filled(leaves)))
+        results, shape = flatten(self.fn(*tree.fill(leaves)))
         nodes = [each.uop for each in leaves]
-        return shape.filled([self._passed(i, concrete(each).uop, nodes, tree, shape)
+        return shape.fill([self._with_rule(i, concrete(each).uop, nodes, tree, shape)
                              for i, each in enumerate(results)])
 
     __name__: str
 
-    def _passed(self, index: int, result: UOp, nodes: list[UOp], tree: Tree, shape: Tree) -> Tensor:
+    def _with_rule(self, index: int, result: UOp, nodes: list[UOp], tree: Tree, shape: Tree) -> Tensor:
         """A result that is batched by the rule."""
-        def batched(node: UOp, arguments: Sequence[UOp | None], n: int) -> list[UOp]:
+        def batch(node: UOp, arguments: Sequence[UOp | None], n: int) -> list[UOp]:
             assert self.rule is not None
             pairs = zip(node.src[2:], arguments, strict=True)
-            given = tree.filled([Tensor(old if new is None else new) for old, new in pairs])
-            whole = self.rule(n, tree.filled([new is not None for new in arguments]), *given)
+            given = tree.fill([Tensor(old if new is None else new) for old, new in pairs])
+            whole = self.rule(n, tree.fill([new is not None for new in arguments]), *given)
             made = same(shape, whole, f"the batch of {self.__name__}")[index]
             if made.shape == (n, *result.shape): return [concrete(made).uop.cast(result.dtype)]
             raise TransformError(f"a batch of {self.__name__} of shape {made.shape}", f"{(n, *result.shape)}")
         value = UOp.maketuple(result.param_like(0))
-        return Tensor(value.call(result, *nodes, name=self.__name__, aux=Given(batched)).gettuple(0))
+        return Tensor(value.call(result, *nodes, name=self.__name__, aux=Given(batch)).gettuple(0))

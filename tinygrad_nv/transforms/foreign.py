@@ -29,7 +29,7 @@ class Constants:
         kept = tuple(_PLACE if is_array(each) else each for each in leaves)
         return Constants(kept, tuple(map(_exact, kept)))
 
-    def filled(self, arrays: Sequence[Any]) -> list[Any]:
+    def fill(self, arrays: Sequence[Any]) -> list[Any]:
         """All leaves."""
         rest = iter(arrays)
         return [next(rest) if each is _PLACE else each for each in self.leaves]
@@ -40,7 +40,7 @@ def _exact(x: Any) -> tuple[Any, ...]:
     return type(x), repr(x) if isinstance(x, float | complex | np.inexact) else x
 
 
-def pulled(fn: Callable[..., list[Tensor]], derived: Sequence[bool],
+def pullback(fn: Callable[..., list[Tensor]], derived: Sequence[bool],
            given: Sequence[bool]) -> Callable[..., list[Tensor]]:
     """(arguments, gradients of the `given` results) → gradients of the `derived` arguments."""
     def pull(*values: Tensor) -> list[Tensor]:
@@ -56,5 +56,5 @@ def pulled(fn: Callable[..., list[Tensor]], derived: Sequence[bool],
 
 
 def shapes_of(given: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What the structure of a result may depend on."""
+    """Shapes and dtypes that the structure of a result may depend on."""
     return tuple((tuple(each.shape), each.dtype) for each in given)

@@ -21,8 +21,8 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import TransformError
-from tinygrad_nv.transforms.tracing import concrete, depends, entered, left, tracing
-from tinygrad_nv.transforms.trees import Tree, flattened, same
+from tinygrad_nv.transforms.tracing import concrete, depends, enter, leave, tracing
+from tinygrad_nv.transforms.trees import Tree, flatten, same
 
 _marks = itertools.count(1 << 28)   # of placeholders for u; regions have those from 1 << 24
 Fn = Callable[..., Any]
@@ -30,7 +30,7 @@ Fn = Callable[..., Any]
 
 # **** on graphs ****
 
-def pulled_back(results: Sequence[UOp], cotangents: Sequence[UOp], inputs: Sequence[UOp]) -> list[UOp]:
+def pull_back(results: Sequence[UOp], cotangents: Sequence[UOp], inputs: Sequence[UOp]) -> list[UOp]:
     """J^T u: for each input the sum over results, 0 where none depends on it."""
     found: dict[UOp, UOp] = {}
     if results: found = compute_gradient(UOp.maketuple(*results), UOp.maketuple(*cotangents), set(inputs))
@@ -39,11 +39,11 @@ def pulled_back(results: Sequence[UOp], cotangents: Sequence[UOp], inputs: Seque
             for x, each in zip(inputs, made, strict=True)]
 
 
-def pushed_forward(results: Sequence[UOp], inputs: Sequence[UOp], tangents: Sequence[UOp]) -> list[UOp]:
+def push_forward(results: Sequence[UOp], inputs: Sequence[UOp], tangents: Sequence[UOp]) -> list[UOp]:
     """J v, by two reverse passes. Raises `TransformError` for a rule of a gradient that is not linear."""
     marks = [result.param_like(next(_marks)) for result in results]
-    back = pulled_back(results, marks, inputs)
-    made = pulled_back(back, tangents, marks)
+    back = pull_back(results, marks, inputs)
+    made = pull_back(back, tangents, marks)
     if any(depends(each, set(marks)) for each in made):
         raise TransformError("the derivative of a gradient that is not linear in what it is given",
                              "jvp of functions whose defvjp is linear in its cotangent")
@@ -66,41 +66,41 @@ class Trace:
         values = [_floats(args, number, what) for number in argnums]
         self.argnums = [number % len(args) for number in argnums]
         self.trees = [tree for _, tree in values]
-        self.inputs = [entered(leaf) for leaves, _ in values for leaf in leaves]
+        self.inputs = [enter(leaf) for leaves, _ in values for leaf in leaves]
         given = list(args)
-        for number, value in zip(self.argnums, self.filled(self.inputs), strict=True): given[number] = value
+        for number, value in zip(self.argnums, self.fill(self.inputs), strict=True): given[number] = value
         with tracing(self.inputs, what): out = fn(*given, **kwargs)
         if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TransformError(f"{what} with has_aux=True of a function that returns {flattened(out)[1]}",
+            raise TransformError(f"{what} with has_aux=True of a function that returns {flatten(out)[1]}",
                                  "a pair: the result, and what is passed through")
         self.aux = out[1] if has_aux else None
-        results, self.tree = flattened(out[0] if has_aux else out)
+        results, self.tree = flatten(out[0] if has_aux else out)
         self.results = list(map(concrete, results))
         if not self.results:
             raise TransformError(f"{what} of a function that returns {self.tree}", "Tensors")
 
-    def filled(self, leaves: Sequence[Any]) -> list[Any]:
+    def fill(self, leaves: Sequence[Any]) -> list[Any]:
         """A value for each argument, of leaves of all."""
         made, rest = [], list(leaves)
         for tree in self.trees:
-            made.append(tree.filled(rest[:tree.size]))
+            made.append(tree.fill(rest[:tree.size]))
             rest = rest[tree.size:]
         return made
 
     def leave(self, nodes: Sequence[UOp]) -> list[Tensor]:
         """Tensors of nodes of the trace."""
-        return [Tensor(node) for node in left(nodes, self.inputs)]
+        return [Tensor(node) for node in leave(nodes, self.inputs)]
 
     def values(self) -> tuple[Any, Any]:
         """The function's result, and what is passed through."""
-        more, tree = flattened(self.aux)
+        more, tree = flatten(self.aux)
         made = self.leave([each.uop for each in (*self.results, *more)])
-        return self.tree.filled(made[:len(self.results)]), tree.filled(made[len(self.results):])
+        return self.tree.fill(made[:len(self.results)]), tree.fill(made[len(self.results):])
 
     def pull(self, cotangents: Sequence[UOp | None]) -> list[Tensor]:
         """J^T u for each input; None for results that are not derived."""
         pairs = [(each.uop, u) for each, u in zip(self.results, cotangents, strict=True) if u is not None]
-        back = pulled_back([y for y, _ in pairs], [u for _, u in pairs], [x.uop for x in self.inputs])
+        back = pull_back([y for y, _ in pairs], [u for _, u in pairs], [x.uop for x in self.inputs])
         return self.leave(back)
 
 
@@ -108,7 +108,7 @@ def _floats(args: tuple[Any, ...], number: int, what: str) -> tuple[list[Tensor]
     """An argument that is derived by. Raises `TransformError`."""
     if not -len(args) <= number < len(args):
         raise TransformError(f"{what} by argument {number} of {len(args)}", "the number of an argument")
-    leaves, tree = flattened(args[number])
+    leaves, tree = flatten(args[number])
     wrong = next((leaf.dtype for leaf in leaves if not dtypes.is_float(leaf.dtype)), None)
     if wrong is None: return leaves, tree
     raise TransformError(f"{what} by argument {number}, which has a Tensor of {wrong}", "floats",
@@ -124,17 +124,17 @@ def value_and_grad(fn: Fn, argnums: int | Sequence[int] = 0, has_aux: bool = Fal
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fn)
-    def derived(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         trace = Trace(fn, args, kwargs, numbers, "grad", has_aux)
         loss = trace.results[0]
         if len(trace.results) != 1 or loss.shape != () or not dtypes.is_float(loss.dtype):
             shown = ", ".join(f"{each.dtype} {each.shape}" for each in trace.results)
             raise TransformError(f"grad of a function that returns {shown}", "one float of shape ()",
                                  "sum() or mean() the result, or use vjp")
-        found = trace.filled(trace.pull([loss.uop.const_like(1).cast(loss.dtype)]))
+        found = trace.fill(trace.pull([loss.uop.const_like(1).cast(loss.dtype)]))
         value, aux = trace.values()
         return (value, aux) if has_aux else value, found[0] if isinstance(argnums, int) else tuple(found)
-    return derived
+    return call
 
 
 def grad(fn: Fn, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Fn:
@@ -142,10 +142,10 @@ def grad(fn: Fn, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Fn:
     both = value_and_grad(fn, argnums, has_aux)
 
     @functools.wraps(fn)
-    def derived(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         value, found = both(*args, **kwargs)
         return (found, value[1]) if has_aux else found
-    return derived
+    return call
 
 
 def vjp(fn: Fn, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ def vjp(fn: Fn, *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
     def pull(cotangents: Any) -> tuple[Any, ...]:
         given = _fitting(trace.results, trace.tree, cotangents, "a cotangent")
         floats = [each if dtypes.is_float(each.dtype) else None for each in given]
-        return tuple(trace.filled(trace.pull(floats)))
+        return tuple(trace.fill(trace.pull(floats)))
     value, aux = trace.values()
     return (value, pull, aux) if has_aux else (value, pull)
 
@@ -168,13 +168,13 @@ def jvp(fn: Fn, primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool =
     if len(primals) != len(tangents):
         raise TransformError(f"jvp with {len(primals)} primals and {len(tangents)} tangents", "as many")
     trace = Trace(fn, tuple(primals), {}, range(len(primals)), "jvp", has_aux)
-    leaves, tree = flattened(tuple(primals))
+    leaves, tree = flatten(tuple(primals))
     given = _fitting(leaves, tree, tuple(tangents), "a tangent")
     floats = [each.uop for each in trace.results if dtypes.is_float(each.dtype)]
-    made = iter(pushed_forward(floats, [each.uop for each in trace.inputs], given))
+    made = iter(push_forward(floats, [each.uop for each in trace.inputs], given))
     out = [next(made) if dtypes.is_float(each.dtype) else zeros(each.uop) for each in trace.results]
     value, aux = trace.values()
-    pushed = trace.tree.filled(trace.leave(out))
+    pushed = trace.tree.fill(trace.leave(out))
     return (value, pushed, aux) if has_aux else (value, pushed)
 
 

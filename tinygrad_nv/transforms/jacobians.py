@@ -11,7 +11,7 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import TransformError
 from tinygrad_nv.transforms.gradients import jvp, vjp
 from tinygrad_nv.transforms.tracing import concrete
-from tinygrad_nv.transforms.vmap import moved, vmap
+from tinygrad_nv.transforms.vmap import move_axis, vmap
 
 Fn = Callable[..., Any]
 
@@ -20,23 +20,23 @@ def jacrev(fn: Fn, argnum: int = 0) -> Fn:
     """A function of the same arguments: ∂fn/∂(argument argnum), [*shape of fn's result, *shape of the
     argument]. One reverse pass for each element of the result, all at once. Raises `TransformError`."""
     @functools.wraps(fn)
-    def derived(*args: Any) -> Tensor:
+    def call(*args: Any) -> Tensor:
         x, of = _one(fn, args, argnum)
         out, pull = vjp(of, x)
         rows = vmap(lambda u: pull(u)[0])(_units(_tensor(out)))
         return rows.reshape(*out.shape, *x.shape)
-    return derived
+    return call
 
 
 def jacfwd(fn: Fn, argnum: int = 0) -> Fn:
     """The same by forward mode: one pass for each element of the argument, all at once. Raises
     `TransformError`."""
     @functools.wraps(fn)
-    def derived(*args: Any) -> Tensor:
+    def call(*args: Any) -> Tensor:
         x, of = _one(fn, args, argnum)
         columns = vmap(lambda v: _tensor(jvp(of, (x,), (v,))[1]))(_units(concrete(x)))
-        return moved(columns, 0, -1).reshape(*columns.shape[1:], *x.shape)
-    return derived
+        return move_axis(columns, 0, -1).reshape(*columns.shape[1:], *x.shape)
+    return call
 
 
 def hessian(fn: Fn, argnum: int = 0) -> Fn:

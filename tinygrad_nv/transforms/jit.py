@@ -23,7 +23,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.errors import TransformError
 from tinygrad_nv.tile import order
 from tinygrad_nv.transforms.tracing import active, concrete
-from tinygrad_nv.transforms.trees import Tree, flattened
+from tinygrad_nv.transforms.trees import Tree, flatten
 
 
 class _Captured:
@@ -37,25 +37,25 @@ class _Captured:
         self.constant = False
 
     def _run(self, *leaves: Tensor) -> list[Tensor]:
-        args, kwargs = self.tree.filled(leaves)
-        results, self.shape = flattened(self.fn(*args, **kwargs))
+        args, kwargs = self.tree.fill(leaves)
+        results, self.shape = flatten(self.fn(*args, **kwargs))
         self.constants = [each if each.uop.is_virtual else None for each in results]
         # an argument, or what the function closes over, is another Tensor's memory
         given = [each for each in results if not each.uop.is_virtual]
-        return _realized([each.clone() if each.uop.is_realized else each for each in given])
+        return _realize([each.clone() if each.uop.is_realized else each for each in given])
 
     def __call__(self, leaves: list[Tensor]) -> Any:
         if self.constant or not leaves: made = self._run(*leaves)
         else:
             made = [each.clone() for each in self.step(*leaves)]
             self.constant = not made    # no kernels to capture
-        _realized(made)
+        _realize(made)
         assert self.shape is not None
         rest = iter(made)
-        return self.shape.filled([next(rest) if each is None else each for each in self.constants])
+        return self.shape.fill([next(rest) if each is None else each for each in self.constants])
 
 
-def _realized(given: list[Tensor]) -> list[Tensor]:
+def _realize(given: list[Tensor]) -> list[Tensor]:
     if given: Tensor.realize(*given)
     return given
 
@@ -70,7 +70,7 @@ class jit:
         functools.update_wrapper(self, fn, updated=())    # no derivatives that are not captured
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = flattened((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
         if capturing or active(): return self.fn(*args, **kwargs)
         given = _buffers(leaves)
         kinds = tuple((each.shape, each.dtype, each.device, each.uop.axis) for each in given)
@@ -102,8 +102,8 @@ def _buffers(leaves: list[Tensor]) -> list[Tensor]:
     """Arguments in memory, each its own: a part of a larger Tensor, which lies elsewhere in each call, as a
     copy."""
     made, seen = list(map(concrete, leaves)), set[UOp]()
-    _realized([each for each in made if not each.uop.is_realized])
+    _realize([each for each in made if not each.uop.is_realized])
     for i, each in enumerate(made):
         if each.uop.base in seen or not each.uop.has_buffer_identity(): made[i] = each.clone()
         seen.add(made[i].uop.base)
-    return _realized(made)
+    return _realize(made)

@@ -17,7 +17,7 @@ from tinygrad import Tensor
 from tinygrad_nv.dist.collectives.functions import all_gather, part
 from tinygrad_nv.dist.mesh.mesh import Mesh, current
 from tinygrad_nv.errors import TransformError
-from tinygrad_nv.transforms.trees import flattened
+from tinygrad_nv.transforms.trees import flatten
 from tinygrad_nv.transforms.vmap import axes_of, size_of, vmap
 
 
@@ -27,20 +27,20 @@ def pmap(fn: Callable[..., Any], in_axes: int | Sequence[int | None] = 0, *,
     `in_axes` as of `vmap`; results have examples in front. The number of examples must be a multiple of that
     of devices. Raises `TransformError`, `DistError`."""
     @functools.wraps(fn)
-    def mapped(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         over = current() if mesh is None else mesh
-        leaves, tree = flattened(args)
+        leaves, tree = flatten(args)
         own = tuple(in_axes) if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
         axes = axes_of(tree, own, "in_axes")
         if (n := size_of(leaves, axes)) % over.size:
             raise TransformError(f"pmap of {n} examples over {over.size} devices",
                                  f"a multiple of {over.size}", "pad the batch, or use fewer devices")
-        given = tree.filled([_cut(each, axis, over) for each, axis in zip(leaves, axes, strict=True)])
-        made, shape = flattened(vmap(fn, own)(*given))
-        if over.world is None: return shape.filled(made)
+        given = tree.fill([_cut(each, axis, over) for each, axis in zip(leaves, axes, strict=True)])
+        made, shape = flatten(vmap(fn, own)(*given))
+        if over.world is None: return shape.fill(made)
         group = over.group(*over.axes)
-        return shape.filled([all_gather(each, group, 0, f"pmap of {_name(fn)}") for each in made])
-    return mapped
+        return shape.fill([all_gather(each, group, 0, f"pmap of {_name(fn)}") for each in made])
+    return call
 
 
 def _name(fn: Any) -> str: return str(getattr(fn, "__name__", fn))

@@ -17,7 +17,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import TransformError
 from tinygrad_nv.transforms.tracing import active, concrete
-from tinygrad_nv.transforms.trees import Tree, flattened
+from tinygrad_nv.transforms.trees import Tree, flatten
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 FEWEST = 3      # steps: fewer are written down sooner than one is captured
@@ -29,15 +29,15 @@ def scan(body: Body, init: Any, xs: Any = None, length: int | None = None, *, re
     last x to the first. `xs` is a tree of Tensors [length, …]; None: x is None, and `length` says how many
     steps. The carry keeps its structure, shapes and dtypes. `unroll`: as under a transform, in one graph.
     Runs at once, else. Raises `TransformError`."""
-    inputs, tree = flattened(xs)
-    carry, state = flattened(init)
+    inputs, tree = flatten(xs)
+    carry, state = flatten(init)
     steps = _steps(inputs, length)
     carry, inputs = list(map(concrete, carry)), list(map(concrete, inputs))
     places = range(steps)[::-1] if reverse else range(steps)
     loop = _Loop(body, state, tree)
     if unroll or capturing or active() or steps < FEWEST:
-        return _unrolled(loop, carry, inputs, places)
-    return _captured(loop, carry, inputs, places)
+        return _unroll(loop, carry, inputs, places)
+    return _capture(loop, carry, inputs, places)
 
 
 def _steps(inputs: list[Tensor], length: int | None) -> int:
@@ -59,34 +59,34 @@ class _Loop:
 
     def step(self, carry: list[Tensor], x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """One step. Raises `TransformError`."""
-        made = self.body(self.state.filled(carry), self.tree.filled(x))
+        made = self.body(self.state.fill(carry), self.tree.fill(x))
         if not isinstance(made, tuple) or len(made) != 2:
-            raise TransformError(f"scan of a body that returns {flattened(made)[1]}",
+            raise TransformError(f"scan of a body that returns {flatten(made)[1]}",
                                  "a pair: the carry, and y")
-        new, state = flattened(made[0])
+        new, state = flatten(made[0])
         if state != self.state: raise TransformError(f"scan whose carry becomes {state}", f"{self.state}")
         new = list(map(concrete, new))
         for old, each in zip(carry, new, strict=True):
             if (old.shape, old.dtype) == (each.shape, each.dtype): continue
             raise TransformError(f"scan whose carry of {old.dtype} {old.shape} becomes {each.dtype} "
                                  f"{each.shape}", "the same shape and dtype", "cast what the body returns")
-        ys, self.outputs = flattened(made[1])
+        ys, self.outputs = flatten(made[1])
         return new, list(map(concrete, ys))
 
     def results(self, carry: list[Tensor], ys: list[Tensor]) -> tuple[Any, Any]:
-        """What `scan` returns."""
+        """Returns the results of `scan`."""
         assert self.outputs is not None
-        return self.state.filled(carry), self.outputs.filled(ys)
+        return self.state.fill(carry), self.outputs.fill(ys)
 
 
-def _unrolled(loop: _Loop, carry: list[Tensor], inputs: list[Tensor], places: range) -> tuple[Any, Any]:
+def _unroll(loop: _Loop, carry: list[Tensor], inputs: list[Tensor], places: range) -> tuple[Any, Any]:
     made: dict[int, list[Tensor]] = {}
     for place in places: carry, made[place] = loop.step(carry, [each[place] for each in inputs])
     columns = zip(*(made[place] for place in sorted(made)), strict=True)
     return loop.results(carry, [Tensor.stack(*column) for column in columns])
 
 
-def _captured(loop: _Loop, carry: list[Tensor], inputs: list[Tensor], places: range) -> tuple[Any, Any]:
+def _capture(loop: _Loop, carry: list[Tensor], inputs: list[Tensor], places: range) -> tuple[Any, Any]:
     state = [each.clone() for each in carry]
     if lazy := [*state, *(each for each in inputs if not each.uop.is_realized)]: Tensor.realize(*lazy)
     # what y is, from a step that is not run

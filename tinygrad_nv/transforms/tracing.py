@@ -1,6 +1,6 @@
 """Functions on tensors that are watched: what is computed from them can be told from everything else.
 
-Protocol. `entered(x)` is a Tensor of x's value behind an identity node of its own. Two inputs are two nodes,
+Protocol. `enter(x)` is a Tensor of x's value behind an identity node of its own. Two inputs are two nodes,
 even if they are one Tensor, and what a function closes over is none. `tracing(inputs)` holds while the
 function is called: what depends on the inputs is not realized, which would lose its graph, and reading its
 values raises `TransformError`. `left(results, inputs)` takes the identity nodes away, so that results are the
@@ -31,7 +31,7 @@ def concrete(x: Tensor) -> Tensor:
     return Tensor(x.uop.clone(device=Device.DEFAULT)) if x.device is None else x
 
 
-def entered(x: Tensor) -> Tensor:
+def enter(x: Tensor) -> Tensor:
     """The Tensor as an input of a trace."""
     node = concrete(x).uop
     return Tensor(UOp.maketuple(node.param_like(0)).call(node, name=f"input {next(_numbers)}").gettuple(0))
@@ -61,12 +61,12 @@ def active() -> bool:
     return bool(_live)
 
 
-def left(results: Sequence[UOp], inputs: Sequence[Tensor]) -> list[UOp]:
+def leave(results: Sequence[UOp], inputs: Sequence[Tensor]) -> list[UOp]:
     """The results with the inputs' own values in the place of their nodes."""
-    return replaced(results, {each.uop: each.uop.src[0].src[1] for each in inputs})
+    return replace_nodes(results, {each.uop: each.uop.src[0].src[1] for each in inputs})
 
 
-def replaced(nodes: Sequence[UOp], values: dict[UOp, UOp]) -> list[UOp]:
+def replace_nodes(nodes: Sequence[UOp], values: dict[UOp, UOp]) -> list[UOp]:
     """Nodes with values in the place of others."""
     if not nodes: return []
     return list(UOp.sink(*nodes).substitute(values, walk=True).src)

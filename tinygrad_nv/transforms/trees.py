@@ -1,7 +1,7 @@
 """Trees of Tensors: values with Tensors in dicts, lists, tuples, named tuples and dataclasses.
 
-Protocol. `flattened(value)` gives the Tensors in order, and a `Tree`, which is hashable where all else in the
-value is; `tree.filled(leaves)` is a value of the same structure with other leaves. What is neither a Tensor
+Protocol. `flatten(value)` gives the Tensors in order, and a `Tree`, which is hashable where all else in the
+value is; `tree.fill(leaves)` is a value of the same structure with other leaves. What is neither a Tensor
 nor one of these is kept as it is, as part of the structure. Dicts of the same keys are the same tree in any
 order.
 """
@@ -35,16 +35,16 @@ class Tree:
         """Leaves."""
         return 1 if self.is_leaf else sum(child.size for child in self.children)
 
-    def filled(self, leaves: Sequence[Any]) -> Any:
+    def fill(self, leaves: Sequence[Any]) -> Any:
         """A value with these leaves."""
         if len(leaves) != self.size:
             raise TransformError(f"{len(leaves)} values for a tree of {self.size}", f"{self.size}")
-        return self._filled(iter(leaves))
+        return self._fill(iter(leaves))
 
-    def _filled(self, leaves: Iterator[Any]) -> Any:
+    def _fill(self, leaves: Iterator[Any]) -> Any:
         if self.is_leaf: return next(leaves)
         if self.kind is None: return self.keys[0]
-        made, kind = [child._filled(leaves) for child in self.children], cast(Any, self.kind)
+        made, kind = [child._fill(leaves) for child in self.children], cast(Any, self.kind)
         if kind in _packed: return _packed[kind](made[0], self.keys[0])
         if issubclass(kind, dict): return kind(zip(self.keys, made, strict=True))
         if self.keys: return kind(**dict(zip(self.keys, made, strict=True)))
@@ -72,7 +72,7 @@ def register_tree(kind: type, unpack: Callable[[Any], tuple[Any, Any]],
     _unpacked[kind], _packed[kind] = unpack, pack
 
 
-def flattened(value: Any) -> tuple[list[Tensor], Tree]:
+def flatten(value: Any) -> tuple[list[Tensor], Tree]:
     """The Tensors in a value, and its structure."""
     leaves = list[Tensor]()
     return leaves, _tree(value, leaves)
@@ -97,15 +97,15 @@ def _tree(value: Any, leaves: list[Tensor]) -> Tree:
     return Tree(None, (value, type(value)))     # 1, True and 1.0 are equal, but not the same
 
 
-def mapped(fn: Callable[..., Any], value: Any, *others: Any) -> Any:
+def map_tree(fn: Callable[..., Any], value: Any, *others: Any) -> Any:
     """A value with `fn` of each Tensor, and of those at the same places of others."""
-    leaves, tree = flattened(value)
+    leaves, tree = flatten(value)
     rest = [same(tree, other, "a value beside it") for other in others]
-    return tree.filled([fn(*each) for each in zip(leaves, *rest, strict=True)])
+    return tree.fill([fn(*each) for each in zip(leaves, *rest, strict=True)])
 
 
 def same(tree: Tree, value: Any, what: str) -> list[Tensor]:
     """The Tensors of a value that has a structure. Raises `TransformError`."""
-    leaves, own = flattened(value)
+    leaves, own = flatten(value)
     if own != tree: raise TransformError(f"{what} is {own}", f"{tree}")
     return leaves

@@ -15,10 +15,10 @@ from tinygrad import Tensor
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import TransformError
-from tinygrad_nv.transforms.batching.functions import called
+from tinygrad_nv.transforms.batching.functions import call_function
 from tinygrad_nv.transforms.batching.graph import Batch
 from tinygrad_nv.transforms.tracing import concrete, tracing
-from tinygrad_nv.transforms.trees import Tree, flattened
+from tinygrad_nv.transforms.trees import Tree, flatten
 
 _numbers = itertools.count(1 << 31)     # of placeholders for one example
 Axis = Any      # an axis, None, or a tree of them
@@ -32,9 +32,9 @@ def vmap(fn: Callable[..., Any], in_axes: Axis = 0, out_axes: Axis = 0) -> Calla
     `out_axes`: the same of the result; None for what does not depend on the example. Raises
     `TransformError`."""
     @functools.wraps(fn)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         given = (args, kwargs)
-        leaves, tree = flattened(given)
+        leaves, tree = flatten(given)
         if isinstance(in_axes, tuple) and len(in_axes) != len(args):
             raise TransformError(f"in_axes of {len(in_axes)} axes for {len(args)} arguments",
                                  "one for each argument")
@@ -45,20 +45,20 @@ def vmap(fn: Callable[..., Any], in_axes: Axis = 0, out_axes: Axis = 0) -> Calla
         inputs = dict[UOp, UOp]()
         singles = [leaf if axis is None else _single(leaf, axis, inputs)
                    for leaf, axis in zip(values, axes, strict=True)]
-        a, k = tree.filled(singles)
+        a, k = tree.fill(singles)
         with tracing([Tensor(each) for each in inputs], "vmap"): out = fn(*a, **k)
-        results, shape = flattened(out)
-        made = Batch(inputs, n, called)
+        results, shape = flatten(out)
+        made = Batch(inputs, n, call_function)
         new = made.run([each.uop for each in results])
         ends = axes_of(shape, out_axes, "out_axes")
-        return shape.filled([_placed(Tensor(made.lifted(old.uop)) if axis is not None else old, one, axis)
+        return shape.fill([_place(Tensor(made.lift(old.uop)) if axis is not None else old, one, axis)
                              for old, one, axis in zip(results, new, ends, strict=True)])
-    return mapped
+    return call
 
 
 def _single(leaf: Tensor, axis: int, inputs: dict[UOp, UOp]) -> Tensor:
     """A tensor that stands for one example."""
-    whole = moved(leaf, axis, 0).uop
+    whole = move_axis(leaf, axis, 0).uop
     mark = UOp.param(next(_numbers), whole.dtype, tuple(whole.shape[1:]), whole.device)
     inputs[mark] = whole
     return Tensor(mark)
@@ -93,15 +93,15 @@ def size_of(leaves: Sequence[Tensor], axes: Sequence[int | None]) -> int:
     return next(iter(sizes))
 
 
-def _placed(whole: Tensor, new: UOp | None, axis: int | None) -> Tensor:
+def _place(whole: Tensor, new: UOp | None, axis: int | None) -> Tensor:
     """A result with the dimension of examples at its place."""
     if axis is None:
         if new is None: return whole
         raise TransformError("out_axes None for a result that depends on the example", "an axis for it")
-    return moved(whole, 0, axis)
+    return move_axis(whole, 0, axis)
 
 
-def moved(x: Tensor, start: int, end: int) -> Tensor:
+def move_axis(x: Tensor, start: int, end: int) -> Tensor:
     """x with one of its axes at another place."""
     order = [axis for axis in range(x.ndim) if axis != start % x.ndim]
     order.insert(end % x.ndim, start % x.ndim)

@@ -29,7 +29,7 @@ from tests.support.tile.quant_case import BF16, F32, matmul, storages
 from tests.support.tile.quant_case import TYPES as TESTED
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.quant import QTensor, types
-from tinygrad_nv.quant.sparse import compressed
+from tinygrad_nv.quant.sparse import compress
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv
 from tinygrad_nv.tile.template import GPU
 
@@ -48,7 +48,7 @@ def test_matrices_are_what_the_package_has(name: str):
     arrays = {key: data.contiguous().view(torch.uint8).numpy()
               for key, data in {**rows, "codes": packed}.items()}
     matrix = QTensor.of(type, (n, k), arrays, "CPU")
-    wanted = matrix.laid("fragments").buffers
+    wanted = matrix.with_layout("fragments").buffers
     for key, data in laid.items():
         found = wanted[key].contiguous().bitcast(types.dtypes.uint8).flatten().numpy()
         assert found.tobytes() == data.view(torch.uint8).numpy().tobytes(), key
@@ -81,7 +81,7 @@ def test_sparse_matrices_are_what_the_package_has(name: str):
     whole = torch.randint(1, 100, (n, k), dtype=bits)
     pairs = torch.randint(6, (n, k // 4))
     dense, values, metadata = sparse(dtype, whole.view(torch_dtype(dtype)), pairs)
-    wanted = compressed(whole.numpy(), dense.view(bits).numpy() != 0)
+    wanted = compress(whole.numpy(), dense.view(bits).numpy() != 0)
     assert torch.equal(dense.view(bits), torch.where(dense.view(bits) != 0, whole, 0))
     assert values.view(bits).numpy().tobytes() == wanted["values"].tobytes()
     assert metadata.numpy().tobytes() == wanted["metadata"].tobytes()

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType, dtypes
 from tests.support.tile.gemm_case import arguments, product, run, view
 from tests.support.tile.scaled_gemm_case import given as scaled_given
 from tests.support.tile.scaled_gemm_case import scaled
-from tinygrad_nv.numerics.semantics import FORMATS, Unit, dot, promoted_dot, tensor_core
+from tinygrad_nv.numerics.semantics import FORMATS, Unit, dot, promote_dot, tensor_core
 from tinygrad_nv.numerics.semantics.formats import Codes
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
@@ -61,7 +61,7 @@ def test_a_matmul_of_fp8_is_promoted_every_128(a: DType, b: DType):
     given = arguments(spec, integers=False)
     got = run(TABLE.build(spec, WGMMA.k(128), GPU("sm_90a")), spec, given, "sm_90a")
     unit = tensor_core("sm_90a", "wgmma", short(a), b=short(b))
-    assert np.array_equal(bits(got), promoted_dot(unit, *operands(spec, given)))
+    assert np.array_equal(bits(got), promote_dot(unit, *operands(spec, given)))
 
 
 def test_a_matmul_with_scales_of_groups_is_promoted_with_them():
@@ -72,5 +72,5 @@ def test_a_matmul_with_scales_of_groups_is_promoted_with_them():
     rows = view(given["a_scale"], (70, 3), (spec.a_scale.mn, spec.a_scale.k), 0).numpy()
     columns = view(given["b_scale"], (1, 3), (spec.b_scale.mn, spec.b_scale.k), 0).numpy()
     scales = (rows * columns).astype(np.float32).T[:, :, None].astype(np.float64)
-    want = promoted_dot(tensor_core("sm_90a", "wgmma", "e4m3"), *operands(spec, given), scales)
+    want = promote_dot(tensor_core("sm_90a", "wgmma", "e4m3"), *operands(spec, given), scales)
     assert np.array_equal(bits(got), want)

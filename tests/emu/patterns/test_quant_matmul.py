@@ -56,11 +56,11 @@ def test_prepared_matrices(name: str, m: int, template: str):
 def test_outer_scales_multiply(type: QType):
     """By reciprocals, to a unit of float32's last place; and by those that came last."""
     w = matrix(type)
-    made, exact = w.multiplied().dequantize().numpy(), w.dequantize().numpy()
-    assert w.multiplied().type == replace(type, divided=False, outer_last=False)
+    made, exact = w.with_multipliers().dequantize().numpy(), w.dequantize().numpy()
+    assert w.with_multipliers().type == replace(type, divided=False, outer_last=False)
     assert np.abs(made - exact).max() <= 2 ** -22 * np.abs(exact).max()
     plain = matrix(TYPES["NVFP4"])
-    assert plain.multiplied() is plain
+    assert plain.with_multipliers() is plain
 
 
 @pytest.mark.slow

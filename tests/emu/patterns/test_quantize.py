@@ -12,7 +12,7 @@ from tests.support.patterns.on_emu import emu  # noqa: F401
 from tinygrad_nv import Tensor, dtypes, explain, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import quantize, scaled_matmul
-from tinygrad_nv.quant.activations import quantized
+from tinygrad_nv.quant.activations import quantize_activations
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale, per_block_scale, per_channel_scale
 
@@ -49,7 +49,7 @@ def same(x: Tensor, element: str, block: Scale, kernels: int = 1, scale: float |
     templates = [each.template for each in explain(*outs).kernels]
     assert templates == ["quantize"] * kernels, explain(*outs)
     Tensor.realize(*outs)
-    wanted = quantized(Tensor(x.contiguous().float().numpy(), device="CPU"), element, block, scale)
+    wanted = quantize_activations(Tensor(x.contiguous().float().numpy(), device="CPU"), element, block, scale)
     for found, each in zip(outs, wanted, strict=False): equal(found, each)
 
 
@@ -91,7 +91,7 @@ def test_with_what_makes_them(element: str, block: str, way: Callable[[Tensor], 
     assert isinstance(s, Tensor)
     assert [each.template for each in explain(made, s).kernels] == ["quantize"]
     Tensor.realize(made, s)
-    wanted = quantized(Tensor(way(x).float().numpy(), device="CPU"), element, BLOCKS[block])
+    wanted = quantize_activations(Tensor(way(x).float().numpy(), device="CPU"), element, BLOCKS[block])
     for found, each in zip((made, s), wanted, strict=True): equal(found, each)
 
 
@@ -100,7 +100,8 @@ def test_symbolic_rows():
     codes, s = quantize(normed(x[:rows].reshape(1, rows, 256)), "e4m3", BLOCKS["group"])
     total = codes.eq(128).where(0, codes.cast(dtypes.int32)).sum() + (s.sum() * 0).cast(dtypes.int32)
     assert explain(total).kernels[0].template == "quantize"
-    with hooks.disabled(): wanted = quantized(normed(x)[:5].contiguous(), "e4m3", BLOCKS["group"])[0].numpy()
+    with hooks.disabled(): wanted = quantize_activations(normed(x)[:5].contiguous(), "e4m3",
+                                                         BLOCKS["group"])[0].numpy()
     assert total.item() == wanted.astype(np.int64).sum()
 
 

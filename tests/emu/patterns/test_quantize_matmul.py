@@ -13,8 +13,8 @@ from tests.support.patterns.scaled_case import Codes
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.functional import prepared, quant_matmul, quantize, scaled_matmul, sparse_matmul
 from tinygrad_nv.quant import SparseTensor
-from tinygrad_nv.quant.activations import quantized
-from tinygrad_nv.quant.sparse import compressed, two_of_four
+from tinygrad_nv.quant.activations import quantize_activations
+from tinygrad_nv.quant.sparse import compress, two_of_four
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import E4M3, INT8, Scale, per_block_scale, per_channel_scale
 
@@ -47,7 +47,7 @@ def same(make: Make, element: str, fused: bool = True, scale: float = STATIC) ->
     told = templates(codes)
     assert ("quantize" not in told) == fused, explain(codes)
     stored = make().contiguous().realize()
-    wanted = quantized(Tensor(stored.float().numpy(), device="CPU"), element, WHOLE, scale)[0]
+    wanted = quantize_activations(Tensor(stored.float().numpy(), device="CPU"), element, WHOLE, scale)[0]
     np.testing.assert_array_equal(bits(codes), bits(wanted))
     assert codes.shape == stored.shape
     assert np.unique(wanted.numpy()).size > 8       # not all at the ends
@@ -134,7 +134,7 @@ def test_quantised_and_sparse_matrices(element: str):
     w, x = prepared(QTensor.of(INT8 @ per_channel_scale(), (64, 128), arrays, "EMU")), floats(5, 128)
     assert same(lambda: quant_matmul(x, w).silu(), element) == ["quant_gemv"]
     dense = rng.integers(-3, 4, (64, 128)).astype(np.float16)
-    sparse = SparseTensor.of(F16, (64, 128), compressed(dense, two_of_four(np.abs(dense))), "EMU")
+    sparse = SparseTensor.of(F16, (64, 128), compress(dense, two_of_four(np.abs(dense))), "EMU")
     half = floats(16, 128, dtype=F16)
     assert same(lambda: sparse_matmul(half, sparse).silu(), element) == ["sparse_wgmma"]
 
@@ -168,7 +168,7 @@ def test_what_a_template_cannot_store(monkeypatch: pytest.MonkeyPatch):
     codes = quantize(make(), "e4m3", WHOLE, STATIC)[0]
     assert templates(codes)[0] == "mma"
     assert "begin with sm_89" in str(explain(codes))
-    wanted = quantized(Tensor(make().float().numpy(), device="CPU"), "e4m3", WHOLE, STATIC)[0]
+    wanted = quantize_activations(Tensor(make().float().numpy(), device="CPU"), "e4m3", WHOLE, STATIC)[0]
     np.testing.assert_array_equal(bits(codes), bits(wanted))
 
 
@@ -183,7 +183,8 @@ def test_a_result_with_other_users_is_stored(element: str):
         Tensor.realize(codes, total)
         alone = make().contiguous().realize()
         np.testing.assert_array_equal(total.float().numpy(), 2 * alone.float().numpy())
-        wanted = quantized(Tensor(alone.silu().float().numpy(), device="CPU"), element, WHOLE, STATIC)[0]
+        wanted = quantize_activations(Tensor(alone.silu().float().numpy(), device="CPU"), element, WHOLE,
+                                      STATIC)[0]
         np.testing.assert_array_equal(bits(codes), bits(wanted))
 
 
@@ -193,7 +194,8 @@ def test_a_value_between_with_other_users_is_stored():
     codes, total = quantize(hidden * 0.5, "int8", WHOLE, STATIC)[0], hidden.sum()
     assert "quantize" in templates(codes, total)
     stored = (make() + 1).contiguous().realize()
-    wanted = quantized(Tensor((stored * 0.5).float().numpy(), device="CPU"), "int8", WHOLE, STATIC)[0]
+    wanted = quantize_activations(Tensor((stored * 0.5).float().numpy(), device="CPU"), "int8", WHOLE,
+                                  STATIC)[0]
     np.testing.assert_array_equal(codes.numpy(), wanted.numpy())
 
 

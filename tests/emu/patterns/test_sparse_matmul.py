@@ -11,7 +11,7 @@ from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import multiplies_sparse, sparse_matmul
-from tinygrad_nv.quant.sparse import SparseTensor, compressed, two_of_four
+from tinygrad_nv.quant.sparse import SparseTensor, compress, two_of_four
 from tinygrad_nv.quant.tensor import in_memory
 
 __all__ = ["emu"]
@@ -31,7 +31,7 @@ def bits(values: np.ndarray, dtype: DType) -> np.ndarray:
 
 def matrix(dtype: DType, device: str | None = None) -> SparseTensor:
     """With scales where elements are codes."""
-    arrays = compressed(bits(W, dtype), KEPT)
+    arrays = compress(bits(W, dtype), KEPT)
     if dtype.itemsize == 1: arrays["scales"] = SCALES.astype(np.float32)
     return SparseTensor.of(dtype, (N, K), arrays, device)
 
@@ -123,4 +123,4 @@ def test_what_does_not_fit_is_refused():
                         "metadata of": lambda: SparseTensor(BF16, (N, K), w.values, w.metadata[:1])
                         }.items():
         with pytest.raises(SpecError, match=words): call()
-    with pytest.raises(ValueError, match="not two are kept"): compressed(bits(W, BF16), KEPT[:, ::-1] | KEPT)
+    with pytest.raises(ValueError, match="not two are kept"): compress(bits(W, BF16), KEPT[:, ::-1] | KEPT)

@@ -18,7 +18,7 @@ from tests.support.cpu.cpu_gemv_case import BEST, LEVELS, at_end
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant import types
-from tinygrad_nv.quant.packing import unpacked
+from tinygrad_nv.quant.packing import unpack
 from tinygrad_nv.quant.types import QType, Scale, buffers, per_group_scale
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.expression import Sum
@@ -99,9 +99,9 @@ def elements(type: QType, n: int, k: int, given: Arrays) -> np.ndarray:
     codes = given["codes"].reshape(n, -1)
     if type.bits == 8: values = numbers_of(given["codes"], type.element.dtype, (n, k))
     else:
-        whole = unpacked(codes, type.low_bits).astype(np.int32)
+        whole = unpack(codes, type.low_bits).astype(np.int32)
         if "high" in given:
-            high = unpacked(given["high"].reshape(n, -1), type.bits - type.low_bits)
+            high = unpack(given["high"].reshape(n, -1), type.bits - type.low_bits)
             whole += high.astype(np.int32) << type.low_bits
         values = np.float32(type.element.values)[whole] if type.element.values else whole.astype(np.float32)
     values = values - np.float32(type.shift)
@@ -129,7 +129,7 @@ def tiles(type: QType, n: int, k: int, given: Arrays) -> Arrays:
         else:
             bits = type.low_bits if name == "codes" else type.bits - type.low_bits
             each, to = 8 // bits, np.zeros(shape, np.uint8)
-            for row, codes in enumerate(unpacked(given[name].reshape(n, -1), bits)):
+            for row, codes in enumerate(unpack(given[name].reshape(n, -1), bits)):
                 for column, code in enumerate(codes):
                     at = row // 16, column // (4 * each), row % 16, column % 4
                     to[at] |= code << np.uint8(column % (4 * each) // 4 * bits)

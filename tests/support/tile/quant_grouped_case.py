@@ -78,7 +78,7 @@ def _stack(spec: QuantGroupedSpec, whole: bool) -> tuple[Given, torch.Tensor]:
     with hooks.disabled():
         rows = {name: _tensor(np.concatenate([buffers[name] for buffers in each]), shape, dtype)
                 for name, (shape, dtype) in stack_buffers(type, spec.stack).items()}
-        laid = QStack(type, spec.stack, rows).laid("fragments").buffers
+        laid = QStack(type, spec.stack, rows).with_layout("fragments").buffers
         made = {name: torch.from_numpy(x.bitcast(dtypes.uint8).flatten().numpy()) for name, x in laid.items()}
     return made, torch.from_numpy(matrices).view(one.groups, one.n, k)
 

@@ -8,7 +8,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tests.support.tile.reference_case import Given
 from tests.support.tile.reference_case import storages as plain
-from tinygrad_nv.quant.sparse import codes_of, packed, two_of_four
+from tinygrad_nv.quant.sparse import codes_of, pack_metadata, two_of_four
 from tinygrad_nv.tile.expression import Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
@@ -30,6 +30,6 @@ def storages(spec: SparseGemmSpec, seed: int = 0, whole: bool = False) -> Given:
     """The arguments."""
     made, (n, k) = plain(spec, seed, whole), spec.shape
     kept = two_of_four(np.random.default_rng(seed).random((n, k)))
-    metadata = packed(codes_of(kept), spec.gemm.a.dtype.itemsize)
+    metadata = pack_metadata(codes_of(kept), spec.gemm.a.dtype.itemsize)
     made["metadata"].copy_(torch.from_numpy(metadata.reshape(-1)))
     return made

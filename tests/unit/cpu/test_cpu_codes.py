@@ -90,7 +90,7 @@ def test_the_reference():
     arrays = {"codes": w.astype(np.int8), "scales": np.ones((20, 1), np.float32)}
     stored = QTensor.of(TYPE, w.shape, arrays, "CPU")
     a = np.pad(x, ((0, 0), (0, 5))).astype(np.int8).reshape(-1)
-    given = {"a": Tensor(a, device="CPU"), "codes": stored.laid("tiles").buffers["codes"].flatten()}
+    given = {"a": Tensor(a, device="CPU"), "codes": stored.with_layout("tiles").buffers["codes"].flatten()}
     np.testing.assert_array_equal(TABLE.reference(spec, given)[0].numpy(), x @ w.T)
 
 

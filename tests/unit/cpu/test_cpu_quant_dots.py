@@ -32,7 +32,7 @@ from tinygrad_nv.cpu.quant_gemm import byte_panels
 from tinygrad_nv.explain import explain
 from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
 from tinygrad_nv.quant import types
-from tinygrad_nv.quant.readers.online import SCHEMES, quantised
+from tinygrad_nv.quant.readers.online import SCHEMES, quantise
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import QType
 from tinygrad_nv.tile.templates import TABLE
@@ -276,7 +276,7 @@ def test_the_reference_is_what_kernels_compute(int8: bool):
     x = RNG(0).standard_normal((m, k)).astype(np.float32)
     got = run(built(spec), spec, x, tiles(type, n, k, given))
     with Context(DEV="CPU"), disabled():
-        w = QTensor.of(type, (n, k), given).laid("tiles")
+        w = QTensor.of(type, (n, k), given).with_layout("tiles")
         matrix = {name: each.flatten() for name, each in w.buffers.items()}
         made, = TABLE.reference(spec, {"a": Tensor(x).flatten(), **matrix})
         np.testing.assert_allclose(got, made.numpy(), rtol=1e-5, atol=1e-4)
@@ -306,7 +306,7 @@ def test_columns_that_fill_no_block(k: int):
     """Blocks of 128 columns, of which the last has 64: as fp8 directories have them."""
     type = SCHEMES["fp8_per_block"]
     w, x = (RNG(rows).standard_normal((rows, k)).astype(np.float32) for rows in (128, 3))
-    matrix = QTensor.of(type, (128, k), quantised(type, "w", lambda _: w), "CPU")
+    matrix = QTensor.of(type, (128, k), quantise(type, "w", lambda _: w), "CPU")
     made = quant_matmul(Tensor(x, device="CPU").realize(), prepared(matrix))
     assert [kernel.template for kernel in explain(made).kernels] == ["quant_dots"]
     exact = matrix.dequantize().numpy().astype(np.float64)

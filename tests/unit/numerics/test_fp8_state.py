@@ -6,7 +6,7 @@ import pytest
 
 from tinygrad_nv import Tensor, TinyJit, dtypes
 from tinygrad_nv.numerics import RECIPES, DelayedScaling, Float8BlockScaling, HighPrecision
-from tinygrad_nv.numerics.fp8 import Fp8State, named_counters
+from tinygrad_nv.numerics.fp8 import Fp8State, name_counters
 
 MOST = np.array([448, 448, 57344], np.float32)
 
@@ -50,7 +50,7 @@ def test_scales_are_those_of_transformer_engine(how: DelayedScaling):
 
 
 def test_counters_have_names():
-    found = named_counters(np.arange(6.0).reshape(2, 3))
+    found = name_counters(np.arange(6.0).reshape(2, 3))
     assert found == {"fp8_clamped_activation": 0, "fp8_clamped_weight": 1, "fp8_clamped_gradient": 2,
                      "fp8_flushed_activation": 3, "fp8_flushed_weight": 4, "fp8_flushed_gradient": 5}
 

@@ -30,7 +30,7 @@ def test_the_same_bits(log: Path):
     made = record(log, replay_case.step, rows(3, 64), scale=2.0)
     found = read(log)
     assert [run.layer for run in found.kernels] == ["blocks.0", "blocks.1"]
-    assert found.header.what["function"] == "replay_case:step"
+    assert found.header.what["function"] == "tests.support.numerics.replay_case:step"
     assert (log.with_name("run.log.safetensors")).is_file()
     assert made.shape == (3, 48)
     report = replay(log)

@@ -18,7 +18,7 @@ from tests.unit.cpu.test_cpu_amx import tile_kernel
 from tests.unit.cpu.test_cpu_gemm import PLAIN, scheduled
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.numerics.semantics import FORMATS, apply, convert, decode, dot, encode, promoted_dot
+from tinygrad_nv.numerics.semantics import FORMATS, apply, convert, decode, dot, encode, promote_dot
 from tinygrad_nv.numerics.semantics.formats import Codes
 from tinygrad_nv.numerics.semantics.units import Chain, Pairs, Tile
 from tinygrad_nv.runtime.cpu.program import load
@@ -150,5 +150,5 @@ def test_a_kernel_of_the_cpu_sums_blocks_of_k(dtype: Any, level: ISA, unit: Chai
     got = run(load(gemm.build(spec, schedule)), spec, given)
     codes = [given[name].view(33 if name == "a" else 40, 300).view(torch.uint8).numpy().view(unit.a.kind)
              for name in "ab"]
-    want = promoted_dot(unit, codes[0], codes[1].T, every=schedule.block_k)
+    want = promote_dot(unit, codes[0], codes[1].T, every=schedule.block_k)
     assert np.array_equal(got.float().numpy().view(np.uint32), want)

@@ -22,7 +22,7 @@ from tinygrad_nv.onnx.elements import (
     dtype_of,
     kind_of,
     name_of,
-    rounded,
+    round_to_minifloat,
     to_numpy,
 )
 
@@ -105,7 +105,7 @@ def test_floats_of_few_bits_are_those_of_ml_dtypes(kind: int, saturate: bool):
     every = every[np.isfinite(every) & (np.abs(every) < 1e9)]
     limit = float(ml_dtypes.finfo(dtype).max)
     wanted = (np.clip(every, -limit, limit) if saturate else every).astype(dtype).astype(np.float32)
-    np.testing.assert_array_equal(rounded(Tensor(every), kind, saturate).numpy(), wanted)
+    np.testing.assert_array_equal(round_to_minifloat(Tensor(every), kind, saturate).numpy(), wanted)
 
 
 def test_sequences_and_strings():

@@ -9,7 +9,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from tinygrad import Tensor
 
-from tinygrad_nv.quant.activations import e4m3_bits, quantized, rounded, to_e4m3
+from tinygrad_nv.quant.activations import e4m3_bits, quantize_activations, round_activations, to_e4m3
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.types import Scale
 
@@ -27,7 +27,7 @@ def test_dynamic_scales(element: str, strategy: str):
                             strategy=strategy, dynamic=True, group_size=32 if strategy == "group" else None)
     scale, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Module())
     wanted = fake_quantize(x, scale, zero, args)
-    found = rounded(Tensor(x.numpy()), Activations(element, SCALES[strategy])).numpy()
+    found = round_activations(Tensor(x.numpy()), Activations(element, SCALES[strategy])).numpy()
     np.testing.assert_array_equal(found, wanted.numpy())
 
 
@@ -39,16 +39,16 @@ def test_the_last_block_may_be_short(element: str):
     x = np.random.default_rng(0).standard_normal((3, 80)).astype(np.float32)
     more = np.pad(x, ((0, 0), (0, 16)))
     how = Activations(element, SCALES["group"])
-    found, wanted = (rounded(Tensor(each), how).numpy()[:, :80] for each in (x, more))
+    found, wanted = (round_activations(Tensor(each), how).numpy()[:, :80] for each in (x, more))
     np.testing.assert_array_equal(found, wanted)
-    found, wanted = (quantized(Tensor(each), element, SCALES["group"]) for each in (x, more))
+    found, wanted = (quantize_activations(Tensor(each), element, SCALES["group"]) for each in (x, more))
     np.testing.assert_array_equal(found[0].numpy(), wanted[0].numpy()[:, :80])
     np.testing.assert_array_equal(found[1].numpy(), wanted[1].numpy())
 
 
 def test_a_static_scale():
     x = np.linspace(-3, 3, 64, dtype=np.float32).reshape(2, 32)
-    found = rounded(Tensor(x), Activations("int8", Scale(0, 0), True), 0.015625).numpy()
+    found = round_activations(Tensor(x), Activations("int8", Scale(0, 0), True), 0.015625).numpy()
     np.testing.assert_array_equal(found, np.clip(np.rint(x * 64), -128, 127) / 64)
 
 
@@ -68,10 +68,10 @@ def test_e4m3_is_torchs():
 def test_codes_are_what_is_rounded_to(element: str, strategy: str):
     """Codes times scales, bit for bit."""
     x = Tensor((np.random.default_rng(0).standard_normal((2, 9, 96)) * 3).astype(np.float32))
-    codes, scales = (each.numpy() for each in quantized(x, element, SCALES[strategy]))
+    codes, scales = (each.numpy() for each in quantize_activations(x, element, SCALES[strategy]))
     values = codes.astype(np.float32) if element == "int8" else \
         torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
     assert scales.shape == {"token": (2, 9, 1), "tensor": (1, 1, 1), "group": (2, 9, 3)}[strategy]
     made = values.reshape(2, 9, scales.shape[-1], -1) * scales[..., None]
-    wanted = rounded(x, Activations(element, SCALES[strategy])).numpy()
+    wanted = round_activations(x, Activations(element, SCALES[strategy])).numpy()
     np.testing.assert_array_equal(made.reshape(2, 9, 96), wanted)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.quantize.gptq import DAMPING, gptq, inverse_factor
-from tinygrad_nv.quantize.rounding import rounded
+from tinygrad_nv.quantize.rounding import round_matrix
 from tinygrad_nv.quantize.schemes import Options, Scheme, scheme_of
 
 N, K, GROUP = 24, 192, 32
@@ -77,7 +77,7 @@ def test_it_is_optimal_brain_quantisation(drawn: tuple[np.ndarray, np.ndarray], 
     # a number between two codes may still go to the other in float32, and what follows it in the row differs
     assert (found.codes == codes).all(1).mean() > 0.9
     assert error(w, found.matrix, x) == pytest.approx(error(w, made, x), rel=1e-3)
-    nearest = rounded(replace(kind, method="rtn", order=""), w, exact)
+    nearest = round_matrix(replace(kind, method="rtn", order=""), w, exact)
     assert error(w, found.matrix, x) < 0.5 * error(w, nearest.matrix, x)
 
 
@@ -97,7 +97,7 @@ def test_a_channel_has_one_scale(drawn: tuple[np.ndarray, np.ndarray]):
     """The last columns beyond a block of 128, and codes of 8 bits, whose error is far smaller."""
     w, x = drawn
     kind = scheme_of("w8a8", Options(method="gptq"))
-    found, nearest = gptq(kind, w, x.T @ x, exact), rounded(kind, w, exact)
+    found, nearest = gptq(kind, w, x.T @ x, exact), round_matrix(kind, w, exact)
     assert found.scales.shape == (N, 1)
     assert error(w, found.matrix, x) < 0.5 * error(w, nearest.matrix, x)
 
@@ -117,5 +117,6 @@ def test_inputs_that_are_always_0(drawn: tuple[np.ndarray, np.ndarray]):
     silent = x * (np.arange(K) % 3 > 0)
     found = gptq(scheme("weight"), w, silent.T @ silent, exact)
     assert np.isfinite(found.matrix).all()
-    assert error(w, found.matrix, silent) < 0.5 * error(w, rounded(scheme("weight"), w, exact).matrix, silent)
+    assert error(w, found.matrix, silent) < 0.5 * error(w, round_matrix(scheme("weight"), w, exact).matrix,
+                                                        silent)
     assert not gptq(scheme("none"), w, np.zeros((K, K)), exact).codes.any()

@@ -12,8 +12,8 @@ from tests.support.cpu.cpu_quant_case import TYPES, bits_of, numbers_of, stored
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.layouts import rows_of
-from tinygrad_nv.quant.packing import unpacked
-from tinygrad_nv.quant.tensor import QTensor, dequantized
+from tinygrad_nv.quant.packing import unpack
+from tinygrad_nv.quant.tensor import QTensor, dequantize
 from tinygrad_nv.quant.types import QType, buffers
 
 SINGLE = {name: type for name, type in TYPES.items() if all(
@@ -30,7 +30,7 @@ def fragments(type: QType, n: int, k: int, given: Arrays) -> Arrays:
         elif name in ("codes", "high"):
             bits = type.low_bits if name == "codes" else type.bits - type.low_bits
             words = np.zeros((*shape[:-1], shape[-1] // 4), np.uint32)
-            for row, codes in enumerate(unpacked(given[name].reshape(n, -1), bits)):
+            for row, codes in enumerate(unpack(given[name].reshape(n, -1), bits)):
                 for column, code in enumerate(codes): put(words, row, column, int(code), bits, type.unit)
             made[name] = words.reshape(-1).view(np.uint8)
         else:
@@ -58,7 +58,7 @@ def test_fragments(name: str):
     n, k = 21, 512 if type.outer is not None else 96
     given = stored(type, n, k, 1)
     w = QTensor.of(type, (n, k), given)
-    made = w.laid("fragments")
+    made = w.with_layout("fragments")
     for each, wanted in fragments(type, n, k, given).items():
         np.testing.assert_array_equal(made.buffers[each].bitcast(dtypes.uint8).numpy().reshape(-1), wanted)
     np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
@@ -69,10 +69,10 @@ def test_fragments(name: str):
 def test_scales_of_single_rows(name: str):
     type, (n, k) = TYPES[name], (130, 256)
     w = QTensor.of(type, (n, k), stored(type, n, k, 1))
-    with pytest.raises(SpecError, match="single rows"): w.laid("fragments")
+    with pytest.raises(SpecError, match="single rows"): w.with_layout("fragments")
     single = w.of_rows()
     assert {scale.rows for scale in (single.type.scale, single.type.outer) if scale is not None} == {1}
-    for made in (single, single.laid("fragments")):
+    for made in (single, single.with_layout("fragments")):
         np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
 
 
@@ -82,10 +82,10 @@ def test_scales_of_single_rows(name: str):
 def test_single_rows(name: str, layout: types.Layout):
     type, (n, k) = SINGLE[name], (35, 512)
     w = QTensor.of(type, (n, k), stored(type, n, k, 1))
-    laid, rows = w.laid(layout), Tensor([0, 34, 9, 8, 7, 16, 9])
+    laid, rows = w.with_layout(layout), Tensor([0, 34, 9, 8, 7, 16, 9])
     given = {each: rows_of(laid.type, each, data, rows, k, lambda lines, at: lines[at])
              for each, data in laid.buffers.items()}
-    made = dequantized(type, (7, k), given).numpy()
+    made = dequantize(type, (7, k), given).numpy()
     np.testing.assert_array_equal(made, w.dequantize().numpy()[rows.numpy()])
 
 
@@ -113,5 +113,5 @@ def test_each_buffer_has_memory_of_its_own(name: str):
     type, n = SINGLE[name], 32
     k = 256 if type.scale is None or not type.scale.columns else type.scale.columns
     if type.outer is not None: k = 256
-    made = QTensor.of(type, (n, k), stored(type, n, k, 1)).laid("tiles")
+    made = QTensor.of(type, (n, k), stored(type, n, k, 1)).with_layout("tiles")
     assert all(each.uop.has_buffer_identity() and each.uop.is_realized for each in made.buffers.values())

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.quant import directory_case
 from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.quantize import network
-from tinygrad_nv.quantize.network import Source, advanced, batches
+from tinygrad_nv.quantize.network import Source, advance, batches
 
 LENGTHS = (33, 2, 17)
 IDS = np.random.default_rng(0).integers(0, 256, sum(LENGTHS))
@@ -23,8 +23,8 @@ IDS = np.random.default_rng(0).integers(0, 256, sum(LENGTHS))
 
 def logits(directory: Path) -> np.ndarray:
     source = Source(directory, max(LENGTHS))
-    x = source.embedded(IDS)
-    for index in range(source.config.num_layers): advanced(source.block(index), x, LENGTHS)
+    x = source.embed(IDS)
+    for index in range(source.config.num_layers): advance(source.block(index), x, LENGTHS)
     return source.head()(x)
 
 

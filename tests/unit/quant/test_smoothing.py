@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.quantize.network import DOWN, GATE, LINEARS, UP, Block, K, O, Q, Source, V
-from tinygrad_nv.quantize.rounding import rounded
+from tinygrad_nv.quantize.rounding import round_matrix
 from tinygrad_nv.quantize.schemes import Options, Scheme, scheme_of
-from tinygrad_nv.quantize.smoothing import Inputs, scaled
+from tinygrad_nv.quantize.smoothing import Inputs, scale_block
 
 LENGTHS = (40, 24)
 AWQ = scheme_of("w4a16", Options(32, symmetric=False, method="awq"))
@@ -48,7 +48,7 @@ def drawn(request: pytest.FixtureRequest, make_model) -> tuple[Block, np.ndarray
     ids=["llama", "qwen2", "qwen3", "gemma", "no groups", "biases"], indirect=True)
 def test_the_layer_computes_what_it_did(drawn: tuple[Block, np.ndarray], scheme: Scheme):
     block, x = drawn
-    change = scaled(scheme, block, inputs_of(block, x), LINEARS, exact)
+    change = scale_block(scheme, block, inputs_of(block, x), LINEARS, exact)
     wanted, found = block(x, LENGTHS), change.block(x, LENGTHS)
     np.testing.assert_allclose(found, wanted, atol=2e-5 * float(np.abs(wanted).max()), rtol=0)
     assert {O, DOWN, GATE, Q} <= change.scales.keys() if scheme is AWQ else \
@@ -61,19 +61,19 @@ def test_the_layer_computes_what_it_did(drawn: tuple[Block, np.ndarray], scheme:
 
 def error(scheme: Scheme, block: Block, x: np.ndarray, name: str) -> float:
     w, inputs = block.linears[name].weight, seen(block, x)[name]
-    made = rounded(scheme, w, exact).matrix
+    made = round_matrix(scheme, w, exact).matrix
     return float(np.linalg.norm(inputs @ (made - w).T) / np.linalg.norm(inputs @ w.T))
 
 
 def test_awq_rounds_with_less_error(drawn: tuple[Block, np.ndarray]):
     block, x = drawn
-    change = scaled(AWQ, block, inputs_of(block, x), LINEARS, exact)
+    change = scale_block(AWQ, block, inputs_of(block, x), LINEARS, exact)
     assert error(AWQ, change.block, x, GATE) < 0.9 * error(AWQ, block, x, GATE)
 
 
 def test_smoothquant_makes_inputs_alike(drawn: tuple[Block, np.ndarray]):
     block, x = drawn
-    change = scaled(SMOOTH, block, inputs_of(block, x), LINEARS, exact)
+    change = scale_block(SMOOTH, block, inputs_of(block, x), LINEARS, exact)
     before, after = (np.abs(seen(each, x)[GATE]).max(0) for each in (block, change.block))
     assert after.max() / np.median(after) < 0.6 * before.max() / np.median(before)
 
@@ -81,7 +81,7 @@ def test_smoothquant_makes_inputs_alike(drawn: tuple[Block, np.ndarray]):
 def test_norms_are_rounded_and_the_matrices_make_up_for_it(drawn: tuple[Block, np.ndarray]):
     def coarse(values: np.ndarray) -> np.ndarray: return values.astype(np.float16).astype(np.float32)
     block, x = drawn
-    change = scaled(SMOOTH, block, inputs_of(block, x), LINEARS, coarse)
+    change = scale_block(SMOOTH, block, inputs_of(block, x), LINEARS, coarse)
     for norm in change.block.norms.values(): assert np.array_equal(norm, coarse(norm))
     wanted = block(x, LENGTHS)
     np.testing.assert_allclose(change.block(x, LENGTHS), wanted, rtol=0,
@@ -91,6 +91,6 @@ def test_norms_are_rounded_and_the_matrices_make_up_for_it(drawn: tuple[Block, n
 def test_a_norm_of_an_ignored_layer_stays(drawn: tuple[Block, np.ndarray]):
     block, x = drawn
     chosen = [name for name in LINEARS if name not in (K, UP)]
-    change = scaled(AWQ, block, inputs_of(block, x), chosen, exact)
+    change = scale_block(AWQ, block, inputs_of(block, x), chosen, exact)
     assert change.scales.keys() == {O}
     assert all(change.block.norms[name] is each for name, each in block.norms.items())

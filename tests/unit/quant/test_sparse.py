@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.quant.sparse import SparseTensor, codes_of, compressed, packed, two_of_four
+from tinygrad_nv.quant.sparse import SparseTensor, codes_of, compress, pack_metadata, two_of_four
 
 
 def test_the_two_largest_are_kept():
@@ -23,7 +23,7 @@ def test_the_two_largest_are_kept():
 def test_a_matrix_comes_back(dtype, kind, shape: tuple[int, int]):
     w = np.random.default_rng(1).integers(-9, 10, shape).astype(kind)
     kept = two_of_four(np.abs(w.astype(np.float32)))
-    arrays = compressed(w, kept) | {"scales": 2.0 ** (np.arange(shape[0], dtype=np.float32) % 8)[:, None]}
+    arrays = compress(w, kept) | {"scales": 2.0 ** (np.arange(shape[0], dtype=np.float32) % 8)[:, None]}
     made = SparseTensor.of(dtype, shape, arrays, "CPU")
     assert isinstance(made.values, Tensor)
     assert made.values.shape == (shape[0], shape[1] // 2)
@@ -36,7 +36,7 @@ def test_metadata_of_lanes():
     kept = np.tile([True, True, False, False], (16, 16))
     kept[9, 20:24] = [True, False, True, False]
     for itemsize, lane, place in ((2, 4 + 1, 16 + 4), (1, 4 + 1, 20)):
-        words = packed(codes_of(kept), itemsize).reshape(32)
+        words = pack_metadata(codes_of(kept), itemsize).reshape(32)
         wanted = np.full(32, 0x44444444, np.uint32)
         wanted[lane] ^= (0b0100 ^ 0b1000) << place
         np.testing.assert_array_equal(words, wanted)

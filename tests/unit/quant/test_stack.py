@@ -34,7 +34,7 @@ def made(type: QType) -> tuple[QStack, np.ndarray]:
 def test_layouts(layout: types.Layout):
     stack, wanted = made(MXFP4)
     assert np.array_equal(stack.dequantize().numpy(), wanted)
-    assert np.array_equal(stack.laid(layout).dequantize().numpy(), wanted)
+    assert np.array_equal(stack.with_layout(layout).dequantize().numpy(), wanted)
 
 
 @pytest.mark.sampled(1)
@@ -42,6 +42,6 @@ def test_layouts(layout: types.Layout):
 def test_outer_scales_that_multiply(type: QType):
     """Within a unit of float32's last place for the reciprocal, and one for each multiplication."""
     stack, _ = made(type)
-    wanted, found = stack.dequantize().numpy(), stack.multiplied()
-    assert found.type == type.multiplied()
+    wanted, found = stack.dequantize().numpy(), stack.with_multipliers()
+    assert found.type == type.with_multipliers()
     np.testing.assert_allclose(found.dequantize().numpy(), wanted, rtol=3 * 2.0**-23, atol=0)

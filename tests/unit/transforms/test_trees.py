@@ -8,7 +8,7 @@ import pytest
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import TransformError
-from tinygrad_nv.transforms import flattened, grad, jit, mapped, register_tree, vmap
+from tinygrad_nv.transforms import flatten, grad, jit, map_tree, register_tree, vmap
 
 
 class Pair(NamedTuple):
@@ -44,9 +44,9 @@ X, Y = Tensor([1.0]), Tensor([2.0])
     ({"b": X, "a": Y}, 2, "{a: Tensor, b: Tensor}"), (Pair(X, [Y]), 2, "Pair(a: Tensor, b: [Tensor])"),
     (State(X, 4), 1, "State(h: Tensor, step: 4)"), (Cache(X, Y, "here"), 2, "Cache(here: (Tensor, Tensor))")])
 def test_leaves_and_back(value: Any, count: int, shown: str):
-    leaves, tree = flattened(value)
+    leaves, tree = flatten(value)
     assert (len(leaves), tree.size, str(tree)) == (count, count, shown)
-    again, same = flattened(tree.filled(leaves))
+    again, same = flatten(tree.filled(leaves))
     assert same == tree
     assert hash(same) == hash(tree)
     assert all(a is b for a, b in zip(again, leaves, strict=True))
@@ -54,18 +54,18 @@ def test_leaves_and_back(value: Any, count: int, shown: str):
 
 
 def test_what_is_equal():
-    assert flattened({"a": X, "b": Y})[1] == flattened({"b": Y, "a": X})[1]
-    assert [each is X for each in flattened({"b": Y, "a": X})[0]] == [True, False]
-    assert flattened([X])[1] != flattened((X,))[1]
-    assert flattened(1)[1] != flattened(True)[1]
+    assert flatten({"a": X, "b": Y})[1] == flatten({"b": Y, "a": X})[1]
+    assert [each is X for each in flatten({"b": Y, "a": X})[0]] == [True, False]
+    assert flatten([X])[1] != flatten((X,))[1]
+    assert flatten(1)[1] != flatten(True)[1]
     options = Options()
-    assert flattened(options)[1].filled([]) is options
-    with pytest.raises(TransformError, match="1 values for a tree of 2"): flattened([X, Y])[1].filled([X])
+    assert flatten(options)[1].filled([]) is options
+    with pytest.raises(TransformError, match="1 values for a tree of 2"): flatten([X, Y])[1].filled([X])
 
 
 def test_mapped():
-    assert mapped(lambda a, b: a + b, {"a": X}, {"a": Y})["a"].item() == 3
-    with pytest.raises(TransformError, match="a value beside it"): mapped(lambda a, b: a, [X], (X,))
+    assert map_tree(lambda a, b: a + b, {"a": X}, {"a": Y})["a"].item() == 3
+    with pytest.raises(TransformError, match="a value beside it"): map_tree(lambda a, b: a, [X], (X,))
 
 
 def test_registered_classes_in_transforms():

@@ -20,7 +20,7 @@ from tinygrad_nv.numerics.replay.log import KernelRun, Log
 
 @dataclass(frozen=True)
 class Parted:
-    """Where two runs part. `number` counts the kernels of the recorded run's thread, from 1."""
+    """The kernel at which two runs part. `number` counts the kernels of the recorded run's thread, from 1."""
     number: int
     what: str
     before: KernelRun | None
@@ -38,8 +38,7 @@ class Parted:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a replay: `kernels` that ran, those `rewritten` with the same bits, where it `parted`;
-    `changed` versions as recorded and now."""
+    """Result of a replay: `kernels` that ran, those `rewritten` with the same bits, where it `parted`;"""
     kernels: int
     rewritten: int = 0
     parted: Parted | None = None
@@ -57,12 +56,12 @@ class Report:
         return "\n".join([str(self.parted), *told])
 
 
-def compared(recorded: Log, now: Sequence[KernelRun], result: str, depends: Mapping[str, str]) -> Report:
+def compare(recorded: Log, now: Sequence[KernelRun], result: str, depends: Mapping[str, str]) -> Report:
     """The report of a replay with these kernels and this result, where kernels depend on these versions and
     settings."""
     old, new = _threads(recorded.kernels), _threads(now)
     parted = [found for name in dict.fromkeys((*old, *new))
-              if (found := _parted(old.get(name, []), new.get(name, []))) is not None]
+              if (found := _find_parting(old.get(name, []), new.get(name, []))) is not None]
     first = min(parted, key=lambda each: each.number, default=None)
     if first is None and result != recorded.result:
         first = Parted(len(now), "the same bits of every kernel, and another result", None, None)
@@ -80,7 +79,7 @@ def _threads(runs: Sequence[KernelRun]) -> dict[str, list[KernelRun]]:
     return made
 
 
-def _parted(old: Sequence[KernelRun], new: Sequence[KernelRun]) -> Parted | None:
+def _find_parting(old: Sequence[KernelRun], new: Sequence[KernelRun]) -> Parted | None:
     for number, (before, now) in enumerate(zip(old, new, strict=False), 1):
         if what := _difference(before, now): return Parted(number, what, before, now)
     if len(old) == len(new): return None

@@ -43,7 +43,7 @@ class KernelRun:
     written: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As a line of the file has it."""
+        """Returns the run as a line of the file has it."""
         made = asdict(self)
         made["in"], made["out"] = list(made.pop("read")), list(made.pop("written"))
         return made
@@ -54,8 +54,9 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class Header:
-    """What ran: {"function": "module:name" or "file.py:name", "arguments": […], "constants": {…}}, or
-    {"command": [words]}; the seed of all generators; versions and settings that kernels depend on."""
+    """The start of a log: what ran, as {"function": "module:name" or "file.py:name", "arguments": […],
+    "constants": {…}}, or {"command": [words]}; the seed of all generators; versions and settings that kernels
+    depend on."""
     what: Mapping[str, Any]
     seed: int
     versions: Mapping[str, str]
@@ -112,7 +113,7 @@ def read(path: Path) -> Log:
                           "record one: tinygrad-nv generate --record LOG") from error
     except UnicodeDecodeError as error: raise _foreign(path) from error
     header = _header(path, lines[0] if lines else "")
-    parsed = [_parsed(path, number, line) for number, line in enumerate(lines[1:], 2)]
+    parsed = [_parse(path, number, line) for number, line in enumerate(lines[1:], 2)]
     end = parsed[-1] if parsed else {}
     if "end" not in end:
         raise ReplayError(f"{path} ends after {len(parsed)} kernels, and the run did not",
@@ -143,7 +144,7 @@ def _header(path: Path, line: str) -> Header:
     return Header(**{name: data[name] for name in fields})
 
 
-def _parsed(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
     try: data = parse_json(line)
     except ValueError as error:
         raise ReplayError(f"{path}, line {number} is cut off", "a whole log", "record it again") from error

@@ -1,10 +1,10 @@
-"""What each kernel of a run read and wrote.
+"""Records what each kernel of a run reads and writes.
 
-Protocol: `recorded(take)` calls `take(KernelRun)` after each kernel, in the order of each thread. A captured
-graph runs kernel by kernel. An operand is hashed when it is read, for a program may change memory by itself;
-one of more than `LARGE` bytes once, until a kernel or a copy writes its memory. Memory that was never written
-is hashed as it lies: on a CPU and on the emulator the same at every run. Threads have the names that they
-were given, numbered ones without their numbers. One recorder at a time.
+Protocol: `record_kernels(take)` calls `take(KernelRun)` after each kernel, in the order of each thread. A
+captured graph runs kernel by kernel. An operand is hashed when it is read, for a program may change memory by
+itself; one of more than `LARGE` bytes once, until a kernel or a copy writes its memory. Memory that was never
+written is hashed as it lies: on a CPU and on the emulator the same at every run. Threads have the names that
+they were given, numbered ones without their numbers. One recorder at a time.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Take = Callable[[KernelRun], None]
 
 
 @contextmanager
-def recorded(take: Take) -> Iterator[None]:
+def record_kernels(take: Take) -> Iterator[None]:
     """Tells `take` of each kernel inside. Raises `ReplayError` inside another."""
     try: hooks.add_execute(NAME, _Recorder(take).execute)
     except HookError as error:

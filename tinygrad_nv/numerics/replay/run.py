@@ -36,9 +36,9 @@ from tinygrad_nv import config
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.errors import NVError, ReplayError
 from tinygrad_nv.files import read_bytes
-from tinygrad_nv.numerics.replay.compare import Report, compared
+from tinygrad_nv.numerics.replay.compare import Report, compare
 from tinygrad_nv.numerics.replay.log import Header, KernelRun, Log, Writer, digest, read
-from tinygrad_nv.numerics.replay.recorder import Take, recorded
+from tinygrad_nv.numerics.replay.recorder import Take, record_kernels
 from tinygrad_nv.tile import database
 
 MOST_BYTES = 1 << 30        # of Tensors that are kept
@@ -57,7 +57,7 @@ class Recording:
 @contextlib.contextmanager
 def recording(path: str | Path, what: Mapping[str, Any], seed: int = 0, inputs: str = "",
               inputs_hash: str = "") -> Iterator[Recording]:
-    """A log whose run is `what`; kernels are those of `recorded(take)` inside. Raises `ReplayError`."""
+    """A log whose run is `what`; kernels are those of `record_kernels(take)` inside. Raises `ReplayError`."""
     writer = Writer(Path(path), Header(what, seed, versions(), settings(), inputs, inputs_hash))
     made = Recording(writer.add)
     try:
@@ -71,7 +71,7 @@ def record(path: str | Path, fn: Callable[..., Any], *args: Any, seed: int = 0, 
     function that cannot be found again, and for arguments that are neither Tensors nor JSON."""
     where = Path(path)
     tensors = {str(i): each for i, each in enumerate(args) if isinstance(each, Tensor)}
-    what = {"function": _named(fn), "constants": _plain("a keyword argument", constants),
+    what = {"function": _name_of(fn), "constants": _plain("a keyword argument", constants),
             "arguments": [None if str(i) in tensors else _plain(f"argument {i + 1}", each)
                           for i, each in enumerate(args)],
             "devices": {name: str(each.device) for name, each in tensors.items()}}
@@ -80,10 +80,10 @@ def record(path: str | Path, fn: Callable[..., Any], *args: Any, seed: int = 0, 
         if (nbytes := sum(each.nbytes() for each in tensors.values())) > MOST_BYTES:
             raise ReplayError(f"arguments of {nbytes} bytes", f"at most {MOST_BYTES}, which are kept whole",
                               "have the function load what is large: it is hashed where it is read")
-        inputs = _kept(kept, tensors)
+        inputs = _save_arguments(kept, tensors)
     with recording(where, what, seed, kept.name if tensors else "", inputs) as run:
         given = _arguments(what, tensors)
-        with recorded(run.take): result = _called(fn, given, constants, seed)
+        with record_kernels(run.take): result = _call(fn, given, constants, seed)
         run.result = _digest_of(result)
     return result
 
@@ -103,17 +103,17 @@ def replay(path: str | Path, fn: Callable[..., Any] | None = None,
                               "the log of a function", f"tinygrad-nv replay {path}")
         result = commands(dict(what), runs.append)
     else:
-        found = fn or _found(Path(path), what)
+        found = fn or _find(Path(path), what)
         given, constants = _arguments(what, _inputs(Path(path), log)), what.get("constants", {})
-        with recorded(runs.append): made = _called(found, given, constants, log.header.seed)
+        with record_kernels(runs.append): made = _call(found, given, constants, log.header.seed)
         result = _digest_of(made)
-    return compared(log, runs, result, {**versions(), **settings()})
+    return compare(log, runs, result, {**versions(), **settings()})
 
 
 # **** what runs depend on ****
 
 def versions() -> dict[str, str]:
-    """Of what makes kernels."""
+    """Versions of the packages that make kernels."""
     made = {name: importlib.metadata.version(name) for name in ("tinygrad_nv", "tinygrad")}
     compilers = {"C compiler": "cpu", "ptxas": "gpu"}
     for name, kind in compilers.items():
@@ -122,7 +122,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Those that kernels depend on, where they are not the defaults."""
+    """Settings that kernels depend on, where they are not the defaults."""
     every = {each.name: (config.get(each.name), each.default) for each in config.SETTINGS
              if each.name not in UNTOLD}
     return {"device": Device.DEFAULT, **{name: str(now) for name, (now, default) in every.items()
@@ -131,12 +131,12 @@ def settings() -> dict[str, str]:
 
 # **** functions ****
 
-def _named(fn: Callable[..., Any]) -> str:
-    """Where a function is found again: its module, or the file of a script, and its name."""
+def _name_of(fn: Callable[..., Any]) -> str:
+    """Returns where a function is found again: its module, or the file of a script, and its name."""
     own = inner(fn)
     module, name = getattr(own, "__module__", ""), getattr(own, "__qualname__", "")
     loaded = sys.modules.get(module)
-    if loaded is None or not name or "<" in name or _looked_up(loaded, name) is None:
+    if loaded is None or not name or "<" in name or _look_up(loaded, name) is None:
         raise ReplayError(f"{name or fn!r} cannot be found again by its name",
                           "a function that a module or a script defines", "move it out of what encloses it")
     file = getattr(loaded, "__file__", None)
@@ -149,11 +149,11 @@ def inner(fn: Callable[..., Any]) -> Any:
     return fn
 
 
-def _looked_up(module: Any, name: str) -> Any:
+def _look_up(module: Any, name: str) -> Any:
     return functools.reduce(lambda at, part: getattr(at, part, None), name.split("."), module)
 
 
-def _found(log: Path, what: Mapping[str, Any]) -> Callable[..., Any]:
+def _find(log: Path, what: Mapping[str, Any]) -> Callable[..., Any]:
     """The function of a log."""
     place, _, name = str(what.get("function", "")).rpartition(":")
     try: module = _of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -161,7 +161,7 @@ def _found(log: Path, what: Mapping[str, Any]) -> Callable[..., Any]:
         raise ReplayError(f"{log} is of {name} in {place}, which cannot be imported: {error}",
                           "a module or a file that Python imports",
                           "set PYTHONPATH, or call replay(path, fn)") from error
-    if callable(fn := _looked_up(module, name)): return cast(Callable[..., Any], fn)
+    if callable(fn := _look_up(module, name)): return cast(Callable[..., Any], fn)
     raise ReplayError(f"{log} is of {name} in {place}, which has none", "the function's name",
                       "call replay(path, fn)")
 
@@ -176,7 +176,7 @@ def _of_file(path: Path) -> Any:
     return module
 
 
-def _called(fn: Callable[..., Any], args: list[Any], constants: Mapping[str, Any], seed: int) -> Any:
+def _call(fn: Callable[..., Any], args: list[Any], constants: Mapping[str, Any], seed: int) -> Any:
     """The result, realized; all generators begin at the seed."""
     random.seed(seed)
     np.random.seed(seed)
@@ -195,7 +195,7 @@ def _plain(name: str, value: Any) -> Any:
                           "have the function make it") from error
 
 
-def _kept(path: Path, tensors: Mapping[str, Tensor]) -> str:
+def _save_arguments(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """The hash of the file of arguments, written as they are now."""
     held = {name: each.to("CPU").contiguous().realize() for name, each in tensors.items()}
     safe_save(held, str(path))
@@ -232,7 +232,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _digest_of(result: Any) -> str:
-    """Of all bytes of a result, and of what is no Tensor."""
+    """Returns the digest of all bytes of a result, and of what is no Tensor."""
     tensors = _tensors(result)
     bytes_of = [each.to("CPU").flatten().bitcast(dtypes.uint8).numpy().tobytes() for each in tensors]
     rest = "" if tensors else repr(result)

@@ -1,4 +1,5 @@
-"""What arithmetic is: rounding, overflow, NaN, subnormals and order of sums, for each dtype and unit, to run.
+"""A model of arithmetic: rounding, overflow, NaN, subnormals and order of sums, for each dtype and unit, to
+run.
 
 docs/numerics.md says it in words, with sources. The model shares nothing with the emulator or with kernels:
 tests/emu/numerics/ holds them to it, bit for bit. It needs NumPy, which `import tinygrad_nv` does not load.
@@ -12,8 +13,8 @@ Read in this order:
 """
 from tinygrad_nv.numerics.semantics.elements import apply, convert
 from tinygrad_nv.numerics.semantics.formats import FORMATS, Format, decode, encode
-from tinygrad_nv.numerics.semantics.promotion import promoted_dot
+from tinygrad_nv.numerics.semantics.promotion import promote_dot
 from tinygrad_nv.numerics.semantics.units import Unit, dot, tensor_core
 
-__all__ = ["FORMATS", "Format", "Unit", "apply", "convert", "decode", "dot", "encode", "promoted_dot",
+__all__ = ["FORMATS", "Format", "Unit", "apply", "convert", "decode", "dot", "encode", "promote_dot",
            "tensor_core"]

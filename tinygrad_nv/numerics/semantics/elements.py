@@ -32,7 +32,7 @@ from tinygrad_nv.numerics.semantics.formats import (
     Values,
     decode,
     encode,
-    flushed,
+    flush_subnormals,
 )
 
 OPERATIONS: dict[str, tuple[int, Callable[..., Values]]] = {
@@ -45,9 +45,9 @@ OPERATIONS: dict[str, tuple[int, Callable[..., Values]]] = {
 def apply(name: str, of: Format, operands: list[Codes], rounding: str = "rn", ftz: bool = False,
           saturate: bool = False, nan: bool = False) -> Codes:
     """The codes of an operation on codes: add, sub, mul, fma, div, rcp, sqrt, neg, abs, max, min."""
-    if ftz: operands = [flushed(each, of) for each in operands]
+    if ftz: operands = [flush_subnormals(each, of) for each in operands]
     values = [decode(each, of) for each in operands]
-    if name in ("max", "min"): out = _chosen(name, values[0], values[1], nan)
+    if name in ("max", "min"): out = _choose(name, values[0], values[1], nan)
     else:
         count, compute = OPERATIONS[name]
         assert len(values) == count, (name, len(values))
@@ -55,7 +55,7 @@ def apply(name: str, of: Format, operands: list[Codes], rounding: str = "rn", ft
         if rounding == "rm": out = _down(name, values, out)
     if saturate: out = np.where(out > 0, np.minimum(out, 1.0), 0.0)
     codes = encode(out, of, rounding)
-    return flushed(codes, of) if ftz else codes
+    return flush_subnormals(codes, of) if ftz else codes
 
 
 def convert(codes: Codes, of: Format, to: Format, rounding: str = "rn", saturate: bool | None = None,
@@ -70,7 +70,7 @@ def convert(codes: Codes, of: Format, to: Format, rounding: str = "rn", saturate
     return out
 
 
-def _chosen(name: str, a: Values, b: Values, nan: bool) -> Values:
+def _choose(name: str, a: Values, b: Values, nan: bool) -> Values:
     less = (a < b) | ((a == b) & np.signbit(a))
     out = np.where(less == (name == "min"), a, b)
     if nan: return np.where(np.isnan(a) | np.isnan(b), np.nan, out)

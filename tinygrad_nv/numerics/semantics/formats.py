@@ -124,7 +124,7 @@ def _goes_up(count: Values, rest: Values, negative: npt.NDArray[np.bool_], round
     return np.asarray(np.floor(rest * 2.0 ** NOISE_BITS) + noise >= 2.0 ** NOISE_BITS)
 
 
-def flushed(codes: Codes, of: Format) -> Codes:
+def flush_subnormals(codes: Codes, of: Format) -> Codes:
     """Subnormal numbers as zeros of their sign."""
     exponent = (of.sign - 1) >> of.mantissa << of.mantissa << of.unread
     return np.where(codes & exponent, codes, codes & (of.sign << of.unread)).astype(codes.dtype)

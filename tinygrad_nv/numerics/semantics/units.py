@@ -42,7 +42,7 @@ from tinygrad_nv.numerics.semantics.formats import (
     Values,
     decode,
     encode,
-    flushed,
+    flush_subnormals,
 )
 
 ZERO_EXPONENT, LEAST_EXPONENT = -400, -126      # of a factor, and of an accumulator
@@ -186,10 +186,10 @@ def _step(unit: TensorCore, a: Codes, b: Codes, c: Codes) -> Codes:
     top = np.maximum(powers.max(-2), np.maximum(_exponents(c, unit.result), LEAST_EXPONENT))
     total = np.trunc(np.ldexp(products, unit.bits - top[..., None, :])).sum(-2)
     total += np.trunc(np.ldexp(finite(decode(c, unit.result)), unit.bits - top))
-    return _rounded(unit, np.ldexp(total, top - unit.bits))
+    return _round(unit, np.ldexp(total, top - unit.bits))
 
 
-def _rounded(unit: TensorCore, total: Values) -> Codes:
+def _round(unit: TensorCore, total: Values) -> Codes:
     """A sum as accumulator. Toward zero, but from 2^128 on infinity; an exact zero has no sign."""
     total = np.where(total == 0, 0.0, total)
     if unit.result == F16: return encode(total, F16, "rn")
@@ -213,32 +213,32 @@ def _tile(unit: Tile, a: Codes, b: Codes, c: Codes) -> Codes:
     """Chains of even and of odd elements from zero, then C and their sum."""
     sums = [_flushing_chain(*_chunk(a, b, slice(i, None, 2)), np.zeros(c.shape, np.uint32)) for i in range(2)]
     both = _flushing_sum(sums[0], sums[1])
-    return _flushing_sum(flushed(c, F32), both)
+    return _flushing_sum(flush_subnormals(c, F32), both)
 
 
 def _pairs(unit: Pairs, a: Codes, b: Codes, c: Codes) -> Codes:
     backwards = _chunk(a, b, slice(None, None, -1))
-    if unit.flush: return _flushing_chain(*backwards, flushed(c, F32))
+    if unit.flush: return _flushing_chain(*backwards, flush_subnormals(c, F32))
     return _chain(Chain(BF16, BF16), *backwards, c)
 
 
 def _flushing_sum(a: Codes, b: Codes) -> Codes:
-    return flushed(encode(exact.add(decode(a, F32), decode(b, F32)), F32), F32)
+    return flush_subnormals(encode(exact.add(decode(a, F32), decode(b, F32)), F32), F32)
 
 
 def _flushing_chain(a: Codes, b: Codes, c: Codes) -> Codes:
-    left, right = decode(flushed(a, BF16), BF16), decode(flushed(b, BF16), BF16)
-    for k in range(a.shape[-1]): c = flushed(_fused(left[..., k], right[..., k, :], c, F32), F32)
+    left, right = decode(flush_subnormals(a, BF16), BF16), decode(flush_subnormals(b, BF16), BF16)
+    for k in range(a.shape[-1]): c = flush_subnormals(_fma(left[..., k], right[..., k, :], c, F32), F32)
     return c
 
 
 def _chain(unit: Chain, a: Codes, b: Codes, c: Codes) -> Codes:
     left, right = decode(a, unit.a), decode(b, unit.b)
-    for k in range(a.shape[-1]): c = _fused(left[..., k], right[..., k, :], c, unit.result)
+    for k in range(a.shape[-1]): c = _fma(left[..., k], right[..., k, :], c, unit.result)
     return c
 
 
-def _fused(a: Values, b: Values, c: Codes, to: Format) -> Codes:
+def _fma(a: Values, b: Values, c: Codes, to: Format) -> Codes:
     return encode(exact.fma(a[..., None], b[..., None, :], decode(c, to)), to)
 
 

@@ -1,4 +1,4 @@
-"""Which operands made a number that is not finite, and what they were made of.
+"""Operands that made a number that is not finite, and what they were made of.
 
 Protocol: `Writes` keeps who wrote each buffer last, as records that name their operands' records: a chain
 upstream. `Finding` says what was found: the tensor, the kernel that wrote it, its layer and operation, and of
@@ -20,7 +20,7 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 
 from tinygrad_nv.numerics.semantics.formats import FORMATS, decode
-from tinygrad_nv.numerics.verify.scan import scanned
+from tinygrad_nv.numerics.verify.scan import is_scanned
 from tinygrad_nv.tile.expression import short
 
 UPSTREAM = 6        # kernels that are followed
@@ -65,8 +65,8 @@ class Write:
 
 @dataclass(frozen=True)
 class Operand:
-    """What a kernel read: a name, or who wrote it; its range without what is not finite, and how much of it
-    is not. `least` is None of integers."""
+    """A tensor that a kernel read: a name, or who wrote it; its range without what is not finite, and how
+    much of it is not. `least` is None of integers."""
     name: str
     dtype: DType
     elements: int
@@ -100,7 +100,7 @@ class Finding:
 
     @property
     def cause(self) -> str:
-        """Where to look first."""
+        """Place to look first."""
         bad = [each for each in self.operands if each.bad]
         if bad: return f"{bad[0].name} had {bad[0].bad} of {bad[0].elements} that are not finite"
         return "its operands were finite"
@@ -116,7 +116,7 @@ class Finding:
 
 @dataclass
 class Writes:
-    """Who wrote what, by memory. `names` are those of tensors that the user knows."""
+    """The kernel that wrote each piece of memory. `names` are those of tensors that the user knows."""
     names: ByMemory[str] = field(default_factory=ByMemory)
     last: ByMemory[Write] = field(default_factory=ByMemory)
     kept: deque[Write] = field(default_factory=deque)
@@ -140,7 +140,7 @@ class Writes:
         """A buffer as it lies in memory."""
         count = buffer.nbytes // dtype.itemsize
         name = self.name(buffer, write)
-        if not scanned(dtype): return Operand(name, dtype, count)
+        if not is_scanned(dtype): return Operand(name, dtype, count)
         least, most, bad = extent(buffer, dtype)
         return Operand(name, dtype, count, least, most, bad)
 
@@ -150,7 +150,7 @@ class Writes:
             known = [(operand, source) for operand, source in self.there(write) if source is not None]
             if not known: return
             source = max(known, key=lambda each: _size(each[0]))[1]
-            inner = [operand for operand, _ in self.there(source) if scanned(operand.dtype)]
+            inner = [operand for operand, _ in self.there(source) if is_scanned(operand.dtype)]
             if not inner: return
             yield max(inner, key=_size)
             write = source

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a function promises of its results."""
+    """Bounds that a function promises of its results."""
     stable: bool = True
     least: float = -math.inf
     most: float = math.inf
@@ -50,18 +50,18 @@ def numerics(stable: bool = True, bounded: Sequence[float] | None = None
     calls whose results leave it."""
     promised = Bounds(stable, *_range(bounded))
 
-    def decorated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
-        def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             out = function(*args, **kwargs)
             if config.get("NV_DEBUG"):
                 if tracing(): promise(out, function, promised.least, promised.most, promised.stable)
                 else:
                     for place, tensor in tensors(out): check(promised, function.__name__ + place, tensor)
             return out
-        called.numerics = promised  # type: ignore[attr-defined]
-        return called
-    return decorated
+        call.numerics = promised  # type: ignore[attr-defined]
+        return call
+    return decorate
 
 
 def _range(bounded: Sequence[float] | None) -> tuple[float, float]:

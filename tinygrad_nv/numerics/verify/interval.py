@@ -57,7 +57,7 @@ def interval(tensor: Tensor, assume: Mapping[Tensor, tuple[float, float]] | None
 
 
 def _of(node: UOp, known: dict[UOp, Interval]) -> Interval:
-    """Of a node whose sources are known."""
+    """Returns the interval of a node whose sources are known."""
     op = node.op
     if op is Ops.CONST: return _constant(node.arg)
     if op in (Ops.BUFFER, Ops.PARAM): return in_memory(node.dtype)
@@ -67,14 +67,14 @@ def _of(node: UOp, known: dict[UOp, Interval]) -> Interval:
     if op is Ops.PAD: return hull(src[0], Interval(0, 0))
     if op is Ops.CAST: return _cast(src[0], node.dtype)
     if op in (Ops.CMPLT, Ops.CMPNE, Ops.CMPEQ): return Interval(0, 1)
-    if op is Ops.REDUCE: return _reduced(node, src[0])
-    if op is Ops.WHERE: return _chosen(node, src)
+    if op is Ops.REDUCE: return _reduce(node, src[0])
+    if op is Ops.WHERE: return _choose(node, src)
     if op is Ops.MAX: return _largest(src[0], src[1])
     if op is Ops.MUL and (made := _share(node, known) or _magnitude(node, known)) is not None: return made
-    if op is Ops.ADD and _below_largest(node): return Interval(-INF, 0.0, added(*src).nan)
+    if op is Ops.ADD and _below_largest(node): return Interval(-INF, 0.0, add(*src).nan)
     if (compute := COMPUTED.get(op)) is None: return ANYTHING
     made = square(src[0]) if op is Ops.MUL and node.src[0] is node.src[1] else compute(*src)
-    return _widened(made, node.dtype)
+    return _widen(made, node.dtype)
 
 
 # **** leaves and casts ****
@@ -99,22 +99,22 @@ def largest(dtype: DType) -> float:
 
 def _cast(of: Interval, dtype: DType) -> Interval:
     """Rounded outward; beyond the dtype's numbers lies infinity, or, of integers, anything."""
-    if dtype in REACH: return _widened(of, dtype)
+    if dtype in REACH: return _widen(of, dtype)
     if dtypes.is_bool(dtype): return Interval(0, 1)
     if not dtypes.is_int(dtype): return of
     fits = of.finite and of.least >= dtype.min and of.most <= dtype.max
     return Interval(math.trunc(of.least), math.trunc(of.most)) if fits else in_memory(dtype)
 
 
-def _widened(of: Interval, dtype: DType) -> Interval:
-    """What rounding to a dtype may make of it."""
+def _widen(of: Interval, dtype: DType) -> Interval:
+    """Returns the interval that rounding to a dtype may make of one."""
     if dtype not in REACH: return of
     bits, low, _ = REACH[dtype]
-    def moved(x: float, sign: int) -> float:
+    def move(x: float, sign: int) -> float:
         if math.isinf(x) or x == 0: return x
         x += sign * (abs(x) * UNITS * 2.0 ** (1 - bits) + 2.0 ** max(low, -1074))
         return math.copysign(INF, x) if abs(x) > largest(dtype) else x
-    return Interval(moved(of.least, -1), moved(of.most, 1), of.nan)
+    return Interval(move(of.least, -1), move(of.most, 1), of.nan)
 
 
 # **** operations ****
@@ -125,14 +125,15 @@ def hull(a: Interval, b: Interval) -> Interval:
 
 
 def _corners(compute: Callable[[float, float], float], a: Interval, b: Interval) -> Interval:
-    """Of what is monotone in each: the extremes of the four corners, NaN where one is."""
+    """Returns the interval of a function that is monotone in each: the extremes of the four corners, NaN
+    where one is."""
     found = [compute(x, y) for x in (a.least, a.most) for y in (b.least, b.most)]
     numbers = [each for each in found if not math.isnan(each)]
     nan = a.nan or b.nan or len(numbers) < len(found)
     return Interval(min(numbers), max(numbers), nan) if numbers else ANYTHING
 
 
-def added(a: Interval, b: Interval) -> Interval:
+def add(a: Interval, b: Interval) -> Interval:
     """a + b: NaN of ∞ - ∞ alone."""
     clash = (a.most == INF and b.least == -INF) or (a.least == -INF and b.most == INF)
     least, most = a.least + b.least, a.most + b.most
@@ -140,7 +141,7 @@ def added(a: Interval, b: Interval) -> Interval:
                     a.nan or b.nan or clash)
 
 
-def multiplied(a: Interval, b: Interval) -> Interval:
+def multiply(a: Interval, b: Interval) -> Interval:
     """a · b: NaN of 0 · ∞ alone."""
     zero = (a.least <= 0 <= a.most and (b.least == -INF or b.most == INF)) or \
            (b.least <= 0 <= b.most and (a.least == -INF or a.most == INF))
@@ -192,14 +193,14 @@ def _smallest(a: Interval, b: Interval) -> Interval:
 
 
 COMPUTED: dict[Ops, Callable[..., Interval]] = {
-    Ops.ADD: added, Ops.MUL: multiplied, Ops.RECIPROCAL: reciprocal, Ops.EXP2: _exp2, Ops.LOG2: _log2,
+    Ops.ADD: add, Ops.MUL: multiply, Ops.RECIPROCAL: reciprocal, Ops.EXP2: _exp2, Ops.LOG2: _log2,
     Ops.SQRT: _root, Ops.SIN: _sine, Ops.NEG: lambda a: Interval(-a.most, -a.least, a.nan),
-    Ops.SUB: lambda a, b: added(a, Interval(-b.most, -b.least, b.nan)),
-    Ops.FDIV: lambda a, b: multiplied(a, reciprocal(b)),
+    Ops.SUB: lambda a, b: add(a, Interval(-b.most, -b.least, b.nan)),
+    Ops.FDIV: lambda a, b: multiply(a, reciprocal(b)),
     Ops.TRUNC: lambda a: Interval(_cut(a.least), _cut(a.most), a.nan)}
 
 
-def _chosen(node: UOp, src: list[Interval]) -> Interval:
+def _choose(node: UOp, src: list[Interval]) -> Interval:
     """One of two; where what is compared is what is chosen, the larger or the smaller."""
     test, one, other = node.src
     if test.op is Ops.CMPLT and {*test.src} == {one, other}:
@@ -207,7 +208,7 @@ def _chosen(node: UOp, src: list[Interval]) -> Interval:
     return hull(src[1], src[2])
 
 
-def _reduced(node: UOp, src: Interval) -> Interval:
+def _reduce(node: UOp, src: Interval) -> Interval:
     """A sum of n, or the largest of n."""
     if node.arg[0] is Ops.MAX: return src
     count = prod(node.src[0].max_shape) // max(prod(node.max_shape), 1)
@@ -220,7 +221,7 @@ def _reduced(node: UOp, src: Interval) -> Interval:
     # no rounding makes a sum negative of numbers that are not
     made = Interval(max(made.least, 0.0) if src.least >= 0 else made.least,
                     min(made.most, 0.0) if src.most <= 0 else made.most, nan)
-    return _widened(made, node.dtype)
+    return _widen(made, node.dtype)
 
 
 # **** two operands that are one ****
@@ -289,7 +290,7 @@ def _share(node: UOp, known: dict[UOp, Interval]) -> Interval | None:
                 and total.src[1].arg == 1: total, guarded = total.src[2], True
         if _row_statistic(total, Ops.ADD, e):
             vanishes = not guarded and _may_vanish(e)
-            return _widened(Interval(0.0, 1.0, known[e].nan or known[e].most == INF or vanishes), node.dtype)
+            return _widen(Interval(0.0, 1.0, known[e].nan or known[e].most == INF or vanishes), node.dtype)
     return None
 
 

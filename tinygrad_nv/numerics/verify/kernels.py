@@ -58,10 +58,11 @@ class EachKernel(ABC):
 
     @abstractmethod
     def other(self, written: list[Buffer]) -> None:
-        """What a copy or a function of another kind has written."""
+        """Takes note of buffers that a copy or a function of another kind has written."""
 
     def places(self, call: UOp) -> Places:
-        """Of a kernel's arguments: kept by its program, as the call would keep its buffers."""
+        """Returns the places of a kernel's arguments: kept by its program, as the call would keep its
+        buffers."""
         if (found := self._places.get(call.src[0])) is None:
             info, given = call.src[0].arg, realize.get_call_arg_uops(call)
             found = self._places[call.src[0]] = Places(*(tuple((i, given[i].dtype) for i in each)

@@ -1,4 +1,4 @@
-"""Which numbers a kernel wrote, in memory that had NaN or infinity before it ran.
+"""Marks of the numbers that a kernel wrote, in memory that had NaN or infinity before it ran.
 
 Protocol: `Marked(buffer, dtype, nan_only, mark)` is made before a kernel writes a buffer, `first_written()`
 is called after it. With `mark`, what is not finite is replaced by a NaN of bits that no arithmetic gives, and

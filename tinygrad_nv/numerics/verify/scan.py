@@ -54,7 +54,7 @@ def _function() -> tuple[Any, Any]:
 _places = {dtype: 2 * i for i, dtype in enumerate(CODES)}
 
 
-def scanned(dtype: DType) -> bool:
+def is_scanned(dtype: DType) -> bool:
     """Whether elements of a dtype can be NaN or infinite."""
     return dtype in _places
 
@@ -78,7 +78,7 @@ def first_bad(buffer: Buffer, dtype: DType, nan_only: bool = False) -> int:
 
 def finite(x: Tensor) -> bool:
     """Whether all elements of a Tensor are numbers, on each of its devices; it is realized."""
-    if not scanned(x.dtype): return True
+    if not is_scanned(x.dtype): return True
     made = x.detach().contiguous().realize().uop.base.buffer
     buffers = made.bufs if isinstance(made, MultiBuffer) else [made]
     return all(first_bad(each.ensure_allocated(), x.dtype) < 0 for each in buffers)

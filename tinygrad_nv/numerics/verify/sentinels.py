@@ -36,7 +36,7 @@ from tinygrad_nv.errors import HookError, NumericsError
 from tinygrad_nv.numerics.verify.blame import ByMemory, Finding, Write, Writes, values
 from tinygrad_nv.numerics.verify.kernels import EachKernel, Places, arguments
 from tinygrad_nv.numerics.verify.marks import Marked
-from tinygrad_nv.numerics.verify.scan import first_bad, scanned
+from tinygrad_nv.numerics.verify.scan import first_bad, is_scanned
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import short
 
@@ -45,7 +45,7 @@ NAME = "sentinels"      # of the hook: one at a time
 
 @dataclass
 class Found:
-    """What sentinels saw: the first finding, kernels that ran, elements that were scanned."""
+    """Findings of sentinels: the first finding, kernels that ran, elements that were scanned."""
     first: Finding | None = None
     kernels: int = 0
     elements: int = 0
@@ -56,7 +56,7 @@ def sentinels(names: Mapping[str, Tensor] | None = None, infinite: bool = True, 
               stop: bool = True) -> Iterator[Found]:
     """Checks what each kernel inside writes. Raises `NumericsError` at the first number that is not finite
     (unless `stop` is False), and inside another `sentinels`."""
-    guard = _Guard(Found(), not infinite, stop, Writes(_named(names or {})))
+    guard = _Guard(Found(), not infinite, stop, Writes(_names_by_memory(names or {})))
     try: hooks.add_execute(NAME, guard.execute)
     except HookError as error:
         raise NumericsError("sentinels inside sentinels", "one at a time",
@@ -68,7 +68,7 @@ def sentinels(names: Mapping[str, Tensor] | None = None, infinite: bool = True, 
     finally: hooks.remove_execute(NAME)
 
 
-def _named(names: Mapping[str, Tensor]) -> ByMemory[str]:
+def _names_by_memory(names: Mapping[str, Tensor]) -> ByMemory[str]:
     """Memory of tensors that lie in memory, on one device."""
     found = ByMemory[str]()
     for name, tensor in names.items():
@@ -90,7 +90,7 @@ class _Guard(EachKernel):
 
     def kernel(self, call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
         places = self.places(call)
-        floats = Places(tuple(each for each in places.results if scanned(each[1])), places.operands)
+        floats = Places(tuple(each for each in places.results if is_scanned(each[1])), places.operands)
         copies = arguments(call, ctx)
         before = [self._before(bufs, floats) for bufs in copies]
         seconds = run(call, ctx)

@@ -68,7 +68,7 @@ class LookUp:
     sum: Sum
 
 
-def placed(node: UOp, rank: int) -> Placed:
+def place_source(node: UOp, rank: int) -> Placed:
     """A source of a product of so many dimensions, without EXPAND and PERMUTE."""
     places = [rank - len(node.shape) + i for i in range(len(node.shape))]
     while node.op in (Ops.PERMUTE, Ops.EXPAND):
@@ -94,7 +94,7 @@ def matmul(node: UOp) -> Matmul | None:
     if source.op is Ops.CAST and dtypes.is_float(source.dtype) and dtypes.is_float(source.src[0].dtype):
         source = source.src[0]
     if source.op is not Ops.MUL or not dtypes.is_float(source.dtype): return None
-    a, b = (placed(each, len(found.shape)) for each in source.src)
+    a, b = (place_source(each, len(found.shape)) for each in source.src)
     both = {*a.dims} & {*b.dims}
     summed = {d for d in found.summed if found.shape[d] != 1}
     # a dimension that one of them lacks is summed before; a product of equal dimensions is no matmul
@@ -111,33 +111,33 @@ def emit_matmul(b: Builder, found: Matmul, names: Sequence[str]) -> str:
     extents = [shape[d] for d in batch]
 
     def size(dims: Sequence[int]) -> int: return prod(shape[d] for d in dims)
-    left = laid(b, names[0], found.a, shape, [*batch, *m, *k])
-    left = reshaped(b, left, [shape[d] for d in (*batch, *m, *k)], [*extents, size(m), size(k)])
-    right = laid(b, names[1], found.b, shape, [*batch, *k, *n])
-    right = reshaped(b, right, [shape[d] for d in (*batch, *k, *n)], [*extents, size(k), size(n)])
+    left = lay_out(b, names[0], found.a, shape, [*batch, *m, *k])
+    left = reshape(b, left, [shape[d] for d in (*batch, *m, *k)], [*extents, size(m), size(k)])
+    right = lay_out(b, names[1], found.b, shape, [*batch, *k, *n])
+    right = reshape(b, right, [shape[d] for d in (*batch, *k, *n)], [*extents, size(k), size(n)])
     made = b.node("MatMul", left, right)
-    return ordered(b, made, [*extents, size(m), size(n)], [*batch, *m, *n], found.sum)
+    return order_dims(b, made, [*extents, size(m), size(n)], [*batch, *m, *n], found.sum)
 
 
-def laid(b: Builder, name: str, operand: Placed, shape: Sequence[int], order: Sequence[int]) -> str:
+def lay_out(b: Builder, name: str, operand: Placed, shape: Sequence[int], order: Sequence[int]) -> str:
     """An operand with those of its dimensions along which it differs, in an order."""
-    flat = reshaped(b, name, operand.shape, [shape[d] for d in operand.dims])
-    return transposed(b, flat, [operand.dims.index(d) for d in order])
+    flat = reshape(b, name, operand.shape, [shape[d] for d in operand.dims])
+    return transpose(b, flat, [operand.dims.index(d) for d in order])
 
 
-def ordered(b: Builder, name: str, have: Sequence[int], order: Sequence[int], total: Sum) -> str:
+def order_dims(b: Builder, name: str, have: Sequence[int], order: Sequence[int], total: Sum) -> str:
     """A result of dimensions in an order as the sum has them; it has those of extent 1 too."""
     every = [*order, *(d for d in total.kept if d not in order)]
-    made = reshaped(b, name, have, [total.shape[d] for d in every])
-    return transposed(b, made, [every.index(d) for d in total.kept])
+    made = reshape(b, name, have, [total.shape[d] for d in every])
+    return transpose(b, made, [every.index(d) for d in total.kept])
 
 
-def reshaped(b: Builder, name: str, old: Sequence[int], new: Sequence[int]) -> str:
+def reshape(b: Builder, name: str, old: Sequence[int], new: Sequence[int]) -> str:
     """A Reshape, if the shape changes."""
     return name if list(old) == list(new) else b.node("Reshape", name, b.integers(*new))
 
 
-def transposed(b: Builder, name: str, order: Sequence[int]) -> str:
+def transpose(b: Builder, name: str, order: Sequence[int]) -> str:
     """A Transpose, if the order changes."""
     return name if list(order) == sorted(order) else b.node("Transpose", name, perm=list(order))
 
@@ -150,11 +150,11 @@ def look_up(node: UOp, known: Callable[[UOp], np.ndarray | None]) -> LookUp | No
     found = sum_of(node)
     if found is None or len(found.summed) != 1 or found.source.op is not Ops.WHERE: return None
     condition, given, other = found.source.src
-    if other.op is not Ops.CONST or other.arg != 0 or (equal := _compared(condition)) is None: return None
+    if other.op is not Ops.CONST or other.arg != 0 or (equal := _sides(condition)) is None: return None
     rank, d = len(found.shape), found.summed[0]
-    table = placed(given, rank)
+    table = place_source(given, rank)
     for sides in (equal, equal[::-1]):
-        numbers, indices = (placed(each, rank) for each in sides)
+        numbers, indices = (place_source(each, rank) for each in sides)
         if numbers.dims != [d] or d in indices.dims or d not in table.dims: continue
         if {*table.dims} & {*indices.dims} or (values := known(numbers.node)) is None: continue
         if np.array_equal(values.reshape(-1), np.arange(found.shape[d])):
@@ -162,7 +162,7 @@ def look_up(node: UOp, known: Callable[[UOp], np.ndarray | None]) -> LookUp | No
     return None
 
 
-def _compared(condition: UOp) -> tuple[UOp, UOp] | None:
+def _sides(condition: UOp) -> tuple[UOp, UOp] | None:
     """The two sides of an equality."""
     if condition.op is Ops.CMPEQ: return condition.src[0], condition.src[1]
     inner, flag = condition.src if condition.op is Ops.CMPNE else (condition, condition)
@@ -174,7 +174,8 @@ def emit_look_up(b: Builder, found: LookUp, names: Sequence[str]) -> str:
     """Adds a Gather of a table by indices, whose names are given."""
     shape = found.sum.shape
     columns = [d for d in found.table.dims if d != found.rows]
-    table = laid(b, names[0], found.table, shape, [found.rows, *columns])
-    indices = laid(b, names[1], found.indices, shape, found.indices.dims)
+    table = lay_out(b, names[0], found.table, shape, [found.rows, *columns])
+    indices = lay_out(b, names[1], found.indices, shape, found.indices.dims)
     order = [*found.indices.dims, *columns]
-    return ordered(b, b.node("Gather", table, indices, axis=0), [shape[d] for d in order], order, found.sum)
+    return order_dims(b, b.node("Gather", table, indices, axis=0), [shape[d] for d in order], order,
+                      found.sum)

@@ -17,7 +17,7 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import OnnxError
 from tinygrad_nv.onnx.exporting.builder import Builder, save, type_of
 from tinygrad_nv.onnx.exporting.nodes import Graph
-from tinygrad_nv.onnx.exporting.trace import traced
+from tinygrad_nv.onnx.exporting.trace import trace
 
 LEAST = 21      # opset
 
@@ -38,7 +38,7 @@ def export(fn: Callable[..., Any], example_inputs: Sequence[Tensor] | Mapping[st
         if not isinstance(each, Tensor):
             raise OnnxError(f"the input {name!r} is a {type(each).__name__}", "example Tensors",
                             "close over numbers instead")
-    made = traced(fn, list(given.values()), output_names)
+    made = trace(fn, list(given.values()), output_names)
     builder = Builder()
     graph = Graph(builder, dict(zip(made.inputs, given, strict=True)))
     for name, node in made.results.items(): builder.node("Identity", graph.name(node), outputs=[name])

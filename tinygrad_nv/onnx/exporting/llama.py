@@ -44,7 +44,7 @@ def export_model(directory: str | Path, path: str | Path, opset: int = LEAST, dt
     _require_written(config)
     model = Llama(config, DTYPES[dtype])
     weights.load(model, Path(directory))
-    inputs, outputs, builder = _Decoder(model).written()
+    inputs, outputs, builder = _Decoder(model).write()
     save(builder, config.architecture, inputs, outputs, Path(path), opset, external_data,
          {"architecture": config.architecture, "max_positions": str(config.max_positions)})
     return Path(path)
@@ -71,7 +71,7 @@ class _Decoder:
         self.model, self.c, self.b = model, model.config, Builder()
         self.kind = type_of(model.dtype)
 
-    def written(self) -> tuple[list[ValueInfoProto], list[ValueInfoProto], Builder]:
+    def write(self) -> tuple[list[ValueInfoProto], list[ValueInfoProto], Builder]:
         """Inputs, outputs and nodes."""
         c, b = self.c, self.b
         kv, longer = (["batch", c.num_kv_heads, extent, c.head_dim] for extent in ("past", "total"))
@@ -144,15 +144,16 @@ class _Decoder:
         name = f"layers.{i}"
         h = self.maybe(x, block.attention_norm, f"{name}.attention_norm")
         made = self.attention(h, block.attention, i)
-        x = self.added(x, self.maybe(made, block.attention_post_norm, f"{name}.attention_post_norm"))
+        x = self.add_residual(x, self.maybe(made, block.attention_post_norm, f"{name}.attention_post_norm"))
         h = self.maybe(x, block.feed_forward_norm, f"{name}.feed_forward_norm")
         made = self.feed_forward(h, block.feed_forward, name)
-        return self.added(x, self.maybe(made, block.feed_forward_post_norm, f"{name}.feed_forward_post_norm"))
+        return self.add_residual(x, self.maybe(made, block.feed_forward_post_norm,
+                                               f"{name}.feed_forward_post_norm"))
 
     def maybe(self, x: str, norm: RMSNorm | None, name: str) -> str:
         return x if norm is None else self.norm(x, norm, name)
 
-    def added(self, x: str, made: str) -> str:
+    def add_residual(self, x: str, made: str) -> str:
         if self.c.residual_scale != 1: made = self.b.node("Mul", made, self.number(self.c.residual_scale))
         return self.b.node("Add", x, made)
 
@@ -178,15 +179,15 @@ class _Decoder:
                    for part, n in zip(parts, (c.num_heads, *[c.num_kv_heads] * 2), strict=True))
         q, k = self.maybe(q, layer.q_norm, f"{name}.q_norm"), self.maybe(k, layer.k_norm, f"{name}.k_norm")
         q, k, v = (b.node("Transpose", each, perm=[0, 2, 1, 3]) for each in (q, k, v))
-        if layer.rope is not None: q, k = (self.rotated(each, layer.rope) for each in (q, k))
+        if layer.rope is not None: q, k = (self.rotate(each, layer.rope) for each in (q, k))
         k, v = (b.node("Concat", f"past_key_values.{i}.{part}", each, outputs=[f"present.{i}.{part}"], axis=2)
                 for part, each in (("key", k), ("value", v)))
-        out = self.attended(q, k, v, layer)
+        out = self.attend(q, k, v, layer)
         flat = b.node("Reshape", b.node("Transpose", out, perm=[0, 2, 1, 3]),
                       b.integers(0, 0, c.num_heads * c.head_dim))
         return self.linear(flat, layer.output, f"{name}.output")
 
-    def rotated(self, x: str, rope: int) -> str:
+    def rotate(self, x: str, rope: int) -> str:
         """The first dimensions of each head, those in halves rotated by a token's position."""
         b = self.b
         cos, sin = (b.node("Gather", table, self.rows, axis=0) for table in self.tables[rope])
@@ -199,17 +200,17 @@ class _Decoder:
         c = b.node("Add", b.node("Mul", second, cos), b.node("Mul", first, sin))
         return b.node("Concat", a, c, *rest, axis=-1)
 
-    def attended(self, q: str, k: str, v: str, layer: Attention) -> str:
+    def attend(self, q: str, k: str, v: str, layer: Attention) -> str:
         """softmax(scale · q kᵀ + mask) v, the softmax in float32."""
         b, c = self.b, self.c
-        k, v = (self.repeated(each) for each in (k, v))
+        k, v = (self.repeat_heads(each) for each in (k, v))
         scores = self.cast(b.node("MatMul", q, b.node("Transpose", k, perm=[0, 1, 3, 2])), TensorProto.FLOAT)
         scores = b.node("Mul", scores, self.float32(layer.scale))
-        if c.softcap is not None: scores = self.capped(scores, c.softcap)
+        if c.softcap is not None: scores = self.cap_scores(scores, c.softcap)
         probabilities = b.node("Softmax", b.node("Add", scores, self.mask(layer.window)), axis=-1)
         return b.node("MatMul", self.cast(probabilities, self.kind), v)
 
-    def repeated(self, x: str) -> str:
+    def repeat_heads(self, x: str) -> str:
         """Keys or values for each head of queries."""
         b, c = self.b, self.c
         times = c.num_heads // c.num_kv_heads
@@ -228,7 +229,7 @@ class _Decoder:
             seen = b.node("And", seen, b.node("Greater", self.columns, first))
         return b.node("Where", seen, self.float32(0.0), self.float32(-math.inf))
 
-    def capped(self, x: str, cap: float) -> str:
+    def cap_scores(self, x: str, cap: float) -> str:
         by = self.float32(cap)
         return self.b.node("Mul", self.b.node("Tanh", self.b.node("Div", x, by)), by)
 
@@ -238,5 +239,5 @@ class _Decoder:
         made = b.node("MatMul", x, b.weight("lm_head", self.model.head.numpy().T))
         made = self.cast(made, TensorProto.FLOAT)
         if c.logit_divisor != 1: made = b.node("Div", made, self.float32(c.logit_divisor))
-        if c.logit_softcap is not None: made = self.capped(made, c.logit_softcap)
+        if c.logit_softcap is not None: made = self.cap_scores(made, c.logit_softcap)
         b.node("Identity", made, outputs=["logits"])

@@ -23,8 +23,8 @@ from tinygrad_nv.onnx.exporting.contraction import (
     emit_matmul,
     look_up,
     matmul,
-    reshaped,
-    transposed,
+    reshape,
+    transpose,
 )
 from tinygrad_nv.onnx.exporting.elementwise import strong
 
@@ -74,7 +74,7 @@ class Graph:
             return Step(((node, strong(node.dtype)),),
                         lambda names: self.b.node("Cast", *names, to=type_of(dtype)))
         if node.op is Ops.BUFFER or self.constant(node):
-            return Step((), lambda _: self.folded(node))
+            return Step((), lambda _: self.fold(node))
         return self._step(node)
 
     def _step(self, node: UOp) -> Step:
@@ -86,7 +86,7 @@ class Graph:
         if node.op is Ops.RESHAPE and node.src[0].op is Ops.RESHAPE:
             inner = node.src[0]
             while inner.op is Ops.RESHAPE: inner = inner.src[0]
-            return Step(_same(inner), lambda names: reshaped(self.b, names[0], _shape(inner), _shape(node)))
+            return Step(_same(inner), lambda names: reshape(self.b, names[0], _shape(inner), _shape(node)))
         if node.op in MOVES:
             return Step(_same(node.src[0]), lambda names: MOVES[node.op](self.b, node, names[0]))
         if node.op is Ops.CAST:
@@ -99,7 +99,7 @@ class Graph:
             kinds = [dtypes.bool if node.op is Ops.WHERE and i == 0 else dtype for i in range(len(node.src))]
             return Step(tuple(zip(node.src, kinds, strict=True)),
                         lambda names: elementwise.emit(self.b, node, names))
-        if not self.depends(node): return Step((), lambda _: self.folded(node))
+        if not self.depends(node): return Step((), lambda _: self.fold(node))
         raise OnnxError(f"the function has a {node.op.name}",
                         "movement, elementwise operations, reductions, matmuls and look-ups",
                         "leave assignments, random numbers and custom kernels out")
@@ -124,7 +124,7 @@ class Graph:
             axes, kept = sorted(order[:number]), order[number:]
             made = self.b.node(REDUCTIONS[op], names[0], self.b.integers(*axes), keepdims=0)
             if logical: made = self.b.node("Cast", made, to=type_of(dtypes.bool))
-            return transposed(self.b, made, [sorted(kept).index(d) for d in kept])
+            return transpose(self.b, made, [sorted(kept).index(d) for d in kept])
         return Step(((source, dtypes.int32 if logical else strong(node.dtype)),), emit)
 
     def _stack(self, names: Sequence[str]) -> str:
@@ -150,7 +150,7 @@ class Graph:
         """The value of a node that depends on nothing."""
         return Tensor(node).numpy() if self.constant(node) and node.max_numel() <= FOLDED else None
 
-    def folded(self, node: UOp) -> str:
+    def fold(self, node: UOp) -> str:
         """An initializer with a node's value now: a weight, or what depends on nothing."""
         if self.constant(node) and node.max_numel() > FOLDED:
             raise OnnxError(f"a constant of {node.max_numel()} elements", f"{FOLDED} at most",
@@ -167,7 +167,7 @@ def _same(node: UOp) -> tuple[tuple[UOp, DType], ...]: return ((node, strong(nod
 
 
 def _times(node: UOp, factor: float) -> UOp | None:
-    """What a node multiplies with a constant."""
+    """Returns the operand that a node multiplies with a constant, if it does."""
     if node.op is not Ops.MUL: return None
     for given, by in (node.src, node.src[::-1]):
         if by.op is Ops.CONST and abs(float(by.arg) - factor) < 1e-6 * factor: return given
@@ -184,14 +184,14 @@ def _shape(node: UOp) -> list[int]:
 
 
 def _reshape(b: Builder, node: UOp, name: str) -> str:
-    return reshaped(b, name, _shape(node.src[0]), _shape(node))
+    return reshape(b, name, _shape(node.src[0]), _shape(node))
 
 
 def _expand(b: Builder, node: UOp, name: str) -> str:
     return b.node("Expand", name, b.integers(*_shape(node)))
 
 
-def _permute(b: Builder, node: UOp, name: str) -> str: return transposed(b, name, node.arg)
+def _permute(b: Builder, node: UOp, name: str) -> str: return transpose(b, name, node.arg)
 
 
 def _flip(b: Builder, node: UOp, name: str) -> str:

@@ -15,7 +15,7 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import hooks
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.transforms.tracing import entered, tracing
+from tinygrad_nv.transforms.tracing import enter, tracing
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class Traced:
     results: dict[str, UOp]
 
 
-def traced(fn: Callable[..., Any], inputs: Sequence[Tensor], names: Sequence[str] | None) -> Traced:
+def trace(fn: Callable[..., Any], inputs: Sequence[Tensor], names: Sequence[str] | None) -> Traced:
     """The graph of a function. Raises `OnnxError` where a result is no Tensor, `TransformError` where a value
     is read in it."""
-    given = [entered(each) for each in inputs]
+    given = [enter(each) for each in inputs]
     with hooks.disabled(), tracing(given, "export"): made = fn(*given)
-    results = _named(made, names)
+    results = _name_results(made, names)
     leaves = tuple(each.uop for each in given)
-    inlined = _inlined(UOp.sink(*results.values()), set(leaves))
+    inlined = _inline_calls(UOp.sink(*results.values()), set(leaves))
     return Traced(leaves, dict(zip(results, inlined.src, strict=True)))
 
 
-def _named(made: Any, names: Sequence[str] | None) -> dict[str, UOp]:
+def _name_results(made: Any, names: Sequence[str] | None) -> dict[str, UOp]:
     """Results by name: a dict's keys, `names`, or output, output_1, …"""
     if isinstance(made, dict): results = dict(made)
     else:
@@ -52,7 +52,7 @@ def _named(made: Any, names: Sequence[str] | None) -> dict[str, UOp]:
     return {name: each.uop for name, each in results.items()}
 
 
-def _inlined(sink: UOp, leaves: set[UOp]) -> UOp:
+def _inline_calls(sink: UOp, leaves: set[UOp]) -> UOp:
     """The graph with each call of a function replaced by what it computes."""
     while True:
         calls = [node for node in sink.toposort(enter_calls=False)

@@ -29,8 +29,8 @@ def heads(x: Tensor, number: int | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Masks:
-    """What hides keys from queries. `first` is the position of the first query among the keys, one number or
-    one for each sequence; left and right are distances, -1 without a limit."""
+    """Rules that hide keys from queries. `first` is the position of the first query among the keys, one
+    number or one for each sequence; left and right are distances, -1 without a limit."""
     causal: bool
     left: int
     right: int
@@ -42,7 +42,7 @@ class Masks:
         if self.valid is not None or self.left >= 0 or self.right >= 0: return False
         return not self.causal or (self.first == 0 if isinstance(self.first, int) else False)
 
-    def added(self, queries: int, keys: int, dtype: object) -> Tensor:
+    def to_addend(self, queries: int, keys: int, dtype: object) -> Tensor:
         """0 where a key is seen and -inf elsewhere: [queries, keys] or [batch, 1, queries, keys]."""
         row, column = Tensor.arange(queries).reshape(-1, 1), Tensor.arange(keys).reshape(1, -1)
         offset = self.first if isinstance(self.first, int) else self.first.reshape(-1, 1, 1, 1)
@@ -71,14 +71,14 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None =
     elif nonpad is not None: first = nonpad - int(q.shape[2])
     masks = Masks(bool(is_causal), left_window_size, right_window_size, first, nonpad)
     queries, keys = int(q.shape[2]), int(k.shape[2])
-    added = None if mask is None else _filled(mask, keys)
+    added = None if mask is None else _fill_mask(mask, keys)
     causal = bool(is_causal) and added is None and masks.plain(queries, keys)
     if not (causal or (masks.plain(queries, keys) and not is_causal)):
-        own = masks.added(queries, keys, q.dtype)
+        own = masks.to_addend(queries, keys, q.dtype)
         added = own if added is None else _as_added(added, q.dtype) + own
     scores = None
     if len(call.node.outputs) > 3 and call.node.outputs[3]:
-        full = masks.added(queries, keys, q.dtype) if causal else None if added is None else \
+        full = masks.to_addend(queries, keys, q.dtype) if causal else None if added is None else \
             _as_added(added, q.dtype)
         scores = _scores(q, k, full, scale, softcap, qk_matmul_output_mode, softmax_precision)
     # a causal kernel counts from the first key, whatever the number of keys
@@ -87,7 +87,7 @@ def attention(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None =
     return (out.transpose(1, 2).flatten(2) if flat else out), k, v, scores
 
 
-def _filled(mask: Tensor, keys: int) -> Tensor:
+def _fill_mask(mask: Tensor, keys: int) -> Tensor:
     """A mask that hides the keys which it lacks."""
     missing = keys - int(mask.shape[-1])
     if missing <= 0: return mask
@@ -117,7 +117,7 @@ def _scores(q: Tensor, k: Tensor, added: Tensor | None, scale: float | None, sof
 
 
 @op("Attention", domain="tinygrad_nv")
-def found_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float,
                     grouped: bool) -> Tensor:
     """softmax(scale · q k + mask) v of [..., queries, size], [..., size, keys] and [..., keys, size]
     (fusion.py). `grouped`: k is [batch, heads, keys, size], of fewer heads than q."""

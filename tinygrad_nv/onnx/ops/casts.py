@@ -13,12 +13,12 @@ from tinygrad_nv.onnx.elements import (
     MINIFLOATS,
     Narrow,
     Value,
+    as_kind,
     dtype_of,
     from_numpy,
-    held,
     kind_of,
     power_of_two,
-    rounded,
+    round_to_minifloat,
     to_numpy,
 )
 from tinygrad_nv.onnx.ops.control import tensor
@@ -31,14 +31,15 @@ def cast(x: Value, to: int | str, saturate: int = 1, round_mode: str = "up") -> 
     if isinstance(to, str): to = int(TensorProto.DataType.Value(to.upper()))
     if TensorProto.STRING in (to, kind_of(x)): return _text(x, to)
     source = x.tensor if isinstance(x, Narrow) else tensor(x)
-    if to in MINIFLOATS: return Narrow(rounded(source.cast(dtypes.float32), to, bool(saturate)), to)
+    if to in MINIFLOATS: return Narrow(round_to_minifloat(source.cast(dtypes.float32), to, bool(saturate)),
+                                       to)
     if to == TensorProto.FLOAT8E8M0:
         return Narrow(power_of_two(source.cast(dtypes.float32), bool(saturate), round_mode), to)
-    if to in INTEGERS: return held(wrapped(source, to), to)
+    if to in INTEGERS: return as_kind(wrap_integers(source, to), to)
     return source.cast(dtype_of(to))
 
 
-def wrapped(x: Tensor, kind: int) -> Tensor:
+def wrap_integers(x: Tensor, kind: int) -> Tensor:
     """Integers modulo the number of values that a type of few bits has."""
     low, high = INTEGERS[kind]
     whole = x.cast(dtypes.int32)

@@ -26,7 +26,7 @@ _matrices: WeakKeyDictionary[Node, QTensor | None] = WeakKeyDictionary()     # m
 # **** quantised matrices ****
 
 @op("QuantMatMul", domain="tinygrad_nv", raw=True, call=True)
-def quantised_matmul(call: Call, x: Value, codes: Value, scale: Value, zero: Value = None, bias: Value = None,
+def matmul_quantised(call: Call, x: Value, codes: Value, scale: Value, zero: Value = None, bias: Value = None,
                      axis: int = 1, block_size: int = 0, transposed: int = 0) -> Tensor:
     """x · dequantised codes + bias (matrices.py)."""
     given, more = tensor(x), None if bias is None else tensor(bias)
@@ -132,7 +132,7 @@ def quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor: return x * (x * alpha
 
 # **** attention ****
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x [batch, heads, sequence, size], its first 2 n dimensions rotated by cos, sin [batch, sequence, n]."""
     n = int(cos.shape[-1])
     cos, sin, rest = cos.unsqueeze(1), sin.unsqueeze(1), x[..., 2 * n:]
@@ -152,7 +152,7 @@ def rotary_embedding(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, int
     given = heads(x, number)
     follow = Tensor.arange(int(given.shape[2])).unsqueeze(0)
     places = positions if positions.ndim == 2 else positions.reshape(1, 1) + follow
-    made = rotated(given, cos[places], sin[places], bool(interleaved))
+    made = rotate(given, cos[places], sin[places], bool(interleaved))
     return made if x.ndim == 4 else made.transpose(1, 2).flatten(2)
 
 
@@ -177,18 +177,18 @@ def group_query_attention(q: Tensor, k: Tensor | None, v: Tensor | None, past_ke
     first = (valid - new).maximum(0) if have else valid.const_like(0)
     if do_rotary and cos is not None and sin is not None:
         places = first.unsqueeze(1) + Tensor.arange(new).unsqueeze(0) if positions is None else positions
-        q, k = (rotated(each, cos[places], sin[places], bool(rotary_interleaved)) for each in (q, k))
+        q, k = (rotate(each, cos[places], sin[places], bool(rotary_interleaved)) for each in (q, k))
     keys = max(have, int(total.item()))
-    k, v = (_appended(past, each, first, keys) for past, each in ((past_key, k), (past_value, v)))
+    k, v = (_append(past, each, first, keys) for past, each in ((past_key, k), (past_value, v)))
     left = local_window_size - 1 if local_window_size > 0 else -1
-    mask = Masks(True, left, -1, first, valid).added(new, keys, q.dtype)
+    mask = Masks(True, left, -1, first, valid).to_addend(new, keys, q.dtype)
     if bias is not None: mask = mask + bias
     out = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, scale=scale or None,
                                        softcap=softcap or None)
     return out.transpose(1, 2).flatten(2), k, v
 
 
-def _appended(past: Tensor | None, new: Tensor, first: Tensor, keys: int) -> Tensor:
+def _append(past: Tensor | None, new: Tensor, first: Tensor, keys: int) -> Tensor:
     """Keys or values [batch, heads, keys, size]: those before, and from place `first` of each sequence on the
     new ones."""
     if past is None or not past.shape[2]: return new
@@ -224,7 +224,7 @@ def multi_head_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = 
         hidden = seen.where(0.0, mask_filter_value).cast(q.dtype)
         mask = hidden if mask is None else mask + hidden
     if unidirectional:
-        own = Masks(True, -1, -1, first, None).added(queries, keys, q.dtype)
+        own = Masks(True, -1, -1, first, None).to_addend(queries, keys, q.dtype)
         mask = own if mask is None else mask + own
     out = scaled_dot_product_attention(q, k, v, mask, scale=scale or 1 / math.sqrt(int(q.shape[-1])))
     return out.transpose(1, 2).flatten(2), k, v

@@ -13,7 +13,7 @@ import onnx
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import OnnxError
-from tinygrad_nv.onnx.elements import Narrow, Value, dtype_of, from_numpy, held, like, name_of, plain
+from tinygrad_nv.onnx.elements import Narrow, Value, as_kind, dtype_of, from_numpy, like, name_of, plain
 from tinygrad_nv.onnx.limits import budget
 from tinygrad_nv.onnx.model import Graph
 from tinygrad_nv.onnx.table import Call, op
@@ -54,7 +54,7 @@ def loop(call: Call, most: Value, condition: Value, *state: Value, body: Graph) 
         for row, each in zip(rows, made[len(state):], strict=True): row.append(each)
         i += 1
     names = body.outputs[1 + len(state):]
-    return (*carried, *(_stacked(row, 0, body.types.get(name))
+    return (*carried, *(_stack(row, 0, body.types.get(name))
                         for name, row in zip(names, rows, strict=True)))
 
 
@@ -70,15 +70,15 @@ def _stays_true(body: Graph) -> bool:
         isinstance(value := body.constants.get(name), np.ndarray) and bool(value.all()))
 
 
-def _stacked(rows: list[Value], axis: int, kind: onnx.TypeProto | None = None) -> Value:
-    """What iterations made, one after the other along a new dimension. Of none it is empty, if the type says
-    how each would be."""
+def _stack(rows: list[Value], axis: int, kind: onnx.TypeProto | None = None) -> Value:
+    """Stacks the results of iterations along a new dimension. Of none it is empty, if the type says how each
+    would be."""
     if not rows and kind is not None and kind.tensor_type.HasField("shape"):
         dims = [each.dim_value if each.HasField("dim_value") else None for each in kind.tensor_type.shape.dim]
         if None not in dims:
             dims.insert(axis, 0)
             number = kind.tensor_type.elem_type
-            return held(Tensor.zeros(*dims, dtype=dtype_of(number)), number)
+            return as_kind(Tensor.zeros(*dims, dtype=dtype_of(number)), number)
     if not rows: raise OnnxError("no iteration, so that the shape of what it makes is unknown",
                                  "at least one iteration of a graph with scan outputs")
     return like(Tensor.stack(*map(plain, rows), dim=axis), rows[0])
@@ -107,7 +107,7 @@ def scan(call: Call, *inputs: Value, body: Graph, num_scan_inputs: int, scan_inp
     made = []
     for i, row in enumerate(rows):
         backwards = bool(scan_output_directions) and bool(scan_output_directions[i])
-        made.append(_stacked(row[::-1] if backwards else row, scan_output_axes[i] if scan_output_axes else 0))
+        made.append(_stack(row[::-1] if backwards else row, scan_output_axes[i] if scan_output_axes else 0))
     return (*states, *made)
 
 
@@ -119,7 +119,7 @@ def scan_8(call: Call, lengths: Value, *inputs: Value, body: Graph, num_scan_inp
     batch = int(plain(inputs[0]).shape[0])
     made = [scan(call, *(like(plain(each)[i], each) for each in inputs), body=body,
                  num_scan_inputs=num_scan_inputs, scan_input_directions=directions) for i in range(batch)]
-    return tuple(_stacked(list(each), 0) for each in zip(*made, strict=True))
+    return tuple(_stack(list(each), 0) for each in zip(*made, strict=True))
 
 
 # **** sequences ****
@@ -157,7 +157,7 @@ def insert(sequence: list[Value], value: Value, position: Value = None) -> list[
 
 
 @op("ConcatFromSequence", raw=True)
-def joined(sequence: list[Value], axis: int, new_axis: int = 0) -> Value:
+def join(sequence: list[Value], axis: int, new_axis: int = 0) -> Value:
     if not sequence: raise OnnxError("an empty sequence", "at least one tensor")
     given = list(map(plain, sequence))
     return like((Tensor.stack if new_axis else Tensor.cat)(*given, dim=axis), sequence[0])

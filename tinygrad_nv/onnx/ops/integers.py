@@ -22,7 +22,7 @@ from tinygrad_nv.functional import prepared, scaled_matmul
 from tinygrad_nv.onnx.elements import Value, to_numpy
 from tinygrad_nv.onnx.model import Node
 from tinygrad_nv.onnx.ops.control import tensor
-from tinygrad_nv.onnx.ops.quantised import centred, quantize
+from tinygrad_nv.onnx.ops.quantised import quantize, subtract_zero
 from tinygrad_nv.onnx.table import Call, op
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import INT8, per_channel_scale
@@ -58,7 +58,7 @@ def matrix_of(b: np.ndarray, zero: np.ndarray | None) -> Matrix | None:
     return Matrix(tuple(parts), sums, Tensor(offset).realize() if offset.any() else None)
 
 
-def multiplied(call: Call, a: Value, a_zero: Value, b: Value, b_zero: Value, number: int,
+def multiply(call: Call, a: Value, a_zero: Value, b: Value, b_zero: Value, number: int,
                zero: int) -> Tensor:
     """(a − its zero point) · (b − its zero point) in int32; b is input `number` of the node, its zero point
     input `zero`."""
@@ -68,7 +68,7 @@ def multiplied(call: Call, a: Value, a_zero: Value, b: Value, b_zero: Value, num
         _matrices[call.node] = None if arrays[0] is None else matrix_of(arrays[0], arrays[1])
     matrix, point = _matrices[call.node], None if a_zero is None else tensor(a_zero)
     if matrix is None or (point is not None and point.numel() != 1):
-        return centred(a, a_zero, row=True) @ centred(b, b_zero)
+        return subtract_zero(a, a_zero, row=True) @ subtract_zero(b, b_zero)
     codes, shift = tensor(a), 0
     if codes.dtype == dtypes.uint8: codes, shift = codes.bitwise_xor(128).bitcast(dtypes.int8), 128
     ends = np.cumsum([0, *(part.shape[1] for part in matrix.parts)]).tolist()
@@ -77,20 +77,20 @@ def multiplied(call: Call, a: Value, a_zero: Value, b: Value, b_zero: Value, num
     offset = shift if point is None else shift - point.reshape(()).cast(dtypes.int32)
     made = functools.reduce(Tensor.add, sums) + matrix.sums * offset
     if matrix.offset is None: return made
-    return made + matrix.offset * centred(a, a_zero).sum(-1, keepdim=True)
+    return made + matrix.offset * subtract_zero(a, a_zero).sum(-1, keepdim=True)
 
 
 @op("MatMulInteger", raw=True, call=True)
 def matmul_integer(call: Call, a: Value, b: Value, a_zero: Value = None, b_zero: Value = None) -> Tensor:
     """A matmul of integers in int32."""
-    return multiplied(call, a, a_zero, b, b_zero, 1, 3)
+    return multiply(call, a, a_zero, b, b_zero, 1, 3)
 
 
 @op("QLinearMatMul", raw=True, call=True)
 def qlinear_matmul(call: Call, a: Value, a_scale: Value, a_zero: Value, b: Value, b_scale: Value,
                    b_zero: Value, y_scale: Value, y_zero: Value) -> Value:
     """A matmul of integers, requantised."""
-    made = multiplied(call, a, a_zero, b, b_zero, 3, 5).cast(dtypes.float32)
+    made = multiply(call, a, a_zero, b, b_zero, 3, 5).cast(dtypes.float32)
     rows = tensor(a_scale)
     if rows.ndim and rows.numel() > 1: rows = rows.reshape(*rows.shape, 1)
     by = rows.cast(dtypes.float32) * tensor(b_scale).cast(dtypes.float32)

@@ -45,7 +45,7 @@ def cut(x: Tensor, starts: np.ndarray, ends: np.ndarray, axes: np.ndarray | None
 
 @op("Slice")
 def cut_1(x: Tensor, starts: Sequence[int], ends: Sequence[int], axes: Sequence[int] | None = None) -> Tensor:
-    """As `cut`, by attributes."""
+    """Cuts as `cut` does, by attributes."""
     return cut(x, np.asarray(starts), np.asarray(ends), None if axes is None else np.asarray(axes))
 
 

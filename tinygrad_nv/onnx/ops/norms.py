@@ -22,12 +22,12 @@ def _hardmax(x: Tensor, axis: int) -> Tensor:
     return (places == x.argmax(d, keepdim=True)).cast(x.dtype)
 
 
-def _registered(name: str, function: Callable[[Tensor, int], Tensor]) -> None:
+def _register(name: str, function: Callable[[Tensor, int], Tensor]) -> None:
     @op(name, since=13)
     def along(x: Tensor, axis: int = -1) -> Tensor: return function(x, axis)
 
     @op(name)
-    def flattened(x: Tensor, axis: int = 1) -> Tensor:
+    def flatten(x: Tensor, axis: int = 1) -> Tensor:
         first = axis + x.ndim if axis < 0 else axis
         # of one dimension it is the same, and stays a softmax that patterns find
         if math.prod(x.shape[first + 1:]) == 1 and first < x.ndim: return function(x, first)
@@ -35,7 +35,7 @@ def _registered(name: str, function: Callable[[Tensor, int], Tensor]) -> None:
 
 
 for each, body in (("Softmax", Tensor.softmax), ("LogSoftmax", Tensor.log_softmax), ("Hardmax", _hardmax)):
-    _registered(each, body)
+    _register(each, body)
 
 
 # **** norms ****
@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, scale: Tensor, axis: int = -1, epsilon: float = 1e-5, st
     return (f * (square + epsilon).rsqrt()).cast(scale.dtype) * scale
 
 
-def _grouped(x: Tensor, groups: int, epsilon: float, stash_type: int) -> Tensor:
+def _normalise_groups(x: Tensor, groups: int, epsilon: float, stash_type: int) -> Tensor:
     """x [N, C, …] normalised within groups of channels: [N, groups, elements]."""
     f = x.reshape(x.shape[0], groups, -1).cast(dtype_of(stash_type))
     return f.layernorm(eps=epsilon).cast(x.dtype)
@@ -70,14 +70,14 @@ def group_norm(x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon:
                stash_type: int = 1) -> Tensor:
     """The norm within groups of channels, with a scale and a bias for each channel."""
     shape = (1, -1, *[1] * (x.ndim - 2))
-    return _grouped(x, num_groups, epsilon, stash_type).reshape(x.shape) * scale.reshape(shape) + \
+    return _normalise_groups(x, num_groups, epsilon, stash_type).reshape(x.shape) * scale.reshape(shape) + \
         bias.reshape(shape)
 
 
 @op("GroupNormalization", since=18)
 def group_norm_18(x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon: float = 1e-5) -> Tensor:
-    """As `group_norm`, with a scale and a bias for each group."""
-    made = _grouped(x, num_groups, epsilon, 1)
+    """Normalises as `group_norm` does, with a scale and a bias for each group."""
+    made = _normalise_groups(x, num_groups, epsilon, 1)
     return (made * scale.reshape(1, -1, 1) + bias.reshape(1, -1, 1)).reshape(x.shape)
 
 
@@ -94,16 +94,16 @@ def batch_norm(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor
     """The norm of each channel by given statistics. While training (since opset 14) statistics are those of
     x, and their running means are outputs. `spatial=0` (before opset 9): of each element of a row."""
     shape = (1, *x.shape[1:]) if not spatial else (1, -1, *[1] * (x.ndim - 2))
-    if not training_mode: return _scaled(x, scale, bias, mean, var, epsilon, shape)
+    if not training_mode: return _scale(x, scale, bias, mean, var, epsilon, shape)
     dims, f = tuple(i for i in range(x.ndim) if i != 1), x.cast(dtypes.float32) if x.dtype.itemsize < 4 else x
     own = f.mean(dims)
     spread = (f - own.reshape(shape)).square().mean(dims)
     running = ((old * momentum + new * (1 - momentum)).cast(old.dtype)
                for old, new in ((mean, own), (var, spread)))
-    return _scaled(x, scale, bias, own, spread, epsilon, shape).cast(x.dtype), *running
+    return _scale(x, scale, bias, own, spread, epsilon, shape).cast(x.dtype), *running
 
 
-def _scaled(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, epsilon: float,
+def _scale(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor, epsilon: float,
             shape: Sequence[object]) -> Tensor:
     """(x - mean) / √(var + epsilon) · scale + bias, as a factor and a summand, which constants make once."""
     f = [each.cast(dtypes.float32) if each.dtype.itemsize < 4 else each

@@ -8,7 +8,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.onnx.table import find, op
 
 
-def _placed(x: Tensor, y: Tensor, axis: int | None) -> Tensor:
+def _align_axis(x: Tensor, y: Tensor, axis: int | None) -> Tensor:
     """y with dimensions of 1 behind it, so that its first one is `axis` of x. Without an axis they end
     together."""
     if axis is None: return y
@@ -24,7 +24,7 @@ def _broadcast(name: str) -> None:
     @op(name)
     def old(x: Tensor, y: Tensor, broadcast: int = 0, axis: int | None = None, consumed_inputs: Any = None
             ) -> Tensor:
-        made: Tensor = newest.function(x, _placed(x, y, axis if broadcast else None))
+        made: Tensor = newest.function(x, _align_axis(x, y, axis if broadcast else None))
         return made
 
 
@@ -36,8 +36,8 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 @op("PRelu")
 def prelu_1(x: Tensor, slope: Tensor, consumed_inputs: Any = None) -> Tensor:
-    """As `prelu`, with a slope for each channel, or one for all."""
-    return prelu(x, _placed(x, slope, 1 if slope.ndim == 1 and slope.numel() > 1 else None))
+    """Computes `prelu` with a slope for each channel, or one for all."""
+    return prelu(x, _align_axis(x, slope, 1 if slope.ndim == 1 and slope.numel() > 1 else None))
 
 
 @op("Pow")

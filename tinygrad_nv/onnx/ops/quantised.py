@@ -16,12 +16,12 @@ from tinygrad_nv.onnx.elements import (
     MINIFLOATS,
     Narrow,
     Value,
+    as_kind,
     dtype_of,
-    held,
     kind_of,
     name_of,
     plain,
-    rounded,
+    round_to_minifloat,
 )
 from tinygrad_nv.onnx.ops.control import tensor
 from tinygrad_nv.onnx.table import find, op
@@ -46,12 +46,13 @@ def quantize(x: Value, scale: Value, zero: Value = None, axis: int = 1, saturate
     given, by = tensor(x), tensor(scale)
     dtype = dtype_of(precision) if precision else by.dtype
     divided = given.cast(dtype) / along(given, by.cast(dtype), axis, block_size)
-    if kind in MINIFLOATS: return Narrow(rounded(divided.cast(dtypes.float32), kind, bool(saturate)), kind)
+    if kind in MINIFLOATS: return Narrow(round_to_minifloat(divided.cast(dtypes.float32), kind,
+                                                            bool(saturate)), kind)
     if kind not in (*WHOLE, *INTEGERS):
         raise OnnxError(f"quantised elements of type {name_of(kind)}", "integers, float8, float4")
     whole = divided.cast(dtypes.float32).round().cast(dtypes.int32)
     if zero is not None: whole = whole + along(given, plain(zero).cast(dtypes.int32), axis, block_size)
-    return held(whole.clamp(*limits(kind)), kind)
+    return as_kind(whole.clamp(*limits(kind)), kind)
 
 
 def limits(kind: int) -> tuple[int, int]:
@@ -81,7 +82,7 @@ def dynamic(x: Tensor) -> tuple[Value, ...]:
     return quantize(x, scale, zero), scale, zero
 
 
-def centred(x: Value, zero: Value, row: bool = False) -> Tensor:
+def subtract_zero(x: Value, zero: Value, row: bool = False) -> Tensor:
     """x - zero point as int32. A zero point for each row of x is one column."""
     made = plain(x).cast(dtypes.int32)
     if zero is None: return made
@@ -89,7 +90,7 @@ def centred(x: Value, zero: Value, row: bool = False) -> Tensor:
     return made - (offset.reshape(*offset.shape, 1) if row and offset.ndim and offset.numel() > 1 else offset)
 
 
-def convolved(*operands: Tensor | None, **attributes: Any) -> Tensor:
+def convolve(*operands: Tensor | None, **attributes: Any) -> Tensor:
     """tinygrad's convolution."""
     found = find("", "Conv", 22)
     assert found is not None
@@ -100,20 +101,20 @@ def convolved(*operands: Tensor | None, **attributes: Any) -> Tensor:
 @op("ConvInteger", raw=True)
 def conv_integer(x: Value, w: Value, x_zero: Value = None, w_zero: Value = None, **attributes: Any) -> Tensor:
     """A convolution of integers in int32."""
-    return convolved(centred(x, x_zero), _by_channel(w, w_zero), **attributes).cast(dtypes.int32)
+    return convolve(subtract_zero(x, x_zero), _by_channel(w, w_zero), **attributes).cast(dtypes.int32)
 
 
 def _by_channel(w: Value, zero: Value) -> Tensor:
     """Weights less their zero point, which may be one for each output channel."""
     if zero is not None and plain(zero).numel() > 1: zero = plain(zero).reshape(-1, 1, 1, 1)
-    return centred(w, zero)
+    return subtract_zero(w, zero)
 
 
 @op("QLinearConv", raw=True)
 def qlinear_conv(x: Value, x_scale: Value, x_zero: Value, w: Value, w_scale: Value, w_zero: Value,
                  y_scale: Value, y_zero: Value, bias: Value = None, **attributes: Any) -> Value:
     """A convolution of integers, requantised; a scale may be one for each output channel."""
-    made = convolved(centred(x, x_zero), _by_channel(w, w_zero), None if bias is None else plain(bias),
+    made = convolve(subtract_zero(x, x_zero), _by_channel(w, w_zero), None if bias is None else plain(bias),
                      **attributes)
     by = tensor(w_scale)
     if by.numel() > 1: by = by.reshape(1, -1, *[1] * (made.ndim - 2))

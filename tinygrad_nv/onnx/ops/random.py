@@ -39,7 +39,7 @@ def normal(shape: Sequence[int], mean: float = 0.0, scale: float = 1.0, seed: fl
 @op("RandomUniformLike")
 def uniform_like(x: Tensor, low: float = 0.0, high: float = 1.0, seed: float | None = None,
                  dtype: int | None = None) -> Tensor:
-    """As `uniform`, of x's shape, and its type by default."""
+    """Draws as `uniform` does, of x's shape, and its type by default."""
     made = uniform(tuple(map(int, x.shape)), low, high, seed)
     return made.cast(x.dtype if dtype is None else dtype_of(dtype))
 
@@ -47,7 +47,7 @@ def uniform_like(x: Tensor, low: float = 0.0, high: float = 1.0, seed: float | N
 @op("RandomNormalLike")
 def normal_like(x: Tensor, mean: float = 0.0, scale: float = 1.0, seed: float | None = None,
                 dtype: int | None = None) -> Tensor:
-    """As `normal`, of x's shape, and its type by default."""
+    """Draws as `normal` does, of x's shape, and its type by default."""
     made = normal(tuple(map(int, x.shape)), mean, scale, seed)
     return made.cast(x.dtype if dtype is None else dtype_of(dtype))
 

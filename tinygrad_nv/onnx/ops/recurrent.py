@@ -62,10 +62,11 @@ class Settings:
                                    next(betas, None) if takes else None))
         return made[direction * len(usual):(direction + 1) * len(usual)]
 
-    def clipped(self, x: Tensor) -> Tensor: return x if self.clip is None else x.clip(-self.clip, self.clip)
+    def clip_input(self, x: Tensor) -> Tensor: return x if self.clip is None else x.clip(-self.clip,
+                                                                                         self.clip)
 
 
-def _unrolled(cell: Cell, given: Tensor, state: State, lengths: Tensor | None, backwards: bool
+def _unroll(cell: Cell, given: Tensor, state: State, lengths: Tensor | None, backwards: bool
               ) -> tuple[Tensor, State]:
     """The first state after each step, and all states after the last."""
     steps, made = range(int(given.shape[0])), list[Tensor]()
@@ -94,7 +95,7 @@ def _run(settings: Settings, x: Tensor, w: Tensor, biases: Sequence[Tensor | flo
         first = tuple(zero if each is None else each[d].contiguous() for each in states)
         # operands in memory, and one sum a kernel: else these are no matmuls of ours
         given = (flat @ w[d].T + biases[d]).reshape(*x.shape[:2], -1).contiguous()
-        made, last = _unrolled(cell, given, first, lengths, backwards)
+        made, last = _unroll(cell, given, first, lengths, backwards)
         outputs.append(made)
         lasts.append(last)
     y = Tensor.stack(*outputs, dim=1)
@@ -115,10 +116,10 @@ def rnn(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tenso
     """f(x Wᵀ + h Rᵀ + b)."""
     settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
 
-    def made(d: int) -> Cell:
+    def make_cell(d: int) -> Cell:
         f, = settings.functions(["Tanh"], d)
-        return lambda given, state: (f(settings.clipped(state[0] @ r[d].T + given)),)
-    return _run(settings, x, w, _sums(b, w), [made(d) for d in range(int(w.shape[0]))], [h], lengths)
+        return lambda given, state: (f(settings.clip_input(state[0] @ r[d].T + given)),)
+    return _run(settings, x, w, _sums(b, w), [make_cell(d) for d in range(int(w.shape[0]))], [h], lengths)
 
 
 @op("GRU")
@@ -128,7 +129,7 @@ def gru(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tenso
     settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
     size = settings.hidden_size
 
-    def made(d: int) -> Cell:
+    def make_cell(d: int) -> Cell:
         f, g = settings.functions(["Sigmoid", "Tanh"], d)
         of_state, rows = None if b is None else b[d].chunk(2)[1], r[d][2 * size:]
 
@@ -137,15 +138,15 @@ def gru(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tenso
             before = h @ (r[d] if linear_before_reset else r[d][:2 * size]).T
             if of_state is not None: before = before + of_state[:int(before.shape[1])]
             gates = given[:, :2 * size] + before[:, :2 * size]
-            z, reset = (f(settings.clipped(each)) for each in gates.chunk(2, dim=1))
+            z, reset = (f(settings.clip_input(each)) for each in gates.chunk(2, dim=1))
             if linear_before_reset: recurrent = reset * before[:, 2 * size:]
             else: recurrent = (reset * h) @ rows.T + (0.0 if of_state is None else of_state[2 * size:])
-            new = g(settings.clipped(given[:, 2 * size:] + recurrent))
+            new = g(settings.clip_input(given[:, 2 * size:] + recurrent))
             return ((1 - z) * new + z * h,)
         return cell
     count = int(w.shape[0])
     biases: list[Tensor | float] = [0.0 if b is None else b[d].chunk(2)[0] for d in range(count)]
-    return _run(settings, x, w, biases, [made(d) for d in range(count)], [h], lengths)
+    return _run(settings, x, w, biases, [make_cell(d) for d in range(count)], [h], lengths)
 
 
 @op("LSTM")
@@ -156,20 +157,20 @@ def lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tens
     what becomes of x and h before they are multiplied."""
     settings, w, r = _settings(attributes, r), w.contiguous(), r.contiguous()
 
-    def made(d: int) -> Cell:
+    def make_cell(d: int) -> Cell:
         f, g, out = settings.functions(["Sigmoid", "Tanh", "Tanh"], d)
         peep: Sequence[Tensor | float] = (0.0, 0.0, 0.0) if p is None else p[d].chunk(3)
 
         def cell(given: Tensor, state: State) -> State:
             h, c = state
             gates = multiplied(h) @ r[d].T + given
-            i, o, forget, new = (settings.clipped(each) for each in gates.chunk(4, dim=1))
+            i, o, forget, new = (settings.clip_input(each) for each in gates.chunk(4, dim=1))
             i = f(i + peep[0] * c)
             forget = 1 - i if input_forget else f(forget + peep[2] * c)
             c = forget * c + i * g(new)
             return f(o + peep[1] * c) * out(c), c
         return cell
-    cells = [made(d) for d in range(int(w.shape[0]))]
+    cells = [make_cell(d) for d in range(int(w.shape[0]))]
     return _run(settings, multiplied(x), w, _sums(b, w), cells, [h, c], lengths)
 
 
@@ -184,9 +185,9 @@ def dynamic_quantize_lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, len
         s, z = (each.reshape(int(codes.shape[0]), 1, -1) for each in (scale, zero))
         return ((codes.cast(dtypes.int32) - z.cast(dtypes.int32)).cast(s.dtype) * s).transpose(1, 2)
 
-    def rounded(x: Tensor) -> Tensor: return dequantize(*dynamic(x))
+    def quantise(x: Tensor) -> Tensor: return dequantize(*dynamic(x))
     return lstm(x, numbers(w, w_scale, w_zero), numbers(r, r_scale, r_zero), b, lengths, h, c, p,
-                multiplied=rounded, **attributes)
+                multiplied=quantise, **attributes)
 
 
 def _settings(attributes: dict[str, object], r: Tensor) -> Settings:

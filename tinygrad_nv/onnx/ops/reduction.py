@@ -30,7 +30,7 @@ def lse(x: Tensor, axes: np.ndarray | None = None, keepdims: int = 1, noop_with_
 
 @op("ReduceLogSumExp")
 def lse_1(x: Tensor, axes: Sequence[int] | None = None, keepdims: int = 1) -> Tensor:
-    """As `lse`, its axes an attribute."""
+    """Computes `lse` with its axes as an attribute."""
     return lse(x, None if axes is None else np.asarray(axes), keepdims)
 
 
@@ -39,14 +39,14 @@ def _of_integers(name: str) -> None:
     theirs = tinygrads(name)
 
     @op(name, since=18, host=(1,))
-    def reduced(x: Tensor, axes: np.ndarray | None = None, **attributes: int) -> Tensor:
+    def reduce(x: Tensor, axes: np.ndarray | None = None, **attributes: int) -> Tensor:
         f = x if x.is_floating_point() else x.cast(dtypes.float64)
         made: Tensor = theirs(f, axes, **attributes).cast(x.dtype)
         return made
 
     @op(name)
-    def reduced_1(x: Tensor, axes: Sequence[int] | None = None, **attributes: int) -> Tensor:
-        return reduced(x, None if axes is None else np.asarray(axes), **attributes)
+    def reduce_1(x: Tensor, axes: Sequence[int] | None = None, **attributes: int) -> Tensor:
+        return reduce(x, None if axes is None else np.asarray(axes), **attributes)
 
 
 for each in ("ReduceMean", "ReduceLogSum"): _of_integers(each)
@@ -54,7 +54,7 @@ for each in ("ReduceMean", "ReduceLogSum"): _of_integers(each)
 
 @op("ArgMax")
 def arg_max(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    """Where the largest element is, the first or the last of equal ones."""
+    """Index of the largest element, the first or the last of equal ones."""
     if x.dtype == dtypes.bool: x = x.cast(dtypes.uint8)
     if not select_last_index: return x.argmax(axis, keepdim=bool(keepdims)).cast(dtypes.int64)
     last = x.flip(axis).argmax(axis, keepdim=bool(keepdims)).cast(dtypes.int64)
@@ -63,7 +63,7 @@ def arg_max(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int 
 
 @op("ArgMin")
 def arg_min(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    """Where the least element is."""
+    """Index of the least element."""
     # the complement, which no integer lacks
     return arg_max(-x if x.is_floating_point() else x.bitwise_not(), axis, keepdims, select_last_index)
 
@@ -82,7 +82,7 @@ def top_k(x: Tensor, k: np.ndarray, axis: int = -1, largest: int = 1, sorted: in
 
 @op("TopK")
 def top_k_1(x: Tensor, k: int, axis: int = -1) -> tuple[Tensor, Tensor]:
-    """As `top_k`, their number an attribute."""
+    """Computes `top_k` with k as an attribute."""
     return top_k(x, np.asarray(k), axis)
 
 

@@ -30,7 +30,7 @@ class Sampling:
     nearest_mode: str = "round_prefer_floor"
 
     def places(self, old: int, new: int, scale: float, region: tuple[float, float]) -> np.ndarray:
-        """Where in the old dimension each point of the new one lies."""
+        """Coordinate in the old dimension of each point of the new one."""
         # in float32, as runtimes have it: it decides which of two points is the nearest
         i = np.arange(new, dtype=np.float32)
         scale = np.float32(scale)   # type: ignore[assignment]
@@ -140,11 +140,11 @@ def upsample(x: Tensor, scales: np.ndarray, mode: str = "nearest") -> Tensor:
 
 @op("Upsample", since=7)
 def upsample_7(x: Tensor, scales: Sequence[float], mode: str = "nearest") -> Tensor:
-    """As `upsample`, its scales an attribute."""
+    """Resizes as `upsample` does, its scales an attribute."""
     return upsample(x, np.asarray(scales), mode)
 
 
 @op("Upsample")
 def upsample_1(x: Tensor, height_scale: float, width_scale: float, mode: str = "nearest") -> Tensor:
-    """As `upsample`, of images, its scales an attribute each."""
+    """Resizes images as `upsample` does, its scales an attribute each."""
     return upsample(x, np.asarray([1.0, 1.0, height_scale, width_scale]), mode)

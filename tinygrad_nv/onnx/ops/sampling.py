@@ -26,7 +26,7 @@ def _keys(t: Tensor) -> list[Tensor]:
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 
 
-def _reflected(x: Tensor, low: float, high: float) -> Tensor:
+def _reflect(x: Tensor, low: float, high: float) -> Tensor:
     """x, mirrored at the borders until it lies between them."""
     extent = high - low
     if extent == 0: return x.const_like(low)
@@ -49,14 +49,14 @@ def grid_sample(x: Tensor, grid: Tensor, align_corners: int = 0, mode: str = "li
         if mode == "nearest": place = place.round()
         # of a cubic each point is clipped, not the place between them
         if padding_mode == "border" and "cubic" not in mode: place = place.clip(0, n - 1)
-        if padding_mode == "reflection": place = _reflected(place, low, high)
+        if padding_mode == "reflection": place = _reflect(place, low, high)
         places.append(place)
         borders.append((low, high))
-    made = _interpolated(x, places, borders, mode.removeprefix("bi"), padding_mode)
+    made = _interpolate(x, places, borders, mode.removeprefix("bi"), padding_mode)
     return made.reshape(*x.shape[:2], *grid.shape[1:-1]).cast(x.dtype)
 
 
-def _interpolated(x: Tensor, places: list[Tensor], borders: list[tuple[float, float]], mode: str,
+def _interpolate(x: Tensor, places: list[Tensor], borders: list[tuple[float, float]], mode: str,
                   padding: str) -> Tensor:
     """The values at places [N, …] of each dimension: [N, C, number of places]."""
     corners = []
@@ -82,7 +82,7 @@ def _points(x: Tensor, indices: list[Tensor], borders: list[tuple[float, float]]
     for index, n, (low, high) in zip(indices, x.shape[2:], borders, strict=True):
         seen = (index >= 0) & (index <= int(n) - 1)
         inside = seen if inside is None else inside & seen
-        if padding == "reflection": index = _reflected(index, low, high)
+        if padding == "reflection": index = _reflect(index, low, high)
         index = index.clip(0, int(n) - 1).cast(dtypes.int32)
         flat = index if flat is None else flat * int(n) + index
     assert flat is not None
@@ -153,7 +153,7 @@ def deform_conv(x: Tensor, w: Tensor, offset: Tensor, bias: Tensor | None = None
         rows = Tensor.arange(oh).reshape(oh, 1) * strides[0] - pads[0] + i * dilations[0]
         columns = Tensor.arange(ow).reshape(1, ow) * strides[1] - pads[1] + j * dilations[1]
         places = [moved[:, k, 0] + rows, moved[:, k, 1] + columns]
-        value = _interpolated(images, places, [(0.0, 0.0)] * 2, "linear", "zeros")
+        value = _interpolate(images, places, [(0.0, 0.0)] * 2, "linear", "zeros")
         if mask is not None:
             value = value * mask.reshape(n * offset_group, len(points), 1, oh * ow)[:, k]
         values.append(value.reshape(n, group, channels // group, oh * ow))

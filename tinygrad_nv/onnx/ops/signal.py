@@ -65,7 +65,7 @@ def dft(x: Tensor, dft_length: np.ndarray | None = None, axis: np.ndarray | None
 @op("DFT", since=17, host=(1,))
 def dft_17(x: Tensor, dft_length: np.ndarray | None = None, axis: int = 1, inverse: int = 0,
            onesided: int = 0) -> Tensor:
-    """As `dft`, its axis an attribute."""
+    """Computes `dft` with its axis as an attribute."""
     return _dft(x, dft_length, axis, inverse, onesided)
 
 

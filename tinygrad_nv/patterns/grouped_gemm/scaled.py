@@ -19,7 +19,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.grouped_gemm.slots import apart, check_slots, require_kinds
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.quant.stack import QStack, dequantized_stack
+from tinygrad_nv.quant.stack import QStack, dequantize_stack
 from tinygrad_nv.quant.tensor import in_memory, numbers_of
 from tinygrad_nv.quant.types import E4M3, QType, Scale
 from tinygrad_nv.tile.grouped_gemm import reference
@@ -98,7 +98,7 @@ def multiplied(what: ScaledGroupedMatmul, x: Tensor, x_scale: Tensor, codes: Ten
     spec = what.spec(int(x.shape[0]))
     wide = x_scale.repeat_interleave(GROUP, 1)[:, :spec.k]
     rows = (numbers_of(x, E4M3.dtype) * wide).contiguous()
-    w = dequantized_stack(BLOCKS, what.stack, {"codes": codes, "scales": scales})
+    w = dequantize_stack(BLOCKS, what.stack, {"codes": codes, "scales": scales})
     w = w.reshape(spec.groups, spec.n, spec.k).contiguous()
     return (reference.multiplied(spec, rows, w, offsets, *apart(what, more)).cast(what.dtype),)
 

@@ -25,7 +25,7 @@ from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, target_of
-from tinygrad_nv.quant.tensor import QTensor, dequantized
+from tinygrad_nv.quant.tensor import QTensor, dequantize
 from tinygrad_nv.quant.types import QType, buffers, nbytes
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
@@ -63,7 +63,7 @@ def multiplied(what: QuantMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...
 def _matrix(what: QuantMatmul, x: Tensor, *rest: Tensor) -> Tensor:
     given = dict(zip(buffers(what.type, *what.shape), rest, strict=False))
     # contiguous: fused into the matmul it would be dequantised again for every row
-    return dequantized(what.type, what.shape, given, x.dtype).contiguous()
+    return dequantize(what.type, what.shape, given, x.dtype).contiguous()
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
@@ -105,14 +105,14 @@ def prepared(w: QTensor, codes: bool = False) -> QTensor:
     target = target_of(w.buffers["codes"].device)
     if target is None or w.type.layout != "rows": return w
     if codes and target.matrix_layout == "fragments": return w
-    made = w.multiplied() if target.matrix_layout == "fragments" else w
+    made = w.with_multipliers() if target.matrix_layout == "fragments" else w
     (n, k), dtype = w.shape, dtypes.bfloat16
     try:
         type = replace(made.type.of_rows(), layout=target.matrix_layout, permuted=False)
         gemm = GemmSpec(1, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(dtype, n, 1))
         found = TABLE.choose(QuantGemmSpec(gemm, type), target)
     except SpecError: return w
-    return w if found is None or not w.finite else made.of_rows().laid(type.layout)
+    return w if found is None or not w.finite else made.of_rows().with_layout(type.layout)
 
 
 def prepared_for(device: str | None) -> str:

@@ -123,7 +123,7 @@ def prepared_type(type: QType, n: int, k: int, device: str | None) -> QType:
     templates take those, of fragments with outer scales that multiply; else as it is."""
     target = target_of(device)
     if target is None or type.layout != "rows": return type
-    read = type.multiplied() if target.matrix_layout == "fragments" else type
+    read = type.with_multipliers() if target.matrix_layout == "fragments" else type
     try:
         made, one = replace(read, layout=target.matrix_layout), GroupedGemmSpec(1, 1, n, k, dtypes.bfloat16)
         found = TABLE.choose(QuantGroupedSpec(one, made), target)

@@ -33,7 +33,7 @@ from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.quant.layouts import unlaid
-from tinygrad_nv.quant.tensor import QTensor, dequantized, in_memory, numbers_of
+from tinygrad_nv.quant.tensor import QTensor, dequantize, in_memory, numbers_of
 from tinygrad_nv.quant.types import E4M3, INT8, QType, Scale, nbytes
 from tinygrad_nv.tile.expression import Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand, Result
@@ -131,7 +131,7 @@ def multiplied(what: ScaledMatmul, x: Tensor, codes: Tensor, scales: Tensor,
                          for name, one in (("codes", codes), ("scales", scales)))
     if groups > 1 or what.type.scale.columns:
         wide = _numbers(what.type, x).float().reshape(*x.shape[:-1], groups, -1) * x_scale.unsqueeze(-1)
-        w = dequantized(plain, what.shape, {"codes": codes, "scales": scales})
+        w = dequantize(plain, what.shape, {"codes": codes, "scales": scales})
         made = wide.reshape(x.shape).contiguous() @ w.contiguous().T
     else:
         left, right = (_numbers(what.type, each).contiguous() for each in (x, codes))

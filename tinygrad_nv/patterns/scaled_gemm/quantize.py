@@ -27,7 +27,7 @@ from tinygrad_nv.patterns.rewriting import stored
 from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
 from tinygrad_nv.patterns.scaled_gemm import epilogue
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.quant.activations import E4M3_MAX, TINY, quantized
+from tinygrad_nv.quant.activations import E4M3_MAX, TINY, quantize_activations
 from tinygrad_nv.quant.types import Scale
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import Result
@@ -65,7 +65,7 @@ def quantize(x: Tensor, element: str, block: Scale,
     if element not in ("int8", "e4m3"): raise SpecError(f"activations of {element}", "int8 or e4m3")
     if block.columns and int(x.shape[-1]) % block.columns:
         raise SpecError(f"groups of {block.columns} of {x.shape[-1]} inputs", "a divisor")
-    if scale is None and not block.rows: return quantized(x, element, block)
+    if scale is None and not block.rows: return quantize_activations(x, element, block)
     # every CONTIGUOUS of a graph is stored, whatever becomes of its users
     while x.uop.op is Ops.CONTIGUOUS: x = Tensor(x.uop.src[0])
     made = call(Quantize(element, block.columns, scale), codes_of, x)
@@ -74,7 +74,7 @@ def quantize(x: Tensor, element: str, block: Scale,
 
 def codes_of(what: Quantize, x: Tensor) -> tuple[Tensor, ...]:
     """The same in tinygrad."""
-    made = quantized(x.contiguous(), what.element, Scale(1, what.columns), what.scale)
+    made = quantize_activations(x.contiguous(), what.element, Scale(1, what.columns), what.scale)
     return made if what.scale is None else made[:1]
 
 

@@ -51,7 +51,7 @@ class GGUFTensor:
 
     @property
     def rows(self) -> int:
-        """Of `shape[-1]` elements."""
+        """Number of rows of `shape[-1]` elements."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -73,7 +73,7 @@ class GGUFFile:
         return self.bytes_of(self.tensors[name])
 
     def bytes_of(self, tensor: GGUFTensor) -> np.ndarray:
-        """The same of a tensor, or of some of its matrices."""
+        """Returns the bytes of a tensor, or of some of its matrices."""
         whole = self.data[tensor.path][tensor.offset:tensor.offset + tensor.nbytes]
         return whole.reshape(tensor.rows, tensor.format.row_bytes(tensor.shape[-1]))
 
@@ -91,26 +91,26 @@ def open_file(path: Path) -> GGUFFile:
     metadata: dict[str, Any] = {}
     for _ in range(entries):
         key = header.string()
-        if key in metadata: raise header.damaged(f"{key[:200]} is there twice")
+        if key in metadata: raise header.damage(f"{key[:200]} is there twice")
         metadata[key] = header.value(header.number("<u4"), 0)
     listed = [header.tensor() for _ in range(tensors)]
-    return GGUFFile(path, metadata, _placed(header, metadata, listed), {path: header.data})
+    return GGUFFile(path, metadata, _place(header, metadata, listed), {path: header.data})
 
 
-def _placed(header: _Header, metadata: Mapping[str, Any],
+def _place(header: _Header, metadata: Mapping[str, Any],
             listed: list[tuple[str, Format, tuple[int, ...], int]]) -> dict[str, GGUFTensor]:
     """Tensors by name, each inside the file."""
     align = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(align, int) or align <= 0 or align & (align - 1):
-        raise header.damaged(f"general.alignment is {align!r:.60}, no power of two")
+        raise header.damage(f"general.alignment is {align!r:.60}, no power of two")
     start, size = -(-header.at // align) * align, len(header.data)
     made: dict[str, GGUFTensor] = {}
     for name, format, shape, offset in listed:
         tensor = GGUFTensor(name, format, shape, start + offset, header.path)
-        if name in made: raise header.damaged(f"tensor {name} is there twice")
-        if offset % align: raise header.damaged(f"tensor {name} is at {offset}, no multiple of {align}")
+        if name in made: raise header.damage(f"tensor {name} is there twice")
+        if offset % align: raise header.damage(f"tensor {name} is at {offset}, no multiple of {align}")
         if tensor.offset + tensor.nbytes > size:
-            raise header.damaged(f"tensor {name} ends at byte {tensor.offset + tensor.nbytes}, the file at "
+            raise header.damage(f"tensor {name} ends at byte {tensor.offset + tensor.nbytes}, the file at "
                                  f"{size} (truncated?)")
         made[name] = tensor
     return made
@@ -118,14 +118,14 @@ def _placed(header: _Header, metadata: Mapping[str, Any],
 
 @dataclass
 class _Header:
-    """What is left of a file from byte `at` on."""
+    """The rest of a file from byte `at` on."""
     path: Path
     data: np.ndarray
     at: int = 0
     values: int = 0     # so far, of arrays
     arrays: int = 0     # so far, in arrays
 
-    def damaged(self, what: str) -> WeightError:
+    def damage(self, what: str) -> WeightError:
         return WeightError(f"{self.path} is damaged: {what}", "a complete GGUF file", AGAIN)
 
     def too_much(self, what: str, count: int, most: int) -> WeightError:
@@ -136,7 +136,7 @@ class _Header:
         """The next `count` bytes."""
         left = len(self.data) - self.at
         if count > left:
-            raise self.damaged(f"{what} at byte {self.at} needs {count} bytes, and {left} are left")
+            raise self.damage(f"{what} at byte {self.at} needs {count} bytes, and {left} are left")
         self.at += count
         if self.at > MAX_METADATA_BYTES: raise self.too_much("bytes of metadata", self.at, MAX_METADATA_BYTES)
         return self.data[self.at - count:self.at]
@@ -149,7 +149,7 @@ class _Header:
         """A number of things that have `least` bytes or more."""
         found = int(self.number("<u8"))
         if found * least > len(self.data) - self.at:
-            raise self.damaged(f"it has {found} {what}, and {len(self.data) - self.at} bytes are left")
+            raise self.damage(f"it has {found} {what}, and {len(self.data) - self.at} bytes are left")
         return found
 
     def few(self, count: int) -> int:
@@ -162,7 +162,7 @@ class _Header:
         raw = self.take(self.count(1, "bytes of a string"), "a string")
         try: return raw.tobytes().decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.damaged(f"a string that ends at byte {self.at} is not UTF-8: {error}") from error
+            raise self.damage(f"a string that ends at byte {self.at} is not UTF-8: {error}") from error
 
     def strings(self, count: int) -> list[str]:
         """An array of them. Vocabularies have hundreds of thousands: as few calls for each as can be."""
@@ -202,8 +202,8 @@ class _Header:
         """A value of metadata: a number, a string, or a list."""
         if kind == STRING: return self.string()
         if kind in NUMBERS: return self.number(NUMBERS[kind])
-        if kind != ARRAY: raise self.damaged(f"a value at byte {self.at} is of kind {kind}")
-        if depth == DEEPEST: raise self.damaged(f"arrays at byte {self.at} are {depth} deep")
+        if kind != ARRAY: raise self.damage(f"a value at byte {self.at} is of kind {kind}")
+        if depth == DEEPEST: raise self.damage(f"arrays at byte {self.at} are {depth} deep")
         kind = self.number("<u4")
         if kind in NUMBERS:
             size = np.dtype(NUMBERS[kind]).itemsize
@@ -217,9 +217,9 @@ class _Header:
 
     def tensor(self) -> tuple[str, Format, tuple[int, ...], int]:
         if len(name := self.string()) > MAX_NAME:
-            raise self.damaged(f"a tensor's name has {len(name)} characters, more than {MAX_NAME}")
+            raise self.damage(f"a tensor's name has {len(name)} characters, more than {MAX_NAME}")
         extents = self.number("<u4")
-        if not 0 < extents <= MOST_EXTENTS: raise self.damaged(f"tensor {name} has {extents} extents")
+        if not 0 < extents <= MOST_EXTENTS: raise self.damage(f"tensor {name} has {extents} extents")
         shape = tuple(self.take(8 * extents, "extents").view("<u8").tolist())[::-1]
         kind, offset = self.number("<u4"), self.number("<u8")
         if kind not in FORMATS:
@@ -228,6 +228,6 @@ class _Header:
                               "use a file of the model with another quantisation")
         format = FORMATS[kind]
         if shape[-1] % format.columns:
-            raise self.damaged(f"tensor {name} has rows of {shape[-1]} in {format.name}, whose blocks have "
+            raise self.damage(f"tensor {name} has rows of {shape[-1]} in {format.name}, whose blocks have "
                                f"{format.columns}")
         return name, format, shape, offset

@@ -16,12 +16,12 @@ import numpy as np
 
 from tinygrad_nv.quant.packing import planes_of
 from tinygrad_nv.quant.readers.checks import (
-    checked,
-    checked_float,
-    checked_type,
+    check_float,
+    check_tensor,
+    check_type,
     group_size,
+    is_unquantised,
     setting,
-    unquantised,
 )
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import UINT4, QType, Scale
@@ -37,14 +37,14 @@ class AWQReader:
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
-        if unquantised(stored, layer, "qweight"): return None
+        if is_unquantised(stored, layer, "qweight"): return None
         (n, k), (codes, zeros, scales) = shape, (f"{layer}.{x}" for x in ("qweight", "qzeros", "scales"))
         groups = -(-k // (self.group or k))
-        checked(stored, codes, ("I32",), (k, -(-n // 8)))
-        dtype, asymmetric = checked_float(stored, scales, (groups, n)), zeros in stored
-        if asymmetric: checked(stored, zeros, ("I32",), (groups, -(-n // 8)))
+        check_tensor(stored, codes, ("I32",), (k, -(-n // 8)))
+        dtype, asymmetric = check_float(stored, scales, (groups, n)), zeros in stored
+        if asymmetric: check_tensor(stored, zeros, ("I32",), (groups, -(-n // 8)))
         scale = Scale(1, self.group, dtype)
-        type = checked_type(layer, QType(UINT4, scale, 0 if asymmetric else 8, zeros=asymmetric), shape)
+        type = check_type(layer, QType(UINT4, scale, 0 if asymmetric else 8, zeros=asymmetric), shape)
 
         def arrays(get: Get) -> dict[str, np.ndarray]:
             words = get(codes)
@@ -69,7 +69,8 @@ def _codes(words: np.ndarray) -> np.ndarray:
 
 
 def reader(config: Mapping[str, Any], name: str) -> AWQReader:
-    """Of a `quantization_config`, with AutoAWQ's names or transformers'. Raises `ModelError`."""
+    """Returns the reader of a `quantization_config`, with AutoAWQ's names or transformers'. Raises
+    `ModelError`."""
     named = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size", 128), **config}
     setting(named, "bits", 4, (4,), name)
     version = config.get("version") or config.get("format") or "gemm"

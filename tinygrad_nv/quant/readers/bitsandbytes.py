@@ -24,7 +24,7 @@ import numpy as np
 
 from tinygrad_nv.errors import WeightError, brief
 from tinygrad_nv.files import MAX_JSON_BYTES, parse_json
-from tinygrad_nv.quant.readers.checks import AGAIN, checked, checked_type, setting, unquantised
+from tinygrad_nv.quant.readers.checks import AGAIN, check_tensor, check_type, is_unquantised, setting
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import (
     FP4,
@@ -49,14 +49,14 @@ class BitsAndBytesReader:
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
-        if unquantised(stored, layer, "SCB" if self.bits == 8 else "weight.absmax"): return None
+        if is_unquantised(stored, layer, "SCB" if self.bits == 8 else "weight.absmax"): return None
         return (_int8 if self.bits == 8 else _codebook)(f"{layer}.weight", layer, shape, stored)
 
 
 def _int8(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
     scales, format, (n, _) = f"{layer}.SCB", f"{layer}.weight_format", shape
-    checked(stored, weight, ("I8",), shape)
-    checked(stored, scales, ("F32",), (n,), (1, n), (n, 1))
+    check_tensor(stored, weight, ("I8",), shape)
+    check_tensor(stored, scales, ("F32",), (n,), (1, n), (n, 1))
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
         if format in stored and get(format).any():
@@ -74,25 +74,25 @@ def _codebook(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -
     kind = next((kind for kind in BOOKS if _state(weight, kind) in stored), "nf4")
     element, state = BOOKS[kind], _state(weight, kind)
     nested = [f"{weight}.nested_{name}" for name in ("quant_map", "absmax")]
-    checked(stored, state, ("U8",))
-    found = checked(stored, weight, tuple(STORAGE))
+    check_tensor(stored, state, ("U8",))
+    found = check_tensor(stored, weight, tuple(STORAGE))
     bytes_found = prod(stored[weight][1]) * STORAGE[found]
     if bytes_found * 2 != n * k:
         raise WeightError(f"{weight} is {found} {list(stored[weight][1])}",
                           f"{n * k // 2} bytes, codes of {[n, k]}", AGAIN)
-    checked(stored, book_name, ("F32",), (16,))
-    double = checked(stored, absmax, ("F32", "U8")) == "U8"
+    check_tensor(stored, book_name, ("F32",), (16,))
+    double = check_tensor(stored, absmax, ("F32", "U8")) == "U8"
     count = prod(stored[absmax][1])
     size = next((size for size in SIZES if -(-n * k // size) == count), 0)
     if not size:
         raise WeightError(f"{absmax} has {count} scales of {n * k} elements",
                           f"one for each {', '.join(map(str, sorted(SIZES)))} of them", AGAIN)
     if double:
-        checked(stored, nested[0], ("F32",), (256,))
-        checked(stored, nested[1], ("F32",))
+        check_tensor(stored, nested[0], ("F32",), (256,))
+        check_tensor(stored, nested[1], ("F32",))
     # a block that goes on into the next row is some smaller ones with the same scale
     group = gcd(size, k)
-    type = checked_type(layer, element @ per_group_scale(group), shape)
+    type = check_type(layer, element @ per_group_scale(group), shape)
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
         settings = _settings(get(state), state)
@@ -102,7 +102,8 @@ def _codebook(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -
         if (get(book_name) != np.array(element.values, np.float32)).any():
             raise WeightError(f"{book_name} has other numbers than {kind}", str(element.values), AGAIN)
         codes = np.ascontiguousarray(get(weight)).reshape(-1).view(np.uint8).reshape(n, k // 2)
-        scales = _nested(get(absmax).reshape(-1), get(nested[0]), get(nested[1]), settings, nested[1]) \
+        scales = _nested_scales(get(absmax).reshape(-1), get(nested[0]), get(nested[1]), settings,
+                                nested[1]) \
             if double else get(absmax).reshape(-1)
         return {"codes": codes << np.uint8(4) | codes >> np.uint8(4),
                 "scales": scales[np.arange(n * k // group) * group // size].reshape(n, k // group)}
@@ -120,7 +121,7 @@ def _settings(data: np.ndarray, name: str) -> dict[str, Any]:
     return found
 
 
-def _nested(codes: np.ndarray, book: np.ndarray, absmax: np.ndarray, settings: Mapping[str, Any],
+def _nested_scales(codes: np.ndarray, book: np.ndarray, absmax: np.ndarray, settings: Mapping[str, Any],
             name: str) -> np.ndarray:
     """Scales, float32, of their codes."""
     size, offset = settings.get("nested_blocksize"), settings.get("nested_offset")
@@ -134,7 +135,7 @@ def _nested(codes: np.ndarray, book: np.ndarray, absmax: np.ndarray, settings: M
 
 
 def reader(config: Mapping[str, Any], name: str) -> BitsAndBytesReader:
-    """Of a `quantization_config`. Raises `ModelError`."""
+    """Returns the reader of a `quantization_config`. Raises `ModelError`."""
     eight = bool(config.get("load_in_8bit") or config.get("_load_in_8bit"))
     if eight: return BitsAndBytesReader(8)
     setting({"load_in_4bit": bool(config.get("load_in_4bit") or config.get("_load_in_4bit"))}, "load_in_4bit",

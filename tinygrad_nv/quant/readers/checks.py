@@ -1,4 +1,4 @@
-"""What readers ask of a checkpoint's tensors before any of them is read."""
+"""Checks that readers make of a checkpoint's tensors before any of them is read."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ UNSIGNED = {1: UINT2, 2: UINT2, 3: UINT3, 4: UINT4, 5: UINT5, 6: UINT6, 7: UINT8
 AGAIN = "use the config.json that belongs to these weights, or download the directory again"
 
 
-def checked(stored: Stored, name: str, kinds: Collection[str], *shapes: tuple[int, ...]) -> str:
+def check_tensor(stored: Stored, name: str, kinds: Collection[str], *shapes: tuple[int, ...]) -> str:
     """The dtype of a tensor, which must be one of `kinds`, and have one of the shapes if any are given.
     Raises `WeightError`."""
     extents = dict.fromkeys(str(list(shape)) for shape in shapes)
@@ -31,18 +31,18 @@ def checked(stored: Stored, name: str, kinds: Collection[str], *shapes: tuple[in
     return kind
 
 
-def checked_float(stored: Stored, name: str, *shapes: tuple[int, ...]) -> DType:
-    """The same of a tensor of floats, as tinygrad's dtype."""
-    return FLOATS[checked(stored, name, FLOATS, *shapes)]
+def check_float(stored: Stored, name: str, *shapes: tuple[int, ...]) -> DType:
+    """Returns the dtype of a tensor of floats, as tinygrad's, checked as by `check_tensor`."""
+    return FLOATS[check_tensor(stored, name, FLOATS, *shapes)]
 
 
-def unquantised(stored: Stored, layer: str, tensor: str) -> bool:
+def is_unquantised(stored: Stored, layer: str, tensor: str) -> bool:
     """Whether a layer has a matrix of floats, and not `tensor`, which quantised layers have."""
     kind, _ = stored.get(f"{layer}.weight", ("", ()))
     return kind in FLOATS and f"{layer}.{tensor}" not in stored
 
 
-def checked_type(layer: str, type: QType, shape: tuple[int, int]) -> QType:
+def check_type(layer: str, type: QType, shape: tuple[int, int]) -> QType:
     """The type, if a matrix of that shape can have it. Raises `WeightError`."""
     try: buffers(type, *shape)
     except SpecError as error:
@@ -78,7 +78,7 @@ def names(config: Mapping[str, Any], key: str, name: str) -> tuple[str, ...]:
 
 
 def patterns_of(names: Collection[str], where: str) -> dict[str, Pattern]:
-    """Those of the names that are "re:" regular expressions, in their order. Raises `ModelError`."""
+    """Returns those of the names that are "re:" regular expressions, in their order. Raises `ModelError`."""
     found = [each for each in names if each.startswith("re:")]
     require_few(len(found), where)
     return {each: compile_pattern(each.removeprefix("re:"), where) for each in found}

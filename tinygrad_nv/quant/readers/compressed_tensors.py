@@ -28,14 +28,14 @@ from tinygrad_nv.quant.packing import fields, planes_of
 from tinygrad_nv.quant.readers.checks import (
     AGAIN,
     FLOATS,
-    checked,
-    checked_float,
-    checked_type,
+    check_float,
+    check_tensor,
+    check_type,
     column_order,
     element_of,
+    is_unquantised,
     names,
     patterns_of,
-    unquantised,
 )
 from tinygrad_nv.quant.readers.reader import Along, Cuts, Get, Stored, StoredMatrix, along_blocks
 from tinygrad_nv.quant.readers.schemes import Scheme
@@ -68,19 +68,19 @@ class CompressedTensorsReader:
 
     def group(self, layer: str) -> Group | None:
         """The group of a layer, None if it is not quantised."""
-        if layer in self._ignored or any(each.match(layer) for each in self._ignored_patterns.values()):
+        if layer in self._ignore_names or any(each.match(layer) for each in self._ignore_patterns.values()):
             return None
-        if not self._ignored.isdisjoint(CLASSES): return None
+        if not self._ignore_names.isdisjoint(CLASSES): return None
         found = layer if layer in self.targets else next(
             (name for name, each in self._patterns.items() if each.match(layer)),
             next((each for each in sorted(CLASSES) if each in self.targets), None))
         return None if found is None else self.targets[found]
 
     @cached_property
-    def _ignored(self) -> frozenset[str]: return frozenset(self.ignore)
+    def _ignore_names(self) -> frozenset[str]: return frozenset(self.ignore)
 
     @cached_property
-    def _ignored_patterns(self) -> dict[str, Pattern]:
+    def _ignore_patterns(self) -> dict[str, Pattern]:
         return patterns_of(self.ignore, f"{self.name}: ignore of quantization_config")
 
     @cached_property
@@ -91,7 +91,7 @@ class CompressedTensorsReader:
         """See `Reader`."""
         group = self.group(layer)
         if group is None: _require_no_scales(layer, stored)
-        if group is None or unquantised(stored, layer, "weight_scale"): return None
+        if group is None or is_unquantised(stored, layer, "weight_scale"): return None
         made = FORMATS[group.format].read(group.weights, layer, shape, stored)
         others = [f"{layer}.{name}" for name in OTHERS if f"{layer}.{name}" in stored]
         inputs = group.inputs.activations if group.inputs is not None else None
@@ -110,23 +110,23 @@ def _require_no_scales(layer: str, stored: Stored) -> None:
 
 # **** formats ****
 
-def _packed(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
+def _read_packed(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
     (n, k), bits, codes, zeros = shape, scheme.bits, f"{layer}.weight_packed", f"{layer}.weight_zero_point"
     element, shift = element_of(bits, scheme.symmetric)
-    checked(stored, codes, ("I32",), *((n, width) for width in _widths(k, bits)))
+    check_tensor(stored, codes, ("I32",), *((n, width) for width in _widths(k, bits)))
     scale, scales = _scale(scheme, layer, shape, stored)
     blocks, flat = scale.blocks(n, k), scheme.strategy not in ("group", "channel")
-    if not scheme.symmetric and flat: checked(stored, zeros, ("I8",), blocks, (1,), ())
+    if not scheme.symmetric and flat: check_tensor(stored, zeros, ("I8",), blocks, (1,), ())
     elif not scheme.symmetric:
-        checked(stored, zeros, ("I32",), *((width, blocks[1]) for width in _widths(n, bits)))
-    type = checked_type(layer, QType(element, scale, shift, zeros=not scheme.symmetric,
+        check_tensor(stored, zeros, ("I32",), *((width, blocks[1]) for width in _widths(n, bits)))
+    type = check_type(layer, QType(element, scale, shift, zeros=not scheme.symmetric,
                                      permuted=scheme.permuted and blocks[1] > 1), shape)
 
     def arrays(get: Get, order: np.ndarray | None) -> dict[str, np.ndarray]:
         words = np.ascontiguousarray(get(codes))
         if bits == element.bits and 8 % bits == 0 and order is None:    # laid out like ours
             made = {"codes": words.view(np.uint8)[:, :k * bits // 8]}
-        else: made = planes_of(lambda begin, end: _ordered(_fields(words[begin:end], bits, k), order), n, k,
+        else: made = planes_of(lambda begin, end: _reorder(_fields(words[begin:end], bits, k), order), n, k,
                                element.bits)
         if element is INT8: made["codes"] = made["codes"] ^ np.uint8(128)
         made["scales"] = get(scales).reshape(blocks)
@@ -138,40 +138,41 @@ def _packed(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) 
     lie = along_blocks(scale, shape, stored[scales][1])
     cuts = {codes: (Along(0), Along(1, 32, bits)), scales: lie}
     if not scheme.symmetric: cuts[zeros] = lie if flat else (Along(0, 32, bits), lie[1])
-    return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * (not scheme.symmetric)), arrays,
+    return _matrix(type, layer, shape, stored, (codes, scales, *[zeros] * (not scheme.symmetric)), arrays,
                    cuts, f"{layer}.weight_shape")
 
 
 def _plain(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
     codes, zeros, asymmetric = f"{layer}.weight", f"{layer}.weight_zero_point", not scheme.symmetric
-    checked(stored, codes, ("F8_E4M3",) if scheme.floats else ("I8",), shape)
+    check_tensor(stored, codes, ("F8_E4M3",) if scheme.floats else ("I8",), shape)
     scale, scales = _scale(scheme, layer, shape, stored)
     blocks = scale.blocks(*shape)
-    if asymmetric: checked(stored, zeros, ("I8",), blocks, (blocks[0],), ())
+    if asymmetric: check_tensor(stored, zeros, ("I8",), blocks, (blocks[0],), ())
     element = E4M3 if scheme.floats else UINT8 if asymmetric else INT8
     type = QType(element, scale, zeros=asymmetric, permuted=scheme.permuted and blocks[1] > 1)
     sign = np.uint8(128 if asymmetric else 0)       # int8 with zero points are uint8 with 128 more of both
 
     def arrays(get: Get, order: np.ndarray | None) -> dict[str, np.ndarray]:
-        found = _ordered(get(codes), order).view(np.uint8)
+        found = _reorder(get(codes), order).view(np.uint8)
         made = {"codes": found ^ sign if sign else found, "scales": get(scales).reshape(blocks)}
         if asymmetric: made["zeros"] = get(zeros).reshape(blocks).view(np.uint8) ^ sign
         return made
     lie = along_blocks(scale, shape, stored[scales][1])
-    return _stored(type, layer, shape, stored, (codes, scales, *[zeros] * asymmetric), arrays,
+    return _matrix(type, layer, shape, stored, (codes, scales, *[zeros] * asymmetric), arrays,
                    {codes: (Along(0), Along(1)), scales: lie} | ({zeros: lie} if asymmetric else {}))
 
 
-def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., StoredMatrix]:
-    """Of a type without zero points, whose codes are stored as `kind`."""
+def _reader_of_microscaling(type: QType, codes_name: str, kind: str) -> Callable[..., StoredMatrix]:
+    """Returns the reader of a type without zero points, whose codes are stored as `kind`."""
     def read(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
         n, k = shape
         each = (codes_name, "weight_scale", "weight_global_scale")
         codes, scales, outer = (f"{layer}.{name}" for name in each)
-        checked_type(layer, type, shape)
-        checked(stored, codes, (kind,), (n, k * type.bits // 8))
-        checked(stored, scales, ("F8_E4M3",) if type.outer else ("U8", "F8_E8M0"), type.scale.blocks(n, k))
-        if type.outer: checked(stored, outer, ("F32",), (1,), ())
+        check_type(layer, type, shape)
+        check_tensor(stored, codes, (kind,), (n, k * type.bits // 8))
+        check_tensor(stored, scales, ("F8_E4M3",) if type.outer else ("U8", "F8_E8M0"),
+                     type.scale.blocks(n, k))
+        if type.outer: check_tensor(stored, outer, ("F32",), (1,), ())
 
         def arrays(get: Get, order: np.ndarray | None) -> dict[str, np.ndarray]:
             found = get(codes)
@@ -182,17 +183,17 @@ def _microscaled(type: QType, codes_name: str, kind: str) -> Callable[..., Store
             return made
         lie = along_blocks(type.scale, shape, stored[scales][1])
         cuts = {codes: (Along(0), Along(1, 8, type.bits)), scales: lie}
-        return _stored(type, layer, shape, stored, (codes, scales, *[outer] * bool(type.outer)), arrays, cuts)
+        return _matrix(type, layer, shape, stored, (codes, scales, *[outer] * bool(type.outer)), arrays, cuts)
     return read
 
 
-def _stored(type: QType, layer: str, shape: tuple[int, int], stored: Stored, tensors: tuple[str, ...],
+def _matrix(type: QType, layer: str, shape: tuple[int, int], stored: Stored, tensors: tuple[str, ...],
             arrays: Callable[[Get, np.ndarray | None], dict[str, np.ndarray]], cuts: Cuts,
             extents: str = "") -> StoredMatrix:
-    """With the order of columns, and what must be so of tensors that are beside these."""
+    """Returns the matrix with the order of columns, and checks tensors that are beside these."""
     order, points, (_, k) = f"{layer}.weight_g_idx", f"{layer}.weight_zero_point", shape
     more = [name for name in (order, points, extents) if name in stored and name not in tensors]
-    if type.permuted or order in stored: checked(stored, order, ("I32", "I64"), (k,))
+    if type.permuted or order in stored: check_tensor(stored, order, ("I32", "I64"), (k,))
 
     def read(get: Get) -> dict[str, np.ndarray]:
         if extents in more and tuple(get(extents).reshape(-1)) != shape:
@@ -213,7 +214,7 @@ def _scale(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -
     """The scales of a matrix, and their tensor's name."""
     name, blocks = f"{layer}.weight_scale", scheme.scale().blocks(*shape)
     flat = [(blocks[0],)] * (blocks[1] == 1) + [()] * (blocks == (1, 1))
-    return scheme.scale(checked_float(stored, name, blocks, *flat)), name
+    return scheme.scale(check_float(stored, name, blocks, *flat)), name
 
 
 def _widths(count: int, bits: int) -> tuple[int, int]:
@@ -230,13 +231,13 @@ def _fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return made.reshape(len(words), -1)[:, :count]
 
 
-def _ordered(codes: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+def _reorder(codes: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     return codes if order is None else codes[:, order]
 
 
 @dataclass(frozen=True)
 class Format:
-    """What reads a layer, and the bits of the integers and of the floats it may have."""
+    """The reader of a layer, and the bits of the integers and of the floats it may have."""
     read: Callable[[Scheme, str, tuple[int, int], Stored], StoredMatrix]
     integers: tuple[int, ...] = ()
     floats: tuple[int, ...] = ()
@@ -245,18 +246,19 @@ class Format:
 UP_TO_8 = tuple(range(1, 9))
 DIVIDED = replace(NVFP4, divided=True)
 FORMATS = {
-    "pack-quantized": Format(_packed, UP_TO_8), "int-quantized": Format(_plain, UP_TO_8),
+    "pack-quantized": Format(_read_packed, UP_TO_8), "int-quantized": Format(_plain, UP_TO_8),
     "float-quantized": Format(_plain, floats=(8,)), "naive-quantized": Format(_plain, UP_TO_8, (8,)),
-    "nvfp4-pack-quantized": Format(_microscaled(DIVIDED, "weight_packed", "U8"), floats=(4,)),
-    "mxfp4-pack-quantized": Format(_microscaled(MXFP4, "weight_packed", "U8"), floats=(4,)),
-    "mxfp6-pack-quantized": Format(_microscaled(E2M3 @ MXFP4.scale, "weight_packed", "U8"), floats=(6,)),
-    "mxfp8-quantized": Format(_microscaled(E4M3 @ MXFP4.scale, "weight", "F8_E4M3"), floats=(8,))}
+    "nvfp4-pack-quantized": Format(_reader_of_microscaling(DIVIDED, "weight_packed", "U8"), floats=(4,)),
+    "mxfp4-pack-quantized": Format(_reader_of_microscaling(MXFP4, "weight_packed", "U8"), floats=(4,)),
+    "mxfp6-pack-quantized": Format(_reader_of_microscaling(E2M3 @ MXFP4.scale, "weight_packed", "U8"),
+                                   floats=(6,)),
+    "mxfp8-quantized": Format(_reader_of_microscaling(E4M3 @ MXFP4.scale, "weight", "F8_E4M3"), floats=(8,))}
 
 
 # **** the config ****
 
 def reader(config: Mapping[str, Any], name: str) -> CompressedTensorsReader:
-    """Of a `quantization_config`. Raises `ModelError`."""
+    """Returns the reader of a `quantization_config`. Raises `ModelError`."""
     inside = config.get("quantization_config")      # so transformers once wrote it
     if isinstance(inside, Mapping): config = {**inside, **config}
     sparsity = config.get("sparsity_config")
@@ -294,8 +296,8 @@ def _require_fused_transforms(config: Mapping[str, Any], name: str) -> None:
 
 
 def _group(raw: Mapping[str, Any], whole: str | None, name: str) -> Group | None:
-    """Of an object of config_groups, where `whole` is the config's format; None if its weights are floats.
-    Raises `ModelError`."""
+    """Returns the group that an object of config_groups describes, where `whole` is the config's format; None
+    if its weights are floats. Raises `ModelError`."""
     if not raw.get("weights") or raw.get("format") == "dense": return None
     weights, inputs = (Scheme.of(raw[key], f"{name}.{key}") if raw.get(key) else None
                        for key in ("weights", "input_activations"))

@@ -21,7 +21,7 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import ModelError, brief, shorten
-from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, checked, checked_type, setting, unquantised
+from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, check_tensor, check_type, is_unquantised, setting
 from tinygrad_nv.quant.readers.reader import (
     Activations,
     Along,
@@ -58,24 +58,24 @@ class FP8Reader:
         """See `Reader`."""
         kind = self.layers.get(layer, self.kind)
         names = [f"{layer}.{name}" for name in (kind.names if kind else ())]
-        if kind is None or unquantised(stored, layer, kind.names[0]): return None
+        if kind is None or is_unquantised(stored, layer, kind.names[0]): return None
         return _matrix(kind, layer, next((name for name in names if name in stored), names[0]), shape, stored)
 
 
 def _matrix(kind: Kind, layer: str, scales: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
     (n, k), codes, outer = shape, f"{layer}.weight", f"{layer}.weight_scale_2"
     type = kind.type
-    checked_type(layer, type, shape)
-    checked(stored, codes, ("U8",) if type.bits == 4 else ("F8_E4M3",), (n, k * type.bits // 8))
+    check_type(layer, type, shape)
+    check_tensor(stored, codes, ("U8",) if type.bits == 4 else ("F8_E4M3",), (n, k * type.bits // 8))
     if kind.any_blocks and scales in stored:
         type = replace(type, scale=_blocks(type.scale, shape, stored[scales][1]))
     rows, columns = blocks = type.scale.blocks(n, k)
     flat = [(rows,)] * (columns == 1) + [()] * (blocks == (1, 1))
     kinds = ("F8_E4M3",) if type.outer else ("U8", "F8_E8M0") if type.scale.e8m0 else \
         (*FLOATS, "F8_E8M0", "U8") if kind.any_blocks else tuple(FLOATS)
-    found = checked(stored, scales, kinds, blocks, (rows, 1, columns, 1), *flat)
+    found = check_tensor(stored, scales, kinds, blocks, (rows, 1, columns, 1), *flat)
     type = replace(type, scale=replace(type.scale, dtype=SCALES[found], e8m0=found in ("F8_E8M0", "U8")))
-    if type.outer: checked(stored, outer, ("F32",), (), (1,))
+    if type.outer: check_tensor(stored, outer, ("F32",), (), (1,))
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
         made = {"codes": get(codes), "scales": get(scales).reshape(blocks)}
@@ -98,7 +98,7 @@ def _blocks(scale: Scale, shape: tuple[int, int], found: tuple[int, ...]) -> Sca
 # **** configs ****
 
 def reader(config: Mapping[str, Any], name: str) -> FP8Reader:
-    """Of a `quantization_config`. Raises `ModelError`."""
+    """Returns the reader of a `quantization_config`. Raises `ModelError`."""
     method = config.get("quant_method")
     if method == "modelopt": return _modelopt(config, name)
     if method == "fbgemm_fp8": return FP8Reader(Kind(E4M3 @ ROWS, Activations("e4m3", ROWS)))

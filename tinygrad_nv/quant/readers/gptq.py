@@ -22,14 +22,14 @@ from tinygrad_nv.errors import ModelError, WeightError, brief
 from tinygrad_nv.quant.packing import fields, planes_of
 from tinygrad_nv.quant.readers.checks import (
     AGAIN,
-    checked,
-    checked_float,
-    checked_type,
+    check_float,
+    check_tensor,
+    check_type,
     column_order,
     element_of,
     group_size,
+    is_unquantised,
     setting,
-    unquantised,
 )
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import QType, Scale
@@ -40,8 +40,8 @@ BITS, FORMATS = (2, 3, 4, 8), ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a layer: groups of `group` inputs, 0 for all of them, in any order if `ordered`; `first` is what is
-    stored for zero points of 0: −1 in v1, 0 in v2."""
+    """Settings of a layer: groups of `group` inputs, 0 for all of them, in any order if `ordered`; `first` is
+    what is stored for zero points of 0: −1 in v1, 0 in v2."""
     bits: int
     group: int
     symmetric: bool
@@ -50,7 +50,7 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any], name: str) -> Settings:
-        """Of a `quantization_config`. Raises `ModelError`."""
+        """Returns the settings of a `quantization_config`. Raises `ModelError`."""
         bits = setting(config, "bits", None, BITS, name)
         key = "checkpoint_format" if config.get("checkpoint_format") else "format"
         version = setting({key: str(config.get(key) or "gptq").lower()}, key, "gptq", FORMATS, name)
@@ -66,8 +66,8 @@ class GPTQReader:
     name: str
 
     def settings(self, layer: str) -> Settings | None:
-        """Those of a layer, None of one that is not quantised: the first pattern of `dynamic` that fits its
-        name says it. Raises `ModelError`."""
+        """Returns the settings of a layer, None of one that is not quantised: the first pattern of `dynamic`
+        that fits its name says it. Raises `ModelError`."""
         dynamic, where = self.config.get("dynamic") or {}, f"{self.name}: dynamic of quantization_config"
         require_few(len(dynamic), where)
         for key, more in dynamic.items():
@@ -78,7 +78,7 @@ class GPTQReader:
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
         settings = self.settings(layer)
-        if settings is None or unquantised(stored, layer, "qweight"): return None
+        if settings is None or is_unquantised(stored, layer, "qweight"): return None
         return _matrix(settings, layer, shape, stored)
 
 
@@ -86,14 +86,14 @@ def _matrix(settings: Settings, layer: str, shape: tuple[int, int], stored: Stor
     (n, k), bits, group = shape, settings.bits, settings.group
     codes, zeros, scales, order = (f"{layer}.{x}" for x in ("qweight", "qzeros", "scales", "g_idx"))
     groups = -(-k // (group or k))
-    checked(stored, codes, ("I32",), (-(-k * bits // 32), n))
-    checked(stored, zeros, ("I32",), (groups, -(-n * bits // 32)))
-    dtype = checked_float(stored, scales, (groups, n))
+    check_tensor(stored, codes, ("I32",), (-(-k * bits // 32), n))
+    check_tensor(stored, zeros, ("I32",), (groups, -(-n * bits // 32)))
+    dtype = check_float(stored, scales, (groups, n))
     indexed = settings.ordered or order in stored
-    if indexed: checked(stored, order, ("I32", "I64"), (k,))
+    if indexed: check_tensor(stored, order, ("I32", "I64"), (k,))
     permuted, symmetric = settings.ordered and groups > 1, settings.symmetric
     element, shift = element_of(bits, symmetric)
-    type = checked_type(layer, QType(element, Scale(1, group, dtype), shift, zeros=not symmetric,
+    type = check_type(layer, QType(element, Scale(1, group, dtype), shift, zeros=not symmetric,
                                      permuted=permuted), shape)
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
@@ -139,7 +139,7 @@ def _zeros(words: np.ndarray, settings: Settings, n: int) -> np.ndarray:
 
 
 def reader(config: Mapping[str, Any], name: str) -> GPTQReader:
-    """Of a `quantization_config`. Raises `ModelError`."""
+    """Returns the reader of a `quantization_config`. Raises `ModelError`."""
     Settings.of(config, name)
     dynamic = config.get("dynamic") or {}
     # null for layers that are not quantised

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygrad_nv.quant.readers.checks import checked, checked_type, unquantised
+from tinygrad_nv.quant.readers.checks import check_tensor, check_type, is_unquantised
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import MXFP4
 
@@ -30,21 +30,21 @@ class MXFP4Reader:
         """See `Reader`: of an expert its own, or its rows of gate and up; of other layers weight_blocks, [N,
         K / 32, 16], if there are any."""
         if ".experts." not in layer:
-            if unquantised(stored, layer, "weight_blocks"): return None
-            return _stored(f"{layer}.weight", shape, stored)
+            if is_unquantised(stored, layer, "weight_blocks"): return None
+            return _matrix(f"{layer}.weight", shape, stored)
         if f"{layer}.weight" in stored: return None
         expert, _, name = layer.rpartition(".")
-        if name not in GATE_UP: return _stored(layer, shape, stored)
-        return _stored(f"{expert}.gate_up_proj", shape, stored, GATE_UP[name])
+        if name not in GATE_UP: return _matrix(layer, shape, stored)
+        return _matrix(f"{expert}.gate_up_proj", shape, stored, GATE_UP[name])
 
 
-def _stored(name: str, shape: tuple[int, int], stored: Stored, rows: slice | None = None) -> StoredMatrix:
-    """Of all rows of blocks and scales, or of half of them."""
+def _matrix(name: str, shape: tuple[int, int], stored: Stored, rows: slice | None = None) -> StoredMatrix:
+    """Returns the matrix of all rows of blocks and scales, or of half of them."""
     (n, k), groups, blocks, scales = shape, -(-shape[1] // 32), f"{name}_blocks", f"{name}_scales"
     whole = n if rows is None else 2 * n
-    checked_type(name, MXFP4, shape)
-    checked(stored, blocks, ("U8",), (whole, groups, 16))
-    checked(stored, scales, ("U8",), (whole, groups))
+    check_type(name, MXFP4, shape)
+    check_tensor(stored, blocks, ("U8",), (whole, groups, 16))
+    check_tensor(stored, scales, ("U8",), (whole, groups))
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
         own = slice(None) if rows is None else rows
@@ -54,5 +54,5 @@ def _stored(name: str, shape: tuple[int, int], stored: Stored, rows: slice | Non
 
 
 def reader(config: Mapping[str, Any], name: str) -> MXFP4Reader:
-    """Of a `quantization_config`; it has no settings that a reader needs."""
+    """Returns the reader of a `quantization_config`; it has no settings that a reader needs."""
     return MXFP4Reader()

@@ -21,8 +21,8 @@ import numpy as np
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import as_float32, to_e4m3
-from tinygrad_nv.quant.packing import packed
-from tinygrad_nv.quant.readers.checks import AGAIN, checked_float, checked_type
+from tinygrad_nv.quant.packing import pack
+from tinygrad_nv.quant.readers.checks import AGAIN, check_float, check_type
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
 from tinygrad_nv.quant.types import E4M3, INT8, NF4, Element, QType, Scale
 
@@ -45,19 +45,19 @@ class OnlineReader:
         """See `Reader`."""
         name = f"{layer}.weight"
         if not layer.endswith("_proj"): return None
-        checked_float(stored, name, shape)
+        check_float(stored, name, shape)
         rows, columns = self.type.scale.rows or shape[0], self.type.scale.columns or shape[1]
-        type = checked_type(layer, self.type, shape)
-        return StoredMatrix(type, (name,), lambda get: quantised(type, name, get),
+        type = check_type(layer, self.type, shape)
+        return StoredMatrix(type, (name,), lambda get: quantise(type, name, get),
                             cuts={name: (Along(0, rows, rows), Along(1, columns, columns))})
 
 
 def reader(config: Mapping[str, Any], name: str) -> OnlineReader:
-    """Of {"scheme": a name of `SCHEMES`}."""
+    """Returns the reader of {"scheme": a name of `SCHEMES`}."""
     return OnlineReader(SCHEMES[config["scheme"]])
 
 
-def quantised(type: QType, name: str, get: Get) -> dict[str, np.ndarray]:
+def quantise(type: QType, name: str, get: Get) -> dict[str, np.ndarray]:
     """Codes and float32 scales of a matrix of floats. Raises `WeightError` where one is not finite."""
     raw = get(name)
     (n, k), rows = raw.shape, type.scale.rows or 1
@@ -83,7 +83,7 @@ def quantised(type: QType, name: str, get: Get) -> dict[str, np.ndarray]:
 
 def _codes(quotients: np.ndarray, element: Element) -> np.ndarray:
     """The nearest codes of float32 numbers, as they are stored."""
-    if element is NF4: return packed(np.searchsorted(BETWEEN, quotients).astype(np.uint8), 4)
+    if element is NF4: return pack(np.searchsorted(BETWEEN, quotients).astype(np.uint8), 4)
     return to_e4m3(quotients) if element is E4M3 else np.rint(quotients)
 
 

@@ -1,4 +1,4 @@
-"""What reads quantised matrices, and which reader a checkpoint needs.
+"""Protocol of readers of quantised matrices, and the choice of the reader that a checkpoint needs.
 
 Protocol: `reader_of(quantization_config, name)` is the `Reader` of a config.json's `quantization_config`. For
 each linear layer `reader.matrix(layer, (N, K), stored)` says how it is stored, a `StoredMatrix`, or None
@@ -66,8 +66,8 @@ Cuts = Mapping[str, tuple[Along | None, Along | None]]
 
 def along_blocks(scale: Scale, shape: tuple[int, int], stored: tuple[int, ...]
                  ) -> tuple[Along | None, Along | None]:
-    """Where rows and columns of a matrix lie in a tensor of its scales: [rows, columns], [rows] where one
-    scale has all columns, or [rows, 1, columns, 1]."""
+    """Returns where rows and columns of a matrix lie in a tensor of its scales: [rows, columns], [rows] where
+    one scale has all columns, or [rows, 1, columns, 1]."""
     rows = Along(0, scale.rows) if 0 < scale.rows < shape[0] and stored else None
     columns = Along(2 if len(stored) == 4 else 1, scale.columns) \
         if 0 < scale.columns < shape[1] and len(stored) > 1 else None

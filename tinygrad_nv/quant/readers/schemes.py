@@ -31,7 +31,7 @@ class Scheme:
 
     @staticmethod
     def of(raw: Any, name: str) -> Scheme:
-        """Of a config's object. Raises `ModelError`."""
+        """Returns the scheme of a config's object. Raises `ModelError`."""
         if not isinstance(raw, Mapping):
             raise ModelError(f"{name} of quantization_config is {brief(raw)}", "an object with num_bits",
                              "use the config.json that was written with these weights")
@@ -52,8 +52,8 @@ class Scheme:
 
     @property
     def activations(self) -> Activations | None:
-        """As layers' inputs; None where a matmul takes them as they are: of other bits, with zero points or
-        scales of powers of two."""
+        """The rounding of layers' inputs; None where a matmul takes them as they are: of other bits, with
+        zero points or scales of powers of two."""
         plain = self.bits == 8 and self.symmetric and not self.e8m0
         if not plain or self.strategy not in ("tensor", "token", "group"): return None
         return Activations("e4m3" if self.floats else "int8", self.scale(), not self.dynamic)

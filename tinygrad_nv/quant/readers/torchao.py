@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.checks import AGAIN, checked, checked_float, checked_type, unquantised
+from tinygrad_nv.quant.readers.checks import AGAIN, check_float, check_tensor, check_type, is_unquantised
 from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix, along_blocks
 from tinygrad_nv.quant.types import E4M3, INT8, UINT4, UINT8, QType, Scale
 
@@ -34,10 +34,10 @@ class TorchAOReader:
 
     def matrix(self, layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix | None:
         """See `Reader`."""
-        if unquantised(stored, layer, "_weight_qdata"): return None
+        if is_unquantised(stored, layer, "_weight_qdata"): return None
         n, k = shape
         codes = f"{layer}._weight_qdata"
-        kind = checked(stored, codes, ("I8", "F8_E4M3"), shape, (n, k // 2))
+        kind = check_tensor(stored, codes, ("I8", "F8_E4M3"), shape, (n, k // 2))
         if stored[codes][1] != shape: return _int4(layer, shape, stored)
         return _bytes(layer, shape, stored, kind == "F8_E4M3", self.asymmetric and kind == "I8")
 
@@ -47,7 +47,7 @@ def _bytes(layer: str, shape: tuple[int, int], stored: Stored, floats: bool,
     codes, scales, zeros = (f"{layer}._weight_{name}" for name in ("qdata", "scale", "zero_point"))
     scale = _scale(scales, shape, stored)
     blocks = scale.blocks(*shape)
-    if asymmetric or zeros in stored: checked(stored, zeros, ("I8",), stored[scales][1])
+    if asymmetric or zeros in stored: check_tensor(stored, zeros, ("I8",), stored[scales][1])
     type = QType(E4M3 if floats else UINT8 if asymmetric else INT8, scale, zeros=asymmetric)
     sign = np.uint8(128 if asymmetric else 0)       # int8 with zero points are uint8 with 128 more of both
 
@@ -65,11 +65,11 @@ def _bytes(layer: str, shape: tuple[int, int], stored: Stored, floats: bool,
 def _int4(layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
     codes, scales, zeros = (f"{layer}._weight_{name}" for name in ("qdata", "scale", "zero_point"))
     (n, k), wanted = shape, "[K / group_size, N]"
-    dtype, found = checked_float(stored, scales), stored[scales][1]
+    dtype, found = check_float(stored, scales), stored[scales][1]
     if len(found) != 2 or found[1] != n or not found[0] or k % found[0]:
         raise WeightError(f"{scales} is {list(found)}", f"{wanted} of {list(shape)}", AGAIN)
-    checked(stored, zeros, (stored[scales][0],), found)
-    type = checked_type(layer, QType(UINT4, Scale(1, k // found[0], dtype), 8, mins=True), shape)
+    check_tensor(stored, zeros, (stored[scales][0],), found)
+    type = check_type(layer, QType(UINT4, Scale(1, k // found[0], dtype), 8, mins=True), shape)
 
     def arrays(get: Get) -> dict[str, np.ndarray]:
         points = get(zeros).T       # bfloat16 are bits
@@ -83,7 +83,7 @@ def _int4(layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
 
 def _scale(name: str, shape: tuple[int, int], stored: Stored) -> Scale:
     """The scales of a matrix: of blocks that divide it."""
-    dtype, found = checked_float(stored, name), stored[name][1]
+    dtype, found = check_float(stored, name), stored[name][1]
     counts = {0: (1, 1), 1: (*found, 1)}.get(len(found), found)
     if len(counts) != 2 or not all(count and extent % count == 0
                                    for extent, count in zip(shape, counts, strict=False)):
@@ -93,7 +93,7 @@ def _scale(name: str, shape: tuple[int, int], stored: Stored) -> Scale:
 
 
 def reader(config: Mapping[str, Any], name: str) -> TorchAOReader:
-    """Of a `quantization_config`."""
+    """Returns the reader of a `quantization_config`."""
     return TorchAOReader(_asymmetric(config.get("quant_type")))
 
 

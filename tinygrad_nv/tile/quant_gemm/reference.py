@@ -7,7 +7,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.quant.layouts import unlaid
-from tinygrad_nv.quant.tensor import dequantized
+from tinygrad_nv.quant.tensor import dequantize
 from tinygrad_nv.tile.gemm import reference as gemm
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
@@ -30,7 +30,7 @@ def reference(spec: QuantGemmSpec, given: Given, exact: bool = False) -> tuple[T
         if spec.type.layout != "rows": codes = unlaid(spec.type, "codes", codes, *spec.shape)
         return gemm.reference(spec.gemm, {**given, "b": codes.contiguous().flatten()}, exact)
     wide = exact or spec.int8
-    b = dequantized(spec.type, spec.shape, shaped, dtypes.float32 if wide else spec.gemm.b.dtype)
+    b = dequantize(spec.type, spec.shape, shaped, dtypes.float32 if wide else spec.gemm.b.dtype)
     if not spec.int8: return gemm.reference(spec.gemm, {**given, "b": b.contiguous().flatten()}, exact)
     place = gemm.arguments(spec.gemm)[1].places[0]
     x = gathered(given["a"], place).float()

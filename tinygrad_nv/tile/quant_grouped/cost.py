@@ -54,7 +54,7 @@ def of_gemv(spec: QuantGroupedSpec, s: QuantGroupedGemv, gpu: GPU) -> Prediction
     count = tiles(one, s.rows)
     held = max(1, min(gemv.ctas_an_sm(plan), model.smem_of_sm // plan.smem_bytes))
     waves = max(1.0, count * plan.blocks_n * plan.splits / (model.sm_count * held))
-    weights = count * one.halves * plan.blocks_n * plan.block_n * spec.type.padded(one.k)
+    weights = count * one.halves * plan.blocks_n * plan.block_n * spec.type.pad_columns(one.k)
     cycles = model.sm_count * model.clock_hz * model.sustained
     issued = weights * CONVERTED / (_issued(s.threads) * cycles)
     hbm = UNEVEN * hbm_seconds(spec, model) + waves * BEGIN_S

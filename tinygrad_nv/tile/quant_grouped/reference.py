@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.quant.stack import dequantized_stack
+from tinygrad_nv.quant.stack import dequantize_stack
 from tinygrad_nv.tile.grouped_gemm import reference as grouped
 from tinygrad_nv.tile.quant_gemm.reference import in_bytes
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
@@ -46,5 +46,5 @@ def matrices(spec: QuantGroupedSpec, stack: Mapping[str, Tensor], exact: bool = 
     """Those of all groups [E, N, K], rounded as kernels may."""
     one = spec.grouped
     dtype = dtypes.float32 if exact or spec.int8 else one.dtype
-    made = dequantized_stack(spec.type, spec.stack, stack, dtype)
+    made = dequantize_stack(spec.type, spec.stack, stack, dtype)
     return made.contiguous().reshape(one.groups, one.n, one.k)

@@ -11,7 +11,7 @@ from tinygrad_nv.torch.lowering.nn import gradient_of
 from tinygrad_nv.torch.lowering.table import Out, Unsupported, lowers
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None,
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None,
              scale: float | None) -> Tensor:
     """softmax(scale · q kᵀ + mask) v of [B, H, S, D], with key heads that serve several query heads."""
     if causal and mask is not None: mask, causal = mask + _causal(q, k), False
@@ -39,7 +39,7 @@ def _logsumexp(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: f
 def _flash(out: Out, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
            attn_mask: Tensor | None = None, scale: float | None = None) -> tuple[Tensor, Tensor]:
     if dropout_p: raise Unsupported("attention with dropout: the numbers it drops are torch's")
-    return (attended(q, k, v, is_causal, attn_mask, scale), _logsumexp(q, k, is_causal, attn_mask, scale))
+    return (attend(q, k, v, is_causal, attn_mask, scale), _logsumexp(q, k, is_causal, attn_mask, scale))
 
 
 @lowers("_scaled_dot_product_flash_attention_for_cpu_backward.default")
@@ -47,4 +47,4 @@ def _flash_backward(out: Out, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, res
                     dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None,
                     scale: float | None = None) -> tuple[Any, ...]:
     if dropout_p: raise Unsupported("attention with dropout: the numbers it drops are torch's")
-    return gradient_of(lambda q, k, v: attended(q, k, v, is_causal, attn_mask, scale), grad, q, k, v)
+    return gradient_of(lambda q, k, v: attend(q, k, v, is_causal, attn_mask, scale), grad, q, k, v)

@@ -1,7 +1,7 @@
 """Two forms of attention's operands that a graph of ATen hides: a cache that is written in place, and key
 heads that serve several query heads.
 
-Protocol. `simplified(graph)` rewrites a graph of ATen:
+Protocol. `simplify(graph)` rewrites a graph of ATen:
 
     index_copy(cache, 2, arange(T) + start, rows)     cache [B, H, capacity, D]
         becomes `append`: T rows written in place (functional.kv_append), where scatter reads all of the cache
@@ -45,7 +45,7 @@ def _append(out: Out, cache: Tensor, places: Tensor, rows: Tensor) -> Tensor:
 TABLE[append] = _append
 
 
-def simplified(graph: Graph) -> list[Node]:
+def simplify(graph: Graph) -> list[Node]:
     """Rewrites a graph in place. Returns the caches that are written in place."""
     made_in_place = []
     for node in list(graph.nodes):
@@ -64,14 +64,14 @@ def simplified(graph: Graph) -> list[Node]:
 
 def _share_heads(node: Node) -> None:
     """Gives attention the key heads that were repeated for it."""
-    found = [_repeated(each) for each in node.args[1:3]]
+    found = [_before_repeat(each) for each in node.args[1:3]]
     if None in found or not all(isinstance(each, Node) for each in node.args[:3]): return
     q, k, v = _shape(node.args[0]), *map(_shape, found)
     if k[1] == v[1] and q[1] % k[1] == 0: node.args = (node.args[0], *found, *node.args[3:])
 
 
-def _repeated(node: Any) -> Node | None:
-    """What was repeated over heads, [B, H_kv, S, D]."""
+def _before_repeat(node: Any) -> Node | None:
+    """Returns the node that was repeated over heads, [B, H_kv, S, D], if one was."""
     chain = [node]
     for wanted in (VIEWS, (overload("clone.default"),), (overload("expand.default"),),
                    (overload("unsqueeze.default"),)):

@@ -1,8 +1,8 @@
 """Indices that are out of range, which kernels do not see.
 
-Protocol. Inside `recording()`, an operator gives each index to `checked`, which notes whether any is out of
-range. `found` of what was noted is one number: 0, or one more than the place of the first in `names`. The
-graph computes it with its results, and `refused` says what to raise.
+Protocol. Inside `recording()`, an operator gives each index to `check_index`, which notes whether any is out
+of range. `first_failed` of what was noted is one number: 0, or one more than the place of the first in
+`names`. The graph computes it with its results, and `refusal` says what to raise.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _own = threading.local()
 
 
 class Checks:
-    """What a graph has to check."""
+    """Checks of indices that a graph has to make."""
 
     def __init__(self) -> None: self.bad: dict[tuple[object, ...], tuple[str, Tensor]] = {}
 
@@ -27,7 +27,7 @@ class Checks:
         """The operators and their ranges, in words."""
         return [name for name, _ in self.bad.values()]
 
-    def found(self) -> Tensor | None:
+    def first_failed(self) -> Tensor | None:
         """0, or the number of the first check that fails, from 1 on; None of no checks."""
         made: Tensor | None = None
         for number, (_, bad) in reversed(list(enumerate(self.bad.values(), 1))):
@@ -43,7 +43,7 @@ def recording() -> Iterator[Checks]:
     finally: _own.checks = before
 
 
-def checked(operator: str, index: Tensor, extent: int, negative: bool = False) -> Tensor:
+def check_index(operator: str, index: Tensor, extent: int, negative: bool = False) -> Tensor:
     """The index; `negative`: it may count from the end."""
     checks = getattr(_own, "checks", None)
     if checks is None or not index.numel() or not isinstance(extent, int): return index
@@ -56,8 +56,8 @@ def checked(operator: str, index: Tensor, extent: int, negative: bool = False) -
     return index
 
 
-def refused(words: str) -> NVError:
-    """What is raised for a check that failed: an IndexError, as torch has it."""
+def refusal(words: str) -> NVError:
+    """Returns the error of a check that failed: an IndexError, as torch has it."""
     return as_well(TorchError(words, "indices of elements that there are",
                               "NV_TORCH_CHECK=0 computes without checks, with unspecified results"),
                    IndexError())

@@ -13,9 +13,9 @@ from tinygrad_nv.torch.lowering.table import (
     Out,
     Unsupported,
     cast,
-    filled,
+    fill,
     lowers,
-    promoted,
+    promote,
 )
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,10 +39,10 @@ def _unary(apply: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def _comparison(apply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
-    def compared(out: Out, x: Tensor, other: Tensor | Number) -> Tensor:
-        dtype = promoted(x, other)
+    def compare(out: Out, x: Tensor, other: Tensor | Number) -> Tensor:
+        dtype = promote(x, other)
         return apply(x.cast(dtype), cast(other, dtype))
-    return compared
+    return compare
 
 
 def _bits(apply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
@@ -216,7 +216,7 @@ def _where(out: Out, condition: Tensor, x: Tensor, other: Tensor) -> Tensor:
 
 
 @lowers("masked_fill.Scalar", "masked_fill.Tensor")
-def _masked_fill(out: Out, x: Tensor, mask: Tensor, value: Tensor | Number) -> Tensor:
+def _fill_masked(out: Out, x: Tensor, mask: Tensor, value: Tensor | Number) -> Tensor:
     return mask.where(cast(value, out.dtype), x)
 
 
@@ -256,49 +256,49 @@ def _range(out: Out, start: Number, end: Number, step: Number) -> Tensor:
 
 
 @lowers("zeros.default", "empty.memory_format")
-def _zeros(out: Out, size: list[int], **kwargs: Any) -> Tensor: return filled(0, tuple(size), out)
+def _zeros(out: Out, size: list[int], **kwargs: Any) -> Tensor: return fill(0, tuple(size), out)
 
 
 @lowers("ones.default")
-def _ones(out: Out, size: list[int], **kwargs: Any) -> Tensor: return filled(1, tuple(size), out)
+def _ones(out: Out, size: list[int], **kwargs: Any) -> Tensor: return fill(1, tuple(size), out)
 
 
 @lowers("full.default")
 def _full(out: Out, size: list[int], fill_value: Number, **kwargs: Any) -> Tensor:
-    return filled(fill_value, tuple(size), out)
+    return fill(fill_value, tuple(size), out)
 
 
 @lowers("scalar_tensor.default")
-def _scalar_tensor(out: Out, value: Number, **kwargs: Any) -> Tensor: return filled(value, (), out)
+def _scalar_tensor(out: Out, value: Number, **kwargs: Any) -> Tensor: return fill(value, (), out)
 
 
 @lowers("zeros_like.default", "empty_like.default")
-def _zeros_like(out: Out, x: Tensor, **kwargs: Any) -> Tensor: return filled(0, x.shape, out)
+def _zeros_like(out: Out, x: Tensor, **kwargs: Any) -> Tensor: return fill(0, x.shape, out)
 
 
 @lowers("ones_like.default")
-def _ones_like(out: Out, x: Tensor, **kwargs: Any) -> Tensor: return filled(1, x.shape, out)
+def _ones_like(out: Out, x: Tensor, **kwargs: Any) -> Tensor: return fill(1, x.shape, out)
 
 
 @lowers("full_like.default")
 def _full_like(out: Out, x: Tensor, value: Number, **kwargs: Any) -> Tensor:
-    return filled(value, x.shape, out)
+    return fill(value, x.shape, out)
 
 
 @lowers("new_zeros.default", "new_empty.default")
 def _new_zeros(out: Out, x: Tensor, size: list[int], **kwargs: Any) -> Tensor:
-    return filled(0, tuple(size), out)
+    return fill(0, tuple(size), out)
 
 
 @lowers("new_ones.default")
 def _new_ones(out: Out, x: Tensor, size: list[int], **kwargs: Any) -> Tensor:
-    return filled(1, tuple(size), out)
+    return fill(1, tuple(size), out)
 
 
 @lowers("new_full.default")
 def _new_full(out: Out, x: Tensor, size: list[int], value: Number, **kwargs: Any) -> Tensor:
-    return filled(value, tuple(size), out)
+    return fill(value, tuple(size), out)
 
 
 @lowers("fill.Scalar")
-def _fill(out: Out, x: Tensor, value: Number) -> Tensor: return filled(value, x.shape, out)
+def _fill(out: Out, x: Tensor, value: Number) -> Tensor: return fill(value, x.shape, out)

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv import elementary
-from tinygrad_nv.torch.lowering.checks import checked
+from tinygrad_nv.torch.lowering.checks import check_index
 from tinygrad_nv.torch.lowering.movement import axis
 from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
 
 
 @lowers("index.Tensor")
-def _checked_index(out: Out, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+def _index_checking(out: Out, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     for i, each in enumerate(indices):
-        if each is not None and each.dtype != dtypes.bool: checked("index", each, x.shape[i], negative=True)
+        if each is not None and each.dtype != dtypes.bool: check_index("index", each, x.shape[i],
+                                                                       negative=True)
     return _index(out, x, indices)
 
 
@@ -28,27 +29,27 @@ def _index(out: Out, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 @lowers("gather.default")
 def _gather(out: Out, x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Tensor:
-    return x.gather(dim, checked("gather", index, _extent(x, dim)))
+    return x.gather(dim, check_index("gather", index, _extent(x, dim)))
 
 
 @lowers("index_select.default")
 def _index_select(out: Out, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return x[(slice(None),) * axis(dim, x.ndim) + (checked("index_select", index, _extent(x, dim)),)]
+    return x[(slice(None),) * axis(dim, x.ndim) + (check_index("index_select", index, _extent(x, dim)),)]
 
 
 @lowers("index_copy.default")
 def _index_copy(out: Out, x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     dim = axis(dim, x.ndim)
-    checked("index_copy", index, x.shape[dim])
+    check_index("index_copy", index, x.shape[dim])
     places = index.reshape(tuple(-1 if i == dim else 1 for i in range(x.ndim))).expand(source.shape)
     return x.scatter(dim, places, source)
 
 
 @lowers("index_put.default")
-def _checked_index_put(out: Out, x: Tensor, indices: Sequence[Tensor | None], values: Tensor,
+def _index_put_checking(out: Out, x: Tensor, indices: Sequence[Tensor | None], values: Tensor,
                        accumulate: bool = False) -> Tensor:
     if (index := indices[0]) is not None and index.dtype != dtypes.bool:
-        checked("index_put", index, x.shape[0], negative=True)
+        check_index("index_put", index, x.shape[0], negative=True)
     return _index_put(out, x, indices, values, accumulate)
 
 
@@ -66,17 +67,17 @@ def _index_put(out: Out, x: Tensor, indices: Sequence[Tensor | None], values: Te
 
 @lowers("scatter.src")
 def _scatter(out: Out, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    return x.scatter(dim, checked("scatter", index, _extent(x, dim)), src)
+    return x.scatter(dim, check_index("scatter", index, _extent(x, dim)), src)
 
 
 @lowers("scatter.value")
 def _scatter_value(out: Out, x: Tensor, dim: int, index: Tensor, value: Number) -> Tensor:
-    return x.scatter(dim, checked("scatter", index, _extent(x, dim)), value)
+    return x.scatter(dim, check_index("scatter", index, _extent(x, dim)), value)
 
 
 @lowers("scatter_add.default")
 def _scatter_add(out: Out, x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    return x.scatter_reduce(dim, checked("scatter_add", index, _extent(x, dim)), src, "sum")
+    return x.scatter_reduce(dim, check_index("scatter_add", index, _extent(x, dim)), src, "sum")
 
 
 @lowers("topk.default")

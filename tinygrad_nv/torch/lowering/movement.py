@@ -6,7 +6,7 @@ from typing import Any
 
 from tinygrad import Tensor
 
-from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, filled, lowers
+from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, fill, lowers
 
 
 def axis(dim: int, ndim: int) -> int: return dim + ndim if dim < 0 else dim
@@ -155,4 +155,4 @@ def _sym_size(out: Out, x: Tensor, dim: int) -> Any: return x.shape[dim]
 @lowers("new_empty_strided.default", "empty_strided.default")
 def _empty_strided(out: Out, *args: Any, **kwargs: Any) -> Tensor:
     size = args[1] if isinstance(args[0], Tensor) else args[0]
-    return filled(0, tuple(size), out)
+    return fill(0, tuple(size), out)

@@ -12,7 +12,7 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv import functional
-from tinygrad_nv.torch.lowering.checks import checked
+from tinygrad_nv.torch.lowering.checks import check_index
 from tinygrad_nv.torch.lowering.table import Number, Out, Unsupported, lowers
 
 
@@ -52,7 +52,7 @@ def _layer_norm(out: Out, x: Tensor, shape: Sequence[int], weight: Tensor | None
 @lowers("embedding.default")
 def _embedding(out: Out, weight: Tensor, indices: Tensor, padding_idx: int = -1,
                scale_grad_by_freq: bool = False, sparse: bool = False) -> Tensor:
-    return functional.embedding(weight, checked("embedding", indices, weight.shape[0]))
+    return functional.embedding(weight, check_index("embedding", indices, weight.shape[0]))
 
 
 @lowers("embedding_dense_backward.default")
@@ -69,21 +69,21 @@ def _embedding_backward(out: Out, grad: Tensor, indices: Tensor, num_weights: in
 def _convolution(out: Out, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
                  padding: Sequence[int], dilation: Sequence[int], transposed: bool,
                  output_padding: Sequence[int], groups: int) -> Tensor:
-    return _convolved(x, weight, bias, stride, padding, dilation, transposed, groups)
+    return _convolve(x, weight, bias, stride, padding, dilation, transposed, groups)
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
                dilation: Sequence[int], transposed: bool, groups: int) -> Tensor:
     if transposed: raise Unsupported("a transposed convolution")
     kernel = tuple(weight.shape[2:])
     patches = kernel == tuple(stride) and not any(padding) and set(dilation) == {1} and groups == 1
     if patches and all(n % k == 0 for n, k in zip(x.shape[2:], kernel, strict=True)):
-        return _patched(x, weight, bias, kernel)
+        return _convolve_patches(x, weight, bias, kernel)
     sides = [side for pad in reversed(padding) for side in (pad, pad)]
     return x.conv2d(weight, bias, groups, tuple(stride), tuple(dilation), sides)
 
 
-def _patched(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: tuple[int, ...]) -> Tensor:
+def _convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: tuple[int, ...]) -> Tensor:
     """A convolution of patches that do not overlap: one matmul."""
     batch, channels, *extents = x.shape
     blocks = [n // k for n, k in zip(extents, kernel, strict=True)]
@@ -102,7 +102,7 @@ def _convolution_backward(out: Out, grad: Tensor, x: Tensor, weight: Tensor, bia
                           transposed: bool, output_padding: Sequence[int], groups: int,
                           output_mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
     def layer(x: Tensor, weight: Tensor) -> Tensor:
-        return _convolved(x, weight, None, stride, padding, dilation, transposed, groups)
+        return _convolve(x, weight, None, stride, padding, dilation, transposed, groups)
     made = gradient_of(layer, grad, x, weight)
     bias = grad.sum((0, *range(2, grad.ndim)))
     return tuple(each if wanted else None for each, wanted in zip((*made, bias), output_mask, strict=True))

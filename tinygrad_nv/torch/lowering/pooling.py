@@ -13,7 +13,7 @@ from tinygrad_nv.torch.lowering.table import Out, Unsupported, lowers
 def _pair(n: Sequence[int]) -> tuple[int, ...]: return (n[0], n[0]) if len(n) == 1 else tuple(n)
 
 
-def _batched(x: Tensor) -> Tensor:
+def _to_batch(x: Tensor) -> Tensor:
     """Images [N, C, H, W], of one image too."""
     return x if x.ndim == 4 else x.unsqueeze(0)
 
@@ -22,7 +22,7 @@ def _batched(x: Tensor) -> Tensor:
 def _max_pool(out: Out, x: Tensor, kernel: Sequence[int], stride: Sequence[int] = (),
               padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), ceil_mode: bool = False
               ) -> tuple[Tensor, Tensor]:
-    values, indices = _batched(x).max_pool2d(_pair(kernel), _pair(stride or kernel), _pair(dilation),
+    values, indices = _to_batch(x).max_pool2d(_pair(kernel), _pair(stride or kernel), _pair(dilation),
                                              _pair(padding), ceil_mode, return_indices=True)
     shape = values.shape[4 - x.ndim:]
     return values.reshape(shape), indices.reshape(shape)
@@ -41,7 +41,7 @@ def _avg_pool(out: Out, x: Tensor, kernel: Sequence[int], stride: Sequence[int] 
               padding: Sequence[int] = (0,), ceil_mode: bool = False, count_include_pad: bool = True,
               divisor: int | None = None) -> Tensor:
     if divisor is not None: raise Unsupported("means with a divisor of their own")
-    made = _batched(x).avg_pool2d(_pair(kernel), _pair(stride or kernel), 1, _pair(padding), ceil_mode,
+    made = _to_batch(x).avg_pool2d(_pair(kernel), _pair(stride or kernel), 1, _pair(padding), ceil_mode,
                                   count_include_pad)
     return made.reshape(made.shape[4 - x.ndim:])
 

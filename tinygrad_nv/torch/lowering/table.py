@@ -34,7 +34,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Out:
-    """What torch says of an operator's first result: its dtype, and tinygrad's name of its device."""
+    """Torch's description of an operator's first result: its dtype, and tinygrad's name of its device."""
     dtype: DType
     device: str
 
@@ -71,7 +71,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 def category(dtype: DType) -> int: return 0 if dtype == dtypes.bool else 2 if dtypes.is_float(dtype) else 1
 
 
-def promoted(a: Tensor, b: Tensor | Number) -> DType:
+def promote(a: Tensor, b: Tensor | Number) -> DType:
     """The dtype in which torch compares or combines two operands: a number, or a tensor without dimensions
     beside one that has some, counts only if it is of a higher category (bool, integer, float)."""
     if not isinstance(b, Tensor):
@@ -89,6 +89,6 @@ def cast(x: Tensor | Number, dtype: DType) -> Tensor | Number:
     return x.cast(dtype) if isinstance(x, Tensor) else x
 
 
-def filled(value: Number, shape: tuple[int, ...], out: Out) -> Tensor:
+def fill(value: Number, shape: tuple[int, ...], out: Out) -> Tensor:
     """A constant of a result's dtype on its device."""
     return Tensor.full(tuple(shape), value, dtype=out.dtype, device=out.device)

@@ -13,23 +13,23 @@ from typing import Any
 
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.transforms.batching.graph import Batch, Given, repeated
-from tinygrad_nv.transforms.batching.named import named_results
+from tinygrad_nv.transforms.batching.graph import Batch, Given, repeat_node
+from tinygrad_nv.transforms.batching.named import batch_named
 
 _numbers = count(1 << 30)   # of placeholders for one example
 
 
-def called(batch: Batch, node: UOp) -> Sequence[UOp]:
+def call_function(batch: Batch, node: UOp) -> Sequence[UOp]:
     """The results of a function node, [n, …] each."""
     if isinstance(given_rule := node.arg.aux, Given):
         return given_rule.rule(node, [batch.made.get(each) for each in node.src[2:]], batch.n)
     arguments = [batch.made.get(each) for each in node.src[1:]]
-    if (known := named_results(node, arguments, batch.n)) is not None: return known
+    if (known := batch_named(node, arguments, batch.n)) is not None: return known
     body, own = node.src[0], {each.arg.slot: each for each in _parameters(node.src[0])}
     given = [old if new is None else new for old, new in zip(node.src[1:], arguments, strict=True)]
     inside = {own[i]: new.param_like(i) for i, new in enumerate(arguments) if new is not None and i in own}
-    inner = Batch(inside, batch.n, called)
-    results = [repeated(old, batch.n) if new is None else new
+    inner = Batch(inside, batch.n, call_function)
+    results = [repeat_node(old, batch.n) if new is None else new
                for old, new in zip(body.src, inner.run(body.src), strict=True)]
     info = node.arg
     batched = [each is not None for each in arguments]
@@ -58,7 +58,7 @@ def gradient_of(node: UOp, batched: list[bool], n: int) -> Any:
         marks = [one(each) for each in gradients]
         rule = node.arg.grad_fxn    # as tinygrad calls it
         found = rule(*marks, call=single) if len(marks) > 1 else rule(marks[0], single)
-        batch = Batch(inputs, n, called)
+        batch = Batch(inputs, n, call_function)
         batch.results[single] = [made.gettuple(i) for i in range(len(made.src[0].src))]
         new = batch.run([each for each in found if each is not None])
         rest = iter(zip([each for each in found if each is not None], new, strict=True))
@@ -69,5 +69,5 @@ def gradient_of(node: UOp, batched: list[bool], n: int) -> Any:
 
 def _fits(old: UOp, new: UOp | None, batched: bool, n: int) -> UOp:
     """A gradient as the argument needs it: of each example, or the sum over them."""
-    whole = repeated(old, n) if new is None else new
+    whole = repeat_node(old, n) if new is None else new
     return whole if batched else whole.sum(0).cast(old.dtype)

@@ -27,17 +27,17 @@ class Batch:
         self.results: dict[UOp, Sequence[UOp]] = {}     # of function nodes
 
     def run(self, nodes: Sequence[UOp]) -> list[UOp | None]:
-        """What takes the place of nodes."""
-        for node in _ordered(nodes):
+        """Returns the nodes that take the place of nodes."""
+        for node in _toposort(nodes):
             if node not in self.made and self._depends(node): self._step(node)
         return [self.made.get(node) for node in nodes]
 
     def _depends(self, node: UOp) -> bool:
         return any(src in self.made or src in self.results for src in sources(node))
 
-    def lifted(self, node: UOp) -> UOp:
+    def lift(self, node: UOp) -> UOp:
         """A node with n in front, repeated if it does not depend on an input."""
-        return self.made[node] if node in self.made else repeated(node, self.n)
+        return self.made[node] if node in self.made else repeat_node(node, self.n)
 
     def _step(self, node: UOp) -> None:
         if node.op is Ops.FUNCTION: self.results[node] = self.call(self, node)
@@ -47,16 +47,16 @@ class Batch:
     def _value(self, node: UOp) -> UOp:
         if node.op in PASSED: return node.replace(src=(self.made[node.src[0]], *node.src[1:]))
         if node.op in GroupOp.Elementwise: return self._elements(node)
-        if node.op in GroupOp.Movement: return self._moved(node)
+        if node.op in GroupOp.Movement: return self._move(node)
         if node.op is Ops.REDUCE:
             op, count = node.arg
             x = self.made[node.src[0]]
             order = (*range(1, 1 + count), 0, *range(1 + count, len(x.shape)))
             return UOp(Ops.REDUCE, src=(x.permute(order),), arg=(op, count))
         if node.op is Ops.STACK:
-            stacked = node.replace(src=tuple(map(self.lifted, node.src)))
+            stacked = node.replace(src=tuple(map(self.lift, node.src)))
             return stacked.permute((1, 0, *range(2, len(stacked.shape))))
-        raise TransformError(f"vmap of a function with {_shown(node)}",
+        raise TransformError(f"vmap of a function with {_describe(node)}",
                              "a pure function of tinygrad's operations",
                              "give what it makes as an argument, or say how it is batched: custom_vmap")
 
@@ -69,7 +69,7 @@ class Batch:
             return own.reshape((self.n, *(1,) * (rank - len(src.shape)), *src.shape))
         return node.replace(src=tuple(map(wide, node.src)))
 
-    def _moved(self, node: UOp) -> UOp:
+    def _move(self, node: UOp) -> UOp:
         x, n = self.made[node.src[0]], self.n
         if node.op is Ops.RESHAPE: return x.reshape((n, *node.marg))
         if node.op is Ops.PERMUTE: return x.permute((0, *(axis + 1 for axis in node.marg)))
@@ -83,19 +83,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Given:
-    """Of a function node: its results, which pass through it, are batched by a rule of their own, whatever
-    they are made of. `rule(arguments, n)` has of each argument of the node but the first its batched value,
-    or None."""
+    """Mark of a function node: its results, which pass through it, are batched by a rule of their own,
+    whatever they are made of. `rule(arguments, n)` has of each argument of the node but the first its batched
+    value, or None."""
     rule: Callable[[UOp, Sequence[UOp | None], int], Sequence[UOp]]
 
 
 def sources(node: UOp) -> tuple[UOp, ...]:
-    """What has to be batched before a node."""
+    """Returns the nodes that have to be batched before a node."""
     return node.src[2:] if node.op is Ops.FUNCTION and isinstance(node.arg.aux, Given) else \
         node.src[1:] if node.op is Ops.FUNCTION else node.src
 
 
-def _ordered(nodes: Sequence[UOp]) -> list[UOp]:
+def _toposort(nodes: Sequence[UOp]) -> list[UOp]:
     """Nodes and what they are made of, that first."""
     order, seen, stack = list[UOp](), set[UOp](), [(node, False) for node in reversed(nodes)]
     while stack:
@@ -108,12 +108,12 @@ def _ordered(nodes: Sequence[UOp]) -> list[UOp]:
     return order
 
 
-def repeated(node: UOp, n: int) -> UOp:
+def repeat_node(node: UOp, n: int) -> UOp:
     """n times a node, in a new first dimension."""
     return node.reshape((1, *node.shape)).expand((n, *node.shape))
 
 
-def _shown(node: UOp) -> str:
+def _describe(node: UOp) -> str:
     names = {Ops.STORE: "an assignment", Ops.AFTER: "an assignment", Ops.CALL: "a kernel of its own",
              Ops.UNSHARD: "a Tensor over several devices"}
     return names.get(node.op, f"the operation {node.op.name}")

@@ -25,7 +25,7 @@ from tinygrad_nv.patterns.norm import gated, group
 from tinygrad_nv.patterns.quant_gemm import named as quant_gemm
 from tinygrad_nv.patterns.rope import named as rope
 from tinygrad_nv.tile.attention.spec import EVERY
-from tinygrad_nv.transforms.batching.graph import repeated
+from tinygrad_nv.transforms.batching.graph import repeat_node
 
 Axes = tuple[int | None, ...]
 Batched = Callable[[UOp, Sequence[UOp | None], int], Sequence[UOp] | None]
@@ -51,7 +51,7 @@ class Rule:
         pairs = list(zip(arguments, axes, strict=True))
         if any(new is not None and axis is None for new, axis in pairs): return None
         size = _examples(shapes, axes)
-        given = [old if axis is None else _joined(old, new, axis, n, size, self.join)
+        given = [old if axis is None else _join(old, new, axis, n, size, self.join)
                  for old, new, axis in zip(node.src[1:], arguments, axes, strict=True)]
         made = named.call(what, self.body, *map(Tensor, given), grad=back)
         return [_apart(each.uop, axis or 0, n, self.join)
@@ -69,7 +69,7 @@ def _attention_backward(what: attention.FlashAttentionBackward, shapes: list[tup
 
 
 def _angles(what: Any, shapes: list[tuple[int, ...]]) -> Axes:
-    """What is rotated, then cosines and sines, (T, half) or (B, T, half)."""
+    """Returns the axes of what is rotated, then of cosines and sines, (T, half) or (B, T, half)."""
     return tuple(0 if len(shape) > 2 else None for shape in shapes)
 
 
@@ -110,7 +110,7 @@ def add_rule(kind: type, rule: Batched) -> None:
     RULES[kind] = rule
 
 
-def named_results(node: UOp, arguments: Sequence[UOp | None], n: int) -> Sequence[UOp] | None:
+def batch_named(node: UOp, arguments: Sequence[UOp | None], n: int) -> Sequence[UOp] | None:
     """The results [n, …] of a named function, whose `arguments` are batched or None; None without a rule."""
     rule = RULES.get(type(node.arg.aux))
     return None if rule is None else rule(node, arguments, n)
@@ -122,9 +122,9 @@ def _examples(shapes: list[tuple[int, ...]], axes: Axes) -> int:
                 if axis is not None and axis < len(shape)), default=1)
 
 
-def _joined(old: UOp, new: UOp | None, axis: int, n: int, size: int, join: bool) -> UOp:
+def _join(old: UOp, new: UOp | None, axis: int, n: int, size: int, join: bool) -> UOp:
     """An argument for all examples."""
-    whole = repeated(old, n) if new is None else new
+    whole = repeat_node(old, n) if new is None else new
     if not join: return whole
     shape = tuple(whole.shape)
     if shape[axis + 1] == 1 and size > 1:

@@ -65,7 +65,7 @@ class QuantGemvPlan:
     # **** along K ****
 
     @property
-    def total_units(self) -> int: return self.type.padded(self.spec.k) // self.type.unit
+    def total_units(self) -> int: return self.type.pad_columns(self.spec.k) // self.type.unit
 
     @property
     def iterations(self) -> int: return -(-self.total_units // self.schedule.units)

@@ -28,7 +28,7 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
     if s.block_n % least: out.append(f"block_n={s.block_n} is not a multiple of {least}")
     if s.threads > 1024 or s.threads & (s.threads - 1):
         out.append(f"{s.threads} threads are above 1024, or not a power of 2")
-    if (padded := spec.type.padded(gemm_spec.k)) % s.block_k:
+    if (padded := spec.type.pad_columns(gemm_spec.k)) % s.block_k:
         out.append(f"{padded} columns, k={gemm_spec.k} in whole units, are no multiple of "
                    f"block_k={s.block_k}")
     if gemm_spec.k % s.block_k and s.splits > 1: out.append(f"splits of k={gemm_spec.k}, no whole stages")
