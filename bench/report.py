@@ -90,8 +90,8 @@ def performance(folder: Path) -> str:
     parts = ["# Performance: medians, ratios and spread",
              f"<!-- {BY} -->",
              "Every figure is a median of repeats. Ratios are above 1 where tinygrad_nv is faster; in "
-             "brackets is the range, from smallest to largest. What has no result says so. What hardware disproved, "
-             "and how it was mended, is in [H100 results](hardware.md).",
+             "brackets is the range, from smallest to largest. What has no result says so. What hardware "
+             "disproved, and how it was mended, is in [H100 results](hardware.md).",
              "## In short", report_summary.table(folder)]
     if not gpus: parts.append("On a GPU nothing has been measured yet (`bench/gpu.py`).")
     for record in gpus:
