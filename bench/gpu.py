@@ -37,8 +37,8 @@ from measure import RESULTS, each, end_with_parent, git, processor, sources
 
 from tinygrad_nv.runtime.observe import telemetry
 
-# parts of a call and when each is to end, in minutes from the call's beginning: estimates, not measured on a
-# GPU. What a part leaves the next one has; rows that do not fit are left to a later call
+# parts of a call and when each is to end, in minutes from the call's beginning: estimates. What a part leaves
+# the next one has; rows that do not fit are left to a later call
 CALLS = {"first": {"smoke": 1.0, "correctness": 4.5, "chains": 6.0, "gemm": 9.5},
          "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "memory": 7.0, "decode": 9.5},
          "third": {"quant": 9.5}, "fourth": {"moe": 9.5}, "fifth": {"all_reduce": 9.5},

@@ -29,6 +29,8 @@ class Subject:
     tests: str = "(?!)"
     timed: str = ""
     rows: str = ""
+    arch: str = ""      # a pattern of the GPU's name
+    isa: str = ""       # a pattern of the instruction set of a result on a CPU
 
 
 SUBJECTS = {
@@ -50,10 +52,12 @@ SUBJECTS = {
     "norm": Subject("norms, softmax, gated activations, embeddings", "norm.md", "test_(norm|embedding)",
                     "memory"),
     "moe": Subject("mixtures of experts: grouped matmuls", "moe.md", "test_grouped", "moe"),
+    "moe_gradients": Subject("gradients of grouped matmuls", "moe.md", "test_grouped_(outer|gradients)"),
     "router": Subject("mixtures of experts: router", "moe.md", "test_router"),
     "quant": Subject("matmuls with quantised weights", "quantisation.md", "test_quant_(?!grouped)",
                      "schedules:quant"),
     "quant_moe": Subject("experts with quantised weights", "moe.md", "test_quant_grouped"),
+    "codes": Subject("codes written by kernels: quantize", "quantisation.md", "test_quantize"),
     "sparse": Subject("2:4 sparse matmuls", "quantisation.md", "test_sparse"),
     "sampling": Subject("sampling", "engine.md", "test_sampling"),
     "step": Subject("whole decode steps", "engine.md", timed="decode"),
@@ -69,7 +73,12 @@ SUBJECTS = {
     "whisper": Subject("Whisper", "whisper.md", "test_whisper"),
     "several": Subject("several GPUs, NVLink", "distributed.md", "test_peer", "collectives"),
     "l2": Subject("L2 persistence", "cuda.md", "test_l2", "l2"),
+    "multimem": Subject("multicast objects: multimem", "distributed.md", "test_multicast", "multimem"),
+    "allocation": Subject("allocation by the driver", "memory.md", timed="allocation"),
     "sentinels": Subject("sentinels for NaN", "numerics.md", "test_sentinel"),
+    "default_device": Subject("other tests with DEV=CUDA as the default device", "cuda.md", timed="default"),
+    "sm_89": Subject("kernels for sm_89", "quantisation.md", "test_(gemm|matmul)", arch="L4|4090|Ada"),
+    "amx": Subject("AMX and AVX-VNNI kernels (CPU)", "cpu.md", isa="amx|avx-vnni"),
 }
 PEERS = ("vLLM", "Triton", "tinygrad", "torch", "torch.compile", "cuDNN", "FlashAttention-2",
          "FlashAttention-3", "grouped_mm")
@@ -104,6 +113,13 @@ def kept(path: Path, kind: str) -> Record | None:
     return {"rows": len(rows), "commits": [found["commit"]] if "commit" in found else []} if rows else None
 
 
+def on_cpus(folder: Path, isa: str) -> dict[str, Record]:
+    """Counts the results of CPUs with an instruction set."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("cpu_*.json"))]
+    return {each["machine"]: {"rows": len(each["results"]), "commits": commits([each])} for each in found
+            if re.search(isa, each.get("isa", ""))}
+
+
 def commits(rows: Iterable[Record]) -> list[str]:
     """Returns the commits at which rows were measured."""
     return sorted({row["commit"] for row in rows if row.get("commit")})
@@ -130,9 +146,11 @@ def status(folder: Path) -> dict[str, Any]:
             row for rows in each["parts"].values() for row in rows.values())} for each in gpus},
         "beside": {who: {each["gpu"]: peers(each, who) for each in gpus} for who in PEERS}, "subjects": {}}
     for key, subject in SUBJECTS.items():
-        right = {each["gpu"]: found for each in gpus if (found := launches(each, subject) or (
+        mine = [each for each in gpus if re.search(subject.arch, each["gpu"])]
+        right = {each["gpu"]: found for each in mine if (found := launches(each, subject) or (
             smoke(each) if subject.timed == "smoke" else None))}
-        times = {each["gpu"]: found for each in gpus if (found := timed(each, subject, folder))}
+        times = {each["gpu"]: found for each in mine if (found := timed(each, subject, folder))}
+        if subject.isa: times |= on_cpus(folder, subject.isa)
         made["subjects"][key] = {"title": subject.title, "page": subject.page, "right": right, "timed": times}
     return made
 

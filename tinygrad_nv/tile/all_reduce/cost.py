@@ -12,7 +12,8 @@ GPUs none is published, and vLLM's limit stands in.
 
 `seconds` is a line through these figures: `LATENCY` and bytes that come in at `RATE`, 350 GB/s of the 450
 that NVLink 4 has in a direction, by one-shot, and 260 by two-shot; of multimem, of the bytes that a GPU asks
-for and writes, 68. Fitted to others' kernels; ours are not measured.
+for and writes, 68. Fitted to others' kernels; ours
+ran on one GPU, not over NVLink.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How long a schedule takes: an analytic model of waves, tensor-core cycles and bytes by level.
 
 Protocol: `predict(spec, schedule, gpu_model)` for one, a `CostModel` for many schedules of one matmul; what
-differs between templates is a `Cost`, in each one's cost.py. The model orders candidates; its seconds are of
-a GPU on which these kernels were never timed.
+differs between templates is a `Cost`, in each one's cost.py. The model orders candidates; docs/hardware.md
+has what an H100 took.
 
 The model is a roofline for each resource of the busiest SM and for the whole GPU (Williams et al. 2009), with
 tiles as the unit, as DeepGEMM and Stream-K (Osama et al. 2023) choose theirs:
