@@ -46,11 +46,11 @@ X, Y = Tensor([1.0]), Tensor([2.0])
 def test_leaves_and_back(value: Any, count: int, shown: str):
     leaves, tree = flatten(value)
     assert (len(leaves), tree.size, str(tree)) == (count, count, shown)
-    again, same = flatten(tree.filled(leaves))
+    again, same = flatten(tree.fill(leaves))
     assert same == tree
     assert hash(same) == hash(tree)
     assert all(a is b for a, b in zip(again, leaves, strict=True))
-    assert type(tree.filled(leaves)) is type(value)
+    assert type(tree.fill(leaves)) is type(value)
 
 
 def test_what_is_equal():
@@ -59,8 +59,8 @@ def test_what_is_equal():
     assert flatten([X])[1] != flatten((X,))[1]
     assert flatten(1)[1] != flatten(True)[1]
     options = Options()
-    assert flatten(options)[1].filled([]) is options
-    with pytest.raises(TransformError, match="1 values for a tree of 2"): flatten([X, Y])[1].filled([X])
+    assert flatten(options)[1].fill([]) is options
+    with pytest.raises(TransformError, match="1 values for a tree of 2"): flatten([X, Y])[1].fill([X])
 
 
 def test_mapped():
