@@ -7,3 +7,7 @@ soak HOURS='1' *OPTIONS:
 # 10⁸ operations of the KV cache's pages against a model
 pages OPERATIONS='1e8':
     python bench/page_operations.py --operations {{OPERATIONS}}
+
+# the documentation site, in build/site; warnings are errors
+docs:
+    python -m mkdocs build --strict
