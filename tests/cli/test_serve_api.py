@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 
 import httpx
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import (
     LENGTH,
     NAME,
@@ -20,6 +20,8 @@ from tests.support.server.serve_case import (
     until,
 )
 from tinygrad_nv.errors import TokenizerError
+
+openai = lazy("openai")
 
 PROMPT = "Once upon a time"
 

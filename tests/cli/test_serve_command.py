@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 import tinygrad_nv.server
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import until
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
+
+openai = lazy("openai")
 
 ROOT = Path(__file__).parents[2]
 HTTP = httpx.Client(timeout=60, verify=False)  # tests run beside each other, on few cores

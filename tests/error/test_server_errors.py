@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.errors import EngineError
 from tinygrad_nv.server.limits import RequestLimits
+
+openai = lazy("openai")
 
 LIMITS = RequestLimits(body_bytes=1 << 20, schema_bytes=4096, header_s=0.3, body_s=0.3, choices=64)
 JSON = {"Content-Type": "application/json"}

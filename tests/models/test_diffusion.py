@@ -103,14 +103,14 @@ def models() -> dict[bool, StableDiffusion]:
 def theirs_after(xl: bool, scheduler: str, **given: Any) -> np.ndarray:
     """Latents of diffusers' pipeline after 10 steps."""
     pipeline = case.pipeline(xl)
-    pipeline.scheduler = case.SCHEDULERS[scheduler]
+    pipeline.scheduler = case.scheduler(scheduler)
     made: torch.Tensor = pipeline("A red cat", num_inference_steps=10, output_type="latent",
                                   generator=torch.Generator().manual_seed(3), **given).images
     return made.numpy()
 
 
 def mine_after(model: StableDiffusion, scheduler: str, **given: Any) -> np.ndarray:
-    model.scheduler = read_scheduler(case.saved(case.SCHEDULERS[scheduler]))
+    model.scheduler = read_scheduler(case.saved(case.scheduler(scheduler)))
     params = ImageParams(steps=10, seed=3, **given)
     return model.latents(["A red cat"], params)[0]
 

@@ -9,12 +9,14 @@ import sys
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from PIL import Image
 from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
 
+from tests.support.lazy import lazy
 from tests.support.models import diffusion_case as case
+
+openai = lazy("openai")
 
 
 @pytest.mark.slow

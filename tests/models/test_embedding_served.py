@@ -8,12 +8,14 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
 import transformers
 
+from tests.support.lazy import lazy
 from tests.support.models.embedding_case import ENCODERS, add_modules, add_vocabulary, hidden_states, save
+
+openai = lazy("openai")
 
 OPTIONS = ("--port", "0", "--device", "CPU", "--served-model-name", "bert", "--max-num-batched-tokens", "32")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from tinygrad_nv.models.whisper.features import log_mel
 
+from tests.support.lazy import lazy
 from tests.support.models import whisper_case as case
 from tests.support.server.serve_case import Live, live
 from tinygrad_nv.engine.speech.audio import decode_audio
@@ -27,6 +27,8 @@ from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.speech_startup import SpeechEngineClient, SpeechModel
+
+openai = lazy("openai")
 
 NAME = "whisper-1"
 SAMPLES = case.sound(70000)

@@ -13,7 +13,8 @@ from tinygrad import Tensor
 from tinygrad_nv import jax as tinygrad_nv_jax
 from tinygrad_nv.jax import function
 
-X, W = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 4), (4, 5))))
+X, W = (np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+        for seed, shape in enumerate(((3, 4), (4, 5))))
 
 
 @function

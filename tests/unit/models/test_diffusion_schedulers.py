@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerDiscreteScheduler, PNDMScheduler
 from tinygrad_nv.models.diffusion import noise
 from tinygrad_nv.models.diffusion.schedulers import SchedulerConfig, plan, read_scheduler
 
+from tests.support.lazy import lazy
+
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CLOSE = 1e-3    # of latents: those of diffusers are float32
-KINDS = {"ddim": DDIMScheduler, "euler": EulerDiscreteScheduler, "dpm++": DPMSolverMultistepScheduler}
+diffusers = lazy("diffusers")
+KINDS = {"ddim": "DDIMScheduler", "euler": "EulerDiscreteScheduler", "dpm++": "DPMSolverMultistepScheduler"}
 
 
 def network(x: Any, sin: Any) -> Any:
@@ -63,7 +65,7 @@ def test_schedulers(name, spacing, tmp_path):
         fields: dict[str, Any] = {"prediction_type": prediction, "timestep_spacing": spacing}
         fields["steps_offset"] = int(spacing == "leading")
         if name != "ddim": fields["use_karras_sigmas"] = karras
-        check(KINDS[name](**BETAS, **fields), steps, tmp_path)
+        check(getattr(diffusers, KINDS[name])(**BETAS, **fields), steps, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "fields"), [
@@ -77,14 +79,14 @@ def test_schedulers(name, spacing, tmp_path):
     ("dpm++", {"lower_order_final": False, "final_sigmas_type": "sigma_min"}),
     ("dpm++", {"euler_at_final": True, "final_sigmas_type": "sigma_min"})])
 def test_fields(name, fields, tmp_path):
-    for steps in (3, 16): check(KINDS[name](**BETAS | fields), steps, tmp_path)
+    for steps in (3, 16): check(getattr(diffusers, KINDS[name])(**BETAS | fields), steps, tmp_path)
 
 
 def test_another_scheduler_with_the_betas_of_a_file(tmp_path):
-    PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1).save_pretrained(tmp_path)
+    diffusers.PNDMScheduler(**BETAS, skip_prk_steps=True, steps_offset=1).save_pretrained(tmp_path)
     found = read_scheduler(tmp_path)
     assert (found.name, found.clip) == ("ddim", 0.0)
-    theirs = EulerDiscreteScheduler.from_pretrained(tmp_path, use_karras_sigmas=True)
+    theirs = diffusers.EulerDiscreteScheduler.from_pretrained(tmp_path, use_karras_sigmas=True)
     x, times = after(theirs, 10)
     got, mine = mine_after(found, 10, "euler-karras")
     assert np.abs(mine - times).max() < 1e-2

@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, fake_service, live
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.server.service import Parsers
 from tinygrad_nv.server.startup import template_of
+
+openai = lazy("openai")
 
 QWEN = ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}\n{% endfor %}{% if "
         "tools %}"

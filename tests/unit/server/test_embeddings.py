@@ -8,15 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from tinygrad_nv.models.pooling import Pooling
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
 from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import EmbeddingEngineClient, Service
+
+openai = lazy("openai")
 
 WIDTH = 4
 

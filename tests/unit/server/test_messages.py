@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import anthropic
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.server.parsers.parser import CallDelta
+
+anthropic = lazy("anthropic")
 
 TEMPLATE = ("{% for m in messages %}{{ '' if loop.first else '\n' }}{{ m.role }}: {{ m.content }}"
             "{{ m.reasoning_content }}{{ m.tool_calls }}{% endfor %}{% if add_generation_prompt %}{{ '\n' }}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
+
+anthropic, openai = lazy("anthropic"), lazy("openai")
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"

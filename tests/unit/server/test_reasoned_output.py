@@ -7,16 +7,18 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import openai
 import pytest
 import tokenizers
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, fake_service, live, llm_service
 from tinygrad_nv import LLM
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.structured_output.params import ReasoningTokens
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server.service import Parsers
+
+openai = lazy("openai")
 
 THINK, HARMONY = ("<think>", "</think>"), ("<|channel|>", "final", "<|message|>", "<|end|>", "<|start|>")
 TEMPLATE = ("{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import (
     LENGTH,
     NAME,
@@ -22,6 +22,8 @@ from tests.support.server.serve_case import (
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.server import response_store
 from tinygrad_nv.server.response_store import ResponseStore, Stored
+
+openai = lazy("openai")
 
 TEMPLATE = ("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}"
             "{{ m.tool_calls }}\n{% endfor %}{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"

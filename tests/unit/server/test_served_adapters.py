@@ -4,9 +4,9 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, FakeStats, Live, fake_service, live
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.slots import AdapterUse
@@ -14,6 +14,8 @@ from tinygrad_nv.errors import ModelError, RequestError
 from tinygrad_nv.server.adapter_options import lora_modules
 from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.metrics import Metrics
+
+openai = lazy("openai")
 
 
 class Loader:

@@ -5,13 +5,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-import openai
 import pytest
 
+from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeModel, Live, fake_service, live
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.server.completions import completion_logprobs, prompt_first
 from tinygrad_nv.server.limits import RequestLimits
+
+openai = lazy("openai")
 
 TOKENIZER = FakeModel().tokenizer
 IDS = [[11, 40, 90, 25], [300, 17]]
