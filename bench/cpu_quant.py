@@ -5,7 +5,7 @@
 Every side is a TinyJit that is replayed, of bfloat16 activations and of so many matrices that they come from
 memory, as in a model; figures are of one. Sides take turns, so that what else the machine does meets all.
 Figures are medians of the turns, ratios those of each turn's pair. Bandwidth counts the matrix's bytes as
-they are stored. Matrices are `prepared` for the CPU, or with --as-stored in the layout of checkpoints.
+they are stored. Matrices are `prepare_matrix` for the CPU, or with --as-stored in the layout of checkpoints.
 Activations are quantised to int8 where codes are integers, but not with --floats. "W8A8" multiplies int8
 codes of rows, "W8A8 rounded" inputs that were rounded to them.
 """
@@ -24,7 +24,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
 from tinygrad_nv.cpu.target import host
-from tinygrad_nv.functional import prepared, quant_matmul, quantize, scaled_matmul
+from tinygrad_nv.functional import prepare_matrix, quant_matmul, quantize, scaled_matmul
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.activations import round_activations
 from tinygrad_nv.quant.floats import to_e4m3
@@ -96,7 +96,7 @@ def measure(n: int, k: int, rows: int, arguments: argparse.Namespace) -> dict[st
     for name in arguments.types:
         one = matrix(TYPES[name], n, k)
         made = [one, *(matrix(TYPES[name], n, k) for _ in range(copies(one.nbytes, rows) - 1))]
-        if not arguments.as_stored: made = [prepared(w) for w in made]
+        if not arguments.as_stored: made = [prepare_matrix(w) for w in made]
         step = layers(made, partial(multiplied, name, x, floats=arguments.floats))
         sides[name], nbytes[name] = (step, len(made)), one.nbytes
     seconds: dict[str, list[float]] = {name: [] for name in sides}

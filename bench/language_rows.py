@@ -70,7 +70,7 @@ def best(kernel: Kernel, gpu: str, schedules: Sequence[tuple[int, ...]], *given:
 def template(spec: Any, gpu: str) -> float:
     """Microseconds of our template."""
     own = figures(gpu)
-    made = choose(spec, GPU(own.arch, own.sms)).built()
+    made = choose(spec, GPU(own.arch, own.sms)).build()
     return ModelledClock(gpu).seconds(made, spec) * 1e6
 
 

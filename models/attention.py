@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import document_attention, rotated_heads, scaled_dot_product_attention
+from tinygrad_nv.functional import document_attention, rotate_heads, scaled_dot_product_attention
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages
 from tinygrad_nv.patterns.target import cpu_of, takes
@@ -145,7 +145,7 @@ class Attention:
         """Heads as of `project` of q|k|v, and their gradients, by one kernel each."""
         cos, sin = batch.rope_rows(rope, int(both.shape[1]))
         if cos.ndim == 4: cos, sin = cos.squeeze(1), sin.squeeze(1)
-        return rotated_heads(both, cos, sin, self.config.num_heads, self.config.num_kv_heads)
+        return rotate_heads(both, cos, sin, self.config.num_heads, self.config.num_kv_heads)
 
     def tempered(self, q: Tensor, start: Position, axis: int) -> Tensor:
         """Queries at places start, start + 1 … along an axis, times the temperature that there is."""

@@ -17,7 +17,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.functional import multiplies_codes, prepared
+from tinygrad_nv.functional import multiplies_codes, prepare_matrix
 from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS
@@ -320,7 +320,7 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Any]) -> tuple[Par
 
 def _repacked(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: bool) -> tuple[Part, ...]:
     alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
-    def laid(one: QWeight) -> QTensor: return one.matrix if alone else prepared(one.matrix, one.codes)
+    def laid(one: QWeight) -> QTensor: return one.matrix if alone else prepare_matrix(one.matrix, one.codes)
     made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
     return tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
                  for part in made)

@@ -16,7 +16,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.functional import multiplies_grouped_codes, prepared_type
+from tinygrad_nv.functional import multiplies_grouped_codes, prepare_type
 from tinygrad_nv.quant.activations import StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN
@@ -188,7 +188,7 @@ def _repeated(array: np.ndarray, scale: Scale, n: int) -> np.ndarray:
 def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) -> StackWeight:
     """A stack, of its matrices as kernels read them."""
     stored, (n, k), type, shape = stack.matrices[0], stack.shape, stack.type, stack.extents
-    made = type if stack.codes else prepared_type(type, n, k, model.device)
+    made = type if stack.codes else prepare_type(type, n, k, model.device)
     wanted = stack_buffers(made, shape)
     whole = {name: Tensor.empty(*extents, dtype=in_memory(dtype), device=model.device)
              for name, (extents, dtype) in wanted.items()}

@@ -16,8 +16,8 @@ matrix, `scaled_matmul` for one whose codes are multiplied with codes of activat
 `grouped_matmul` and `grouped_outer`, `quant_grouped_matmul` for quantised experts, `scaled_grouped_matmul`
 where codes are multiplied with codes, `lora_added` for low-rank adapters, `cross_entropy` and `distillation`
 for losses of logits, `linear_cross_entropy` and `linear_distillation` for those of an output layer without
-all logits at once, `gated` for gated activations, `convolution` and
-`group_norm` for images whose channels lie side by side, `rotated_heads` for rotary positions, `dropout` for
+all logits at once, `gate_up` for gated activations, `convolution` and
+`group_norm` for images whose channels lie side by side, `rotate_heads` for rotary positions, `dropout` for
 elements dropped by a counter: the modules of patterns/ with these names define them (`LATER`).
 """
 from __future__ import annotations
@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from tinygrad_nv.patterns.grouped_gemm.scaled import scaled_grouped_matmul
     from tinygrad_nv.patterns.kv_append.named import kv_append
     from tinygrad_nv.patterns.lora.named import lora_added
-    from tinygrad_nv.patterns.norm.gated import gated
+    from tinygrad_nv.patterns.norm.gated import gate_up
     from tinygrad_nv.patterns.norm.group import group_norm
-    from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
-    from tinygrad_nv.patterns.quant_grouped.named import prepared_type, quant_grouped_matmul
-    from tinygrad_nv.patterns.rope.named import rotated_heads
+    from tinygrad_nv.patterns.quant_gemm.named import prepare_matrix, quant_matmul
+    from tinygrad_nv.patterns.quant_grouped.named import prepare_type, quant_grouped_matmul
+    from tinygrad_nv.patterns.rope.named import rotate_heads
     from tinygrad_nv.patterns.router.named import Routing, route
     from tinygrad_nv.patterns.router.rows import group_rows
     from tinygrad_nv.patterns.scaled_gemm.fp8 import ALIGNED as FP8_ALIGNED
@@ -91,7 +91,7 @@ __all__ = [
     "embedding",
     "fp8_attention",
     "fp8_linear",
-    "gated",
+    "gate_up",
     "group_norm",
     "group_rows",
     "grouped_matmul",
@@ -105,12 +105,12 @@ __all__ = [
     "multiplies_grouped_codes",
     "multiplies_sparse",
     "paged_attention",
-    "prepared",
-    "prepared_type",
+    "prepare_matrix",
+    "prepare_type",
     "quant_grouped_matmul",
     "quant_matmul",
     "quantize",
-    "rotated_heads",
+    "rotate_heads",
     "route",
     "scaled_dot_product_attention",
     "scaled_grouped_matmul",
@@ -139,11 +139,11 @@ LATER = {
     "patterns.grouped_gemm.scaled": "scaled_grouped_matmul",
     "patterns.kv_append.named": "kv_append",
     "patterns.lora.named": "lora_added",
-    "patterns.norm.gated": "gated",
+    "patterns.norm.gated": "gate_up",
     "patterns.norm.group": "group_norm",
-    "patterns.quant_gemm.named": "prepared quant_matmul",
-    "patterns.quant_grouped.named": "prepared_type quant_grouped_matmul",
-    "patterns.rope.named": "rotated_heads",
+    "patterns.quant_gemm.named": "prepare_matrix quant_matmul",
+    "patterns.quant_grouped.named": "prepare_type quant_grouped_matmul",
+    "patterns.rope.named": "rotate_heads",
     "patterns.router.named": "Routing route",
     "patterns.router.rows": "group_rows",
     "patterns.scaled_gemm.fp8": "FP8_ALIGNED=ALIGNED FP8_FIGURES=SEEN FP8_KINDS=KINDS Fp8Linear fp8_linear",

@@ -11,7 +11,7 @@ from typing import ClassVar
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import gated, scaled_dot_product_attention
+from tinygrad_nv.functional import gate_up, scaled_dot_product_attention
 
 from ..layers import LayerNorm
 from .layers import GatedLinear, GroupNorm, Linear
@@ -68,7 +68,7 @@ class FeedForward:
         self.down = Linear(4 * width, width, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.proj(x).contiguous(), "gelu"))
+        return self.down(gate_up(self.proj(x).contiguous(), "gelu"))
 
 
 class TransformerBlock:

@@ -5,7 +5,7 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import gated, rotated_heads
+from tinygrad_nv.functional import gate_up, rotate_heads
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.rope.spec import Angles, RopeSpec
@@ -19,7 +19,7 @@ X, COS = Tensor.empty(2, 7, 5 * 32), Tensor.empty(7, 16)
     (Tensor.empty(2, 7), "silu", ("gate | up of shape (2, 7)", "gate, then up")),
     (Tensor.empty(2, 8, dtype=dtypes.int32), "silu", ("gate | up of int", "float32, bfloat16 or float16"))])
 def test_gated_activations(both: Tensor, activation: str, words: tuple[str, ...]):
-    with pytest.raises(SpecError) as refused: gated(both, activation)
+    with pytest.raises(SpecError) as refused: gate_up(both, activation)
     assert all(each in str(refused.value) for each in words), refused.value
 
 
@@ -29,7 +29,7 @@ def test_gated_activations(both: Tensor, activation: str, words: tuple[str, ...]
     (X, COS[1:], COS[1:], 3, ("cos (6, 16)", "(7, half) or (2, 7, half)", "half ≤ 16")),
     (X, COS, COS.cast(BF16), 3, ("of both",)), (X.cast(dtypes.int32), COS, COS, 3, ("q|k|v of int",))])
 def test_rotated_heads(x: Tensor, cos: Tensor, sin: Tensor, heads: int, words: tuple[str, ...]):
-    with pytest.raises(SpecError) as refused: rotated_heads(x, cos, sin, heads, 1)
+    with pytest.raises(SpecError) as refused: rotate_heads(x, cos, sin, heads, 1)
     assert all(each in str(refused.value) for each in words), refused.value
 
 

@@ -21,7 +21,7 @@ from tinygrad.helpers import all_int, suppress_finalizing
 from tinygrad_nv.dlpack import capsule
 from tinygrad_nv.dlpack.importing import array_over
 from tinygrad_nv.errors import DLPackError, as_well
-from tinygrad_nv.patterns.strides import laid
+from tinygrad_nv.patterns.strides import lay_out
 
 
 class Lent:
@@ -89,7 +89,7 @@ def over(tensor: Tensor) -> np.ndarray:
     shape: Any = tensor.shape
     if 0 in shape: return np.empty(shape, np.dtype(tensor.dtype.fmt or f"u{tensor.dtype.itemsize}"))
     if tensor.device is None: tensor = tensor.clone("CPU")
-    found = laid(tensor.realize().uop)
+    found = lay_out(tensor.realize().uop)
     stored = Tensor(found.storage).realize()
     buffer: Any = stored.uop.buffer.ensure_allocated()
     Device[buffer.device].synchronize()

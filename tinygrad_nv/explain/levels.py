@@ -61,7 +61,7 @@ class ScheduledGemm:
     @property
     def kernel(self) -> GemmKernel:
         """The kernel. Raises `ScheduleError` for an impossible schedule."""
-        return cast(GemmKernel, self.chosen.built())
+        return cast(GemmKernel, self.chosen.build())
 
     @property
     def prediction(self) -> Prediction:
@@ -93,13 +93,13 @@ def shortened(text: str, most: int) -> str:
 
 def table(matmuls: Sequence[tuple[str, ScheduledGemm]]) -> list[str]:
     """A line for each of several matmuls, each with the words before it. What the cost model predicts is
-    `predicted`; of tuned ones `tuned` says how the database knows their time."""
+    `predicted`; of tuned ones `tuning_note` says how the database knows their time."""
     rows = [("", "schedule", "predicted", "bound", "registers", "shared", "matmul", "tuned")]
     for words, matmul in matmuls:
         prediction = matmul.prediction
         rows.append((words, str(matmul.schedule), seconds(prediction.seconds), prediction.bound,
                      _registers(matmul), nbytes(shared_bytes(matmul)),
-                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuned))
+                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuning_note))
     return aligned(with_tuned(rows), numbers=(2, 4, 5))
 
 

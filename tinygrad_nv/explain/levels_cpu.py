@@ -52,7 +52,7 @@ class CPUMatmul:
     @property
     def kernel(self) -> CPUKernel:
         """The kernel."""
-        return cast(CPUKernel, self.chosen.built())
+        return cast(CPUKernel, self.chosen.build())
 
     @property
     def seconds(self) -> float:
@@ -122,7 +122,7 @@ def table(matmuls: Sequence[tuple[str, CPUMatmul]]) -> list[str]:
     rows = [("", "schedule", "predicted", "bound", "matmul", "tuned")]
     for words, matmul in matmuls:
         rows.append((words, str(matmul.schedule), seconds(matmul.seconds), _bound(matmul),
-                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuned))
+                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuning_note))
     return aligned(with_tuned(rows), numbers=(2,))
 
 

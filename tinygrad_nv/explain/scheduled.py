@@ -49,7 +49,7 @@ def lowering(*tensors: Tensor) -> Lowering:
     if not wanted: return Lowering([])
     quiet = Context(SCACHE=0, CAPTURING=0, DEBUG=0)
     # SCACHE is the process's: two of these at a time would leave it off
-    with threads.LOWERING, quiet, ranges.scheduling(wanted), program.hear_misses() as misses:
+    with threads.LOWERING, quiet, ranges.scheduling(wanted), program.collect_misses() as misses:
         linear, var_vals = create_linear_with_vars(transform_to_call(UOp.sink(*wanted))[0])
         unused = list(misses)
         kernels = [_record(call, device, var_vals, unused)

@@ -332,7 +332,7 @@ def _called(call: Call, target: Target, given: Sequence[UOp],
     words = f"{call.name}: {call.schedule}{call.effects and '; ' + call.effects}"
     if order.wanted(): words += f"; {order.CLASS}{order.PROGRAM}"
     note = Note("tile", words, None, call.schedule)
-    return program.called(kernels, given[0].device, where, given[:count], note=note)
+    return program.call(kernels, given[0].device, where, given[:count], note=note)
 
 
 def _no_target(call: Call, device: Any) -> LanguageError:

@@ -18,7 +18,7 @@ from tinygrad import dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import prepared
+from tinygrad_nv.functional import prepare_matrix
 from tinygrad_nv.onnx.elements import kind_of, plain, to_numpy
 from tinygrad_nv.onnx.fusion import DOMAIN, names_read
 from tinygrad_nv.onnx.model import Graph, Node
@@ -211,6 +211,9 @@ def _make_matrix(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, gri
         kind = QType(INT8, grid) if bits == 8 else QType(UINT4, grid, shift=half)
     else: kind, arrays["zeros"] = QType(UINT8 if bits == 8 else UINT4, grid, zeros=True), zeros
     if bits == 8: arrays["codes"] = (numbers ^ 128).view(np.int8) if symmetric else numbers
-    else: arrays["codes"] = pack(numbers, 4)
-    try: return prepared(QTensor.of(kind, (numbers.shape[0], numbers.shape[1]), arrays))
-    except SpecError: return None
+    else:
+        arrays["codes"] = pack(numbers, 4)
+    try: return prepare_matrix(QTensor.of(kind, (numbers.shape[0], numbers.shape[1]), arrays))
+                  docstrings by what they return)
+    except SpecError:
+        return None

@@ -1,10 +1,10 @@
 """Kernels of ours that do not build: tinygrad's own lowering runs in their place.
 
-Protocol. A template may raise while a rewrite builds a kernel (`attempted`), and a compiler may refuse its
-text (`checked`). Both leave the nodes to tinygrad as if nothing had matched: one warning for each kernel on
+Protocol. A template may raise while a rewrite builds a kernel (`attempt`), and a compiler may refuse its text
+(`builds_all`). Both leave the nodes to tinygrad as if nothing had matched: one warning for each kernel on
 stderr, and the reason in explain(). NV_STRICT=1 raises instead, at the place of the error.
 
-`checked` compiles and loads what the rewrites of a graph have made before the graph becomes a schedule, so
+`builds_all` compiles and loads what the rewrites of a graph have made before the graph becomes a schedule, so
 nothing has run, no buffer is written and no TinyJit has captured anything when a kernel is refused. Texts
 that were refused are in `program.refused`; the rewrites run again, and `program.program` raises `Refused` for
 these. The compiler's output is in tinygrad's cache afterwards, where the compilation of the schedule finds
@@ -26,7 +26,7 @@ from tinygrad.uop.ops import Ops, UOp, to_function_name
 from tinygrad_nv import config
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.program import KernelSource, Refused
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.note import note_of
@@ -42,12 +42,12 @@ def strict() -> bool:
     return bool(config.get("NV_STRICT"))
 
 
-def attempted(template: str, value: UOp, make: Callable[[], T],
+def attempt(template: str, value: UOp, make: Callable[[], T],
               fails: str = "its kernel does not build") -> T | None:
-    """What `make` builds for `value`; None, and a miss, where that `fails`."""
+    """Returns what `make` builds for `value`; None, and a miss, where that `fails`."""
     try: return make()
     except Refused as no: reason = str(no)
-    except (ConfigError, MemoryError, NotOurs): raise
+    except (ConfigError, MemoryError, Unsupported): raise
     except Exception as error:
         if strict(): raise
         reason = f"{fails}: {_words(error)}"
@@ -56,20 +56,20 @@ def attempted(template: str, value: UOp, make: Callable[[], T],
     return None
 
 
-def guarded(template: str, rewrite: Callable[[UOp], UOp]) -> Callable[[UOp], UOp]:
+def guard_rewrite(template: str, rewrite: Callable[[UOp], UOp]) -> Callable[[UOp], UOp]:
     """A rewrite that leaves the graph as it is where its matching raises."""
     def run(sink: UOp) -> UOp:
-        made = attempted(template, sink, lambda: rewrite(sink), "the rewrite fails")
+        made = attempt(template, sink, lambda: rewrite(sink), "the rewrite fails")
         return sink if made is None else made
     return run
 
 
 # **** compilers ****
 
-def checked(before: UOp, after: UOp) -> bool:
-    """Whether the kernels that rewrites have made of a graph build; the others are refused from now on. Those
-    that were there before are the user's business."""
-    if strict() or program.hearing(): return True
+def builds_all(before: UOp, after: UOp) -> bool:
+    """Tells whether the kernels that rewrites have made of a graph build; the others are refused from now on.
+    Those that were there before are the user's business."""
+    if strict() or program.is_collecting(): return True
     given = {call.src[0] for call in _calls(before)}
     made = dict.fromkeys(_kernel(call) for call in _calls(after) if call.src[0] not in given)
     new = [kernel for kernel in made if kernel not in _good and kernel not in program.refused]
@@ -84,7 +84,7 @@ def checked(before: UOp, after: UOp) -> bool:
 
 
 def _calls(sink: UOp) -> list[UOp]:
-    """Those of kernels that a compiler makes."""
+    """Returns the calls of kernels that a compiler makes."""
     return [node for node in sink.toposort(enter_calls=False)
             if node.op is Ops.CALL and note_of(node.src[0]) is not None
             and node.src[0].src[-1].op is Ops.SOURCE]

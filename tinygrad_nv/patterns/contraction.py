@@ -1,13 +1,13 @@
 """Contractions: sums of products, found by their indices.
 
 Protocol. `product` recognises REDUCE(ADD) of a MUL, through movement and casts. A `Side` is an operand as an
-index into storage; `sides` makes both from the indices of the sum's element. `contracted` reads strides off
-them: a range in the left operand only is M, in the right only is N, in both and summed is K, in both and kept
-is batch. Ranges that lie as one in all of the operands, the result and the epilogue's loads become one; M and
-N keep their largest, and what is left of them is batch, with stride 0 in the other operand.
+index into storage; `sides` makes both from the indices of the sum's element. `contract_sides` reads strides
+off them: a range in the left operand only is M, in the right only is N, in both and summed is K, in both and
+kept is batch. Ranges that lie as one in all of the operands, the result and the epilogue's loads become one;
+M and N keep their largest, and what is left of them is batch, with stride 0 in the other operand.
 
 An operand that cannot be read where it lies (K in two strides, padding, no strides at all) is copied by a
-kernel of tinygrad's, if that makes a product and is cheap beside it. `NotOurs` says why there is none.
+kernel of tinygrad's, if that makes a product and is cheap beside it. `Unsupported` says why there is none.
 
 Casts that lose nothing (halves and fp8 to float32, int8 to int32) are left out, so that the operands have the
 dtype they have in memory. Products of halves that are cast to float32 before the sum are taken unrounded, as
@@ -31,7 +31,7 @@ COPY_REUSED = 16  # an operand whose elements are used so often may be copied fi
 Order = Sequence[int]
 
 
-class NotOurs(Exception):
+class Unsupported(Exception):
     """Why a contraction is left to tinygrad; without text, there is nothing to tell. `final`: whatever the
     epilogue."""
 
@@ -75,7 +75,7 @@ def product(total: UOp) -> MatmulReduce | None:
 def operands(found: MatmulReduce) -> Iterator[UOp]:
     """The values that a product's kernel reads and that are computed before it: these will be stored."""
     for source in found.mul.src:
-        node, casts = _descended(source)
+        node, casts = _descend(source)
         if node.op not in GroupOp.ALU or node.device is None: continue
         for dtype in _path(node, casts, source.dtype if found.strip else None)[1:]: node = node.cast(dtype)
         yield node
@@ -83,11 +83,11 @@ def operands(found: MatmulReduce) -> Iterator[UOp]:
 
 def _lossless(node: UOp, dtype: DType) -> DType:
     """The dtype in memory of an operand that is multiplied in `dtype`, without casts that lose nothing."""
-    return _path(*_descended(node), dtype)[-1]
+    return _path(*_descend(node), dtype)[-1]
 
 
-def _descended(node: UOp) -> tuple[UOp, list[DType]]:
-    """What a tensor is a view and cast of, and the dtypes it is cast to, the last first."""
+def _descend(node: UOp) -> tuple[UOp, list[DType]]:
+    """Returns the node that a tensor is a view and cast of, and the dtypes it is cast to, the last first."""
     casts = []
     while node.op in GroupOp.Movement or node.op is Ops.CAST:
         if node.op is Ops.CAST: casts.append(node.dtype)
@@ -113,9 +113,9 @@ def is_exact(source: DType, target: DType) -> bool:
 
 
 def arithmetic(found: MatmulReduce, a: DType, b: DType) -> str:
-    """What is in the way of the arithmetic; "" when nothing is."""
+    """Returns what is in the way of the arithmetic; \"\" when nothing is."""
     total, mul = found.total.dtype, found.mul.dtype
-    if any(_descended(s)[0].dtype == dtypes.bool for s in found.mul.src): return "an operand is a condition"
+    if any(_descend(s)[0].dtype == dtypes.bool for s in found.mul.src): return "an operand is a condition"
     if total in FLOAT16S: return f"the sum is accumulated in {short(total)}"
     if mul in INT8S: return f"products of {short(mul)} wrap around before the sum; cast operands to int32"
     if a in INT8S and b in INT8S and (mul, total) == (dtypes.int32, dtypes.int32): return ""
@@ -144,12 +144,12 @@ class Side:
     def dtype(self) -> DType: return self.storage.dtype
 
     @property
-    def held(self) -> int:
-        """How many elements there are in what the operand is a view of."""
-        return _numel(_descended(self.source)[0])
+    def storage_elements(self) -> int:
+        """Number of elements in what the operand is a view of."""
+        return _numel(_descend(self.source)[0])
 
-    def resolved(self, space: Space) -> Side:
-        """The same operand over ranges that are not divided."""
+    def resolve(self, space: Space) -> Side:
+        """Returns the same operand over ranges that are not divided."""
         return replace(self, lies=space.resolve(self.lies))
 
 
@@ -170,7 +170,7 @@ def side(space: Space, source: UOp, at: Indices, strip: bool, memory: Callable[[
                 continue
         else: break
         node = node.src[0]
-    if node.device is None: raise NotOurs("", final=True)  # made of constants
+    if node.device is None: raise Unsupported("", final=True)  # made of constants
     path = _path(node, casts, source.dtype if strip else None)
     if len(path) == 1 and memory(node): return Side(node, space.lies(node.shape, where), source, at)
     # a cast of a part of something large is made of that part; one of what is computed is the graph's own,
@@ -194,7 +194,7 @@ def is_storage(node: UOp) -> bool:
     return node.op is Ops.AFTER and node.has_buffer_identity(after_ok=True)
 
 
-def packed(space: Space, one: Side, order: Order) -> Side | None:
+def pack_side(space: Space, one: Side, order: Order) -> Side | None:
     """An operand copied so that its ranges lie in `order`, the last side by side; None if it is not made of
     whole ranges, or repeats elements of its storage."""
     ranges: list[int] = []
@@ -205,7 +205,7 @@ def packed(space: Space, one: Side, order: Order) -> Side | None:
         if index.offset or not whole or [index.strides[r] for r in inner] != pitches: return None
         ranges += inner[::-1]
     wanted = [r for r in order if r in ranges and one.lies.strides.get(r)]
-    if len(set(ranges)) != len(ranges) or _count(space, wanted) > 2 * one.held: return None
+    if len(set(ranges)) != len(ranges) or _count(space, wanted) > 2 * one.storage_elements: return None
     node = one.source.reshape(tuple(space.extents[r] for r in ranges))
     if node.dtype != one.dtype: node = node.cast(one.dtype)
     # one of each element along dimensions that repeat it
@@ -228,8 +228,8 @@ class Dim:
     extent: sint
     strides: tuple[int, ...]
 
-    def around(self, inner: Dim) -> Dim | None:
-        """This dimension and one inside it as one, if they lie so everywhere."""
+    def join_inner(self, inner: Dim) -> Dim | None:
+        """Returns this dimension and one inside it as one, if they lie so everywhere."""
         if isinstance(self.extent, UOp) or isinstance(inner.extent, UOp): return None
         if any(o != inner.extent * i for o, i in zip(self.strides, inner.strides, strict=True)): return None
         return Dim(self.extent * inner.extent, inner.strides)
@@ -249,19 +249,20 @@ class Contraction:
     batch: tuple[Dim, ...]
 
 
-def merged(dims: list[Dim], by: tuple[int, ...]) -> list[Dim]:
+def merge_dims(dims: list[Dim], by: tuple[int, ...]) -> list[Dim]:
     """Dimensions, outermost first as `by` says, with those that lie as one made one."""
     made: list[Dim] = []
     for dim in sorted(dims, key=lambda dim: tuple(-dim.strides[i] for i in by)):
-        one = made[-1].around(dim) if made else None
+        one = made[-1].join_inner(dim) if made else None
         if one is None: made.append(dim)
         else: made[-1] = one
     return made
 
 
-def contracted(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine], parts: bool) -> Contraction:
+def contract_sides(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
+                   parts: bool) -> Contraction:
     """The contraction of two operands, which may have to be copied. With `parts` the right one is the right
-    operand whatever the result's order. Raises `NotOurs`."""
+    operand whatever the result's order. Raises `Unsupported`."""
     kinds = _kinds(space, a, b, out)
     if not parts and _turns(space, kinds, out):
         a, b = b, a
@@ -273,13 +274,13 @@ def contracted(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
         if made is None: continue
         try:
             _check_copies(space, *made, kinds)
-            return _grouped(space, *made, out, loads, kinds)
-        except NotOurs as no: reason = reason or str(no)
-    raise NotOurs(reason)
+            return _group_dims(space, *made, out, loads, kinds)
+        except Unsupported as no: reason = reason or str(no)
+    raise Unsupported(reason)
 
 
 def _kinds(space: Space, a: Side, b: Side, out: Affine) -> dict[int, str]:
-    """Of each range, outermost of the result first: m, n, k or batch."""
+    """Returns the kind of each range, outermost of the result first: m, n, k or batch."""
     kept = sorted(out.strides, key=out.strides.__getitem__, reverse=True)
     summed = [r for r in range(len(space.extents)) if r not in space.divided and r not in out.strides]
     made: dict[int, str] = {}
@@ -291,14 +292,14 @@ def _kinds(space: Space, a: Side, b: Side, out: Affine) -> dict[int, str]:
     present = set(made.values())
     # in one order a sum of products has the bits of a matmul's: of one row alone the two look alike
     if "k" not in present or not ({"m", "n"} & present or in_one_order()):
-        raise NotOurs("", final=True)
-    if "" in present: raise NotOurs("a dimension is in neither operand, or summed of one alone")
-    if any(made[r] == "k" for r in symbols): raise NotOurs("symbolic K")
-    if any(made[r] == "batch" for r in symbols): raise NotOurs("a symbolic batch")
-    if len(symbols) > 1: raise NotOurs("more than one symbolic dimension")
+        raise Unsupported("", final=True)
+    if "" in present: raise Unsupported("a dimension is in neither operand, or summed of one alone")
+    if any(made[r] == "k" for r in symbols): raise Unsupported("symbolic K")
+    if any(made[r] == "batch" for r in symbols): raise Unsupported("a symbolic batch")
+    if len(symbols) > 1: raise Unsupported("more than one symbolic dimension")
     extents = [space.extents[r] for r in symbols]
     if any(isinstance(extent, UOp) and extent.op is not Ops.PARAM for extent in extents):
-        raise NotOurs("the number of rows is an expression, not a variable")
+        raise Unsupported("the number of rows is an expression, not a variable")
     return made
 
 
@@ -318,7 +319,7 @@ def _with_copies(space: Space, a: Side, b: Side, kinds: dict[int, str],
     order = kept + sorted((r for r in kinds if kinds[r] == "k"), key=lambda r: -model.lies.strides[r])
     made: list[Side] = []
     for number, one in enumerate((a, b)):
-        copy = packed(space, one, order) if number in copies else one
+        copy = pack_side(space, one, order) if number in copies else one
         if copy is None: return None
         made.append(copy)
     return made[0], made[1]
@@ -329,30 +330,32 @@ def _check_copies(space: Space, a: Side, b: Side, kinds: dict[int, str]) -> None
     numels = [_count(space, (r for r, stride in one.lies.strides.items() if stride)) for one in (a, b)]
     for one, other, free in ((a, numels[1], "n"), (b, numels[0], "m")):
         used = _count(space, (r for r, kind in kinds.items() if kind == free))
-        if one.copied > 2 * one.held: raise NotOurs(f"a copy of an operand would be {one.copied} elements of "
-                                                    f"{one.held}")
+        if one.copied > 2 * one.storage_elements:
+            raise Unsupported(f"a copy of an operand would be {one.copied} elements of "
+                                                    f"{one.storage_elements}")
         if one.copied > other and used < COPY_REUSED:
-            raise NotOurs(f"an operand would be copied, and each element of it is used {used} times, "
+            raise Unsupported(f"an operand would be copied, and each element of it is used {used} times, "
                           f"not {COPY_REUSED}")
 
 
-def _grouped(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
+def _group_dims(space: Space, a: Side, b: Side, out: Affine, loads: list[Affine],
              kinds: dict[int, str]) -> Contraction:
     indexed = (a.lies, b.lies, out, *loads)
     dims: dict[str, list[Dim]] = {"m": [], "n": [], "k": [], "batch": []}
     for r, kind in kinds.items():
         dims[kind].append(Dim(space.extents[r], tuple(index.strides.get(r, 0) for index in indexed)))
     if any(stride < 0 for group in dims.values() for dim in group for stride in dim.strides):
-        raise NotOurs("a flipped dimension")
-    m, n, batch = (merged(dims[kind], (OUT,)) for kind in ("m", "n", "batch"))
-    if len(k := merged(dims["k"], (A, B))) > 1: raise NotOurs(f"K lies in {len(k)} dimensions, not one")
+        raise Unsupported("a flipped dimension")
+    m, n, batch = (merge_dims(dims[kind], (OUT,)) for kind in ("m", "n", "batch"))
+    if len(k := merge_dims(dims["k"], (A, B))) > 1:
+        raise Unsupported(f"K lies in {len(k)} dimensions, not one")
     none = Dim(1, (0,) * len(indexed))
     m, n = m or [none], n or [none]
     # the symbolic one, the largest, of these the innermost
     rows, columns = (max(reversed(group), key=lambda d: (isinstance(d.extent, UOp), largest(d.extent)))
                      for group in (m, n))
-    batch = merged(batch + [d for d in (*m, *n) if d is not rows and d is not columns], (OUT,))
+    batch = merge_dims(batch + [d for d in (*m, *n) if d is not rows and d is not columns], (OUT,))
     if len(batch) > MOST_BATCH_DIMENSIONS:
-        raise NotOurs(f"{len(batch)} dimensions of batch, at most {MOST_BATCH_DIMENSIONS}")
+        raise Unsupported(f"{len(batch)} dimensions of batch, at most {MOST_BATCH_DIMENSIONS}")
     return Contraction(a, b, rows, columns, k[0], tuple(batch))
 

@@ -31,7 +31,7 @@ def rewrite(sink: UOp) -> UOp:
     traps = {node for node in nodes if node.op in DIVISIONS and _may_trap(node)}
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
-        return _defined(node, *map(new, node.src)) if node in traps else None
+        return _guard_division(node, *map(new, node.src)) if node in traps else None
     return rebuilt(nodes, change) if traps else sink
 
 
@@ -44,8 +44,8 @@ def _may_trap(node: UOp) -> bool:
     return least <= 0 <= most or (least <= -1 <= most and not dtypes.is_unsigned(node.dtype))
 
 
-def _defined(node: UOp, x: UOp, y: UOp) -> UOp:
-    """A division by a divisor in whose place there is 1 where it is 0 or -1."""
+def _guard_division(node: UOp, x: UOp, y: UOp) -> UOp:
+    """Returns a division by a divisor in whose place there is 1 where it is 0 or -1."""
     zero, minus = y.eq(0), None if dtypes.is_unsigned(node.dtype) else y.eq(-1)
     made = node.replace(src=(x, (zero if minus is None else zero | minus).where(y.const_like(1), y)))
     if node.op not in QUOTIENTS: return made    # of 1 it is 0

@@ -41,7 +41,7 @@ class Code:
 
     @property
     def step(self) -> float:
-        """What subnormals are multiples of."""
+        """Smallest subnormal, which all subnormals are multiples of."""
         return 2.0 ** (1 - self.bias - self.mantissa)
 
 
@@ -58,20 +58,20 @@ def lower(sink: UOp, found: set[DType], renderer: Renderer) -> UOp | None:
     return sink if emulated else None
 
 
-def _converted(v: UOp, source: DType, to: DType) -> UOp:
-    """In the place of `f2f`: codes of the bits of float32 values, or values of codes."""
+def _convert(v: UOp, source: DType, to: DType) -> UOp:
+    """Replaces `f2f`: returns codes of the bits of float32 values, or values of codes."""
     if to in CODES: return code_of(CODES[to], v.bitcast(dtypes.float32))
     return value_of(CODES[source], v)
 
 
-def _rounded(value: UOp, dtype: DType) -> UOp:
-    """In the place of `f2f_clamp`."""
+def _round(value: UOp, dtype: DType) -> UOp:
+    """Replaces `f2f_clamp`."""
     return value_of(CODES[dtype], code_of(CODES[dtype], value))
 
 
 def _patterns() -> PatternMatcher:
     """tinygrad's, over these two."""
-    names: dict[str, Any] = {**vars(theirs), "f2f": _converted, "f2f_clamp": _rounded}
+    names: dict[str, Any] = {**vars(theirs), "f2f": _convert, "f2f_clamp": _round}
     for name in ("f2f_load", "f2f_store"): names[name] = FunctionType(getattr(theirs, name).__code__, names)
     names["pm_float_decomp"] = made = PatternMatcher([
         (pattern, FunctionType(fn.__code__, names)) for pattern, fn in theirs.pm_float_decomp.patterns])

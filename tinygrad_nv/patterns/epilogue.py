@@ -1,4 +1,4 @@
-"""What follows a sum in the graph, as an expression of tile/expression.py.
+"""Operations that follow a sum in the graph, as an expression of tile/expression.py.
 
 Protocol. `ends` gives the nodes, first to last, at which a region that begins at the sum may end: everything
 that uses a node of the region lies in it, except what uses its end. A region has elementwise ops and movement
@@ -110,21 +110,21 @@ class Epilogue:
         """A node's expression. `want` is the dtype of one whose own is weak."""
         key = (node, _key(indices), want)
         if (known := self.made.get(key)) is None:
-            known = self.made[key] = self._made(node, indices, want)
+            known = self.made[key] = self._make(node, indices, want)
         return known
 
-    def _made(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _make(self, node: UOp, indices: Indices, want: DType) -> Expression:
         if node is self.root: return self._sum(indices)
         if node not in self.region: return self._leaf(node, indices, want)
         if node.op in MOVED: return self.value(node.src[0], self.space.through(node, indices), want)
-        return self._applied(node, indices, want)
+        return self._apply(node, indices, want)
 
     def _sum(self, indices: Indices) -> Expression:
         number = self.numbers.setdefault((self.root, _key(indices)), len(self.paths))
         if number == len(self.paths): self.paths.append(indices)
         return Sum(self.root.dtype, number)
 
-    def _applied(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _apply(self, node: UOp, indices: Indices, want: DType) -> Expression:
         dtype = want if node.dtype in dtypes.weaks else node.dtype
         if node.op is Ops.CAST: own = _strong(node.src[0].dtype)
         elif node.op in GroupOp.Comparison: own = _common(node.src)
@@ -146,12 +146,12 @@ class Epilogue:
             raise Unfused("a power that is not a small whole number")
         x = self.value(node.src[0], self.space.over(node.shape, node.src[0].shape, indices), dtype)
 
-        def raised(exponent: int) -> Expression:
+        def raise_to(exponent: int) -> Expression:
             if exponent == 1: return x
-            half = raised(exponent // 2)
+            half = raise_to(exponent // 2)
             square = half * half
             return square * x if exponent % 2 else square
-        return raised(int(power))
+        return raise_to(int(power))
 
     def _leaf(self, node: UOp, indices: Indices, want: DType) -> Expression:
         """A value beside the region."""
@@ -168,7 +168,7 @@ class Epilogue:
             if _numel(node) == _numel(self.end) and is_normalised(node, self.memory):
                 return self._load(node, indices)
             self.beside += 1
-            return self._applied(node, indices, want)
+            return self._apply(node, indices, want)
         return self._load_small(node, indices)
 
     def _is_computed(self, node: UOp) -> bool:

@@ -1,4 +1,4 @@
-"""What is left to do for kernels of ours (program.py) before a schedule is compiled: their variables.
+"""Finishes kernels of ours (program.py) before a schedule is compiled: their variables.
 
 Protocol: `finalize` is a compile hook. In a schedule made from a rewrite the variables of a kernel's body
 have become the user's own, whose type is usually weak; tinygrad lowers that in the kernels it generates, and
@@ -21,7 +21,7 @@ from tinygrad_nv.runtime.note import ProgramKernel
 def finalize(linear: UOp, inner: hooks.Compile) -> UOp:
     """A compile hook: the caller's variables into Estimates, and typed int32, as kernels take them."""
     if not any(call.src[0].op is Ops.PROGRAM for call in linear.src): return inner(linear)
-    calls = (call.replace(src=(_finalized(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
+    calls = (call.replace(src=(_finalize(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
              for call in linear.src)
     finalized = linear.replace(src=tuple(calls))
     programs.finish(finalized)
@@ -31,7 +31,7 @@ def finalize(linear: UOp, inner: hooks.Compile) -> UOp:
 def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(body.src[0].arg, ProgramKernel)
 
 
-def _finalized(body: UOp) -> UOp:
+def _finalize(body: UOp) -> UOp:
     weak = [v for v in body.variables() if v.dtype in dtypes.weaks]
     body = body.substitute({v: in_body(v).cast(v.dtype) for v in weak})
     sink = body.src[0]

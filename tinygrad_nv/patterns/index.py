@@ -112,15 +112,15 @@ class Space:
             made = [ZERO] * len(indices)
             for index, axis in zip(indices, node.marg, strict=True): made[axis] = index
             return tuple(made)
-        if op is Ops.RESHAPE: return self._reshaped(source.shape, node.marg, indices)
+        if op is Ops.RESHAPE: return self._reshape(source.shape, node.marg, indices)
         if op is Ops.EXPAND: return indices[len(node.marg):]
-        if op is Ops.SHRINK: return tuple(_moved(index, offset) for index, (offset, _) in
+        if op is Ops.SHRINK: return tuple(_add_offset(index, offset) for index, (offset, _) in
                                           zip(indices, node.marg, strict=True))
         if op is Ops.PAD:
             return tuple(self._inside(index, extent, *arg) for index, extent, arg in
                          zip(indices, source.shape, node.marg, strict=True))
         assert op is Ops.FLIP
-        return tuple(_flipped(index, extent) if flip else index for index, extent, flip in
+        return tuple(_flip(index, extent) if flip else index for index, extent, flip in
                      zip(indices, source.shape, node.marg, strict=True))
 
     def _inside(self, index: Affine, extent: sint, offset: sint, size: sint) -> Affine:
@@ -129,10 +129,11 @@ class Space:
         if isinstance(offset, UOp) or isinstance(extent, UOp): raise NotAffine("padding of symbolic extent")
         least, most = self.bounds(index := self.resolve(index))
         if least < offset or most >= offset + extent: raise NotAffine("padding")
-        return _moved(index, -offset)
+        return _add_offset(index, -offset)
 
-    def _reshaped(self, source: Sequence[sint], result: Sequence[sint], indices: Indices) -> Indices:
-        """Both shapes fall into groups of dimensions of equal products, each a reshape of its own."""
+    def _reshape(self, source: Sequence[sint], result: Sequence[sint], indices: Indices) -> Indices:
+        """Returns indices through a reshape: both shapes fall into groups of dimensions of equal products,
+        each a reshape of its own."""
         made = [ZERO] * len(source)
         i, j = len(source), len(result)
         while True:
@@ -151,7 +152,7 @@ class Space:
                 if not inner or not outer: raise NotAffine("a reshape without elements")
                 if inner < outer: inner *= source[i := i - 1]
                 else: outer *= result[j := j - 1]
-            whole = _combined(result[j:last + 1], indices[j:last + 1])
+            whole = _combine(result[j:last + 1], indices[j:last + 1])
             made[i:first + 1] = self.digits(whole, source[i:first + 1])
 
     def digits(self, whole: Affine, extents: Sequence[sint]) -> list[Affine]:
@@ -192,20 +193,20 @@ class Space:
 
     def lies(self, shape: Sequence[sint], indices: Indices) -> Affine:
         """The element of a dense tensor, in whose storage symbolic extents are the largest."""
-        return self.resolve(_combined([largest(extent) for extent in shape], indices))
+        return self.resolve(_combine([largest(extent) for extent in shape], indices))
 
 
-def _moved(index: Affine, offset: sint) -> Affine:
+def _add_offset(index: Affine, offset: sint) -> Affine:
     if isinstance(offset, UOp): raise NotAffine("an offset known only when it runs")
     return Affine(index.offset + offset, index.strides) if offset else index
 
 
-def _flipped(index: Affine, extent: sint) -> Affine:
+def _flip(index: Affine, extent: sint) -> Affine:
     if isinstance(extent, UOp): raise NotAffine("a flip of symbolic extent")
     return Affine(extent - 1 - index.offset, {r: -s for r, s in index.strides.items()})
 
 
-def _combined(shape: Sequence[sint], indices: Indices) -> Affine:
+def _combine(shape: Sequence[sint], indices: Indices) -> Affine:
     offset, strides, pitch = 0, dict[int, int](), prod(shape[:0])
     for extent, index in zip(reversed(shape), reversed(indices), strict=True):
         offset += index.offset * pitch

@@ -7,8 +7,8 @@ reference, and what runs wherever no kernel of ours does. `lower(kind, fn)` regi
     fn(what, target, *arguments) -> the results, of the shapes and dtypes of the body's; or None
 
 in a rewrite, with arguments rewritten already, where the device has a target and `setting`, if one is given,
-is not 0. `NotOurs` or `SpecError` from it is a near miss, None one without a reason. Who is lowered has no
-body any more; a body may not call named functions. A kind may be lowered by a function that `sees_uses`:
+is not 0. `Unsupported` or `SpecError` from it is a near miss, None one without a reason. Who is lowered has
+no body any more; a body may not call named functions. A kind may be lowered by a function that `sees_uses`:
 
     fn(what, target, uses, *arguments) -> the values of nodes of the graph, or None
 
@@ -32,7 +32,7 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import target_of
 from tinygrad_nv.runtime.observe import ranges
@@ -115,7 +115,7 @@ def rewrite(sink: UOp) -> UOp:
         if node.op is Ops.GETTUPLE and (function := node.src[0]) not in done and function.op is Ops.FUNCTION \
                 and type(function.arg.aux) in _lowerings:
             done.add(function)
-            made = _made(function, users, new)
+            made = _lower_call(function, users, new)
             ranges.carry_region(frozenset({function, node}), next(iter(made.values())))
             places.update(made)
         return places.get(node)
@@ -139,22 +139,23 @@ def _uses(function: UOp, users: Users, new: Callable[[UOp], UOp]) -> Uses:
     return Uses(function, after, users, new)
 
 
-def _made(function: UOp, users: Users, new: Callable[[UOp], UOp]) -> dict[UOp, UOp]:
-    """What takes the place of a call's results: values of kernels, where there are any, else of its body."""
+def _lower_call(function: UOp, users: Users, new: Callable[[UOp], UOp]) -> dict[UOp, UOp]:
+    """Returns what takes the place of a call's results: values of kernels, where there are any, else of its
+    body."""
     arguments = tuple(map(new, function.src[1:]))
     what = function.arg.aux
     lowering = _lowerings[type(what)]
     value, target = function.src[0].src[0], target_of(function.device)
     uses = [_uses(function, users, new)] if lowering.sees_uses else []
 
-    def lowered() -> tuple[UOp, ...] | dict[UOp, UOp] | None:
+    def run_lowering() -> tuple[UOp, ...] | dict[UOp, UOp] | None:
         try: return lowering.fn(what, target, *uses, *arguments)
-        except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
+        except SpecError as error: raise Unsupported(f"{error.found}, not {error.expected}") from error
     wanted = not lowering.setting or config.get(lowering.setting)
     try:
-        if wanted and target and (made := building.attempted(lowering.name, value, lowered)) is not None:
+        if wanted and target and (made := building.attempt(lowering.name, value, run_lowering)) is not None:
             return made if isinstance(made, dict) else _results(function, made)
-    except NotOurs as no: program.miss(lowering.name, value, str(no))
+    except Unsupported as no: program.miss(lowering.name, value, str(no))
     body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
     assert body is not None
     return _results(function, body.src)

@@ -49,12 +49,13 @@ class NamedMatmul:
         spec = made if isinstance(self.spec, GemmSpec) else replace(self.spec, gemm=made)
         return replace(self, spec=spec, inputs=(*self.inputs, *extras), shape=(*self.shape[:-1], n))
 
-    def called(self, target: Target, dtype: DType, words: str = "") -> tuple[UOp, ...]:
-        """The result of a kernel, which the graph has as `dtype`. Raises `NotOurs` where there is none."""
+    def call(self, target: Target, dtype: DType, words: str = "") -> tuple[UOp, ...]:
+        """The result of a kernel, which the graph has as `dtype`. Raises `Unsupported` where there is
+        none."""
         gemm, m = self.gemm, prod(self.shape[:-1])
         counted: dict[str, Any] = {} if self.rows is None else {"rows": self.rows, "variables": [self.rows]}
         moved = self.matrix_bytes + m * (gemm.k * gemm.a.dtype.itemsize + gemm.n * dtype.itemsize)
-        return choose(self.spec, target, inputs=len(self.inputs)).called(
+        return choose(self.spec, target, inputs=len(self.inputs)).call(
             self.inputs[0].device, [program.Output(self.shape, dtype)], self.inputs, words=words,
             flops=self.spec.flops // gemm.m * m, nbytes=moved, **counted)
 

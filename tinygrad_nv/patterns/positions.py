@@ -40,14 +40,14 @@ def linear(value: sint) -> AffineForm | None:
     if value.op not in (Ops.ADD, Ops.SUB, Ops.MUL): return None
     x, y = map(linear, value.src)
     if x is None or y is None: return None
-    if value.op is not Ops.MUL: return summed(x, y, -1 if value.op is Ops.SUB else 1)
+    if value.op is not Ops.MUL: return add_forms(x, y, -1 if value.op is Ops.SUB else 1)
     if x.factors and y.factors: return None
     many, by = (x, y.offset) if not y.factors else (y, x.offset)
-    return summed(AffineForm(0, ()), many, by)
+    return add_forms(AffineForm(0, ()), many, by)
 
 
-def summed(x: AffineForm, y: AffineForm, by: int = 1) -> AffineForm:
-    """x + by · y, of scalars."""
+def add_forms(x: AffineForm, y: AffineForm, by: int = 1) -> AffineForm:
+    """Returns x + by · y, of scalars."""
     factors = dict(x.factors)
     for name, factor in y.factors: factors[name] = factors.get(name, 0) + by * factor
     return AffineForm(x.offset + by * y.offset, (), tuple(sorted((n, f) for n, f in factors.items() if f)))

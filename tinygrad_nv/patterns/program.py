@@ -84,13 +84,13 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
                     *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
-                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound(ops, mem), note=note,
+                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound_estimates(ops, mem), note=note,
                                                 aux=launch))
     body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=text)]
     if binary is not None: body.append(UOp(Ops.BINARY, arg=binary))
     bound = [v for v in variables if v.is_bound_var]
     call = UOp(Ops.PROGRAM, src=tuple(body)).call(*arguments, *bound)
-    return tuple(_shaped(store.after(call), out) for store, out in zip(stores, outputs, strict=True))
+    return tuple(_shape_like(store.after(call), out) for store, out in zip(stores, outputs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def _check_arguments(device: str | tuple[str, ...], pointers: int, integers: int
 
 
 class Built(Protocol):
-    """What a template makes: kernels that are called one after the other with the same arguments, and the
-    memory that they need besides."""
+    """Kernels that a template makes, called one after the other with the same arguments, and the memory that
+    they need besides."""
 
     @property
     def kernels(self) -> Sequence[TileKernel | CPUKernel]: ...
@@ -140,7 +140,7 @@ ROW_SUMS = Note("row_sums", "adds up the rows that a kernel before has sorted")
 FOLLOWING = {RouterKernel: ORDER, RowSumsKernel: ROW_SUMS}    # of a call's kernels after the first
 
 
-def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
+def call(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
            inputs: Sequence[UOp], *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0,
            nbytes: sint | None = None, note: Note | None = None) -> tuple[UOp, ...]:
     """Calls what a template has made and returns its outputs, in the order of its kernel's parameters and
@@ -149,8 +149,8 @@ def called(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence
     on with what that has left in outputs and scratch; operations are counted with the first."""
     if isinstance(made, Chain):
         between = Output((made.between.count,), made.between.dtype)
-        found = called(made.first, device, [between], inputs, flops=flops, note=note)
-        return called(made.second, device, outputs, found, note=PIECES)
+        found = call(made.first, device, [between], inputs, flops=flops, note=note)
+        return call(made.second, device, outputs, found, note=PIECES)
     given: list[tuple[Output | UOp, bool]] = [(out, True) for out in outputs]
     for one in made.scratch:
         given.insert(len(given) if one.at is None else one.at, (Output((one.count,), one.dtype), False))
@@ -174,7 +174,7 @@ def _grid(kernel: TileKernel | CPUKernel, rows: sint) -> tuple[sint, ...]:
 
 
 def storage(out: Output | UOp, device: str | tuple[str, ...], tensor_level: bool = False) -> UOp:
-    """Where an output goes: fresh storage, or what was given."""
+    """Returns where an output goes: fresh storage, or what was given."""
     if isinstance(out, UOp): return out
     shape = tuple(s.vmax if isinstance(s, UOp) else s for s in out.shape)
     if tensor_level: return UOp.invalids(*shape, dtype=out.dtype, device=device)
@@ -208,7 +208,7 @@ def _is_prefix(x: UOp) -> bool:
     return all(resolve(o == 0) for o in offsets) and sizes[1:] == x.src[0].shape[1:]
 
 
-def _shaped(done: UOp, out: Output | UOp) -> UOp: return done.shrink_to(out.shape)
+def _shape_like(done: UOp, out: Output | UOp) -> UOp: return done.shrink_to(out.shape)
 
 
 # **** variables ****
@@ -233,7 +233,7 @@ def _dimensions(name: str, sizes: Sequence[UOp | int]) -> list[UOp]:
     return [UOp.special(size, f"{name}{axis}") for axis, size in enumerate(sizes)]
 
 
-def _bound(ops: UOp, mem: UOp) -> Estimates:
+def _bound_estimates(ops: UOp, mem: UOp) -> Estimates:
     return Estimates(ops=int(ops.vmax), lds=int(mem.vmax), mem=int(mem.vmax))
 
 
@@ -260,7 +260,7 @@ def miss(template: str, value: UOp, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def hear_misses() -> Iterator[list[Miss]]:
+def collect_misses() -> Iterator[list[Miss]]:
     """Collects what rewrites report with `miss` inside the block."""
     before = getattr(_own, "heard", None)
     heard: list[Miss] = []
@@ -269,7 +269,7 @@ def hear_misses() -> Iterator[list[Miss]]:
     finally: _own.heard = before
 
 
-def hearing() -> bool:
+def is_collecting() -> bool:
     """Whether misses are collected: a schedule is made to be shown, and nothing runs."""
     return getattr(_own, "heard", None) is not None
 

@@ -17,7 +17,7 @@ NEEDS = norm.NEEDS
 
 
 def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph and the targets."""
+    """Returns the settings that the rewrite depends on besides the graph and the targets."""
     return config.get("NV_NORM")
 
 

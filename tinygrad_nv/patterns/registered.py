@@ -35,17 +35,18 @@ class Registered:
     keys: tuple[Callable[[], Hashable], ...] = ()
 
 
-def _guarded(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Registered:
-    """A graph whose matching raises is left as it is."""
-    return Registered(name, building.guarded(name, family.rewrite), family.NEEDS, (building.strict, *keys))
+def _guard(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Registered:
+    """Returns a registered rewrite that leaves a graph whose matching raises as it is."""
+    return Registered(name, building.guard_rewrite(name, family.rewrite), family.NEEDS,
+                      (building.strict, *keys))
 
 
 # what lowers functions by name depends on the settings of attention, too
-REWRITES = (_guarded("stable", stable), _guarded("statistics", statistics),
+REWRITES = (_guard("stable", stable), _guard("statistics", statistics),
             Registered("division", division.rewrite, division.NEEDS),
             Registered("named", named.rewrite, named.NEEDS,
                        (building.strict, attention.configuration, target.configuration)),
-            *(_guarded(name, family, family.configuration, target.configuration)
+            *(_guard(name, family, family.configuration, target.configuration)
               for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
                                    ("gemm", gemm), ("norm", reductions))),
             Registered("several devices", several_devices.rewrite, several_devices.NEEDS,

@@ -24,7 +24,7 @@ def write_through(sink: UOp) -> UOp:
     only a kernel that reads the storage itself has to keep its own.
     """
     nodes = sink.toposort(enter_calls=False)
-    found = [copy for copy in map(_copied, nodes) if copy is not None]
+    found = [copy for copy in map(_find_copy, nodes) if copy is not None]
     uses = _uses(nodes, {copy.target for copy in found}) if found else {}
     moved: dict[UOp, UOp] = {}
     for copy in found:
@@ -32,10 +32,10 @@ def write_through(sink: UOp) -> UOp:
             moved.setdefault(copy.buffer, copy.target.reshape(copy.buffer.shape))
     def changes(node: UOp) -> bool:
         if node.op is Ops.CALL: return bool(_read(node))
-        return _is_store(node) and _stored_in_place(*node.src[1].src) is not None
+        return _is_store(node) and _value_in_place(*node.src[1].src) is not None
 
     if not moved and not any(map(changes, nodes)): return sink
-    return rebuilt(nodes, lambda node, new: _moved(node, new, moved))
+    return rebuilt(nodes, lambda node, new: _move(node, new, moved))
 
 
 def rebuilt(nodes: Iterable[UOp], change: Callable[[UOp, Callable[[UOp], UOp]], UOp | None]) -> UOp:
@@ -68,32 +68,32 @@ def _over(node: UOp, src: tuple[UOp, ...]) -> UOp:
     return made
 
 
-def _moved(node: UOp, new: Callable[[UOp], UOp], moved: dict[UOp, UOp]) -> UOp | None:
+def _move(node: UOp, new: Callable[[UOp], UOp], moved: dict[UOp, UOp]) -> UOp | None:
     if node.op is Ops.BUFFER: return moved.get(node)
     if node.op is Ops.CALL and (read := _read(node)):
         return node.replace(src=(node.src[0], *(new(read.get(s, s)) for s in node.src[1:])))
     if not _is_store(node): return None
-    return _stored_in_place(*map(new, node.src[1].src))
+    return _value_in_place(*map(new, node.src[1].src))
 
 
 def _read(call: UOp) -> dict[UOp, UOp]:
-    """Of a call's arguments that are copies of results of ours: the results. What was a value when the call
-    was made may be a kernel's result now."""
+    """Returns the results that arguments of a call are copies of, where the results are ours. What was a
+    value when the call was made may be a kernel's result now."""
     found = ((s, _dense(s.src[0])) for s in call.src[1:] if s.op is Ops.CONTIGUOUS)
     return {copy: done for copy, done in found if done.op is Ops.AFTER and done.src[1].op is Ops.CALL
-            and (buffer := _written_by(done)).op is Ops.BUFFER and buffer.arg.slot >= FIRST_SLOT}
+            and (buffer := _output_storage(done)).op is Ops.BUFFER and buffer.arg.slot >= FIRST_SLOT}
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """What a call writes, and the storage that it is copied to."""
+    """Call that writes, and the storage that its result is copied to."""
     buffer: UOp
     call: UOp
     target: UOp
 
 
 def _uses(nodes: Iterable[UOp], targets: Set[UOp]) -> dict[UOp, Set[UOp]]:
-    """Which of some nodes each node is made of. Most have the set of one of their sources."""
+    """Returns which of some nodes each node is made of. Most have the set of one of their sources."""
     made: dict[UOp, Set[UOp]] = {}
     none: Set[UOp] = frozenset()
     for node in nodes:
@@ -105,15 +105,16 @@ def _uses(nodes: Iterable[UOp], targets: Set[UOp]) -> dict[UOp, Set[UOp]]:
     return made
 
 
-def _copied(after: UOp) -> _Copy | None:
-    """Of AFTER(target, STORE(target, BUFFER after a call)): the BUFFER, the call, and target's storage."""
+def _find_copy(after: UOp) -> _Copy | None:
+    """Returns the BUFFER, the call, and target's storage of AFTER(target, STORE(target, BUFFER after a
+    call))."""
     if not _is_store(after): return None
     target, value = after.src[1].src
     while target.op is value.op is Ops.SHRINK and target.src[1:] == value.src[1:]:
         target, value = target.src[0], value.src[0]
     target, value = _dense(target), _dense(value)
     if value.op is not Ops.AFTER or value.src[1].op is not Ops.CALL: return None
-    buffer, call = _written_by(value), value.src[1]
+    buffer, call = _output_storage(value), value.src[1]
     if buffer.op is not Ops.BUFFER or buffer.arg.slot < FIRST_SLOT: return None
     if target.op not in (Ops.PARAM, Ops.BUFFER): return None
     # a function's result of symbolic shape is storage of that shape: a call writes the largest
@@ -126,15 +127,15 @@ def _is_store(after: UOp) -> bool:
     return after.op is Ops.AFTER and len(after.src) == 2 and after.src[1].op is Ops.STORE
 
 
-def stored(node: UOp) -> UOp:
-    """The value that storage has been given as a whole; of others, the node."""
+def stored_value(node: UOp) -> UOp:
+    """Returns the value that storage has been given as a whole; of others, the node."""
     if not _is_store(node) or node.src[1].src[0] is not node.src[0]: return node
     return node.src[1].src[1]
 
 
 def _dense(x: UOp) -> UOp:
-    """What a reshape, a shrink that cuts nothing, or a permutation there and back, is of: the same elements
-    in the same order."""
+    """Returns the source of a reshape, a shrink that cuts nothing, or a permutation there and back: the same
+    elements in the same order."""
     while True:
         if x.op is Ops.RESHAPE or (x.op is Ops.SHRINK and x.shape == x.src[0].shape): x = x.src[0]
         elif x.op is Ops.PERMUTE and x.src[0].op is Ops.PERMUTE and _undone(x): x = x.src[0].src[0]
@@ -146,7 +147,7 @@ def _undone(x: UOp) -> bool:
     return [x.src[0].marg[axis] for axis in x.marg] == list(range(len(x.marg)))
 
 
-def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
+def _value_in_place(target: UOp, value: UOp) -> UOp | None:
     """The value, if a kernel has written it where it would be stored: another part of the same storage is
     not there."""
     where, done = target, value
@@ -154,10 +155,10 @@ def _stored_in_place(target: UOp, value: UOp) -> UOp | None:
         where, done = where.src[0], done.src[0]
     where, done = _dense(where), _dense(done)
     written = done.op is Ops.AFTER and done.src[1].op is Ops.CALL
-    return value if written and _written_by(done) is _written_by(where) else None
+    return value if written and _output_storage(done) is _output_storage(where) else None
 
 
-def _written_by(after: UOp) -> UOp:
+def _output_storage(after: UOp) -> UOp:
     """The storage that the calls of AFTERs write, one after another."""
     while after.op is Ops.AFTER: after = after.src[0].base
     return after

@@ -13,7 +13,7 @@ Rewrite = Callable[[UOp], UOp]
 _load: list[Callable[[], Rewrite]] = []
 
 
-def lowered_by(load: Callable[[], Rewrite]) -> None:
+def set_lowering(load: Callable[[], Rewrite]) -> None:
     """Makes what `load` gives do them."""
     _load[:] = [load]
 

@@ -36,15 +36,16 @@ def rewrite(sink: UOp) -> UOp:
     if any(_is_summed_power(node) for node in nodes):
         nodes = tuple(rebuilt(nodes, _without_power).toposort(enter_calls=False))
     squares = {node.src[0] for node in nodes if node.op is Ops.REDUCE and _square(node.src[0]) is not None}
-    counts = {node for node in nodes if node.op is Ops.RECIPROCAL and _is_count(_moved(node.src[0]))}
+    counts = {node for node in nodes if node.op is Ops.RECIPROCAL
+              and _is_count(_before_movements(node.src[0]))}
     return _Widening(squares, counts).rewritten(nodes) if squares or counts else sink
 
 
 def _is_summed_power(node: UOp) -> bool:
     """Whether a node is a sum of narrow squares that are powers."""
     if node.op is not Ops.REDUCE or node.arg[0] is not Ops.ADD: return False
-    cast = _moved(node.src[0])
-    power = _moved(cast.src[0]) if cast.op is Ops.CAST else cast
+    cast = _before_movements(node.src[0])
+    power = _before_movements(cast.src[0]) if cast.op is Ops.CAST else cast
     return power.op is Ops.POW and power.dtype in NARROW and number(power.src[1]) == 2
 
 
@@ -59,21 +60,21 @@ def _without_power(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
 
 def _is_of_sum(node: UOp, deep: int) -> bool:
     """Whether a value is made of a sum by elements."""
-    if (node := _moved(node)).op is Ops.REDUCE: return node.arg[0] is Ops.ADD
+    if (node := _before_movements(node)).op is Ops.REDUCE: return node.arg[0] is Ops.ADD
     return deep > 0 and node.op in (*ELEMENTS, Ops.CAST) and any(_is_of_sum(s, deep - 1) for s in node.src)
 
 
-def _moved(node: UOp) -> UOp:
-    """What movements are of."""
+def _before_movements(node: UOp) -> UOp:
+    """Returns the node that movements are of."""
     while node.op in GroupOp.Movement: node = node.src[0]
     return node
 
 
 def _square(summed: UOp) -> UOp | None:
     """The narrow square that a sum adds in float32."""
-    cast = _moved(summed)
+    cast = _before_movements(summed)
     if cast.op is not Ops.CAST or cast.dtype != dtypes.float32 or cast.src[0].dtype not in NARROW: return None
-    product = _moved(cast.src[0])
+    product = _before_movements(cast.src[0])
     return product if product.op is Ops.MUL and product.src[0] is product.src[1] else None
 
 
@@ -90,7 +91,8 @@ def _count(node: UOp, new: Callable[[UOp], UOp]) -> UOp:
 
 
 class _Widening:
-    """What becomes float32 in a graph, given the sources of its sums of squares, and quotients by counts."""
+    """Nodes that become float32 in a graph, given the sources of its sums of squares, and quotients by
+    counts."""
 
     def __init__(self, squares: set[UOp], counts: set[UOp]) -> None:
         self.squares, self.counts = squares, counts
@@ -100,23 +102,23 @@ class _Widening:
         """The graph of nodes."""
         def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
             if node in self.counts: return _count(node.src[0], new).reciprocal().cast(node.dtype)
-            if node in self.squares: return self._widened_square(node, new)
+            if node in self.squares: return self._widen_square(node, new)
             if node.dtype not in NARROW or not self._leans(node, True): return None
             return self._wide(node, new).cast(node.dtype)
         return rebuilt(nodes, change)
 
-    def _widened_square(self, node: UOp, new: Callable[[UOp], UOp]) -> UOp:
+    def _widen_square(self, node: UOp, new: Callable[[UOp], UOp]) -> UOp:
         """A square in float32 under the movements that were over it."""
         if node.op in GroupOp.Movement:
-            return UOp(node.op, src=(self._widened_square(node.src[0], new), *node.src[1:]), arg=node.arg)
-        if node.op is Ops.CAST: return self._widened_square(node.src[0], new)
+            return UOp(node.op, src=(self._widen_square(node.src[0], new), *node.src[1:]), arg=node.arg)
+        if node.op is Ops.CAST: return self._widen_square(node.src[0], new)
         y = self._wide(node.src[0], new)
         return y * y
 
     def _wide(self, node: UOp, new: Callable[[UOp], UOp]) -> UOp:
         """A narrow value in float32, without the roundings of its statistics."""
         if node.dtype in dtypes.weaks: return new(node)
-        base = _moved(node)
+        base = _before_movements(node)
         if not self._is_statistic(base, False) and not self._leans(base, False):
             return new(node).cast(dtypes.float32)
         if node is not base: sources = (self._wide(node.src[0], new), *node.src[1:])
@@ -131,14 +133,15 @@ class _Widening:
         if (found := self.known.get((node, variance))) is None:
             found = any(self._is_statistic(s, variance)
                         or (self._leans(s, variance) and not self._is_normal(s))
-                        for s in map(_moved, node.src))
+                        for s in map(_before_movements, node.src))
             self.known[node, variance] = found
         return found
 
     def _is_normal(self, node: UOp) -> bool:
         """Whether a value is one that was multiplied with the root of a variance."""
         return node.op is Ops.MUL and self._leans(node, True) and not all(
-            number(s) is not None or self._is_statistic(_moved(s), True) or self._leans(_moved(s), True)
+            number(s) is not None or self._is_statistic(_before_movements(s),
+                                                        True) or self._leans(_before_movements(s), True)
             for s in node.src)
 
     def _is_statistic(self, node: UOp, variance: bool) -> bool:
@@ -147,6 +150,6 @@ class _Widening:
             and self._sums(node.src[0], variance, MOST_DEEP)
 
     def _sums(self, node: UOp, squares: bool, deep: int) -> bool:
-        if (node := _moved(node)).op is Ops.REDUCE:
+        if (node := _before_movements(node)).op is Ops.REDUCE:
             return node.arg[0] is Ops.ADD and (not squares or node.src[0] in self.squares)
         return deep > 0 and node.op in ELEMENTS and any(self._sums(s, squares, deep - 1) for s in node.src)

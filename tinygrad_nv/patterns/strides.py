@@ -1,9 +1,9 @@
-"""Where the elements of a named function's argument lie: strides of each of its dimensions.
+"""Strides of each dimension of a named function's argument: its elements' places.
 
-Protocol: `laid(x)` is the storage that an argument is a view of, and a stride for each dimension, in elements
-(0 along an extent of 1, or where all elements are the same one). An argument that is no such view, as one
-that is computed, is copied; so is one that goes backwards: kernels take strides for numbers without a sign.
-"""
+Protocol: `lay_out(x)` is the storage that an argument is a view of, and a stride for each dimension, in
+elements (0 along an extent of 1, or where all elements are the same one). An argument that is no such view,
+as one that is computed, is copied; so is one that goes backwards: kernels take strides for numbers without a
+sign. """
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ class Laid:
     def dtype(self) -> DType: return self.storage.dtype
 
 
-def laid(x: UOp) -> Laid:
+def lay_out(x: UOp) -> Laid:
     """An argument, in place where it can be read there."""
-    return _in_place(x) or copied(x)
+    return _in_place(x) or copy_dense(x)
 
 
-def copied(x: UOp) -> Laid:
+def copy_dense(x: UOp) -> Laid:
     """An argument copied, in order."""
     strides, pitch = [], 1
     for extent in reversed(x.shape):
@@ -45,7 +45,7 @@ def copied(x: UOp) -> Laid:
 def _in_place(x: UOp) -> Laid | None:
     space = Space()
     ranges = space.ranges(x.shape)
-    found = side(space, x, ranges, False, is_storage).resolved(space)
+    found = side(space, x, ranges, False, is_storage).resolve(space)
     strides = []
     for index in ranges:
         parts = [leaf for r in index.strides for leaf in space.leaves(r)]

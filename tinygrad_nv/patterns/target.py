@@ -1,9 +1,9 @@
-"""What the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
+"""Targets that the kernels of a device are made for: a GPU behind a driver of ours, or the CPU.
 
 Protocol: `target_of(device)` is a `GPU`, a `CPU`, or None where kernels are tinygrad's business. Shards of
 one kind of device have one target. What a pattern has found becomes kernels in the same steps whatever the
-target is: `choose(spec, target)` finds a schedule, `Chosen.built` makes the kernels, once for all graphs, and
-`Chosen.called` calls them. `configuration` is what kernels depend on besides the graph, for the keys of
+target is: `choose(spec, target)` finds a schedule, `Chosen.build` makes the kernels, once for all graphs, and
+`Chosen.call` calls them. `configuration` is what kernels depend on besides the graph, for the keys of
 schedules.
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.renderers import renderer_of
@@ -38,7 +38,7 @@ Target = GPU | CPU
 
 
 def target_of(device: str | tuple[str, ...] | None) -> Target | None:
-    """What runs a device's kernels; None if they are not ours."""
+    """Returns the target that runs a device's kernels; None if they are not ours."""
     return _gpu_of(device) or cpu_of(device)
 
 
@@ -78,8 +78,8 @@ def kind_of(name: str) -> str:
 
 
 def configuration() -> Hashable:
-    """What kernels are made for now: the CPU, GPUs that are open, and DEV, which chooses their renderers; and
-    what chooses their schedules."""
+    """Returns the targets of now: the CPU, GPUs that are open, and DEV, which chooses their renderers; and
+    the settings that choose their schedules."""
     gpus = sorted(name for name in Device._opened_devices if kind_of(name) in GPUS)
     cpu = host() if config.get("NV_CPU") else None
     tuned = BEAM.value, database.state(), config.get("NV_TIMING_GPU"), config.get("NV_QUANT_ACTIVATIONS")
@@ -106,41 +106,43 @@ def _gpu(name: str) -> GPU | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What makes kernels. `integers` are those of their launch, where it has other variables than they do."""
+    """Spec and schedule that make kernels. `integers` are those of their launch, where it has other variables
+    than they do."""
     spec: Any
     schedule: Schedule
     target: Target
     integers: tuple[Integer, ...] = ()
 
     @functools.lru_cache(4096)  # noqa: B019  equal ones are the same kernels, which all graphs share
-    def built(self) -> program.Built:
+    def build(self) -> program.Built:
         """The kernels."""
         made: program.Built = TABLE.build(self.spec, self.schedule, self.target, self.integers)
         return made
 
     @property
-    def tuned(self) -> str:
-        """How the time is known of a schedule that was found by trying, and the time; "" of others."""
+    def tuning_note(self) -> str:
+        """Note on how the time is known of a schedule that was found by trying, and the time; \"\" of
+        others."""
         entry = database.known(self.spec, self.target.arch, self.target)
         return "" if entry is None or entry.schedule != self.schedule else \
             f"{entry.known_by}: {entry.seconds * 1e6:.1f} µs"
 
-    def called(self, device: str | tuple[str, ...] | None, outputs: Sequence[program.Output | UOp],
+    def call(self, device: str | tuple[str, ...] | None, outputs: Sequence[program.Output | UOp],
                inputs: Sequence[UOp], name: str = "", words: str = "", **counted: Any) -> tuple[UOp, ...]:
-        """The outputs of the kernels, called as `program.called` does. `name` is the template that explain()
+        """The outputs of the kernels, called as `program.call` does. `name` is the template that explain()
         shows, `words` are for its reader."""
         assert device is not None
         text = f"{self.spec}: {self.schedule}" if self.schedule.words() else str(self.spec)
         if order.wanted() and (made := TABLE.ordered(self.spec, self.target)):
             text += f"; {order.CLASS}{made.words}"
-        elif tuned := self.tuned: text += f", {tuned}"
+        elif tuned := self.tuning_note: text += f", {tuned}"
         note = Note(name or self.schedule.template, text + words, self.spec, self.schedule)
-        return program.called(self.built(), device, outputs, inputs, note=note, **counted)
+        return program.call(self.build(), device, outputs, inputs, note=note, **counted)
 
 
 def choose(spec: Any, target: Target, integers: tuple[Integer, ...] = (), inputs: int = 0) -> Chosen:
-    """A spec with the schedule that its family has for it. Raises `NotOurs` where no template takes it, and
-    for more `inputs` than a kernel with one output can have: a pattern may try a smaller region then."""
-    if words := target.overfull(1 + inputs, OTHERS): raise NotOurs(f"{inputs} inputs: {words}")
-    if (schedule := TABLE.choose(spec, target)) is None: raise NotOurs(TABLE.why_not(spec, target))
+    """A spec with the schedule that its family has for it. Raises `Unsupported` where no template takes it,
+    and for more `inputs` than a kernel with one output can have: a pattern may try a smaller region then."""
+    if words := target.overfull(1 + inputs, OTHERS): raise Unsupported(f"{inputs} inputs: {words}")
+    if (schedule := TABLE.choose(spec, target)) is None: raise Unsupported(TABLE.why_not(spec, target))
     return Chosen(spec, schedule, target, integers)

@@ -32,10 +32,11 @@ class NotFitted(Exception):
 
 # **** values at points ****
 
-def evaluated(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
-    """A node made of constants, at indices that broadcast to one shape. Raises `NotFitted`, also for numbers
-    that the dtype does not hold: an affine form would not have their wrap or rounding."""
-    found = _evaluated(node, at, values)
+def evaluate(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
+    """Returns the values of a node made of constants, at indices that broadcast to one shape. Raises
+    `NotFitted`, also for numbers that the dtype does not hold: an affine form would not have their wrap or
+    rounding."""
+    found = _evaluate(node, at, values)
     if node.dtype in dtypes.weaks or node.dtype == dtypes.bool: return found
     if dtypes.is_int(node.dtype): least, most = int(node.dtype.min), int(node.dtype.max)
     else: least, most = -2**(bits := dtypes.finfo(node.dtype)[1] + 1), 2**bits
@@ -44,13 +45,13 @@ def evaluated(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray
     return found
 
 
-def _evaluated(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
-    if node.op in GroupOp.Movement: return _moved(node, at, values)
+def _evaluate(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
+    if node.op in GroupOp.Movement: return _through_movement(node, at, values)
     if node.op is Ops.CONST: return np.asarray(node.val)
     if is_variable(node): return np.asarray(values[node.expr])
-    if node.op is Ops.CAST: return evaluated(node.src[0], at, values)
+    if node.op is Ops.CAST: return evaluate(node.src[0], at, values)
     if node.op in BINARY:
-        x, y = (evaluated(s, _over(node, s, at, values), values) for s in node.src)
+        x, y = (evaluate(s, _over(node, s, at, values), values) for s in node.src)
         return np.asarray(BINARY[node.op](x, y))
     if node.op is not Ops.REDUCE or node.arg[0] is not Ops.ADD: raise NotFitted(node.op.name)
     extents = [_extent(x, values) for x in node.src[0].shape[:node.arg[1]]]
@@ -59,7 +60,7 @@ def _evaluated(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarra
         raise NotFitted("a sum of too many values")
     axes = [np.arange(extent).reshape([-1] + [1] * (rank + len(extents) - 1 - i))
             for i, extent in enumerate(extents)]
-    inner = evaluated(node.src[0], [*axes, *at], values)
+    inner = evaluate(node.src[0], [*axes, *at], values)
     whole = np.broadcast_to(inner, np.broadcast_shapes(inner.shape, *(x.shape for x in (*axes, *at))))
     return np.asarray(whole.sum(axis=tuple(range(len(extents)))))
 
@@ -73,11 +74,11 @@ def _over(node: UOp, source: UOp, at: Sequence[np.ndarray], values: Values) -> l
             for x, extent in zip(kept, source.shape, strict=True)]
 
 
-def _moved(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
+def _through_movement(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
     source, arg = node.src[0], node.marg
     shape = [_extent(x, values) for x in source.shape]
-    if node.op is Ops.PERMUTE: return evaluated(source, [at[arg.index(i)] for i in range(len(arg))], values)
-    if node.op is Ops.EXPAND: return evaluated(source, at[len(arg):], values)
+    if node.op is Ops.PERMUTE: return evaluate(source, [at[arg.index(i)] for i in range(len(arg))], values)
+    if node.op is Ops.EXPAND: return evaluate(source, at[len(arg):], values)
     if node.op is Ops.RESHAPE:
         flat = np.zeros((), np.int64)
         for x, extent in zip(at, arg, strict=True): flat = flat * _extent(extent, values) + x
@@ -85,19 +86,19 @@ def _moved(node: UOp, at: Sequence[np.ndarray], values: Values) -> np.ndarray:
         for extent in reversed(shape):
             digits.append(flat % extent)
             flat = flat // extent
-        return evaluated(source, digits[::-1], values)
+        return evaluate(source, digits[::-1], values)
     if node.op is Ops.FLIP:
         at = [n - 1 - x if flip else x for x, n, flip in zip(at, shape, arg, strict=True)]
-        return evaluated(source, at, values)
+        return evaluate(source, at, values)
     offsets = [_extent(offset, values) for offset, _ in arg]
     if node.op is Ops.SHRINK:
-        return evaluated(source, [x + offset for x, offset in zip(at, offsets, strict=True)], values)
+        return evaluate(source, [x + offset for x, offset in zip(at, offsets, strict=True)], values)
     inside = np.asarray(True)
     moved = []
     for x, offset, extent in zip(at, offsets, shape, strict=True):
         inside = inside & (x >= offset) & (x < offset + extent)
         moved.append(np.clip(x - offset, 0, extent - 1))
-    return np.asarray(np.where(inside, evaluated(source, moved, values), 0))
+    return np.asarray(np.where(inside, evaluate(source, moved, values), 0))
 
 
 # **** forms ****
@@ -124,16 +125,16 @@ def _points(node: UOp, values: Values) -> list[tuple[np.ndarray, np.ndarray]]:
     """Columns (indices…, variables…) and the value at each."""
     shape = [_extent(x, values) for x in node.shape]
     if 0 in shape: return []
-    axes = [_sampled(extent, len([n for n in shape if n > 1])) for extent in shape]
+    axes = [_sample_indices(extent, len([n for n in shape if n > 1])) for extent in shape]
     if np.prod([len(axis) for axis in axes]) > MOST_POINTS: raise NotFitted("too many points")
     grid = [x.reshape(-1) for x in np.meshgrid(*axes, indexing="ij")] if axes else [np.zeros(1, np.int64)][:0]
-    found = evaluated(node, grid, values)
+    found = evaluate(node, grid, values)
     count = len(grid[0]) if grid else 1
     fixed = (np.full(count, value) for value in (*values.values(), 1))
     return [(np.stack([*grid, *fixed]), np.broadcast_to(found, (count,)))]
 
 
-def _sampled(extent: int, dimensions: int) -> np.ndarray:
+def _sample_indices(extent: int, dimensions: int) -> np.ndarray:
     whole = EVERYWHERE if dimensions < 2 else 24
     if extent <= whole: return np.arange(extent)
     between = np.random.default_rng(extent).integers(0, extent, SAMPLES)

@@ -1,4 +1,4 @@
-"""Which weights kernels of ours multiply as they are stored: what models ask before they repack theirs."""
+"""Weights that kernels of ours multiply as they are stored: what models ask before they repack theirs."""
 from __future__ import annotations
 
 from tinygrad import Device
@@ -6,7 +6,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv import config, hooks
 from tinygrad_nv.patterns.grouped_gemm import scaled as scaled_grouped
-from tinygrad_nv.patterns.quant_gemm.named import prepared_for
+from tinygrad_nv.patterns.quant_gemm.named import preparation_key
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
 from tinygrad_nv.patterns.target import GPUS, kind_of, target_of
@@ -41,7 +41,7 @@ def multiplies_sparse(dtype: DType, shape: tuple[int, int], device: str | None) 
 
 
 def weights_key(device: str | None) -> str:
-    """What `prepared`, `multiplies_codes` and the like depend on besides a matrix, for keys of
+    """Returns what `prepare_matrix`, `multiplies_codes` and the like depend on besides a matrix, for keys of
     weights that were repacked."""
     ours = hooks.enabled() and config.get("NV_GEMM")
-    return f"{prepared_for(Device.canonicalize(device))}, codes and sparse {'yes' if ours else 'no'}"
+    return f"{preparation_key(Device.canonicalize(device))}, codes and sparse {'yes' if ours else 'no'}"

@@ -12,7 +12,7 @@ from tinygrad.helpers import ALLOW_TF32, Context
 from tests.support.cpu.cpu_quant_case import TYPES, stored
 from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, dtypes, explain
-from tinygrad_nv.functional import prepared, quant_matmul, scaled_dot_product_attention
+from tinygrad_nv.functional import prepare_matrix, quant_matmul, scaled_dot_product_attention
 from tinygrad_nv.numerics.policy import deterministic
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.quant.tensor import QTensor
@@ -70,7 +70,7 @@ def test_matmuls_of_8_bits():
 @pytest.mark.parametrize("name", ["awq", "Q4_K"])
 def test_matmuls_with_quantised_matrices(name: str):
     with Context(DEV="EMU"):
-        w = prepared(QTensor.of(TYPES[name], (40, 512), stored(TYPES[name], 40, 512, 1)))
+        w = prepare_matrix(QTensor.of(TYPES[name], (40, 512), stored(TYPES[name], 40, 512, 1)))
         x = Tensor(random.standard_normal((ROWS, 512)).astype(np.float32)).cast(dtypes.bfloat16).realize()
         with deterministic():
             assert same(lambda m: quant_matmul(x[:m].clone().realize(), w)) == [True] * 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tinygrad_nv import Context, Device, Tensor, disabled, dtypes, explain
-from tinygrad_nv.functional import rotated_heads, scaled_dot_product_attention
+from tinygrad_nv.functional import rotate_heads, scaled_dot_product_attention
 
 B, T, H, KV, D = 2, 40, 4, 2, 16
 BF16 = dtypes.bfloat16
@@ -37,7 +37,7 @@ def inputs(device: str) -> list[Tensor]:
 
 def derived(x: Tensor, w: Tensor, o: Tensor, cos: Tensor, sin: Tensor, grad: Tensor) -> list[Tensor]:
     """The result and the gradients of x and of both weights, as models/attention.py computes them."""
-    q, k, v = rotated_heads((x @ w.T).contiguous(), cos, sin, H, KV)
+    q, k, v = rotate_heads((x @ w.T).contiguous(), cos, sin, H, KV)
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     y = out.transpose(1, 2).reshape(B, T, -1).contiguous() @ o.T
     return [y, *y.gradient(x, w, o, gradient=grad)]

@@ -10,7 +10,7 @@ from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.functional import Experts, dispatch, group_rows, grouped_matmul, grouped_outer
-from tinygrad_nv.patterns.embedding.named import known_rows
+from tinygrad_nv.patterns.embedding.named import mask_unknown_rows
 
 __all__ = ["emu"]
 BF16 = dtypes.bfloat16
@@ -106,7 +106,7 @@ def layer(given: dict[str, np.ndarray], partial: bool) -> list[Tensor]:
     made = grouped_matmul(inner, down[:3].contiguous(), offsets, order, scatter=True, weights=weights,
                           partial=partial)
     here = Tensor(own).realize() < 3
-    out = known_rows(made, here).reshape(TOKENS, 2, HIDDEN).sum(1).float() * Tensor(SIGNS)
+    out = mask_unknown_rows(made, here).reshape(TOKENS, 2, HIDDEN).sum(1).float() * Tensor(SIGNS)
     return out.sum().gradient(x, weights, gate_up, down)
 
 

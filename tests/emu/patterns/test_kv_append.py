@@ -252,10 +252,10 @@ def test_what_is_stored_already():
     pages = Tensor.empty(4, 2, 3, device="CPU").uop
     done = pages.after(UOp(Ops.CUSTOM_FUNCTION, arg="writes").call(pages))
     for target, value in ((pages, done), (pages[1:2], done[1:2]), (pages.reshape(8, 3), done.reshape(8, 3))):
-        assert rewriting._stored_in_place(target, value) is value
+        assert rewriting._value_in_place(target, value) is value
     for target, value in ((pages[1:2], done[0:1]), (pages.reshape(2, 4, 3), done.reshape(2, 4, 3).flip(0)),
                           (Tensor.empty(4, 2, 3, device="CPU").uop, done)):
-        assert rewriting._stored_in_place(target, value) is None
+        assert rewriting._value_in_place(target, value) is None
 
 
 def stepped(case: Append, lengths: list[int]) -> Append:

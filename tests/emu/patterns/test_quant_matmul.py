@@ -9,7 +9,7 @@ import pytest
 from tests.support.cpu.cpu_quant_case import TYPES, stored
 from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
-from tinygrad_nv.functional import prepared, quant_matmul
+from tinygrad_nv.functional import prepare_matrix, quant_matmul
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import QType
@@ -43,9 +43,9 @@ def test_prepared_matrices(name: str, m: int, template: str):
     """Fragments, by one kernel; the same as dequantised elements give."""
     w, x = matrix({**TYPES, **LAST}[name]), rows(m)
     bias = Tensor.ones(N, dtype=dtypes.bfloat16).contiguous().realize()
-    laid = prepared(w)
+    laid = prepare_matrix(w)
     assert laid.type.layout == "fragments"
-    assert prepared(laid) is laid
+    assert prepare_matrix(laid) is laid
     made = quant_matmul(x, laid, bias)
     assert templates(made) == [template]
     wanted = x.float().numpy().astype(np.float64) @ w.dequantize().numpy().astype(np.float64).T + 1
@@ -67,7 +67,7 @@ def test_outer_scales_multiply(type: QType):
 def test_act_order_gathers_activations():
     type = replace(TYPES["gptq 2 bits"], scale=types.per_group_scale(64, dtypes.float16))
     w, x = matrix(type), rows(2)
-    made = quant_matmul(x, prepared(w))
+    made = quant_matmul(x, prepare_matrix(w))
     assert "quant_gemv" in templates(made)
     wanted = x.float().numpy() @ w.dequantize().numpy().T
     assert np.abs(made.float().numpy() - wanted).max() <= 2 ** -7 * np.abs(wanted).max()
@@ -78,7 +78,7 @@ def test_act_order_gathers_activations():
 def test_rows_of_any_shape(shape: tuple[int, ...]):
     w, count = matrix(TYPES["Q4_0"]), int(np.prod(shape))
     x = rows(6).flatten()[:count].reshape(shape).contiguous().realize()
-    made = quant_matmul(x, prepared(w))
+    made = quant_matmul(x, prepare_matrix(w))
     assert templates(made) == ["quant_gemv"]
     wanted = x.float().numpy() @ w.dequantize().numpy().T
     assert made.shape == wanted.shape
@@ -89,7 +89,7 @@ def test_rows_of_any_shape(shape: tuple[int, ...]):
 @pytest.mark.parametrize("name", ["int8 g24", "int8 columns"])
 def test_what_has_no_kernel_stays_as_it_is(name: str):
     w, x = matrix(TYPES[name]), rows(2)
-    assert prepared(w) is w
+    assert prepare_matrix(w) is w
     made = quant_matmul(x, w)
     assert "quant_gemv" not in templates(made)
     wanted = x.float().numpy() @ w.dequantize().numpy().T
@@ -100,11 +100,11 @@ def test_codes_that_are_no_numbers_stay_as_they_are():
     type = types.E4M3 @ types.per_channel_scale()
     given = stored(type, N, K) | {"codes": np.full(N * K, 0x7F, np.uint8)}
     w = QTensor.of(type, (N, K), given)
-    assert prepared(w) is w
+    assert prepare_matrix(w) is w
 
 
 def test_the_gradient_of_activations():
-    w = prepared(matrix(TYPES["Q4_0"]))
+    w = prepare_matrix(matrix(TYPES["Q4_0"]))
     x = Tensor(np.random.default_rng(0).standard_normal((2, K)).astype(np.float32)).cast(dtypes.bfloat16)
     x = x.contiguous().realize()
     quant_matmul(x, w).float().sum().backward()

@@ -11,7 +11,7 @@ from tinygrad import Variable
 from tests.support.patterns.on_emu import emu  # noqa: F401
 from tests.support.patterns.scaled_case import Codes
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
-from tinygrad_nv.functional import prepared, quant_matmul, quantize, scaled_matmul, sparse_matmul
+from tinygrad_nv.functional import prepare_matrix, quant_matmul, quantize, scaled_matmul, sparse_matmul
 from tinygrad_nv.quant import SparseTensor
 from tinygrad_nv.quant.activations import quantize_activations
 from tinygrad_nv.quant.sparse import compress, two_of_four
@@ -66,7 +66,7 @@ def of_codes(name: str, m: int, n: int = 64, k: int = 128, exact: bool = True,
     given = Codes.of(TYPES[name], m, n, k, whole=True, exact=exact)
     if name == "blocks": given = Codes.of(TYPES[name], m, n, k, exact=exact)
     x, w = Tensor(given.bits(given.x), device=device).realize(), given.matrix(device)
-    if name == "int8": w = prepared(w, codes=True)
+    if name == "int8": w = prepare_matrix(w, codes=True)
     scales = Tensor(given.x_scale.astype(np.float32), device=device).realize()
     scale = scales if name == "blocks" else float(given.x_scale.item()) * (1 if exact else 2.0 ** -7)
     return lambda: scaled_matmul(x, scale, w, None, BF16)
@@ -131,7 +131,7 @@ def test_quantised_and_sparse_matrices(element: str):
     rng = np.random.default_rng(1)
     arrays = {"codes": rng.integers(-3, 4, (64, 128)).astype(np.int8),
               "scales": np.full((64, 1), 0.5, np.float32)}
-    w, x = prepared(QTensor.of(INT8 @ per_channel_scale(), (64, 128), arrays, "EMU")), floats(5, 128)
+    w, x = prepare_matrix(QTensor.of(INT8 @ per_channel_scale(), (64, 128), arrays, "EMU")), floats(5, 128)
     assert same(lambda: quant_matmul(x, w).silu(), element) == ["quant_gemv"]
     dense = rng.integers(-3, 4, (64, 128)).astype(np.float16)
     sparse = SparseTensor.of(F16, (64, 128), compress(dense, two_of_four(np.abs(dense))), "EMU")

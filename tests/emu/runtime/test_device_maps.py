@@ -14,7 +14,7 @@ from tests.emu.runtime.test_device_jit import graphs
 from tests.support.patterns.on_emu import emu, equal, floats  # noqa: F401
 from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, function, hooks
 from tinygrad_nv.errors import DriverError, TensorMapError
-from tinygrad_nv.patterns.program import Output, called, program
+from tinygrad_nv.patterns.program import Output, call, program
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.runtime.driver import Fill, Launch
@@ -76,7 +76,7 @@ def halves(*shape: int, seed: int = 0) -> np.ndarray:
 def gemm(kernel: GemmKernel, out: Output | UOp, inputs: list[UOp], m: Variable | None = None) -> UOp:
     """A call of a kernel whose rows are the variable `m`, if any."""
     more = {} if m is None else {"rows": m, "variables": [m]}
-    return called(kernel, "EMU", [out], inputs, **more)[0]
+    return call(kernel, "EMU", [out], inputs, **more)[0]
 
 
 def copied(x: Tensor, kernel: GemmKernel | None = None, m: Variable | None = None) -> Tensor:

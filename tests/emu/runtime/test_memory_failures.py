@@ -11,7 +11,7 @@ from tests.support.runtime.failing_memory import every_allocation, failing
 from tinygrad_nv import Device, Tensor, TinyJit, dtypes
 from tinygrad_nv.errors import OutOfMemoryError
 from tinygrad_nv.graphs import GraphPool
-from tinygrad_nv.patterns.program import Output, called
+from tinygrad_nv.patterns.program import Output, call
 from tinygrad_nv.runtime.memory_pool import labelled
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
@@ -42,7 +42,7 @@ def split_product() -> np.ndarray:
     assert kernel.workspace_bytes
     assert kernel.flags
     a, b = (Tensor(np.resize(X, (16, 128)) + i).cast(dtypes.half).contiguous().realize() for i in range(2))
-    return Tensor(called(kernel, "EMU", [Output((16, 16), dtypes.half)], [a.uop, b.uop])[0]).numpy()
+    return Tensor(call(kernel, "EMU", [Output((16, 16), dtypes.half)], [a.uop, b.uop])[0]).numpy()
 
 
 def trained() -> np.ndarray:

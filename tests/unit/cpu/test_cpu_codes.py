@@ -15,7 +15,7 @@ from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.explain import explain
-from tinygrad_nv.functional import multiplies_codes, prepared
+from tinygrad_nv.functional import multiplies_codes, prepare_matrix
 from tinygrad_nv.hooks import disabled
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.readers.reader import Activations
@@ -108,7 +108,7 @@ def layer(n: int, k: int, static: float | None = None) -> tuple[QWeight, QWeight
     scales = np.random.default_rng((n, k)).uniform(.001, .01, (n, 1)).astype(np.float32)
     arrays = {"codes": codes(n, k).astype(np.int8), "scales": scales}
     matrix = QTensor.of(TYPE, (n, k), arrays, "CPU")
-    return QWeight(prepared(matrix, codes=True), how, static, codes=True), QWeight(matrix, how, static)
+    return QWeight(prepare_matrix(matrix, codes=True), how, static, codes=True), QWeight(matrix, how, static)
 
 
 @pytest.mark.sampled(1)

@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.isa import detect, why_not
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update, squared_sums
+from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update, sum_squares
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.optimizer.spec import CHUNK, AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.templates import TABLE
@@ -80,7 +80,7 @@ def entries(count: int, elements: int = 40, dtype: Any = dtypes.float32) -> list
         return Tensor(np.square(random.standard_normal(elements)).astype(np.float32)).cast(kind).contiguous()
     masters = [None if dtype == dtypes.float32 else made() for _ in range(count)]
     held = [Entry(made(dtype), made(), made(), made(), i % 2, masters[i]) for i in range(count)]
-    Tensor.realize(*(x for each in held for x in (*each.written, each.grad)))
+    Tensor.realize(*(x for each in held for x in (*each.outputs, each.grad)))
     return held
 
 
@@ -90,7 +90,7 @@ def test_as_many_launches_as_pointers_need():
     adamw_update(held, control, 0.9, 0.99, 1e-8)
     shown = explain(*(each.x for each in held))
     assert [kernel.template for kernel in shown.kernels].count("optimizer") == 3    # 14 tensors each
-    shown = explain(squared_sums([each.grad for each in held]))
+    shown = explain(sum_squares([each.grad for each in held]))
     assert [kernel.template for kernel in shown.kernels if kernel.template != "-"] == ["optimizer"]
 
 
@@ -118,7 +118,7 @@ def test_part_of_a_larger_storage_is_left_to_tinygrad():
 def test_sums_of_squares():
     random = np.random.default_rng(2)
     given = [random.standard_normal(count).astype(np.float32) for count in (CHUNK + 5, 3, 2 * CHUNK)]
-    sums = squared_sums([Tensor(x) for x in given])
+    sums = sum_squares([Tensor(x) for x in given])
     assert sums.shape == (5,)
     exact = sum(np.square(x.astype(np.float64)).sum() for x in given)
     assert sums.numpy().astype(np.float64).sum() == pytest.approx(exact, rel=1e-6)

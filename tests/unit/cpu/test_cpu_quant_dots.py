@@ -30,7 +30,7 @@ from tinygrad_nv import disabled
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.quant_gemm import byte_panels
 from tinygrad_nv.explain import explain
-from tinygrad_nv.patterns.quant_gemm.named import prepared, quant_matmul
+from tinygrad_nv.patterns.quant_gemm.named import prepare_matrix, quant_matmul
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.readers.online import SCHEMES, quantise
 from tinygrad_nv.quant.tensor import QTensor
@@ -232,7 +232,7 @@ def test_a_prepared_matrix_is_the_same_matrix(name: str):
     type = TYPES[name]
     n, k = 21, 512 if type.outer is not None else max(96, type.scale.columns)
     w = QTensor.of(type, (n, k), stored(type, n, k, 1))
-    made = prepared(w)
+    made = prepare_matrix(w)
     type = type.of_rows()
     given = {each: data.bitcast(dtypes.uint8).numpy().reshape(-1)
              for each, data in w.of_rows().buffers.items()}
@@ -240,14 +240,14 @@ def test_a_prepared_matrix_is_the_same_matrix(name: str):
     for each, wanted in tiles(type, n, k, given).items():
         np.testing.assert_array_equal(made.buffers[each].bitcast(dtypes.uint8).numpy().reshape(-1), wanted)
     np.testing.assert_array_equal(made.dequantize().numpy(), w.dequantize().numpy())
-    assert prepared(made) is made
+    assert prepare_matrix(made) is made
 
 
 @pytest.mark.usefixtures("on_the_cpu")
 def test_what_has_no_tiles_stays_as_it_is():
     for name, k in (("mxfp6", 64), ("nf4", 80), ("int8 g24", 72)):
         w = QTensor.of(TYPES[name], (4, k), stored(TYPES[name], 4, k))
-        assert prepared(w) is w
+        assert prepare_matrix(w) is w
 
 
 @pytest.mark.sampled(1)
@@ -260,7 +260,7 @@ def test_what_is_quantised(asked: str, allowed: bool, dtype: DType, int8: bool,
     monkeypatch.setenv("NV_QUANT_ACTIVATIONS", asked)
     w = QTensor.of(types.Q4_K, (21, 256), stored(types.Q4_K, 21, 256, 1))
     x = Tensor(RNG(0).standard_normal((3, 256)).astype(np.float32)).cast(dtype).realize()
-    made, tiled = quant_matmul(x, w), quant_matmul(x, prepared(w), int8=allowed)
+    made, tiled = quant_matmul(x, w), quant_matmul(x, prepare_matrix(w), int8=allowed)
     assert [each.template for each in explain(tiled).kernels] == ["quant_dots"]
     assert ("a of int8" in str(explain(tiled))) == int8
     got, want = tiled.float().numpy(), made.float().numpy()
@@ -306,9 +306,12 @@ def test_columns_that_fill_no_block(k: int):
     """Blocks of 128 columns, of which the last has 64: as fp8 directories have them."""
     type = SCHEMES["fp8_per_block"]
     w, x = (RNG(rows).standard_normal((rows, k)).astype(np.float32) for rows in (128, 3))
-    matrix = QTensor.of(type, (128, k), quantise(type, "w", lambda _: w), "CPU")
-    made = quant_matmul(Tensor(x, device="CPU").realize(), prepared(matrix))
-    assert [kernel.template for kernel in explain(made).kernels] == ["quant_dots"]
+    matrix = QTensor.of(type, (128, k), quantise(type, "w", lambda _: w),
+                        "CPU")
+    made = quant_matmul(Tensor(x, device="CPU").realize(), prepare_matrix(matrix))
+                  docstrings by what they return)
+    assert [kernel.template
+            for kernel in explain(made).kernels] == ["quant_dots"]
     exact = matrix.dequantize().numpy().astype(np.float64)
     bound = 6 * EPS * np.sqrt(k) * np.abs(x) @ np.abs(exact).T
     assert (np.abs(made.numpy() - x @ exact.T) <= bound).all()

@@ -19,7 +19,7 @@ from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.sampling.named import chosen, chosen_part, largest, tallied
+from tinygrad_nv.patterns.sampling.named import choose_part, choose_tokens, largest, tally_tokens
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
@@ -91,10 +91,11 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
 
     def results() -> list[np.ndarray]:
         kept = largest(x, None if alike else weights, numbers, Number.top_k if alike else Number.top_p)
-        choices = [chosen(x, numbers_of([drawn[0], greedy, drawn[2]]), places), chosen(x, None, places)]
+        choices = [choose_tokens(x, numbers_of([drawn[0], greedy, drawn[2]]), places),
+                   choose_tokens(x, None, places)]
         return [kept.bitcast(dtypes.uint32).numpy(), *(each.numpy() for each in choices)]
     assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["threshold"]
-    assert [k.template for k in explain(chosen(x, numbers, places)).kernels] == ["choice"]
+    assert [k.template for k in explain(choose_tokens(x, numbers, places)).kernels] == ["choice"]
     ours = results()
     with disabled(): theirs = results()
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
@@ -140,7 +141,7 @@ def test_what_is_no_number_is_told(cut: int, draw: bool):
     if pieces > 1: load(choosing.merged(spec, schedule))(out, first)
     assert out[0] == size
     numbers = numbers_of([SamplingParams()]) if draw else None
-    with disabled(): assert chosen(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
+    with disabled(): assert choose_tokens(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
 
 
 @pytest.mark.sampled(2)
@@ -186,25 +187,25 @@ def test_the_key_of_a_part_has_the_bits_of_its_body(draw: bool):
     places = Tensor(list(range(6)), dtype=dtypes.int32).realize()
     numbers = numbers_of(params) if draw else None
 
-    def results() -> list[object]: return [chosen_part(x, numbers, places, first).tolist(),
-                                           token_of(chosen_part(x, numbers, places, first), size).tolist()]
-    assert [k.template for k in explain(chosen_part(x, numbers, places, first)).kernels] == ["choice"]
+    def results() -> list[object]: return [choose_part(x, numbers, places, first).tolist(),
+                                           token_of(choose_part(x, numbers, places, first), size).tolist()]
+    assert [k.template for k in explain(choose_part(x, numbers, places, first)).kernels] == ["choice"]
     ours = results()
     with disabled(): assert results() == ours
-    with pytest.raises(SpecError, match="begins at element 3"): chosen_part(x, numbers, places, 3)
+    with pytest.raises(SpecError, match="begins at element 3"): choose_part(x, numbers, places, 3)
 
 
 def test_tokens_are_counted_in_place():
     counts = Tensor.zeros(4, 40).contiguous().realize()
     rows, tokens = Tensor([2, -1, 0, 9], dtype=dtypes.int32), Tensor([39, 1, 40, 3], dtype=dtypes.int32)
     rows, tokens = rows.realize(), tokens.realize()
-    made = counts.assign(tallied(counts, rows, tokens))
+    made = counts.assign(tally_tokens(counts, rows, tokens))
     assert [k.template for k in explain(made).kernels] == ["count"]
     made.realize()
     expected = np.zeros((4, 40), np.float32)
     expected[2, 39] = 1
     np.testing.assert_array_equal(counts.numpy(), expected)
-    with disabled(): np.testing.assert_array_equal(tallied(counts, rows, tokens).numpy(), 2 * expected)
+    with disabled(): np.testing.assert_array_equal(tally_tokens(counts, rows, tokens).numpy(), 2 * expected)
 
 
 ALL = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1,

@@ -11,7 +11,7 @@ from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels
 from tinygrad_nv.explain.levels import ScheduledGemm, show
-from tinygrad_nv.patterns.program import Output, called, program
+from tinygrad_nv.patterns.program import Output, call, program
 from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.gemm.dense import dense
@@ -31,7 +31,7 @@ def multiplied(x: Tensor, w: Tensor, schedule: GemmSchedule = MMA, reason: str =
     """x @ w.T by a kernel of ours."""
     spec = dense(x.shape[0], w.shape[0], x.shape[1], "f16")
     kernel = ScheduledGemm(spec, schedule, "sm_90a", 132).kernel
-    return Tensor(called(kernel, "EMU", [Output((spec.m, spec.n), dtypes.half)], [x.uop, w.uop],
+    return Tensor(call(kernel, "EMU", [Output((spec.m, spec.n), dtypes.half)], [x.uop, w.uop],
                          flops=spec.flops, note=Note(f"gemm_{schedule.template}", reason, spec, schedule))[0])
 
 
@@ -59,7 +59,7 @@ def test_a_note_leads_to_the_kernel_that_runs(emu: None, schedule: GemmSchedule)
     assert record.matmul == ScheduledGemm(dense(96, 64, 128, "f16"), schedule, "sm_90a", 132, clusters)
     assert record.matmul.kernel.ptx == record.source
     assert record.matmul.kernel.launch == record.launch
-    Chosen.built.cache_clear()
+    Chosen.build.cache_clear()
     assert record.matmul.kernel.ptx == record.source
 
 

@@ -147,13 +147,13 @@ def test_a_capture_goes_on_while_another_thread_schedules_beside_its_own():
 
 def test_explain_leaves_schedules_cached(monkeypatch):
     """Also two of them at a time: it turns the cache off while no other thread explains."""
-    own, seen = program.hear_misses, list[bool]()
+    own, seen = program.collect_misses, list[bool]()
 
     def hear() -> Any:
         seen.append(in_thread(free))
         assert helpers.SCACHE.value == 0
         return own()
-    monkeypatch.setattr(program, "hear_misses", hear)
+    monkeypatch.setattr(program, "collect_misses", hear)
     explain(Tensor([1.0, 2]) + 1)
     assert seen == [False]
     assert helpers.SCACHE.value == 1

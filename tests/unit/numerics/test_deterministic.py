@@ -15,7 +15,7 @@ from tinygrad_nv.models.rope import RopeConfig
 
 from tests.support.cpu.cpu_quant_case import TYPES, stored
 from tinygrad_nv import explain
-from tinygrad_nv.functional import prepared, quant_matmul, scaled_dot_product_attention
+from tinygrad_nv.functional import prepare_matrix, quant_matmul, scaled_dot_product_attention
 from tinygrad_nv.numerics.policy import deterministic
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.quant.tensor import QTensor
@@ -68,9 +68,9 @@ def test_sums_of_products_of_a_row(products: Callable[[Tensor, Tensor, int], Ten
 @pytest.mark.parametrize("name", ["awq", "Q4_K"])
 def test_matmuls_with_quantised_matrices(name: str):
     w, x = QTensor.of(TYPES[name], (40, 512), stored(TYPES[name], 40, 512, 1)), drawn(ROWS, 512)
-    tiles = prepared(w)     # which have no class; inside, a matrix is prepared for what has one
+    tiles = prepare_matrix(w)     # which have no class; inside, a matrix is prepared for what has one
     with deterministic():
-        for each, template in ((w, "quant_gemm"), (prepared(w), "quant_gemm"), (tiles, "gemm")):
+        for each, template in ((w, "quant_gemm"), (prepare_matrix(w), "quant_gemm"), (tiles, "gemm")):
             assert same(lambda m, w=each: quant_matmul(x[:m].contiguous().realize(), w)) == [True] * 3
             found = explain(quant_matmul(x, each))
             assert [k.template for k in found.kernels if k.template] == [template]

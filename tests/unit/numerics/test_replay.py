@@ -69,12 +69,12 @@ def test_a_kernel_with_another_source_and_other_bits(log: Path, monkeypatch: pyt
     monkeypatch.setattr(norm, "build", broken)
     from tinygrad_nv.hooks.rewrites import configured_cache
     from tinygrad_nv.patterns.target import Chosen
-    Chosen.built.cache_clear()
+    Chosen.build.cache_clear()
     configured_cache.clear()
     try: report = replay(log)
     finally:
         monkeypatch.undo()
-        Chosen.built.cache_clear()
+        Chosen.build.cache_clear()
         configured_cache.clear()
     assert report.parted is not None
     assert (report.parted.number, report.parted.before.layer) == (2, "blocks.1")

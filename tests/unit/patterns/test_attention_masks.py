@@ -25,7 +25,7 @@ from tests.support.patterns.attention_graph import (
     use,
 )
 from tinygrad_nv import Tensor, Variable, dtypes
-from tinygrad_nv.patterns.attention.fitted import fitted
+from tinygrad_nv.patterns.attention.fitted import fit_form
 from tinygrad_nv.patterns.positions import AffineForm, linear
 from tinygrad_nv.tile.attention.spec import FULL, Band
 from tinygrad_nv.tile.expression import loads, show
@@ -247,16 +247,16 @@ def test_a_mask_that_ends_the_keys():
 # **** positions ****
 
 def test_positions_are_fitted():
-    assert fitted(Tensor.arange(9).uop) == AffineForm(0, (1,))
-    assert fitted(Tensor.arange(3, 90, 7).uop) == AffineForm(3, (7,))
-    assert fitted(Tensor.arange(20, 0, -2).uop) == AffineForm(20, (-2,))
-    assert fitted((Tensor.arange(40) * Tensor.arange(40)).uop) is None
-    assert fitted(Tensor.arange(700).uop) == AffineForm(0, (1,))
-    assert fitted((Tensor.arange(9).float() + 1).uop) == AffineForm(1, (1,))
+    assert fit_form(Tensor.arange(9).uop) == AffineForm(0, (1,))
+    assert fit_form(Tensor.arange(3, 90, 7).uop) == AffineForm(3, (7,))
+    assert fit_form(Tensor.arange(20, 0, -2).uop) == AffineForm(20, (-2,))
+    assert fit_form((Tensor.arange(40) * Tensor.arange(40)).uop) is None
+    assert fit_form(Tensor.arange(700).uop) == AffineForm(0, (1,))
+    assert fit_form((Tensor.arange(9).float() + 1).uop) == AffineForm(1, (1,))
     # what wraps, is cut or is rounded is not affine, though it is before that
-    assert fitted((Tensor.arange(300).cast(dtypes.uint8) + 1).uop) is None
-    assert fitted(((Tensor.arange(9) * 0.5).cast(dtypes.int32) * 2).uop) is None
-    assert fitted((Tensor.arange(4000).cast(dtypes.float16) + 1).uop) is None
+    assert fit_form((Tensor.arange(300).cast(dtypes.uint8) + 1).uop) is None
+    assert fit_form(((Tensor.arange(9) * 0.5).cast(dtypes.int32) * 2).uop) is None
+    assert fit_form((Tensor.arange(4000).cast(dtypes.float16) + 1).uop) is None
 
 
 def test_extents_of_variables():

@@ -11,7 +11,7 @@ from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.patterns.attention import named as attention_named
 from tinygrad_nv.patterns.attention.functions import method
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend
-from tinygrad_nv.patterns.attention.operands import arranged
+from tinygrad_nv.patterns.attention.operands import arrange_operands
 
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -56,7 +56,7 @@ def test_a_device_without_kernels_gets_the_library_s_method(monkeypatch: pytest.
 def test_symbolic_extents_are_the_library_s():
     q, k, v = made(kv=4)
     n = Variable("n", 1, 9).bind(7)
-    assert arranged(q, k[:, :, :n], v[:, :, :n], None) is None
+    assert arrange_operands(q, k[:, :, :n], v[:, :, :n], None) is None
     got = scaled_dot_product_attention(q, k[:, :, :n], v[:, :, :n])
     seen = wide(k)[:, :, :7], wide(v)[:, :, :7]
     close(got, torch.nn.functional.scaled_dot_product_attention(wide(q), *seen))
@@ -102,13 +102,13 @@ def test_shapes_are_broadcast_as_torch_does(lead_q: tuple, lead_k: tuple, mask: 
     got = scaled_dot_product_attention(*given)
     assert got.shape == right.shape
     close(got, right)
-    assert arranged(*given[:3], given[3] if mask else None) is not None
+    assert arrange_operands(*given[:3], given[3] if mask else None) is not None
 
 
 def test_a_mask_that_enlarges_the_result_is_the_library_s():
     q, k, v = (x[0] for x in made(kv=4))
     mask = Tensor.ones(3, 1, 5, 9)
-    assert arranged(q, k, v, mask) is None
+    assert arrange_operands(q, k, v, mask) is None
     assert scaled_dot_product_attention(q, k, v, mask).shape == (3, 4, 5, 8)
 
 

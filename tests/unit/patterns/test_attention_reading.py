@@ -15,7 +15,7 @@ from tinygrad_nv import Tensor, Variable, dtypes, explain
 from tinygrad_nv.functional import scaled_dot_product_attention
 from tinygrad_nv.patterns.attention import match
 from tinygrad_nv.patterns.attention import named as attention_named
-from tinygrad_nv.patterns.attention.lower_backward import divided
+from tinygrad_nv.patterns.attention.lower_backward import split_batch
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import AttentionSpec
@@ -152,7 +152,7 @@ def test_training(what: FlashAttention, mask: str, layout: str, device: str, dty
     made = by_name(out, *out.gradient(*given, gradient=lying("dense", dtype, device, 4, 24, 0)))
     forward, backward = sorted(made, key=lambda spec: isinstance(spec, BackwardSpec))
     assert forward == found(layout in ("by rows", "fused"))
-    assert backward.forward == divided(found(False), (B, 2, 2))
+    assert backward.forward == split_batch(found(False), (B, 2, 2))
 
 
 @pytest.mark.parametrize("layout", ["dense", "by rows"])
@@ -166,7 +166,7 @@ def test_training_of_a_single_row(layout: str):
     made = by_name(out, *out.gradient(*given, gradient=lying("dense", BF16, GPU, 4, 1, 0)))
     forward, backward = sorted(made, key=lambda spec: isinstance(spec, BackwardSpec))
     assert forward == replace(spec, lse=True)
-    assert backward.forward == divided(forward, (B, 2, 1))
+    assert backward.forward == split_batch(forward, (B, 2, 1))
 
 
 # **** numbers of kernels ****

@@ -192,7 +192,7 @@ def test_a_kernel_of_a_users_own_is_the_users_business(spoiled, capsys):
 @pytest.mark.parametrize("error", [ScheduleError("no such tile"), KeyError("a bug")])
 def test_a_template_that_raises(device, error, monkeypatch, capsys):
     def raises(*_): raise error
-    monkeypatch.setattr(gemm, "called", raises)
+    monkeypatch.setattr(gemm, "call_kernel", raises)
     for _ in range(2):
         a, b = pair(device)
         np.testing.assert_array_equal((a @ b).numpy(), values(16, 32) @ values(32, 24, seed=1))
@@ -203,7 +203,7 @@ def test_a_template_that_raises(device, error, monkeypatch, capsys):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("module", "call"), [(norm, "_called"), (attention, "called")])
+@pytest.mark.parametrize(("module", "call"), [(norm, "_call_kernel"), (attention, "call_kernel")])
 def test_rows_and_attention_that_raise(module, call: str, monkeypatch, capsys):
     def raises(*_, **__): raise KeyError("a bug")
     monkeypatch.setattr(module, call, raises)
@@ -216,7 +216,7 @@ def test_rows_and_attention_that_raise(module, call: str, monkeypatch, capsys):
     assert len(warnings_in(capsys)) == 1
 
 
-@pytest.mark.parametrize(("module", "name"), [(gemm, "matched"), (stable, "_pair")])
+@pytest.mark.parametrize(("module", "name"), [(gemm, "match_matmul"), (stable, "_pair")])
 def test_matching_that_raises(module, name, monkeypatch, capsys):
     def raises(*_, **__): raise KeyError("a bug")
     monkeypatch.setattr(module, name, raises)
@@ -230,7 +230,7 @@ def test_matching_that_raises(module, name, monkeypatch, capsys):
 
 def test_a_matcher_that_raises_is_told(monkeypatch):
     def raises(*_, **__): raise KeyError("a bug")
-    monkeypatch.setattr(gemm, "matched", raises)
+    monkeypatch.setattr(gemm, "match_matmul", raises)
     a, b = pair("CPU")
     assert "KeyError" in str(explain(a @ b))
 

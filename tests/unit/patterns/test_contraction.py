@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import Context, Tensor, Variable, dtypes, explain
-from tinygrad_nv.patterns.contraction import Dim, is_exact, merged, product
+from tinygrad_nv.patterns.contraction import Dim, is_exact, merge_dims, product
 from tinygrad_nv.patterns.epilogue import ends, number, usable
 from tinygrad_nv.patterns.index import Affine, NotAffine, Space
 from tinygrad_nv.patterns.rewriting import rebuilt
@@ -121,11 +121,11 @@ def test_symbolic_extents_keep_the_largest_in_storage():
 # **** dimensions ****
 
 def test_dimensions_that_lie_as_one():
-    assert merged([Dim(4, (12, 0)), Dim(3, (4, 0)), Dim(4, (1, 0))], (0,)) == [Dim(48, (1, 0))]
-    assert merged([Dim(4, (1, 0)), Dim(3, (4, 0))], (0,)) == [Dim(12, (1, 0))]
+    assert merge_dims([Dim(4, (12, 0)), Dim(3, (4, 0)), Dim(4, (1, 0))], (0,)) == [Dim(48, (1, 0))]
+    assert merge_dims([Dim(4, (1, 0)), Dim(3, (4, 0))], (0,)) == [Dim(12, (1, 0))]
     apart = [Dim(3, (5, 4)), Dim(4, (1, 1))]
-    assert merged(apart, (0,)) == apart
-    assert merged([Dim(3, (4, 1)), Dim(4, (1, 3))], (0,)) == [Dim(3, (4, 1)), Dim(4, (1, 3))]
+    assert merge_dims(apart, (0,)) == apart
+    assert merge_dims([Dim(3, (4, 1)), Dim(4, (1, 3))], (0,)) == [Dim(3, (4, 1)), Dim(4, (1, 3))]
 
 
 # **** products and regions ****

@@ -11,7 +11,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import Experts, Policy, dispatch
-from tinygrad_nv.patterns.grouped_gemm.dispatch import dispatched, policy_of
+from tinygrad_nv.patterns.grouped_gemm.dispatch import dispatch_plain, policy_of
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.types import INT8, per_channel_scale
 
@@ -69,7 +69,7 @@ def test_results_and_gradients(policy: str, all_there_is: bool):
 def test_the_body_is_the_same():
     mine = Experts(**{name: tensor(each) for name, each in arrays(*SHAPES).items()})
     x, policy = tensor(RNG.normal(size=(6, H)).astype(np.float32)), Policy(3, "sigmoid", True, 2.5)
-    got, wanted = (make(x, mine, policy).numpy() for make in (dispatch, dispatched))
+    got, wanted = (make(x, mine, policy).numpy() for make in (dispatch, dispatch_plain))
     assert np.abs(got - wanted).max() <= 2e-6 * np.abs(wanted).max()
 
 
@@ -93,7 +93,7 @@ def test_quantised_matrices():
     for out, matrices in ((found, stacks), (wanted, dense)):
         made = dispatch(tokens, Experts(**shared, **matrices), "top2")
         out += [made, *(made * grad).sum().gradient(tokens, *shared.values())]
-    found.append(dispatched(tokens, Experts(**shared, **stacks), "top2"))
+    found.append(dispatch_plain(tokens, Experts(**shared, **stacks), "top2"))
     for one, other in zip(found, [*wanted, wanted[0]], strict=True):
         assert np.abs(one.numpy() - other.numpy()).max() <= 4e-6 * max(np.abs(other.numpy()).max(), 1e-3)
     with pytest.raises(SpecError, match="gate_up of shape"):

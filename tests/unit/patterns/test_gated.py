@@ -17,7 +17,7 @@ from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.norm import kernel as norm
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.functional import gated
+from tinygrad_nv.functional import gate_up
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm import gated as specs
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec
@@ -60,7 +60,7 @@ def test_gradients_are_those_of_torch(activation: str, dtype: DType):
     both[1, :4, :len(EXTREME)] = EXTREME
     if dtype == dtypes.float16: both = both.clip(-1e4, 1e4)
     x, g = (Tensor(each).cast(dtype).contiguous().realize() for each in (both, grad))
-    y = gated(x, activation)
+    y = gate_up(x, activation)
     (dx,) = y.gradient(x, gradient=g)
     assert [each.template for each in explain(y, dx).kernels] == ["gated", "gated"]
     held = torch.from_numpy(x.float().numpy()).double().requires_grad_()
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_torch(activation: str, dtype: DType):
         assert np.isfinite(found[np.abs(exact) < 6e4]).all()
         inside = np.abs(exact) < 6e4
         assert (np.abs(found - exact)[inside] <= error * (1 + np.abs(exact[inside]))).all()
-    with disabled(): plain = [each.float().numpy() for each in (gated(x, activation), *gated(
+    with disabled(): plain = [each.float().numpy() for each in (gate_up(x, activation), *gate_up(
         x, activation).gradient(x, gradient=g))]
     for mine, other in zip((y, dx), plain, strict=True):
         found = mine.float().numpy()
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_torch(activation: str, dtype: DType):
 def test_a_captured_step_has_the_same_bits():
     x = Tensor(np.random.default_rng(1).standard_normal((6, 64)).astype(np.float32)).contiguous().realize()
 
-    def step() -> Tensor: return gated(x, "silu").sum().gradient(x)[0].realize()
+    def step() -> Tensor: return gate_up(x, "silu").sum().gradient(x)[0].realize()
     once, captured = step().numpy(), TinyJit(step)
     for _ in range(4): np.testing.assert_array_equal(captured().numpy(), once)
 

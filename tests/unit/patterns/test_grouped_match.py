@@ -11,7 +11,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.patterns.program import hear_misses
+from tinygrad_nv.patterns.program import collect_misses
 
 RNG = np.random.default_rng(3)
 E, N, K = 5, 12, 20
@@ -142,7 +142,7 @@ def by_hand(x: Tensor, w: Tensor, sel: Tensor, first: int = 0) -> Tensor:
     ("compared with other numbers", lambda x, w, sel: by_hand(x, w, sel, 1))])
 def test_what_is_left_to_tinygrad(words: str, make: Callable[[Tensor, Tensor, Tensor], Tensor]):
     made = make(whole(7, 1, K), whole(N, N, K), chosen(7, 2))
-    with hear_misses() as heard: made.schedule_linear()
+    with collect_misses() as heard: made.schedule_linear()
     assert any(words in miss.reason for miss in heard if miss.template == "grouped_gemm"), heard
 
 

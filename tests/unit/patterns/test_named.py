@@ -12,7 +12,7 @@ from tests.support.patterns import silu_mul
 from tinygrad_nv import Tensor, TinyJit, disabled, explain, function, hooks
 from tinygrad_nv.hooks import rewrites as hook_rewrites
 from tinygrad_nv.patterns import named, program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.runtime.note import Note, note_of
 
@@ -38,7 +38,7 @@ def body(what: Gate, x: Tensor, y: Tensor) -> tuple[Tensor, ...]: return x.silu(
 
 def kernel(what: Gate, target: Target, x: UOp, y: UOp) -> tuple[UOp, ...]:
     """The product by a kernel of tests, which is exact for by = 1 alone."""
-    if what.by == 2: raise NotOurs("gates by 2")
+    if what.by == 2: raise Unsupported("gates by 2")
     if what.by == 3: return None
     source = silu_mul.SOURCE
     for name, value in (("ENTRY", "gate"), ("COUNT", str(x.numel())), ("PARAMETER", "")):

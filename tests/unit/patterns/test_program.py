@@ -9,7 +9,7 @@ from tinygrad.uop.ops import Ops
 from tests.support.patterns import silu_mul
 from tinygrad_nv import Context, Device, GlobalCounters, Tensor, TinyJit, Variable, explain, function, hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
-from tinygrad_nv.patterns.program import Output, called, program
+from tinygrad_nv.patterns.program import Output, call, program
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.tile.kernel import Scratch
 
@@ -90,7 +90,7 @@ class Halves:
 def test_what_a_template_makes_is_called_with_its_scratch():
     """Scratch has its place among the outputs, and is none of them; the second kernel goes on with both."""
     x = np.random.default_rng(3).normal(size=16).astype(np.float32)
-    outputs = called(Halves(), "CPU", [Output((8,), dtypes.float), Output((8,), dtypes.int)],
+    outputs = call(Halves(), "CPU", [Output((8,), dtypes.float), Output((8,), dtypes.int)],
                      [Tensor(x).realize().uop], flops=8, note=Note("halves"))
     total, sign = map(Tensor, outputs)
     lowering = explain(total, sign)

@@ -15,7 +15,7 @@ from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.target import host
-from tinygrad_nv.functional import rotated_heads
+from tinygrad_nv.functional import rotate_heads
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.templates import TABLE
 
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_torch(dtype: DType, shape: tuple[int, ...]):
     given = [Tensor(each).cast(dtype).contiguous().realize() for each in grads]
 
     def made() -> list[Tensor]:
-        outs = rotated_heads(held, *tables, H, KV)
+        outs = rotate_heads(held, *tables, H, KV)
         loss = sum(((a.float() * b.float()).sum() for a, b in zip(outs, given, strict=True)), Tensor(0.0))
         return [*outs, loss.gradient(held)[0]]
     found = made()
@@ -106,7 +106,7 @@ def test_some_results_are_derived(used: tuple[int, ...]):
     cos, sin = angles(T, D // 2)
 
     def made() -> Tensor:
-        outs = rotated_heads(x, Tensor(cos), Tensor(sin), H, KV)
+        outs = rotate_heads(x, Tensor(cos), Tensor(sin), H, KV)
         return sum(((outs[i] * outs[i] * (i + 1)).sum() for i in used), Tensor(0.0)).gradient(x)[0]
     found = made().numpy()
     with disabled(): np.testing.assert_allclose(found, made().numpy(), rtol=1e-5, atol=1e-5)
@@ -117,8 +117,8 @@ def test_rows_of_a_table_are_read_where_they_lie():
     """And a captured step has the same bits."""
     x = normal(3)
     cos, sin = (Tensor(each).realize()[3:3 + T] for each in angles(20, D // 2))
-    assert [each.template for each in explain(*rotated_heads(x, cos, sin, H, KV)).kernels] == ["rope"]
+    assert [each.template for each in explain(*rotate_heads(x, cos, sin, H, KV)).kernels] == ["rope"]
 
-    def step() -> Tensor: return rotated_heads(x, cos, sin, H, KV)[0].square().sum().gradient(x)[0].realize()
+    def step() -> Tensor: return rotate_heads(x, cos, sin, H, KV)[0].square().sum().gradient(x)[0].realize()
     once, captured = step().numpy(), TinyJit(step)
     for _ in range(4): np.testing.assert_array_equal(captured().numpy(), once)

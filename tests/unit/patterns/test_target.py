@@ -7,7 +7,7 @@ import pytest
 from tinygrad import dtypes
 
 from tinygrad_nv.cpu.target import CPU, host
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.target import Chosen, choose
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.gemm.dense import dense
@@ -30,14 +30,14 @@ def target(request: pytest.FixtureRequest) -> GPU | CPU: return HOPPER if reques
 def test_a_spec_becomes_kernels_that_equal_choices_share(target: GPU | CPU, spec: Any):
     one, other = choose(spec, target), choose(spec, target)
     assert (one.spec, one.target, one.schedule.kind) == (spec, target, target.kind)
-    assert one.built() is other.built()
+    assert one.build() is other.build()
 
 
 def test_other_integers_are_other_kernels():
     one, integers = choose(dense(64, 64, 64), HOPPER), (Integer(3, (1,)),)
-    (other,) = Chosen(one.spec, one.schedule, HOPPER, integers).built().kernels
+    (other,) = Chosen(one.spec, one.schedule, HOPPER, integers).build().kernels
     assert other.launch.integers == integers
-    assert one.built().kernels[0].launch.integers == ()
+    assert one.build().kernels[0].launch.integers == ()
 
 
 @pytest.mark.parametrize(("where", "spec", "words"), [
@@ -47,5 +47,5 @@ def test_other_integers_are_other_kernels():
     ("cpu", dense(5000, 4, 4, "f32"), "K of 4 with 4 rows or columns, at least 9 or 64")],
     ids=["f32", "rows", "groups", "short"])
 def test_what_no_template_takes_is_refused_with_the_reason(where: str, spec: Any, words: str):
-    with pytest.raises(NotOurs) as no: choose(spec, HOPPER if where == "gpu" else host())
+    with pytest.raises(Unsupported) as no: choose(spec, HOPPER if where == "gpu" else host())
     assert str(no.value) == words

@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes, nn
 
 from tinygrad_nv import shapes
 from tinygrad_nv.errors import ShapeError
-from tinygrad_nv.functional import embedding, gated, scaled_dot_product_attention
+from tinygrad_nv.functional import embedding, gate_up, scaled_dot_product_attention
 from tinygrad_nv.kvcache.cache import KVCache
 from tinygrad_nv.shapes import infer, table
 
@@ -71,7 +71,7 @@ def test_functions_of_ours_are_shapes_alone():
         q = x.reshape(*x.shape[:2], H, 64).transpose(1, 2)
         y = scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
         up = y @ w
-        return gated(up, "silu")
+        return gate_up(up, "silu")
     assert found(forward)["y"] == "[B, S, H*64] f32"
 
 

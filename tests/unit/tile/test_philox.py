@@ -6,7 +6,7 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.patterns.attention.dropout import drawn, keep
+from tinygrad_nv.patterns.attention.dropout import draw_seed, keep
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend
 from tinygrad_nv.tile.attention.dropout import keeps, kept_of, philox
 
@@ -66,12 +66,12 @@ def test_weights_of_tinygrad_are_those_of_kernels(shape: tuple[int, ...], kept: 
 
 def test_seeds_are_drawn():
     Tensor.manual_seed(3)
-    seeds = [drawn(None).numpy() for _ in range(3)]
+    seeds = [draw_seed(None).numpy() for _ in range(3)]
     assert seeds[0].dtype == np.uint32
     assert seeds[0].shape == (2,)
     assert len({tuple(seed) for seed in seeds}) == 3
     Tensor.manual_seed(3)
-    assert np.array_equal(drawn(None).numpy(), seeds[0])
+    assert np.array_equal(draw_seed(None).numpy(), seeds[0])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from tinygrad import Tensor, dtypes
 
 from tests.support.transforms.transform_case import RNG, close
-from tinygrad_nv.functional import cross_entropy, embedding, gated, scaled_dot_product_attention
+from tinygrad_nv.functional import cross_entropy, embedding, gate_up, scaled_dot_product_attention
 from tinygrad_nv.transforms import grad, hessian, jacfwd, jacrev, jvp, value_and_grad, vjp
 
 # float64 against float64: what rounding leaves of sums of some ten products
@@ -213,7 +213,7 @@ def test_losses_and_tables():
     tt, th, ti = torch.tensor(table.numpy()), torch.tensor(hidden.numpy()), torch.tensor(ids.numpy()).long()
 
     def ours(table: Tensor, hidden: Tensor) -> Tensor:
-        x = gated(embedding(table, ids), "silu")
+        x = gate_up(embedding(table, ids), "silu")
         return cross_entropy(x.cat(x, dim=-1) @ hidden, ids)
 
     def theirs(table: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

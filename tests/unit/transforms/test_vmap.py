@@ -14,8 +14,8 @@ from tinygrad_nv import explain
 from tinygrad_nv.functional import (
     document_attention,
     embedding,
-    gated,
-    rotated_heads,
+    gate_up,
+    rotate_heads,
     scaled_dot_product_attention,
 )
 from tinygrad_nv.transforms import grad, jvp, vjp, vmap
@@ -198,13 +198,13 @@ def test_rows_rotations_and_gates():
     each = vmap(grad(lambda t, i: (embedding(t, i) ** 2).sum()), (None, 0))(table, ids).numpy()
     close(each[2], grad(lambda t: (embedding(t, ids[2]) ** 2).sum())(table), rtol=1e-6)
     qkv, cos, sin = random(N, 2, 5, 4 * 8), random(5, 4), random(5, 4)
-    def turned(x: Tensor, c: Tensor, s: Tensor) -> list[Tensor]: return list(rotated_heads(x, c, s, 2, 1))
+    def turned(x: Tensor, c: Tensor, s: Tensor) -> list[Tensor]: return list(rotate_heads(x, c, s, 2, 1))
     found, want = vmap(turned, (0, None, None))(qkv, cos, sin), [turned(qkv[i], cos, sin) for i in range(N)]
     for i, own in enumerate(found):
         close(own, np.stack([one[i].numpy() for one in want]))
     def weight(x: Tensor) -> Tensor: return sum((each * each.sin()).sum() for each in turned(x, cos, sin))
     close(vmap(grad(weight))(qkv).numpy()[1], grad(weight)(qkv[1]), rtol=1e-4, atol=1e-5)
-    def silu(x: Tensor) -> Tensor: return gated(x, "silu")
+    def silu(x: Tensor) -> Tensor: return gate_up(x, "silu")
     out = vmap(silu)(X)
     assert kernels(out) == kernels(silu(X))
     close(out, silu(X), rtol=1e-6)

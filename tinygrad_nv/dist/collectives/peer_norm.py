@@ -21,7 +21,7 @@ from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns import named
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _body(what: ReduceNorm, x: Tensor, residual: Tensor, weight: Tensor) -> tupl
 def _lowered(what: ReduceNorm, _: object, x: UOp, residual: UOp, weight: UOp) -> tuple[UOp, ...]:
     made = peer_ranks.lowered(what.group, what.order, what.shape, what.dtype, x, what.name,
                               (residual, weight), what.eps)
-    if isinstance(made, str): raise NotOurs(made)
+    if isinstance(made, str): raise Unsupported(made)
     return made
 
 

@@ -26,7 +26,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.dist.collectives.functions import all_to_all
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import DistError
-from tinygrad_nv.patterns.embedding.named import embedding, known_rows
+from tinygrad_nv.patterns.embedding.named import embedding, mask_unknown_rows
 from tinygrad_nv.patterns.grouped_gemm.dispatch import policy_of
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
@@ -87,7 +87,7 @@ def _computed(rows: Tensor, numbers: Tensor, experts: LocalExperts) -> Tensor:
     inner = grouped_matmul(rows, experts.gate_up, offsets, order, gather=1, activation=experts.activation,
                            partial=True)
     made = grouped_matmul(inner, experts.down, offsets, order, scatter=True, partial=True)
-    return known_rows(made, numbers < local)
+    return mask_unknown_rows(made, numbers < local)
 
 
 def _places(routing: Routing, local: int, room: int, ranks: int) -> Tensor:

@@ -32,7 +32,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.patterns.embedding.named import embedding
-from tinygrad_nv.patterns.sampling.named import chosen, chosen_part, largest, tallied
+from tinygrad_nv.patterns.sampling.named import choose_part, choose_tokens, largest, tally_tokens
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import Number
 
@@ -70,12 +70,12 @@ def next_tokens(logits: Tensor, filters: Filters, state: SamplerState, slots: Te
     if parts is None or not filters.ordering:
         x = _kept(x, filters, numbers, parts)
         drawn = numbers if filters.draw else None
-        if parts is None: return chosen(x, drawn, positions)
-        return token_of(parts.most(chosen_part(x, drawn, positions, parts.tokens.start)), parts.size)
+        if parts is None: return choose_tokens(x, drawn, positions)
+        return token_of(parts.most(choose_part(x, drawn, positions, parts.tokens.start)), parts.size)
     count = int(x.shape[0])
     numbers, positions = (each[parts.rows(count)].contiguous() for each in (numbers, positions))
     x = _kept(parts.whole_rows(x), filters, numbers)
-    return parts.of_all_rows(chosen(x, numbers, positions), count)
+    return parts.of_all_rows(choose_tokens(x, numbers, positions), count)
 
 
 def apply_filters(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, numbers: Tensor,
@@ -137,4 +137,4 @@ def unpack_masks(masks: Tensor, size: int, first: int = 0) -> Tensor:
 def count_tokens(state: SamplerState, slots: Tensor, tokens: Tensor) -> Tensor:
     """`SamplerState.counts` after tokens int32 [R] were sampled for `slots`; to be realized."""
     if state.tokens.start: tokens = tokens - state.tokens.start     # those of other ranks are out of range
-    return state.counts.assign(tallied(state.counts, slots, tokens))
+    return state.counts.assign(tally_tokens(state.counts, slots, tokens))

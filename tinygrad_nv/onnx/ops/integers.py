@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.functional import prepared, scaled_matmul
+from tinygrad_nv.functional import prepare_matrix, scaled_matmul
 from tinygrad_nv.onnx.elements import Value, to_numpy
 from tinygrad_nv.onnx.model import Node
 from tinygrad_nv.onnx.ops.control import tensor
@@ -53,7 +53,7 @@ def matrix_of(b: np.ndarray, zero: np.ndarray | None) -> Matrix | None:
         part = codes[:, first:first + MOST]
         made = QTensor.of(INT8 @ per_channel_scale(), (part.shape[0], part.shape[1]),
                           {"codes": part, "scales": ones})
-        parts.append(prepared(made, codes=True))
+        parts.append(prepare_matrix(made, codes=True))
     sums = Tensor(codes.sum(1, dtype=np.int32)).realize()
     return Matrix(tuple(parts), sums, Tensor(offset).realize() if offset.any() else None)
 

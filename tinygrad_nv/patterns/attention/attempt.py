@@ -1,4 +1,4 @@
-"""Where an attention may end, and the first place where there is a kernel for it."""
+"""Places where an attention may end, and the first of them that there is a kernel for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.dims import Sideways
 from tinygrad_nv.patterns.attention.spec import Found, flops, nbytes
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import NotAffine
 from tinygrad_nv.patterns.target import Chosen
@@ -35,7 +35,7 @@ class Attempt:
         return [replace(self, lying=(*(i for i in axes if i != last), last)) for last in axes[:-1]]
 
 
-def tried(attempts: Iterable[Attempt], make: Callable[[Attempt], None]) -> str:
+def make_first(attempts: Iterable[Attempt], make: Callable[[Attempt], None]) -> str:
     """Makes the first attempt that can be made: "", or why there is none."""
     reason, waiting = "", list(attempts)
     while waiting:
@@ -43,7 +43,7 @@ def tried(attempts: Iterable[Attempt], make: Callable[[Attempt], None]) -> str:
         try: make(one)
         except (Unfused, NotAffine) as no: reason = reason or str(no)
         except SpecError as error: reason = reason or f"{error.found}, not {error.expected}"
-        except NotOurs as no:
+        except Unsupported as no:
             reason = reason or str(no)
             if no.final: break
             if isinstance(no, Sideways) and one.rows and not one.lying: waiting += one.sideways()
@@ -51,11 +51,11 @@ def tried(attempts: Iterable[Attempt], make: Callable[[Attempt], None]) -> str:
     return reason
 
 
-def called(attempt: Attempt, made: Found, how: Chosen, inputs: list[UOp],
+def call_kernel(attempt: Attempt, made: Found, how: Chosen, inputs: list[UOp],
            *more: program.Output) -> tuple[UOp, ...]:
-    """The result of an attention where it ends, and what else its kernel writes."""
+    """Returns the result of an attention where it ends, and what else its kernel writes."""
     end, order = attempt.end, attempt.order
     out = program.Output(tuple(end.shape[i] for i in order), end.dtype)
-    done, *others = how.called(end.device, [out, *more], inputs, rows=made.rows, variables=made.variables,
+    done, *others = how.call(end.device, [out, *more], inputs, rows=made.rows, variables=made.variables,
                                flops=flops(made), nbytes=nbytes(made.spec))
     return done.permute(tuple(map(order.index, range(len(order))))) if attempt.lying else done, *others

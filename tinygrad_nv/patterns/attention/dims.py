@@ -1,13 +1,13 @@
 """The dimensions of an attention, read off the indices of its operands.
 
-Protocol. `arranged` gets where q, k, v, the result, the score's loads and its places lie over the ranges of a
-space, and which ranges count keys and which are summed in q kᵀ. A range in v alone is the width of the
+Protocol. `arrange_dims` gets where q, k, v, the result, the score's loads and its places lie over the ranges
+of a space, and which ranges count keys and which are summed in q kᵀ. A range in v alone is the width of the
 result; one that k and v do not have is a row, or a query head of a key head; all others are batch. Ranges
 that lie as one in everything become one. Rows are the range that a mask compares with the keys, else a
 symbolic one, else the innermost of the scores.
 
 What has strides that a kernel does not read is copied first, if each of its elements is used often.
-`NotOurs` says why there is no arrangement.
+`Unsupported` says why there is no arrangement.
 """
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.patterns.contraction import COPY_REUSED, Dim, NotOurs, Side, merged, packed
+from tinygrad_nv.patterns.contraction import COPY_REUSED, Dim, Side, Unsupported, merge_dims, pack_side
 from tinygrad_nv.patterns.index import Affine, Space, largest
 
 Q, K, V, OUT, MORE = 0, 1, 2, 3, 4
 
 
-class Sideways(NotOurs):
+class Sideways(Unsupported):
     """The elements of a head of the result do not lie side by side."""
 
 
@@ -50,14 +50,14 @@ class Dims:
     batch: tuple[Dim, Dim, Dim]
 
 
-def arranged(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Sequence[Affine],
+def arrange_dims(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Sequence[Affine],
              ranges: Ranges, rows: bool) -> Dims:
     """The dimensions; without `rows` the attention has one row, and what may be rows is query heads."""
-    sides = (sides[0].resolved(space), sides[1].resolved(space), sides[2].resolved(space))
+    sides = (sides[0].resolve(space), sides[1].resolve(space), sides[2].resolve(space))
     kinds = _kinds(space, sides, out, more, ranges, rows)
     made: list[Side] = []
     for number, one in enumerate(sides): made.append(_readable(space, one, number, kinds, out))
-    return _grouped(space, (made[0], made[1], made[2]), out, more, kinds)
+    return _group_dims(space, (made[0], made[1], made[2]), out, more, kinds)
 
 
 def _leaves(space: Space, ranges: Sequence[int]) -> list[int]:
@@ -66,7 +66,7 @@ def _leaves(space: Space, ranges: Sequence[int]) -> list[int]:
 
 def _kinds(space: Space, sides: tuple[Side, ...], out: Affine, more: Sequence[Affine], ranges: Ranges,
            rows: bool) -> dict[int, str]:
-    """Of each range: keys, d, d_v, rows, group or batch."""
+    """Returns the kind of each range: keys, d, d_v, rows, group or batch."""
     keys, summed = set(_leaves(space, ranges.keys)), set(_leaves(space, ranges.summed))
     q, k, v = (one.lies.strides for one in sides)
     kept = [r for r in range(len(space.extents)) if r not in space.divided and r not in keys | summed]
@@ -76,7 +76,7 @@ def _kinds(space: Space, sides: tuple[Side, ...], out: Affine, more: Sequence[Af
         if r not in k and r not in v: made[r] = "group"
         elif r not in q and r not in k and not beside: made[r] = "d_v"
         else: made[r] = "batch"
-    if "d_v" not in made.values(): raise NotOurs("a result without a dimension of v alone")
+    if "d_v" not in made.values(): raise Unsupported("a result without a dimension of v alone")
     if rows and (chosen := _rows(space, made, ranges)) is not None: made[chosen] = "rows"
     # of several dimensions of v alone one is the width, the one that lies side by side in the result
     wide = sorted((r for r in made if made[r] == "d_v"), key=lambda r: out.strides.get(r, 0))
@@ -87,7 +87,7 @@ def _kinds(space: Space, sides: tuple[Side, ...], out: Affine, more: Sequence[Af
     if "d_v" not in made.values(): raise Sideways("elements of the result do not lie side by side")
     for r, kind in made.items():
         if isinstance(space.extents[r], UOp) and kind not in ("rows", "keys"):
-            raise NotOurs(f"a symbolic {'batch' if kind in ('batch', 'group') else 'head'}")
+            raise Unsupported(f"a symbolic {'batch' if kind in ('batch', 'group') else 'head'}")
     return made
 
 
@@ -108,15 +108,17 @@ def _readable(space: Space, one: Side, number: int, kinds: dict[int, str], out: 
     def result(r: int) -> int: return out.strides.get(r, 0)
     def own(r: int) -> int: return one.lies.strides.get(r, 0)
     order = [*by(result, "batch", "group"), *by(own, "rows", "keys"), *by(own, "d_v" if number == V else "d")]
-    copy = packed(space, one, order)
+    copy = pack_side(space, one, order)
     name = "qkv"[number]
-    if copy is None: raise NotOurs(f"{name} has no strides along its heads, and is not made of whole ranges")
+    if copy is None:
+        raise Unsupported(f"{name} has no strides along its heads, and is not made of whole ranges")
     used = 1
     for r, kind in kinds.items():
         if kind in (("keys",) if number == Q else ("rows", "group")): used *= largest(space.extents[r])
     if used < COPY_REUSED:
-        raise NotOurs(f"{name} would be copied, and each row of it is used {used} times, not {COPY_REUSED}")
-    if not _is_readable(space, copy, number, kinds): raise NotOurs(f"{name} has no strides along its heads")
+        raise Unsupported(f"{name} would be copied, and each row of it is used {used} times, not {COPY_REUSED}")
+    if not _is_readable(space, copy, number, kinds):
+        raise Unsupported(f"{name} has no strides along its heads")
     return copy
 
 
@@ -129,10 +131,10 @@ def _is_readable(space: Space, one: Side, number: int, kinds: dict[int, str]) ->
         pitch *= largest(space.extents[r])
     if number == Q: return True
     keys = [Dim(space.extents[r], (strides.get(r, 0),)) for r in kinds if kinds[r] == "keys"]
-    return len(merged(keys, (0,))) < 2
+    return len(merge_dims(keys, (0,))) < 2
 
 
-def _grouped(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Sequence[Affine],
+def _group_dims(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Sequence[Affine],
              kinds: dict[int, str]) -> Dims:
     indexed = [*(one.lies for one in sides), out, *more]
     none = Dim(1, (0,) * len(indexed))
@@ -140,8 +142,8 @@ def _grouped(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Se
     def of(kind: str, by: int, most: int = 1) -> list[Dim]:
         dims = [Dim(space.extents[r], tuple(index.strides.get(r, 0) for index in indexed))
                 for r in kinds if kinds[r] == kind]
-        found = merged(dims, (by,))
-        if len(found) > most: raise NotOurs(f"{kind} in {len(found)} dimensions, not {most}")
+        found = merge_dims(dims, (by,))
+        if len(found) > most: raise Unsupported(f"{kind} in {len(found)} dimensions, not {most}")
         return found or [none]
 
     group, batch = of("group", OUT, 3), [dim for dim in of("batch", OUT, 3) if dim is not none]
@@ -149,7 +151,7 @@ def _grouped(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Se
     batch = sorted(batch + group[:-1], key=lambda dim: -dim.strides[OUT])
     if len(batch) > 2:
         if group[-1] is not none or any(batch[-1].strides[i] for i in (K, V)):
-            raise NotOurs(f"{len(batch)} dimensions of batch, at most 2")
+            raise Unsupported(f"{len(batch)} dimensions of batch, at most 2")
         group = [batch.pop()]
     batch = [none] * (2 - len(batch)) + batch
     dims = Dims(*sides, of("rows", OUT)[0], of("keys", K)[0], of("d", Q)[0], of("d_v", OUT)[0],
@@ -160,5 +162,5 @@ def _grouped(space: Space, sides: tuple[Side, Side, Side], out: Affine, more: Se
 
 def _check(dims: Dims) -> None:
     if any(stride < 0 for dim in (dims.rows, dims.keys, *dims.batch) for stride in dim.strides[:MORE]):
-        raise NotOurs("a flipped dimension")
-    if largest(dims.keys.extent) == 1: raise NotOurs("one key")
+        raise Unsupported("a flipped dimension")
+    if largest(dims.keys.extent) == 1: raise Unsupported("one key")

@@ -8,14 +8,14 @@ from tinygrad_nv.tile.attention.dropout import SPAN, philox
 from tinygrad_nv.tile.attention.spec import EVERY
 
 
-def drawn(device: str | tuple[str, ...] | None) -> Tensor:
+def draw_seed(device: str | tuple[str, ...] | None) -> Tensor:
     """A new seed, uint32 [2], by tinygrad's generator: another one in every run of a captured graph."""
     halves = Tensor.randint(2, 2, high=1 << 16, device=device).cast(dtypes.uint32)
     return (halves[0] * (1 << 16) + halves[1]).contiguous()
 
 
 def keep(seed: Tensor, shape: tuple[int, ...], kept: int) -> Tensor:
-    """What weights of a shape [..., rows, columns] are multiplied by: 256 / kept, or 0 where they are
+    """Returns the factors of weights of a shape [..., rows, columns]: 256 / kept, or 0 where they are
     dropped; float32."""
     *batch, rows, columns = shape
     matrices, groups = 1, -(-columns // SPAN)

@@ -9,7 +9,7 @@ from tinygrad_nv.patterns.positions import AffineForm
 
 
 @functools.lru_cache(256)
-def fitted(node: UOp) -> AffineForm | None:
+def fit_form(node: UOp) -> AffineForm | None:
     """The affine form of a node made of constants and variables."""
     from tinygrad_nv.patterns.values import form  # numpy takes as long as all of this package
     return form(node)

@@ -24,7 +24,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.decode.paged import check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import FULL, RESULTS, SCALED, AttentionSpec, Band, Rows, RowScales
 from tinygrad_nv.tile.expression import Sum
@@ -65,7 +65,7 @@ def fp8_attention(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Ten
     check_kind("dtype", dtype, RESULTS)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not isfinite(scale): raise SpecError(f"scale={scale}", "a finite number")
-    return call(Fp8Attention(block, causal, scale, dtype), attended, q, k, v, q_scale, k_scale, v_scale)[0]
+    return call(Fp8Attention(block, causal, scale, dtype), attend_fp8, q, k, v, q_scale, k_scale, v_scale)[0]
 
 
 def _check_scale(name: str, x: Tensor, of: Tensor, block: int) -> None:
@@ -77,7 +77,7 @@ def _check_scale(name: str, x: Tensor, of: Tensor, block: int) -> None:
     check_kind(name, x.dtype, (dtypes.float32,))
 
 
-def attended(what: Fp8Attention, q: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+def attend_fp8(what: Fp8Attention, q: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
     """The attention in plain tinygrad."""
     (batch, heads, s_q, d), (_, kv_heads, s_kv, d_v) = q.shape, v.shape
     pairs = zip((q, k, v), scales, strict=True)
@@ -99,13 +99,13 @@ def _worth(what: Fp8Attention, scale: Tensor, rows: int) -> Tensor:
 
 # **** a kernel ****
 
-def lowered(what: Fp8Attention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
-    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    read, scales = [_read(x) for x in arguments[:3]], [laid(x) for x in arguments[3:]]
+def lower_fp8(what: Fp8Attention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """Returns the result by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
+    read, scales = [_read(x) for x in arguments[:3]], [lay_out(x) for x in arguments[3:]]
     shape = (*map(int, arguments[0].shape[:3]), int(arguments[2].shape[3]))
     spec = _spec(what, read, scales, arguments)
     inputs = [each.storage for each in (*read, *scales)]
-    return choose(spec, target).called(inputs[0].device, [program.Output(shape, what.dtype)], inputs,
+    return choose(spec, target).call(inputs[0].device, [program.Output(shape, what.dtype)], inputs,
                                        rows=spec.s_q, flops=spec.flops)
 
 
@@ -129,10 +129,10 @@ def _spec(what: Fp8Attention, read: list[Laid], scales: list[Laid],
 
 def _read(x: UOp) -> Laid:
     """An operand where it lies, or copied where TMA could not read it there."""
-    found = laid(x)
+    found = lay_out(x)
     *outer, d = found.strides
     aligned = all(number % ALIGNED_BYTES == 0 for number in (*outer, found.offset))
-    return found if d == 1 and aligned else copied(x)
+    return found if d == 1 and aligned else copy_dense(x)
 
 
-lower(Fp8Attention, NAME, lowered, "NV_ATTENTION")
+lower(Fp8Attention, NAME, lower_fp8, "NV_ATTENTION")

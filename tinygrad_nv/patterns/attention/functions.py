@@ -11,17 +11,17 @@ from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError, as_well
-from tinygrad_nv.patterns.attention.dropout import drawn
+from tinygrad_nv.patterns.attention.dropout import draw_seed
 from tinygrad_nv.patterns.attention.named import (
     FlashAttention,
+    apply_sink,
     attend,
     lse_of,
     scores,
     sums,
-    sunk,
-    weighted,
+    weigh_values,
 )
-from tinygrad_nv.patterns.attention.operands import Operands, arranged, check
+from tinygrad_nv.patterns.attention.operands import Operands, arrange_operands, check
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes
 from tinygrad_nv.tile.attention.dropout import kept_of
@@ -59,12 +59,12 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
         raise SpecError(f"sinks of {short(sinks.dtype)} {sinks.shape}", f"float32 ({query.shape[-3]},)")
     what = FlashAttention(is_causal, scale, softcap, window)
     if (given := _ours(query, key, value, attn_mask, dropout_p, enable_gqa)) is not None:
-        return _attended(what, given, dropout_p, sinks)
-    if (given := arranged(query, key, value, attn_mask)) is not None:
+        return _attend(what, given, dropout_p, sinks)
+    if (given := arrange_operands(query, key, value, attn_mask)) is not None:
         masks = () if given.mask is None else (given.mask,)
         s = scores(what, sums(given.q, given.k), query.shape[-1], *masks)
-        out = weighted(what, s, given.q, given.v, bool(masks), dropout_p)
-        return (out if sinks is None else sunk(out, lse_of(s), sinks)).reshape(given.shape)
+        out = weigh_values(what, s, given.q, given.v, bool(masks), dropout_p)
+        return (out if sinks is None else apply_sink(out, lse_of(s), sinks)).reshape(given.shape)
     if scale is softcap is window is sinks is None:
         return query.scaled_dot_product_attention(key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     raise SpecError("scale, softcap, window or sinks with symbolic extents, or with a mask that enlarges the "
@@ -78,12 +78,12 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     if {k.dtype, v.dtype} != {q.dtype} or not takes(q.device): return None
     names = to_tuple(q.device)
     if q.dtype not in (FLOAT16S if kind_of(names[0]) in GPUS else (*FLOAT16S, dtypes.float32)): return None
-    if TRAINING and dropout_p and (len(names) > 1 or not 0 < _kept(dropout_p) < EVERY): return None
+    if TRAINING and dropout_p and (len(names) > 1 or not 0 < _keep_256ths(dropout_p) < EVERY): return None
     if {k.device, v.device} != {q.device} or (mask is not None and mask.device not in (None, q.device)):
         return None
     if len(names) > 1 and not _by_heads(q, k, v, mask): return None
     check(q, k, v, mask, gqa)
-    return arranged(q, k, v, mask)
+    return arrange_operands(q, k, v, mask)
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -109,17 +109,17 @@ def method(theirs: Callable[..., Tensor], query: Tensor, key: Tensor, value: Ten
             if refused is None: raise
             raise as_well(refused, error) from None
         return made
-    return _attended(FlashAttention(is_causal), given, dropout_p)
+    return _attend(FlashAttention(is_causal), given, dropout_p)
 
 
-def _attended(what: FlashAttention, given: Operands, dropout_p: float, sinks: Tensor | None = None) -> Tensor:
-    """The attention, with a new seed for its dropout."""
-    kept, seed = _kept(dropout_p), None
-    if kept < EVERY: seed = drawn(given.q.device)
+def _attend(what: FlashAttention, given: Operands, dropout_p: float, sinks: Tensor | None = None) -> Tensor:
+    """Returns the attention, with a new seed for its dropout."""
+    kept, seed = _keep_256ths(dropout_p), None
+    if kept < EVERY: seed = draw_seed(given.q.device)
     out = attend(replace(what, kept=kept), given.q, given.k, given.v, given.mask, seed, sinks)
     return out.reshape(given.shape)
 
 
-def _kept(dropout_p: float) -> int:
-    """Weights of 256 that are kept."""
+def _keep_256ths(dropout_p: float) -> int:
+    """Returns the number of weights of 256 that are kept."""
     return kept_of(dropout_p) if TRAINING and dropout_p else EVERY

@@ -1,8 +1,8 @@
-"""What a score hides, and where: the part of a mask that is a band, and the rest as conditions.
+"""Elements of the scores that a mask hides: the part of the mask that is a band, and the rest as conditions.
 
 Protocol. `masks` takes the conditions off a score: `where(c, x, −inf)`, `x + where(c, 0, −inf)`, negations,
-conjunctions and positive factors of these. `finished` knows where each place lies in the dimensions
-(`Along`), and sorts the conditions: a place of row and column alone, with opposite factors, bounds a `Band`;
+conjunctions and positive factors of these. `make_mask` knows where each place lies in the dimensions
+(`Strides`), and sorts the conditions: a place of row and column alone, with opposite factors, bounds a `Band`;
 of the column alone, how many keys there are; all others stay in the score, with positions where the places
 were.
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.patterns.attention.score import ScorePlace, made, negated
+from tinygrad_nv.patterns.attention.score import ScorePlace, apply, negate
 from tinygrad_nv.patterns.epilogue import Unfused
-from tinygrad_nv.patterns.positions import AffineForm, summed
+from tinygrad_nv.patterns.positions import AffineForm, add_forms
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, walk, where
 
@@ -28,7 +28,7 @@ Factors = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
-class Along:
+class Strides:
     """Strides of something along the dimensions of an attention."""
     m: int
     n: int
@@ -52,7 +52,7 @@ def masks(x: Expression) -> tuple[Expression, list[Expression]]:
     if not isinstance(x, Apply): return x, []
     if x.op == "where":
         for hidden, shown, condition in ((x.args[2], x.args[1], x.args[0]),
-                                         (x.args[1], x.args[2], negated(x.args[0]))):
+                                         (x.args[1], x.args[2], negate(x.args[0]))):
             if hidden == HIDDEN:
                 rest, more = masks(shown)
                 return rest, [*conjuncts(condition), *more]
@@ -60,10 +60,10 @@ def masks(x: Expression) -> tuple[Expression, list[Expression]]:
         (left, one), (right, other) = map(masks, x.args)
         if one or other:
             if NOTHING in (left, right): return (right if left == NOTHING else left), [*one, *other]
-            return made("add", [left, right], x.dtype), [*one, *other]
+            return apply("add", [left, right], x.dtype), [*one, *other]
     if x.op == "mul" and isinstance(x.args[1], Constant) and 0 < x.args[1].value < float("inf"):
         rest, conditions = masks(x.args[0])
-        if conditions: return made("mul", [rest, x.args[1]], x.dtype), conditions
+        if conditions: return apply("mul", [rest, x.args[1]], x.dtype), conditions
     return x, []
 
 
@@ -74,7 +74,7 @@ def conjuncts(condition: Expression) -> list[Expression]:
     return [] if condition == Constant(True, dtypes.bool) else [condition]
 
 
-def compared(condition: Expression) -> ScorePlace | None:
+def compared_place(condition: Expression) -> ScorePlace | None:
     """The place of a condition that one is below 0."""
     if not isinstance(condition, Apply) or condition.op != "less": return None
     place, zero = condition.args
@@ -90,7 +90,7 @@ def places(*expressions: Expression) -> list[ScorePlace]:
 # **** bands ****
 
 class _Bounds:
-    """What the conditions that bound columns come to. `rows` is how many rows there are."""
+    """Bounds of columns that conditions amount to. `rows` is how many rows there are."""
 
     def __init__(self, single: bool) -> None:
         self.single = single
@@ -98,7 +98,7 @@ class _Bounds:
         self.last: list[AffineForm] = []    # columns up to row + this
         self.keys: list[AffineForm] = []    # columns below this
 
-    def take(self, along: Along, factors: Factors) -> bool:
+    def take(self, along: Strides, factors: Factors) -> bool:
         """Takes in a condition `m · row + n · column + offset + variables < 0`, or says it is none."""
         if any(along.batch) or not along.n: return False
         if along.m not in (0, -along.n) and not self.single: return False
@@ -107,7 +107,7 @@ class _Bounds:
         if along.n > 0:  # column < row − rest / by
             limit = AffineForm((-rest.offset - 1) // by, (), _negative(factors))
             if along.m: self.last.append(limit)
-            else: self.keys.append(summed(limit, AffineForm(1, ())))
+            else: self.keys.append(add_forms(limit, AffineForm(1, ())))
             return True
         if not along.m and not self.single: return False
         self.first.append(AffineForm(rest.offset // by + 1, (), factors))  # column > row + rest / by
@@ -129,13 +129,13 @@ class _Bounds:
 def _negative(factors: Factors) -> Factors: return tuple((name, -factor) for name, factor in factors)
 
 
-def finished(score: Expression, conditions: list[Expression], along: Mapping[ScorePlace, Along],
+def make_mask(score: Expression, conditions: list[Expression], along: Mapping[ScorePlace, Strides],
              loads: list[Load], rows: int) -> Mask:
-    """The score of a spec. Raises `Unfused` for what has no place in one."""
+    """Returns the mask of a spec. Raises `Unfused` for what has no place in one."""
     bounds = _Bounds(rows == 1)
     kept = []
     for condition in dict.fromkeys(conditions):
-        place = compared(condition)
+        place = compared_place(condition)
         if place is None or not bounds.take(along[place], place.factors): kept.append(condition)
     # of one row it would be a band: that is tried next
     if any(p.factors and not along[p].m for p in places(*kept)):
@@ -146,7 +146,7 @@ def finished(score: Expression, conditions: list[Expression], along: Mapping[Sco
     if len(bounds.keys) > 1 and len({limit.factors for limit in bounds.keys}) > 1:
         raise Unfused("several limits of the keys that depend on different variables")
     keys = min(bounds.keys, key=lambda limit: limit.offset, default=None)
-    return Mask(_placed(score, along, loads, start), band, start, keys)
+    return Mask(_place_expression(score, along, loads, start), band, start, keys)
 
 
 def _moving(place: ScorePlace) -> AffineForm:
@@ -155,9 +155,9 @@ def _moving(place: ScorePlace) -> AffineForm:
     return AffineForm(0, (), place.factors if up else _negative(place.factors))
 
 
-def _placed(root: Expression, along: Mapping[ScorePlace, Along], loads: list[Load],
+def _place_expression(root: Expression, along: Mapping[ScorePlace, Strides], loads: list[Load],
             start: AffineForm) -> Expression:
-    """An expression with loads in place of their numbers and positions in place of places."""
+    """Returns an expression with loads in place of their numbers and positions in place of places."""
     known: dict[int, Expression] = {}
 
     def of(node: Expression) -> Expression:
@@ -170,7 +170,7 @@ def _placed(root: Expression, along: Mapping[ScorePlace, Along], loads: list[Loa
     return of(root)
 
 
-def _position(place: ScorePlace, along: Along, start: AffineForm) -> Expression:
+def _position(place: ScorePlace, along: Strides, start: AffineForm) -> Expression:
     times = 0
     if place.factors:  # by whole multiples of where row 0 stands
         times = dict(place.factors).get(start.factors[0][0], 0) // start.factors[0][1] if start.factors else 0

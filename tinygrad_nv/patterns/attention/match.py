@@ -32,21 +32,28 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.attention.attempt import Attempt, called, tried
+from tinygrad_nv.patterns.attention.attempt import Attempt, call_kernel, make_first
 from tinygrad_nv.patterns.attention.dims import Ranges
 from tinygrad_nv.patterns.attention.score import FLOATS, Score
-from tinygrad_nv.patterns.attention.spec import Found, Reading, found
-from tinygrad_nv.patterns.attention.weights import NAME, bare, first_product, tail, weighted, weights
+from tinygrad_nv.patterns.attention.spec import Found, Reading, make_spec
+from tinygrad_nv.patterns.attention.weights import (
+    NAME,
+    first_product,
+    strip_views,
+    tail,
+    weights,
+    weights_operand,
+)
 from tinygrad_nv.patterns.contraction import (
     MatmulReduce,
-    NotOurs,
     Side,
+    Unsupported,
     arithmetic,
     is_storage,
     product,
     side,
 )
-from tinygrad_nv.patterns.decode.match import decoded
+from tinygrad_nv.patterns.decode.match import choose_decode
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Indices, Space
 from tinygrad_nv.patterns.positions import is_variable
@@ -58,7 +65,7 @@ NEEDS = ({Ops.REDUCE, Ops.EXP2},)
 
 
 def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph and the targets."""
+    """Returns the settings that the rewrite depends on besides the graph and the targets."""
     return config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC")
 
 
@@ -72,8 +79,8 @@ def rewrite(sink: UOp) -> UOp:
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := matches.get(node)) is None: return None
         inputs = [new(x) for x in match.found.inputs]
-        result = building.attempted(
-            NAME, node, lambda: called(match.attempt, match.found, match.how, inputs)[0])
+        result = building.attempt(
+            NAME, node, lambda: call_kernel(match.attempt, match.found, match.how, inputs)[0])
         if result is None: return None
         ranges.carry_region(match.region, result)
         return result
@@ -103,7 +110,7 @@ class _AttentionMatcher:
         """The matches, by their ends."""
         if not any(node.op is Ops.EXP2 for node in self.nodes): return {}
         products = [(one, operand) for node in self.nodes if node.op is Ops.REDUCE
-                    and (one := product(node)) is not None and (operand := weighted(one)) is not None
+                    and (one := product(node)) is not None and (operand := weights_operand(one)) is not None
                     and target_of(node.device) is not None]
         if not products: return {}
         self.variables = {node.expr: node for node in self.nodes if is_variable(node)}
@@ -123,13 +130,13 @@ class _AttentionMatcher:
         assert target is not None
 
         def take(attempt: Attempt) -> None:
-            self.ends[attempt.end] = self.matched(second, operand, attempt, target)
+            self.ends[attempt.end] = self.make_match(second, operand, attempt, target)
         attempts = [Attempt(end, rows) for end in self.candidates(second.total) for rows in (True, False)]
-        if reason := tried(attempts, take): program.miss(NAME, second.total, reason)
+        if reason := make_first(attempts, take): program.miss(NAME, second.total, reason)
 
     def candidates(self, total: UOp) -> list[UOp]:
-        """Where an attention may end, best first: where its result is stored or read, since a product reads
-        it best as it lies then; else after the last arithmetic."""
+        """Returns the places where an attention may end, best first: where its result is stored or read,
+        since a product reads it best as it lies then; else after the last arithmetic."""
         found, node = [total], total
         while len(users := self.consumers[node]) == 1 and _is_tail(users[0], node):
             node = users[0]
@@ -140,7 +147,8 @@ class _AttentionMatcher:
         return list(dict.fromkeys([node, worked[-1], narrow, total]))
 
     def inside(self, root: UOp, end: UOp) -> frozenset[UOp]:
-        """What lies between a product and the end. Raises `NotOurs` where something outside uses it."""
+        """Returns the nodes between a product and the end. Raises `Unsupported` where something outside uses
+        it."""
         after = {root}
         for node in self.nodes[self.place[root] + 1:self.place[end] + 1]:
             if any(s in after for s in node.src): after.add(node)
@@ -153,11 +161,12 @@ class _AttentionMatcher:
         for node in kept - {end}:
             if any(user not in kept for user in self.consumers[node]):
                 what = "q kᵀ is" if node is root else f"a {node.op.name} between q kᵀ and the result is"
-                raise NotOurs(f"{what} used elsewhere too", final=False)
+                raise Unsupported(f"{what} used elsewhere too", final=False)
         return frozenset(kept)
 
-    def matched(self, second: MatmulReduce, operand: int, attempt: Attempt, target: Target) -> AttentionMatch:
-        """The match of an attempt. Raises `NotOurs`, `Unfused` or `NotAffine` where there is none."""
+    def make_match(self, second: MatmulReduce, operand: int, attempt: Attempt,
+                   target: Target) -> AttentionMatch:
+        """The match of an attempt. Raises `Unsupported`, `Unfused` or `NotAffine` where there is none."""
         space, end = Space(), attempt.end
         kept = space.ranges(end.shape)
         out = space.lies([end.shape[i] for i in attempt.order], tuple(kept[i] for i in attempt.order))
@@ -174,10 +183,10 @@ class _AttentionMatcher:
         sides = _sides(space, first, score.paths[0], numbers, self.is_memory)
         value = side(space, v, space.over(second.mul.shape, v.shape, at), second.strip, self.is_memory)
         _check(first, second, (*sides[:2], value))
-        counted = Ranges(tuple(numbers), sides[2], frozenset(), ordered(space, inside, numbers))
-        made = found(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
+        counted = Ranges(tuple(numbers), sides[2], frozenset(), order_ranges(space, inside, numbers))
+        made = make_spec(Reading(space, end, score, (*sides[:2], value), out, counted, self.variables),
                      attempt.rows)
-        how = decoded(made, target) or choose(made.spec, target, made.integers)
+        how = choose_decode(made, target) or choose(made.spec, target, made.integers)
         return AttentionMatch(attempt, region, made, how)
 
 
@@ -186,7 +195,7 @@ def _is_tail(user: UOp, node: UOp) -> bool:
     the sum of its weights."""
     if user.op in (Ops.PERMUTE, Ops.RESHAPE): return True
     if user.op is Ops.CAST: return user.dtype in FLOATS
-    return user.op is Ops.MUL and any(bare(s).op is Ops.RECIPROCAL for s in user.src if s is not node)
+    return user.op is Ops.MUL and any(strip_views(s).op is Ops.RECIPROCAL for s in user.src if s is not node)
 
 
 # **** operands ****
@@ -199,13 +208,13 @@ def _sides(space: Space, first: MatmulReduce, at: Indices, columns: frozenset[in
     both = [side(space, s, space.over(first.mul.shape, s.shape, at), first.strip, memory)
             for s in first.mul.src]
     keys = {leaf for r in columns for leaf in space.leaves(r)}
-    has = [bool(keys & one.resolved(space).lies.strides.keys()) for one in both]
-    if has[0] == has[1]: raise NotOurs("keys in both operands of q kᵀ, or in neither")
+    has = [bool(keys & one.resolve(space).lies.strides.keys()) for one in both]
+    if has[0] == has[1]: raise Unsupported("keys in both operands of q kᵀ, or in neither")
     k, q = both if has[0] else both[::-1]
     return q, k, tuple(r for index in summed for r in index.strides)
 
 
-def ordered(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, ...]:
+def order_ranges(space: Space, at: Indices, columns: frozenset[int]) -> tuple[int, ...]:
     """Ranges as the scores have them, without those of keys."""
     return tuple(r for index in map(space.resolve, at)
                  for r in sorted(index.strides, key=index.strides.__getitem__, reverse=True)
@@ -216,6 +225,7 @@ def _check(first: MatmulReduce, second: MatmulReduce, sides: tuple[Side, Side, S
     kinds = [one.dtype for one in sides]
     if dtypes.float32 in kinds and len(set(kinds)) > 1:
         names = [name for name, kind in zip("qkv", kinds, strict=True) if kind == dtypes.float32]
-        raise NotOurs(f"{' and '.join(names)} alone in float32: realize all three in it, or none", final=True)
+        raise Unsupported(f"{' and '.join(names)} alone in float32: realize all three in it, or none",
+                          final=True)
     for words in (arithmetic(first, *kinds[:2]), arithmetic(second, kinds[2], kinds[2])):
-        if words: raise NotOurs(words, final=True)
+        if words: raise Unsupported(words, final=True)

@@ -74,7 +74,7 @@ def attend(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
     return named.call(what, forward, q, k, v, *more, grad=_gradient)[0]
 
 
-def sunk(out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
+def apply_sink(out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
     """out [B, H, S_q, D_v] with one more logit of each head that has no value: the sum of weights, exp l,
     grows by exp sink, so that out is multiplied by 1 / (1 + exp(sink − l))."""
     share = (logs == HIDDEN).where(0, (logs - sinks.reshape(1, -1, 1)).sigmoid())
@@ -87,16 +87,16 @@ def forward(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
     """out and l; `more` are the mask, the seed and the sinks, those there are."""
     if what.sinks:
         out, logs = forward(replace(what, sinks=False), q, k, v, *more[:-1])
-        return sunk(out, logs, more[-1]), _joined(logs, more[-1])
+        return apply_sink(out, logs, more[-1]), _add_in_logs(logs, more[-1])
     mask, kept = _apart(what, (*q.shape[:3], k.shape[2]), more)
     s = scores(what, sums(q, k), q.shape[-1], *mask)
     logs = lse_of(s)
-    if kept is None: return weighted(what, s, q, v, bool(mask)), logs
+    if kept is None: return weigh_values(what, s, q, v, bool(mask)), logs
     p = (_softmax(what, s.cast(q.dtype), bool(mask)).float() * kept).cast(v.dtype)
     return p @ _for_each(v, q), logs
 
 
-def _joined(logs: Tensor, sinks: Tensor) -> Tensor:
+def _add_in_logs(logs: Tensor, sinks: Tensor) -> Tensor:
     """log (exp l + exp sink)."""
     sinks = sinks.reshape(1, -1, 1)
     top = logs.maximum(sinks)
@@ -117,7 +117,7 @@ def _apart(what: FlashAttention, shape: tuple[int, ...],
     return (more, None) if what.kept == EVERY else (more[:-1], keep(more[-1], shape, what.kept))
 
 
-def weighted(what: FlashAttention, s: Tensor, q: Tensor, v: Tensor, masked: bool,
+def weigh_values(what: FlashAttention, s: Tensor, q: Tensor, v: Tensor, masked: bool,
              dropout_p: float = 0.0) -> Tensor:
     """The result, from scores; `masked`: there is a mask among them."""
     return _softmax(what, s.cast(q.dtype), masked).dropout(dropout_p) @ _for_each(v, q)
@@ -152,7 +152,7 @@ def scores(what: FlashAttention, sums: Tensor, d: int, *mask: Tensor) -> Tensor:
 
 
 def own_document(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Which columns are not before a row's document, and which not after it, bool [B, 1, S, S]."""
+    """Returns which columns are not before a row's document, and which not after it, bool [B, 1, S, S]."""
     column = Tensor.arange(int(first.shape[-1])).cast(first.dtype)
     before, after = (one.reshape(-1, 1, int(one.shape[-1]), 1) for one in (first, end))
     return before < column + 1, column < after
@@ -199,15 +199,15 @@ def gradient_of_sinks(sinks: Tensor, logs: Tensor, delta: Tensor) -> Tensor:
 def backward(what: FlashAttentionBackward, q: Tensor, k: Tensor, v: Tensor,
              *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv; `rest` is the mask and the seed, those there are, l, delta and the result's gradient."""
-    p, ds, slope = _derived(what.forward, q, k, v, *rest)
+    p, ds, slope = _derive_scores(what.forward, q, k, v, *rest)
     grad = rest[-1]
     p, ds = p.cast(v.dtype), (ds * slope).cast(q.dtype)
     dq = (ds.float() @ _for_each(k, q).float()).cast(q.dtype)
-    dk, dv = (_summed(of, rows, one) for of, rows, one in ((ds, q, k), (p, grad, v)))
+    dk, dv = (_sum_query_heads(of, rows, one) for of, rows, one in ((ds, q, k), (p, grad, v)))
     return dq, dk, dv
 
 
-def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
+def _derive_scores(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
              *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """p after dropout, ds, and the scores' derivative by q kᵀ, all [B, H, S_q, S_kv] in float32."""
     *more, logs, delta, grad = rest
@@ -228,7 +228,7 @@ def _derived(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor,
     return p if kept is None else p * kept, hidden.where(0, p * (dp - delta.unsqueeze(-1))), slope
 
 
-def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+def _sum_query_heads(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     """ofᵀ rows, summed over the query heads of each key head: the gradient of keys or values `like`."""
     b, heads, s_kv, d = like.shape
     of = of.reshape(b, heads, -1, s_kv)
@@ -238,6 +238,6 @@ def _summed(of: Tensor, rows: Tensor, like: Tensor) -> Tensor:
 
 def _of_mask(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Tensor:
     """The gradient of a mask of floats, the first of what comes after v."""
-    _, ds, _ = _derived(what, q, k, v, mask, *rest)
+    _, ds, _ = _derive_scores(what, q, k, v, mask, *rest)
     axes = tuple(i for i, (own, all_) in enumerate(zip(mask.shape, ds.shape, strict=True)) if own != all_)
     return ds.sum(axes, keepdim=True).cast(mask.dtype)

@@ -2,10 +2,9 @@
 
 Protocol. Query, key and value are [..., H, S, D] with at least two dimensions; those before S are broadcast.
 With `gqa` there are whole multiples of query heads for each key head, without it as many, or one. A mask is
-broadcast to [..., H, S_q, S_kv]. `check` raises `SpecError` for what has no attention at all. `arranged`
-gives the tensors, with None for what kernels of ours have no way for: extents that are not numbers, a mask
-that enlarges the result, dtypes that differ.
-"""
+broadcast to [..., H, S_q, S_kv]. `check` raises `SpecError` for what has no attention at all.
+`arrange_operands` gives the tensors, with None for what kernels of ours have no way for: extents that are not
+numbers, a mask that enlarges the result, dtypes that differ. """
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -73,8 +72,8 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor) -> None:
                         "broadcast")
 
 
-def arranged(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Operands | None:
-    """Checked tensors as kernels have them; None where they have not."""
+def arrange_operands(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Operands | None:
+    """Returns checked tensors as kernels have them; None where they have not."""
     given = [q, k, v] if mask is None else [q, k, v, mask]
     if not all(all_int(one.shape) and 0 not in one.shape for one in given): return None
     lead = _broadcast(*(one.shape[:-3] for one in (q, k, v)))

@@ -14,10 +14,10 @@ from tinygrad.uop.ops import GroupOp, UOp
 from tinygrad_nv import hooks
 from tinygrad_nv.patterns.attention.attempt import Attempt
 from tinygrad_nv.patterns.attention.dims import Ranges
-from tinygrad_nv.patterns.attention.match import ordered
+from tinygrad_nv.patterns.attention.match import order_ranges
 from tinygrad_nv.patterns.attention.named import FlashAttention, scores
 from tinygrad_nv.patterns.attention.score import Score
-from tinygrad_nv.patterns.attention.spec import Found, Reading, found
+from tinygrad_nv.patterns.attention.spec import Found, Reading, make_spec
 from tinygrad_nv.patterns.contraction import Side, is_storage, side
 from tinygrad_nv.patterns.index import Affine, Indices, Space
 from tinygrad_nv.patterns.positions import is_variable
@@ -32,8 +32,8 @@ def shape_of(x: UOp) -> Shape: return tuple(int(extent) for extent in x.shape)
 def read_from(what: FlashAttention, attempt: Attempt, tail: tuple[UOp, ...], arguments: tuple[UOp, ...],
               lse: bool = False) -> Found:
     """The spec of an attention of q, k, v and the mask, if there is one, whose result [B, H, S_q, D_v] goes
-    through the movement and casts of `tail`, of which the last is where the attempt ends. Raises `NotOurs`,
-    `Unfused`, `NotAffine` or `SpecError`."""
+    through the movement and casts of `tail`, of which the last is where the attempt ends. Raises
+    `Unsupported`, `Unfused`, `NotAffine` or `SpecError`."""
     space, end = Space(), attempt.end
     q, k, v, *mask = arguments
     batch, heads, rows, d = shape_of(q)
@@ -51,8 +51,9 @@ def read_from(what: FlashAttention, attempt: Attempt, tail: tuple[UOp, ...], arg
     columns = frozenset(c.strides)
     def of(x: UOp, *indices: Affine) -> Side: return side(space, x, indices, False, is_storage)
     sides = of(q, b, h, r, e), of(k, b, key_head, c, e), of(v, b, key_head, c, width)
-    counted = Ranges(tuple(c.strides), tuple(e.strides), frozenset(), ordered(space, (b, h, r, c), columns))
-    return found(Reading(space, end, score, sides, out, counted, variables, log), attempt.rows)
+    counted = Ranges(tuple(c.strides), tuple(e.strides), frozenset(),
+                     order_ranges(space, (b, h, r, c), columns))
+    return make_spec(Reading(space, end, score, sides, out, counted, variables, log), attempt.rows)
 
 
 def _score(space: Space, what: FlashAttention, sums: UOp, d: int, mask: list[UOp],

@@ -1,12 +1,12 @@
-"""What happens to a score between q kᵀ and its exponential, as an expression in float32.
+"""Operations on a score between q kᵀ and its exponential, as an expression in float32.
 
 Protocol. `Score` translates the exponent of an attention's weights, from the indices of a weight: an
 `Epilogue` (patterns/epilogue.py) whose sums are the products of q and k, with these differences:
 
 * Floats of 16 bits become float32, and casts between them are left out: scores are never rounded on the way,
   which the graph may ask for and which only loses.
-* The maximum of a row is a `Top`: `shifted` takes it, and whatever else is subtracted of it, away. A softmax
-  does not change by what is added to a whole row.
+* The maximum of a row is a `Top`: `strip_row_max` takes it, and whatever else is subtracted of it, away. A
+softmax does not change by what is added to a whole row.
 * Positions are `ScorePlace`s: affine in the ranges of the space and in a launch's variables. What becomes of
 them
   (Position, a band) is for mask.py, which knows the dimensions.
@@ -26,11 +26,11 @@ from tinygrad.helpers import all_int
 from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.attention.fitted import fitted
+from tinygrad_nv.patterns.attention.fitted import fit_form
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.patterns.positions import linear
-from tinygrad_nv.patterns.rewriting import stored
+from tinygrad_nv.patterns.rewriting import stored_value
 from tinygrad_nv.tile import operations
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, walk
 
@@ -55,7 +55,7 @@ class ScorePlace(Expression):
 
     @property
     def lies(self) -> Affine:
-        """As an index, without the variables."""
+        """Index of the place, without the variables."""
         return Affine(self.offset, dict(self.strides))
 
 
@@ -66,8 +66,8 @@ def place(offset: int, strides: dict[int, int], factors: dict[str, int]) -> Expr
     return made if made.strides or made.factors else Constant(offset, dtypes.int32)
 
 
-def added(x: Expression, y: Expression, by: int = 1) -> Expression | None:
-    """x + by · y of places and whole constants, None of anything else."""
+def add(x: Expression, y: Expression, by: int = 1) -> Expression | None:
+    """Returns x + by · y of places and whole constants, None of anything else."""
     if not (is_whole(x) and is_whole(y)): return None
     (ox, sx, fx), (oy, sy, fy) = map(_parts, (x, y))
     for mine, others in ((sx, sy), (fx, fy)):
@@ -95,7 +95,7 @@ class Score(Epilogue):
         self.columns = columns
         super().__init__(space, root, end, region, indices, memory)
 
-    def _made(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _make(self, node: UOp, indices: Indices, want: DType) -> Expression:
         if node is self.root: return self._sum(indices)
         if node not in self.region: return self._leaf(node, indices, want)
         if node.op in PASSED: return self.value(node.src[0], indices, want)
@@ -103,7 +103,7 @@ class Score(Epilogue):
             return self.value(node.src[0], self.space.through(node, indices), want)
         if node.op is Ops.REDUCE and node.arg[0] is Ops.MAX: return self._top(indices)
         if node.op not in ELEMENTWISE: raise Unfused(f"{node.op.name} of scores before the softmax")
-        return self._applied(node, indices, want)
+        return self._apply(node, indices, want)
 
     def _top(self, indices: Indices) -> Expression:
         moving = {part for i in map(self.space.resolve, indices) for part in i.strides}
@@ -111,15 +111,15 @@ class Score(Epilogue):
             raise Unfused("a maximum that is not of a row")
         return Top()
 
-    def _applied(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _apply(self, node: UOp, indices: Indices, want: DType) -> Expression:
         if dtypes.is_int(node.dtype) and (node.dtype.itemsize < 4 or dtypes.is_unsigned(node.dtype)):
             raise Unfused(f"scores computed in {node.dtype.name}, which wraps")
         if node.op is Ops.CAST:
             arg = self.value(node.src[0], indices, kind(node.src[0].dtype))
-            return converted(arg, kind(node.dtype, want))
+            return cast(arg, kind(node.dtype, want))
         if node.op is Ops.POW:
-            base = super()._applied(node, indices, kind(node.dtype, want))
-            return folded(base) if isinstance(base, Apply) else base
+            base = super()._apply(node, indices, kind(node.dtype, want))
+            return fold_constants(base) if isinstance(base, Apply) else base
         own = kind(node.dtype, want)
         if node.op in GroupOp.Comparison:
             strong = next((s.dtype for s in node.src if s.dtype not in dtypes.weaks), node.src[0].dtype)
@@ -127,45 +127,45 @@ class Score(Epilogue):
         wants = [dtypes.bool if node.op is Ops.WHERE and not i else own for i in range(len(node.src))]
         args = [self.value(s, self.space.over(node.shape, s.shape, indices), each)
                 for s, each in zip(node.src, wants, strict=True)]
-        if node.op is Ops.CMPEQ: return negated(made("not_equal", args, dtypes.bool))
+        if node.op is Ops.CMPEQ: return negate(apply("not_equal", args, dtypes.bool))
         name = "and" if node.op is Ops.MUL and own == dtypes.bool else NAMES[node.op]
-        return made(name, args, dtypes.bool if node.op in GroupOp.Comparison else own)
+        return apply(name, args, dtypes.bool if node.op in GroupOp.Comparison else own)
 
     def _leaf(self, node: UOp, indices: Indices, want: DType) -> Expression:
-        if (value := number(stored(node))) is not None:
+        if (value := number(stored_value(node))) is not None:
             dtype = kind(node.dtype, want)
             if dtypes.is_int(dtype) and value != int(value): raise Unfused("a fraction among integers")
             return Constant(truncate[dtype](value) if dtype == dtypes.float32 else value, dtype)
         if self.memory(node): return self._load(node, indices)
-        if node.device is None: return self._computed(node, indices, want)
+        if node.device is None: return self._compute(node, indices, want)
         if node.op in GroupOp.Movement:
             try: return self.value(node.src[0], self.space.through(node, indices), want)
             except NotAffine: return self._load(node, indices)
         if node.op in ELEMENTWISE and self.beside < 64 and (self._is_computed(node) or _has_places(node)):
             self.beside += 1
-            return self._applied(node, indices, want)
+            return self._apply(node, indices, want)
         return self._load(node, indices)
 
-    def _computed(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _compute(self, node: UOp, indices: Indices, want: DType) -> Expression:
         """A value of no device: of constants, positions and variables."""
         if not node.shape and (scalar := linear(node)) is not None and node.dtype != dtypes.bool:
-            return converted(place(scalar.offset, {}, dict(scalar.factors)), kind(node.dtype, want))
+            return cast(place(scalar.offset, {}, dict(scalar.factors)), kind(node.dtype, want))
         wide = [extent for extent in node.shape if not _is_one(extent)]
         if (node.op is Ops.REDUCE or len(wide) == 1) and node.op is not Ops.CAST \
-                and (form := fitted(node)) is not None:
+                and (form := fit_form(node)) is not None:
             strides: dict[int, int] = {}
             offset = form.offset
             for index, by in zip(map(self.space.resolve, indices), form.strides, strict=True):
                 offset += by * index.offset
                 for r, stride in index.strides.items(): strides[r] = strides.get(r, 0) + by * stride
-            return converted(place(offset, strides, dict(form.factors)), kind(node.dtype, want))
+            return cast(place(offset, strides, dict(form.factors)), kind(node.dtype, want))
         if node.op in GroupOp.Movement:
             return self.value(node.src[0], self.space.through(node, indices), want)
         if node.op in PASSED: return self.value(node.src[0], indices, want)
-        if node.op in ELEMENTWISE: return self._applied(node, indices, want)
-        return self._stored(node, indices, want)
+        if node.op in ELEMENTWISE: return self._apply(node, indices, want)
+        return self._store(node, indices, want)
 
-    def _stored(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _store(self, node: UOp, indices: Indices, want: DType) -> Expression:
         """A value made of constants that is no arithmetic here, in storage: of its own it has none."""
         if not all_int(node.shape): raise Unfused(f"a {node.op.name} of positions, of symbolic extent")
         dtype, device = kind(node.dtype, want), self.root.device
@@ -177,7 +177,7 @@ class Score(Epilogue):
     def _load(self, node: UOp, indices: Indices) -> Expression:
         if node in self.region: raise Unfused("scores are stored before the softmax")
         loaded = super()._load(node, indices)
-        return converted(loaded, kind(node.dtype))
+        return cast(loaded, kind(node.dtype))
 
 
 def kind(dtype: DType, want: DType = dtypes.void) -> DType:
@@ -199,13 +199,13 @@ def _has_places(node: UOp) -> bool:
 
 # **** nodes ****
 
-def converted(x: Expression, dtype: DType) -> Expression:
-    """A cast."""
+def cast(x: Expression, dtype: DType) -> Expression:
+    """Returns a value cast to a dtype."""
     if x.dtype == dtype: return x
     if isinstance(x, Constant):
         value = {dtypes.bool: bool, dtypes.int32: int}.get(dtype, float)(x.value)
         return Constant(value, dtype)
-    if _is_choice(x): return _chosen(x, [converted(each, dtype) for each in x.args[1:]], dtype)
+    if _is_choice(x): return _choose_value(x, [cast(each, dtype) for each in x.args[1:]], dtype)
     return Apply("cast", (x,), dtype)
 
 
@@ -214,67 +214,67 @@ def _is_choice(x: Expression) -> TypeGuard[Apply]:
     return isinstance(x, Apply) and x.op == "where" and all(isinstance(each, Constant) for each in x.args[1:])
 
 
-def _chosen(choice: Apply, values: list[Expression], dtype: DType) -> Expression:
-    return folded(Apply("where", (choice.args[0], *values), dtype))
+def _choose_value(choice: Apply, values: list[Expression], dtype: DType) -> Expression:
+    return fold_constants(Apply("where", (choice.args[0], *values), dtype))
 
 
-def made(op: str, args: list[Expression], dtype: DType) -> Expression:
+def apply(op: str, args: list[Expression], dtype: DType) -> Expression:
     """An operation, folded where its arguments are constants, one of two constants, or places."""
     choice = next(filter(_is_choice, args), None)
     if choice is not None and all(arg is choice or isinstance(arg, Constant) for arg in args):
         both = [[each if arg is choice else arg for arg in args] for each in choice.args[1:]]
-        return _chosen(choice, [made(op, one, dtype) for one in both], dtype)
+        return _choose_value(choice, [apply(op, one, dtype) for one in both], dtype)
     if op in ("add", "mul") and isinstance(args[0], Constant): args = args[::-1]
     if op == "less": return _less(args[0], args[1])
     if op in ("add", "sub") and dtype == dtypes.int32:
-        whole = added(args[0], args[1], -1 if op == "sub" else 1)
+        whole = add(args[0], args[1], -1 if op == "sub" else 1)
         if whole is not None: return whole
     if op == "mul" and isinstance(args[0], ScorePlace) and isinstance(args[1], Constant):
-        whole = added(Constant(0, dtypes.int32), args[0], int(args[1].value))
+        whole = add(Constant(0, dtypes.int32), args[0], int(args[1].value))
         assert whole is not None
         return whole
     if op == "not_equal" and args[0].dtype == dtypes.bool:
         for one, other in (args, args[::-1]):
-            if isinstance(other, Constant): return negated(one) if other.value else one
+            if isinstance(other, Constant): return negate(one) if other.value else one
         return Apply("xor", tuple(args), dtypes.bool)
-    return folded(Apply(op, tuple(args), dtype))
+    return fold_constants(Apply(op, tuple(args), dtype))
 
 
 def _less(x: Expression, y: Expression) -> Expression:
     """x < y; of places (also as floats, which hold them exactly) as place < 0."""
-    bare = [_bare(x), _bare(y)]
-    if all(is_whole(each) for each in bare) and (whole := added(bare[0], bare[1], -1)) is not None:
+    bare = [_strip_cast(x), _strip_cast(y)]
+    if all(is_whole(each) for each in bare) and (whole := add(bare[0], bare[1], -1)) is not None:
         zero = Constant(0, dtypes.int32)
-        return folded(Apply("less", (whole, zero), dtypes.bool))
-    return folded(Apply("less", (x, y), dtypes.bool))
+        return fold_constants(Apply("less", (whole, zero), dtypes.bool))
+    return fold_constants(Apply("less", (x, y), dtypes.bool))
 
 
-def _bare(x: Expression) -> Expression:
+def _strip_cast(x: Expression) -> Expression:
     if isinstance(x, Apply) and x.op == "cast" and isinstance(x.args[0], ScorePlace): return x.args[0]
     if isinstance(x, Constant) and x.dtype == dtypes.float32 and abs(x.value) < 2**24 and \
             x.value == int(x.value): return Constant(int(x.value), dtypes.int32)
     return x
 
 
-def negated(x: Expression) -> Expression:
-    """not x."""
+def negate(x: Expression) -> Expression:
+    """Returns not x."""
     if isinstance(x, Constant): return Constant(not x.value, dtypes.bool)
     assert x.dtype == dtypes.bool
     if isinstance(x, Apply):
         zero = Constant(0, dtypes.int32)
         if x.op == "less" and isinstance(x.args[0], ScorePlace) and x.args[1] == zero:
-            other = added(Constant(-1, dtypes.int32), x.args[0], -1)  # not d < 0 is -1 - d < 0
+            other = add(Constant(-1, dtypes.int32), x.args[0], -1)  # not d < 0 is -1 - d < 0
             assert other is not None
             return Apply("less", (other, zero), dtypes.bool)
         if x.op in ("and", "or"):
-            return Apply("or" if x.op == "and" else "and", tuple(map(negated, x.args)), dtypes.bool)
+            return Apply("or" if x.op == "and" else "and", tuple(map(negate, x.args)), dtypes.bool)
         if x.op == "less" and x.args[1] == Constant(1, dtypes.int32) and isinstance(x.args[0], Apply) \
                 and x.args[0].op == "cast" and x.args[0].args[0].dtype == dtypes.bool:
             return x.args[0].args[0]
     return Apply("less", (Apply("cast", (x,), dtypes.int32), Constant(1, dtypes.int32)), dtypes.bool)
 
 
-def folded(node: Apply) -> Expression:
+def fold_constants(node: Apply) -> Expression:
     """An operation of constants as a constant; products of constants as one."""
     args, op = node.args, node.op
     numbers = [arg.value for arg in args if isinstance(arg, Constant)]
@@ -300,7 +300,7 @@ def _condition(node: Apply) -> Expression:
         condition, yes, no = node.args
         if isinstance(yes, Constant) and isinstance(no, Constant):
             if yes.value == no.value: return yes
-            return condition if yes.value else negated(condition)
+            return condition if yes.value else negate(condition)
     if node.op in ("and", "or"):
         for one, other in (node.args, node.args[::-1]):
             if isinstance(other, Constant): return one if bool(other.value) == (node.op == "and") else other
@@ -309,9 +309,9 @@ def _condition(node: Apply) -> Expression:
 
 # **** from an exponent to a score ****
 
-def shifted(x: Expression) -> Expression:
-    """The score of an exponent of 2: in natural units, without what is the same for a whole row. Raises
-    `Unfused` if a maximum stands elsewhere than in a difference."""
+def strip_row_max(x: Expression) -> Expression:
+    """Returns the score of an exponent of 2: in natural units, without what is the same for a whole row.
+    Raises `Unfused` if a maximum stands elsewhere than in a difference."""
     rest = _without_top(x)
     if rest is None: raise Unfused("weights that do not depend on scores")
     if isinstance(rest, Apply) and rest.op == "mul" and isinstance(rest.args[1], Constant):
@@ -321,7 +321,7 @@ def shifted(x: Expression) -> Expression:
 
 
 def _times(x: Expression, by: float) -> Expression:
-    return x if by == 1 else made("mul", [x, Constant(truncate[dtypes.float32](by))], dtypes.float32)
+    return x if by == 1 else apply("mul", [x, Constant(truncate[dtypes.float32](by))], dtypes.float32)
 
 
 def _without_top(x: Expression) -> Expression | None:
@@ -332,10 +332,10 @@ def _without_top(x: Expression) -> Expression | None:
     if x.op in ("add", "sub"):
         left, right = map(_without_top, x.args)
         if left is None: return right if right is None or x.op == "add" else _times(right, -1.0)
-        return left if right is None else made(x.op, [left, right], x.dtype)
+        return left if right is None else apply(x.op, [left, right], x.dtype)
     if x.op == "mul" and isinstance(x.args[1], Constant):
         inner = _without_top(x.args[0])
-        return None if inner is None else made("mul", [inner, x.args[1]], x.dtype)
+        return None if inner is None else apply("mul", [inner, x.args[1]], x.dtype)
     if _has_top(x): raise Unfused("a row's maximum that is not subtracted")
     return x
 

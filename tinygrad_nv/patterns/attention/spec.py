@@ -1,8 +1,8 @@
 """The spec of an attention, and what its launch is given, from the indices of everything in it.
 
-Protocol: `found` gets what match.py has read off a graph (`Reading`), and makes the `Found`: the score
+Protocol: `make_spec` gets what match.py has read off a graph (`Reading`), and makes the `Found`: the score
 without its masks, the dimensions, the band, extents as numbers or as arguments of the launch, and the
-storages in the kernel's order. `NotOurs`, `Unfused` and `SpecError` say why there is none.
+storages in the kernel's order. `Unsupported`, `Unfused` and `SpecError` say why there is none.
 """
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import prod
 from tinygrad.uop.ops import UOp, sint
 
-from tinygrad_nv.patterns.attention.dims import MORE, OUT, Dims, K, Q, Ranges, V, arranged
-from tinygrad_nv.patterns.attention.mask import Along, Mask, compared, finished, masks, places
-from tinygrad_nv.patterns.attention.score import Score, shifted
-from tinygrad_nv.patterns.contraction import Dim, NotOurs, Side
+from tinygrad_nv.patterns.attention.dims import MORE, OUT, Dims, K, Q, Ranges, V, arrange_dims
+from tinygrad_nv.patterns.attention.mask import Mask, Strides, compared_place, make_mask, masks, places
+from tinygrad_nv.patterns.attention.score import Score, strip_row_max
+from tinygrad_nv.patterns.contraction import Dim, Side, Unsupported
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Affine, Space, largest
-from tinygrad_nv.patterns.positions import AffineForm, linear, summed
+from tinygrad_nv.patterns.positions import AffineForm, add_forms, linear
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.launch import Integer
@@ -53,24 +53,25 @@ class Found:
     names: Mapping[str, UOp]
 
 
-def found(read: Reading, rows: bool) -> Found:
+def make_spec(read: Reading, rows: bool) -> Found:
     """The spec of a reading; without `rows`, of one row."""
     space, score = read.space, read.score
-    shown, conditions = masks(shifted(score.expression))
+    shown, conditions = masks(strip_row_max(score.expression))
     stood = places(shown, *conditions)
     keys = {leaf for r in read.counted.keys for leaf in space.leaves(r)}
-    bounding = [space.resolve(p.lies).strides.keys() for p in map(compared, conditions) if p is not None]
+    bounding = [space.resolve(p.lies).strides.keys() for p in map(compared_place, conditions)
+                if p is not None]
     counted = replace(read.counted, compared=frozenset(r for each in bounding if each & keys for r in each))
     entries = [lies for _, lies in score.loads]
     more = [space.resolve(x) for x in (*entries, *(p.lies for p in stood))]
     if read.lse is not None: more.append(space.resolve(read.lse))
     out = space.resolve(read.out)
-    dims = arranged(space, read.sides, out, more, counted, rows)
+    dims = arrange_dims(space, read.sides, out, more, counted, rows)
     extras = list(dict.fromkeys(node for node, _ in score.loads))
     listed = [_load(dims, MORE + i, extras.index(node), node, more[i].offset)
               for i, (node, _) in enumerate(score.loads)]
     along = {p: _along(dims, i, more[i - MORE].offset) for i, p in enumerate(stood, MORE + len(entries))}
-    mask = finished(shown, conditions, along, listed, largest(dims.rows.extent))
+    mask = make_mask(shown, conditions, along, listed, largest(dims.rows.extent))
     names = read.variables
     forms = _extents(dims, mask, names)
     spec = _spec(dims, mask, read.end, out.offset, forms, names)
@@ -91,7 +92,7 @@ def integer(form: AffineForm, variables: Sequence[UOp]) -> Integer:
 def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, AffineForm]:
     """s_q, s_kv and start."""
     def form(extent: sint, what: str) -> AffineForm:
-        if (made := linear(extent)) is None: raise NotOurs(f"{what} is no sum of variables", final=True)
+        if (made := linear(extent)) is None: raise Unsupported(f"{what} is no sum of variables", final=True)
         return made
     keys = form(dims.keys.extent, "the number of keys")
     if mask.keys is not None:
@@ -105,7 +106,7 @@ def _extents(dims: Dims, mask: Mask, names: Mapping[str, UOp]) -> dict[str, Affi
     return made
 
 
-def _less(x: AffineForm, y: AffineForm) -> AffineForm: return summed(x, y, -1)
+def _less(x: AffineForm, y: AffineForm) -> AffineForm: return add_forms(x, y, -1)
 
 
 def most(form: AffineForm, names: Mapping[str, UOp]) -> int:
@@ -143,7 +144,7 @@ def _with_lse(spec: AttentionSpec, dims: Dims, i: int) -> AttentionSpec:
     widths = (*spec.batch, spec.s_q)
     for axis, dim in enumerate((*dims.batch, dims.rows)):
         if widths[axis] > 1 and dim.strides[i] != prod(widths[axis + 1:]):
-            raise NotOurs("a result whose rows lie in another order than its heads")
+            raise Unsupported("a result whose rows lie in another order than its heads")
     return replace(spec, lse=True)
 
 
@@ -151,8 +152,8 @@ def _load(dims: Dims, i: int, parameter: int, node: UOp, offset: int) -> Load:
     return Load(parameter, node.dtype, dims.rows.strides[i], dims.keys.strides[i], _strides(dims, i), offset)
 
 
-def _along(dims: Dims, i: int, offset: int) -> Along:
-    return Along(dims.rows.strides[i], dims.keys.strides[i], _strides(dims, i), offset)
+def _along(dims: Dims, i: int, offset: int) -> Strides:
+    return Strides(dims.rows.strides[i], dims.keys.strides[i], _strides(dims, i), offset)
 
 
 def _extent(form: AffineForm, names: Mapping[str, UOp]) -> sint:
@@ -172,7 +173,7 @@ def flops(made: Found) -> sint:
 
 
 def nbytes(spec: AttentionSpec) -> int:
-    """What a kernel reads and writes if it reads nothing twice."""
+    """Returns the bytes that a kernel reads and writes if it reads nothing twice."""
     def once(strides: tuple[int, ...]) -> int:
         return prod(e for e, s in zip(spec.batch, strides, strict=True) if s)
     total = 0

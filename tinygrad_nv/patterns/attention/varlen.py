@@ -27,8 +27,8 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.attention.named import FlashAttention, call_backward, gradient_of_sinks
-from tinygrad_nv.patterns.attention.varlen_lower import NAME, lowered
-from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, attended, token_bounds
+from tinygrad_nv.patterns.attention.varlen_lower import NAME, lower_varlen
+from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, attend_varlen, token_bounds
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_shape
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.attention.spec import Band
@@ -69,7 +69,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor
         more.append(distances)
     what = VarlenAttention(most_q, most_k, Band(first, last), scale, softcap, sinks is not None)
     same = cu_q is cu_k and q.shape[0] == k.shape[0] and most_q == most_k and distances is None
-    return call(what, attended, q, k, v, cu_q, cu_k, *more, grad=_gradient if same else None)[0]
+    return call(what, attend_varlen, q, k, v, cu_q, cu_k, *more, grad=_gradient if same else None)[0]
 
 
 def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
@@ -117,4 +117,4 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, x in (("cu_q", cu_q), ("cu_k", cu_k)): check_kind(name, x.dtype, (dtypes.int32,))
 
 
-lower(VarlenAttention, NAME, lowered, "NV_ATTENTION", sees_uses=True)
+lower(VarlenAttention, NAME, lower_varlen, "NV_ATTENTION", sees_uses=True)

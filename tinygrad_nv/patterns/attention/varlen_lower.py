@@ -1,10 +1,9 @@
 """Ragged attention to a kernel of ours: from a named function's arguments to an attention of a ragged batch.
 
-Protocol: `lowered` is what patterns/named.py asks for. Where l is used, as a gradient does, the sequences are
-documents of one row (documents.py), whose l lies by rows. Where q, k and v lie is read off their indices
-(patterns/strides.py), so that heads of a projection need no copy; what no template can read where it lies is
-copied. What no template does is a near miss, and the body runs.
-"""
+Protocol: `lower_varlen` is what patterns/named.py asks for. Where l is used, as a gradient does, the
+sequences are documents of one row (documents.py), whose l lies by rows. Where q, k and v lie is read off
+their indices (patterns/strides.py), so that heads of a projection need no copy; what no template can read
+where it lies is copied. What no template does is a near miss, and the body runs. """
 from __future__ import annotations
 
 import math
@@ -17,7 +16,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.varlen_reference import VarlenAttention, token_bounds
 from tinygrad_nv.patterns.named import Uses
-from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.documents import in_documents
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Rows
@@ -28,8 +27,9 @@ LSE = 1             # the second result
 LEAST_BYTES = 16  # of which rows begin at multiples, or they are copied: what every template reads
 
 
-def lowered(what: VarlenAttention, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
-    """The result of a ragged attention by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_varlen(what: VarlenAttention, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
+    """The result of a ragged attention by a kernel. Raises `Unsupported` or `SpecError` where there is
+    none."""
     if LSE in uses.after: return _with_logs(what, target, *arguments)
     q, k, v, *more = arguments
     rest, sinks, distances = more[:2], more[2:2 + what.sinks], next(iter(more[2 + what.sinks:]), None)
@@ -39,9 +39,9 @@ def lowered(what: VarlenAttention, target: Target, uses: Uses, *arguments: UOp) 
     spec = _spec(what, read, shape, keys, int(q.shape[2]), sequences,
                  0 if distances is None else int(distances.shape[1]))
     share = spec.flops * shape[0] // (spec.batch[0] * spec.s_q)  # of as many rows as there are
-    inputs = [*(each.storage for each in read), *rest, *(copied(each).storage for each in sinks),
+    inputs = [*(each.storage for each in read), *rest, *(copy_dense(each).storage for each in sinks),
               *([] if distances is None else [distances])]
-    return choose(spec, target).called(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
+    return choose(spec, target).call(q.device, [program.Output(shape, q.dtype)], inputs, rows=spec.s_q,
                                        flops=min(spec.flops, share))
 
 
@@ -56,10 +56,10 @@ def _with_logs(what: VarlenAttention, target: Target, q: UOp, k: UOp, v: UOp, cu
     column, hidden = Position("n"), -math.inf
     score = where(first < column + 1, where(column < end, spec.score, hidden), hidden)
     spec = in_documents(replace(spec, total=None, lse=True, score=score))
-    bounds = [copied(each.uop).storage for each in token_bounds(Tensor(cu), what.most_q, rows)]
-    inputs = [*(each.storage for each in read), *(copied(each).storage for each in sinks), *bounds]
+    bounds = [copy_dense(each.uop).storage for each in token_bounds(Tensor(cu), what.most_q, rows)]
+    inputs = [*(each.storage for each in read), *(copy_dense(each).storage for each in sinks), *bounds]
     outputs = [program.Output((rows, heads, d_v), q.dtype), program.Output((heads, rows), dtypes.float32)]
-    return choose(spec, target).called(q.device, outputs, inputs, flops=spec.flops)
+    return choose(spec, target).call(q.device, outputs, inputs, flops=spec.flops)
 
 
 def _spec(what: VarlenAttention, read: list[Laid], shape: tuple[int, ...], keys: tuple[int, int], d: int,
@@ -85,7 +85,7 @@ def _score(what: VarlenAttention, distances: int, group: int) -> Expression:
 
 def _read(x: UOp) -> Laid:
     """An operand where it lies, or copied where its rows could not be read there."""
-    found = laid(x)
+    found = lay_out(x)
     row, head, d = found.strides
     lies = Rows(found.dtype, row, (0, head, 0), found.offset)
-    return found if d == 1 and lies.aligned_bytes >= LEAST_BYTES else copied(x)
+    return found if d == 1 and lies.aligned_bytes >= LEAST_BYTES else copy_dense(x)

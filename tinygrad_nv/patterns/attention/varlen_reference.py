@@ -23,7 +23,7 @@ class VarlenAttention:
     sinks: bool = False
 
 
-def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
+def attend_varlen(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
              *more: Tensor) -> tuple[Tensor, ...]:
     """The attention in plain tinygrad: every sequence filled up to the most, softmax in float32; and l,
     float32 [H, rows], the logarithm of the sum by which a row's weights are divided. `more` are sinks and
@@ -31,15 +31,16 @@ def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tenso
     sinks, distances = more[:what.sinks], next(iter(more[what.sinks:]), None)
     (total, heads, d), kv_heads, batch = q.shape, k.shape[1], cu_q.shape[0] - 1
     rows, keys = (lengths(cu, most) for cu, most in ((cu_q, what.most_q), (cu_k, what.most_k)))
-    queries = filled(q, cu_q, rows, what.most_q).reshape(batch, what.most_q, kv_heads, heads // kv_heads, d)
-    k, v = (filled(x, cu_k, keys, what.most_k).permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))
+    queries = pad_sequences(q, cu_q, rows, what.most_q).reshape(batch, what.most_q, kv_heads,
+                                                                heads // kv_heads, d)
+    k, v = (pad_sequences(x, cu_k, keys, what.most_k).permute(0, 2, 1, 3).unsqueeze(2) for x in (k, v))
     s = (queries.permute(0, 2, 3, 1, 4).float() @ k.float().transpose(-1, -2)) * what.scale
     if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
     if distances is not None:
         way = Tensor.arange(what.most_k).reshape(1, -1) - Tensor.arange(what.most_q).reshape(-1, 1)
         added = distances[:, way + distances.shape[1] // 2]
         s = s + added.reshape(1, kv_heads, heads // kv_heads, *way.shape)
-    s = seen(what, rows, keys).reshape(batch, 1, 1, what.most_q, what.most_k).where(s, -float("inf"))
+    s = visible_keys(what, rows, keys).reshape(batch, 1, 1, what.most_q, what.most_k).where(s, -float("inf"))
     logits = [each.reshape(1, kv_heads, heads // kv_heads, 1, 1) for each in sinks]
     top = s.max(-1, keepdim=True)
     for each in logits: top = top.maximum(each)
@@ -50,8 +51,8 @@ def attended(what: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, cu_q: Tenso
     p = e / sum_.eq(0).where(1, sum_)
     out = (p.cast(v.dtype).float() @ v.float()).cast(v.dtype).permute(0, 3, 1, 2, 4)
     logs = (top + sum_.log()).permute(0, 3, 1, 2, 4).reshape(batch * what.most_q, heads, 1)
-    logs = laid_out(logs, cu_q, what.most_q, total).squeeze(-1).transpose(0, 1)
-    return laid_out(out.reshape(batch * what.most_q, heads, v.shape[-1]), cu_q, what.most_q, total), logs
+    logs = scatter_rows(logs, cu_q, what.most_q, total).squeeze(-1).transpose(0, 1)
+    return scatter_rows(out.reshape(batch * what.most_q, heads, v.shape[-1]), cu_q, what.most_q, total), logs
 
 
 def lengths(cu: Tensor, most: int) -> Tensor:
@@ -59,7 +60,7 @@ def lengths(cu: Tensor, most: int) -> Tensor:
     return (cu[1:] - cu[:-1]).clip(0, most)
 
 
-def filled(x: Tensor, cu: Tensor, length: Tensor, most: int) -> Tensor:
+def pad_sequences(x: Tensor, cu: Tensor, length: Tensor, most: int) -> Tensor:
     """Each sequence's rows, then zeros: [sequences, most, …]."""
     row = Tensor.arange(most)
     at = (cu[:-1].reshape(-1, 1) + row).clip(0, x.shape[0] - 1)
@@ -67,8 +68,8 @@ def filled(x: Tensor, cu: Tensor, length: Tensor, most: int) -> Tensor:
 
 
 def token_bounds(cu: Tensor, most: int, total: int) -> tuple[Tensor, Tensor]:
-    """Of each row where its sequence begins and ends, its `most` rows, int32 [1, rows]; those of rows of none
-    are the row itself."""
+    """Returns where the sequence of each row begins and ends, its `most` rows, int32 [1, rows]; rows of no
+    sequence have their own index as both."""
     row, last = Tensor.arange(total, dtype=dtypes.int32), cu.shape[0] - 2
     number = (row.reshape(-1, 1) >= cu[1:].reshape(1, -1)).sum(-1)
     begin = cu[number.minimum(last)]
@@ -77,8 +78,8 @@ def token_bounds(cu: Tensor, most: int, total: int) -> tuple[Tensor, Tensor]:
     return inside.where(begin, row).reshape(1, -1), inside.where(end, row).reshape(1, -1)
 
 
-def seen(what: VarlenAttention, rows: Tensor, keys: Tensor) -> Tensor:
-    """Which columns each row of a sequence sees: [sequences, most_q, most_k]."""
+def visible_keys(what: VarlenAttention, rows: Tensor, keys: Tensor) -> Tensor:
+    """Returns which columns each row of a sequence sees: [sequences, most_q, most_k]."""
     place = Tensor.arange(what.most_q).reshape(1, -1, 1) + (keys - rows).reshape(-1, 1, 1)
     column = Tensor.arange(what.most_k).reshape(1, 1, -1)
     made = (column < keys.reshape(-1, 1, 1)) & (place >= place)
@@ -87,7 +88,7 @@ def seen(what: VarlenAttention, rows: Tensor, keys: Tensor) -> Tensor:
     return made
 
 
-def laid_out(x: Tensor, cu: Tensor, most: int, total: int) -> Tensor:
+def scatter_rows(x: Tensor, cu: Tensor, most: int, total: int) -> Tensor:
     """Rows of [sequences · most, …] where they belong: [total, …], zeros where they are none's."""
     row, last = Tensor.arange(total), cu.shape[0] - 2
     sequence = (row.reshape(-1, 1) >= cu[1:].reshape(1, -1)).sum(-1)

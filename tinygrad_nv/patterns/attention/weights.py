@@ -17,27 +17,28 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.score import FLOATS, PASSED
-from tinygrad_nv.patterns.contraction import MatmulReduce, NotOurs, is_storage, product
+from tinygrad_nv.patterns.contraction import MatmulReduce, Unsupported, is_storage, product
 from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, Space, same
-from tinygrad_nv.patterns.rewriting import stored
+from tinygrad_nv.patterns.rewriting import stored_value
 
 NAME = "attention"  # what `program.miss` calls it
 
 
-def bare(node: UOp) -> UOp:
-    """What a value is a view and cast of."""
+def strip_views(node: UOp) -> UOp:
+    """Returns the node that a value is a view and cast of."""
     while node.op in GroupOp.Movement or node.op in PASSED or (node.op is Ops.CAST and node.dtype in FLOATS
                                                                and node.src[0].dtype in FLOATS):
         node = node.src[0]
     return node
 
 
-def weighted(second: MatmulReduce) -> int | None:
-    """Which operand of a product is made of exponentials, as the weights of an attention are. Weights that
-    are stored, since a Tensor holds them, are reported."""
+def weights_operand(second: MatmulReduce) -> int | None:
+    """Returns which operand of a product is made of exponentials, as the weights of an attention are. Weights
+    that are stored, since a Tensor holds them, are reported."""
     for i, source in enumerate(second.mul.src):
-        if (value := stored(node := bare(source))) is not node and _exponential(bare(value)):
+        value = stored_value(node := strip_views(source))
+        if value is not node and _exponential(strip_views(value)):
             program.miss(NAME, second.total, "the weights are used elsewhere too: a tensor holds them")
         elif _exponential(node): return i
     return None
@@ -45,11 +46,11 @@ def weighted(second: MatmulReduce) -> int | None:
 
 def _exponential(node: UOp) -> bool:
     if node.op is Ops.EXP2: return True
-    return node.op is Ops.MUL and {bare(s).op for s in node.src} == {Ops.EXP2, Ops.RECIPROCAL}
+    return node.op is Ops.MUL and {strip_views(s).op for s in node.src} == {Ops.EXP2, Ops.RECIPROCAL}
 
 
-def _descended(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
-    end = bare(node)
+def _descend(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
+    end = strip_views(node)
     while node is not end:
         if node.op in GroupOp.Movement: at = space.through(node, at)
         node = node.src[0]
@@ -87,21 +88,21 @@ def _leads_to(node: UOp, total: UOp) -> bool:
 def weights(space: Space, node: UOp, at: Indices, columns: Indices,
             divided: tuple[UOp, Indices] | None) -> tuple[UOp, Indices]:
     """The exponential, and its indices. Raises `Unfused` unless its sum over the keys divides it."""
-    node, at = _descended(space, node, at)
+    node, at = _descend(space, node, at)
     if node.op is Ops.MUL:
         if divided is not None: raise Unfused("weights that are divided before and after the product")
-        operands = [_descended(space, s, space.over(node.shape, s.shape, at)) for s in node.src]
+        operands = [_descend(space, s, space.over(node.shape, s.shape, at)) for s in node.src]
         exponential, reciprocal = sorted(operands, key=lambda pair: pair[0].op is not Ops.EXP2)
         node, at = exponential
     elif divided is None: raise Unfused("weights that are not normalised")
-    else: reciprocal = _descended(space, *divided)
-    total, where = _descended(space, *_divisor(space, reciprocal[0].src[0], reciprocal[1]))
+    else: reciprocal = _descend(space, *divided)
+    total, where = _descend(space, *_divisor(space, reciprocal[0].src[0], reciprocal[1]))
     if total.op is not Ops.REDUCE or total.arg[0] is not Ops.ADD or total.arg[1] != len(columns):
         raise Unfused("weights that are not divided by their sum")
     extents = total.src[0].shape[:total.arg[1]]
     if not all(map(same, extents, (_extent(space, c) for c in columns))):
         raise Unfused("weights that are divided by a sum over other keys")
-    inner, inside = _descended(space, total.src[0], columns + where)
+    inner, inside = _descend(space, total.src[0], columns + where)
     if inner is not node or any(space.resolve(x).key() != space.resolve(y).key()
                                 for x, y in zip(at, inside, strict=True)):
         raise Unfused("weights that are divided by the sum of others")
@@ -111,7 +112,7 @@ def weights(space: Space, node: UOp, at: Indices, columns: Indices,
 def _divisor(space: Space, node: UOp, at: Indices) -> tuple[UOp, Indices]:
     """The sum of `(sum == 0).where(1, sum)`: where that is 0 all weights are, whatever divides them. Of other
     divisors, themselves."""
-    guard, where = _descended(space, node, at)
+    guard, where = _descend(space, node, at)
     if guard.op is not Ops.WHERE: return node, at
     condition, instead, total = guard.src
     if condition.op is Ops.CMPNE and number(condition.src[1]) is True: condition = condition.src[0]
@@ -136,9 +137,9 @@ def first_product(exponential: UOp) -> MatmulReduce:
             if node.op is Ops.REDUCE and node.device is not None and (one := product(node)) is not None:
                 found.append(one)
             else: waiting += node.src
-        if len(found) > 1: raise NotOurs(f"scores of {len(found)} products", final=True)
+        if len(found) > 1: raise Unsupported(f"scores of {len(found)} products", final=True)
         if found: return found[0]
-    raise NotOurs("", final=True)
+    raise Unsupported("", final=True)
 
 
 def _is_buffer(node: UOp) -> bool: return node.op is not Ops.CONTIGUOUS and is_storage(node)

@@ -18,10 +18,10 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.contraction import NotOurs, is_storage
+from tinygrad_nv.patterns.contraction import Unsupported, is_storage
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.patterns.norm.match import NormRows, stored_nodes
+from tinygrad_nv.patterns.norm.match import NormRows, nodes_in_memory
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
@@ -35,32 +35,32 @@ LEAST_ROWS, LEAST_COLUMNS = 32, 32  # below, tinygrad's own kernel is as fast
 
 @dataclass(frozen=True)
 class _Match:
-    """What takes the place of a node, and what it loads."""
+    """Spec that takes the place of a node, and the tensors it loads."""
     how: Chosen
     inputs: tuple[UOp, ...]
 
 
 def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
     """The graph, of these nodes, with calls for its sums of columns."""
-    stored = dict.fromkeys(stored_nodes(nodes))
+    stored = dict.fromkeys(nodes_in_memory(nodes))
     memory = frozenset(stored)
-    found = {node: match for node in stored if (match := _matched(node, memory)) is not None}
+    found = {node: match for node in stored if (match := _match_node(node, memory)) is not None}
     if not found: return sink
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := found.get(node)) is None: return None
         inputs = [new(x) for x in match.inputs]
         region = node.toposort(gate=lambda each: each not in match.inputs, enter_calls=False)
-        result = building.attempted(NAME, _reduction(node), lambda: _called(match, node, inputs))
+        result = building.attempt(NAME, _reduction(node), lambda: _call_kernel(match, node, inputs))
         if result is None: return None
         ranges.carry_region(frozenset(region), result)
         return result
     return write_through(rebuilt(nodes, change))
 
 
-def _called(match: _Match, node: UOp, inputs: list[UOp]) -> UOp:
+def _call_kernel(match: _Match, node: UOp, inputs: list[UOp]) -> UOp:
     out = program.Output(node.shape, node.dtype)
-    return match.how.called(node.device, [out], inputs, NAME, flops=match.how.spec.flops)[0]
+    return match.how.call(node.device, [out], inputs, NAME, flops=match.how.spec.flops)[0]
 
 
 def _reduction(end: UOp) -> UOp | None:
@@ -70,15 +70,15 @@ def _reduction(end: UOp) -> UOp | None:
     return end
 
 
-def _matched(end: UOp, memory: frozenset[UOp]) -> _Match | None:
+def _match_node(end: UOp, memory: frozenset[UOp]) -> _Match | None:
     """The match of a node; None, or a miss, where there is none."""
     if end.dtype not in (dtypes.float32, *FLOAT16S): return None
     if (reduction := _reduction(end)) is None or (target := target_of(end.device)) is None: return None
     if any(isinstance(extent, UOp) for extent in reduction.src[0].shape): return None
     m, n = prod(reduction.src[0].shape[:reduction.arg[1]]), prod(end.shape)
     if m < LEAST_ROWS or n < LEAST_COLUMNS: return None
-    try: return _found(reduction, end.dtype, (m, n), target, memory)
-    except (Unfused, NotAffine, NotOurs, SpecError) as no:
+    try: return _match_reduction(reduction, end.dtype, (m, n), target, memory)
+    except (Unfused, NotAffine, Unsupported, SpecError) as no:
         program.miss(NAME, reduction, no.found if isinstance(no, SpecError) else str(no))
     return None
 
@@ -91,15 +91,15 @@ class _Terms(NormRows):
         self.source = source
         super().__init__(space, reduction, (), memory, row, 0)
 
-    def _made(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _make(self, node: UOp, indices: Indices, want: DType) -> Expression:
         if node is self.end: return self.value(node.src[0], self.source, node.dtype)
-        return super()._made(node, indices, want)
+        return super()._make(node, indices, want)
 
 
-def _found(reduction: UOp, dtype: DType, extents: tuple[int, int], target: Target,
+def _match_reduction(reduction: UOp, dtype: DType, extents: tuple[int, int], target: Target,
            memory: frozenset[UOp]) -> _Match | None:
     """The match of a REDUCE; None of one along rows, or of what is not in memory. Raises `Unfused`,
-    `NotAffine`, `NotOurs` or `SpecError`."""
+    `NotAffine`, `Unsupported` or `SpecError`."""
     (m, n), shape, count, space = extents, reduction.src[0].shape, reduction.arg[1], Space()
     row, column = space.range(m), space.range(n)
     indices = (*space.digits(row, shape[:count]), *space.digits(column, shape[count:]))

@@ -21,7 +21,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose, takes
 from tinygrad_nv.tile.conv.reference import patches
@@ -67,7 +67,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride
     given = {"bias": bias, "residual": residual}
     extras = {name: each for name, each in given.items() if each is not None}
     what = Convolution(stride, padding, activation, tuple(extras))
-    return call(what, convolved, x, weight, *extras.values())[0]
+    return call(what, convolve, x, weight, *extras.values())[0]
 
 
 def _output_shape(x: tuple[int, ...], weight: tuple[int, ...], stride: tuple[int, int],
@@ -88,7 +88,7 @@ def method(theirs: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
     space = x.ndim - 2
     steps = make_tuple(stride, space)
     if dtype is not None or groups != 1 or set(make_tuple(dilation, max(space, 1))) != {1} \
-            or not _taken(x, weight, bias, steps):
+            or not _is_worthwhile(x, weight, bias, steps):
         return theirs(x, weight, bias, groups, stride, dilation, padding, dtype)
     pads = resolve_pool_pads(padding, space)
     if min(pads) < 0: return theirs(x, weight, bias, groups, stride, dilation, padding, dtype)
@@ -101,7 +101,7 @@ def method(theirs: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tenso
     return made.squeeze(2) if space == 1 else made
 
 
-def _taken(x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[int, ...]) -> bool:
+def _is_worthwhile(x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[int, ...]) -> bool:
     """Whether a convolution is worth bringing into another layout. One of one tap, or whose patches do not
     overlap, is a matmul as it is."""
     if x.ndim not in (3, 4) or weight.ndim != x.ndim or not config.get("NV_GEMM") or WINO or IMAGE:
@@ -118,30 +118,30 @@ def _taken(x: Tensor, weight: Tensor, bias: Tensor | None, steps: tuple[int, ...
 
 # **** in plain tinygrad ****
 
-def convolved(what: Convolution, x: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
-    """The result."""
+def convolve(what: Convolution, x: Tensor, weight: Tensor, *extras: Tensor) -> tuple[Tensor, ...]:
+    """Returns the convolution in plain tinygrad."""
     spec = _spec(what, x.uop, weight.uop)
     taps = patches(x.float(), spec).unsqueeze(3)
     sums = (taps * weight.float()).sum((-3, -2, -1))
-    return finished(what, sums, extras).cast(x.dtype),
+    return apply_epilogue(what, sums, extras).cast(x.dtype),
 
 
-def finished(what: Convolution, sums: Tensor, extras: tuple[Tensor, ...]) -> Tensor:
-    """What the epilogue makes of sums, float32."""
+def apply_epilogue(what: Convolution, sums: Tensor, extras: tuple[Tensor, ...]) -> Tensor:
+    """Returns what the epilogue makes of sums, float32."""
     for each in extras: sums = sums + each.float()
     return sums.silu() if what.activation else sums
 
 
 # **** kernels ****
 
-def lowered(what: Convolution, target: Target, x: UOp, weight: UOp, *extras: UOp) -> tuple[UOp, ...]:
-    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    if isinstance(x.device, tuple): raise NotOurs("shards")
+def lower_conv(what: Convolution, target: Target, x: UOp, weight: UOp, *extras: UOp) -> tuple[UOp, ...]:
+    """Returns the result by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
+    if isinstance(x.device, tuple): raise Unsupported("shards")
     spec = _spec(what, x, weight, *extras)
     try: how = choose(spec, target)
-    except NotOurs: return by_patches(what, spec, target, x, weight, *extras)
+    except Unsupported: return by_patches(what, spec, target, x, weight, *extras)
     out = program.Output((spec.batch, spec.out_height, spec.out_width, spec.outputs), x.dtype)
-    return how.called(x.device, [out], [_memory(each) for each in (x, weight, *extras)], NAME,
+    return how.call(x.device, [out], [_memory(each) for each in (x, weight, *extras)], NAME,
                       flops=spec.flops, nbytes=spec.nbytes)
 
 
@@ -162,14 +162,15 @@ def _epilogue(what: Convolution, dtype: DType, outputs: int, *extras: DType) -> 
 
 def by_patches(what: Convolution, spec: ConvSpec, target: Target, x: UOp, weight: UOp,
                *extras: UOp) -> tuple[UOp, ...]:
-    """The result by a matmul, whose left operand is in memory. Raises `NotOurs` where no template has it."""
+    """The result by a matmul, whose left operand is in memory. Raises `Unsupported` where no template has
+    it."""
     choose(spec.gemm, target)
     left = Tensor(x) if spec.gemm.k == spec.channels and spec.gemm.m == x.shape[0] * x.shape[1] * x.shape[2] \
         else patches(Tensor(x), spec)
     a, gemm = left.reshape(spec.gemm.m, spec.gemm.k).contiguous(), spec.gemm
     sums = a.matmul(Tensor(weight).reshape(gemm.n, gemm.k).T, dtype=dtypes.float32)
     whole = sums.reshape(spec.batch, spec.out_height, spec.out_width, spec.outputs)
-    return finished(what, whole, tuple(map(Tensor, extras))).cast(x.dtype).contiguous().uop,
+    return apply_epilogue(what, whole, tuple(map(Tensor, extras))).cast(x.dtype).contiguous().uop,
 
 
 def _memory(x: UOp) -> UOp:
@@ -177,4 +178,4 @@ def _memory(x: UOp) -> UOp:
     return x if x.has_buffer_identity(after_ok=True) else x.contiguous()
 
 
-lower(Convolution, NAME, lowered, setting="NV_GEMM")
+lower(Convolution, NAME, lower_conv, setting="NV_GEMM")

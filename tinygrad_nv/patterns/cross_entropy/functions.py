@@ -69,7 +69,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias
     loss = Loss(ignore_index, label_smoothing, z_loss, softcap, divisor)
     _check_rows("hidden", hidden, labels)
     _check_weight("weight", weight, hidden, bias)
-    what = LinearLosses(loss, biased=bias is not None, chunk=_checked_chunk(chunk))
+    what = LinearLosses(loss, biased=bias is not None, chunk=_check_chunk(chunk))
     return _linear_loss(what, hidden, weight, bias, labels, [], reduction, num_items)
 
 
@@ -96,7 +96,7 @@ def linear_distillation(hidden: Tensor, weight: Tensor, labels: Tensor | None = 
         _check_weight("teacher_weight", given[1], given[0], None, int(weight.shape[0]))
     else: _check_teacher(given[0], (*hidden.shape[:-1], weight.shape[0]))
     what = LinearLosses(Loss(ignore_index, softcap=softcap, divisor=divisor), _temperature(temperature),
-                        biased=bias is not None, linear_teacher=linear, chunk=_checked_chunk(chunk))
+                        biased=bias is not None, linear_teacher=linear, chunk=_check_chunk(chunk))
     teacher = [_flat(given[0]), *given[1:]]
     return _linear_loss(what, hidden, weight, bias, labels, teacher, reduction, num_items)
 
@@ -130,7 +130,8 @@ def _linear_loss(what: LinearLosses, hidden: Tensor, weight: Tensor, bias: Tenso
 
 
 def _factors(loss: Loss, labels: Tensor, reduction: Reduction, num_items: Count) -> Tensor | None:
-    """What gradients are multiplied by, and the sum of losses, float32 (2); None where there is no sum."""
+    """Returns what gradients are multiplied by, and the sum of losses, float32 (2); None where there is no
+    sum."""
     if reduction not in ("mean", "sum", "none"):
         raise SpecError(f"reduction={reduction!r}", '"mean", "sum" or "none"')
     if num_items is not None and reduction != "mean":
@@ -199,13 +200,13 @@ def _temperature(temperature: float) -> float:
     return float(temperature)
 
 
-def _checked_chunk(chunk: int) -> int:
+def _check_chunk(chunk: int) -> int:
     if type(chunk) is not int or chunk < 0: raise SpecError(f"chunk={chunk!r}", "a number of rows, or 0")
     return chunk
 
 
 def _check_rows(name: str, rows: Tensor, labels: Tensor) -> None:
-    """Of rows and their labels."""
+    """Raises `SpecError` for rows and labels that do not fit each other."""
     if rows.ndim < 1 or rows.dtype not in LOGITS:
         raise SpecError(f"{name} of {short(rows.dtype)} {rows.shape}",
                         "(…, size) of float32, bfloat16 or float16")
@@ -215,7 +216,7 @@ def _check_rows(name: str, rows: Tensor, labels: Tensor) -> None:
 
 
 def _check_weight(name: str, weight: Tensor, hidden: Tensor, bias: Tensor | None, classes: int = 0) -> None:
-    """Of the matrix of an output layer, and its bias."""
+    """Raises `SpecError` for the matrix of an output layer, or its bias, of a wrong shape or dtype."""
     wrong = weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype
     if wrong or (classes and weight.shape[0] != classes):
         raise SpecError(f"{name} of {short(weight.dtype)} {weight.shape}",

@@ -23,7 +23,7 @@ from tinygrad.helpers import ALLOW_TF32, all_int
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.cross_entropy.named import (
     LinearLosses,
     Operands,
@@ -45,8 +45,9 @@ FEWEST_ROWS = {"cpu": 64, "gpu": 1024}              # of a chunk: each reads and
 Place: TypeAlias = program.Output | UOp
 
 
-def lowered_rows(what: RowLosses, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
-    """Losses and the gradient of logits by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_rows(what: RowLosses, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
+    """Returns losses and the gradient of logits by a kernel. Raises `Unsupported` or `SpecError` where there
+    is none."""
     given = Operands.of(what, arguments)
     rows, size = _extents(given.rows)
     scale = given.scale if given.factors is None else \
@@ -54,12 +55,13 @@ def lowered_rows(what: RowLosses, target: Target, uses: Uses, *arguments: UOp) -
     spec = rows_spec(replace(what, scaled=scale is not None), (rows, size), given.rows.dtype,
                      None if given.teacher is None else given.teacher.dtype,
                      gradient_dtype(given.rows.dtype) if 1 in uses.after else None)
-    losses, gradient = _called(spec, target, given.rows, given.labels, given.teacher, scale, None)
-    return _summed(losses, given), given.rows if gradient is None else gradient
+    losses, gradient = _call_kernel(spec, target, given.rows, given.labels, given.teacher, scale, None)
+    return _sum_losses(losses, given), given.rows if gradient is None else gradient
 
 
-def lowered_linear(what: LinearLosses, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
-    """Losses and gradients, chunk after chunk. Raises `NotOurs` or `SpecError` where there is no kernel."""
+def lower_linear(what: LinearLosses, target: Target, uses: Uses, *arguments: UOp) -> tuple[UOp, ...]:
+    """Returns losses and gradients, chunk after chunk. Raises `Unsupported` or `SpecError` where there is no
+    kernel."""
     given = Operands.of(what, arguments)
     rows, _ = _extents(given.rows)
     wanted = frozenset(uses.after)
@@ -68,36 +70,37 @@ def lowered_linear(what: LinearLosses, target: Target, uses: Uses, *arguments: U
         made, gradient = chunks.run(first, min(chunks.chunk, rows - first), first + chunks.chunk >= rows)
         losses.append(made)
         if gradient is not None: hidden.append(gradient)
-    results: list[UOp | None] = [_summed(_joined(losses), given), None, chunks.d_weight]
-    if hidden: results[1] = _joined(hidden)
+    results: list[UOp | None] = [_sum_losses(_join_chunks(losses), given), None, chunks.d_weight]
+    if hidden: results[1] = _join_chunks(hidden)
     if what.biased: results.append(chunks.d_bias)
     # what is not used is not computed: any value stands for it
     return tuple(given.rows if each is None else each for each in results)
 
 
 def _extents(x: UOp) -> tuple[int, int]:
-    if not all_int(x.shape): raise NotOurs("a symbolic number of rows")
-    if isinstance(x.device, tuple): raise NotOurs("shards")
+    if not all_int(x.shape): raise Unsupported("a symbolic number of rows")
+    if isinstance(x.device, tuple): raise Unsupported("shards")
     rows, size = x.shape
     return int(rows), int(size)
 
 
-def _joined(parts: list[UOp]) -> UOp:
+def _join_chunks(parts: list[UOp]) -> UOp:
     """Rows of chunks, one after the other, in memory: the gradient of the norm before is made of them, and
     that of its weight."""
     return parts[0].cat(*parts[1:]).contiguous() if len(parts) > 1 else parts[0]
 
 
-def _summed(losses: UOp, given: Operands[UOp]) -> UOp:
-    """What a function gives of losses."""
+def _sum_losses(losses: UOp, given: Operands[UOp]) -> UOp:
+    """Returns what a function gives of losses."""
     factors = None if given.factors is None else Tensor(given.factors)
     return total(Tensor(losses), factors).uop
 
 
-def _called(spec: RowsSpec, target: Target, logits: UOp, labels: UOp, teacher: UOp | None, scale: UOp | None,
+def _call_kernel(spec: RowsSpec, target: Target, logits: UOp, labels: UOp, teacher: UOp | None,
+                 scale: UOp | None,
             beside: Place | None) -> tuple[UOp, UOp | None]:
-    """Losses, and the gradient: over the logits, in `beside`, or where there is neither in storage of its
-    own."""
+    """Returns losses, and the gradient: over the logits, in `beside`, or where there is neither in storage of
+    its own."""
     losses: list[Place] = [program.Output((spec.rows,), dtypes.float32)]
     inputs = [logits, labels, *([] if teacher is None else [teacher])]
     if spec.scaled and scale is not None: inputs.append(scale)
@@ -106,7 +109,7 @@ def _called(spec: RowsSpec, target: Target, logits: UOp, labels: UOp, teacher: U
     else:
         fresh = program.Output((spec.rows, spec.size), spec.gradient)
         outputs = [fresh if beside is None else beside, *losses]
-    made = choose(spec, target).called(labels.device, outputs, inputs, NAME, flops=spec.flops,
+    made = choose(spec, target).call(labels.device, outputs, inputs, NAME, flops=spec.flops,
                                        nbytes=spec.nbytes)
     return made[-1], made[0] if len(made) > 1 else None
 
@@ -120,7 +123,8 @@ class _Chunks:
         self.what, self.target, self.given, self.wanted = what, target, given, wanted
         self.hidden, self.weight = _memory(given.rows), _memory(given.weight)
         if self.hidden.dtype != self.weight.dtype:
-            raise NotOurs(f"hidden states of {self.hidden.dtype.name}, weight of {self.weight.dtype.name}")
+            raise Unsupported(f"hidden states of {self.hidden.dtype.name}, "
+                              f"weight of {self.weight.dtype.name}")
         (rows, self.h), self.v = _extents(self.hidden), int(self.weight.shape[0])
         self.dtype, self.gradients = self.hidden.dtype, bool(wanted - {0})
         self.in_place = self.gradients and self.dtype == dtypes.float32
@@ -144,7 +148,7 @@ class _Chunks:
         spec = rows_spec(self.what, (rows, self.v), dtypes.float32,
                          None if teacher is None else teacher.dtype, self.dtype if self.gradients else None,
                          self.in_place)
-        losses, dl = _called(spec, self.target, logits, _memory(given.labels[part]), teacher,
+        losses, dl = _call_kernel(spec, self.target, logits, _memory(given.labels[part]), teacher,
                              None if scale is None else _memory(scale[part]), self.beside)
         if dl is None: return losses, None
         if self.in_place: self.logits = dl
@@ -166,25 +170,25 @@ class _Chunks:
         return self.call(how, to, [hidden, weight, *biases])
 
     def gradients_of(self, dl: UOp, hidden: UOp, rows: int, last: bool) -> UOp | None:
-        """That of hidden states; those of weight and bias are added up."""
+        """Returns the gradient of hidden states; those of weight and bias are added up."""
         v, h, dtype = self.v, self.h, self.dtype
         if 2 in self.wanted:
             a, b, to = Operand(dtype, 1, v), Operand(dtype, 1, h), self.weight.dtype
-            self.d_weight = self.added(self.d_weight, (v, h, rows), a, b, [dl, hidden], to, last)
+            self.d_weight = self.add_to(self.d_weight, (v, h, rows), a, b, [dl, hidden], to, last)
         if 3 in self.wanted and self.given.bias is not None:
             ones = Tensor.ones(rows, dtype=dtype, device=dl.device).uop.contiguous()
             a, b, to = Operand(dtype, rows, 1), Operand(dtype, 1, v), self.given.bias.dtype
-            self.d_bias = self.added(self.d_bias, (1, v, rows), a, b, [ones, dl], to, last)
+            self.d_bias = self.add_to(self.d_bias, (1, v, rows), a, b, [ones, dl], to, last)
         if 1 not in self.wanted: return None
         to, a, b = gradient_dtype(dtype), Operand(dtype, v, 1), Operand(dtype, 1, h)
-        how = self.matmul((rows, h, v), a, b, to, self.factored(Sum(), 0))
+        how = self.matmul((rows, h, v), a, b, to, self.multiply_factor(Sum(), 0))
         return self.call(how, program.Output((rows, h), to), [dl, self.weight, *self.factors])
 
-    def added(self, before: UOp | None, extents: tuple[int, int, int], a: Operand, b: Operand,
+    def add_to(self, before: UOp | None, extents: tuple[int, int, int], a: Operand, b: Operand,
               inputs: list[UOp], dtype: DType, last: bool) -> UOp:
-        """The sums with those of a chunk: (m, n) of a result, or (n) of one row."""
+        """Returns the sums with those of a chunk: (m, n) of a result, or (n) of one row."""
         m, n, _ = extents
-        value, more = self.factored(Sum(), 0), list(self.factors)
+        value, more = self.multiply_factor(Sum(), 0), list(self.factors)
         if before is not None:
             value = value + Load(len(more), dtypes.float32, n, 1)
             more.append(before)
@@ -195,11 +199,11 @@ class _Chunks:
 
     @property
     def factors(self) -> list[UOp]:
-        """Those of sums, of which the first counts."""
+        """Factors of sums, of which the first counts."""
         return [] if self.given.factors is None else [_memory(self.given.factors)]
 
-    def factored(self, value: Expression, parameter: int) -> Expression:
-        """A sum times the factor."""
+    def multiply_factor(self, value: Expression, parameter: int) -> Expression:
+        """Returns a sum times the factor."""
         return value if self.given.factors is None else value * Load(parameter, dtypes.float32, 0, 0)
 
     def matmul(self, extents: tuple[int, int, int], a: Operand, b: Operand, dtype: DType,
@@ -208,11 +212,11 @@ class _Chunks:
         m, n, k = extents
         spec = GemmSpec(m, n, k, a, b, Result(dtype, n, 1), epilogue=value.cast(dtype),
                         tf32=a.dtype == dtypes.float32 and bool(ALLOW_TF32.value))
-        return _chosen(spec, self.target)
+        return _choose(spec, self.target)
 
     def call(self, how: Chosen, to: Place, inputs: list[UOp]) -> UOp:
         """A matmul into storage."""
-        return how.called(self.hidden.device, [to], inputs, flops=how.spec.flops)[0]
+        return how.call(self.hidden.device, [to], inputs, flops=how.spec.flops)[0]
 
 
 def chunk_rows(rows: int, size: int, kind: str) -> int:
@@ -222,12 +226,13 @@ def chunk_rows(rows: int, size: int, kind: str) -> int:
     return -(-rows // count)
 
 
-def _chosen(spec: GemmSpec, target: Target) -> Chosen:
-    """Of a matmul that its family leaves to tinygrad, as it is too small to be worth a call, too."""
+def _choose(spec: GemmSpec, target: Target) -> Chosen:
+    """Returns what computes a matmul, also one that its family leaves to tinygrad, as it is too small to be
+    worth a call."""
     if (schedule := TABLE.choose(spec, target)) is None:
         family = TABLE.family(target.kind, GemmSpec)
         schedule = None if family is None else family.default(spec, target)
-    if schedule is None: raise NotOurs(TABLE.why_not(spec, target))
+    if schedule is None: raise Unsupported(TABLE.why_not(spec, target))
     return Chosen(spec, schedule, target)
 
 
@@ -236,5 +241,5 @@ def _memory(x: UOp) -> UOp:
     return x if x.has_buffer_identity(after_ok=True) else x.contiguous()
 
 
-lower(RowLosses, NAME, lowered_rows, sees_uses=True)
-lower(LinearLosses, NAME, lowered_linear, sees_uses=True)
+lower(RowLosses, NAME, lower_rows, sees_uses=True)
+lower(LinearLosses, NAME, lower_linear, sees_uses=True)

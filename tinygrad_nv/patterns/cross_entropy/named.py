@@ -67,21 +67,21 @@ class Operands(Generic[X]):
 
     @staticmethod
     def of(what: RowLosses | LinearLosses, arguments: Iterable[X]) -> Operands[X]:
-        """Those of a call."""
+        """Returns the operands of a call."""
         rest: Iterator[X] = iter(arguments)
 
-        def taken(there: bool) -> X | None: return next(rest) if there else None
+        def take(there: bool) -> X | None: return next(rest) if there else None
         linear = isinstance(what, LinearLosses)
-        rows, weight = next(rest), taken(linear)
-        bias = taken(isinstance(what, LinearLosses) and what.biased)
-        labels, teacher = next(rest), taken(what.temperature is not None)
-        teacher_weight = taken(isinstance(what, LinearLosses) and what.linear_teacher)
-        return Operands(rows, weight, bias, labels, teacher, teacher_weight, taken(what.scaled),
-                        taken(what.factored))
+        rows, weight = next(rest), take(linear)
+        bias = take(isinstance(what, LinearLosses) and what.biased)
+        labels, teacher = next(rest), take(what.temperature is not None)
+        teacher_weight = take(isinstance(what, LinearLosses) and what.linear_teacher)
+        return Operands(rows, weight, bias, labels, teacher, teacher_weight, take(what.scaled),
+                        take(what.factored))
 
 
 def gradient_dtype(dtype: DType) -> DType:
-    """Of the gradient of a tensor, as a function gives it."""
+    """Returns the dtype of the gradient of a tensor, as a function gives it."""
     return dtypes.float32 if dtype == dtypes.float16 else dtype
 
 
@@ -96,7 +96,7 @@ def rows_spec(what: RowLosses | LinearLosses, shape: tuple[int, int], dtype: DTy
 
 
 def total(losses: Tensor, factors: Tensor | None) -> Tensor:
-    """What a function gives of losses."""
+    """Returns what a function gives of losses."""
     return losses if factors is None else losses.sum() * factors[1]
 
 

@@ -1,10 +1,10 @@
 """Attentions of few rows and many keys: decode attentions, which divide the keys.
 
-Protocol: `decoded` makes of a `Found` (attention/spec.py) what templates/decode.py, or cpu/decode/kernel.py,
-takes, or None, which leaves it to flash attention. The keys of a request are a contiguous cache; how many
-there are is what the last row sees: an argument of the launch where it varies. Rows beside each other end at
-it, as a causal mask has them; without one all rows see all keys, and are to a kernel what query heads are.
-"""
+Protocol: `choose_decode` makes of a `Found` (attention/spec.py) what templates/decode.py, or
+cpu/decode/kernel.py, takes, or None, which leaves it to flash attention. The keys of a request are a
+contiguous cache; how many there are is what the last row sees: an argument of the launch where it varies.
+Rows beside each other end at it, as a causal mask has them; without one all rows see all keys, and are to a
+kernel what query heads are. """
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.attention.spec import Found, integer, most
-from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.positions import AffineForm, summed
+from tinygrad_nv.patterns.contraction import Unsupported
+from tinygrad_nv.patterns.positions import AffineForm, add_forms
 from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
@@ -51,53 +51,55 @@ def is_decode_on_cpu(rows: int, group: int, keys: int) -> bool:
 BETTER = {"gpu": is_decode, "cpu": is_decode_on_cpu}
 
 
-def decoded(made: Found, target: Target) -> Chosen | None:
-    """The decode attention that an attention is, where that is better: never where sums have one order."""
+def choose_decode(made: Found, target: Target) -> Chosen | None:
+    """Returns the decode attention that an attention is, where that is better: never where sums have one
+    order."""
     if order.wanted(): return None
-    spec = _turned(made.spec)
+    spec = _rows_to_heads(made.spec)
     if spec.lse or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
     if spec.sinks is not None and spec is not made.spec: return None  # of heads that are rows now
-    if (seen := _seen(spec.band, spec.s_q, made.forms)) is None: return None
+    if (seen := _visible_length(spec.band, spec.s_q, made.forms)) is None: return None
     length, window = seen
     longest = most(length, made.names)
     # rows must end with the keys: beyond that they would see no key
-    if most(summed(length, made.forms["s_kv"], -1), made.names) > 0: return None
+    if most(add_forms(length, made.forms["s_kv"], -1), made.names) > 0: return None
     keys = longest if window is None else min(longest, window + spec.s_q - 1)
     if not BETTER[target.kind](spec.s_q, spec.batch[2], keys): return None
     if (score := _score(spec, length, made.forms["start"])) is None: return None
     integers = (integer(length, made.variables),) if made.variables else ()
     try: return choose(_spec(spec, longest, bool(integers), window, score), target, integers)
-    except (SpecError, NotOurs): return None
+    except (SpecError, Unsupported): return None
 
 
-def _turned(spec: AttentionSpec) -> AttentionSpec:
+def _rows_to_heads(spec: AttentionSpec) -> AttentionSpec:
     """Rows that see the same as query heads, where that makes fewer rows."""
     b, heads, group = spec.batch
     if not spec.band.full or spec.s_q <= group or "s_q" in spec.symbolic: return spec
-    def turned(rows: Rows) -> Rows:
+    def exchange(rows: Rows) -> Rows:
         return replace(rows, row=rows.batch[2], batch=(*rows.batch[:2], rows.row))
-    return replace(spec, s_q=group, batch=(b, heads, spec.s_q), q=turned(spec.q), out=turned(spec.out),
-                   score=_exchanged(spec.score))
+    return replace(spec, s_q=group, batch=(b, heads, spec.s_q), q=exchange(spec.q), out=exchange(spec.out),
+                   score=_exchange_axes(spec.score))
 
 
-def _exchanged(node: Expression) -> Expression:
+def _exchange_axes(node: Expression) -> Expression:
     if isinstance(node, Position) and node.axis in ("m", 2): return Position(2 if node.axis == "m" else "m")
     if isinstance(node, Load):
         b, heads, group = node.batch or (0, 0, 0)
         return replace(node, m=group, batch=(b, heads, node.m))
-    if isinstance(node, Apply): return replace(node, args=tuple(map(_exchanged, node.args)))
+    if isinstance(node, Apply): return replace(node, args=tuple(map(_exchange_axes, node.args)))
     return node
 
 
-def _seen(band: Band, rows: int, forms: Mapping[str, AffineForm]) -> tuple[AffineForm, int | None] | None:
+def _visible_length(band: Band, rows: int, forms: Mapping[str, AffineForm]) -> tuple[AffineForm,
+                                                                                     int | None] | None:
     """How many keys the last row sees, counted from 0, and the window; None where that is not all."""
     if band.last is not None:
         window = None if band.first is None else band.last - band.first + 1
-        length = summed(forms["start"], AffineForm(rows + band.last, ()))
+        length = add_forms(forms["start"], AffineForm(rows + band.last, ()))
     else:
         length, window = forms["s_kv"], None
         if band.first is not None:
-            reach = summed(summed(length, forms["start"], -1), AffineForm(-band.first, ()))
+            reach = add_forms(add_forms(length, forms["start"], -1), AffineForm(-band.first, ()))
             if rows > 1 or reach.factors: return None
             window = reach.offset
     return None if window is not None and window < 1 else (length, window)
@@ -109,16 +111,17 @@ def _score(spec: AttentionSpec, length: AffineForm, start: AffineForm) -> Expres
     if "m" in axes and spec.band.last is None: return None
     if "start" in axes and length.factors != start.factors: return None
     apart = start.offset - (length.offset - spec.s_q)
-    return _moved(spec.score, spec.s_q - length.offset if not length.factors else None, apart)
+    return _shift_rows(spec.score, spec.s_q - length.offset if not length.factors else None, apart)
 
 
-def _moved(node: Expression, first: int | None, apart: int) -> Expression:
+def _shift_rows(node: Expression, first: int | None, apart: int) -> Expression:
     """Row r is the place t and `first`, or t − start where that varies; the start is `apart` from ours."""
     if node == Position("m"):
         if first is None: return Position("m") - Position("start")
         return Position("m") + first if first else node
     if node == Position("start"): return node + apart if apart else node
-    if isinstance(node, Apply): return replace(node, args=tuple(_moved(x, first, apart) for x in node.args))
+    if isinstance(node, Apply):
+        return replace(node, args=tuple(_shift_rows(x, first, apart) for x in node.args))
     return node
 
 

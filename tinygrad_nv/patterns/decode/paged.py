@@ -31,9 +31,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.decode.paged_check import Limits, checked
-from tinygrad_nv.patterns.decode.paged_lower import NAME, lowered
-from tinygrad_nv.patterns.decode.paged_reference import PagedAttention, attended
+from tinygrad_nv.patterns.decode.paged_check import Limits, check_pages_used
+from tinygrad_nv.patterns.decode.paged_lower import NAME, lower_paged
+from tinygrad_nv.patterns.decode.paged_reference import PagedAttention, attend_paged
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.expression import short
@@ -52,7 +52,7 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, 
     k_scale and v_scale, float32 [P, H_kv]. They may be parts of one tensor. `scale` is 1/√D by default.
     `sinks` are float32 [H].
     Raises `SpecError`."""
-    given = _checked(q, k_pages, v_pages, table, lengths, k_scale, v_scale)
+    given = _check_tensors(q, k_pages, v_pages, table, lengths, k_scale, v_scale)
     if window is not None and (type(window) is not int or window < 1):
         raise SpecError(f"window={window}", "a number, at least the row's own key: 1")
     if chunked and window is None: raise SpecError("chunked without a window", "window: the size of a chunk")
@@ -62,18 +62,18 @@ def paged_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, 
     if not isfinite(scale): raise SpecError(f"scale={scale}", "a finite number")
     limits = Limits("paged_attention", int(k_pages.shape[0]), int(k_pages.shape[1]), int(q.shape[1]),
                     window or 0)
-    given[3:5] = checked(limits, table, lengths)
+    given[3:5] = check_pages_used(limits, table, lengths)
     if sinks is not None:
         check_shape("sinks", sinks, "H", (q.shape[2],))
         check_kind("sinks", sinks.dtype, (dtypes.float32,))
         given.append(sinks)
     what = PagedAttention(scale, window, softcap, chunked, sinks is not None)
-    return call(what, attended, *given)[0]
+    return call(what, attend_paged, *given)[0]
 
 
 # **** what is refused ****
 
-def _checked(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
+def _check_tensors(q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, lengths: Tensor,
              k_scale: Tensor | None, v_scale: Tensor | None) -> list[Tensor]:
     """The tensors of a call. Raises `SpecError` where they do not fit each other."""
     check_shape("q", q, "B, S_q, H, D", (None,) * 4)
@@ -141,4 +141,4 @@ def check_kind(name: str, dtype: DType, kinds: tuple[DType, ...]) -> None:
                     f"{name}.cast({kinds[0] if one else '…'})")
 
 
-lower(PagedAttention, NAME, lowered, "NV_ATTENTION")
+lower(PagedAttention, NAME, lower_paged, "NV_ATTENTION")

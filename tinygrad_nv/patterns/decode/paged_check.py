@@ -28,8 +28,8 @@ FUNCTION = "nv_check_pages"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a table is held against: pages there are, tokens of each, new rows of a request, how many keys a
-    row sees (0: all), and whether −1 is an entry. `name` is the function that asks."""
+    """Limits that a table is held against: pages there are, tokens of each, new rows of a request, how many
+    keys a row sees (0: all), and whether −1 is an entry. `name` is the function that asks."""
     name: str
     pages: int
     size: int
@@ -61,9 +61,9 @@ class Limits:
         return max(0, length - self.rows - self.window + 1) if self.window else 0
 
 
-def checked(limits: Limits, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Table and lengths, that raise `PageError` when they are computed and do not fit; as they are without
-    NV_DEBUG=1."""
+def check_pages_used(limits: Limits, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns table and lengths, that raise `PageError` when they are computed and do not fit; as they are
+    without NV_DEBUG=1."""
     if not config.get("NV_DEBUG"): return table, lengths
     if not _registered:
         hooks.add_custom_function(FUNCTION, _execute, lambda call: ((0, 1), (2, 3)))

@@ -1,9 +1,9 @@
 """Paged attention to kernels of ours: from a named function's arguments to a decode attention.
 
-Protocol: `lowered` is what patterns/named.py asks for. Where q, keys, values and scales lie is read off their
-indices (patterns/strides.py), so that heads of a projection and halves of one tensor of keys and values need
-no copy. Queries are copied where the template cannot read them. What else it cannot do is a near miss, and
-the body runs.
+Protocol: `lower_paged` is what patterns/named.py asks for. Where q, keys, values and scales lie is read off
+their indices (patterns/strides.py), so that heads of a projection and halves of one tensor of keys and values
+need no copy. Queries are copied where the template cannot read them. What else it cannot do is a near miss,
+and the body runs.
 
 More than 8 rows are requests of at most 8: block c of a request's rows is a request of its own, with the
 same pages, that ends where the block does. Rows are filled up in front, by rows that are not used; each
@@ -18,9 +18,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.decode.paged_reference import PagedAttention, apart
-from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages, Scales
@@ -30,14 +30,15 @@ NAME = "decode"
 ROW_BYTES = 8  # of which rows of q begin at multiples: 4 elements of a lane
 
 
-def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
-    """The result of a paged attention by kernels. Raises `NotOurs` or `SpecError` where there are none."""
+def lower_paged(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """Returns the result of a paged attention by kernels. Raises `Unsupported` or `SpecError` where there are
+    none."""
     q, k_pages, v_pages, table, lengths, *more = arguments
     scales, sinks = apart(what, more)
     blocks = RequestBlocks.of(q, what.window)
     queries = blocks.queries(q)
     shapes = tuple(tuple(int(extent) for extent in x.shape) for x in (queries, k_pages, v_pages))
-    k, v, *scale = (laid(x) for x in (k_pages, v_pages, *scales))
+    k, v, *scale = (lay_out(x) for x in (k_pages, v_pages, *scales))
     read = _read(queries, shapes[0][2] // shapes[1][2])
     spec = _spec(what, read, k, v, scale, table, shapes)
     batch, rows, heads, _ = shapes[0]
@@ -46,7 +47,7 @@ def lowered(what: PagedAttention, target: Target, *arguments: UOp) -> tuple[UOp,
     if sinks is not None: inputs.append(_dense(sinks))
     out = program.Output((batch, rows, heads, shapes[2][3]), q.dtype)
     flops = 2 * batch * heads * rows * spec.longest * (spec.d + spec.d_v)
-    (done,) = choose(spec, target).called(q.device, [out], inputs, words=blocks.words, flops=flops)
+    (done,) = choose(spec, target).call(q.device, [out], inputs, words=blocks.words, flops=flops)
     return blocks.result(done),
 
 
@@ -63,7 +64,7 @@ class RequestBlocks:
 
     @staticmethod
     def of(q: UOp, window: int | None) -> RequestBlocks:
-        """Those of q [B, S_q, H, D]."""
+        """Returns the blocks of q [B, S_q, H, D]."""
         count = -(-int(q.shape[1]) // MOST_ROWS)
         rows = -(-int(q.shape[1]) // count)
         filled = count * rows - int(q.shape[1])  # fewer than rows
@@ -71,7 +72,7 @@ class RequestBlocks:
 
     @property
     def words(self) -> str:
-        """What a reader is told of them."""
+        """Note on the blocks for a reader."""
         if self.count == 1: return ""
         return f"; {self.count} blocks of {self.rows} rows, each a request of its own"
 
@@ -79,7 +80,7 @@ class RequestBlocks:
         """q as [B · count, rows, H, D]."""
         if self.count == 1: return q
         filled = q
-        if self.again: filled = _joined(q, (0, self.rows), (self.rows - self.filled, int(q.shape[1])))
+        if self.again: filled = _join_rows(q, (0, self.rows), (self.rows - self.filled, int(q.shape[1])))
         elif self.filled: filled = q.pad(((0, 0), (self.filled, 0), (0, 0), (0, 0)))
         return filled.reshape((int(q.shape[0]) * self.count, self.rows, *q.shape[2:]))
 
@@ -91,7 +92,7 @@ class RequestBlocks:
             .contiguous()
 
     def lengths(self, lengths: UOp) -> UOp:
-        """Where each block ends: at least 0."""
+        """Returns where each block ends: at least 0."""
         if self.count == 1: return lengths
         after = Tensor.arange(self.count - 1, -1, -1) * self.rows
         if self.again: after = after.minimum((self.count - 1) * self.rows - self.filled)  # the first's
@@ -104,11 +105,11 @@ class RequestBlocks:
         batch = int(out.shape[0]) // self.count
         whole = out.reshape((batch, self.count * self.rows, *out.shape[2:]))
         if self.again:
-            return _joined(whole, (0, self.rows), (self.rows + self.filled, self.count * self.rows))
+            return _join_rows(whole, (0, self.rows), (self.rows + self.filled, self.count * self.rows))
         return whole.shrink((None, (self.filled, self.count * self.rows), None, None))
 
 
-def _joined(x: UOp, *ranges: tuple[int, int]) -> UOp:
+def _join_rows(x: UOp, *ranges: tuple[int, int]) -> UOp:
     """Some rows of x [B, S, H, D] after others."""
     first, *others = (Tensor(x.shrink((None, each, None, None))) for each in ranges)
     return first.cat(*others, dim=1).uop
@@ -122,7 +123,7 @@ def _spec(what: PagedAttention, q: Laid, k: Laid, v: Laid, scales: list[Laid], t
     (batch, rows, heads, d), (_, size, kv_heads, _), (*_, d_v) = shapes
     group = heads // kv_heads
     for name, each in (("keys", k), ("values", v)):
-        if each.strides[-1] != 1: raise NotOurs(f"elements of {name} lie {each.strides[-1]} apart")
+        if each.strides[-1] != 1: raise Unsupported(f"elements of {name} lie {each.strides[-1]} apart")
     out = Rows(q.dtype, heads * d_v, (rows * heads * d_v, group * d_v, d_v))
     k_scale, v_scale = map(_scales, scales) if scales else (None, None)
     return DecodeSpec(batch, kv_heads, group, rows, d, d_v, size, int(table.shape[1]), _rows(q, group),
@@ -159,12 +160,12 @@ def _rows(q: Laid, group: int) -> Rows:
 
 def _dense(x: UOp) -> UOp:
     """The storage of numbers side by side, copied where they are not at its beginning."""
-    found = laid(x)
-    return (found if (found.strides, found.offset) == ((1,), 0) else copied(x)).storage
+    found = lay_out(x)
+    return (found if (found.strides, found.offset) == ((1,), 0) else copy_dense(x)).storage
 
 
 def _read(queries: UOp, group: int) -> Laid:
     """Queries where they lie, or copied where lanes could not load their rows."""
-    found = laid(queries)
+    found = lay_out(queries)
     return found if found.strides[-1] == 1 and _rows(found, group).aligned_bytes >= ROW_BYTES \
-        else copied(queries)
+        else copy_dense(queries)

@@ -26,13 +26,13 @@ class PagedAttention:
     sinks: bool = False
 
 
-def attended(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor,
+def attend_paged(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor,
              lengths: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """The attention: softmax in float32."""
+    """Returns the attention: softmax in float32."""
     (batch, rows, heads, d), (scales, sinks) = q.shape, apart(what, more)
     kv_heads, longest = k_pages.shape[2], table.shape[1] * k_pages.shape[1]
-    k, v = (gathered(pages, table) for pages in (k_pages, v_pages))
-    visible = seen(what, lengths, rows, longest).reshape(batch, 1, 1, rows, longest)
+    k, v = (gather_pages(pages, table) for pages in (k_pages, v_pages))
+    visible = visible_keys(what, lengths, rows, longest).reshape(batch, 1, 1, rows, longest)
     grouped = q.float().reshape(batch, rows, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4)
     s = (grouped @ k.float().unsqueeze(2).transpose(-1, -2)) * what.scale
     if scales: s = s * spread(scales[0], table, k_pages.shape[1])
@@ -48,8 +48,8 @@ def apart(what: PagedAttention, more: Sequence[T]) -> tuple[Sequence[T], T | Non
     return (more[:-1], more[-1]) if what.sinks else (more, None)
 
 
-def seen(what: PagedAttention, lengths: Tensor, rows: int, longest: int) -> Tensor:
-    """Which keys each row sees: [B, S_q, keys]."""
+def visible_keys(what: PagedAttention, lengths: Tensor, rows: int, longest: int) -> Tensor:
+    """Returns which keys each row sees: [B, S_q, keys]."""
     place = lengths.reshape(-1, 1, 1) - rows + Tensor.arange(rows).reshape(1, -1, 1)
     key = Tensor.arange(longest).reshape(1, 1, -1)
     if what.window is None: return key <= place
@@ -57,7 +57,7 @@ def seen(what: PagedAttention, lengths: Tensor, rows: int, longest: int) -> Tens
     return (key <= place) & (key > place - what.window)
 
 
-def gathered(pages: Tensor, table: Tensor) -> Tensor:
+def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
     """Keys or values of each request, in order: [B, H_kv, keys, D]."""
     batch, (_, size, heads, d) = table.shape[0], pages.shape
     return pages[table].reshape(batch, table.shape[1] * size, heads, d).transpose(1, 2).contiguous()

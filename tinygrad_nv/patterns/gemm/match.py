@@ -29,10 +29,10 @@ from tinygrad_nv.patterns.contraction import (
     Contraction,
     Dim,
     MatmulReduce,
-    NotOurs,
     Side,
+    Unsupported,
     arithmetic,
-    contracted,
+    contract_sides,
     is_storage,
     operands,
     product,
@@ -40,7 +40,7 @@ from tinygrad_nv.patterns.contraction import (
 )
 from tinygrad_nv.patterns.epilogue import Epilogue, Unfused, ends, is_normalised, usable
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.patterns.quant_gemm.match import is_dequantised, quantised
+from tinygrad_nv.patterns.quant_gemm.match import is_dequantised, match_quantised
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.quant.types import nbytes
@@ -64,7 +64,7 @@ class MatmulMatch:
 
 
 def configuration() -> Hashable:
-    """What the rewrite depends on besides the graph and the targets."""
+    """Returns the settings that the rewrite depends on besides the graph and the targets."""
     return config.get("NV_GEMM"), ALLOW_TF32.value
 
 
@@ -80,7 +80,7 @@ def rewrite(sink: UOp) -> UOp:
         if (found := matches.get(node)) is None: return None
         inputs = [new(x) for x in found.inputs]
         total = min((x for x in found.region if x.op is Ops.REDUCE), key=matcher.place.__getitem__)
-        result = building.attempted(NAME, total, lambda: called(found, inputs, found.end.dtype))
+        result = building.attempt(NAME, total, lambda: call_kernel(found, inputs, found.end.dtype))
         if result is None: return None
         ranges.carry_region(found.region, result)
         return result
@@ -136,10 +136,10 @@ class _MatmulMatcher:
         closed = ends(found.total, self.consumers, self.place, self.is_taken)
         regions = usable(closed, self.consumers)
         for end, region in regions or [(found.total, frozenset((found.total,)))]:
-            try: made = matched(found, end, region, target, self.is_memory, read=self.is_read)
+            try: made = match_matmul(found, end, region, target, self.is_memory, read=self.is_read)
             except (Unfused, NotAffine) as no: reason = reason or str(no)
             except SpecError as error: reason = reason or error.found
-            except NotOurs as no:
+            except Unsupported as no:
                 reason = str(no)
                 if no.final: break
             else:
@@ -149,25 +149,26 @@ class _MatmulMatcher:
         if reason: program.miss(NAME, found.total, reason)
 
 
-def matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
+def match_matmul(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
             memory: Callable[[UOp], bool],
             last: Callable[[Expression], Expression] = lambda value: value,
             read: Callable[[UOp], bool] | None = None) -> MatmulMatch:
     """The match of a region, whose result is `last` of its end's values; the epilogue takes what is `read`
-    from memory (by default what is in `memory`). Raises `NotOurs`, `Unfused`,
+    from memory (by default what is in `memory`). Raises `Unsupported`, `Unfused`,
     `NotAffine` or `SpecError` where there is none."""
     if any(map(is_dequantised, operands(found))):
         # as codes, a matrix that would have to be copied is read from where it is
-        with contextlib.suppress(NotOurs, Unfused, NotAffine, SpecError):
-            return _matched(found, end, region, target, lambda node: is_dequantised(node) or memory(node),
+        with contextlib.suppress(Unsupported, Unfused, NotAffine, SpecError):
+            return _match_operands(found, end, region, target, lambda node: is_dequantised(node)
+                                   or memory(node),
                             last, read or memory, codes=True)
-    return _matched(found, end, region, target, memory, last, read or memory)
+    return _match_operands(found, end, region, target, memory, last, read or memory)
 
 
-def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
+def _match_operands(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Target,
              memory: Callable[[UOp], bool], last: Callable[[Expression], Expression],
              read: Callable[[UOp], bool], codes: bool = False) -> MatmulMatch:
-    """As `matched`; with `codes` the right operand is a matrix of codes."""
+    """Returns the match of a region; with `codes` the right operand is a matrix of codes."""
     space = Space()
     kept = space.ranges(end.shape)
     tail = Epilogue(space, found.total, end, region, kept, read)
@@ -176,17 +177,17 @@ def _matched(found: MatmulReduce, end: UOp, region: frozenset[UOp], target: Targ
     a, b, numbers, part = _parts(space, places)
     entries = [(node, space.resolve(lies)) for node, lies in tail.loads]
     out = space.lies(end.shape, kept)
-    dims = contracted(space, a, b, out, [lies for _, lies in entries], bool(part))
-    if words := arithmetic(found, dims.a.dtype, dims.b.dtype): raise NotOurs(words, final=True)
+    dims = contract_sides(space, a, b, out, [lies for _, lies in entries], bool(part))
+    if words := arithmetic(found, dims.a.dtype, dims.b.dtype): raise Unsupported(words, final=True)
     extras = list(dict.fromkeys(node for node, _ in entries))
     loads = [_load(dims, i, extras.index(node), node, lies) for i, (node, lies) in enumerate(entries)]
-    spec = _spec(dims, out, last(_finished(tail.expression, loads, numbers)), part, len(numbers))
+    spec = _spec(dims, out, last(_finish_expression(tail.expression, loads, numbers)), part, len(numbers))
     rows = dims.m.extent if isinstance(dims.m.extent, UOp) else None
-    if (known := quantised(spec, dims.b.storage)) is not None:
+    if (known := match_quantised(spec, dims.b.storage)) is not None:
         inputs = (dims.a.storage, *known[1], *extras)
-        with contextlib.suppress(NotOurs):
+        with contextlib.suppress(Unsupported):
             return MatmulMatch(end, region, choose(known[0], target, inputs=len(inputs)), inputs, rows)
-    if codes: raise NotOurs("no matrix of codes")
+    if codes: raise Unsupported("no matrix of codes")
     inputs = (dims.a.storage, dims.b.storage, *extras)
     return MatmulMatch(end, region, choose(spec, target, inputs=len(inputs)), inputs, rows)
 
@@ -202,7 +203,7 @@ def _sides(found: MatmulReduce, space: Space, at: Indices,
 def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, list[int], int]:
     """The operands, which part of the second each path is, and how far the parts are apart. Paths differ in
     one operand only, by the same number of elements each."""
-    places = [(a.resolved(space), b.resolved(space)) for a, b in places]
+    places = [(a.resolve(space), b.resolve(space)) for a, b in places]
     if len(places) == 1: return *places[0], [0], 0
     first = places[0]
     if any(one.storage is not mine.storage or one.lies.strides != mine.lies.strides
@@ -223,7 +224,7 @@ def _parts(space: Space, places: list[tuple[Side, Side]]) -> tuple[Side, Side, l
 def _spec(dims: Contraction, out: Affine, epilogue: Expression, part: int, parts: int) -> GemmSpec:
     m, n = largest(dims.m.extent), largest(dims.n.extent)
     row, column = dims.m.strides[OUT], dims.n.strides[OUT]
-    result = Result(epilogue.dtype, row if m > 1 else _rounded(n) * column, column if n > 1 else 1,
+    result = Result(epilogue.dtype, row if m > 1 else _round_up(n) * column, column if n > 1 else 1,
                     tuple(d.strides[OUT] for d in dims.batch), out.offset)
     a, b = _operand(dims, dims.a, A, dims.m), _operand(dims, dims.b, B, dims.n)
     batch, tf32 = tuple(largest(d.extent) for d in dims.batch), a.dtype == dtypes.float32 and bool(ALLOW_TF32)
@@ -234,11 +235,11 @@ def _spec(dims: Contraction, out: Affine, epilogue: Expression, part: int, parts
 def _operand(dims: Contraction, one: Side, number: int, mn: Dim) -> Operand:
     k = dims.k.strides[number]
     # the stride of a single row is free: one that is aligned
-    row = mn.strides[number] if largest(mn.extent) > 1 else _rounded(largest(dims.k.extent)) * k
+    row = mn.strides[number] if largest(mn.extent) > 1 else _round_up(largest(dims.k.extent)) * k
     return Operand(one.dtype, row, k, tuple(d.strides[number] for d in dims.batch), one.lies.offset)
 
 
-def _rounded(extent: int) -> int: return -(-extent // 16) * 16
+def _round_up(extent: int) -> int: return -(-extent // 16) * 16
 
 
 def _load(dims: Contraction, number: int, parameter: int, node: UOp, lies: Affine) -> Load:
@@ -247,33 +248,33 @@ def _load(dims: Contraction, number: int, parameter: int, node: UOp, lies: Affin
                 tuple(d.strides[i] for d in dims.batch), lies.offset)
 
 
-def _finished(root: Expression, loads: list[Load], parts: list[int]) -> Expression:
-    """An expression with its loads and parts in place of their numbers."""
+def _finish_expression(root: Expression, loads: list[Load], parts: list[int]) -> Expression:
+    """Returns an expression with its loads and parts in place of their numbers."""
     known: dict[int, Expression] = {}
 
-    def made(node: Expression) -> Expression:
+    def make(node: Expression) -> Expression:
         if isinstance(node, Sum): return replace(node, part=parts[node.part])
         if isinstance(node, Load): return loads[node.parameter]
         if not isinstance(node, Apply): return node
-        if id(node) not in known: known[id(node)] = replace(node, args=tuple(map(made, node.args)))
+        if id(node) not in known: known[id(node)] = replace(node, args=tuple(map(make, node.args)))
         return known[id(node)]
-    return made(root)
+    return make(root)
 
 
 # **** calls ****
 
-def called(match: MatmulMatch, inputs: Sequence[UOp], dtype: DType, words: str = "") -> UOp:
-    """The result of a match's kernel, which the graph has as `dtype`."""
+def call_kernel(match: MatmulMatch, inputs: Sequence[UOp], dtype: DType, words: str = "") -> UOp:
+    """Returns the result of a match's kernel, which the graph has as `dtype`."""
     made, rows, end = match.how.spec, match.rows, match.end
     spec = made.gemm if isinstance(made, QuantGemmSpec) else made
     m: sint = spec.m if rows is None else rows
-    return match.how.called(end.device, [program.Output(end.shape, dtype)], inputs, words=words, rows=m,
+    return match.how.call(end.device, [program.Output(end.shape, dtype)], inputs, words=words, rows=m,
                             variables=[] if rows is None else [rows], flops=spec.flops // spec.m * m,
                             nbytes=_bytes(made, m))[0]
 
 
 def _bytes(made: GemmSpec | QuantGemmSpec, m: sint) -> sint:
-    """What a kernel reads and writes if it reads nothing twice."""
+    """Returns the bytes that a kernel reads and writes if it reads nothing twice."""
     spec = made.gemm if isinstance(made, QuantGemmSpec) else made
 
     def read(dtype: DType, m_stride: int, n_stride: int, batch: tuple[int, ...]) -> sint:

@@ -3,7 +3,7 @@
 Protocol (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv 2401.04088). `dispatch` is three functions of
 this package after each other: `route` the router's logits; `grouped_matmul` gate | up of the tokens' rows, as
 they lie, with the activation; `grouped_matmul` down, weighted, each slot to its place. The k results of a
-token are added. `dispatched` is the same in plain tinygrad.
+token are added. `dispatch_plain` is the same in plain tinygrad.
 """
 from __future__ import annotations
 
@@ -66,19 +66,20 @@ def policy_of(policy: Policy | str) -> Policy:
 
 
 def dispatch(tokens: Tensor, experts: Experts, policy: Policy | str = "top2") -> Tensor:
-    """What a mixture of experts makes of tokens (…, H): (…, H) in their dtype, with the gradients of tokens
-    and of all that `experts` has but `choice_bias` and quantised matrices. Raises `SpecError`."""
+    """Returns what a mixture of experts makes of tokens (…, H): (…, H) in their dtype, with the gradients of
+    tokens and of all that `experts` has but `choice_bias` and quantised matrices. Raises `SpecError`."""
     policy, x = policy_of(policy), _flat(tokens, experts)
     routing = route(_logits(x, experts).contiguous(), policy, experts.choice_bias)
-    inner = _multiplied(x, experts.gate_up, routing, gather=policy.k, activation=experts.activation,
+    inner = _multiply(x, experts.gate_up, routing, gather=policy.k, activation=experts.activation,
                         bias=experts.gate_up_bias)
-    made = _multiplied(inner, experts.down, routing, scatter=True, weights=routing.weights.flatten(),
+    made = _multiply(inner, experts.down, routing, scatter=True, weights=routing.weights.flatten(),
                        bias=experts.down_bias)
     return made.reshape(-1, policy.k, x.shape[1]).sum(1).reshape(tokens.shape)
 
 
-def dispatched(tokens: Tensor, experts: Experts, policy: Policy | str = "top2") -> Tensor:
-    """The same in plain tinygrad: every expert for every token, those not chosen weighted 0."""
+def dispatch_plain(tokens: Tensor, experts: Experts, policy: Policy | str = "top2") -> Tensor:
+    """Returns the result of `dispatch` in plain tinygrad: every expert for every token, those not chosen
+    weighted 0."""
     policy, x = policy_of(policy), _flat(tokens, experts)
     chosen, weights, *_ = routed(policy, _logits(x, experts), experts.choice_bias)
     numbers = Tensor.arange(int(experts.router.shape[0]), dtype=dtypes.int32).to(x.device)
@@ -100,8 +101,8 @@ def _flat(tokens: Tensor, experts: Experts) -> Tensor:
     return tokens.reshape(-1, hidden)
 
 
-def _multiplied(x: Tensor, w: Tensor | QStack, routing: Routing, **more: Any) -> Tensor:
-    """Rows times the matrices of their experts."""
+def _multiply(x: Tensor, w: Tensor | QStack, routing: Routing, **more: Any) -> Tensor:
+    """Returns rows times the matrices of their experts."""
     multiply: Any = quant_grouped_matmul if isinstance(w, QStack) else grouped_matmul
     return multiply(x, w, routing.offsets, routing.order, **more)
 

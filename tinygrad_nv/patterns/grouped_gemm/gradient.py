@@ -17,7 +17,12 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.patterns.embedding.named import EmbeddingGradient, added, embedding, known_rows
+from tinygrad_nv.patterns.embedding.named import (
+    EmbeddingGradient,
+    add_gradients,
+    embedding,
+    mask_unknown_rows,
+)
 from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.named import call
 from tinygrad_nv.patterns.router.rows import group_rows
@@ -43,7 +48,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a grouped matmul's arguments; None of those there are not."""
+    """Gradients of a grouped matmul's arguments; None for those there are not."""
     x: Tensor
     w: Tensor
     weights: Tensor | None
@@ -66,12 +71,12 @@ def gradients(given: Given, grad: Tensor) -> Gradients:
                              gather_x=gather)[..., 0]
     rows, k = (int(extent) for extent in given.x.shape)
     whole = ordered and given.gather * rows == int(dy.shape[0])
-    dx = _known(given, given.matmul(dy, given.w, given.offsets, order if gather or whole else None,
+    dx = _mask_unknown(given, given.matmul(dy, given.w, given.offsets, order if gather or whole else None,
                                     gather=gather, scatter=whole, transposed=not given.transposed), whole)
     if whole: dx = dx.reshape(rows, given.gather, k).sum(1)
     elif given.gather:
         assert order is not None
-        dx = call(EmbeddingGradient(rows), added, order // given.gather, dx)[0]
+        dx = call(EmbeddingGradient(rows), add_gradients, order // given.gather, dx)[0]
     return Gradients(dx, dw, weights, bias)
 
 
@@ -82,10 +87,10 @@ def _rows(given: Given, grad: Tensor) -> tuple[Tensor, bool, Tensor | None]:
         if weights is None: return grad, given.scatter, None
         assert order is not None
         wide, own = grad.float(), weights if given.scatter else weights[order]
-        found = (wide * _known(given, _matmul(given, given.scatter), given.scatter).float()).sum(-1)
+        found = (wide * _mask_unknown(given, _matmul(given, given.scatter), given.scatter).float()).sum(-1)
         dy = (wide * own.unsqueeze(-1)).cast(dtype).contiguous()
         return dy, given.scatter, found if given.scatter else _by_slot(found, order)
-    u = _known(given, _matmul(given, False), False).float().contiguous().detach()
+    u = _mask_unknown(given, _matmul(given, False), False).float().contiguous().detach()
     da, found = grad.float(), None
     if given.scatter and order is not None: da = embedding(grad, order).float()
     a = activated(given.activation, u)
@@ -101,13 +106,13 @@ def _matmul(given: Given, scatter: bool) -> Tensor:
                         gather=given.gather, scatter=scatter, bias=given.bias, transposed=given.transposed)
 
 
-def _known(given: Given, x: Tensor, by_slots: bool) -> Tensor:
+def _mask_unknown(given: Given, x: Tensor, by_slots: bool) -> Tensor:
     """x, of slots or in the order of groups, with zeros in rows that no group has."""
     if not given.partial: return x
     known = Tensor.arange(int(x.shape[0]), dtype=dtypes.int32) < given.offsets[-1]
     if by_slots and given.order is not None:
         known = _by_slot(known.cast(dtypes.float32).contiguous(), given.order) > 0
-    return known_rows(x, known)
+    return mask_unknown_rows(x, known)
 
 
 def _by_slot(x: Tensor, order: Tensor) -> Tensor:

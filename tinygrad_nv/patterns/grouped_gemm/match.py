@@ -24,11 +24,11 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.attention.fitted import fitted
+from tinygrad_nv.patterns.attention.fitted import fit_form
 from tinygrad_nv.patterns.contraction import (
     MatmulReduce,
-    NotOurs,
     Side,
+    Unsupported,
     arithmetic,
     is_exact,
     is_storage,
@@ -39,7 +39,7 @@ from tinygrad_nv.patterns.epilogue import number
 from tinygrad_nv.patterns.gemm.match import configuration as configuration
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
-from tinygrad_nv.patterns.router.rows import check_sorted, sorted_by
+from tinygrad_nv.patterns.router.rows import check_sorted, sort_in_rewrite
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import short
@@ -84,7 +84,7 @@ def rewrite(sink: UOp) -> UOp:
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if (match := matches.get(node)) is None: return None
         x, w, experts = (new(each) for each in (match.x, match.w, match.experts))
-        result = building.attempted(NAME, match.total, lambda: _called(match, x, w, experts, sorts))
+        result = building.attempt(NAME, match.total, lambda: _call_kernel(match, x, w, experts, sorts))
         if result is None: return None
         ranges.carry_region(frozenset({match.end, match.total}), result)
         return result
@@ -119,7 +119,7 @@ def _gather(found: MatmulReduce) -> _Gather | None:
 
 
 def _base(node: UOp) -> UOp:
-    """What a tensor is a view and cast of."""
+    """Returns the node that a tensor is a view and cast of."""
     while node.op in GroupOp.Movement or node.op is Ops.CAST: node = node.src[0]
     return node
 
@@ -138,14 +138,14 @@ def _match(found: MatmulReduce, gather: _Gather, users: dict[UOp, list[UOp]]) ->
     """The match; None, or a miss, where there is none."""
     if (target := target_of(found.total.device)) is None: return None
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
-    try: return _matched(found, gather, target, users)
+    try: return _match_matmul(found, gather, target, users)
     except SpecError as error: reason = error.found
-    except (NotAffine, NotOurs) as no: reason = str(no)
+    except (NotAffine, Unsupported) as no: reason = str(no)
     if reason: program.miss(NAME, found.total, reason)
     return None
 
 
-def _matched(found: MatmulReduce, gather: _Gather, target: Target,
+def _match_matmul(found: MatmulReduce, gather: _Gather, target: Target,
              users: dict[UOp, list[UOp]]) -> GatheredMatmul:
     chain = _chain(found.total, users)
     end, space = chain[-1], Space()
@@ -155,13 +155,13 @@ def _matched(found: MatmulReduce, gather: _Gather, target: Target,
         if node.op in GroupOp.Movement: at = space.through(node, at)
     summed = space.ranges(found.total.src[0].shape[:found.total.arg[1]])
     read = _read(found, gather, end, space, found.indices(space, summed + at))
-    if words := arithmetic(found, read.x.dtype, read.w.dtype): raise NotOurs(words)
+    if words := arithmetic(found, read.x.dtype, read.w.dtype): raise Unsupported(words)
     kinds = [short(dtype) for dtype in (end.dtype, read.x.dtype, read.w.dtype)]
     mixed = kinds[:2] == ["f32", "f32"] and read.w.dtype in FLOAT16S and \
         TABLE.family(target.kind, MixedGroupedSpec) is not None
     if len(set(kinds)) > 1 and not mixed:
-        raise NotOurs("results of {}, rows of {}, matrices of {}".format(*kinds))
-    return _arranged(found, space, read, space.lies(end.shape, kept), end, target)
+        raise Unsupported("results of {}, rows of {}, matrices of {}".format(*kinds))
+    return _arrange_match(found, space, read, space.lies(end.shape, kept), end, target)
 
 
 def _chain(total: UOp, users: dict[UOp, list[UOp]]) -> list[UOp]:
@@ -178,7 +178,8 @@ def _chain(total: UOp, users: dict[UOp, list[UOp]]) -> list[UOp]:
 
 @dataclass(frozen=True)
 class _Read:
-    """What is read: rows, matrices and experts, over ranges that are not divided; `e` is that of experts."""
+    """Rows, matrices and experts that a kernel reads, over ranges that are not divided; `e` is that of
+    experts."""
     x: Side
     w: Side
     experts: Side
@@ -186,28 +187,28 @@ class _Read:
 
 
 def _read(found: MatmulReduce, gather: _Gather, end: UOp, space: Space, at: Indices) -> _Read:
-    """The operands at the indices of a product. Raises `NotOurs` or `NotAffine`."""
+    """The operands at the indices of a product. Raises `Unsupported` or `NotAffine`."""
     mul = found.mul
     gathered, other = mul.src[gather.number], mul.src[1 - gather.number]
     # rows of 16-bit floats that give results of float32 are widened
     strip = found.strip and end.dtype in FLOAT16S
     x = side(space, other, space.over(mul.shape, other.shape, at), strip, is_storage)
     inner = space.range(gather.total.src[0].shape[0])
-    if not inner.strides: raise NotOurs("one expert")
+    if not inner.strides: raise Unsupported("one expert")
     if not (_is_widened(gathered, gather.total) and _is_widened(gather.total.src[0], gather.where)):
-        raise NotOurs("matrices that are rounded")
+        raise Unsupported("matrices that are rounded")
     outer = _through(space, gathered, space.over(mul.shape, gathered.shape, at), gather.total)
     where = _through(space, gather.total.src[0], (inner, *outer), gather.where)
     w_source, shape = gather.where.src[1], gather.where.shape
     w = side(space, w_source, space.over(shape, w_source.shape, where), found.strip, is_storage)
-    if w.copied: raise NotOurs("matrices that are computed")
+    if w.copied: raise Unsupported("matrices that are computed")
     condition, compared = gather.where.src[0], gather.compared
     where = _through(space, condition, space.over(shape, condition.shape, where), compared)
     experts, position = (space.over(compared.shape, each.shape, where) for each in
                          (gather.experts, gather.position))
     _check_position(space, gather.position, position, inner)
     number_of = side(space, gather.experts, experts, False, is_storage)
-    x, w, number_of = (each.resolved(space) for each in (x, w, number_of))
+    x, w, number_of = (each.resolve(space) for each in (x, w, number_of))
     return _Read(x, w, number_of, *space.resolve(inner).strides)
 
 
@@ -229,10 +230,11 @@ def _through(space: Space, node: UOp, at: Indices, base: UOp) -> Indices:
 
 
 def _check_position(space: Space, node: UOp, at: Indices, inner: Affine) -> None:
-    """Raises `NotOurs` where an expert is not compared with its own number."""
+    """Raises `Unsupported` where an expert is not compared with its own number."""
     at = _through(space, node, at, base := _base(node))
-    form = fitted(base)
-    if form is None or form.factors: raise NotOurs("experts are compared with other numbers than their own")
+    form = fit_form(base)
+    if form is None or form.factors:
+        raise Unsupported("experts are compared with other numbers than their own")
     strides: dict[int, int] = {}
     offset = form.offset
     for index, factor in zip(map(space.resolve, at), form.strides, strict=True):
@@ -240,14 +242,14 @@ def _check_position(space: Space, node: UOp, at: Indices, inner: Affine) -> None
         for r, stride in index.strides.items(): strides[r] = strides.get(r, 0) + stride * factor
     own = {r: stride for r, stride in strides.items() if stride}
     if offset or own != space.resolve(inner).strides:
-        raise NotOurs("experts are compared with other numbers than their own")
+        raise Unsupported("experts are compared with other numbers than their own")
 
 
 # **** places ****
 
-def _arranged(found: MatmulReduce, space: Space, read: _Read, out: Affine, end: UOp,
+def _arrange_match(found: MatmulReduce, space: Space, read: _Read, out: Affine, end: UOp,
               target: Target) -> GatheredMatmul:
-    """The match of operands that lie as kernels read them. Raises `NotOurs`."""
+    """Returns the match of operands that lie as kernels read them. Raises `Unsupported`."""
     extents = [largest(extent) for extent in space.extents]
     x, w, experts = read.x.lies.strides, read.w.lies.strides, read.experts.lies.strides
     inner = sorted(out.strides, key=out.strides.__getitem__)
@@ -257,21 +259,21 @@ def _arranged(found: MatmulReduce, space: Space, read: _Read, out: Affine, end: 
     n, k, groups = (prod(extents[r] for r in some) for some in (columns, summed, [read.e]))
     rows = prod(extents[r] for r in slots)
     if any(x.get(r) for r in columns) or any(experts.get(r) for r in (*columns, *summed)) or x.get(read.e):
-        raise NotOurs("an expert for each column")
+        raise Unsupported("an expert for each column")
     if any(stride and r not in out.strides and not w.get(r) for r, stride in (*x.items(), *experts.items())):
-        raise NotOurs("a sum over slots")
+        raise Unsupported("a sum over slots")
     ways = {r: stride for r, stride in w.items() if r != read.e}
     if not _dense([*sorted(summed, key=ways.__getitem__), *columns], ways, extents, 1) or w[read.e] != n * k \
             or read.w.lies.offset:
-        raise NotOurs("matrices that do not lie as (experts, columns, summed)")
+        raise Unsupported("matrices that do not lie as (experts, columns, summed)")
     if not _dense(columns, out.strides, extents, 1) or not _dense(slots, out.strides, extents, n):
-        raise NotOurs("columns of a result that do not lie side by side")
-    if not _dense(slots, experts, extents, 1): raise NotOurs("experts of slots in another order")
+        raise Unsupported("columns of a result that do not lie side by side")
+    if not _dense(slots, experts, extents, 1): raise Unsupported("experts of slots in another order")
     shared = next((i for i, r in enumerate(slots) if x.get(r)), len(slots))
     gather = prod(extents[r] for r in slots[:shared])
     if {r: x.get(r) for r in summed} != {r: w[r] for r in summed} \
             or not _dense(slots[shared:], x, extents, k) or read.x.lies.offset:
-        raise NotOurs("rows that do not lie one after the other")
+        raise Unsupported("rows that do not lie one after the other")
     tokens = _symbol(space, slots)
     spec = GroupedGemmSpec(groups, rows, n, k, read.x.dtype, rows // gather, gather, scatter=True)
     if read.w.dtype != spec.dtype: spec = MixedGroupedSpec(**vars(spec), half=read.w.dtype)
@@ -291,18 +293,18 @@ def _dense(order: Sequence[int], strides: dict[int, int], extents: Sequence[int]
 
 
 def _symbol(space: Space, slots: Sequence[int]) -> UOp | None:
-    """The symbolic number of tokens, which are the outermost of slots. Raises `NotOurs`."""
+    """The symbolic number of tokens, which are the outermost of slots. Raises `Unsupported`."""
     found = [r for r, extent in enumerate(space.extents) if isinstance(extent, UOp)]
     if not found: return None
     tokens = space.extents[found[0]]
     if found != slots[-1:] or not isinstance(tokens, UOp) or tokens.op is not Ops.PARAM:
-        raise NotOurs("a symbolic extent that is not the number of tokens")
+        raise Unsupported("a symbolic extent that is not the number of tokens")
     return tokens
 
 
 # **** calls ****
 
-def _called(match: GatheredMatmul, x: UOp, w: UOp, experts: UOp,
+def _call_kernel(match: GatheredMatmul, x: UOp, w: UOp, experts: UOp,
             sorts: dict[tuple[UOp, GroupRowsSpec], tuple[UOp, ...]]) -> UOp:
     spec, key = match.how.spec, (match.experts, match.rows)
     known = (experts >= 0) & (experts < spec.groups)
@@ -310,11 +312,11 @@ def _called(match: GatheredMatmul, x: UOp, w: UOp, experts: UOp,
     if key not in sorts:
         whole = zeroes and experts.dtype == dtypes.int32
         numbers = experts if whole else known.where(experts, spec.groups if zeroes else 0)
-        sorts[key] = sorted_by(match.rows, match.how.target, numbers.cast(dtypes.int32), match.tokens)
+        sorts[key] = sort_in_rewrite(match.rows, match.how.target, numbers.cast(dtypes.int32), match.tokens)
     order, offsets = sorts[key]
     moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize
     out = program.Output(match.end.shape, spec.dtype)
-    made = match.how.called(match.end.device, [out], [x, w, offsets, order], NAME, flops=spec.flops,
+    made = match.how.call(match.end.device, [out], [x, w, offsets, order], NAME, flops=spec.flops,
                             nbytes=moved)[0]
     if zeroes: return made
     # tinygrad gives zeros for numbers that are no expert's, whose rows expert 0 has had

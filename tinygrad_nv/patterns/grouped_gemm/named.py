@@ -41,7 +41,7 @@ class GroupedMatmul:
     partial: bool = False
 
     @property
-    def ordered(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order."""
         return bool(self.gather or self.scatter or self.weighted)
 
@@ -58,7 +58,7 @@ def grouped_matmul(x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None =
                          weights is not None, bias is not None, transposed, partial)
     _check(what, x, w, offsets, order, weights, bias)
     more = [each for each in (order, weights, bias) if each is not None]
-    return call(what, multiplied, x, w, offsets, *more, grad=_gradient)[0]
+    return call(what, multiply, x, w, offsets, *more, grad=_gradient)[0]
 
 
 def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None,
@@ -71,9 +71,9 @@ def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Te
     _spec(what, x.uop, w.uop)
 
 
-def multiplied(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor,
+def multiply(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor,
                *more: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad."""
+    """Returns the rows' products in plain tinygrad."""
     made = reference.multiplied(_spec(what, x.uop, w.uop), x, w, offsets, *apart(what, more))
     return (made.cast(x.dtype),)
 
@@ -87,19 +87,19 @@ def _spec(what: GroupedMatmul, x: UOp, w: UOp) -> GroupedGemmSpec:
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
-    """Of x, w, weights and bias."""
+    """Returns the gradients of x, w, weights and bias."""
     what, (x, w, offsets, *more) = call_.arg.aux, (Tensor(each).detach() for each in call_.src[1:])
     order, weights, bias = apart(what, tuple(more))
     found = gradients(Given(grouped_matmul, x, w, offsets, order, weights, bias, what.gather, what.scatter,
                             what.activation, what.transposed, what.partial), Tensor(grad))
-    floats = [None] * what.ordered + [each for each in (found.weights, found.bias) if each is not None]
+    floats = [None] * what.has_order + [each for each in (found.weights, found.bias) if each is not None]
     return found.x.uop, found.w.uop, None, *(None if each is None else each.uop for each in floats)
 
 
-def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
+def lower_grouped(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
             *more: UOp) -> tuple[UOp, ...] | None:
-    """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
-    none."""
+    """Returns the results of a kernel; None on targets without one. Raises `Unsupported` or `SpecError` where
+    there is none."""
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
     if what.transposed and TABLE.choose(_spec(what, x, w), target) is None:     # float32 on GPUs
         what, w = replace(what, transposed=False), w.permute((0, 2, 1)).contiguous()
@@ -107,8 +107,8 @@ def lowered(what: GroupedMatmul, target: Target, x: UOp, w: UOp, offsets: UOp,
     require_kinds(what, rest, spec.dtype)
     moved = spec.active_bytes + (spec.x_rows * spec.k + spec.rows * spec.columns) * spec.dtype.itemsize
     out = program.Output((spec.rows, spec.columns), spec.dtype)
-    return choose(spec, target).called(x.device, [out], [x, w, offsets, *rest], NAME, flops=spec.flops,
+    return choose(spec, target).call(x.device, [out], [x, w, offsets, *rest], NAME, flops=spec.flops,
                                        nbytes=moved)
 
 
-lower(GroupedMatmul, NAME, lowered)
+lower(GroupedMatmul, NAME, lower_grouped)

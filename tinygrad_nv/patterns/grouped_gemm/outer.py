@@ -46,10 +46,11 @@ def grouped_outer(y: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = 
                         "int32 (R,) with gather_y or gather_x, and only then")
     what = GroupedOuter(int(y.shape[0] if order is None else order.shape[0]), gather_y, gather_x)
     _spec(what, y.uop, x.uop, offsets.uop)
-    return call(what, _summed, y, x, offsets, *[each for each in (order,) if each is not None])[0]
+    return call(what, _sum_outer, y, x, offsets, *[each for each in (order,) if each is not None])[0]
 
 
-def _summed(what: GroupedOuter, y: Tensor, x: Tensor, offsets: Tensor, *order: Tensor) -> tuple[Tensor, ...]:
+def _sum_outer(what: GroupedOuter, y: Tensor, x: Tensor, offsets: Tensor, *order: Tensor) -> tuple[Tensor,
+                                                                                                   ...]:
     return (reference.summed(_spec(what, y.uop, x.uop, offsets.uop), y, x, offsets, *order).cast(x.dtype),)
 
 
@@ -59,15 +60,15 @@ def _spec(what: GroupedOuter, y: UOp, x: UOp, offsets: UOp) -> GroupedOuterSpec:
                             what.gather_y, what.gather_x)
 
 
-def lowered(what: GroupedOuter, target: Target, y: UOp, x: UOp, offsets: UOp,
+def lower_outer(what: GroupedOuter, target: Target, y: UOp, x: UOp, offsets: UOp,
             *order: UOp) -> tuple[UOp, ...] | None:
-    """The sums by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
-    none."""
+    """Returns the sums by a kernel; None on targets without one. Raises `Unsupported` or `SpecError` where
+    there is none."""
     if TABLE.family(target.kind, GroupedOuterSpec) is None: return None
     spec = _spec(what, y, x, offsets)
     out = program.Output((spec.groups, spec.n, spec.k), spec.dtype)
-    return choose(spec, target).called(x.device, [out], [y, x, offsets, *order], NAME, flops=spec.flops,
+    return choose(spec, target).call(x.device, [out], [y, x, offsets, *order], NAME, flops=spec.flops,
                                        nbytes=spec.nbytes)
 
 
-lower(GroupedOuter, NAME, lowered)
+lower(GroupedOuter, NAME, lower_outer)

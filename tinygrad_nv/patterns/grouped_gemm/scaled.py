@@ -45,7 +45,7 @@ class ScaledGroupedMatmul:
     biased: bool = False
 
     @property
-    def ordered(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order."""
         return bool(self.gather or self.scatter or self.weighted)
 
@@ -75,7 +75,7 @@ def scaled_grouped_matmul(x: Tensor, x_scale: Tensor, stack: QStack, offsets: Te
     one = what.spec(int(x.shape[0]))
     check_slots(what, one.groups, one.n, offsets, order, weights, bias)
     more = [each for each in (order, weights, bias) if each is not None]
-    return call(what, multiplied, x, x_scale, stack.buffers["codes"], stack.buffers["scales"], offsets,
+    return call(what, multiply, x, x_scale, stack.buffers["codes"], stack.buffers["scales"], offsets,
                 *more)[0]
 
 
@@ -92,9 +92,9 @@ def _check(what: ScaledGroupedMatmul, x: Tensor, x_scale: Tensor, type: QType) -
         raise SpecError(f"dtype of {what.dtype.name}", ", ".join(each.name for each in FLOATS))
 
 
-def multiplied(what: ScaledGroupedMatmul, x: Tensor, x_scale: Tensor, codes: Tensor, scales: Tensor,
+def multiply(what: ScaledGroupedMatmul, x: Tensor, x_scale: Tensor, codes: Tensor, scales: Tensor,
                offsets: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad."""
+    """Returns the rows' products in plain tinygrad."""
     spec = what.spec(int(x.shape[0]))
     wide = x_scale.repeat_interleave(GROUP, 1)[:, :spec.k]
     rows = (numbers_of(x, E4M3.dtype) * wide).contiguous()
@@ -115,15 +115,15 @@ def has_kernel(shape: tuple[int, int, int], activation: str, dtype: DType, targe
     return TABLE.choose(spec, target) is not None
 
 
-def lowered(what: ScaledGroupedMatmul, target: Target, x: UOp, x_scale: UOp, codes: UOp, scales: UOp,
+def lower_scaled(what: ScaledGroupedMatmul, target: Target, x: UOp, x_scale: UOp, codes: UOp, scales: UOp,
             offsets: UOp, *more: UOp) -> tuple[UOp, ...]:
-    """The results of a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+    """Returns the results of a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     spec = what.spec(int(x.shape[0]))
     require_kinds(what, more, spec.out)
     moved = spec.active_bytes + spec.x_rows * spec.k + spec.rows * spec.columns * spec.out.itemsize
     out = program.Output((spec.rows, spec.columns), spec.out)
-    return choose(spec, target).called(x.device, [out], [x, codes, x_scale, scales, offsets, *more], NAME,
+    return choose(spec, target).call(x.device, [out], [x, codes, x_scale, scales, offsets, *more], NAME,
                                        flops=spec.flops, nbytes=moved)
 
 
-lower(ScaledGroupedMatmul, NAME, lowered)
+lower(ScaledGroupedMatmul, NAME, lower_scaled)

@@ -1,9 +1,9 @@
 """An append of keys and values to a kernel of ours, that writes the pages in place.
 
-Protocol: `lowered` is what patterns/named.py asks for. Pages are storage, whole and in order, and the results
-are that storage after the kernel: assigning them to the pages stores nothing more (patterns/program.py). New
-rows are read where they lie, as heads of a projection, or copied where vectors could not be loaded.
-"""
+Protocol: `lower_kv_append` is what patterns/named.py asks for. Pages are storage, whole and in order, and the
+results are that storage after the kernel: assigning them to the pages stores nothing more
+(patterns/program.py). New rows are read where they lie, as heads of a projection, or copied where vectors
+could not be loaded. """
 from __future__ import annotations
 
 from typing import TypeVar
@@ -11,8 +11,8 @@ from typing import TypeVar
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
-from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.contraction import Unsupported
+from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.kv_append.reference import Arguments, KVAppend
@@ -22,14 +22,14 @@ NAME = "kv_append"
 T = TypeVar("T")
 
 
-def lowered(what: KVAppend, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
-    """Pages, and q, after the kernel. Raises `NotOurs` where there is none."""
+def lower_kv_append(what: KVAppend, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """Returns pages, and q, after the kernel. Raises `Unsupported` where there is none."""
     x = Arguments.of(what, arguments)
     for name, pages in zip(("k_pages", "v_pages"), x.pages, strict=False):
         if not program.is_whole(pages):
-            raise NotOurs(f"{name} are no storage of their own, to be written in place")
+            raise Unsupported(f"{name} are no storage of their own, to be written in place")
     new, q = ([_rows(each, target.head_bytes) for each in given] for given in (x.new, x.q))
-    scales = [laid(each) for each in x.scales]
+    scales = [lay_out(each) for each in x.scales]
     spec = _spec(what, x, new, q, scales)
     outputs: list[program.Output | UOp] = [*x.pages]
     outputs += [program.Output(each.shape, each.dtype) for each in x.q]
@@ -37,14 +37,14 @@ def lowered(what: KVAppend, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     if x.table is not None: inputs.append(x.table)
     inputs += [x.lengths, *x.rope, *(each.storage for each in scales)]
     moved = sum(each.max_numel() * each.dtype.itemsize for each in (*x.new, *x.q))
-    return choose(spec, target).called(x.new[0].device, outputs, inputs, nbytes=2 * moved)
+    return choose(spec, target).call(x.new[0].device, outputs, inputs, nbytes=2 * moved)
 
 
 def _rows(x: UOp, aligned: int) -> Laid:
     """New rows where they lie, or copied where heads do not begin at multiples of so many bytes."""
-    found = laid(x)
+    found = lay_out(x)
     fits = found.strides[-1] == 1 and _heads(found).aligned_bytes >= aligned
-    return found if fits else copied(x)
+    return found if fits else copy_dense(x)
 
 
 def _heads(x: Laid) -> Heads:
@@ -74,7 +74,7 @@ def _spec(what: KVAppend, x: Arguments[UOp], new: list[Laid], q: list[Laid],
 
 
 def _both(found: list[T]) -> tuple[T | None, T | None]:
-    """What there is of keys and of values."""
+    """Returns the entries for keys and for values, None for those there are not."""
     return (found[0] if found else None), (found[1] if len(found) > 1 else None)
 
 

@@ -30,8 +30,8 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.decode.paged import FLOATS, check_kind, check_pages, check_scales, check_shape
-from tinygrad_nv.patterns.decode.paged_check import Limits, checked
-from tinygrad_nv.patterns.kv_append.lower import NAME, lowered
+from tinygrad_nv.patterns.decode.paged_check import Limits, check_pages_used
+from tinygrad_nv.patterns.kv_append.lower import NAME, lower_kv_append
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.decode.spec import BYTES
 from tinygrad_nv.tile.kv_append.reference import KVAppend, appended
@@ -76,7 +76,7 @@ def kv_append(k_pages: Tensor, v_pages: Tensor | None, k: Tensor, v: Tensor | No
     if rounded: check_rounded(k, q, rope)
     if table is not None:
         limits = Limits("kv_append", int(stored), int(size), int(rows), holes=True)
-        table, lengths = checked(limits, table, lengths)
+        table, lengths = check_pages_used(limits, table, lengths)
     given = [*pages, *new, *([] if table is None else [table]), lengths, *rope,
              *([] if q is None else [q]), *scales]
     what = KVAppend(bool(rope), interleaved, q is not None, bool(scales), table is not None, rounded,
@@ -109,4 +109,4 @@ def _rope(cos: Tensor | None, sin: Tensor | None, d: int, longest: int) -> list[
     return [cos, sin]
 
 
-lower(KVAppend, NAME, lowered, "NV_ATTENTION")
+lower(KVAppend, NAME, lower_kv_append, "NV_ATTENTION")

@@ -1,4 +1,4 @@
-"""What adapters add to a linear layer, as functions known by name.
+"""LoRA: the terms that adapters add to a linear layer, as functions known by name.
 
 Protocol. `lora_added(x, a, b, ranks, segments, offsets, order)` is `expand` of `shrink` (tile/lora/spec.py).
 Rows without an adapter get 0. `group_rows(adapter of each row, E + 1)` gives order and offsets, once for all
@@ -14,7 +14,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.expression import short
@@ -32,7 +32,7 @@ class LoraShrink:
     rank: int
 
     def spec(self, x: UOp, a: UOp) -> LoraShrinkSpec:
-        """Of such tensors."""
+        """Returns the spec for such tensors."""
         (rows, k), (adapters, columns) = map(int, x.shape), map(int, a.shape[:2])
         return LoraShrinkSpec(adapters, rows, self.rank, x.dtype, a.dtype, k, columns // self.rank)
 
@@ -43,19 +43,19 @@ class LoraExpand:
     segments: tuple[int, ...]
 
     def spec(self, h: UOp, b: UOp) -> LoraExpandSpec:
-        """Of such tensors."""
+        """Returns the spec for such tensors."""
         adapters, rank = map(int, b.shape[:2])
         return LoraExpandSpec(adapters, int(h.shape[0]), rank, h.dtype, b.dtype, self.segments)
 
 
 def lora_added(x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, segments: tuple[int, ...], offsets: Tensor,
                order: Tensor) -> Tensor:
-    """What adapters add for rows of x (R, K): (R, N), of N columns in `segments`, in x's dtype. a
-    (E, S · rank, K) has the A of each segment, b (E, rank, N) the transposed B; ranks int32 (E, S), offsets
-    int32 (E + 2), order int32 (R). Raises `SpecError`."""
+    """Returns what adapters add for rows of x (R, K): (R, N), of N columns in `segments`, in x's dtype. a (E,
+    S · rank, K) has the A of each segment, b (E, rank, N) the transposed B; ranks int32 (E, S), offsets int32
+    (E + 2), order int32 (R). Raises `SpecError`."""
     _check(x, a, b, ranks, segments, offsets, order)
-    h = call(LoraShrink(int(b.shape[1])), computed, x, a, ranks, offsets, order)[0]
-    return call(LoraExpand(segments), computed, h, b, ranks, offsets, order)[0]
+    h = call(LoraShrink(int(b.shape[1])), compute, x, a, ranks, offsets, order)[0]
+    return call(LoraExpand(segments), compute, h, b, ranks, offsets, order)[0]
 
 
 def _check(x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, segments: tuple[int, ...], offsets: Tensor,
@@ -72,35 +72,36 @@ def _check(x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, segments: tuple[int, 
             raise SpecError(f"{name} of {short(given.dtype)} {given.shape}", f"int32 {shape}")
 
 
-def computed(what: LoraShrink | LoraExpand, x: Tensor, w: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad."""
+def compute(what: LoraShrink | LoraExpand, x: Tensor, w: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """Returns the products in plain tinygrad."""
     return (reference.computed(what.spec(x.uop, w.uop), x, w, *more).cast(x.dtype),)
 
 
-def lowered_shrink(what: LoraShrink, target: Target, x: UOp, a: UOp, ranks: UOp, offsets: UOp,
+def lower_shrink(what: LoraShrink, target: Target, x: UOp, a: UOp, ranks: UOp, offsets: UOp,
                    order: UOp) -> tuple[UOp, ...] | None:
-    """h by a kernel: where a target has none of its own, a grouped matmul of adapters with rows. Raises
-    `NotOurs` or `SpecError` where there is none."""
+    """Returns h by a kernel: where a target has none of its own, a grouped matmul of adapters with rows.
+    Raises `Unsupported` or `SpecError` where there is none."""
     spec = what.spec(x, a)
     if TABLE.family(target.kind, LoraShrinkSpec) is not None:
-        return _called(spec, target, [x, a, ranks, offsets, order])
+        return _call_kernel(spec, target, [x, a, ranks, offsets, order])
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
-    if spec.matrix != spec.dtype: raise NotOurs(f"adapters of {short(spec.matrix)}, not {short(spec.dtype)}")
-    return _called(spec, target, [x, a, offsets, order], spec.grouped)
+    if spec.matrix != spec.dtype:
+        raise Unsupported(f"adapters of {short(spec.matrix)}, not {short(spec.dtype)}")
+    return _call_kernel(spec, target, [x, a, offsets, order], spec.grouped)
 
 
-def lowered_expand(what: LoraExpand, target: Target, h: UOp, b: UOp, *more: UOp) -> tuple[UOp, ...] | None:
-    """What is added, by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_expand(what: LoraExpand, target: Target, h: UOp, b: UOp, *more: UOp) -> tuple[UOp, ...] | None:
+    """Returns what is added, by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     if TABLE.family(target.kind, LoraExpandSpec) is None: return None
-    return _called(what.spec(h, b), target, [h, b, *more])
+    return _call_kernel(what.spec(h, b), target, [h, b, *more])
 
 
-def _called(spec: LoraShrinkSpec | LoraExpandSpec, target: Target, inputs: list[UOp],
+def _call_kernel(spec: LoraShrinkSpec | LoraExpandSpec, target: Target, inputs: list[UOp],
             chosen: LoraSpec | GroupedGemmSpec | None = None) -> tuple[UOp, ...]:
     out = program.Output((spec.rows, spec.columns), spec.dtype)
-    return choose(chosen or spec, target).called(inputs[0].device, [out], inputs, NAME, flops=spec.flops,
+    return choose(chosen or spec, target).call(inputs[0].device, [out], inputs, NAME, flops=spec.flops,
                                                  nbytes=spec.active_bytes)
 
 
-lower(LoraShrink, NAME, lowered_shrink)
-lower(LoraExpand, NAME, lowered_expand)
+lower(LoraShrink, NAME, lower_shrink)
+lower(LoraExpand, NAME, lower_expand)

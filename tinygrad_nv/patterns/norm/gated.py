@@ -16,7 +16,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
@@ -38,9 +38,9 @@ class GatedGradient:
     activation: str
 
 
-def gated(both: Tensor, activation: str) -> Tensor:
-    """act(gate) · up of gate | up: (…, W) of `both` (…, 2 W), float32, bfloat16 or float16. `activation` is
-    "silu", "gelu_tanh" or "gelu" (with erf). Raises `SpecError`."""
+def gate_up(both: Tensor, activation: str) -> Tensor:
+    """Returns act(gate) · up of gate | up: (…, W) of `both` (…, 2 W), float32, bfloat16 or float16.
+    `activation` is "silu", "gelu_tanh" or "gelu" (with erf). Raises `SpecError`."""
     if activation not in specs.ACTIVATIONS:
         raise SpecError(f"activation={activation!r}", f"one of {', '.join(specs.ACTIVATIONS)}")
     width = both.shape[-1] if both.ndim else 0
@@ -48,32 +48,32 @@ def gated(both: Tensor, activation: str) -> Tensor:
         raise SpecError(f"gate | up of shape {both.shape}", "(…, 2 W): gate, then up")
     if both.dtype not in FLOATS:
         raise SpecError(f"gate | up of {both.dtype.name}", "float32, bfloat16 or float16", "cast it")
-    return call(Gated(activation), activated, both, grad=_gradient)[0]
+    return call(Gated(activation), activate, both, grad=_gradient)[0]
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     what = GatedGradient(call_.arg.aux.activation)
-    return (call(what, derived, Tensor(call_.src[1]), Tensor(grad))[0].uop,)
+    return (call(what, derive, Tensor(call_.src[1]), Tensor(grad))[0].uop,)
 
 
 # **** in plain tinygrad ****
 
-def activated(what: Gated, both: Tensor) -> tuple[Tensor, ...]:
-    """The result."""
+def activate(what: Gated, both: Tensor) -> tuple[Tensor, ...]:
+    """Returns the gated rows in plain tinygrad."""
     gate, up = (each.float() for each in both.chunk(2, -1))
     p, _ = _factor(gate, what.activation)
     return ((gate * p * up).cast(both.dtype),)
 
 
-def derived(what: GatedGradient, both: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradient."""
+def derive(what: GatedGradient, both: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Returns the gradient in plain tinygrad."""
     gate, up = (each.float() for each in both.chunk(2, -1))
     g, (p, slope) = grad.float(), _factor(gate, what.activation)
     return (Tensor.cat(g * up * (p + gate * slope), g * gate * p, dim=-1).cast(both.dtype),)
 
 
 def _factor(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """As of tile/norm/gated.py."""
+    """Returns the activation's factor of x and its slope, as tile/norm/gated.py has them."""
     if activation == "silu":
         s = x.sigmoid()
         return s, s * (1 - s)
@@ -86,28 +86,28 @@ def _factor(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 # **** kernels ****
 
-def lowered(what: Gated, target: Target, both: UOp) -> tuple[UOp, ...]:
-    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_gated(what: Gated, target: Target, both: UOp) -> tuple[UOp, ...]:
+    """Returns the result by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     rows, width = _extents(both)
     spec = specs.gated(rows, width, both.dtype, what.activation)
     out = program.Output((*both.shape[:-1], width), both.dtype)
-    return choose(spec, target).called(both.device, [out], [_memory(both)], NAME, flops=spec.flops)
+    return choose(spec, target).call(both.device, [out], [_memory(both)], NAME, flops=spec.flops)
 
 
-def lowered_gradient(what: GatedGradient, target: Target, both: UOp, grad: UOp) -> tuple[UOp, ...]:
-    """The gradient by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_gradient(what: GatedGradient, target: Target, both: UOp, grad: UOp) -> tuple[UOp, ...]:
+    """Returns the gradient by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     rows, width = _extents(both)
     spec = specs.gated_gradient(rows, width, both.dtype, what.activation)
     out = program.Output(both.shape, both.dtype)
-    return choose(spec, target).called(both.device, [out], [_memory(both), _memory(grad)], NAME,
+    return choose(spec, target).call(both.device, [out], [_memory(both), _memory(grad)], NAME,
                                        " gradient", flops=spec.flops)
 
 
 def _extents(both: UOp) -> tuple[int, int]:
     """Rows, and columns of the result."""
-    if isinstance(both.device, tuple): raise NotOurs("shards")
-    if any(isinstance(extent, UOp) for extent in both.shape): raise NotOurs("symbolic extents")
-    if not (rows := prod(both.shape[:-1])): raise NotOurs("no rows")
+    if isinstance(both.device, tuple): raise Unsupported("shards")
+    if any(isinstance(extent, UOp) for extent in both.shape): raise Unsupported("symbolic extents")
+    if not (rows := prod(both.shape[:-1])): raise Unsupported("no rows")
     return rows, int(both.shape[-1]) // 2
 
 
@@ -116,5 +116,5 @@ def _memory(x: UOp) -> UOp:
     return x if x.has_buffer_identity(after_ok=True) else x.contiguous()
 
 
-lower(Gated, NAME, lowered, setting="NV_NORM")
-lower(GatedGradient, NAME, lowered_gradient, setting="NV_NORM")
+lower(Gated, NAME, lower_gated, setting="NV_NORM")
+lower(GatedGradient, NAME, lower_gradient, setting="NV_NORM")

@@ -14,7 +14,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.group_norm import reference
@@ -47,15 +47,15 @@ def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float 
     if activation not in ("", "silu"): raise SpecError(f"activation={activation!r}", '"" or "silu"')
     if shift is not None and shift.shape != (x.shape[0], channels):
         raise SpecError(f"shift {shift.shape}", f"{(x.shape[0], channels)}")
-    return call(GroupNorm(groups, eps, activation), normalised, x, weight, bias,
+    return call(GroupNorm(groups, eps, activation), normalise, x, weight, bias,
                 *([] if shift is None else [shift]))[0]
 
 
 # **** in plain tinygrad ****
 
-def normalised(what: GroupNorm, x: Tensor, weight: Tensor, bias: Tensor,
+def normalise(what: GroupNorm, x: Tensor, weight: Tensor, bias: Tensor,
                *shift: Tensor) -> tuple[Tensor, ...]:
-    """The result."""
+    """Returns the group norm in plain tinygrad."""
     f = x.float()
     for each in shift: f = f + each.float().reshape(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
     silu = what.activation == "silu"
@@ -65,17 +65,17 @@ def normalised(what: GroupNorm, x: Tensor, weight: Tensor, bias: Tensor,
 
 # **** kernels ****
 
-def lowered(what: GroupNorm, target: Target, x: UOp, weight: UOp, bias: UOp,
+def lower_group_norm(what: GroupNorm, target: Target, x: UOp, weight: UOp, bias: UOp,
             *shift: UOp) -> tuple[UOp, ...]:
-    """The result by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    if isinstance(x.device, tuple): raise NotOurs("shards")
-    if any(isinstance(extent, UOp) for extent in x.shape): raise NotOurs("symbolic extents")
+    """Returns the result by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
+    if isinstance(x.device, tuple): raise Unsupported("shards")
+    if any(isinstance(extent, UOp) for extent in x.shape): raise Unsupported("symbolic extents")
     batch, *positions, channels = map(int, x.shape)
-    if weight.dtype != bias.dtype: raise NotOurs("weight and bias of two dtypes")
+    if weight.dtype != bias.dtype: raise Unsupported("weight and bias of two dtypes")
     spec = GroupNormSpec(batch, prod(positions), channels, what.groups, what.eps, what.activation == "silu",
                          x.dtype, weight.dtype, *(each.dtype for each in shift))
     out = program.Output(tuple(x.shape), x.dtype)
-    return choose(spec, target).called(x.device, [out], [_memory(each) for each in (x, weight, bias, *shift)],
+    return choose(spec, target).call(x.device, [out], [_memory(each) for each in (x, weight, bias, *shift)],
                                        NAME, flops=spec.flops, nbytes=spec.nbytes)
 
 
@@ -84,4 +84,4 @@ def _memory(x: UOp) -> UOp:
     return x if x.has_buffer_identity(after_ok=True) else x.contiguous()
 
 
-lower(GroupNorm, NAME, lowered, setting="NV_NORM")
+lower(GroupNorm, NAME, lower_group_norm, setting="NV_NORM")

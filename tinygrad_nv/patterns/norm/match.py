@@ -27,11 +27,11 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
-from tinygrad_nv.patterns.attention.fitted import fitted
-from tinygrad_nv.patterns.contraction import Dim, NotOurs, is_storage, merged
+from tinygrad_nv.patterns.attention.fitted import fit_form
+from tinygrad_nv.patterns.contraction import Dim, Unsupported, is_storage, merge_dims
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
-from tinygrad_nv.patterns.norm.shared import MOST_STATISTICS, shared
+from tinygrad_nv.patterns.norm.shared import MOST_STATISTICS, find_shared
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
@@ -62,15 +62,15 @@ class NormMatch:
 def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
     """The graph, of these nodes, with calls for its rows."""
     if not _may_have_rows(nodes): return sink
-    stored = dict.fromkeys(stored_nodes(nodes))
+    stored = dict.fromkeys(nodes_in_memory(nodes))
     # a statistic that is stored too is computed again with its row: that costs no memory traffic
     memory = frozenset(node for node in stored if node.op not in (*GroupOp.Movement, Ops.REDUCE))
-    between = shared([node for node in nodes if node in stored], memory)
+    between = find_shared([node for node in nodes if node in stored], memory)
     stored |= dict.fromkeys(between)
     memory |= frozenset(between)
     targets = {node.device: target_of(node.device) for node in stored}
     found = {node: match for node in stored if (target := targets[node.device]) is not None
-             and (match := matched(node, target, memory)) is not None}
+             and (match := match_node(node, target, memory)) is not None}
     if not found: return sink
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
@@ -78,7 +78,7 @@ def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
         inputs = [new(x) for x in match.inputs]
         region = node.toposort(gate=lambda each: each not in match.inputs, enter_calls=False)
         first = next((each for each in region if each.op is Ops.REDUCE), node)
-        result = building.attempted(NAME, first, lambda: _called(match, inputs))
+        result = building.attempt(NAME, first, lambda: _call_kernel(match, inputs))
         if result is None: return None
         ranges.carry_region(frozenset(region), result)
         return result
@@ -100,8 +100,8 @@ def _may_have_rows(nodes: tuple[UOp, ...]) -> bool:
     return False
 
 
-def stored_nodes(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
-    """What will be in memory: the nodes under what is stored and passed, without reshapes."""
+def nodes_in_memory(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
+    """Yields what will be in memory: the nodes under what is stored and passed, without reshapes."""
     for node in nodes:
         values = node.src[1:] if node.op is Ops.CALL else node.src[1:2] if node.op is Ops.STORE else \
             node.src[:1] if node.op is Ops.CONTIGUOUS else ()
@@ -112,7 +112,7 @@ def stored_nodes(nodes: tuple[UOp, ...]) -> Iterator[UOp]:
 
 # **** matching ****
 
-def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | None:
+def match_node(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | None:
     """The match that ends at a node; None, or a miss, where there is none."""
     if end.op not in ELEMENTWISE or end.dtype not in STORED: return None
     if (first := _first(end, memory)) is None and not _is_costly(end, memory): return None
@@ -121,7 +121,7 @@ def matched(end: UOp, target: Target, memory: frozenset[UOp]) -> NormMatch | Non
         how = choose(spec, target, inputs=len(inputs))
         if _read_once(spec) and not all(is_storage(x) or x in memory for x in inputs):
             raise Unfused("sums of values that are not in memory: tinygrad computes them as it adds")
-    except (Unfused, NotAffine, NotOurs, SpecError) as no:
+    except (Unfused, NotAffine, Unsupported, SpecError) as no:
         if first is not None:
             program.miss(NAME, first, no.found if isinstance(no, SpecError) else str(no))
     else:
@@ -157,7 +157,7 @@ def _first(end: UOp, memory: frozenset[UOp]) -> UOp | None:
                 seen.add(s)
                 waiting.append(s)
     rows = {prod(end.max_shape[i:]) for i in range(len(end.shape))}
-    return next((node for node in found if _reduced(node) in rows), found[0] if found else None)
+    return next((node for node in found if _reduced_count(node) in rows), found[0] if found else None)
 
 
 def _is_costly(end: UOp, memory: frozenset[UOp]) -> bool:
@@ -175,10 +175,10 @@ def _is_costly(end: UOp, memory: frozenset[UOp]) -> bool:
 
 
 def _is_statistic(node: UOp) -> bool:
-    return node.op is Ops.REDUCE and node.arg[0] in KINDS and _reduced(node) > 1
+    return node.op is Ops.REDUCE and node.arg[0] in KINDS and _reduced_count(node) > 1
 
 
-def _reduced(node: UOp) -> int:
+def _reduced_count(node: UOp) -> int:
     """How many values a REDUCE makes one of; 0 of a symbolic number."""
     extents = node.src[0].shape[:node.arg[1]]
     return 0 if any(isinstance(extent, UOp) for extent in extents) else prod(extents)
@@ -196,7 +196,7 @@ class NormRows(Epilogue):
         self.rows: list[Indices] = []  # of each statistic
         super().__init__(space, end, end, frozenset(), indices, is_storage)
 
-    def _made(self, node: UOp, indices: Indices, want: DType) -> Expression:
+    def _make(self, node: UOp, indices: Indices, want: DType) -> Expression:
         if number(node) is not None or self.memory(node): return self._leaf(node, indices, want)
         if node in self.stored and node is not self.end: return self._load(node, indices)
         if node.device is None and (made := self._position(node, indices, want)) is not None:
@@ -207,13 +207,13 @@ class NormRows(Epilogue):
         if _is_statistic(node) and (made := self._statistic(node, indices)) is not None: return made
         if node.op in ELEMENTWISE and node.dtype in (*NODES, *dtypes.weaks) and self.beside < MOST_NODES:
             self.beside += 1
-            return self._applied(node, indices, want)
+            return self._apply(node, indices, want)
         if node is self.end: raise Unfused(f"{node.op.name} of {node.dtype.name}")
         return self._load(node, indices)
 
     def _statistic(self, node: UOp, indices: Indices) -> Expression | None:
         """A REDUCE along rows of the result; None of another."""
-        if _reduced(node) != self.n or len(self.statistics) == MOST_STATISTICS: return None
+        if _reduced_count(node) != self.n or len(self.statistics) == MOST_STATISTICS: return None
         columns = self.leaves(self.column)
         if any(self.leaves(index) & columns for index in indices): return None
         key = (node, tuple(x for index in indices for x in (*index.key(), -1)))
@@ -233,7 +233,7 @@ class NormRows(Epilogue):
         """A value made of constants, where it is affine in the indices, in the node's dtype; an integer of
         another width in int32, as only casts and comparisons take it."""
         if node.op in (*GroupOp.Movement, Ops.CAST) or not node.shape: return None
-        if (form := fitted(node)) is None: return None
+        if (form := fit_form(node)) is None: return None
         if form.factors: raise Unfused("a position known only when it runs")
         dtype = want if node.dtype in dtypes.weaks else node.dtype
         if dtype not in NODES and not dtypes.is_int(dtype): raise Unfused(f"positions of {dtype.name}")
@@ -263,7 +263,7 @@ def _spec(end: UOp, first: UOp | None,
           memory: frozenset[UOp]) -> tuple[NormSpec, tuple[UOp, ...], UOp | None]:
     """The spec of a node, what it loads, and its symbolic number of rows; `first` is a statistic, None of
     elements. Raises `Unfused`, `NotAffine` or `SpecError` where there is none."""
-    space, n = Space(), largest(end.shape[-1]) if first is None else _reduced(first)
+    space, n = Space(), largest(end.shape[-1]) if first is None else _reduced_count(first)
     column = space.range(n)
     indices = _indices(space, end, column, n)
     rows = NormRows(space, end, indices, memory, column, n)
@@ -284,7 +284,7 @@ def _spec(end: UOp, first: UOp | None,
         known[Load(i - 1, node.dtype, 0, 0)] = Load(inputs.index(node), node.dtype, m, along, tuple(batch),
                                                     each.offset)
     for i, (place, each) in enumerate(zip(places, where, strict=True), 1 + len(lies)):
-        known[place] = _placed(dims, i, each.offset)
+        known[place] = _position_in(dims, i, each.offset)
     statistics = tuple(Statistic(s.op, substituted(s.term, known)) for s in rows.statistics)
     result = Result(end.dtype, dims.m.strides[0], dims.n.strides[0], tuple(d.strides[0] for d in dims.batch),
                     out.offset)
@@ -320,19 +320,19 @@ def row_dims(space: Space, column: Affine, indexed: tuple[Affine, ...]) -> RowDi
     columns = [leaf for r in column.strides for leaf in space.leaves(r)]
     along = [dim(r) for r in columns]
     while len(along) > 1:
-        if (one := along[-2].around(along[-1])) is None: raise Unfused("a row in several dimensions")
+        if (one := along[-2].join_inner(along[-1])) is None: raise Unfused("a row in several dimensions")
         along[-2:] = [one]
     found = [dim(r) for r in range(len(space.extents)) if r not in space.divided and r not in columns]
     if any(stride < 0 for each in found for stride in each.strides): raise Unfused("a flipped dimension")
-    rows = merged(found, (0,)) or [Dim(1, (0,) * len(indexed))]
+    rows = merge_dims(found, (0,)) or [Dim(1, (0,) * len(indexed))]
     if sum(isinstance(each.extent, UOp) for each in rows) > 1: raise Unfused("two symbolic dimensions")
     m = max(rows, key=lambda each: (isinstance(each.extent, UOp), largest(each.extent)))
     if isinstance(m.extent, UOp) and m.extent.op is not Ops.PARAM: raise Unfused("an expression of rows")
     return RowDims(m, along[0], tuple(each for each in rows if each is not m))
 
 
-def _placed(dims: RowDims, number: int, offset: int) -> Expression:
-    """A position in dimensions."""
+def _position_in(dims: RowDims, number: int, offset: int) -> Expression:
+    """Returns a position in dimensions."""
     terms: list[tuple[Expression, int]] = [(Position("n"), dims.n.strides[number]),
                                            (Position("m"), dims.m.strides[number])]
     terms += [(Position(i), dim.strides[number]) for i, dim in enumerate(dims.batch)]
@@ -344,10 +344,10 @@ def _placed(dims: RowDims, number: int, offset: int) -> Expression:
 
 # **** calls ****
 
-def _called(match: NormMatch, inputs: list[UOp]) -> UOp:
+def _call_kernel(match: NormMatch, inputs: list[UOp]) -> UOp:
     spec, end = match.how.spec, match.end
     m: sint = spec.m if match.rows is None else match.rows
-    return match.how.called(end.device, [program.Output(end.shape, end.dtype)], inputs,
+    return match.how.call(end.device, [program.Output(end.shape, end.dtype)], inputs,
                             NAME if spec.statistics else "elements", rows=m,
                             variables=[] if match.rows is None else [match.rows],
                             flops=spec.flops // spec.m * m)[0]

@@ -19,7 +19,7 @@ MOST_READ = 3           # values as large as the result, that it is made of
 MOST_STATISTICS = 4     # of one kernel
 
 
-def shared(ends: Iterable[UOp], memory: Set[UOp]) -> list[UOp]:
+def find_shared(ends: Iterable[UOp], memory: Set[UOp]) -> list[UOp]:
     """The values. `ends` are in the order of the graph; `memory` is stored anyway."""
     found: dict[UOp, None] = {}
     seen = set[UOp]()
@@ -36,7 +36,7 @@ def shared(ends: Iterable[UOp], memory: Set[UOp]) -> list[UOp]:
 
 
 def _region(end: UOp, is_stored: Callable[[UOp], bool]) -> set[UOp]:
-    """What a result is computed of, down to what is stored, and that."""
+    """Returns the nodes that a result is computed of, down to what is stored, and that."""
     waiting, region = [end], {end}
     for node in waiting:
         if node is not end and (is_stored(node) or not _is_computed(node)): continue

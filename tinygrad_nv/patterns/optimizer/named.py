@@ -17,7 +17,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose, target_of
 from tinygrad_nv.tile.optimizer import reference
@@ -39,7 +39,7 @@ class AdamWUpdate:
     eps: float
 
     def spec(self, given: Sequence[UOp]) -> AdamWSpec:
-        """Of such tensors."""
+        """Returns the spec for such tensors."""
         count = len(self.groups)
         counts = tuple(int(x.max_numel()) for x in given[:count])
         return AdamWSpec(counts, self.groups, self.beta1, self.beta2, self.eps, given[0].dtype,
@@ -51,7 +51,7 @@ class Squares:
     """Tensors: any number, of one dtype."""
 
     def spec(self, given: Sequence[UOp]) -> SquaresSpec:
-        """Of such tensors."""
+        """Returns the spec for such tensors."""
         return SquaresSpec(tuple(int(x.max_numel()) for x in given), given[0].dtype)
 
 
@@ -67,12 +67,12 @@ class Entry:
 
     @property
     def precision(self) -> tuple[DType, DType]:
-        """What one launch has in common."""
+        """Dtypes that all tensors of one launch have in common."""
         return self.x.dtype, self.grad.dtype
 
     @property
-    def written(self) -> tuple[Tensor, ...]:
-        """What an update changes."""
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Tensors that an update changes."""
         masters = () if self.master is None else (self.master,)
         return self.x, self.exp_avg, self.exp_avg_sq, *masters
 
@@ -80,10 +80,10 @@ class Entry:
 def adamw_update(entries: Sequence[Entry], control: Tensor, beta1: float, beta2: float, eps: float) -> None:
     """One step of AdamW, in place. `control`: float32 (tile/optimizer/spec.py). Raises `SpecError`."""
     for each in entries:
-        if any(x.shape != each.x.shape for x in (*each.written, each.grad)):
-            raise SpecError(f"state and gradient {[x.shape for x in (*each.written, each.grad)]}",
+        if any(x.shape != each.x.shape for x in (*each.outputs, each.grad)):
+            raise SpecError(f"state and gradient {[x.shape for x in (*each.outputs, each.grad)]}",
                             "one shape")
-        if any(x.dtype != dtypes.float32 for x in each.written[1:]):
+        if any(x.dtype != dtypes.float32 for x in each.outputs[1:]):
             raise SpecError("state that is not float32", "float32")
         if (each.x.dtype == dtypes.float32) != (each.master is None):
             raise SpecError(f"{each.x.dtype.name} {'without' if each.master is None else 'with'} masters",
@@ -92,13 +92,13 @@ def adamw_update(entries: Sequence[Entry], control: Tensor, beta1: float, beta2:
         alike = [each for each in entries if each.precision == precision]
         for some in _launches(alike, 4 + (alike[0].master is not None), control.device):
             what = AdamWUpdate(tuple(each.group for each in some), beta1, beta2, eps)
-            written = [x for column in zip(*(each.written for each in some), strict=True) for x in column]
-            made = call(what, _updated, *written, *(each.grad for each in some), control)
+            written = [x for column in zip(*(each.outputs for each in some), strict=True) for x in column]
+            made = call(what, _update, *written, *(each.grad for each in some), control)
             for x, new in zip(written, made, strict=True): x.assign(new)
 
 
-def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of squares, float32 (sums), of chunks of tensors: what is left to add up."""
+def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns sums of squares, float32 (sums), of chunks of tensors: what is left to add up."""
     made = []
     for dtype in dict.fromkeys(each.dtype for each in tensors):
         alike = [each for each in tensors if each.dtype == dtype]
@@ -107,13 +107,13 @@ def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _launches(entries: list[T], pointers: int, device: str | tuple[str, ...] | None) -> Iterator[list[T]]:
-    """As many of them as a kernel has pointers for."""
+    """Yields as many entries at a time as a kernel has pointers for."""
     target = target_of(device)
     most = ANY if target is None else (target.pointers - 1) // pointers
     for first in range(0, len(entries), most): yield entries[first:first + most]
 
 
-def _updated(what: AdamWUpdate, *given: Tensor) -> tuple[Tensor, ...]:
+def _update(what: AdamWUpdate, *given: Tensor) -> tuple[Tensor, ...]:
     spec = what.spec([x.uop for x in given])
     made = reference.updated(spec, *(x.float() for x in given))
     return tuple(new.cast(old.dtype) for new, old in zip(made, given, strict=False))
@@ -123,25 +123,25 @@ def _squares(what: Squares, *given: Tensor) -> tuple[Tensor, ...]:
     return (reference.squares(what.spec([x.uop for x in given]), *(x.float() for x in given)),)
 
 
-def lowered_update(what: AdamWUpdate, target: Target, *given: UOp) -> tuple[UOp, ...] | None:
-    """What is written, by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_update(what: AdamWUpdate, target: Target, *given: UOp) -> tuple[UOp, ...] | None:
+    """Returns what is written, by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     if TABLE.family(target.kind, AdamWSpec) is None: return None
     spec = what.spec(given)
     written, read = given[:-1 - len(spec.counts)], given[-1 - len(spec.counts):]
     if not all(map(program.is_whole, written)):
-        raise NotOurs("parameters or state are no storage of their own, to be written in place")
-    return choose(spec, target).called(given[0].device, written, read, NAME, flops=spec.flops,
+        raise Unsupported("parameters or state are no storage of their own, to be written in place")
+    return choose(spec, target).call(given[0].device, written, read, NAME, flops=spec.flops,
                                        nbytes=spec.nbytes)
 
 
-def lowered_squares(what: Squares, target: Target, *given: UOp) -> tuple[UOp, ...] | None:
-    """The sums, by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+def lower_squares(what: Squares, target: Target, *given: UOp) -> tuple[UOp, ...] | None:
+    """Returns the sums, by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     if TABLE.family(target.kind, SquaresSpec) is None: return None
     spec = what.spec(given)
     out = program.Output((sum(spec.chunks),), dtypes.float32)
-    return choose(spec, target).called(given[0].device, [out], given, NAME, flops=spec.flops,
+    return choose(spec, target).call(given[0].device, [out], given, NAME, flops=spec.flops,
                                        nbytes=spec.nbytes)
 
 
-lower(AdamWUpdate, NAME, lowered_update)
-lower(Squares, NAME, lowered_squares)
+lower(AdamWUpdate, NAME, lower_update)
+lower(Squares, NAME, lower_squares)

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 
-def quantised(spec: GemmSpec, matrix: UOp) -> tuple[QuantGemmSpec, tuple[UOp, UOp]] | None:
+def match_quantised(spec: GemmSpec, matrix: UOp) -> tuple[QuantGemmSpec, tuple[UOp, UOp]] | None:
     """The spec, and what takes the matrix's place among the inputs."""
     if (found := _codes_and_scales(matrix)) is None or spec.batch or spec.parts > 1 \
             or spec.a.dtype != dtypes.float32 or spec.b != Operand(dtypes.float32, spec.k, 1): return None

@@ -1,12 +1,10 @@
 """Matmuls with a quantised matrix, as a function known by name.
 
 Protocol. `quant_matmul(x, w, bias)` is x Wᵀ + bias with W dequantised to x's dtype: that is its reference,
-and what runs where no kernel does. `prepared` matrices lie as kernels of their device read them. On a CPU
-those are multiplied with activations in int8, where the caller permits it (NV_QUANT_ACTIVATIONS; the spec's
-module says how). Of a matrix in fragments x is gathered for columns in another order than inputs (act order).
-Its gradient is that of x, by a matrix
-that is dequantised again; quantised matrices have none.
-"""
+and what runs where no kernel does. `prepare_matrix` matrices lie as kernels of their device read them. On a
+CPU those are multiplied with activations in int8, where the caller permits it (NV_QUANT_ACTIVATIONS; the
+spec's module says how). Of a matrix in fragments x is gathered for columns in another order than inputs (act
+order). Its gradient is that of x, by a matrix that is dequantised again; quantised matrices have none. """
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -19,11 +17,11 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.behind import behind
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
-from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
+from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.quant.tensor import QTensor, dequantize
 from tinygrad_nv.quant.types import QType, buffers, nbytes
@@ -52,11 +50,11 @@ def quant_matmul(x: Tensor, w: QTensor, bias: Tensor | None = None, int8: bool =
         raise SpecError(f"x of shape {x.shape}, w of {list(w.shape)}", f"x of shape (…, {w.shape[1]})")
     if w.type.permuted and w.type.layout == "fragments": x, w = x[..., w.buffers["order"]], w.in_order()
     what, more = QuantMatmul(w.type, w.shape, bias is not None, int8), [] if bias is None else [bias]
-    return call(what, multiplied, x, *w.buffers.values(), *more, grad=_gradient)[0]
+    return call(what, multiply, x, *w.buffers.values(), *more, grad=_gradient)[0]
 
 
-def multiplied(what: QuantMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad."""
+def multiply(what: QuantMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """Returns the matmul in plain tinygrad."""
     return (x.linear(_matrix(what, x, *rest).T, rest[-1] if what.bias else None),)
 
 
@@ -77,30 +75,30 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
 
 # **** kernels ****
 
-def lowered(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp, ...] | None:
-    """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
-    none."""
+def lower_quant(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp, ...] | None:
+    """Returns the matmul by a kernel; None on targets without one. Raises `Unsupported` or `SpecError` where
+    there is none."""
     if TABLE.family(target.kind, QuantGemmSpec) is None: return None
-    return matmul_of(what, target, x, *rest).called(target, x.dtype)
+    return matmul_of(what, target, x, *rest).call(target, x.dtype)
 
 
 def matmul_of(what: QuantMatmul, target: Target, x: UOp, *rest: UOp) -> NamedMatmul:
-    """The matmul of arguments. Raises `NotOurs` or `SpecError` where kernels have none."""
+    """The matmul of arguments. Raises `Unsupported` or `SpecError` where kernels have none."""
     (n, k), dtype, rows = what.shape, x.dtype, symbolic_rows(x)
     m, epilogue = prod(largest(extent) for extent in x.shape[:-1]), Sum().cast(dtype)
     if what.bias:
-        if rest[-1].dtype != dtype: raise NotOurs(f"a bias of {rest[-1].dtype.name} to {dtype.name}")
+        if rest[-1].dtype != dtype: raise Unsupported(f"a bias of {rest[-1].dtype.name} to {dtype.name}")
         epilogue = epilogue + Load(0, dtype, 0, 1)
-    storage, a = placed_rows(x)
+    storage, a = place_rows(x)
     gemm = GemmSpec(m, n, k, a, Operand(dtype, k, 1), Result(dtype, n, 1), (), epilogue,
                     symbolic=rows is not None)
     spec = QuantGemmSpec(gemm, what.type, in_bytes(what.type, what.int8))
     return NamedMatmul(spec, (storage, *rest), (*x.shape[:-1], n), rows, nbytes(what.type, n, k))
 
 
-def prepared(w: QTensor, codes: bool = False) -> QTensor:
-    """A matrix as kernels of its device read it fastest: in tiles or fragments where templates take those,
-    else as it is. It has buffers of its own, about as many bytes: drop the other. `codes`: for
+def prepare_matrix(w: QTensor, codes: bool = False) -> QTensor:
+    """Returns a matrix as kernels of its device read it fastest: in tiles or fragments where templates take
+    those, else as it is. It has buffers of its own, about as many bytes: drop the other. `codes`: for
     `scaled_matmul`, which reads no fragments."""
     target = target_of(w.buffers["codes"].device)
     if target is None or w.type.layout != "rows": return w
@@ -115,9 +113,9 @@ def prepared(w: QTensor, codes: bool = False) -> QTensor:
     return w if found is None or not w.finite else made.of_rows().with_layout(type.layout)
 
 
-def prepared_for(device: str | None) -> str:
-    """What `prepared` depends on besides a matrix, for keys of what it made: the kind of kernels, and their
-    instructions. Not the number of threads, which changes no layout."""
+def preparation_key(device: str | None) -> str:
+    """Returns what `prepare_matrix` depends on besides a matrix, for keys of what it made: the kind of
+    kernels, and their instructions. Not the number of threads, which changes no layout."""
     target = target_of(device)
     if target is None: return "none"
     return f"{target.kind} {target.instructions}"
@@ -129,4 +127,4 @@ def in_bytes(type: QType, int8: bool) -> bool:
     return type.layout == "tiles" and whole and (asked == "int8" or (asked == "auto" and int8))
 
 
-lower(QuantMatmul, NAME, lowered)
+lower(QuantMatmul, NAME, lower_quant)

@@ -2,7 +2,7 @@
 
 Protocol. `quant_grouped_matmul(x, stack, offsets)` is `grouped_matmul` (patterns/grouped_gemm/named.py) with
 matrices that are dequantised to x's dtype: that is its reference, and what runs where no kernel does. With an
-activation a stack has two matrices for each group, gate and up. `prepared_type` is how kernels of a device
+activation a stack has two matrices for each group, gate and up. `prepare_type` is how kernels of a device
 read the matrices of a stack. On a CPU rows become int8 where the caller permits it, as those of
 `quant_matmul` do. Its gradients are those of x and weights.
 """
@@ -47,7 +47,7 @@ class QuantGroupedMatmul:
     int8: bool = False
 
     @property
-    def ordered(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order."""
         return bool(self.gather or self.scatter or self.weighted)
 
@@ -73,7 +73,7 @@ def quant_grouped_matmul(x: Tensor, stack: QStack, offsets: Tensor, order: Tenso
                               bias is not None, int8)
     _check(what, x, offsets, order, weights, bias)
     more = [each for each in (order, weights, bias) if each is not None]
-    return call(what, multiplied, x, *stack.buffers.values(), offsets, *more, grad=_gradient)[0]
+    return call(what, multiply, x, *stack.buffers.values(), offsets, *more, grad=_gradient)[0]
 
 
 def _check(what: QuantGroupedMatmul, x: Tensor, offsets: Tensor, order: Tensor | None, weights: Tensor | None,
@@ -84,8 +84,8 @@ def _check(what: QuantGroupedMatmul, x: Tensor, offsets: Tensor, order: Tensor |
     check_slots(what, one.groups, one.n, offsets, order, weights, bias)
 
 
-def multiplied(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad."""
+def multiply(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """Returns the rows' products in plain tinygrad."""
     spec, names = what.spec(x.uop), stack_buffers(what.type, what.stack)
     stack, offsets, more = dict(zip(names, rest, strict=False)), rest[len(names)], rest[len(names) + 1:]
     w = reference.matrices(replace(spec, int8=False), stack)
@@ -93,34 +93,35 @@ def multiplied(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tens
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
-    """Of x, weights and bias."""
+    """Returns the gradients of x, weights and bias."""
     what, given = call_.arg.aux, [Tensor(each) for each in call_.src[1:]]
     first = 1 + len(stack_buffers(what.type, what.stack))
     places = [0, *(i for i in range(first, len(given)) if dtypes.is_float(given[i].dtype))]
     leaves = [each.detach() for each in given]
     # as of `quant_matmul`: else the matrices of all layers would be there at once
     leaves[1] = Tensor(behind(leaves[1].uop, grad))
-    found = multiplied(what, *leaves)[0].gradient(*(leaves[i] for i in places), gradient=Tensor(grad))
+    found = multiply(what, *leaves)[0].gradient(*(leaves[i] for i in places), gradient=Tensor(grad))
     made = dict(zip(places, found, strict=True))
     return tuple(made[i].cast(each.dtype).uop if i in made else None for i, each in enumerate(given))
 
 
 # **** kernels ****
 
-def lowered(what: QuantGroupedMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp, ...] | None:
-    """The results of a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
-    none."""
+def lower_quant_grouped(what: QuantGroupedMatmul, target: Target, x: UOp, *rest: UOp) -> tuple[UOp,
+                                                                                               ...] | None:
+    """Returns the results of a kernel; None on targets without one. Raises `Unsupported` or `SpecError` where
+    there is none."""
     if TABLE.family(target.kind, QuantGroupedSpec) is None: return None
     spec, one = what.spec(x), what.spec(x).grouped
     require_kinds(what, rest[len(stack_buffers(what.type, what.stack)) + 1:], one.dtype)
     moved = spec.active_bytes + (one.x_rows * one.k + one.rows * one.columns) * one.dtype.itemsize
     out = program.Output((one.rows, one.columns), one.dtype)
-    return choose(spec, target).called(x.device, [out], [x, *rest], NAME, flops=spec.flops, nbytes=moved)
+    return choose(spec, target).call(x.device, [out], [x, *rest], NAME, flops=spec.flops, nbytes=moved)
 
 
-def prepared_type(type: QType, n: int, k: int, device: str | None) -> QType:
-    """The type of matrices [n, k] as kernels of a device read their stacks: in tiles or fragments where
-    templates take those, of fragments with outer scales that multiply; else as it is."""
+def prepare_type(type: QType, n: int, k: int, device: str | None) -> QType:
+    """Returns the type of matrices [n, k] as kernels of a device read their stacks: in tiles or fragments
+    where templates take those, of fragments with outer scales that multiply; else as it is."""
     target = target_of(device)
     if target is None or type.layout != "rows": return type
     read = type.with_multipliers() if target.matrix_layout == "fragments" else type
@@ -131,4 +132,4 @@ def prepared_type(type: QType, n: int, k: int, device: str | None) -> QType:
     return type if found is None else made
 
 
-lower(QuantGroupedMatmul, NAME, lowered)
+lower(QuantGroupedMatmul, NAME, lower_quant_grouped)

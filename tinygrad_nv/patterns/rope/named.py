@@ -15,9 +15,9 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
-from tinygrad_nv.patterns.strides import Laid, copied, laid
+from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.rope import reference
@@ -42,14 +42,14 @@ class RotatedHeadsGradient:
     kv_heads: int
 
 
-def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int,
+def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int,
                   kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, H, T, D), and k and v (B, H_kv, T, D), of q|k|v (B, T, (H + 2 H_kv) D). The first 2 · half
     elements of heads of q and k are rotated, i with i + half (RoFormer, arXiv 2104.09864), by angles with
     these cosines and sines, (T, half) or (B, T, half), of which no gradients are made. Computed in float32
     and rounded once. float32, bfloat16 or float16. Raises `SpecError`."""
     _check(qkv, cos, sin, heads, kv_heads)
-    q, k, v = call(RotatedHeads(heads, kv_heads), turned, qkv, cos, sin, grad=_gradient)
+    q, k, v = call(RotatedHeads(heads, kv_heads), rotate, qkv, cos, sin, grad=_gradient)
     return q, k.squeeze(0), v.squeeze(0).squeeze(0)
 
 
@@ -75,26 +75,26 @@ def _gradient(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
     shapes = [call.gettuple(i).shape[i:] for i in range(3)]
     each = [grads[4 + i].reshape(shape) if 4 + i in grads else
             Tensor.zeros(*shape, dtype=qkv.dtype, device=qkv.device) for i, shape in enumerate(shapes)]
-    return named_gradient(what, each, cos, sin).uop, None, None
+    return call_gradient(what, each, cos, sin).uop, None, None
 
 
-def named_gradient(what: RotatedHeads, grads: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    """The call of the gradient."""
-    return call(RotatedHeadsGradient(what.heads, what.kv_heads), derived, *grads, cos, sin)[0]
+def call_gradient(what: RotatedHeads, grads: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    """Calls the gradient."""
+    return call(RotatedHeadsGradient(what.heads, what.kv_heads), derive, *grads, cos, sin)[0]
 
 
 # **** in plain tinygrad ****
 
-def turned(what: RotatedHeads, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v."""
+def rotate(what: RotatedHeads, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Returns q, k and v in plain tinygrad."""
     q, k, v = reference.rotated(qkv.float(), *_angles(cos, sin), what.heads, what.kv_heads)
     made = q, k.unsqueeze(0), v.unsqueeze(0).unsqueeze(0)
     return tuple(each.cast(qkv.dtype) for each in made)
 
 
-def derived(what: RotatedHeadsGradient, q: Tensor, k: Tensor, v: Tensor, cos: Tensor,
+def derive(what: RotatedHeadsGradient, q: Tensor, k: Tensor, v: Tensor, cos: Tensor,
             sin: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of q|k|v."""
+    """Returns the gradient of q|k|v in plain tinygrad."""
     return (reference.derived((q.float(), k.float(), v.float()), *_angles(cos, sin)).cast(q.dtype),)
 
 
@@ -106,48 +106,49 @@ def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 # **** kernels ****
 
-def lowered(what: RotatedHeads, target: Target, qkv: UOp, cos: UOp, sin: UOp) -> tuple[UOp, ...]:
-    """q, k and v by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    (B, T, width), (c, s) = _extents(qkv), _laid(cos, sin)
+def lower_rope(what: RotatedHeads, target: Target, qkv: UOp, cos: UOp, sin: UOp) -> tuple[UOp, ...]:
+    """Returns q, k and v by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
+    (B, T, width), (c, s) = _extents(qkv), _lay_angles(cos, sin)
     spec = RopeSpec(B, T, what.heads, what.kv_heads, width // (what.heads + 2 * what.kv_heads),
                     int(cos.shape[-1]), qkv.dtype, _place(c))
     outs = [program.Output((*(1,) * i, B, heads, T, spec.d), qkv.dtype)
             for i, heads in enumerate((what.heads, what.kv_heads, what.kv_heads))]
     inputs = [_memory(qkv), c.storage, s.storage]
-    return choose(spec, target).called(qkv.device, outs, inputs, NAME, flops=spec.flops, nbytes=spec.nbytes)
+    return choose(spec, target).call(qkv.device, outs, inputs, NAME, flops=spec.flops, nbytes=spec.nbytes)
 
 
-def lowered_gradient(what: RotatedHeadsGradient, target: Target, q: UOp, k: UOp, v: UOp, cos: UOp,
+def lower_gradient(what: RotatedHeadsGradient, target: Target, q: UOp, k: UOp, v: UOp, cos: UOp,
                      sin: UOp) -> tuple[UOp, ...]:
-    """The gradient by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    (B, _, T, d), (c, s) = _extents(q), _laid(cos, sin)
-    if len({each.dtype for each in (q, k, v)}) > 1: raise NotOurs("gradients of several dtypes")
+    """Returns the gradient by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
+    (B, _, T, d), (c, s) = _extents(q), _lay_angles(cos, sin)
+    if len({each.dtype for each in (q, k, v)}) > 1: raise Unsupported("gradients of several dtypes")
     spec = RopeGradientSpec(B, T, what.heads, what.kv_heads, d, int(cos.shape[-1]), q.dtype, _place(c))
     out = program.Output((B, T, spec.width), q.dtype)
-    if (sums := _narrowed(q)) is not None and TABLE.choose(wide := replace(spec, wide_q=True), target):
+    if (sums := _wide_source(q)) is not None and TABLE.choose(wide := replace(spec, wide_q=True), target):
         q, spec = sums, wide
     inputs = [*(_memory(each) for each in (q, k, v)), c.storage, s.storage]
-    return choose(spec, target).called(q.device, [out], inputs, NAME, flops=spec.flops, nbytes=spec.nbytes)
+    return choose(spec, target).call(q.device, [out], inputs, NAME, flops=spec.flops, nbytes=spec.nbytes)
 
 
-def _narrowed(x: UOp) -> UOp | None:
-    """What is in memory in float32, of a value that is it cast to 16 bits."""
+def _wide_source(x: UOp) -> UOp | None:
+    """Returns the float32 node in memory that a value is cast to 16 bits of; None of others."""
     while x.op in (Ops.RESHAPE, Ops.CONTIGUOUS): x = x.src[0]
     if x.op is not Ops.CAST or x.dtype not in FLOAT16S or x.src[0].dtype != dtypes.float32: return None
     return x.src[0] if x.src[0].has_buffer_identity(after_ok=True) else None
 
 
 def _extents(x: UOp) -> tuple[int, ...]:
-    if isinstance(x.device, tuple): raise NotOurs("shards")
-    if any(isinstance(extent, UOp) for extent in x.shape): raise NotOurs("symbolic extents")
+    if isinstance(x.device, tuple): raise Unsupported("shards")
+    if any(isinstance(extent, UOp) for extent in x.shape): raise Unsupported("symbolic extents")
     return tuple(map(int, x.shape))
 
 
-def _laid(cos: UOp, sin: UOp) -> tuple[Laid, Laid]:
-    """Where angles lie: both alike, the elements of a row side by side."""
+def _lay_angles(cos: UOp, sin: UOp) -> tuple[Laid, Laid]:
+    """Returns where angles lie: both alike, the elements of a row side by side."""
     _extents(cos)
-    c, s = laid(cos), laid(sin)
-    if (c.strides, c.offset) != (s.strides, s.offset) or c.strides[-1] > 1: c, s = copied(cos), copied(sin)
+    c, s = lay_out(cos), lay_out(sin)
+    if (c.strides, c.offset) != (s.strides, s.offset) or c.strides[-1] > 1:
+        c, s = copy_dense(cos), copy_dense(sin)
     return c, s
 
 
@@ -161,5 +162,5 @@ def _memory(x: UOp) -> UOp:
     return x if x.has_buffer_identity(after_ok=True) else x.contiguous()
 
 
-lower(RotatedHeads, NAME, lowered, setting="NV_ATTENTION")
-lower(RotatedHeadsGradient, NAME, lowered_gradient, setting="NV_ATTENTION")
+lower(RotatedHeads, NAME, lower_rope, setting="NV_ATTENTION")
+lower(RotatedHeadsGradient, NAME, lower_gradient, setting="NV_ATTENTION")

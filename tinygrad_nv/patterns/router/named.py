@@ -50,15 +50,15 @@ def route(logits: Tensor, policy: Policy, bias: Tensor | None = None) -> Routing
     if bias is not None and (bias.shape != (count,) or bias.dtype != dtypes.float32):
         raise SpecError(f"bias of {short(bias.dtype)} {bias.shape}", f"float32 ({count},)")
     given = [logits] if bias is None else [logits, bias]
-    return Routing(*call(Route(policy, bias is not None), _routed, *given, grad=_gradient))
+    return Routing(*call(Route(policy, bias is not None), _route, *given, grad=_gradient))
 
 
-def _routed(what: Route, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+def _route(what: Route, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     return routed(what.policy, logits, bias)
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
-    """Of logits, through the weights: the only floats among the results."""
+    """Returns the gradient of logits, through the weights: the only floats among the results."""
     what, logits, experts = call_.arg.aux, Tensor(call_.src[1]), Tensor(call_.gettuple(0)).detach()
     wide = logits.float().detach()
     numbers = Tensor.arange(int(logits.shape[1]), dtype=dtypes.int32).to(logits.device)
@@ -67,9 +67,9 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     return made.uop, *[None] * what.biased
 
 
-def lowered(what: Route, target: Target, *arguments: UOp) -> tuple[UOp, ...] | None:
-    """A routing by one kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
-    none."""
+def lower_route(what: Route, target: Target, *arguments: UOp) -> tuple[UOp, ...] | None:
+    """Returns a routing by one kernel; None on targets without one. Raises `Unsupported` or `SpecError` where
+    there is none."""
     if TABLE.family(target.kind, RouterSpec) is None: return None
     logits = arguments[0]
     tokens, count = map(int, logits.shape)
@@ -77,7 +77,7 @@ def lowered(what: Route, target: Target, *arguments: UOp) -> tuple[UOp, ...] | N
     chosen = tokens, what.policy.k
     outputs = [program.Output(chosen, dtypes.int32), program.Output(chosen, dtypes.float32),
                program.Output((spec.slots,), dtypes.int32), program.Output((count + 1,), dtypes.int32)]
-    return choose(spec, target).called(logits.device, outputs, arguments, NAME)
+    return choose(spec, target).call(logits.device, outputs, arguments, NAME)
 
 
-lower(Route, NAME, lowered)
+lower(Route, NAME, lower_route)

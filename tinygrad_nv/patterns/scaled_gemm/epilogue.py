@@ -1,8 +1,8 @@
 """Codes that the matmul before them makes.
 
-Protocol. With a static scale codes are elements of x: no statistic of x is needed first. `quantized` looks
-for a matmul that x is made of by elementwise operations, and whose result has no other user: one of a named
-function, or one of the graph whose operands are memory or elements of it (patterns/gemm). It gives that
+Protocol. With a static scale codes are elements of x: no statistic of x is needed first. `quantize_before`
+looks for a matmul that x is made of by elementwise operations, and whose result has no other user: one of a
+named function, or one of the graph whose operands are memory or elements of it (patterns/gemm). It gives that
 matmul with all of this in its epilogue, rounded to x's dtype before it is quantised, as the graph says; also
 of equal parts of the columns, as in silu(gate) · up of one matmul. The matmul that stores its result, which
 named.py has made by then, has no user any more, and is not run.
@@ -21,7 +21,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building
-from tinygrad_nv.patterns.contraction import NotOurs, is_storage, product
+from tinygrad_nv.patterns.contraction import Unsupported, is_storage, product
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, MOST_INSIDE, MOVED, NODES, Epilogue, Unfused
 from tinygrad_nv.patterns.gemm import match as gemm
 from tinygrad_nv.patterns.index import Affine, NotAffine, Space, largest
@@ -29,7 +29,7 @@ from tinygrad_nv.patterns.named import Uses
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.norm.match import row_dims
 from tinygrad_nv.patterns.quant_gemm import named as quant
-from tinygrad_nv.patterns.rewriting import stored
+from tinygrad_nv.patterns.rewriting import stored_value
 from tinygrad_nv.patterns.scaled_gemm import named as scaled
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
 from tinygrad_nv.patterns.target import Target
@@ -50,19 +50,19 @@ class _Region:
     nodes: frozenset[UOp]
 
 
-def quantized(uses: Uses, target: Target, codes: Codes, dtype: DType) -> tuple[UOp | None, str]:
-    """The codes of a call's argument by the matmul before it, as `dtype`; or None, and why not: "" where no
-    matmul ends there."""
+def quantize_before(uses: Uses, target: Target, codes: Codes, dtype: DType) -> tuple[UOp | None, str]:
+    """Returns the codes of a call's argument by the matmul before it, as `dtype`; or None, and why not: \"\"
+    where no matmul ends there."""
     reason = ""
     if not config.get("NV_GEMM"): return None, reason
     for region in _regions(uses):
-        def made(region: _Region = region) -> UOp:
-            way = _named if region.root.op is Ops.GETTUPLE else _found
+        def make(region: _Region = region) -> UOp:
+            way = _quantize_named_matmul if region.root.op is Ops.GETTUPLE else _quantize_graph_matmul
             try: return way(uses, region, target, codes, dtype)
-            except (Unfused, NotAffine) as no: raise NotOurs(str(no)) from no
-            except SpecError as error: raise NotOurs(f"{error.found}, not {error.expected}") from error
-        try: value = building.attempted(NAME, region.root, made)
-        except NotOurs as no: reason = reason or str(no)
+            except (Unfused, NotAffine) as no: raise Unsupported(str(no)) from no
+            except SpecError as error: raise Unsupported(f"{error.found}, not {error.expected}") from error
+        try: value = building.attempt(NAME, region.root, make)
+        except Unsupported as no: reason = reason or str(no)
         else:
             if value is not None: return value, ""
     return None, reason
@@ -81,7 +81,7 @@ def _regions(uses: Uses) -> Iterator[_Region]:
             inside.add(node)
             waiting += node.src if node.op in ELEMENTWISE else node.src[:1]
     for root in dict.fromkeys(roots):
-        if (nodes := _closed(root, end, inside, uses)) is not None: yield _Region(root, end, nodes)
+        if (nodes := _close_region(root, end, inside, uses)) is not None: yield _Region(root, end, nodes)
 
 
 def _is_fusable(node: UOp) -> bool:
@@ -98,7 +98,7 @@ def _is_plain(operand: UOp) -> bool:
     """Whether an operand is memory, or elements of it, and not what an exponential has stored: one made of
     sums may be of a match larger than a matmul, gathered matrices or an attention's probabilities."""
     ends = [node for node in _elements(operand) if not _sources(node)]
-    values = [_stored(node) for node in ends]
+    values = [_stored_value(node) for node in ends]
     return all(is_storage(node) or node.op is Ops.GETTUPLE or node.device is None for node in ends) and not \
         any(node.op is Ops.EXP2 for value in values if value is not None for node in _elements(value))
 
@@ -114,18 +114,18 @@ def _elements(value: UOp) -> list[UOp]:
 
 
 def _sources(node: UOp) -> tuple[UOp, ...]:
-    """What a node is made of, element by element."""
+    """Returns the nodes that a node is made of, element by element."""
     if node.op in ELEMENTWISE: return tuple(dict.fromkeys(node.src))
     return node.src[:1] if node.op in GroupOp.Movement else ()
 
 
-def _stored(node: UOp) -> UOp | None:
+def _stored_value(node: UOp) -> UOp | None:
     """The value that memory is given in this graph; None of others."""
     if node.op is Ops.CONTIGUOUS: return node.src[0]
-    return value if (value := stored(node)) is not node else None
+    return value if (value := stored_value(node)) is not node else None
 
 
-def _closed(root: UOp, end: UOp, inside: Set[UOp], uses: Uses) -> frozenset[UOp] | None:
+def _close_region(root: UOp, end: UOp, inside: Set[UOp], uses: Uses) -> frozenset[UOp] | None:
     """A result and all that is made of it up to the end, if that is of the nodes `inside`."""
     found = [root]
     for node in found:
@@ -138,16 +138,16 @@ def _closed(root: UOp, end: UOp, inside: Set[UOp], uses: Uses) -> frozenset[UOp]
 
 # **** matmuls ****
 
-def _found(uses: Uses, region: _Region, target: Target, codes: Codes, dtype: DType) -> UOp:
+def _quantize_graph_matmul(uses: Uses, region: _Region, target: Target, codes: Codes, dtype: DType) -> UOp:
     """By a matmul of the graph."""
     total = product(uses.new(region.root))
     assert total is not None
     nodes = frozenset(map(uses.new, region.nodes))
-    match = gemm.matched(total, uses.new(region.end), nodes, target, is_storage, codes)
-    return gemm.called(match, match.inputs, dtype)
+    match = gemm.match_matmul(total, uses.new(region.end), nodes, target, is_storage, codes)
+    return gemm.call_kernel(match, match.inputs, dtype)
 
 
-def _named(uses: Uses, region: _Region, target: Target, codes: Codes, dtype: DType) -> UOp:
+def _quantize_named_matmul(uses: Uses, region: _Region, target: Target, codes: Codes, dtype: DType) -> UOp:
     """By a matmul that is known by name."""
     function = region.root.src[0]
     matmul = MATMULS[type(function.arg.aux)](function.arg.aux, target, *map(uses.new, function.src[1:]))
@@ -173,11 +173,12 @@ def _named(uses: Uses, region: _Region, target: Target, codes: Codes, dtype: DTy
         known[Load(i, node.dtype, 0, 0)] = Load(extras.index(node), node.dtype, m, along, (), each.offset)
     after = codes(substituted(tail.expression, known))
     made = matmul.with_epilogue(after, len(parts), extras)
-    return made.called(target, dtype)[0].reshape(end.shape)
+    return made.call(target, dtype)[0].reshape(end.shape)
 
 
 def _parts(paths: list[Affine], n: int, whole: int) -> list[int]:
-    """Which part of the columns each path to the result is. Raises `Unfused` where they are not all."""
+    """Returns which part of the columns each path to the result is. Raises `Unfused` where they are not
+    all."""
     parts = [path.offset // n for path in paths]
     apart = any(path.offset % n or path.strides != paths[0].strides for path in paths)
     if apart or sorted(parts) != list(range(whole // n)) or whole % n:

@@ -64,7 +64,7 @@ class Fp8Linear:
 
 def fp8_matmul(what: Fp8Matmul, a: Codes, b: Codes) -> Tensor:
     """a (M, K) bᵀ (N, K): (M, N). No gradient."""
-    return call(what, multiplied, a.codes, b.codes, a.inverse.contiguous(), b.inverse.contiguous())[0]
+    return call(what, multiply, a.codes, b.codes, a.inverse.contiguous(), b.inverse.contiguous())[0]
 
 
 def fp8_linear(how: Fp8Linear, x: Tensor, w: Tensor, scales: tuple[Tensor, Tensor, Tensor] | None,
@@ -82,7 +82,7 @@ def fp8_linear(how: Fp8Linear, x: Tensor, w: Tensor, scales: tuple[Tensor, Tenso
 
     def back(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]: return _gradient(how, grad, call_)
     own = (sides.x.codes, sides.w.codes, sides.x.inverse.contiguous(), sides.w.inverse.contiguous())
-    made = call(what, multiplied, *own, *kept, grad=back)[0]
+    made = call(what, multiply, *own, *kept, grad=back)[0]
     return made.reshape(*x.shape[:-1], w.shape[0])
 
 
@@ -114,21 +114,21 @@ class _Sides:
         if how.blocks:
             own, matrix = (by_block(each, to, rows, GROUP, how.power_of_two)
                            for each, rows in ((x, 1), (w, GROUP)))
-            down = _padded(by_block(x.T, to, 1, GROUP, how.power_of_two))
+            down = _pad_codes(by_block(x.T, to, 1, GROUP, how.power_of_two))
         else:
             own, matrix = (by_tensor(each, to, None if scales is None else scales[i])
                            for i, each in enumerate((x, w)))
-            down = _turned(own)
-        return _Sides(own, matrix, _turned(matrix), down, Tensor.cat(own.lost, matrix.lost))
+            down = _transpose_codes(own)
+        return _Sides(own, matrix, _transpose_codes(matrix), down, Tensor.cat(own.lost, matrix.lost))
 
 
-def _turned(given: Codes) -> Codes:
+def _transpose_codes(given: Codes) -> Codes:
     """Codes (M, K) as (K, M), of blocks that are the same both ways. Zeros fill up M."""
     inverse = given.inverse if given.inverse.ndim < 2 else given.inverse.T
-    return _padded(Codes(given.codes.T, inverse.contiguous(), given.lost))
+    return _pad_codes(Codes(given.codes.T, inverse.contiguous(), given.lost))
 
 
-def _padded(given: Codes) -> Codes:
+def _pad_codes(given: Codes) -> Codes:
     """Codes (M, K) with zeros up to a K that rows can be aligned with."""
     codes = given.codes.pad(((0, 0), (0, -int(given.codes.shape[1]) % ALIGNED)))
     return Codes(codes.contiguous(), given.inverse, given.lost)
@@ -141,10 +141,10 @@ def _gradient(how: Fp8Linear, grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     g, to = Tensor(grad).contiguous(), FORMATS[how.backward]
     if how.blocks:
         own = by_block(g, to, 1, GROUP, how.power_of_two)
-        turned = _padded(by_block(g.T, to, 1, GROUP, how.power_of_two))
+        turned = _pad_codes(by_block(g.T, to, 1, GROUP, how.power_of_two))
     else:
         own = by_tensor(g, to, scale[0] if scale else None)
-        turned = _turned(own)
+        turned = _transpose_codes(own)
     rows = ((1, GROUP), (1, 1)) if how.blocks else ((), ())
     of_x = fp8_matmul(Fp8Matmul(how.backward, how.forward, x.dtype, rows[0]), own,
                       Codes(across, across_inverse, seen))
@@ -155,9 +155,9 @@ def _gradient(how: Fp8Linear, grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     return None, None, None, None, of_x.uop, of_w.uop, figures.uop, *[None] * (5 + len(scale))
 
 
-def multiplied(what: Fp8Matmul, a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor,
+def multiply(what: Fp8Matmul, a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor,
                *_: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad. Of blocks, scales are multiplied before the sum."""
+    """Returns the matmul in plain tinygrad. Of blocks, scales are multiplied before the sum."""
     left, right = (numbers_of(codes, FORMATS[name].dtype)
                    for codes, name in ((a, what.a), (b, what.b)))
     if what.rows:
@@ -177,9 +177,9 @@ def _spread(inverse: Tensor, rows: int, codes: Tensor) -> Tensor:
 
 # **** kernels ****
 
-def lowered(what: Fp8Matmul, target: Target, a: UOp, b: UOp, a_inverse: UOp, b_inverse: UOp,
+def lower_fp8(what: Fp8Matmul, target: Target, a: UOp, b: UOp, a_inverse: UOp, b_inverse: UOp,
             *_: UOp) -> tuple[UOp, ...]:
-    """The matmul by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
+    """Returns the matmul by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     (m, k), n = (int(extent) for extent in a.shape), int(b.shape[0])
     left, right = (Operand(FORMATS[name].dtype, k, 1) for name in (what.a, what.b))
     out, total = Result(what.dtype, n, 1), Sum(dtypes.float32)
@@ -192,7 +192,7 @@ def lowered(what: Fp8Matmul, target: Target, a: UOp, b: UOp, a_inverse: UOp, b_i
         both = Load(0, dtypes.float32, 0, 0) * Load(1, dtypes.float32, 0, 0)
         spec = GemmSpec(m, n, k, left, right, out, epilogue=(total * both).cast(what.dtype))
     matmul = NamedMatmul(spec, (a, b, a_inverse, b_inverse), (m, n), None, n * k)
-    return matmul.called(target, what.dtype)
+    return matmul.call(target, what.dtype)
 
 
-lower(Fp8Matmul, NAME, lowered, "NV_GEMM")
+lower(Fp8Matmul, NAME, lower_fp8, "NV_GEMM")

@@ -26,11 +26,11 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
-from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
+from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.quant.layouts import unlaid
 from tinygrad_nv.quant.tensor import QTensor, dequantize, in_memory, numbers_of
@@ -94,7 +94,7 @@ def scaled_matmul(x: Tensor, x_scale: Tensor | float, w: QTensor, bias: Tensor |
     constant = None if isinstance(x_scale, Tensor) else x_scale
     what = ScaledMatmul(w.type, w.shape, dtype, bias is not None, constant)
     scales, more = [x_scale] if isinstance(x_scale, Tensor) else [], [] if bias is None else [bias]
-    return call(what, multiplied, x, w.buffers["codes"], w.buffers["scales"], *scales, *more)[0]
+    return call(what, multiply, x, w.buffers["codes"], w.buffers["scales"], *scales, *more)[0]
 
 
 def _check(x: Tensor, x_scale: Tensor | float, w: QTensor, bias: Tensor | None, dtype: DType) -> None:
@@ -120,9 +120,9 @@ def _check_scales(x: Tensor, x_scale: Tensor, type: QType) -> None:
         raise SpecError(f"{groups} scales for {k} columns of x, w of {type}", "groups as long as those of w")
 
 
-def multiplied(what: ScaledMatmul, x: Tensor, codes: Tensor, scales: Tensor,
+def multiply(what: ScaledMatmul, x: Tensor, codes: Tensor, scales: Tensor,
                *more: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad. Of groups, scales are multiplied before the sum."""
+    """Returns the matmul in plain tinygrad. Of groups, scales are multiplied before the sum."""
     if what.scale is None: x_scale, bias = more[0], more[1:]
     else: x_scale, bias = Tensor.full((1,) * x.ndim, what.scale, dtype=dtypes.float32, device=x.device), more
     groups, int8, plain = int(x_scale.shape[-1]), what.type.element == INT8, replace(what.type, layout="rows")
@@ -142,20 +142,20 @@ def multiplied(what: ScaledMatmul, x: Tensor, codes: Tensor, scales: Tensor,
 
 
 def _numbers(type: QType, codes: Tensor) -> Tensor:
-    """What codes stand for, of int8 in int32, else in float32."""
+    """Returns the numbers that codes stand for, of int8 in int32, else in float32."""
     return codes.cast(dtypes.int32) if type.element == INT8 else numbers_of(codes, type.element.dtype)
 
 
 # **** kernels ****
 
-def lowered(what: ScaledMatmul, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
-    """The matmul by a kernel. Raises `NotOurs` or `SpecError` where there is none."""
-    return matmul_of(what, target, *arguments).called(target, what.dtype)
+def lower_scaled(what: ScaledMatmul, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
+    """Returns the matmul by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
+    return matmul_of(what, target, *arguments).call(target, what.dtype)
 
 
 def matmul_of(what: ScaledMatmul, target: Target, x: UOp, codes: UOp, scales: UOp, *more: UOp) -> NamedMatmul:
-    """The matmul of arguments. Raises `NotOurs` or `SpecError` where kernels have none."""
-    (n, k), rows, (storage, a) = what.shape, symbolic_rows(x), placed_rows(x)
+    """The matmul of arguments. Raises `Unsupported` or `SpecError` where kernels have none."""
+    (n, k), rows, (storage, a) = what.shape, symbolic_rows(x), place_rows(x)
     x_scale, bias = (None, more) if what.scale is not None else (more[0], more[1:])
     m = prod(largest(extent) for extent in x.shape[:-1])
     groups = what.type.scale.columns or (x_scale is not None and x_scale.shape[-1] > 1)
@@ -181,10 +181,10 @@ def _of_rows(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, sc
     total = total * Load(0, scales.dtype, 0, what.type.scale.rows).cast(dtypes.float32)
     if x_scale is None:
         assert what.scale is not None
-        return replace(gemm, epilogue=_ended(what, total * what.scale, 1, bias)), [scales]
-    storage, s = placed_rows(x_scale)
+        return replace(gemm, epilogue=_end_epilogue(what, total * what.scale, 1, bias)), [scales]
+    storage, s = place_rows(x_scale)
     total = total * Load(1, dtypes.float32, s.mn if _by_rows(x, x_scale) else 0, 0, (), s.offset)
-    return replace(gemm, epilogue=_ended(what, total, 2, bias)), [scales, storage]
+    return replace(gemm, epilogue=_end_epilogue(what, total, 2, bias)), [scales, storage]
 
 
 def _of_groups(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, scales: UOp,
@@ -192,13 +192,13 @@ def _of_groups(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, 
     """With scales of groups of K."""
     blocks = what.type.scale
     if x_scale is None or blocks.columns != GROUP:
-        raise NotOurs(f"scales of {what.type}, and {'one' if x_scale is None else 'groups'} of x: groups of "
-                      f"{GROUP} of both")
-    storage, s = placed_rows(x_scale)
+        raise Unsupported(f"scales of {what.type}, and {'one' if x_scale is None else 'groups'} of x: "
+                          f"groups of {GROUP} of both")
+    storage, s = place_rows(x_scale)
     ours = BlockScales(1, s.mn if _by_rows(x, x_scale) else 0, int(x_scale.shape[-1] > 1), offset=s.offset)
     theirs = BlockScales(blocks.rows or gemm.n, -(-gemm.k // GROUP))
     if scales.dtype != dtypes.float32: scales = scales.cast(dtypes.float32)
-    ended = _ended(what, Sum(gemm.accumulate), 0, bias)
+    ended = _end_epilogue(what, Sum(gemm.accumulate), 0, bias)
     return ScaledGemmSpec(gemm.m, gemm.n, gemm.k, gemm.a, gemm.b, gemm.out, epilogue=ended,
                           symbolic=gemm.symbolic, a_scale=ours, b_scale=theirs), [storage, scales]
 
@@ -206,11 +206,11 @@ def _of_groups(what: ScaledMatmul, gemm: GemmSpec, x: UOp, x_scale: UOp | None, 
 def _by_rows(x: UOp, x_scale: UOp) -> bool: return x_scale.shape[:-1] == x.shape[:-1]
 
 
-def _ended(what: ScaledMatmul, total: Expression, parameter: int, bias: Sequence[UOp]) -> Expression:
+def _end_epilogue(what: ScaledMatmul, total: Expression, parameter: int, bias: Sequence[UOp]) -> Expression:
     """A sum that has been scaled, plus bias, rounded."""
     for i, each in enumerate(bias):
         total = total + Load(parameter + i, each.dtype, 0, 1).cast(dtypes.float32)
     return total.cast(what.dtype)
 
 
-lower(ScaledMatmul, NAME, lowered, "NV_GEMM")
+lower(ScaledMatmul, NAME, lower_scaled, "NV_GEMM")

@@ -18,13 +18,13 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import program
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import NotAffine, largest
 from tinygrad_nv.patterns.named import Uses, call, lower
 from tinygrad_nv.patterns.norm.match import spec_of
-from tinygrad_nv.patterns.rewriting import stored
-from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
+from tinygrad_nv.patterns.rewriting import stored_value
+from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
 from tinygrad_nv.patterns.scaled_gemm import epilogue
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.quant.activations import E4M3_MAX, TINY, quantize_activations
@@ -48,7 +48,7 @@ class Quantize:
 
     @property
     def dtype(self) -> DType:
-        """Of codes in the graph."""
+        """Dtype of codes in the graph."""
         return dtypes.int8 if self.element == "int8" else dtypes.uint8
 
     @property
@@ -80,11 +80,11 @@ def codes_of(what: Quantize, x: Tensor) -> tuple[Tensor, ...]:
 
 # **** kernels ****
 
-def lowered(what: Quantize, target: Target, uses: Uses, x: UOp) -> dict[UOp, UOp]:
-    """One kernel, with what makes x where it may. Raises `NotOurs` or `SpecError`."""
+def lower_quantize(what: Quantize, target: Target, uses: Uses, x: UOp) -> dict[UOp, UOp]:
+    """Returns one kernel, with what makes x where it may. Raises `Unsupported` or `SpecError`."""
     words = ""
     if what.scale is not None:
-        codes, words = epilogue.quantized(uses, target, lambda value: _codes(what, value, what.static),
+        codes, words = epilogue.quantize_before(uses, target, lambda value: _codes(what, value, what.static),
                                           what.dtype)
         if codes is not None: return {uses.call.gettuple(0): codes}
     return {uses.call.gettuple(i): made for i, made in enumerate(_of_rows(what, target, x, words))}
@@ -93,12 +93,12 @@ def lowered(what: Quantize, target: Target, uses: Uses, x: UOp) -> dict[UOp, UOp
 def _of_rows(what: Quantize, target: Target, x: UOp, words: str) -> tuple[UOp, ...]:
     """By rows; `words` say why not by a matmul."""
     k, failed = int(x.shape[-1]), ""
-    for way in (_made, _stored):
+    for way in (_rows_of_sources, _rows_in_memory):
         try:
             rows, inputs, symbol = way(x)
             if rows.n != k: raise Unfused(f"rows of {rows.n}, not of {k}")
             chosen = choose(_with_codes(what, rows, k), target)
-        except (Unfused, NotAffine, NotOurs, SpecError) as no:
+        except (Unfused, NotAffine, Unsupported, SpecError) as no:
             failed = no.found if isinstance(no, SpecError) else str(no)
             continue
         outputs = [program.Output(x.shape, what.dtype)]
@@ -108,20 +108,20 @@ def _of_rows(what: Quantize, target: Target, x: UOp, words: str) -> tuple[UOp, .
         counted: dict[str, Any] = {} if symbol is None else {"rows": symbol, "variables": [symbol]}
         counted["flops"] = chosen.spec.flops // rows.m * m
         text = f", not in the matmul before it: {words}" if words else ""
-        return chosen.called(x.device, outputs, inputs, NAME, text, **counted)
-    raise NotOurs(failed)
+        return chosen.call(x.device, outputs, inputs, NAME, text, **counted)
+    raise Unsupported(failed)
 
 
-def _made(x: UOp) -> Rows:
-    """Rows of what makes x."""
-    while (value := stored(x)) is not x or x.op in (Ops.CONTIGUOUS, Ops.RESHAPE):
+def _rows_of_sources(x: UOp) -> Rows:
+    """Returns the rows of what makes x."""
+    while (value := stored_value(x)) is not x or x.op in (Ops.CONTIGUOUS, Ops.RESHAPE):
         x = value if value is not x else x.src[0]
     return spec_of(x)
 
 
-def _stored(x: UOp) -> Rows:
-    """Rows of x in memory."""
-    storage, a = placed_rows(x)
+def _rows_in_memory(x: UOp) -> Rows:
+    """Returns the rows of x in memory."""
+    storage, a = place_rows(x)
     m, symbol = prod(largest(extent) for extent in x.shape[:-1]), symbolic_rows(x)
     value = Load(0, x.dtype, a.mn, 1, (), a.offset)
     k = int(x.shape[-1])
@@ -157,4 +157,4 @@ def _codes(what: Quantize, x: Expression, scale: Expression) -> Expression:
     return Apply("min", (low, Constant(127.0)), F32).cast(dtypes.int8)
 
 
-lower(Quantize, NAME, lowered, "NV_NORM", sees_uses=True)
+lower(Quantize, NAME, lower_quantize, "NV_NORM", sees_uses=True)

@@ -19,10 +19,10 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.contraction import NotOurs
+from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
-from tinygrad_nv.patterns.rows import placed_rows, symbolic_rows
+from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.quant.sparse import DTYPES, SparseTensor, spread
 from tinygrad_nv.quant.tensor import in_memory, numbers_of
@@ -68,7 +68,7 @@ def sparse_matmul(x: Tensor, w: SparseTensor, bias: Tensor | None = None,
     what = SparseMatmul(w.dtype, w.shape, out, w.scales is not None, scales is not None, bias is not None,
                         constant)
     more = [each for each in (w.scales, scales, bias) if each is not None]
-    return call(what, multiplied, x, w.values, w.metadata, *more, grad=_gradient)[0]
+    return call(what, multiply, x, w.values, w.metadata, *more, grad=_gradient)[0]
 
 
 def _check(x: Tensor, w: SparseTensor, bias: Tensor | None, x_scale: Tensor | None, out: DType) -> None:
@@ -85,9 +85,9 @@ def _check(x: Tensor, w: SparseTensor, bias: Tensor | None, x_scale: Tensor | No
         raise SpecError(f"bias of shape {bias.shape}", f"({n},), as w has rows")
 
 
-def multiplied(what: SparseMatmul, x: Tensor, values: Tensor, metadata: Tensor,
+def multiply(what: SparseMatmul, x: Tensor, values: Tensor, metadata: Tensor,
                *more: Tensor) -> tuple[Tensor, ...]:
-    """The same in tinygrad."""
+    """Returns the matmul in plain tinygrad."""
     rest, int8 = [*more], what.dtype == dtypes.int8
     wide = x.cast(dtypes.int32) if int8 else numbers_of(x, what.dtype)
     # contiguous: fused into the matmul the matrix would be made again for every row
@@ -115,19 +115,19 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
 
 # **** kernels ****
 
-def lowered(what: SparseMatmul, target: Target, x: UOp, values: UOp, metadata: UOp,
+def lower_sparse(what: SparseMatmul, target: Target, x: UOp, values: UOp, metadata: UOp,
             *more: UOp) -> tuple[UOp, ...] | None:
-    """The matmul by a kernel; None on targets without one. Raises `NotOurs` or `SpecError` where there is
-    none."""
+    """Returns the matmul by a kernel; None on targets without one. Raises `Unsupported` or `SpecError` where
+    there is none."""
     if TABLE.family(target.kind, SparseGemmSpec) is None: return None
-    return matmul_of(what, target, x, values, metadata, *more).called(target, what.out)
+    return matmul_of(what, target, x, values, metadata, *more).call(target, what.out)
 
 
 def matmul_of(what: SparseMatmul, target: Target, x: UOp, values: UOp, metadata: UOp,
               *more: UOp) -> NamedMatmul:
-    """The matmul of arguments. Raises `NotOurs` or `SpecError` where kernels have none."""
-    if symbolic_rows(x) is not None: raise NotOurs("rows known at launch, which would be columns")
-    (n, k), (storage, a), m = what.shape, placed_rows(x), prod(x.shape[:-1])
+    """The matmul of arguments. Raises `Unsupported` or `SpecError` where kernels have none."""
+    if symbolic_rows(x) is not None: raise Unsupported("rows known at launch, which would be columns")
+    (n, k), (storage, a), m = what.shape, place_rows(x), prod(x.shape[:-1])
     ending, extras = _ending(what, x, [*more])
     gemm = GemmSpec(m, n, k, replace(a, dtype=what.dtype), Operand(what.dtype, k, 1), Result(what.out, n, 1),
                     (), ending)
@@ -144,7 +144,7 @@ def _ending(what: SparseMatmul, x: UOp, more: list[UOp]) -> tuple[Expression, li
         made = made * Load(0, dtypes.float32, 0, 1)
     if what.x_scaled:
         scale = more.pop(0)
-        storage, s = placed_rows(scale)
+        storage, s = place_rows(scale)
         by_rows = scale.shape[:-1] == x.shape[:-1]
         made = made * Load(len(extras), dtypes.float32, s.mn if by_rows else 0, 0, (), s.offset)
         extras.append(storage)
@@ -155,4 +155,4 @@ def _ending(what: SparseMatmul, x: UOp, more: list[UOp]) -> tuple[Expression, li
     return made.cast(what.out), extras
 
 
-lower(SparseMatmul, NAME, lowered, "NV_GEMM")
+lower(SparseMatmul, NAME, lower_sparse, "NV_GEMM")

@@ -17,14 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.patterns.optimizer.named import squared_sums
+from tinygrad_nv.patterns.optimizer.named import sum_squares
 
 CLIP_EPS = 1e-6     # torch.nn.utils.clip_grad_norm_
 
 
 def squared_sum(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of squares of all elements, float64 (1)."""
-    return squared_sums(gradients).cast(dtypes.float64).sum().reshape(1)
+    return sum_squares(gradients).cast(dtypes.float64).sum().reshape(1)
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -199,7 +199,7 @@ class Optimizer:
         control.append(rule.root(ats[0]))
         for at in ats: control += [at.decay, rule.step_size(at)]
         adamw_update(entries, Tensor.cat(*control).contiguous(), rule.beta1, rule.beta2, rule.eps)
-        return [tensor for entry in entries for tensor in entry.written]
+        return [tensor for entry in entries for tensor in entry.outputs]
 
     def _guard(self, gradients: dict[str, Tensor], scale: Tensor | None
                ) -> tuple[Tensor | None, Tensor | None]:

@@ -95,14 +95,14 @@ def _tokens(what: Any, shapes: list[tuple[int, ...]]) -> Axes: return None, 0
 RULES: dict[type, Batched] = {
     attention.FlashAttention: Rule(attention.forward, _attention),
     attention.FlashAttentionBackward: Rule(attention.backward, _attention_backward),
-    rope.RotatedHeads: Rule(rope.turned, _angles, (0, 1, 2)),
-    rope.RotatedHeadsGradient: Rule(rope.derived, _angles),
-    embedding.Embedding: Rule(embedding.selected, _tokens, join=False),
-    gated.Gated: Rule(gated.activated, _all, join=False),
-    gated.GatedGradient: Rule(gated.derived, _all, join=False),
-    conv.Convolution: Rule(conv.convolved, _images),
-    group.GroupNorm: Rule(group.normalised, _groups),
-    quant_gemm.QuantMatmul: Rule(quant_gemm.multiplied, _first, join=False)}
+    rope.RotatedHeads: Rule(rope.rotate, _angles, (0, 1, 2)),
+    rope.RotatedHeadsGradient: Rule(rope.derive, _angles),
+    embedding.Embedding: Rule(embedding.select_rows, _tokens, join=False),
+    gated.Gated: Rule(gated.activate, _all, join=False),
+    gated.GatedGradient: Rule(gated.derive, _all, join=False),
+    conv.Convolution: Rule(conv.convolve, _images),
+    group.GroupNorm: Rule(group.normalise, _groups),
+    quant_gemm.QuantMatmul: Rule(quant_gemm.multiply, _first, join=False)}
 
 
 def add_rule(kind: type, rule: Batched) -> None:
