@@ -211,9 +211,6 @@ def _make_matrix(numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray, gri
         kind = QType(INT8, grid) if bits == 8 else QType(UINT4, grid, shift=half)
     else: kind, arrays["zeros"] = QType(UINT8 if bits == 8 else UINT4, grid, zeros=True), zeros
     if bits == 8: arrays["codes"] = (numbers ^ 128).view(np.int8) if symmetric else numbers
-    else:
-        arrays["codes"] = pack(numbers, 4)
+    else: arrays["codes"] = pack(numbers, 4)
     try: return prepare_matrix(QTensor.of(kind, (numbers.shape[0], numbers.shape[1]), arrays))
-                  docstrings by what they return)
-    except SpecError:
-        return None
+    except SpecError: return None

@@ -306,12 +306,9 @@ def test_columns_that_fill_no_block(k: int):
     """Blocks of 128 columns, of which the last has 64: as fp8 directories have them."""
     type = SCHEMES["fp8_per_block"]
     w, x = (RNG(rows).standard_normal((rows, k)).astype(np.float32) for rows in (128, 3))
-    matrix = QTensor.of(type, (128, k), quantise(type, "w", lambda _: w),
-                        "CPU")
+    matrix = QTensor.of(type, (128, k), quantise(type, "w", lambda _: w), "CPU")
     made = quant_matmul(Tensor(x, device="CPU").realize(), prepare_matrix(matrix))
-                  docstrings by what they return)
-    assert [kernel.template
-            for kernel in explain(made).kernels] == ["quant_dots"]
+    assert [kernel.template for kernel in explain(made).kernels] == ["quant_dots"]
     exact = matrix.dequantize().numpy().astype(np.float64)
     bound = 6 * EPS * np.sqrt(k) * np.abs(x) @ np.abs(exact).T
     assert (np.abs(made.numpy() - x @ exact.T) <= bound).all()

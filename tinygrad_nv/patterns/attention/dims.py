@@ -116,7 +116,8 @@ def _readable(space: Space, one: Side, number: int, kinds: dict[int, str], out: 
     for r, kind in kinds.items():
         if kind in (("keys",) if number == Q else ("rows", "group")): used *= largest(space.extents[r])
     if used < COPY_REUSED:
-        raise Unsupported(f"{name} would be copied, and each row of it is used {used} times, not {COPY_REUSED}")
+        raise Unsupported(f"{name} would be copied, and each row of it is used {used} times, "
+                          f"not {COPY_REUSED}")
     if not _is_readable(space, copy, number, kinds):
         raise Unsupported(f"{name} has no strides along its heads")
     return copy

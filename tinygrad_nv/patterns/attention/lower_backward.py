@@ -77,7 +77,8 @@ def split_batch(spec: AttentionSpec, batch: Shape) -> AttentionSpec:
     if spec.batch == batch: return spec
     b, heads, group = batch
     if spec.batch != (1, b * heads, group):
-        raise Unsupported(f"heads that lie as {'x'.join(map(str, spec.batch))}, not {'x'.join(map(str, batch))}")
+        raise Unsupported(f"heads that lie as {'x'.join(map(str, spec.batch))}, "
+                          f"not {'x'.join(map(str, batch))}")
     if any(isinstance(node, Position) and node.axis == 1 for node in walk(spec.score)):
         raise Unsupported("scores by the number of a head in the whole batch")
 

@@ -2,9 +2,9 @@
 
 Protocol. `masks` takes the conditions off a score: `where(c, x, −inf)`, `x + where(c, 0, −inf)`, negations,
 conjunctions and positive factors of these. `make_mask` knows where each place lies in the dimensions
-(`Strides`), and sorts the conditions: a place of row and column alone, with opposite factors, bounds a `Band`;
-of the column alone, how many keys there are; all others stay in the score, with positions where the places
-were.
+(`Strides`), and sorts the conditions: a place of row and column alone, with opposite factors, bounds a
+`Band`; of the column alone, how many keys there are; all others stay in the score, with positions where the
+places were.
 
 A bound may depend on a launch's variables: that is where row 0 stands, `start`, and all bounds of one band
 must agree on it.
