@@ -9,7 +9,10 @@ from typing import Any
 class Lazy(types.ModuleType):
     """A module that is imported at the first use of what is in it."""
 
-    def __getattr__(self, name: str) -> Any: return getattr(importlib.import_module(self.__name__), name)
+    def __getattr__(self, name: str) -> Any:
+        # pytest asks everything in a module of tests whether it is a fixture
+        if name.startswith("_"): raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
 
 
 def lazy(name: str) -> Any:

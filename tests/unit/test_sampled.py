@@ -1,7 +1,9 @@
 """What tests/support/sampling.py and durations.py do: cases of sweeps, and processor time of tests."""
 from __future__ import annotations
 
+import gc
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT, durations, sampling
+from tests.support.lazy import lazy
 
 
 class Case:
@@ -130,3 +133,12 @@ def test_shards_have_each_file_once_and_equal_shares():
     shares = [sum(seconds.get(file, 1.0) for file in part) for part in parts]
     assert max(shares) - min(shares) < 4
     with pytest.raises(pytest.UsageError, match="--shard 4/3"): durations.pick_shard([], "4/3", seconds)
+
+
+# **** collection ****
+
+def test_collections_of_garbage_are_on_and_modules_are_imported_on_use():
+    assert gc.isenabled()       # tests/conftest.py disables them until tests are collected
+    assert not hasattr(lazy("antigravity"), "__wrapped__")      # pytest asks this of everything in a module
+    assert "antigravity" not in sys.modules
+    assert lazy("json").dumps([1]) == "[1]"
