@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tinygrad_nv.cpu.isa import ISA, detect
-from tinygrad_nv.quant.types import Layout
 from tinygrad_nv.runtime.cpu.arguments import MOST_ARGUMENTS
 from tinygrad_nv.runtime.cpu.threads import threads
+
+if TYPE_CHECKING:
+    from tinygrad_nv.quant.types import Layout
 
 # where unknown: caches of a small core
 _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20

@@ -22,7 +22,6 @@ from tinygrad_nv.patterns.rewriting import rebuilt
 
 QUOTIENTS = (Ops.FLOORDIV, Ops.CDIV)
 DIVISIONS = (*QUOTIENTS, Ops.FLOORMOD, Ops.CMOD)
-NEEDS = tuple({op} for op in DIVISIONS)
 
 
 def rewrite(sink: UOp) -> UOp:

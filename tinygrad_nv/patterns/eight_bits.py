@@ -18,7 +18,7 @@ from tinygrad.codegen.decomp import dtype as theirs
 from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import EMULATED_DTYPES
 from tinygrad.renderer import Renderer
-from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat, graph_rewrite
+from tinygrad.uop.ops import PatternMatcher, UOp, graph_rewrite
 
 FLOAT_MANTISSA, FLOAT_BIAS, FLOAT_INF = 23, 127, 0x7F800000
 
@@ -108,4 +108,3 @@ def value_of(code: Code, bits: UOp) -> UOp:
 
 
 PATTERNS = _patterns()
-RULES = PatternMatcher([(UPat(Ops.SINK, name="sink"), lambda sink, ctx: lower(sink, *ctx))])

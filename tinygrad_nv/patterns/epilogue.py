@@ -29,6 +29,7 @@ NODES = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.b
 STORED = NODES[:-1]
 NAMES = {Ops[operation.graph]: operation.name for operation in OPERATIONS.values() if operation.graph}
 ELEMENTWISE = {*NAMES, Ops.POW, Ops.CMPEQ}
+SERIES = tuple(op for op, name in NAMES.items() if OPERATIONS[name].series)    # the costly ones
 MOVED = {Ops.PERMUTE, Ops.RESHAPE, Ops.SHRINK, Ops.PAD}  # of a pad, no element may be read
 LOGIC = {Ops.ADD: Ops.OR, Ops.MUL: Ops.AND, Ops.MAX: Ops.OR}    # what arithmetic of booleans is
 MOST_BESIDE = 32  # nodes beside a region that are translated with it

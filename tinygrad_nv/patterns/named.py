@@ -39,7 +39,6 @@ from tinygrad_nv.runtime.observe import ranges
 
 Users = Mapping[UOp, list[UOp]]
 Lower = Callable[..., tuple[UOp, ...] | dict[UOp, UOp] | None]
-NEEDS = ({Ops.FUNCTION},)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,11 @@ graph with a REDUCE and nothing computed beside it has neither, and is not walke
 """
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.patterns.column_sum import match as column_sum
 from tinygrad_nv.patterns.norm import match as norm
-
-NEEDS = norm.NEEDS
-
-
-def configuration() -> Hashable:
-    """Returns the settings that the rewrite depends on besides the graph and the targets."""
-    return config.get("NV_NORM")
 
 
 def rewrite(sink: UOp) -> UOp:

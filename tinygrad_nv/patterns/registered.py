@@ -1,29 +1,21 @@
-"""The rewrites of this package, in their order, with what each needs to be in a graph and what it depends on
-besides: `register` gives them to hooks/."""
+"""The rewrites of this package, in their order: where each is, what it needs to be in a graph, and what it
+depends on besides. `register` gives them to hooks/. A rewrite is imported with the first graph that has what
+it needs.
+"""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
 
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.dtype import DType, dtypes
+from tinygrad.helpers import ALLOW_TF32
+from tinygrad.renderer import Renderer
+from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
-from tinygrad_nv import hooks
-from tinygrad_nv.patterns import (
-    building,
-    division,
-    eight_bits,
-    named,
-    reductions,
-    several_devices,
-    stable,
-    statistics,
-    target,
-)
-from tinygrad_nv.patterns.attention import lower, lower_backward
-from tinygrad_nv.patterns.attention import match as attention
-from tinygrad_nv.patterns.gemm import match as gemm
-from tinygrad_nv.patterns.grouped_gemm import match as grouped_gemm
+from tinygrad_nv import config, hooks
+from tinygrad_nv.lazy_import import lazy_import
+from tinygrad_nv.patterns import building, target
+from tinygrad_nv.patterns.epilogue import ELEMENTWISE, SERIES
 
 
 @dataclass(frozen=True)
@@ -35,30 +27,68 @@ class Registered:
     keys: tuple[Callable[[], Hashable], ...] = ()
 
 
-def _guard(name: str, family: ModuleType, *keys: Callable[[], Hashable]) -> Registered:
-    """Returns a registered rewrite that leaves a graph whose matching raises as it is."""
-    return Registered(name, building.guard_rewrite(name, family.rewrite), family.NEEDS,
-                      (building.strict, *keys))
+def _guard(name: str, fn: Callable[[UOp], UOp], needs: Iterable[Collection[Ops]],
+           *keys: Callable[[], Hashable]) -> Registered:
+    """A rewrite that leaves the graph as it is where its matching raises."""
+    return Registered(name, building.guard_rewrite(name, fn), tuple(needs), (building.strict, *keys))
 
 
-# what lowers functions by name depends on the settings of attention, too
-REWRITES = (_guard("stable", stable), _guard("statistics", statistics),
-            Registered("division", division.rewrite, division.NEEDS),
-            Registered("named", named.rewrite, named.NEEDS,
-                       (building.strict, attention.configuration, target.configuration)),
-            *(_guard(name, family, family.configuration, target.configuration)
-              for name, family in (("attention", attention), ("grouped_gemm", grouped_gemm),
-                                   ("gemm", gemm), ("norm", reductions))),
-            Registered("several devices", several_devices.rewrite, several_devices.NEEDS,
-                       (target.configuration,)))
+# **** what rewrites depend on besides the graph and the targets ****
+
+def attention_settings() -> Hashable:
+    """The settings of attention."""
+    return config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC")
+
+
+def gemm_settings() -> Hashable:
+    """The settings of matmuls."""
+    return config.get("NV_GEMM"), ALLOW_TF32.value
+
+
+def norm_settings() -> Hashable:
+    """The settings of reductions."""
+    return config.get("NV_NORM")
+
+
+REWRITES = (
+    _guard("stable", lazy_import("tinygrad_nv.patterns.stable:rewrite"),
+           [{Ops.RECIPROCAL, Ops.EXP2, Ops.MUL}]),
+    _guard("statistics", lazy_import("tinygrad_nv.patterns.statistics:rewrite"),
+           [{Ops.REDUCE, Ops.MUL, Ops.CAST}, {Ops.REDUCE, Ops.POW, Ops.CAST}]),
+    Registered("division", lazy_import("tinygrad_nv.patterns.division:rewrite"),
+               ({Ops.FLOORDIV}, {Ops.CDIV}, {Ops.FLOORMOD}, {Ops.CMOD})),
+    # what lowers functions by name depends on the settings of attention, too
+    Registered("named", lazy_import("tinygrad_nv.patterns.named:rewrite"), ({Ops.FUNCTION},),
+               (building.strict, attention_settings, target.configuration)),
+    _guard("attention", lazy_import("tinygrad_nv.patterns.attention.match:rewrite"),
+           [{Ops.REDUCE, Ops.EXP2}], attention_settings, target.configuration),
+    _guard("grouped_gemm", lazy_import("tinygrad_nv.patterns.grouped_gemm.match:rewrite"),
+           [{Ops.REDUCE, Ops.MUL, Ops.WHERE, Ops.CMPNE}], gemm_settings, target.configuration),
+    _guard("gemm", lazy_import("tinygrad_nv.patterns.gemm.match:rewrite"), [{Ops.REDUCE, Ops.MUL}],
+           gemm_settings, target.configuration),
+    # a row's results are made of its statistic by elements
+    _guard("norm", lazy_import("tinygrad_nv.patterns.reductions:rewrite"),
+           [*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in SERIES)],
+           norm_settings, target.configuration),
+    Registered("several devices", lazy_import("tinygrad_nv.patterns.several_devices:rewrite"),
+               ({Ops.UNSHARD}, {Ops.ALLREDUCE}), (target.configuration,)))
+
+
+_lower_eight_bits = lazy_import("tinygrad_nv.patterns.eight_bits:lower")
+
+
+def _decompose(sink: UOp, ctx: tuple[set[DType], Renderer]) -> UOp | None:
+    """A kernel without the dtypes of 8 bits that its renderer lacks; None where it has none."""
+    found: UOp | None = _lower_eight_bits(sink, *ctx) if ctx[0].intersection(dtypes.fp8s) else None
+    return found
+
+
+DECOMPOSITION = PatternMatcher([(UPat(Ops.SINK, name="sink"), _decompose)])
 
 
 def register() -> None:
-    """Registers them all, and lets attention known by name become kernels. Raises `HookError` where one is
-    registered already."""
-    lower.register()
-    lower_backward.register()
-    hooks.install_decomposition(eight_bits.RULES)
+    """Registers them all. Raises `HookError` where one is registered already."""
+    hooks.install_decomposition(DECOMPOSITION)
     for each in REWRITES: hooks.add_rewrite(each.name, each.fn, *each.keys, needs=each.needs)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from tinygrad.uop.ops import Ops, UOp
 
-NEEDS = ({Ops.UNSHARD}, {Ops.ALLREDUCE})
 Rewrite = Callable[[UOp], UOp]
 _load: list[Callable[[], Rewrite]] = []
 

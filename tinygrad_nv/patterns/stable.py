@@ -28,7 +28,6 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv.patterns.epilogue import number
 from tinygrad_nv.patterns.rewriting import rebuilt, stored_value
 
-NEEDS = ({Ops.RECIPROCAL, Ops.EXP2, Ops.MUL},)
 MOST_DEEP = 12  # nodes between a product and its factors; the derivatives above have up to 7
 
 

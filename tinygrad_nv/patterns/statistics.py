@@ -24,7 +24,6 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from tinygrad_nv.patterns.epilogue import number
 from tinygrad_nv.patterns.rewriting import rebuilt
 
-NEEDS = ({Ops.REDUCE, Ops.MUL, Ops.CAST}, {Ops.REDUCE, Ops.POW, Ops.CAST})
 NARROW = (dtypes.half, dtypes.bfloat16)
 MOST_DEEP = 8   # nodes between a statistic and its sum, or its use
 ELEMENTS = (Ops.ADD, Ops.SUB, Ops.MUL, Ops.NEG, Ops.SQRT, Ops.RECIPROCAL, Ops.MAX)

@@ -32,7 +32,8 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     """The tile language's functions: tile.load, tile.dot (language/names.py)."""
-    from importlib import import_module
+    from importlib import import_module, util
+    if util.find_spec(f"{__name__}.{name}"): raise AttributeError(name)     # the import system's `from` asks
 
     from tinygrad_nv.tile.language.names import NAMES
     if name not in NAMES:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tinygrad_nv import config
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.ptx.timing import gpu
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.assemble import Assembly
@@ -45,6 +44,7 @@ def figures_of(arch: str, sm_count: int = 0, device: str = "") -> str:
 
 @functools.cache
 def _figures_of(arch: str, sm_count: int, device: str, named: str) -> str:
+    from tinygrad_nv.ptx.timing import gpu  # for GPUs alone
     if named: return named if gpu.figures(named).arch == arch else ""
     fits = [name for name in gpu.known() if gpu.figures(name).arch == arch
             and sm_count in (0, gpu.figures(name).sms) and (not device or name in device.lower().split())]

@@ -18,17 +18,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.quant.types import Layout
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.clock import Clock, figures_of
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.reference import Argument, Given, Results
 from tinygrad_nv.tile.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tinygrad_nv.quant.types import Layout
+    from tinygrad_nv.tile.reference import Argument, Given, Results
 
 PARAMETER_BYTES = 32764     # of a kernel from PTX 8.1 on; 4352 before
 MAP_BYTES = 128             # a tensor map, which lies at a multiple of 64

@@ -13,7 +13,7 @@ from dataclasses import replace
 from tinygrad import dtypes
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.patterns import named, program
+from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.attempt import Attempt, call_kernel, make_first
 from tinygrad_nv.patterns.attention.named import FlashAttention
 from tinygrad_nv.patterns.attention.reading import read_from, shape_of
@@ -29,14 +29,8 @@ from tinygrad_nv.tile.attention.documents import in_documents
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
-NAME = "flash attention"
 OUT, LSE = 0, 1  # FlashAttention's results
 BY_ROWS = (0, 2, 1, 3)
-
-
-def register() -> None:
-    """Lets FlashAttention become kernels."""
-    named.lower(FlashAttention, NAME, forward, "NV_ATTENTION", sees_uses=True)
 
 
 def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -> dict[UOp, UOp] | None:

@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
-from tinygrad_nv.patterns import named, program
+from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.attention.attempt import Attempt, make_first
 from tinygrad_nv.patterns.attention.lower import add_dropout, lies_by_rows, swap_heads
 from tinygrad_nv.patterns.attention.named import FlashAttention, FlashAttentionBackward
@@ -28,13 +28,6 @@ from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
-
-NAME = "flash attention backward"
-
-
-def register() -> None:
-    """Lets FlashAttentionBackward become kernels."""
-    named.lower(FlashAttentionBackward, NAME, backward, "NV_ATTENTION")
 
 
 def backward(what: FlashAttentionBackward, target: Target, q: UOp, k: UOp, v: UOp,

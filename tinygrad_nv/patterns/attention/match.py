@@ -24,7 +24,7 @@ cpu/attention/flash.py's.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinygrad.dtype import dtypes
@@ -60,13 +60,6 @@ from tinygrad_nv.patterns.positions import is_variable
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
-
-NEEDS = ({Ops.REDUCE, Ops.EXP2},)
-
-
-def configuration() -> Hashable:
-    """Returns the settings that the rewrite depends on besides the graph and the targets."""
-    return config.get("NV_ATTENTION"), config.get("NV_DETERMINISTIC")
 
 
 def rewrite(sink: UOp) -> UOp:

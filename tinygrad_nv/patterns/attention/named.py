@@ -35,6 +35,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import least_upper_dtype
 from tinygrad.uop.ops import UOp
 
+from tinygrad_nv.lazy_import import lazy_import
 from tinygrad_nv.patterns import named
 from tinygrad_nv.patterns.attention.dropout import keep
 from tinygrad_nv.tile.attention.spec import EVERY
@@ -241,3 +242,9 @@ def _of_mask(what: FlashAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     _, ds, _ = _derive_scores(what, q, k, v, mask, *rest)
     axes = tuple(i for i, (own, all_) in enumerate(zip(mask.shape, ds.shape, strict=True)) if own != all_)
     return ds.sum(axes, keepdim=True).cast(mask.dtype)
+
+
+named.lower(FlashAttention, "flash attention", lazy_import("tinygrad_nv.patterns.attention.lower:forward"),
+            "NV_ATTENTION", sees_uses=True)
+named.lower(FlashAttentionBackward, "flash attention backward",
+            lazy_import("tinygrad_nv.patterns.attention.lower_backward:backward"), "NV_ATTENTION")

@@ -11,8 +11,9 @@ patterns/target.py says; NV_GEMM=0 leaves all to tinygrad.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 from tinygrad.helpers import ALLOW_TF32, prod
@@ -43,14 +44,11 @@ from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, larges
 from tinygrad_nv.patterns.quant_gemm.match import is_dequantised, match_quantised
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
-from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, loads
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 NAME = "gemm"
-NEEDS = ({Ops.REDUCE, Ops.MUL},)
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,6 @@ class MatmulMatch:
     how: Chosen
     inputs: tuple[UOp, ...]
     rows: UOp | None
-
-
-def configuration() -> Hashable:
-    """Returns the settings that the rewrite depends on besides the graph and the targets."""
-    return config.get("NV_GEMM"), ALLOW_TF32.value
 
 
 def rewrite(sink: UOp) -> UOp:
@@ -266,23 +259,23 @@ def _finish_expression(root: Expression, loads: list[Load], parts: list[int]) ->
 def call_kernel(match: MatmulMatch, inputs: Sequence[UOp], dtype: DType, words: str = "") -> UOp:
     """Returns the result of a match's kernel, which the graph has as `dtype`."""
     made, rows, end = match.how.spec, match.rows, match.end
-    spec = made.gemm if isinstance(made, QuantGemmSpec) else made
+    spec = getattr(made, "gemm", made)      # of a QuantGemmSpec
     m: sint = spec.m if rows is None else rows
     return match.how.call(end.device, [program.Output(end.shape, dtype)], inputs, words=words, rows=m,
                             variables=[] if rows is None else [rows], flops=spec.flops // spec.m * m,
                             nbytes=_bytes(made, m))[0]
 
 
-def _bytes(made: GemmSpec | QuantGemmSpec, m: sint) -> sint:
+def _bytes(made: Any, m: sint) -> sint:
     """Returns the bytes that a kernel reads and writes if it reads nothing twice."""
-    spec = made.gemm if isinstance(made, QuantGemmSpec) else made
+    spec: GemmSpec = getattr(made, "gemm", made)
 
     def read(dtype: DType, m_stride: int, n_stride: int, batch: tuple[int, ...]) -> sint:
         fixed = prod(e for e, s in zip(spec.batch, batch, strict=True) if s) * (spec.n if n_stride else 1)
         return m * (fixed * dtype.itemsize) if m_stride else fixed * dtype.itemsize
     total = read(spec.out.dtype, 1, 1, spec.batch)
     total += read(spec.a.dtype, 1, 0, spec.a.batch) * spec.k
-    if isinstance(made, QuantGemmSpec): total += nbytes(made.type, *made.shape)
-    else: total += read(spec.b.dtype, 0, 1, spec.b.batch) * (spec.k * spec.parts)
+    if made is spec: total += read(spec.b.dtype, 0, 1, spec.b.batch) * (spec.k * spec.parts)
+    else: total += made.matrix_nbytes
     for each in loads(spec.epilogue): total += read(each.dtype, each.m, each.n, each.batch)
     return total

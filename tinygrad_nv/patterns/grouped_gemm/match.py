@@ -36,7 +36,6 @@ from tinygrad_nv.patterns.contraction import (
     side,
 )
 from tinygrad_nv.patterns.epilogue import number
-from tinygrad_nv.patterns.gemm.match import configuration as configuration
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.router.rows import check_sorted, sort_in_rewrite
@@ -49,7 +48,6 @@ from tinygrad_nv.tile.router.spec import GroupRowsSpec
 from tinygrad_nv.tile.templates import TABLE
 
 NAME = "grouped_gemm"
-NEEDS = ({Ops.REDUCE, Ops.MUL, Ops.WHERE, Ops.CMPNE},)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of rows and one range along the row, of as many elements as the first REDUCE has
 be over that range, of a row the result belongs to. What is stored anyway, and what has no translation (a
 gather, another reduction), is loaded. The result takes the node's place for all its users.
 
-Elements of memory alone, without a statistic, are taken where they are made with functions of `COSTLY`:
+Elements of memory alone, without a statistic, are taken where they are made with functions of `SERIES`:
 silu(g) · u that no product can have taken, in training. On a CPU tinygrad's code computes those one by one:
 19 ms for 512 rows of 8192 float32, 2.4 ms here.
 
@@ -29,7 +29,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns import building, program
 from tinygrad_nv.patterns.attention.fitted import fit_form
 from tinygrad_nv.patterns.contraction import Dim, Unsupported, is_storage, merge_dims
-from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, NODES, STORED, Epilogue, Unfused, number
+from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NODES, SERIES, STORED, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.patterns.norm.shared import MOST_STATISTICS, find_shared
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
@@ -38,13 +38,9 @@ from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.operations import OPERATIONS
 
 NAME = "norm"
 MOST_NODES = 256        # between a result and memory
-COSTLY = tuple(op for op, name in NAMES.items() if OPERATIONS[name].series)
-# a row's results are made of its statistic by elements
-NEEDS = (*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in COSTLY))
 VIEWS = (Ops.RESHAPE, Ops.PERMUTE, Ops.SHRINK, Ops.EXPAND)
 LEAST_ROW = 64          # elements of a row without statistics
 KINDS: dict[Ops, Literal["add", "max"]] = {Ops.ADD: "add", Ops.MAX: "max"}
@@ -88,7 +84,7 @@ def rewrite(sink: UOp, nodes: tuple[UOp, ...]) -> UOp:
 def _may_have_rows(nodes: tuple[UOp, ...]) -> bool:
     """Whether there may be a match: not where nothing spreads the numbers of the only REDUCE along rows."""
     reduces = [node for node in nodes if node.op is Ops.REDUCE]
-    if len(reduces) > 1 or any(node.op in COSTLY for node in nodes): return True
+    if len(reduces) > 1 or any(node.op in SERIES for node in nodes): return True
     after = set(reduces)
     for node in nodes:
         if after.isdisjoint(node.src): continue
@@ -161,7 +157,7 @@ def _first(end: UOp, memory: frozenset[UOp]) -> UOp | None:
 
 
 def _is_costly(end: UOp, memory: frozenset[UOp]) -> bool:
-    """Whether a node is made of memory by elements alone, with functions of `COSTLY`, in rows of a size."""
+    """Whether a node is made of memory by elements alone, with functions of `SERIES`, in rows of a size."""
     if not end.shape or not isinstance(end.shape[-1], int) or end.shape[-1] < LEAST_ROW: return False
     waiting, seen = [end], {end}
     for node in waiting:
@@ -171,7 +167,7 @@ def _is_costly(end: UOp, memory: frozenset[UOp]) -> bool:
             if len(seen) > MOST_NODES or not (s.op in ELEMENTWISE or s.op in VIEWS): return False
             seen.add(s)
             waiting.append(s)
-    return any(node.op in COSTLY for node in waiting)
+    return any(node.op in SERIES for node in waiting)
 
 
 def _is_statistic(node: UOp) -> bool:

@@ -8,13 +8,16 @@ for it.
 """
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tinygrad.dtype import dtypes
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.patterns.contraction import is_storage
-from tinygrad_nv.quant.types import INT8, QType, Scale
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
-from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+
+if TYPE_CHECKING:
+    from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
 
 def match_quantised(spec: GemmSpec, matrix: UOp) -> tuple[QuantGemmSpec, tuple[UOp, UOp]] | None:
@@ -23,6 +26,9 @@ def match_quantised(spec: GemmSpec, matrix: UOp) -> tuple[QuantGemmSpec, tuple[U
             or spec.a.dtype != dtypes.float32 or spec.b != Operand(dtypes.float32, spec.k, 1): return None
     codes, scales = found
     if codes.max_numel() != spec.n * spec.k or scales.max_numel() not in (1, spec.n): return None
+    # a graph without such a matrix opens no formats
+    from tinygrad_nv.quant.types import INT8, QType, Scale
+    from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
     rows = 0 if scales.max_numel() == 1 else 1
     return QuantGemmSpec(spec, QType(INT8, Scale(rows, 0, scales.dtype))), found
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.quant.types import INT8, Buffer, QType, buffers
+from tinygrad_nv.quant.types import INT8, Buffer, QType, buffers, nbytes
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, GemmSpec, Operand
 
 INT8_BLOCK = 32     # activations that are quantised with one scale
@@ -62,6 +62,11 @@ class QuantGemmSpec:
     def shape(self) -> tuple[int, int]:
         """Of the quantised matrix, of all parts."""
         return self.gemm.parts * self.gemm.n, self.gemm.k
+
+    @property
+    def matrix_nbytes(self) -> int:
+        """Bytes of the quantised matrix."""
+        return nbytes(self.type, *self.shape)
 
     @property
     def buffers(self) -> dict[str, Buffer]:
