@@ -34,7 +34,7 @@ def test_float32():
 
 def test_float64():
     assert left(of(24, 48, dtype=dtypes.double) @ of(48, 40, dtype=dtypes.double)) == [
-        "gemm: f64 summed in f64"]
+        "gemm: no kernel multiplies f64; they take f32, f16, bf16, e4m3, e5m2, and s8 and u8 summed in s32"]
 
 
 def test_bytes_that_wrap():
@@ -43,7 +43,41 @@ def test_bytes_that_wrap():
 
 
 def test_integers():
-    assert left(of(24, 48, dtype=dtypes.int) @ of(48, 40, dtype=dtypes.int)) == ["gemm: s32 summed in s32"]
+    for dtype, name in ((dtypes.int, "s32"), (dtypes.int16, "s16"), (dtypes.int64, "s64")):
+        reason, = left(of(24, 48, dtype=dtype) @ of(48, 40, dtype=dtype))
+        assert reason.startswith(f"gemm: no kernel multiplies {name}; they take f32,")
+
+
+def test_floats_that_are_summed_in_doubles():
+    a, b = of(24, 1, 48, dtype=dtypes.float), of(1, 40, 48, dtype=dtypes.float)
+    assert left((a * b).cast(dtypes.double).sum(2)) == [
+        "gemm: products of f32 are summed in f64; kernels sum them in f32"]
+
+
+@pytest.mark.parametrize("device", ["EMU", "CPU"])
+def test_a_matmul_has_one_reason_and_no_notes(device: str):
+    """Not what a later rewrite says of the same sum."""
+    for dtype in (dtypes.float, dtypes.double, dtypes.bfloat16, dtypes.half, dtypes.int8, dtypes.int):
+        a, b = (Tensor.empty(128, 128, dtype=dtype, device=device) for _ in range(2))
+        for y in (a @ b, a @ b.T, a @ b @ a, (a @ b + b[0]).relu()):
+            found = explain(y)
+            assert found.notes == (), f"{dtype}: {found}"
+            assert all(kernel.template or "gemm: " in kernel.reason for kernel in found.kernels)
+
+
+@pytest.mark.parametrize("device", ["EMU", "CPU"])
+def test_what_no_pattern_matched_says_whether_it_matters(device: str):
+    a, b = (Tensor.empty(512, 512, dtype=dtypes.half, device=device) for _ in range(2))
+    small, large = a[0, :8].contiguous() + 1, Tensor.empty(1 << 23, device=device).contiguous() + 1
+    found = explain(a @ b, small, large)
+    shares = {kernel.bytes: kernel.share for kernel in found.kernels if kernel.share is not None}
+    assert len(shares) >= 2
+    assert all(kernel.share is None for kernel in found.kernels if kernel.reason != "no pattern matched")
+    assert shares[max(shares)] > 0.5 > shares[min(shares)]
+    assert sum(shares.values()) < 1
+    lines = [line for line in str(found).splitlines() if "no pattern matched" in line]
+    assert all(line.endswith(" % of the predicted time") for line in lines)
+    assert explain(large).kernels[0].share is None, "one kernel takes all of it"
 
 
 def test_accumulation_in_half():

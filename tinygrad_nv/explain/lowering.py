@@ -26,7 +26,8 @@ class KernelRecord:
     """One kernel or copy. `template` is None where the kernel is not ours, and `reason` says why. Of ours
     there is `source`, the text, and on a GPU of ours `launch`, `arch`, how many multiprocessors it has and
     for how many `clusters` it has room; on a CPU `cpu`, in how many `parts` it runs, and how long that
-    takes at best. Of others `graph` is a hash of what they compute. `layer` is known while layers are
+    takes at best. Of others `graph` is a hash of what they compute; where no pattern matched `share` is
+    its part of the time that all kernels take at best, if that is known. `layer` is known while layers are
     tracked (runtime/observe/ranges.py)."""
     name: str
     template: str | None
@@ -46,6 +47,7 @@ class KernelRecord:
     clusters: Clusters = field(default=(), repr=False, compare=False)
     launch: LaunchConfig | None = field(default=None, repr=False, compare=False)
     graph: str = field(default="", repr=False, compare=False)
+    share: float | None = field(default=None, compare=False)
 
     @property
     def matmul(self) -> ScheduledGemm | CPUMatmul | None:
@@ -168,6 +170,7 @@ class Lowering:
                 rows.append((f"{len(block)} kernels × {times}:", *[""] * (len(head) - 1)))
             for k in block:
                 same, why = _identity(k), k.reason
+                if k.share is not None: why += f", {percent(k.share)} of the predicted time"
                 if k.matmul is not None: why = "; ".join(filter(None, (f"matmul {numbers[same]}",
                                                                        k.schedule_class)))
                 elif k.template is not None and same in repeated:  # said once
@@ -198,6 +201,11 @@ class Lowering:
         on_cpu = [(words, one) for words, one in found if isinstance(one, levels_cpu.CPUMatmul)]
         return [*(["", *levels.table(on_gpu)] if on_gpu else []),
                 *(["", *levels_cpu.table(on_cpu)] if on_cpu else [])]
+
+
+def percent(share: float) -> str:
+    """A part of a whole, in words."""
+    return "under 1 %" if share < 0.01 else f"{share:.0%}".replace("%", " %")
 
 
 def repetitions(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:

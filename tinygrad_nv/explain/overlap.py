@@ -38,13 +38,13 @@ def told(calls: Sequence[UOp], kernels: Sequence[Kernel], number: int) -> str:
     others = [i for i in beside(calls, number) if not isinstance(kernels[i].spec, Communicates)]
     names = Counter(" ".join(kernels[i].name.split()) for i in others)
     words = ", ".join(name + (f" × {times}" if times > 1 else "") for name, times in names.items())
-    taken = [_forecast(calls[i], kernels[i]) for i in others]
+    taken = [forecast_seconds(calls[i], kernels[i]) for i in others]
     if not taken or None in taken: return words or "nothing"
     return f"{words} ({seconds(sum(filter(None, taken)))})"
 
 
-def _forecast(call: UOp, kernel: Kernel) -> float | None:
-    """What a kernel on a GPU is predicted to take."""
+def forecast_seconds(call: UOp, kernel: Kernel) -> float | None:
+    """Seconds that a kernel on a GPU is predicted to take; None of one without figures."""
     driver = getattr(Device[kernel.device], "driver", None)
     if not isinstance(driver, Driver): return None
     found = forecast(call.src[0], kernel.flops, kernel.bytes, driver.properties)

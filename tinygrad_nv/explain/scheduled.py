@@ -26,6 +26,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain.lowering import KernelRecord, Lowering
+from tinygrad_nv.explain.overlap import forecast_seconds, told
 from tinygrad_nv.hooks import threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.runtime.driver import Driver
@@ -36,6 +37,8 @@ from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.templates import TABLE
+
+UNMATCHED = "no pattern matched"
 
 
 def lowering(*tensors: Tensor) -> Lowering:
@@ -55,13 +58,35 @@ def lowering(*tensors: Tensor) -> Lowering:
         kernels = [_record(call, device, var_vals, unused)
                    for call in linear.src for device in to_tuple(call.src[1].device)]
     kernels = _beside(kernels, linear.src) if len(kernels) == len(linear.src) else kernels
-    return Lowering(kernels, tuple(dict.fromkeys(f"{m.template}: {m.reason}" for m in unused)))
+    # what a later rewrite says of a value whose kernel has a reason already is no news
+    explained = {(m.op, m.numel, m.reduced) for m in misses if m not in unused}
+    notes = (f"{m.template}: {m.reason}" for m in unused if (m.op, m.numel, m.reduced) not in explained)
+    calls = [call for call in linear.src for _ in to_tuple(call.src[1].device)]
+    return Lowering(add_shares(kernels, calls), tuple(dict.fromkeys(notes)))
+
+
+def add_shares(kernels: list[KernelRecord], calls: Sequence[UOp]) -> list[KernelRecord]:
+    """The records, those that no pattern matched with their shares of the time that all take at best; as they
+    are where there is one kernel, or a time is not known."""
+    if len(kernels) < 2 or not any(each.reason.startswith(UNMATCHED) for each in kernels): return kernels
+    times = [_time_at_best(each, call) for each, call in zip(kernels, calls, strict=True)]
+    total = sum(each or 0.0 for each in times)
+    if None in times or total == 0: return kernels
+    return [replace(each, share=(taken or 0.0) / total) if each.reason.startswith(UNMATCHED) else each
+            for each, taken in zip(kernels, times, strict=True)]
+
+
+def _time_at_best(kernel: KernelRecord, call: UOp) -> float | None:
+    """Seconds by operations and bytes, or as a cost model has them; None on a device without figures."""
+    if kernel.predicted_s is not None: return kernel.predicted_s
+    if (cpu := target.cpu_of(kernel.device)) is not None:
+        return _predicted(cpu, kernel.spec, kernel.schedule, kernel.flops, kernel.bytes)
+    return forecast_seconds(call, kernel)
 
 
 def _beside(kernels: list[KernelRecord], calls: Sequence[UOp]) -> list[KernelRecord]:
     """The records, those of collectives with what runs beside them where it can."""
     if not any(isinstance(each.spec, Communicates) for each in kernels): return kernels
-    from tinygrad_nv.explain.overlap import told
     return [replace(each, reason=f"{each.reason}; beside it: {told(calls, kernels, i)}")
             if isinstance(each.spec, Communicates) else each for i, each in enumerate(kernels)]
 
@@ -85,7 +110,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
     clusters = driver.clusters if isinstance(driver, Driver) else ()
     cpu = target.cpu_of(device)
-    taken = _predicted(cpu, note, flops, bytes) if cpu is not None else \
+    taken = _predicted(cpu, note.spec, note.schedule, flops, bytes) if cpu is not None else \
         _moving(note.spec, arch) if isinstance(note.spec, Communicates) else None
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, cpu,
@@ -108,11 +133,11 @@ def _imbalance(call: UOp, note: Note | KeptNote) -> str:
     return f"; {imbalance(Tensor(offsets).tolist())}"
 
 
-def _predicted(cpu: CPU, note: Note | KeptNote, flops: int, bytes: int) -> float | None:
+def _predicted(cpu: CPU, spec: Hashable, schedule: Hashable, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
     from tinygrad_nv.explain.levels_cpu import predicted
-    try: return predicted(note.spec, note.schedule, flops, bytes, rates(cpu))
+    try: return predicted(spec, schedule, flops, bytes, rates(cpu))
     except NVError: return None
 
 
@@ -134,7 +159,7 @@ def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
     if not hooks.enabled(): return None, "tinygrad_nv is disabled"
     near = next((m for m in misses if _computes(call, m)), None)
     kept = f"; {order.WRITTEN}" if order.wanted() and body.arg.opts_to_apply == () else ""
-    if near is None: return None, (target.why_no_cpu(call.src[1].device) or "no pattern matched") + kept
+    if near is None: return None, (target.why_no_cpu(call.src[1].device) or UNMATCHED) + kept
     misses.remove(near)
     return None, f"{near.template}: {near.reason}{kept}"
 

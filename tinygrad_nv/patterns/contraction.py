@@ -112,6 +112,10 @@ def is_exact(source: DType, target: DType) -> bool:
     return source in wide.get(target, ())
 
 
+MULTIPLIED = (dtypes.float32, *FLOAT16S, *FP8)
+TAKEN = f"{', '.join(map(short, MULTIPLIED))}, and {' and '.join(map(short, INT8S))} summed in s32"
+
+
 def arithmetic(found: MatmulReduce, a: DType, b: DType) -> str:
     """Returns what is in the way of the arithmetic; \"\" when nothing is."""
     total, mul = found.total.dtype, found.mul.dtype
@@ -120,8 +124,9 @@ def arithmetic(found: MatmulReduce, a: DType, b: DType) -> str:
     if mul in INT8S: return f"products of {short(mul)} wrap around before the sum; cast operands to int32"
     if a in INT8S and b in INT8S and (mul, total) == (dtypes.int32, dtypes.int32): return ""
     casts = [node.dtype for node in found.chain if node.op is Ops.CAST]
-    if total != dtypes.float32 or mul not in (total, *FLOAT16S, *FP8):
-        return f"{short(mul)} summed in {short(total)}"
+    if mul not in MULTIPLIED: return f"no kernel multiplies {short(mul)}; they take {TAKEN}"
+    if total != dtypes.float32 or mul in INT8S:
+        return f"products of {short(mul)} are summed in {short(total)}; kernels sum them in f32"
     if casts != [dtypes.float32] * (mul != total):
         return f"products of {short(mul)} are rounded before the sum"
     return ""
