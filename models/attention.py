@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
 from tinygrad_nv import config
-from tinygrad_nv.functional import document_attention, rotate_heads, scaled_dot_product_attention
+from tinygrad_nv import functional as F
 from tinygrad_nv.hooks import enabled
 from tinygrad_nv.kvcache.store import LayerPages
 from tinygrad_nv.patterns.target import cpu_of, takes
@@ -145,7 +145,7 @@ class Attention:
         """Heads as of `project` of q|k|v, and their gradients, by one kernel each."""
         cos, sin = batch.rope_rows(rope, int(both.shape[1]))
         if cos.ndim == 4: cos, sin = cos.squeeze(1), sin.squeeze(1)
-        return rotate_heads(both, cos, sin, self.config.num_heads, self.config.num_kv_heads)
+        return F.rotate_heads(both, cos, sin, self.config.num_heads, self.config.num_kv_heads)
 
     def tempered(self, q: Tensor, start: Position, axis: int) -> Tensor:
         """Queries at places start, start + 1 … along an axis, times the temperature that there is."""
@@ -207,7 +207,7 @@ class Attention:
 
     def flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend` for whole sequences with this package's attention kernel and its gradient."""
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, window=self.window,
                                            scale=self.config.attention_scale, softcap=self.config.softcap,
                                            sinks=self.sinks)
         # the output's matmul and the gradient of its weight read it
@@ -216,7 +216,7 @@ class Attention:
     def within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """`flash` of documents, which do not see each other; what padding gives is 0."""
         first, end = documents.bounds(self.window if self.chunked else None)
-        out = document_attention(q, k, v, first, end, window=None if self.chunked else self.window,
+        out = F.document_attention(q, k, v, first, end, window=None if self.chunked else self.window,
                                  scale=self.config.attention_scale, softcap=self.config.softcap,
                                  sinks=self.sinks)
         # the output's matmul and the gradient of its weight read it

@@ -24,10 +24,9 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
-from tinygrad_nv.quant.gguf.split import open_gguf
 from tinygrad_nv.runtime.memory import host_bytes, write
 
-from . import bitmask, gguf
+from . import bitmask, gguf_path
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
@@ -320,9 +319,13 @@ class PyTorchFiles(Safetensors):
 
 
 class GGUFTensors:
-    """Tensors of a GGUF file."""
+    """Tensors of a GGUF file, whose format is imported with the first."""
 
     def __init__(self, path: Path) -> None:
+        from tinygrad_nv.quant.gguf.split import open_gguf
+
+        from . import gguf
+        self.gguf = gguf
         self.file = open_gguf(path)
         self.stored = {each.name: each for each in gguf.stored(self.file)}
         self.entries = {each.name: TensorEntry(each.name, each.dtype, each.shape,
@@ -332,7 +335,7 @@ class GGUFTensors:
     def read_into(self, entry: TensorEntry, begin: int, end: int, tensor: Tensor, offset: int) -> None:
         whole = self.stored[entry.name]
         found = _of_larger(entry, whole.source.offset, begin, end,
-                           lambda first, last: gguf.elements(self.file, whole, first, last))
+                           lambda first, last: self.gguf.elements(self.file, whole, first, last))
         write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
 
 
@@ -342,7 +345,7 @@ def open_checkpoint(directory: Path, stem: str = "model") -> Checkpoint:
 
     Raises `WeightError` when there is none, a shard is missing, or a file is damaged.
     """
-    if (file := gguf.find(directory)) is not None: return GGUFTensors(file)
+    if (file := gguf_path.find(directory)) is not None: return GGUFTensors(file)
     for kind, single in ((Safetensors, f"{stem}.safetensors"), (PyTorchFiles, "pytorch_model.bin")):
         path, index = directory / single, directory / f"{single}.index.json"
         checkpoint = kind()

@@ -172,6 +172,20 @@ def read_json_value(path: Path, most: int = MAX_JSON_BYTES) -> Any:
                          "download the file again") from error
 
 
+def read_architectures(directory: Path) -> list[Any]:
+    """The architectures that config.json names, none where there is no such file. Raises `ModelError`."""
+    path = directory / "config.json"
+    return architectures_of(read_json(path)) if path.is_file() else []
+
+
+def is_generative(directory: Path) -> bool:
+    """Tells, by config.json alone, whether a directory surely has a model that generates text, and no
+    embedding model."""
+    found = read_architectures(directory)
+    return bool(found) and all(each in FAMILIES for each in found) \
+        and not (directory / "modules.json").is_file()
+
+
 def read_config(directory: Path, embeds: bool = False) -> ModelConfig:
     """The configuration of the model in `directory`. Raises `ModelError` naming what is missing or not
     supported. `embeds` as `parse_config` has it."""

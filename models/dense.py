@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import embedding
+from tinygrad_nv import functional as F
 
 from .config import ModelConfig
 from .paged import RopeTables
@@ -104,9 +104,11 @@ class DenseBatch:
         """Rows of the tables of a rope for the tokens: (T, dim/2), or with documents (B, 1, T, dim/2)."""
         cos, sin = self.ropes[rope]
         if (found := self.documents) is not None:
-            return embedding(cos, found.positions).unsqueeze(1), embedding(sin, found.positions).unsqueeze(1)
-        if self.part is not None: return embedding(cos, self.part.places), embedding(sin, self.part.places)
-        return cos[self.start:self.start + T], sin[self.start:self.start + T]
+            cos, sin = (F.embedding(each, found.positions).unsqueeze(1) for each in (cos, sin))
+        elif self.part is not None:
+            cos, sin = (F.embedding(each, self.part.places) for each in (cos, sin))
+        else: cos, sin = (each[self.start:self.start + T] for each in (cos, sin))
+        return cos, sin
 
     def positions(self, T: int) -> Tensor:
         """Of the tokens, int32 (T,) or (B, 1, T)."""

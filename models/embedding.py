@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import embedding
+from tinygrad_nv import functional as F
 from tinygrad_nv.quant.layouts import rows_of
 from tinygrad_nv.quant.tensor import QTensor, dequantize
 
@@ -24,7 +24,7 @@ class InsertedRows:
 
     def over(self, x: Tensor) -> Tensor:
         """x (1, T, hidden) with the rows in their places."""
-        rows = embedding(self.table, self.numbers.maximum(0)).unsqueeze(0)
+        rows = F.embedding(self.table, self.numbers.maximum(0)).unsqueeze(0)
         return (self.numbers >= 0).reshape(1, -1, 1).where(rows, x).contiguous()
 
 
@@ -32,7 +32,7 @@ def quantised_rows(table: QTensor, tokens: Tensor, dtype: DType) -> Tensor:
     """Rows of a table [N, K], whose scales are of single rows, for tokens 0 … N − 1 of any shape: (…, K)."""
     flat, count, k = tokens.flatten(), int(tokens.numel()), table.shape[1]
 
-    def read(lines: Tensor, at: Tensor) -> Tensor: return embedding(lines, at.contiguous())
+    def read(lines: Tensor, at: Tensor) -> Tensor: return F.embedding(lines, at.contiguous())
     given = {name: rows_of(table.type, name, data, flat, k, read) for name, data in table.buffers.items()}
     made = dequantize(replace(table.type, layout="rows"), (count, k), given, dtype)
     return made.reshape(*tokens.shape, k)

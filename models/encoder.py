@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import embedding
+from tinygrad_nv import functional as F
 from tinygrad_nv.runtime.observe.ranges import layer
 
 from .attention import rotate
@@ -106,7 +106,7 @@ class Encoder:
         if self.distances is None: return None
         away = np.arange(1 - self.length, self.length)
         buckets = Tensor(distance_buckets(away, self.config.distance_buckets), device=self.device)
-        return embedding(self.distances, buckets).float().T.contiguous().realize()
+        return F.embedding(self.distances, buckets).float().T.contiguous().realize()
 
     def batch(self, starts: Tensor, positions: Tensor, longest: int) -> PackedBatch:
         """The batch of a step, with what its attention needs of this network."""
@@ -116,10 +116,10 @@ class Encoder:
         """Hidden states (T, hidden) of the last layer. `types` int32 (T,): 1 for tokens of the second of two
         texts; None: all are of type 0."""
         with layer("embedding"):
-            x = embedding(self.words, tokens)
-            if self.positions is not None: x = x + embedding(self.positions, batch.positions)
+            x = F.embedding(self.words, tokens)
+            if self.positions is not None: x = x + F.embedding(self.positions, batch.positions)
             if self.types is not None:
-                x = x + (self.types[0] if types is None else embedding(self.types, types))
+                x = x + (self.types[0] if types is None else F.embedding(self.types, types))
             x = self.norm(x.contiguous())
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch)

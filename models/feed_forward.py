@@ -17,16 +17,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
-from tinygrad_nv.functional import (
-    Routing,
-    gate_up,
-    group_rows,
-    grouped_matmul,
-    quant_grouped_matmul,
-    quantize,
-    route,
-    scaled_grouped_matmul,
-)
+from tinygrad_nv import functional as F
 from tinygrad_nv.quant.activations import StackWeight
 
 from .config import ModelConfig
@@ -43,7 +34,7 @@ class FeedForward:
         self.down = Linear(self.width, config.hidden_size, config.mlp_bias, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if TRAINING: return self.down(gate_up(self.gate_up(x), self.activation).contiguous())
+        if TRAINING: return self.down(F.gate_up(self.gate_up(x), self.activation).contiguous())
         both = self.gate_up(x).contiguous_backward().split([self.width, self.width], dim=-1)
         # split: in one kernel each would be computed for all columns of both (15 ms against 10 on a CPU)
         gate, up = (half.contiguous_backward() for half in both)
@@ -93,7 +84,7 @@ class MixtureOfExperts:
         moe, (tokens, hidden) = self.moe, x.shape
         rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
         logits = rows.linear(router.T, self.router_bias).contiguous()
-        routing, gather, count = route(logits, moe.policy, self.choice_bias), moe.policy.k, len(self.own)
+        routing, gather, count = F.route(logits, moe.policy, self.choice_bias), moe.policy.k, len(self.own)
         here: Tensor | None = None
         if count < moe.experts: routing, here = self._here(routing)
         weights: Tensor | None = routing.weights.flatten()
@@ -109,23 +100,23 @@ class MixtureOfExperts:
         # rows of no expert may hold anything
         return (made if here is None else here.unsqueeze(-1).where(made, 0)).sum(1)
 
-    def _here(self, routing: Routing) -> tuple[Routing, Tensor]:
+    def _here(self, routing: F.Routing) -> tuple[F.Routing, Tensor]:
         """The routing over the experts of this rank, and which of the slots (T, k) are theirs."""
         count, number = len(self.own), routing.experts - self.own.start
         here = (number >= 0) & (number < count)
-        order, offsets = group_rows(here.where(number, count).flatten().contiguous(), count)
+        order, offsets = F.group_rows(here.where(number, count).flatten().contiguous(), count)
         return replace(routing, order=order, offsets=offsets), here
 
 
-def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: Routing, partial: bool,
+def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: F.Routing, partial: bool,
                 **more: Any) -> Tensor:
     """Rows times the matrices of their experts: of a stack, where these are quantised, else of w."""
-    if stack is None: return grouped_matmul(x, w, routing.offsets, routing.order, partial=partial, **more)
+    if stack is None: return F.grouped_matmul(x, w, routing.offsets, routing.order, partial=partial, **more)
     if TRAINING:    # rounded inputs have no gradient
-        return quant_grouped_matmul(x, stack.matrix, routing.offsets, routing.order, **more)
+        return F.quant_grouped_matmul(x, stack.matrix, routing.offsets, routing.order, **more)
     if stack.codes and (how := stack.activations) is not None:
-        codes, scales = quantize(x, how.element, how.scale)
-        return scaled_grouped_matmul(codes, scales, stack.matrix, routing.offsets, routing.order,
+        codes, scales = F.quantize(x, how.element, how.scale)
+        return F.scaled_grouped_matmul(codes, scales, stack.matrix, routing.offsets, routing.order,
                                      dtype=x.dtype, **more)
-    return quant_grouped_matmul(stack.inputs(x), stack.matrix, routing.offsets, routing.order,
+    return F.quant_grouped_matmul(stack.inputs(x), stack.matrix, routing.offsets, routing.order,
                                 int8=stack.int8, **more)

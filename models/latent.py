@@ -20,12 +20,7 @@ from dataclasses import replace
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import (
-    document_attention,
-    kv_append,
-    latent_attention,
-    scaled_dot_product_attention,
-)
+from tinygrad_nv import functional as F
 from tinygrad_nv.kvcache.store import LayerPages
 
 from .attention import Cache, rotate, takes_kv_append, takes_matmuls
@@ -124,7 +119,7 @@ class LatentAttention:
     def appended(self, keys: Tensor, new: Tensor, q: Tensor, table: Tensor | None, lengths: Tensor,
                  rope: RopeTables) -> tuple[Tensor, Tensor]:
         """`kv_append` of vectors (B, T, 1, width): the cache, and q, rotated both."""
-        keys, q = kv_append(keys, None, new, None, table, lengths, cos=rope[0], sin=rope[1], q=q,
+        keys, q = F.kv_append(keys, None, new, None, table, lengths, cos=rope[0], sin=rope[1], q=q,
                             interleaved=self.latent.interleaved, rounded=True)
         return keys, q
 
@@ -139,7 +134,7 @@ class LatentAttention:
             keys, rotated = self.appended(keys, own, own_q, group.table, group.lengths, rope)
             queries.append(rotated.cast(keys.dtype))
             first = end
-        out = [latent_attention(rotated, keys, group.table, group.lengths, value_dim=self.latent.rank,
+        out = [F.latent_attention(rotated, keys, group.table, group.lengths, value_dim=self.latent.rank,
                                 scale=self.scale).cast(q.dtype).reshape(1, -1, self.heads, self.latent.rank)
                for group, rotated in zip(batch.groups, queries, strict=True)]
         return (out[0] if len(out) == 1 else out[0].cat(*out[1:], dim=1)).contiguous()
@@ -217,6 +212,6 @@ class LatentAttention:
             mask = None if documents is None else documents.mask(None, False)
             out = self.attend(q, k, v, batch.start, False, mask)
         elif documents is not None:
-            out = document_attention(q, k, v, *documents.bounds(), scale=self.scale).transpose(1, 2)
-        else: out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
+            out = F.document_attention(q, k, v, *documents.bounds(), scale=self.scale).transpose(1, 2)
+        else: out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
         return self.output(out.reshape(*x.shape[:2], self.heads * self.latent.value).contiguous())

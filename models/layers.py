@@ -8,7 +8,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType
 from tinygrad.helpers import TRAINING
 
-from tinygrad_nv.functional import quant_matmul, quantize, scaled_matmul, sparse_matmul
+from tinygrad_nv import functional as F
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
 
 from .config import ModelConfig
@@ -57,15 +57,15 @@ class Linear:
 def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, of W quantised, sparse, or neither. Training does not round x: that has no gradient."""
     if isinstance(weight, Tensor): return x.linear(weight.T, bias)
-    if TRAINING and isinstance(weight, QWeight): return quant_matmul(x, weight.matrix, bias)
+    if TRAINING and isinstance(weight, QWeight): return F.quant_matmul(x, weight.matrix, bias)
     how = weight.activations
-    if how is None and isinstance(weight, SparseWeight): return sparse_matmul(x, weight.matrix, bias)
+    if how is None and isinstance(weight, SparseWeight): return F.sparse_matmul(x, weight.matrix, bias)
     if isinstance(weight, QWeight) and (how is None or not weight.codes):
-        return quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
+        return F.quant_matmul(weight.inputs(x), weight.matrix, bias, weight.int8)
     assert how is not None
-    codes, scales = quantize(x, how.element, how.scale, weight.input_scale)
-    if isinstance(weight, SparseWeight): return sparse_matmul(codes, weight.matrix, bias, scales, x.dtype)
-    return scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
+    codes, scales = F.quantize(x, how.element, how.scale, weight.input_scale)
+    if isinstance(weight, SparseWeight): return F.sparse_matmul(codes, weight.matrix, bias, scales, x.dtype)
+    return F.scaled_matmul(codes, scales, weight.matrix, bias, x.dtype)
 
 
 # a matrix, the names of its parts in a checkpoint, from the top, and the rows of each

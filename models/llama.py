@@ -24,7 +24,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import embedding
+from tinygrad_nv import functional as F
 from tinygrad_nv.kvcache.store import PagedCache
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.tensor import QTensor
@@ -157,7 +157,7 @@ class Llama:
         """Rows of the embedding, (…, hidden), by their numbers in it."""
         if self.quantised_embedding is not None:
             return quantised_rows(self.quantised_embedding, tokens, self.dtype)
-        return embedding(self.embedding, tokens)
+        return F.embedding(self.embedding, tokens)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """The first layer's input, (B, T, hidden)."""
@@ -242,7 +242,7 @@ class Llama:
             with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
         if stage is not None and not stage.last: return stage.passed(x)
         with layer("norm"):
-            if logits_indices is not None: x = embedding(x[0], logits_indices).unsqueeze(0).contiguous()
+            if logits_indices is not None: x = F.embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)
         with layer("head"):
             made = self.own_logits(x).float()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
-from tinygrad_nv.functional import embedding, varlen_attention
+from tinygrad_nv import functional as F
 
 from .paged import AttentionKind, RopeTables
 
@@ -31,13 +31,13 @@ class PackedBatch:
     def of(starts: Tensor, positions: Tensor, longest: int, tables: tuple[RopeTables, ...], causal: bool,
            distances: Tensor | None = None) -> PackedBatch:
         """A batch with the rows of rope tables of its tokens."""
-        ropes = tuple((embedding(cos, positions).unsqueeze(1), embedding(sin, positions).unsqueeze(1))
+        ropes = tuple((F.embedding(cos, positions).unsqueeze(1), F.embedding(sin, positions).unsqueeze(1))
                       for cos, sin in tables)
         return PackedBatch(starts, positions, longest, causal, ropes, distances)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionKind) -> Tensor:
         """Attention of q (T, H, D) over k, v (T, H_kv, D), rotated already: (T, H·D)."""
-        made = varlen_attention(q, k, v, self.starts, self.starts, self.longest, self.longest,
+        made = F.varlen_attention(q, k, v, self.starts, self.starts, self.longest, self.longest,
                                 causal=self.causal, window=how.window, scale=how.scale, softcap=how.softcap,
                                 distances=self.distances)
         return made.reshape(q.shape[0], -1).contiguous()

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from tinygrad import Tensor
 
-from tinygrad_nv.functional import kv_append, paged_attention
+from tinygrad_nv import functional as F
 from tinygrad_nv.kvcache.store import LayerPages
 
 from .temperature import Temperature
@@ -44,9 +44,9 @@ def appended(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, tabl
              v_scale: Tensor | None = None, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """`kv_append` of k and v, rotated if there is a rope: keys, values, and q, rotated likewise."""
     if rope is None:
-        made = kv_append(keys, values, k, v, table, lengths, k_scale=k_scale, v_scale=v_scale)
+        made = F.kv_append(keys, values, k, v, table, lengths, k_scale=k_scale, v_scale=v_scale)
         return made[0], made[1], q
-    keys, values, q = kv_append(keys, values, k, v, table, lengths, cos=rope[0], sin=rope[1], q=q,
+    keys, values, q = F.kv_append(keys, values, k, v, table, lengths, cos=rope[0], sin=rope[1], q=q,
                                 k_scale=k_scale, v_scale=v_scale, interleaved=interleaved,
                                 rounded=not interleaved)
     return keys, values, q
@@ -102,7 +102,7 @@ class PagedBatch:
         out = []
         for group, rotated in zip(self.groups, queries, strict=True):
             if pages.k_scale is None: rotated = rotated.cast(keys.dtype)
-            attended = paged_attention(rotated, keys, values, group.table, group.lengths, scale=how.scale,
+            attended = F.paged_attention(rotated, keys, values, group.table, group.lengths, scale=how.scale,
                                        window=how.window, softcap=how.softcap, k_scale=pages.k_scale,
                                        v_scale=pages.v_scale, chunked=how.chunked, sinks=how.sinks)
             out.append(attended.cast(q.dtype).reshape(group.num_tokens, -1))

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import functional as F
 from tinygrad_nv.errors import ModelError, brief, shorten
-from tinygrad_nv.functional import embedding
 from tinygrad_nv.quant.floats import as_float32
 
 from .checkpoint import FLOAT_BYTES, open_checkpoint, read_array
@@ -91,7 +91,7 @@ def pooled(kind: str, hidden: Tensor, batch: PackedBatch) -> Tensor:
     starts, ends = batch.starts[:-1], batch.starts[1:]
     if kind != "mean":
         rows = starts if kind == "cls" else (ends - 1).maximum(0)
-        return embedding(hidden, rows.minimum(hidden.shape[0] - 1).contiguous()).float()
+        return F.embedding(hidden, rows.minimum(hidden.shape[0] - 1).contiguous()).float()
     places = Tensor.arange(hidden.shape[0], dtype=dtypes.int32).reshape(1, -1)
     inside = ((places >= starts.reshape(-1, 1)) & (places < ends.reshape(-1, 1))).float().contiguous()
     sums = inside @ hidden.float().contiguous()

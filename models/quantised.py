@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import functional as F
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.functional import multiplies_codes, prepare_matrix
 from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS
@@ -203,7 +203,7 @@ def _as_run(model: Llama, found: StoredMatrix | None, shape: tuple[int, int],
 
 def _codes(type: QType, shape: tuple[int, int], how: Activations | None, device: str | None) -> bool:
     """Whether codes of inputs and of a matrix are multiplied: on devices that have a kernel."""
-    return how is not None and multiplies_codes(type, shape, how.element, how.scale, device)
+    return how is not None and F.multiplies_codes(type, shape, how.element, how.scale, device)
 
 
 def require_zeros(plan: Plan, entries: Mapping[str, TensorEntry]) -> None:
@@ -320,7 +320,7 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Any]) -> tuple[Par
 
 def _repacked(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: bool) -> tuple[Part, ...]:
     alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
-    def laid(one: QWeight) -> QTensor: return one.matrix if alone else prepare_matrix(one.matrix, one.codes)
+    def laid(one: QWeight) -> QTensor: return one.matrix if alone else F.prepare_matrix(one.matrix, one.codes)
     made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
     return tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
                  for part in made)

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv import functional as F
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.functional import multiplies_grouped_codes, prepare_type
 from tinygrad_nv.quant.activations import StackWeight
 from tinygrad_nv.quant.floats import as_float32
 from tinygrad_nv.quant.readers.checks import AGAIN
@@ -112,8 +112,8 @@ def _with_codes(stack: StoredStack, model: Llama) -> StoredStack:
     if others or how is None or how.static or kind.scale.e8m0: return stack
     made = replace(stack, codes=True)
     activation = model.config.activation if stack.place.half == "gate_up" else ""
-    found = multiplies_grouped_codes(made.type, made.extents, activation, model.dtype, how.element, how.scale,
-                                     model.device)
+    found = F.multiplies_grouped_codes(made.type, made.extents, activation, model.dtype, how.element,
+                                       how.scale, model.device)
     return made if found else stack
 
 
@@ -188,7 +188,7 @@ def _repeated(array: np.ndarray, scale: Scale, n: int) -> np.ndarray:
 def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) -> StackWeight:
     """A stack, of its matrices as kernels read them."""
     stored, (n, k), type, shape = stack.matrices[0], stack.shape, stack.type, stack.extents
-    made = type if stack.codes else prepare_type(type, n, k, model.device)
+    made = type if stack.codes else F.prepare_type(type, n, k, model.device)
     wanted = stack_buffers(made, shape)
     whole = {name: Tensor.empty(*extents, dtype=in_memory(dtype), device=model.device)
              for name, (extents, dtype) in wanted.items()}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv import cache, config, private, quant
-from tinygrad_nv.functional import weights_key
+from tinygrad_nv import functional as F
 from tinygrad_nv.quant.readers.reader import StoredMatrix
 from tinygrad_nv.quant.types import nbytes
 
@@ -115,7 +115,7 @@ def folder_of(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> F
     except OSError: return None
     parallel = model.parallel
     rank = () if parallel is None else (parallel.group.rank, parallel.ranks, parallel.experts)
-    how = (weights_key(model.device), model.dtype.name, model.int8_inputs, repr(model.config),
+    how = (F.weights_key(model.device), model.dtype.name, model.int8_inputs, repr(model.config),
            json.dumps(model.config.quantization, sort_keys=True, default=repr), *rank)
     first = _hash([stamp[0] for stamp in stamps], how)
     found = sorted(map(_described, entries.values()))

@@ -14,7 +14,7 @@ import numpy as np
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import multiplies_sparse
+from tinygrad_nv import functional as F
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.sparse import SparseTensor, compress, two_of_four
 from tinygrad_nv.quant.types import E4M3, INT8, TILE, QType
@@ -32,11 +32,11 @@ def candidate(model: Llama, shape: tuple[int, int], type: QType | None = None,
     given = model.config.quantization or {}
     config = given.get("sparsity_config")
     if not isinstance(config, Mapping) or config.get("sparsity_structure") != "2:4": return False
-    if type is None: return multiplies_sparse(model.dtype, shape, model.device)
+    if type is None: return F.multiplies_sparse(model.dtype, shape, model.device)
     if activations is None or activations.element != type.element.name or activations.scale.columns:
         return False
     plain = type.element in (E4M3, INT8) and type == type.element @ type.scale and not type.scale.columns
-    return plain and multiplies_sparse(type.element.dtype, shape, model.device)
+    return plain and F.multiplies_sparse(type.element.dtype, shape, model.device)
 
 
 def packed(dtype: DType, shape: tuple[int, int], elements: np.ndarray, scales: np.ndarray | None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.functional import varlen_attention
+from tinygrad_nv import functional as F
 from tinygrad_nv.runtime.observe.ranges import layer
 
 from ..attention import rotate
@@ -58,7 +58,7 @@ class VisionBlock:
         q, k = (rotate(each.float(), cos, sin).cast(x.dtype).contiguous() for each in (q, k))
         starts = batch.images if self.whole else batch.windows
         longest = int(x.shape[0]) if self.whole else c.window_rows ** 2 * c.unit
-        made = varlen_attention(q, k, v.contiguous(), starts, starts, longest, longest)
+        made = F.varlen_attention(q, k, v.contiguous(), starts, starts, longest, longest)
         return self.output(made.reshape(x.shape[0], -1).contiguous())
 
     def fed(self, x: Tensor) -> Tensor:

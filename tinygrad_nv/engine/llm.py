@@ -56,6 +56,8 @@ from tinygrad_nv.engine.vllm_arguments import MOST_BLOCK, flag, from_vllm, gib, 
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
+from tinygrad_nv.models.config import is_generative, read_architectures
+from tinygrad_nv.models.multimodal import QWEN_VL
 from tinygrad_nv.runtime.memory import sweep
 from tinygrad_nv.runtime.memory_pool import UTILIZATION
 from tinygrad_nv.runtime.programs import Compilations
@@ -165,7 +167,8 @@ class LLM(GenerationMethods, PoolingMethods):
 
     def _open_embedder(self, task: str, options: LoadOptions) -> Embedder | None:
         """The model, if it makes embeddings. Bundles are of models that generate."""
-        if self.bundle is not None and task in ("auto", "generate"): return None
+        if task in ("auto", "generate") and (self.bundle is not None or is_generative(self.directory)):
+            return None
         from tinygrad_nv.engine.embedding.embedder import open_embedder
         return open_embedder(self.directory, self.device, task, options)
 
@@ -208,7 +211,7 @@ class LLM(GenerationMethods, PoolingMethods):
         if asked is None and o.kv_cache_bytes is not None: asked = o.kv_cache_bytes // page_bytes
         self._weight_bytes = weight_bytes_of(0, plan) if self.bundle is None else self.bundle.weight_bytes
         self._adapter_bytes = 0 if lora is None else lora.nbytes(self.config, self.dtype, self.device)
-        if self.ranks is None and self.bundle is None:
+        if self.ranks is None and self.bundle is None and QWEN_VL in read_architectures(self.directory):
             from tinygrad_nv.engine.vision.encoder import VisionEncoder
             self.vision = VisionEncoder.of(self.directory, self.dtype, self.device)
         held = self._weight_bytes + self._adapter_bytes + (0 if self.vision is None else self.vision.nbytes)

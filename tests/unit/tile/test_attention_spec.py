@@ -9,8 +9,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashMma
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows, multiple
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Expression, Load, Position, Sum, tanh
 from tinygrad_nv.tile.kernel import AttentionKernel

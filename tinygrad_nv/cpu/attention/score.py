@@ -17,8 +17,7 @@ from tinygrad_nv.cpu.attention import dropout
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
 from tinygrad_nv.tile.attention.documents import own_score
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import EVERY, SCALED, AttentionSpec
+from tinygrad_nv.tile.attention.spec import EVERY, SCALED, AttentionSpec, multiple
 from tinygrad_nv.tile.expression import Expression, loads, short
 
 LOG2E = 1.4426950408889634

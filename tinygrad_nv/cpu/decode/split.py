@@ -24,8 +24,7 @@ from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.attention.spec import Rows, multiple
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import short
 

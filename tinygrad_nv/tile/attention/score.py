@@ -26,28 +26,15 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advanced, read
 from tinygrad_nv.tile.attention.document_blocks import Documents
-from tinygrad_nv.tile.attention.spec import AttentionSpec
+from tinygrad_nv.tile.attention.spec import AttentionSpec, multiple
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
+from tinygrad_nv.tile.expression import Load
 from tinygrad_nv.tile.lanes import Lanes
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LARGE = 2.0**28  # half a unit of such a product is 8: weights that should be 1 are up to 2^8, as f16 can be
 LARGEST = (2 - 2.0**-23) * 2.0**127
-MOST_SCALE = 2.0**60  # of scales that need not be evaluated: all that follows from them is a normal float32
 Cells = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
-
-
-def multiple(score: Expression) -> float | None:
-    """The positive number by which a score is the sum's multiple; None where it is another expression, or the
-    number out of all proportion."""
-    if score == Sum(): return 1.0
-    if not isinstance(score, Apply) or score.op != "mul": return None
-    for one, other in (score.args, score.args[::-1]):
-        if isinstance(one, Constant) and (inner := multiple(other)) is not None:
-            scale = inner * float(one.value)
-            return scale if 1 / MOST_SCALE < scale < MOST_SCALE else None
-    return None
 
 
 @dataclass

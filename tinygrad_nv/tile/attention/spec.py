@@ -63,7 +63,17 @@ from math import prod
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.expression import Expression, Position, Sum, parameters, short, show, walk
+from tinygrad_nv.tile.expression import (
+    Apply,
+    Constant,
+    Expression,
+    Position,
+    Sum,
+    parameters,
+    short,
+    show,
+    walk,
+)
 
 OPERANDS = (dtypes.bfloat16, dtypes.float16)  # of tensor cores
 SCALED = dtypes.fp8e4m3                         # with scales
@@ -72,6 +82,7 @@ RESULTS = (dtypes.bfloat16, dtypes.float16, dtypes.float32)
 SYMBOLS = ("s_q", "s_kv", "start")
 MOST_HEAD = 256     # d and d_v
 EVERY = 256         # `kept` of 256: no dropout
+MOST_SCALE = 2.0**60  # of scales that need not be evaluated: all that follows from them is a normal float32
 
 
 @dataclass(frozen=True)
@@ -250,3 +261,15 @@ class AttentionSpec:
         if self.start or "start" in self.symbolic: words.append(f"from {extent('start')}")
         if self.score != Sum(): words.append(show(self.score))
         return ", ".join(words)
+
+
+def multiple(score: Expression) -> float | None:
+    """The positive number by which a score is the sum's multiple; None where it is another expression, or the
+    number out of all proportion."""
+    if score == Sum(): return 1.0
+    if not isinstance(score, Apply) or score.op != "mul": return None
+    for one, other in (score.args, score.args[::-1]):
+        if isinstance(one, Constant) and (inner := multiple(other)) is not None:
+            scale = inner * float(one.value)
+            return scale if 1 / MOST_SCALE < scale < MOST_SCALE else None
+    return None

@@ -38,8 +38,8 @@ from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.schedules import BackwardMma
-from tinygrad_nv.tile.attention.score import Cells, Extents, least, multiple, signed
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.score import Cells, Extents, least, signed
+from tinygrad_nv.tile.attention.spec import EVERY, multiple
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import FLOAT16S

@@ -8,8 +8,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problem
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.schedules import BackwardMma
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import EVERY, multiple
 from tinygrad_nv.tile.limits import MOST_GRID
 
 BLOCKS = (16, 32, 64, 128)

@@ -16,8 +16,7 @@ from functools import lru_cache
 
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import Rows
+from tinygrad_nv.tile.attention.spec import Rows, multiple
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, padded, walked
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import MapArgument

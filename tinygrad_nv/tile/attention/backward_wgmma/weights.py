@@ -24,7 +24,8 @@ from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.dropout import Turned
-from tinygrad_nv.tile.attention.score import Cells, Extents, multiple
+from tinygrad_nv.tile.attention.score import Cells, Extents
+from tinygrad_nv.tile.attention.spec import multiple
 from tinygrad_nv.tile.expression import Constant
 from tinygrad_nv.tile.lanes import FLOAT16S
 

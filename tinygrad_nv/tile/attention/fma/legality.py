@@ -6,8 +6,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.attention.fma.plan import MOST_SUMS, FlashFmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashFma
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, multiple
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.limits import MOST_GRID
 

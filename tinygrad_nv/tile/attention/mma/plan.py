@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tinygrad_nv.tile.attention.schedules import FlashMma
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, multiple
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.gemm.spec import Result, Stored
 from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile

@@ -5,8 +5,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
-from tinygrad_nv.tile.attention.score import multiple
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, multiple
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, FlashWgmmaPlan
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
