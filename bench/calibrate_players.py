@@ -217,7 +217,7 @@ class ModelPlayer(Player):
         args: list[object] = [out, memory, rounds]
         if probe.box:
             dims = (probe.nbytes // ROW_BYTES, 64)
-            args.append(TensorMap.tiled(memory.ptr, (probe.box, 64), "128B", dims, dtype="bf16"))
+            args.append(TensorMap.of_tiles(memory.ptr, (probe.box, 64), "128B", dims, dtype="bf16"))
         found = emu.launch(text, self.ctas(probe), probe.threads, args, ENTRY, probe.cluster,
                            smem + probe.smem, timing=near if probe.near else self.gpu).timing
         assert found is not None

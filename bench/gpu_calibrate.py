@@ -35,7 +35,7 @@ from calibrate_players import GPUPlayer, ModelPlayer, Player
 from measure import RESULTS, each, git, processor, sources, table
 
 from tinygrad_nv.errors import ConfigError, NVError
-from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, known
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, list_gpus
 from tinygrad_nv.runtime.cuda import driver as cuda
 
 MINUTES = 8.0
@@ -155,7 +155,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--base", default="h200", help="figures to begin with: one of "
-                      f"{', '.join(known())}, or a .toml file (default h200)")
+                      f"{', '.join(list_gpus())}, or a .toml file (default h200)")
     made.add_argument("--minutes", type=float, default=MINUTES, help=f"of measuring (default {MINUTES:g})")
     made.add_argument("--only", default="", metavar="TEXT", help="measures whose name contains this")
     made.add_argument("--again", action="store_true", help="measure what the result file has, too")

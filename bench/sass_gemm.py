@@ -20,7 +20,7 @@ from measure import each, save, table
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.assemble import Assembly, assemble
-from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import TENSOR, disassemble, functions, main_loop
 from tinygrad_nv.tile.gemm.schedules import Mma, RingSchedule, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.template import GPU
@@ -74,7 +74,7 @@ def _result(kind: DType) -> DType:
 
 def measured(assembly: Assembly, name: str, shared: int, **facts: Any) -> GemmCase:
     """The row of an assembled kernel with `shared` dynamic bytes."""
-    loop = main_loop(functions(disassembled(assembly.cubin))[name])
+    loop = main_loop(functions(disassemble(assembly.cubin))[name])
     assert loop is not None, f"{name}: no loop with tensor-core instructions"
     used = assembly.kernels[name]
     return GemmCase(instructions=len(loop.instructions), around=loop.around, tensor=loop.tensor,

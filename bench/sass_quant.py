@@ -22,7 +22,7 @@ from measure import save, table
 from timing_judges import to_ptx
 
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import Loop, disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import Loop, disassemble, functions, main_loop
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma, QuantWgmma
 from tinygrad_nv.tile.schedule import Schedule
@@ -49,7 +49,7 @@ class Row:
 
 def loop_of(ptx: str, arch: str, name: str) -> Loop:
     """The main loop of a kernel."""
-    found = main_loop(functions(disassembled(assemble(ptx, arch).cubin))[name])
+    found = main_loop(functions(disassemble(assemble(ptx, arch).cubin))[name])
     assert found is not None, f"{name}: no loop with tensor-core instructions"
     return found
 

@@ -83,10 +83,10 @@ def predicted(source: Path, include: Sequence[Path], m: int, n: int, k: int, gpu
     d = emu.alloc(np.zeros((m, n), np.uint16))
     scales_a = emu.alloc(np.zeros((groups, -(-m // 4) * 4), np.float32))
     scales_b = emu.alloc(np.zeros((-(-n // BLOCK_K), groups), np.float32))
-    maps = (TensorMap.tiled(a, (made.rows, BLOCK_K), "128B"),
-            TensorMap.tiled(b, (made.columns, BLOCK_K), "128B"),
-            TensorMap.tiled(scales_a, (1, made.rows)),
-            TensorMap.tiled(d, (made.rows, made.columns), dtype="bf16"))
+    maps = (TensorMap.of_tiles(a, (made.rows, BLOCK_K), "128B"),
+            TensorMap.of_tiles(b, (made.columns, BLOCK_K), "128B"),
+            TensorMap.of_tiles(scales_a, (1, made.rows)),
+            TensorMap.of_tiles(d, (made.rows, made.columns), dtype="bf16"))
     return _launched(emu, text, made, [d, scales_b, 0, m, *maps], gpu)
 
 
@@ -101,10 +101,10 @@ def predicted_grouped(source: Path, include: Sequence[Path], counts: np.ndarray,
     emu = Emulator("sm_90a", check=False)
     a, b, d = emu.zeros(m * k), emu.zeros(len(counts) * n * k), emu.zeros(2 * m * n)
     scales_a, scales_b = emu.zeros(4 * groups * m), emu.zeros(4 * len(counts) * -(-n // BLOCK_K) * groups)
-    maps = (TensorMap.tiled(a.ptr, (made.rows, BLOCK_K), "128B", (m, k), (k,), "u8"),
-            TensorMap.tiled(b.ptr, (made.columns, BLOCK_K), "128B", (len(counts) * n, k), (k,), "u8"),
-            TensorMap.tiled(scales_a.ptr, (1, made.rows), "none", (groups, m), (4 * m,), "f32"),
-            TensorMap.tiled(d.ptr, (made.rows, made.columns), "none", (m, n), (2 * n,), "bf16"))
+    maps = (TensorMap.of_tiles(a.ptr, (made.rows, BLOCK_K), "128B", (m, k), (k,), "u8"),
+            TensorMap.of_tiles(b.ptr, (made.columns, BLOCK_K), "128B", (len(counts) * n, k), (k,), "u8"),
+            TensorMap.of_tiles(scales_a.ptr, (1, made.rows), "none", (groups, m), (4 * m,), "f32"),
+            TensorMap.of_tiles(d.ptr, (made.rows, made.columns), "none", (m, n), (2 * n,), "bf16"))
     layout = emu.alloc(of_row.astype(np.int32))
     return _launched(emu, text, made, [d, scales_b, layout, m, *maps], gpu)
 

@@ -66,11 +66,11 @@ def compiled(source: Path, number: int, include: Sequence[Path], n: int = N) -> 
 
 def box(buffer: Buffer, rows: int, rank: int, n: int) -> TensorMap:
     """A tensor map of rows of 64, as the kernel's host code makes it."""
-    if rank == 2: return TensorMap.tiled(buffer, (rows, 64), "128B", (n, n), dtype="bf16")
+    if rank == 2: return TensorMap.of_tiles(buffer, (rows, 64), "128B", (n, n), dtype="bf16")
     strides = (128, 2 * n) if rank == 3 else (128 * n, 128 * n, 128, 2 * n)
     ones = (1,) * (rank - 2)
     dims = (*(1,) * (rank - 3), n // 64, n, 64)
-    return TensorMap.tiled(buffer.ptr, (*ones, rows, 64), "128B", dims, strides, "bf16")
+    return TensorMap.of_tiles(buffer.ptr, (*ones, rows, 64), "128B", dims, strides, "bf16")
 
 
 def predicted(text: str, kernel: Kernel, gpu: str, n: int = N) -> Timing:
@@ -87,7 +87,7 @@ def predicted(text: str, kernel: Kernel, gpu: str, n: int = N) -> Timing:
     elif kernel.number < 10: arguments += maps
     else:
         lies = (n // 64, n, 64), (128, 2 * n)
-        out = TensorMap.tiled(c.ptr, (rows // 64, columns, 64), "none", *lies, "bf16")
+        out = TensorMap.of_tiles(c.ptr, (rows // 64, columns, 64), "none", *lies, "bf16")
         arguments = [n, n, n, out, *maps]
     entry = [name for name in parse(text).functions if f"matmulKernel{kernel.number}" in name][-1]
     grid = kernel.ctas or (n // rows) * (n // columns)

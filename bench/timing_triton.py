@@ -102,7 +102,7 @@ def _flat(emu: Emulator, given: Sequence[Given], maps: Sequence[Mapping[str, Any
             yield buffer
             continue
         meta = next(descriptors)
-        yield TensorMap.tiled(buffer.ptr, tuple(meta["block_size"]), SWIZZLES[meta["swizzle"]], one.shape,
+        yield TensorMap.of_tiles(buffer.ptr, tuple(meta["block_size"]), SWIZZLES[meta["swizzle"]], one.shape,
                               tuple(s * BYTES[one.dtype] for s in one.strides[:-1]),
                               MAP_TYPES[meta["elem_type"]])
         yield from (*one.shape, *one.strides)

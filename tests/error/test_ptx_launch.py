@@ -41,7 +41,7 @@ def test_a_buffer_where_an_integer_is_wanted():
 
 def test_a_tensor_map_where_a_pointer_is_wanted():
     emu = Emulator()
-    tensor_map = TensorMap.tiled(emu.alloc(np.zeros((64, 64), np.float16)), box=(64, 64))
+    tensor_map = TensorMap.of_tiles(emu.alloc(np.zeros((64, 64), np.float16)), box=(64, 64))
     with pytest.raises(PTXError, match=r"argument 0 \(p\) is TensorMap(.|\n)*128"):
         emu.launch(KERNEL, 1, 32, [tensor_map, 1])
 

@@ -27,7 +27,7 @@ from tinygrad_nv.files import read_text
 from tinygrad_nv.progress import bar
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.ptx.timing.gpu import figures
-from tinygrad_nv.ptx.timing.gpu import known as known_gpus
+from tinygrad_nv.ptx.timing.gpu import list_gpus as known_gpus
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.attention import dense as attention

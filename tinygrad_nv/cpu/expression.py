@@ -31,9 +31,9 @@ def problems(root: Expression) -> list[str]:
 
 @dataclass(frozen=True)
 class LanePlace:
-    """Where the lanes are, in C: row `m`, first column `n`, index of each dimension of the batch, and how
-    many lanes count ("" for all). `sums` are the vectors of the parts; pointers to parameters are called x0,
-    x1, … `row` is the row that loads take, where that is not m."""
+    """Place of the lanes, in C: row `m`, first column `n`, index of each dimension of the batch, and how many
+    lanes count (\"\" for all). `sums` are the vectors of the parts; pointers to parameters are called x0, x1,
+    … `row` is the row that loads take, where that is not m."""
     sums: Sequence[str]
     m: str
     n: str

@@ -83,7 +83,8 @@ AMX = ISA("amx", bf16=True, vnni=True)
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """What the processor has, as Linux names it; of macOS what is needed here. Empty where it is unknown."""
+    """Returns the instruction sets that the processor has, as Linux names them; of macOS what is needed here.
+    Empty where it is unknown."""
     if sys.platform == "linux":
         try: text = Path("/proc/cpuinfo").read_text()
         except OSError: return frozenset()
@@ -96,7 +97,7 @@ def flags() -> frozenset[str]:
 
 
 def flags_of(text: str) -> frozenset[str]:
-    """What the text of /proc/cpuinfo lists for the first core."""
+    """Returns the flags that the text of /proc/cpuinfo lists for the first core."""
     line = next((line for line in text.splitlines() if line.startswith("flags")), ":")
     return frozenset(line.partition(":")[2].split())
 
@@ -112,7 +113,7 @@ def amx_refused() -> str:
 
 
 def why_not(level: str) -> str:
-    """What keeps a level from being used on this machine; "" if it can be."""
+    """Returns what keeps a level from being used on this machine; \"\" if it can be."""
     if level == "portable": return ""
     if platform.machine().lower() not in ("x86_64", "amd64"): return f"{platform.machine()} is not x86-64"
     if missing := [name for name in NEEDED[level] if name not in flags()]:

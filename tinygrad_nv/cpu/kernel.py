@@ -46,12 +46,12 @@ class CPUKernel:
 
     @property
     def text(self) -> str:
-        """What is compiled."""
+        """C that is compiled."""
         return self.source
 
     @property
     def kernels(self) -> tuple[CPUKernel, ...]:
-        """What a call runs."""
+        """Kernels that a call runs."""
         return (self,)
 
     @property
@@ -77,9 +77,10 @@ def kernel(name: str, isa: ISA, body: str, outputs: Sequence[tuple[str, str]],
     return CPUKernel(name, source(text, isa), parts, workspace_bytes)
 
 
-def computed(names: Sequence[str], integers: Sequence[Integer]) -> tuple[list[str], str]:
-    """What a kernel takes instead of integers that are computed from the variables of its launch: the names
-    of those, v0, v1, …, and C that computes the integers by their names; as `Integer.of`, never below 0."""
+def compute_integers(names: Sequence[str], integers: Sequence[Integer]) -> tuple[list[str], str]:
+    """Returns what a kernel takes instead of integers that are computed from the variables of its launch: the
+    names of those, v0, v1, …, and C that computes the integers by their names; as `Integer.of`, never below
+    0."""
     lines = []
     for name, each in zip(names, integers, strict=True):
         value = " + ".join([str(each.offset), *(f"{f} * v{i}" for i, f in enumerate(each.factors) if f)])

@@ -1,4 +1,5 @@
-"""What this machine reads and computes in a second, measured by a kernel of ours and kept on disk.
+"""Rates of this machine in a second: bytes read and operations, measured by a kernel of ours and kept on
+disk.
 
 Protocol: `rates(target)` are those of an instruction set on so many threads. They are measured once, in less
 than half a second, and kept in cpu.json in the cache directory, by processor, threads and instruction set;
@@ -72,22 +73,22 @@ def rates(target: CPU) -> Rates:
 
 @functools.lru_cache(16)
 def _rates(name: str, target: CPU) -> Rates:
-    if (found := known(target)) is not None: return found
-    made = measured(target)
+    if (found := load_rates(target)) is not None: return found
+    made = measure_rates(target)
     with contextlib.suppress(OSError): _keep(name, made)     # measured again next time
     return made
 
 
-def known(target: CPU) -> Rates | None:
-    """The rates on disk, None where there are none."""
-    data: Any = _kept().get(key(target))
+def load_rates(target: CPU) -> Rates | None:
+    """Returns the rates on disk, None where there are none."""
+    data: Any = _read_file().get(key(target))
     try: found = Rates(**{field.name: float(data[field.name]) for field in fields(Rates)})
     except (TypeError, KeyError, ValueError): return None
     return found if all(0 < value < 1e18 for value in asdict(found).values()) else None
 
 
 def key(target: CPU) -> str:
-    """What rates depend on."""
+    """Returns the key that rates depend on."""
     return f"{processor()}, {target.threads} threads, {target.isa}"
 
 
@@ -103,12 +104,12 @@ def processor() -> str:
 # **** on disk ****
 
 def path() -> Path:
-    """Where rates are kept."""
+    """Returns where rates are kept."""
     return cache_directory() / "cpu.json"
 
 
-def _kept() -> dict[str, Any]:
-    """What the file has; nothing where it cannot be read or is something else."""
+def _read_file() -> dict[str, Any]:
+    """Returns what the file has; nothing where it cannot be read or is something else."""
     try: data = json.loads(private.read(path(), MOST_BYTES))
     except (OSError, ValueError, RecursionError): return {}
     if not isinstance(data, dict) or data.get("format") != FORMAT: return {}
@@ -117,13 +118,13 @@ def _kept() -> dict[str, Any]:
 
 
 def _keep(name: str, made: Rates) -> None:
-    text = json.dumps({"format": FORMAT, "rates": {**_kept(), name: asdict(made)}}, indent=1)
+    text = json.dumps({"format": FORMAT, "rates": {**_read_file(), name: asdict(made)}}, indent=1)
     private.write(path(), f"{text}\n".encode())
 
 
 # **** measuring ****
 
-def measured(target: CPU) -> Rates:
+def measure_rates(target: CPU) -> Rates:
     """The rates by the clock."""
     from tinygrad_nv.runtime.cpu.program import load
     parts = PARTS * target.threads

@@ -26,7 +26,7 @@ class CPUSchedule(Schedule):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """As `Schedule.from_json`."""
+        """Returns the schedule that JSON describes, like `Schedule.from_json`."""
         return super().from_json({**data, "isa": _isa(data.get("isa"))})
 
     def on(self, arch: str) -> bool:

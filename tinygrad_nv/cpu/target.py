@@ -1,4 +1,4 @@
-"""What CPU kernels are compiled for: instruction set, threads, caches.
+"""Target of CPU kernels: instruction set, threads, caches.
 
 Protocol: `host()` is what this process has now. NV_CPU_ISA narrows the instruction set; tinygrad's
 NUM_CPU_THREADS is the number of threads (by default what the container and the affinity mask leave,
@@ -24,7 +24,7 @@ _L1, _L2, _L3 = 32 << 10, 512 << 10, 4 << 20
 
 @dataclass(frozen=True)
 class CPU:
-    """What a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
+    """Target that a kernel is compiled for. Caches in bytes: `l1` and `l2` of one core, `l3` shared."""
     kind: ClassVar[str] = "cpu"
     head_bytes: ClassVar[int] = 1
     pointers: ClassVar[int] = 60     # of MOST_ARGUMENTS
@@ -48,7 +48,7 @@ class CPU:
 
     @property
     def instructions(self) -> str:
-        """What kernels can be made of; the number of threads is no part of it."""
+        """Instructions that kernels can be made of; the number of threads is no part of it."""
         return str(self.isa)
 
 

@@ -29,17 +29,17 @@ def template(spec: type[S], schedule: type[C], default: Callable[[S, CPU], C],
     that was chosen is asked about once more when its kernel is built. `build` takes the integers that the
     kernel computes from the variables of its launch as well, where a spec has such."""
     @lru_cache(4096)
-    def found(one: S, s: C) -> tuple[str, ...]:
+    def find_problems(one: S, s: C) -> tuple[str, ...]:
         out = [] if 1 <= s.parts <= MOST_PARTS else [f"{s.parts} parts, 1 to {MOST_PARTS}"]
         out += [f"{name} {value}" for name, value in vars(s).items()
                 if name != "parts" and type(value) is int and not 0 <= value <= MOST]
         return tuple(out or ([] if problems is None else problems(one, s)))
 
     def all_problems(one: S, s: C, target: CPU) -> Sequence[str]:
-        return found(one, s) if s.isa == target.isa else [f"for {s.isa}, here is {target.isa}"]
+        return find_problems(one, s) if s.isa == target.isa else [f"for {s.isa}, here is {target.isa}"]
 
-    def built(one: S, s: C, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
+    def build_kernel(one: S, s: C, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
         return getattr(import_module(module), build)(one, s, *([integers] if integers else []))
 
     def candidates(one: S, target: CPU) -> Sequence[C]: return default(one, target),
-    return Template(schedule.template, spec, schedule, all_problems, candidates, built)
+    return Template(schedule.template, spec, schedule, all_problems, candidates, build_kernel)

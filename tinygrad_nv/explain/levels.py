@@ -22,7 +22,7 @@ from tinygrad_nv.errors import PTXError, RequestError
 from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.table import aligned
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
@@ -303,7 +303,7 @@ def sass_text(matmul: ScheduledGemm) -> str:
 def sass_of(ptx: str, name: str, arch: str) -> str:
     """A kernel of PTX text in SASS."""
     made = assemble(ptx, arch)
-    code = functions(disassembled(made.cubin))[name]
+    code = functions(disassemble(made.cubin))[name]
     used, main = made.kernels[name], main_loop(code)
     spilled = f"{used.spill_store_bytes} bytes spilled"
     head = [f"// {len(code)} instructions, {used.registers} registers, {spilled}"]

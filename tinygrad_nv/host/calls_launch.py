@@ -141,7 +141,7 @@ def encode_tiled(s: Session, into: Word, kind: Int, rank: Unsigned, address: Wor
     if not 1 <= rank <= 5:
         raise CudaError(Status.INVALID_VALUE, f"a tensor map of rank {rank}; 1 to 5 is allowed")
     try:
-        made = TensorMap.tiled(address, _array(s, box, "I", rank), list(SWIZZLES)[swizzle],
+        made = TensorMap.of_tiles(address, _array(s, box, "I", rank), list(SWIZZLES)[swizzle],
                                _array(s, dims, "Q", rank), _array(s, strides, "Q", rank - 1), MAP_TYPES[kind],
                                _array(s, steps, "I", rank), INTERLEAVES[interleave], L2_PROMOTIONS[l2],
                                FILLS[fill])

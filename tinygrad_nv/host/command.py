@@ -20,7 +20,7 @@ from tinygrad_nv.host.source import place, quotations
 from tinygrad_nv.ptx import command
 from tinygrad_nv.ptx.emulator import Finding, Report
 from tinygrad_nv.ptx.timing import report as timing_report
-from tinygrad_nv.ptx.timing.gpu import known
+from tinygrad_nv.ptx.timing.gpu import list_gpus
 
 NAME_WIDTH = 44
 SHOWN = 20              # places of findings
@@ -33,7 +33,7 @@ def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                            usage="%(prog)s [-h] [--gpu NAME] [--check] [--time] [--json] [--ptx DIR] "
                                  "PROGRAM [ARGS ...]")
     run.add_argument("--gpu", default="h100", metavar="NAME",
-                     help=f"one of {', '.join(known())} (default h100)")
+                     help=f"one of {', '.join(list_gpus())} (default h100)")
     run.add_argument("--check", action="store_true",
                      help="run with all checks; findings make the exit status 1")
     run.add_argument("--time", action="store_true",

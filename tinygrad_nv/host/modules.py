@@ -15,7 +15,7 @@ from tinygrad_nv.host import fatbin
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program, release
 from tinygrad_nv.ptx.emulator.arguments import check_target, entry_registers
-from tinygrad_nv.ptx.emulator.program import layout, shared_layout
+from tinygrad_nv.ptx.emulator.program import lay_out_shared, layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXFunction, PTXModule
 from tinygrad_nv.ptx.timing.listing import LINES
@@ -39,7 +39,7 @@ class Kernel:
     @cached_property
     def static_bytes(self) -> int:
         """Shared memory that it always has."""
-        return int(shared_layout(self.module.parsed, self.function)[1])
+        return int(lay_out_shared(self.module.parsed, self.function)[1])
 
     @cached_property
     def registers(self) -> int:

@@ -79,7 +79,8 @@ def _array(data: np.ndarray[Any, Any], dtype: DType, shape: tuple[int, ...]) -> 
 def predicted(program: Program, schedule: TileSchedule, name: str) -> float:
     """Microseconds of a program on a GPU of the timing model."""
     from tinygrad_nv.tile.modelled import ModelledClock, clock_of
-    if name not in figures.known(): raise ConfigError(f"gpu={name!r}", f"one of {', '.join(figures.known())}")
+    if name not in figures.list_gpus():
+        raise ConfigError(f"gpu={name!r}", f"one of {', '.join(figures.list_gpus())}")
     found = figures.figures(name)
     target = GPU(found.arch, found.sms)
     if clock_of(target) is None:

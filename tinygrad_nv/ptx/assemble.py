@@ -40,7 +40,8 @@ SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers a thread, bytes of spills and stack a thread, static shared bytes."""
+    """Resources of one kernel: registers a thread, bytes of spills and stack a thread, static shared
+    bytes."""
     registers: int
     spill_store_bytes: int
     spill_load_bytes: int
@@ -69,7 +70,7 @@ def find_program(name: str) -> Path | None:
 
 @functools.cache
 def version(program: Path) -> str:
-    """What a program says of its release."""
+    """Returns what a program says of its release."""
     out = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False).stdout
     return next((line for line in out.splitlines() if "release" in line), out).strip()
 
@@ -99,20 +100,21 @@ def assemble(text: str, arch: str = "sm_90a", flags: tuple[str, ...] = (), stric
     ptxas = require_ptxas()
     key = hashlib.sha256("\0".join((text, arch, *flags, version(ptxas), "1")).encode()).hexdigest()
     cached = cache.folder("cubin") / f"{key}.json"
-    if (kept := private.read_sealed(cached)) is not None: return _checked(text, *_loaded(kept), strict)
+    if (kept := private.read_sealed(cached)) is not None:
+        return _check_assembly(text, *_load_entry(kept), strict)
     with tempfile.TemporaryDirectory() as directory:
         source, cubin = Path(directory) / "kernel.ptx", Path(directory) / "kernel.cubin"
         source.write_text(text)
         command = [str(ptxas), f"-arch={arch}", "-v", *flags, str(source), "-o", str(cubin)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         words = (done.stdout + done.stderr).replace(str(source), "kernel.ptx")
-        if done.returncode: raise _refused(text, arch, words)
+        if done.returncode: raise _refusal(text, arch, words)
         binary = cubin.read_bytes()
     _store(cached, (arch, binary, words))
-    return _checked(text, arch, binary, words, strict)
+    return _check_assembly(text, arch, binary, words, strict)
 
 
-def _loaded(kept: bytes) -> tuple[str, bytes, str]:
+def _load_entry(kept: bytes) -> tuple[str, bytes, str]:
     entry = json.loads(kept)
     return entry["arch"], base64.b85decode(entry["cubin"]), entry["words"]
 
@@ -123,7 +125,7 @@ def _store(path: Path, entry: tuple[str, bytes, str]) -> None:
     private.write_sealed(path, json.dumps(made).encode())
 
 
-def _refused(text: str, arch: str, words: str) -> PTXError:
+def _refusal(text: str, arch: str, words: str) -> PTXError:
     """ptxas's first error, with the line of the text it means."""
     errors = [line for line in words.splitlines() if "error" in line or "fatal" in line] or [words.strip()]
     number = int(found.group(1)) if (found := re.search(r"line (\d+)", errors[0])) else 0
@@ -134,7 +136,7 @@ def _refused(text: str, arch: str, words: str) -> PTXError:
                     "PTX that ptxas assembles", "correct the line, or choose another architecture")
 
 
-def _checked(text: str, arch: str, cubin: bytes, words: str, strict: bool) -> Assembly:
+def _check_assembly(text: str, arch: str, cubin: bytes, words: str, strict: bool) -> Assembly:
     """The assembly, unless ptxas changed what the kernel does."""
     lines = [line.partition(":")[2].strip() for line in words.splitlines() if line.startswith("ptxas info")]
     lines += [line for line in words.splitlines() if line.startswith("ptxas warning")]

@@ -32,7 +32,7 @@ from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.syntax import PTXModule
 from tinygrad_nv.ptx.timing import report as timing_report
 from tinygrad_nv.ptx.timing.chrome import chrome
-from tinygrad_nv.ptx.timing.gpu import known
+from tinygrad_nv.ptx.timing.gpu import list_gpus
 
 DTYPES = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64,
           "s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64,
@@ -70,7 +70,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     timing = kinds.add_parser("time", help="predict how long a kernel takes on a GPU")
     add_launch(timing)
     timing.add_argument("--gpu", default="h100", metavar="NAME",
-                        help=f"one of {', '.join(known())}, or a .toml file (default h100)")
+                        help=f"one of {', '.join(list_gpus())}, or a .toml file (default h100)")
     timing.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     timing.add_argument("--trace", metavar="OUT.json", help="write a trace for chrome://tracing or Perfetto")
     timing.set_defaults(run=run_time)
@@ -109,7 +109,7 @@ def _extents(text: str) -> tuple[int, ...]:
     words = re.split("[,x]", text[:100])
     made = tuple(int(word) for word in words if re.fullmatch(r"\d{1,12}", word.strip(), re.ASCII))
     if len(made) != len(words) or len(made) > 3 or min(made) < 1 or len(text) > 100:
-        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not one to three integers ≥ 1; "
+        raise argparse.ArgumentTypeError(f"{_shorten(text)!r} is not one to three integers ≥ 1; "
                                          "write 4 or 4,2,1")
     return (*made, 1, 1)[:3]
 
@@ -145,7 +145,7 @@ def _trace(text: str) -> Trace:
 def _save(text: str) -> tuple[int, str]:
     number, equals, name = text.partition("=")
     if not equals or not (number.isascii() and number.isdigit()) or len(number) > 4:
-        raise argparse.ArgumentTypeError(f"{_shown(text)!r} is not N=FILE.npy, such as 2=out.npy")
+        raise argparse.ArgumentTypeError(f"{_shorten(text)!r} is not N=FILE.npy, such as 2=out.npy")
     return int(number), name
 
 
@@ -157,30 +157,30 @@ def read(name: str) -> str:
 
 
 def argument(emu: Emulator, text: str) -> object:
-    """What an `--arg` stands for; see the module's protocol. Raises `PTXError` with the word that is
+    """Returns what an `--arg` stands for; see the module's protocol. Raises `PTXError` with the word that is
     wrong."""
     if text.startswith("map:"):
         _, box, swizzle, *rest = (*text.split(":", 3), "", "")[:4]
         array, dtype = _array(rest[0])
-        return TensorMap.tiled(emu.alloc(array), box=_shape(box, text), swizzle=swizzle, dtype=dtype)
+        return TensorMap.of_tiles(emu.alloc(array), box=_shape(box, text), swizzle=swizzle, dtype=dtype)
     if text.endswith(".npy") or text.partition(":")[0] in FILLS: return emu.alloc(_array(text)[0])
     try:
         if -1 << 63 <= (number := int(text, 0)) < 1 << 64: return number
     except ValueError:
         with contextlib.suppress(ValueError): return float(text)
-    raise PTXError(f"--arg {_shown(text)}", 0,
+    raise PTXError(f"--arg {_shorten(text)}", 0,
                    "an integer of 64 bits, a float, zeros:f32:64x64 and its kind, a .npy file, or map:…",
                    "see tinygrad-nv ptx check --help")
 
 
-def _shown(text: str) -> str: return text if len(text) <= 80 else f"{text[:80]}…"
+def _shorten(text: str) -> str: return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _shape(words: str, text: str) -> tuple[int, ...]:
     extents = [int(word) if word.isascii() and word.isdigit() and len(word) < 20 else -1
                for word in words.split("x")]
     if min(extents) < 0 or len(extents) > 32 or math.prod(extents) > ARG_ELEMENTS:
-        raise PTXError(f"--arg {_shown(text)}: {_shown(words)!r} is not a shape", 0,
+        raise PTXError(f"--arg {_shorten(text)}: {_shorten(words)!r} is not a shape", 0,
                        f"1 to 32 extents such as 64x64, of {ARG_ELEMENTS} elements at most",
                        "write larger arrays to a .npy file")
     return tuple(extents)
@@ -197,7 +197,7 @@ def _array(text: str) -> tuple[np.ndarray | int, str | None]:
     fill, *rest = text.split(":")
     if fill == "empty" and len(rest) == 1: return math.prod(_shape(rest[0], text)), None
     if fill not in FILLS or len(rest) != 2 or rest[0] not in DTYPES:
-        raise PTXError(f"--arg {_shown(text)}", 0,
+        raise PTXError(f"--arg {_shorten(text)}", 0,
                        f"FILL:TYPE:SHAPE, FILL one of {', '.join(FILLS[:-1])} and TYPE of "
                        f"{', '.join(DTYPES)}", "for example zeros:f32:64x64")
     values = _values(fill, _shape(rest[1], text))
@@ -221,14 +221,14 @@ def run_check(arguments: argparse.Namespace) -> int:
     seeds = [arguments.seed] if arguments.seeds is None else [LATE, *range(arguments.seeds - 1)]
     reports: list[Report] = []
     for seed in seeds:
-        reports.append(_launched(arguments, seed))
+        reports.append(_launch(arguments, seed))
         if any(found.kind == LIMIT_KIND for found in reports[-1].findings): break  # others would take as long
-    report = merged(reports)
+    report = merge_reports(reports)
     print(json.dumps(as_json(report)) if arguments.json else as_text(report))
     return 1 if report.findings else 0
 
 
-def _launched(arguments: argparse.Namespace, seed: int | str) -> Report:
+def _launch(arguments: argparse.Namespace, seed: int | str) -> Report:
     """One run, with memory of its own."""
     text = read(arguments.file)
     module = parse(text)
@@ -247,7 +247,7 @@ def _launched(arguments: argparse.Namespace, seed: int | str) -> Report:
     return report
 
 
-def merged(reports: list[Report]) -> Report:
+def merge_reports(reports: list[Report]) -> Report:
     """The counters of the first run, and what any found: of a kind at a line, the first run's words."""
     findings: list[Finding] = []
     notes: list[Finding] = []

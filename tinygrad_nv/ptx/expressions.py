@@ -89,12 +89,12 @@ class Constants:
     def unary(self) -> Immediate:
         """A sign, a complement, a cast, parentheses, or a number."""
         self.depth = self.tokens.inside(self.depth)
-        made = self.prefixed(self.tokens.next())
+        made = self.prefix(self.tokens.next())
         self.depth -= 1
         return made
 
-    def prefixed(self, token: Token) -> Immediate:
-        """What a token begins."""
+    def prefix(self, token: Token) -> Immediate:
+        """Returns the constant that a token begins."""
         if token.text == "(": return self.parenthesis()
         if token.text == "-":
             made = self.unary()

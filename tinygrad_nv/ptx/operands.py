@@ -95,7 +95,7 @@ class OperandParser(TokenReader):
             if name in scope.labels: return scope.labels[name]
         raise self.fail(f"label {name} is not defined")
 
-    def seen_label(self, name: str) -> Symbol | None:
+    def visible_label(self, name: str) -> Symbol | None:
         """The label of a name, where one is seen from here."""
         found = next((scope.labels[name] for scope in reversed(self.scopes) if name in scope.labels), None)
         return Symbol(found) if found is not None else None
@@ -107,8 +107,8 @@ class OperandParser(TokenReader):
         self.scopes[-1].variables[name] = name + self.scopes[-1].suffix
         return self.scopes[-1].variables[name]
 
-    def renamed(self, name: str) -> str:
-        """The unique name of a variable seen from here."""
+    def unique_name(self, name: str) -> str:
+        """Returns the unique name of a variable seen from here."""
         return next((s.variables[name] for s in reversed(self.scopes) if name in s.variables), name)
 
     def register(self, name: str) -> Register | None:
@@ -147,7 +147,7 @@ class OperandParser(TokenReader):
             if (piece := PIECE.match(text, at)) is None: return None
             key = piece.group(1), target
             operand = known.get(key)
-            if operand is None and target: operand = self.seen_label(key[0])
+            if operand is None and target: operand = self.visible_label(key[0])
             if operand is None and (operand := self.common(key[0])) is None:
                 self.at, self.ahead = start + piece.start(1), None
                 operand = self.operand(target)
@@ -203,7 +203,7 @@ class OperandParser(TokenReader):
         return made
 
     def any_operand(self, target: bool) -> Operand:
-        """What begins an operand decides which it is."""
+        """Parses an operand by the token that begins it."""
         token = self.peek()
         if token.text == "{": return self.vector()
         if token.text == "[": return self.address()
@@ -217,16 +217,16 @@ class OperandParser(TokenReader):
             return Register(made.name, made.kind, negated=True)
         if token.kind == "name" and not is_constant(token.text):
             self.next()
-            return self.named(token, target)
+            return self.parse_named(token, target)
         return Constants(self).immediate()
 
-    def named(self, token: Token, target: bool) -> Operand:
-        """A register (perhaps `%p|%q`), a special register, a label, or a variable with an offset."""
+    def parse_named(self, token: Token, target: bool) -> Operand:
+        """Parses a register (perhaps `%p|%q`), a special register, a label, or a variable with an offset."""
         if target and not token.text.startswith("%"): return Symbol(self.label(token.text))
         if (found := self.register(token.text)) is not None:
             return self.after_bar(found) if self.take("|") else found
         if token.text.startswith("%"): return Register(token.text, "special")
-        name = self.renamed(token.text)
+        name = self.unique_name(token.text)
         return Symbol(name, self.index(name) + self.offset())
 
     def index(self, name: str) -> int:
@@ -261,7 +261,7 @@ class OperandParser(TokenReader):
         token = self.peek()
         base: Register | Symbol | Immediate
         if token.kind == "name" and not is_constant(token.text):
-            made = self.named(self.next(), False)
+            made = self.parse_named(self.next(), False)
             if not isinstance(made, Register | Symbol): raise self.fail("an address is expected", token.line)
             base = made
         else: base = Constants(self).immediate()

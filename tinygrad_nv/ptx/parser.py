@@ -82,7 +82,7 @@ class Parser(OperandParser):
         return value
 
     def alignment(self) -> int:
-        """What follows .align: a power of two."""
+        """Parses what follows .align: a power of two."""
         value = self.size("an alignment")
         if value == 0 or value & (value - 1): raise self.fail(f"an alignment of {value}, no power of two")
         if value > MOST_ALIGNMENT:
@@ -134,7 +134,7 @@ class Parser(OperandParser):
         while True:
             name, size = token.text, max(WIDTHS[kind] // 8, 1) * vector
             extents = self.extents()
-            count = self.bounded(size, extents, name) // size
+            count = self.array_bytes(size, extents, name) // size
             data = self.initialiser(max(WIDTHS[kind] // 8, 1), kind) if self.take("=") else b""
             unsized = extents == [0] and not data
             if extents == [0]: count = len(data) // size
@@ -147,8 +147,9 @@ class Parser(OperandParser):
             token = self.next()
         self.expect(";")
 
-    def bounded(self, size: int, extents: list[int], name: str) -> int:
-        """The bytes of an array of elements of `size` bytes. Raises `PTXError` for more than can be had."""
+    def array_bytes(self, size: int, extents: list[int], name: str) -> int:
+        """Returns the bytes of an array of elements of `size` bytes. Raises `PTXError` for more than can be
+        had."""
         nbytes = math.prod((size, *extents))
         if nbytes > MOST_VARIABLE_BYTES:
             raise self.fail(f"{name} has {nbytes} bytes; a variable or parameter can have "
@@ -231,7 +232,7 @@ class Parser(OperandParser):
                     if not kind: align = value  # after .ptr it is the pointee's
                 elif token.text[1:] in WIDTHS: kind = token.text[1:]
             self.check_declared(token, kind)
-            size = self.bounded(WIDTHS[kind] // 8, self.extents(), token.text)
+            size = self.array_bytes(WIDTHS[kind] // 8, self.extents(), token.text)
             align = align or WIDTHS[kind] // 8
             offset = -(-end // max(align, 1)) * align
             into[token.text] = Variable(token.text, space, kind, align, size, b"", token.line, offset)

@@ -1,6 +1,6 @@
 """SASS as the disassembler prints it: functions, their loops, and the instructions of a main loop.
 
-Protocol: `disassembled(cubin)` gives nvdisasm's (or cuobjdump's) text, `functions` its instructions by
+Protocol: `disassemble(cubin)` gives nvdisasm's (or cuobjdump's) text, `functions` its instructions by
 function, `blocks` the basic blocks of one, `loops` its natural loops: for a branch back to an instruction
 that all ways to the branch pass, everything that reaches the branch without passing it again, wherever it
 lies in memory (a wait that spins is often placed after the end). `main_loop` is the innermost loop with
@@ -116,9 +116,9 @@ def disassembler() -> Path | None:
                  if (found := Path(place) / "backends" / "nvidia" / "bin" / "nvdisasm").is_file()), None)
 
 
-def disassembled(cubin: bytes, *more: str) -> str:
-    """The listing, with `more` that nvdisasm alone can print. Raises `ToolchainError` without a disassembler,
-    and where it fails."""
+def disassemble(cubin: bytes, *more: str) -> str:
+    """Returns the listing, with `more` that nvdisasm alone can print. Raises `ToolchainError` without a
+    disassembler, and where it fails."""
     if (program := disassembler()) is None:
         raise ToolchainError("no disassembler is there", "nvdisasm, or the cuobjdump of a CUDA toolkit",
                              "pip install 'tinygrad-nv[emulator]'")

@@ -46,6 +46,6 @@ def figures_of(arch: str, sm_count: int = 0, device: str = "") -> str:
 def _figures_of(arch: str, sm_count: int, device: str, named: str) -> str:
     from tinygrad_nv.ptx.timing import gpu  # for GPUs alone
     if named: return named if gpu.figures(named).arch == arch else ""
-    fits = [name for name in gpu.known() if gpu.figures(name).arch == arch
+    fits = [name for name in gpu.list_gpus() if gpu.figures(name).arch == arch
             and sm_count in (0, gpu.figures(name).sms) and (not device or name in device.lower().split())]
     return fits[0] if fits else ""

@@ -53,4 +53,4 @@ def tensor_map(order: Sequence[Buffer], argument: MapArgument, values: Sequence[
         channels, pixels = argument.box
         return TensorMap.im2col(at, argument.lower[::-1], argument.upper[::-1], channels, pixels,
                                 argument.swizzle, *rest, argument.dtype, argument.steps[::-1])
-    return TensorMap.tiled(at, argument.box[::-1], argument.swizzle, *rest, argument.dtype)
+    return TensorMap.of_tiles(at, argument.box[::-1], argument.swizzle, *rest, argument.dtype)

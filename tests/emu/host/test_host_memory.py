@@ -8,7 +8,7 @@ import pytest
 from tests.support.host.host_program import SCALE, compiled
 from tinygrad_nv.host import run_program
 from tinygrad_nv.host.gpus import gpu_named, properties
-from tinygrad_nv.ptx.timing.gpu import figures, known
+from tinygrad_nv.ptx.timing.gpu import figures, list_gpus
 
 RUN = "void *a, *b; int count = 32; float x[64], y[64]; for (int i = 0; i < 64; i++) x[i] = i;"
 
@@ -167,7 +167,7 @@ def test_properties_lie_where_cuda_has_them(version: int):
         assert int.from_bytes(found[at:at + nbytes], "little") == wanted[what] > 0, what
 
 
-@pytest.mark.parametrize("gpu", known())
+@pytest.mark.parametrize("gpu", list_gpus())
 def test_every_gpu_with_figures_runs_programs(tmp_path: Path, capfd: pytest.CaptureFixture[str], gpu: str):
     program = compiled(tmp_path, RUN + """
         int sms, major;

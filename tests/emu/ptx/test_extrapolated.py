@@ -10,7 +10,7 @@ from emitted_specs import BF16, attention, matmul, rms
 from tests.emu.ptx.test_predicted import predicted
 from tinygrad_nv.ptx.timing import model
 from tinygrad_nv.ptx.timing.gpu import figures
-from tinygrad_nv.ptx.timing.job import code_of, made
+from tinygrad_nv.ptx.timing.job import code_of, make_job
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.simulator import run
 from tinygrad_nv.tile.attention.spec import Band
@@ -43,7 +43,7 @@ def whole(listing, entry, shape, tapes, gpu, memory, begins, log=0):
     shares = shares_of(tapes.reads, memory, notes, 1.0, first, gpu)
     ends = np.cumsum([len(tape.notes) for tape in tapes.warps])[:-1]
     sms = [tape.cluster * shape.ctas % SMS + tape.rank for tape in tapes.warps]
-    job = made(code, tapes.warps, gpu, np.split(shares, ends), sms, first)
+    job = make_job(code, tapes.warps, gpu, np.split(shares, ends), sms, first)
     return run(job, gpu, shape.busy_sms(gpu)).cycles
 
 
@@ -55,12 +55,12 @@ def test_some_clusters_say_what_all_take(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "figures", lambda _: SMALL)
     target = GPU("sm_90a", SMS)
     few = predicted(spec, schedule, target=target)
-    monkeypatch.setattr(model, "recorded", lambda shape, *_: list(range(shape.clusters)))
+    monkeypatch.setattr(model, "clusters_to_record", lambda shape, *_: list(range(shape.clusters)))
     found: list[int] = []
 
     def all_of_them(*words):
         found.append(whole(*words))
         return few
-    monkeypatch.setattr(model, "timed", all_of_them)
+    monkeypatch.setattr(model, "predict_tapes", all_of_them)
     predicted(spec, schedule, target=target)
     assert few.cycles == pytest.approx(found[0], rel=tolerance)

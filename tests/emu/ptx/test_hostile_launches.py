@@ -56,7 +56,7 @@ def test_boxes_beyond_shared_memory(box: tuple[int, ...]) -> None:
     """The rows of 256⁴ are 2³², whose low 32 bits are 0."""
     emu = Emulator()
     array = emu.alloc(np.zeros((2, 2, 2, 2, 64), np.uint16))
-    data = bytearray(TensorMap.tiled(array, box=(1, 1, 1, 1, 64)).encode())
+    data = bytearray(TensorMap.of_tiles(array, box=(1, 1, 1, 1, 64)).encode())
     data[0x38:0x3c] = bytes(box)
     text = HEADER.format(arch="sm_90a") + """.entry test(.param .align 64 .b8 map[128]) { .reg .b64 %d<2>;
         mov.b64 %d1, map; cvta.param.u64 %d1, %d1;

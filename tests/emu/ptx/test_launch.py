@@ -175,4 +175,4 @@ def test_a_tensor_map_is_an_argument():
     emu = Emulator()
     buffer = emu.alloc(np.zeros((64, 64), np.float16))
     text = HEAD + ".visible .entry k(.param .align 64 .b8 map[128]) { ret; }"
-    sound(emu.launch(text, 1, 1, [TensorMap.tiled(buffer, box=(64, 64), swizzle="128B")]))
+    sound(emu.launch(text, 1, 1, [TensorMap.of_tiles(buffer, box=(64, 64), swizzle="128B")]))

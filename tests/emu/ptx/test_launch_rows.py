@@ -11,7 +11,7 @@ from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
-from tinygrad_nv.ptx.timing.sequence import in_row, marks, repeated, seconds
+from tinygrad_nv.ptx.timing.sequence import in_row, marks, seconds, seconds_of_each
 
 GPU = figures("h200")
 ROUND = 64      # multiply-adds of a round, each of which follows the one before: too many for ptxas to unroll
@@ -57,11 +57,11 @@ def test_a_stream_is_not_faster_than_its_host():
     assert run_s(timing(times=1)) + GPU.gap_s < GPU.submit_s
     row = in_row([timing(times=1)] * 50, GPU, graph=False)
     assert row[49].begin_s - row[48].begin_s == pytest.approx(GPU.submit_s)
-    assert repeated(timing(times=1), GPU) == GPU.submit_s
+    assert seconds_of_each(timing(times=1), GPU) == GPU.submit_s
     long = timing(times=250)
     assert in_row([long] * 3, GPU, graph=False) == in_row([long] * 3, GPU)
-    assert repeated(long, GPU) == pytest.approx(run_s(long) + GPU.gap_s)
-    assert repeated(timing(times=1), GPU, graph=True) < GPU.submit_s
+    assert seconds_of_each(long, GPU) == pytest.approx(run_s(long) + GPU.gap_s)
+    assert seconds_of_each(timing(times=1), GPU, graph=True) < GPU.submit_s
 
 
 def test_marks_are_where_the_instructions_are():

@@ -357,7 +357,8 @@ def test_producer_and_consumers(seed: int) -> None:
     """TMA and wgmma through four stages; six turns."""
     emu = Emulator(arch="sm_90a", check=True, seed=seed)
     a, b = ints(-5, 6, 2, 64, 384).astype(np.float64)
-    maps = [TensorMap.tiled(emu.alloc(bits16(v)), box=(64, 64), swizzle="128B", dtype="bf16") for v in (a, b)]
+    maps = [TensorMap.of_tiles(emu.alloc(bits16(v)), box=(64, 64), swizzle="128B", dtype="bf16")
+            for v in (a, b)]
     out = run(emu, "hopper", "gemm", (1,), (160,), [*maps, np.zeros((64, 64), np.float32), 384],
               dynamic_smem=4 * 16384)[2]
     assert (out == a @ b.T).all()

@@ -37,7 +37,7 @@ def store(copy: str, wait: str, seed: int) -> tuple[np.ndarray, list[Finding], i
     emu = Emulator(arch="sm_90a", seed=seed)
     out = emu.alloc(np.zeros((4, 16), np.uint32))
     text = HEAD + STORE.replace("COPY", copy).replace("WAIT", wait)
-    report = emu.launch(text, 1, 64, [TensorMap.tiled(out, box=(4, 16)), out], dynamic_smem=256)
+    report = emu.launch(text, 1, 64, [TensorMap.of_tiles(out, box=(4, 16)), out], dynamic_smem=256)
     return out.numpy().reshape(-1), list(report.findings), report.stats.asynchronous_bytes
 
 
@@ -71,7 +71,7 @@ DELAY: add.u32 %spin, %spin, 1; setp.lt.u32 %p, %spin, 200000; @%p bra DELAY;
         emu = Emulator(arch="sm_90a", seed=seed)
         out = emu.alloc(np.zeros(256, np.uint32))
         text = HEAD + STORE.replace("COPY", lone).replace("WAIT", "")
-        tile = TensorMap.tiled(out, box=(4, 16), dims=(4, 16), strides=(64, 4))
+        tile = TensorMap.of_tiles(out, box=(4, 16), dims=(4, 16), strides=(64, 4))
         report = emu.launch(text, 2, 64, [tile, out], dynamic_smem=256)
         assert not report.findings
         assert report.stats.asynchronous_bytes == 256
@@ -158,7 +158,7 @@ def rows_summed(fill: str, tile: int, align: int, seed: int) -> list[Finding]:
     text = text.replace("COUNT", "1" if swizzled else "128").replace("HIGH", high)
     leading = "" if swizzled else "or.b32 %a5, %a5, 0x80000;"
     text = text.replace("shr.u32 %a5, %a5, 4;", f"shr.u32 %a5, %a5, 4; {leading}")
-    arguments = [TensorMap.tiled(a, box=(64, 64), swizzle="128B", dtype="bf16"), a, out]
+    arguments = [TensorMap.of_tiles(a, box=(64, 64), swizzle="128B", dtype="bf16"), a, out]
     report = emu.launch(HEAD + text, 1, 128, arguments, dynamic_smem=20480)
     got = out.numpy()
     at = 32 * (np.arange(64) // 16) + 4 * (np.arange(64) % 8) + np.arange(64) // 8 % 2

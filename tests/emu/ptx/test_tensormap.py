@@ -26,7 +26,7 @@ def field(data: bytes, offset: int, low: int, bits: int) -> int:
 def test_an_array_as_the_documentation_shows_it() -> None:
     """numpy has no bf16: uint16 with dtype="bf16"."""
     a = Emulator().alloc(np.zeros((128, 96), np.uint16))
-    t = TensorMap.tiled(a, box=(64, 32), swizzle="64B", dtype="bf16")
+    t = TensorMap.of_tiles(a, box=(64, 32), swizzle="64B", dtype="bf16")
     assert (t.address, t.dtype, t.dims, t.strides, t.box, t.rank, t.itemsize) == \
         (a.ptr, "bf16", (128, 96), (192, 2), (64, 32), 2, 2)
     assert t.box_bytes == 64 * 32 * 2
@@ -42,7 +42,8 @@ def test_an_array_as_the_documentation_shows_it() -> None:
 def test_five_dimensions_and_long_strides() -> None:
     """Each field at its place; strides of more than 32 bits have their high bits at 0x1c."""
     strides = (1 << 39, 1 << 38, (1 << 36) + 16, 1 << 20)
-    t = TensorMap.tiled(BASE, box=(1, 2, 3, 4, 16), dims=(9, 8, 7, 6, 1 << 32), strides=strides, dtype="f32",
+    t = TensorMap.of_tiles(BASE, box=(1, 2, 3, 4, 16), dims=(9, 8, 7, 6, 1 << 32), strides=strides,
+                           dtype="f32",
                         element_strides=(1, 2, 3, 4, 5), fill="nan")
     data = t.encode()
     assert [field(data, 8, low, bits) for low, bits in WORD] == [4, 7, 0, 0, 1]
@@ -59,14 +60,14 @@ def test_five_dimensions_and_long_strides() -> None:
 def test_every_type_swizzle_and_interleave() -> None:
     codes = "u8 u16 u32 s32 u64 s64 f16 f32 f32ftz f64 bf16 tf32 tf32ftz"
     for code, name in enumerate(codes.split()):
-        t = TensorMap.tiled(BASE, box=(1, 16), dims=(4, 64), dtype=name)
+        t = TensorMap.of_tiles(BASE, box=(1, 16), dims=(4, 64), dtype=name)
         assert field(t.encode(), 8, 7, 4) == code
         assert t.itemsize == {"8": 1, "16": 2, "32": 4, "64": 8}[name.removesuffix("ftz").lstrip("usbtf")]
     for code, name in enumerate(("none", "32B", "64B", "128B")):
-        t = TensorMap.tiled(BASE, box=(1, 16), dims=(4, 64), dtype="f16", swizzle=name)
+        t = TensorMap.of_tiles(BASE, box=(1, 16), dims=(4, 64), dtype="f16", swizzle=name)
         assert field(t.encode(), 8, 13, 2) == code
     for code, (name, swizzle) in enumerate((("none", "none"), ("16B", "none"), ("32B", "32B"))):
-        t = TensorMap.tiled(BASE, box=(1, 1, 16), dims=(4, 4, 64), dtype="f16", interleave=name,
+        t = TensorMap.of_tiles(BASE, box=(1, 1, 16), dims=(4, 4, 64), dtype="f16", interleave=name,
                             swizzle=swizzle)
         assert field(t.encode(), 8, 11, 2) == code
 
@@ -76,14 +77,14 @@ def test_every_type_swizzle_and_interleave() -> None:
     (np.int16, "u16"), (np.bool_, "u8"), (np.float64, "f64"), ("bfloat16", "bf16"), ("e4m3", "u8"),
     ("tf32", "tf32")])
 def test_types_by_their_names(dtype: Any, expected: str) -> None:
-    assert TensorMap.tiled(BASE, box=(16,), dims=(64,), dtype=dtype).dtype == expected
+    assert TensorMap.of_tiles(BASE, box=(16,), dims=(64,), dtype=dtype).dtype == expected
     if not isinstance(dtype, str):
-        assert TensorMap.tiled(Emulator().alloc(np.zeros(64, dtype)), box=(16,)).dtype == expected
+        assert TensorMap.of_tiles(Emulator().alloc(np.zeros(64, dtype)), box=(16,)).dtype == expected
 
 
 def test_strides_of_all_dimensions_or_all_but_one() -> None:
-    a = TensorMap.tiled(BASE, box=(8, 8), dims=(32, 24), strides=(64, 2), dtype="f16")
-    assert a == TensorMap.tiled(BASE, box=(8, 8), dims=(32, 24), strides=(64,), dtype="f16")
+    a = TensorMap.of_tiles(BASE, box=(8, 8), dims=(32, 24), strides=(64, 2), dtype="f16")
+    assert a == TensorMap.of_tiles(BASE, box=(8, 8), dims=(32, 24), strides=(64,), dtype="f16")
     assert a.strides == (64, 2)
 
 
@@ -100,7 +101,7 @@ def maps(draw: st.DrawFn) -> TensorMap:
     dims = [draw(st.integers(1, 1 << 32)) for _ in range(rank)]
     strides = [draw(st.integers(0, (1 << 36) - 1)) * 16 for _ in range(rank - 1)]
     steps = [draw(st.integers(1, 8)) for _ in range(rank)]
-    return TensorMap.tiled(draw(st.integers(0, 1 << 50)) * 16, box, swizzle, dims, strides, dtype, steps,
+    return TensorMap.of_tiles(draw(st.integers(0, 1 << 50)) * 16, box, swizzle, dims, strides, dtype, steps,
                            fill=draw(st.sampled_from(["zero", "nan"])) if dtype[0] in "ft" else "zero")
 
 
@@ -153,16 +154,16 @@ LIMITS = {  # what is changed, and the words of the error
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name: str) -> None:
     changed, message = LIMITS[name]
-    assert TensorMap.tiled(**GOOD).box == (8, 64)  # type: ignore[arg-type]
-    with pytest.raises(TensorMapError) as error: TensorMap.tiled(**{**GOOD, **changed})  # type: ignore[arg-type]
+    assert TensorMap.of_tiles(**GOOD).box == (8, 64)  # type: ignore[arg-type]
+    with pytest.raises(TensorMapError) as error: TensorMap.of_tiles(**{**GOOD, **changed})  # type: ignore[arg-type]
     assert message in str(error.value)
 
 
 def test_an_array_of_other_elements_needs_its_shape() -> None:
     a = Emulator().alloc(np.zeros((64, 64), np.float32))
     with pytest.raises(TensorMapError, match="elements of 4 bytes taken as f16"):
-        TensorMap.tiled(a, box=(8, 64), dtype="f16")
-    assert TensorMap.tiled(a, box=(8, 64), dtype="f16", dims=(64, 128)).strides == (256, 2)
+        TensorMap.of_tiles(a, box=(8, 64), dtype="f16")
+    assert TensorMap.of_tiles(a, box=(8, 64), dtype="f16", dims=(64, 128)).strides == (256, 2)
 
 
 @pytest.mark.parametrize(("changed", "message"), [

@@ -38,7 +38,7 @@ def test_load_2d(seed: int, mode: str, dtype: type) -> None:
     size = np.dtype(dtype).itemsize
     wide = 128 // size if mode == "none" else int(mode[:-1]) // size
     array = counting((40, 3 * wide), dtype)
-    map_ = TensorMap.tiled(emu.alloc(array), box=(16, wide), swizzle=mode)
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(16, wide), swizzle=mode)
     for at in ((0, 0), (8, wide), (-3, -16 // size), (32, 3 * wide - 16 // size), (100, 0)):
         report, image = load(emu, map_, at, 16 * wide * size)
         assert not report.findings
@@ -51,7 +51,7 @@ def test_swizzle_is_by_absolute_address(mode: str, offset: int) -> None:
     emu = Emulator()
     wide = 64 if mode == "none" else int(mode[:-1]) // 2
     array = counting((16, wide), np.uint16)
-    map_ = TensorMap.tiled(emu.alloc(array), box=(16, wide), swizzle=mode)
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(16, wide), swizzle=mode)
     report, image = load(emu, map_, (0, 0), 32 * wide, offset)
     assert not report.findings
     assert (image == swizzled(array.tobytes(), mode, offset)).all()
@@ -65,7 +65,7 @@ SHAPES = [((200,), (64,), (-8,)), ((7, 24), (4, 16), (5, -4)), ((3, 9, 16), (2, 
 def test_load_ranks(shape, box, at) -> None:
     emu = Emulator()
     array = counting(shape, np.int32)
-    map_ = TensorMap.tiled(emu.alloc(array), box=box)
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=box)
     for where in (at, (0,) * len(at)):
         report, image = load(emu, map_, where, 4 * int(np.prod(box)))
         assert not report.findings
@@ -76,7 +76,7 @@ def test_load_ranks(shape, box, at) -> None:
 def test_element_strides(steps) -> None:
     emu = Emulator()
     array = counting((30, 16), np.int32)
-    map_ = TensorMap.tiled(emu.alloc(array), box=(16, 8), element_strides=steps)
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(16, 8), element_strides=steps)
     want = box_of(array, (1, 4), (16, 8), steps)
     report, image = load(emu, map_, (1, 4), want.nbytes)
     assert not report.findings
@@ -88,7 +88,7 @@ def test_strided_tensor() -> None:
     emu = Emulator()
     array = counting((20, 64), np.uint16)
     view = emu.alloc(array).ptr + 32
-    map_ = TensorMap.tiled(view, box=(8, 32), dims=(10, 40), strides=(256,), dtype="bf16")
+    map_ = TensorMap.of_tiles(view, box=(8, 32), dims=(10, 40), strides=(256,), dtype="bf16")
     report, image = load(emu, map_, (2, 16), 512)
     assert not report.findings
     assert (image.view(np.uint16).reshape(8, 32) == box_of(array[::2, 16:56], (2, 16), (8, 32))).all()
@@ -98,7 +98,7 @@ def test_strided_tensor() -> None:
 def test_nan_fill(dtype: type, name: str) -> None:
     emu = Emulator()
     array = counting((8, 32), dtype)
-    map_ = TensorMap.tiled(emu.alloc(array), box=(8, 32), dtype=name, fill="nan")
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(8, 32), dtype=name, fill="nan")
     report, image = load(emu, map_, (4, 8), array.nbytes)
     got = image.view(dtype).reshape(8, 32)
     if name == "bf16": got = (got.astype(np.uint32) << 16).view(np.float32)
@@ -113,7 +113,7 @@ def test_nan_fill(dtype: type, name: str) -> None:
 def test_subnormals_are_flushed_for_ftz() -> None:
     emu = Emulator()
     array = np.tile(np.array([1e-40, 1, -1e-40, 2], np.float32), (4, 4))
-    report, image = load(emu, TensorMap.tiled(emu.alloc(array), box=(4, 16), dtype="f32ftz"), (0, 0), 256)
+    report, image = load(emu, TensorMap.of_tiles(emu.alloc(array), box=(4, 16), dtype="f32ftz"), (0, 0), 256)
     assert not report.findings
     assert (image.view(np.float32).reshape(4, 16) == np.where(abs(array) < 1, 0, array)).all()
 
@@ -129,7 +129,7 @@ def test_store_2d(seed: int, mode: str, at) -> None:
     wide = 32 if mode == "none" else int(mode[:-1]) // 4
     array, box = counting((32, 40), np.int32), counting((16, wide), np.int32) + 1000
     target = emu.alloc(array)
-    map_ = TensorMap.tiled(target, box=(16, wide), swizzle=mode)
+    map_ = TensorMap.of_tiles(target, box=(16, wide), swizzle=mode)
     report = store(emu, map_, at, swizzled(box.tobytes(), mode))
     want = array.copy()
     for i, j in itertools.product(range(16), range(wide)):
@@ -144,7 +144,7 @@ def test_store_ranks(shape, box, at) -> None:
     emu = Emulator()
     array, data = counting(shape, np.int32), counting(box, np.int32) + 1000
     target, at = emu.alloc(array), tuple(map(abs, at))
-    report = store(emu, TensorMap.tiled(target, box=box), at, data)
+    report = store(emu, TensorMap.of_tiles(target, box=box), at, data)
     want = array.copy()
     for index in np.ndindex(*box):
         where = tuple(a + i for a, i in zip(at, index, strict=True))
@@ -162,17 +162,19 @@ def test_store_writes_whole_chunks(inner: int, written: int) -> None:
     array, data = np.full((rows, pitch), 77, np.uint16), counting((rows, 144), np.uint16) + 1000
     target = emu.alloc(array)
     for at in range(0, 144, 72):
-        map_ = TensorMap.tiled(target, box=(rows, 72), dims=(rows, inner), strides=(2 * pitch,), dtype="bf16")
+        map_ = TensorMap.of_tiles(target, box=(rows, 72), dims=(rows, inner), strides=(2 * pitch,),
+                                  dtype="bf16")
         assert not store(emu, map_, (0, at), data[:, at:at + 72].copy()).findings
     want = array.copy()
     want[:, :written] = data[:, :written]
     assert (target.numpy() == want).all()
-    report, image = load(emu, TensorMap.tiled(target, box=(rows, 16), dims=(rows, inner), dtype="u16",
+    report, image = load(emu, TensorMap.of_tiles(target, box=(rows, 16), dims=(rows, inner), dtype="u16",
                                               strides=(2 * pitch,)), (0, 0), 128)
     assert not report.findings
     assert (image.view(np.uint16).reshape(rows, 16)[:, inner:] == 0).all()
     short = emu.alloc(np.zeros((rows - 1) * pitch + inner, np.uint16))
-    ends = TensorMap.tiled(short.ptr, box=(rows, 144), dims=(rows, inner), strides=(2 * pitch,), dtype="bf16")
+    ends = TensorMap.of_tiles(short.ptr, box=(rows, 144), dims=(rows, inner), strides=(2 * pitch,),
+                              dtype="bf16")
     assert kinds(store(emu, ends, (0, 0), data)) == (set() if inner == written else {"out-of-bounds"})
 
 
@@ -183,7 +185,7 @@ def test_innermost_coordinates(dtype: str, inner: int, fine: bool) -> None:
     """An H100 takes those that are multiples of 16 bytes; others end the launch."""
     emu = Emulator()
     array = counting((8, 64), np.int32 if dtype == "s32" else np.uint16)
-    map_ = TensorMap.tiled(emu.alloc(array), box=(8, 16), dtype=dtype)
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(8, 16), dtype=dtype)
     report, _ = load(emu, map_, (0, inner), 128 * array.itemsize)
     assert ("misaligned" in kinds(report)) == (not fine)
     assert fine == (kinds(report) == set())
@@ -198,7 +200,7 @@ def test_stores_below_zero(at) -> None:
     emu = Emulator()
     at = (at[0] // 4 * 4, *at[1:])
     box = (1,) * (len(at) - 1) + (8,)
-    map_ = TensorMap.tiled(emu.alloc(counting((16,) * len(at), np.int32)), box=box)
+    map_ = TensorMap.of_tiles(emu.alloc(counting((16,) * len(at), np.int32)), box=box)
     report = store(emu, map_, at[::-1], counting(box, np.int32))
     assert kinds(report) == {"out-of-bounds"}
     assert "coordinates below 0" in report.findings[0].message
@@ -216,7 +218,7 @@ def test_reductions(how: str, dtype: type, combine) -> None:
     wide = 64 // np.dtype(dtype).itemsize
     array, data = counting((16, wide), dtype), counting((8, wide), dtype)[::-1].copy()
     target = emu.alloc(array)
-    report = store(emu, TensorMap.tiled(target, box=(8, wide)), (12, 0), data, "cp.reduce", "." + how)
+    report = store(emu, TensorMap.of_tiles(target, box=(8, wide)), (12, 0), data, "cp.reduce", "." + how)
     want = array.copy()
     want[12:] = combine(array[12:], data[:4])
     assert not report.findings
@@ -240,7 +242,7 @@ def test_multicast(seed: int, mode: str) -> None:
   @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
        [%r22], [%d2, {0, %r23}], [%r4], %h0;
 """ + WAIT + OUT.format(words=512) + "  barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
-    map_ = TensorMap.tiled(emu.alloc(array), box=(8, 32), swizzle=mode)
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(8, 32), swizzle=mode)
     report = emu.launch(kernel(body), grid=2, block=32, cluster=(2, 1, 1), args=[map_, out, out])
     assert not report.findings
     assert (out.numpy() == swizzled(array.tobytes(), mode)).all()
@@ -284,6 +286,6 @@ def test_im2col(shape, lower, upper, at, shift, step: int) -> None:
     assert not report.findings
     want = columns(array, at, lower, upper, 20, 8, shift, steps)
     assert (out.numpy().view(np.uint32).reshape(20, 8) == want).all()
-    tiled = TensorMap.tiled(emu.alloc(array), box=(1,) * (rank - 1) + (8,))
+    tiled = TensorMap.of_tiles(emu.alloc(array), box=(1,) * (rank - 1) + (8,))
     report = emu.launch(kernel(INIT + text + WAIT), grid=1, block=32, args=[tiled, out, out])
     assert "out-of-bounds" in kinds(report)

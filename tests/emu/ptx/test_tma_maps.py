@@ -31,7 +31,7 @@ def usual(emu: Emulator, **more):
     """An array, its map and the text that loads 16 rows of 64."""
     array = counting((16, 64), np.uint16)
     out = emu.alloc(np.zeros(2048, np.uint8))
-    return array, TensorMap.tiled(emu.alloc(array), box=(16, 64), **more), out, (
+    return array, TensorMap.of_tiles(emu.alloc(array), box=(16, 64), **more), out, (
         INIT + load_text((0, 0), 2048) + WAIT + OUT.format(words=512))
 
 
@@ -76,7 +76,7 @@ def test_malformed_maps(offset: int, value: bytes, field: str) -> None:
 def test_a_map_larger_than_its_tensor() -> None:
     emu = Emulator()
     array = counting((16, 64), np.uint16)
-    map_ = TensorMap.tiled(emu.alloc(array).ptr, box=(16, 64), dims=(17, 64), dtype="u16")
+    map_ = TensorMap.of_tiles(emu.alloc(array).ptr, box=(16, 64), dims=(17, 64), dtype="u16")
     report, _ = load(emu, map_, (0, 0), 2048)
     assert not report.findings
     report, _ = load(emu, map_, (1, 0), 2048)
@@ -90,7 +90,7 @@ def test_store_mistakes(old: str, kind: str | None) -> None:
     data = counting((16, 64), np.uint16)
     body = IN.format(words=512) + FENCE + (
         "@%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%d2, {0, 0}], [%r2];\n") + DONE
-    clean, dirty = (store(emu, TensorMap.tiled(emu.alloc(data), box=(16, 64)), (0, 0), data, body=text)
+    clean, dirty = (store(emu, TensorMap.of_tiles(emu.alloc(data), box=(16, 64)), (0, 0), data, body=text)
                     for text in (body, body.replace(old, "")))
     assert not clean.findings
     if old == DONE: assert ["wait_group.read" in note.message for note in dirty.notes] == [True]
@@ -150,7 +150,7 @@ S: ld.shared.b32 %r12, [%r11]; add.u32 %r13, %r13, %r12; add.u32 %r11, %r11, 4;
 N: add.u32 %r20, %r20, 1; setp.lt.u32 %p1, %r20, 8; @%p1 bra CONSUMER;
 END:
 """
-    map_ = TensorMap.tiled(emu.alloc(array), box=(8, 32))
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(8, 32))
     report = emu.launch(kernel(body), grid=1, block=64, args=[map_, out, out])
     if mistake: assert kinds(report)
     else:
@@ -198,7 +198,7 @@ def test_map_made_by_the_kernel(seed: int, mode: str) -> None:
     emu = Emulator(seed=seed)
     array = counting((24, 48), np.uint16)
     wide = 16 if mode == "none" else int(mode[:-1]) // 2
-    map_ = TensorMap.tiled(emu.alloc(array), box=(8, wide), swizzle=mode, dtype="f16", fill="nan")
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(8, wide), swizzle=mode, dtype="f16", fill="nan")
     made, out = emu.alloc(np.zeros(128, np.uint8)), emu.alloc(np.zeros(16 * wide, np.uint8))
     body = INIT + replacing(map_) + load_text((4, 8), 16 * wide, map_="%d0") + WAIT
     body += OUT.format(words=4 * wide)
@@ -213,7 +213,7 @@ def test_large_strides() -> None:
     """The upper bits of a stride have a place of their own."""
     emu = Emulator()
     strides = (11 << 36) + 16, 13 << 36
-    map_ = TensorMap.tiled(0x700000000, box=(1, 2, 4), dims=(3, 5, 1 << 31), strides=strides, dtype="u32")
+    map_ = TensorMap.of_tiles(0x700000000, box=(1, 2, 4), dims=(3, 5, 1 << 31), strides=strides, dtype="u32")
     made = emu.alloc(np.zeros(128, np.uint8))
     report = emu.launch(kernel(replacing(map_)), grid=1, block=32, args=[map_, made, made])
     assert not report.findings
@@ -224,7 +224,7 @@ def test_large_strides() -> None:
 def test_made_map_needs_its_fence(fence: bool) -> None:
     emu = Emulator()
     array = counting((16, 32), np.uint16)
-    map_ = TensorMap.tiled(emu.alloc(array), box=(16, 32))
+    map_ = TensorMap.of_tiles(emu.alloc(array), box=(16, 32))
     made = emu.alloc(np.zeros(128, np.uint8))
     body = INIT + replacing(map_) + load_text((0, 0), 1024, map_="%d0") + WAIT
     if not fence: body = body.replace("fence.proxy.tensormap::generic.acquire.gpu [%d0], 128;", "")

@@ -18,7 +18,7 @@ from tests.support.tile.gemm_case import TORCH, arguments, bits, places, product
 from tests.support.tile.gemv_case import best, exact, scheduled
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions
+from tinygrad_nv.ptx.sass import disassemble, functions
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Fill, Launch, integer, pointer
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
@@ -220,7 +220,7 @@ GLOBAL = ("LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "REDG", "UTMALDG", "UT
 
 def opcodes(text: str) -> list[str]:
     """Accesses of global memory, waits and triggers, in their order."""
-    (code,) = functions(disassembled(assemble(text).cubin)).values()
+    (code,) = functions(disassemble(assemble(text).cubin)).values()
     return [each.opcode for each in code if each.opcode in GLOBAL or each.opcode in ("ACQBULK", "PREEXIT")]
 
 
@@ -247,7 +247,7 @@ def test_ptxas_moves_what_is_said_to_be_constant():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mma", "gemv"])
 def test_index_arithmetic_comes_before_the_wait(name: str):
-    (code,) = functions(disassembled(assemble(text_of(CASES[name])).cubin)).values()
+    (code,) = functions(disassemble(assemble(text_of(CASES[name])).cubin)).values()
     names = [each.opcode for each in code]
     first = next(i for i, opcode in enumerate(names) if opcode in ("LDG", "LDGSTS"))
     assert first // 2 < names.index("ACQBULK") < first

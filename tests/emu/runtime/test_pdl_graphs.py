@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops
 from tests.support.patterns.on_emu import emu, equal  # noqa: F401
 from tinygrad_nv import Tensor, TinyJit
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions
+from tinygrad_nv.ptx.sass import disassemble, functions
 from tinygrad_nv.runtime.edges import EdgeChain, EdgeCounts
 from tinygrad_nv.runtime.graph import NVGraph
 from tinygrad_nv.tile.launch import LaunchConfig
@@ -120,7 +120,7 @@ def test_kernels_of_tinygrad_wait_before_all_else(monkeypatch: pytest.MonkeyPatc
         assert program.launch == LaunchConfig(pdl=True)
         assert program.pdl
         text = text.replace(".version 7.8\n.target sm_90", ".version 8.0\n.target sm_90a")
-        (code,) = functions(disassembled(assemble(text).cubin)).values()
+        (code,) = functions(disassemble(assemble(text).cubin)).values()
         names = [each.opcode for each in code]
         first = next(i for i, name in enumerate(names) if name in ("LDG", "STG"))
         assert names.index("PREEXIT") < names.index("ACQBULK") < first

@@ -148,7 +148,7 @@ def _expand(emulator: Any, compiled: Compiled, descriptor: Descriptor, buffer: A
     sizes, strides = list(tensor.shape), list(tensor.stride())
     if not compiled.maps: return [buffer, *sizes, *strides, 0, 0, *sizes, *strides]
     meta = compiled.maps[index]
-    tensor_map = TensorMap.tiled(buffer, box=tuple(meta["block_size"]), swizzle=SWIZZLES[meta["swizzle"]],
+    tensor_map = TensorMap.of_tiles(buffer, box=tuple(meta["block_size"]), swizzle=SWIZZLES[meta["swizzle"]],
                                  dtype=MAP_TYPES[meta["elem_type"]], dims=tuple(sizes),
                                  strides=tuple(s * tensor.element_size() for s in strides))
     return [tensor_map, *sizes, *strides]

@@ -122,7 +122,7 @@ def get_proc_address(fake: Fake, symbol: bytes, version: int, flags: int) -> Any
 def _tiled(fake: Fake, place: int, dtype: int, rank: int, address: int, dims: Any, strides: Any, box: Any,
            steps: Any, *kinds: int) -> int:
     """cuTensorMapEncodeTiled, called as C."""
-    return _encoded(fake, "cuTensorMapEncodeTiled", place, rank, lambda: TensorMap.tiled(
+    return _encoded(fake, "cuTensorMapEncodeTiled", place, rank, lambda: TensorMap.of_tiles(
         address or 0, box[:rank][::-1], *_map(dtype, rank, dims, strides, steps, *kinds)))
 
 

@@ -240,7 +240,7 @@ def tensor_map(order: list[Buffer], argument: MapArgument, counts: list[int]) ->
     """A kernel's tensor map over the emulator's buffers."""
     rows = max(1, counts[argument.integer]) if argument.dynamic >= 0 else 0
     dims = tuple(rows if i == argument.dynamic else extent for i, extent in enumerate(argument.dims))
-    return TensorMap.tiled(order[argument.pointer].ptr + argument.offset_bytes, argument.box[::-1],
+    return TensorMap.of_tiles(order[argument.pointer].ptr + argument.offset_bytes, argument.box[::-1],
                            argument.swizzle, dims[::-1], argument.strides[::-1], argument.dtype)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.assemble import Assembly, assemble
-from tinygrad_nv.ptx.sass import SASSInstruction, disassembled, functions, inner_loops, main_loop
+from tinygrad_nv.ptx.sass import SASSInstruction, disassemble, functions, inner_loops, main_loop
 from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, tanh, where
 from tinygrad_nv.tile.kernel import AttentionKernel, BackwardKernel
 from tinygrad_nv.tile.limits import SMEM_BYTES
@@ -46,12 +46,12 @@ def fitting(made: AttentionKernel | BackwardKernel, arch: str) -> Assembly:
 
 def code_of(made: AttentionKernel | BackwardKernel, arch: str) -> Sequence[SASSInstruction]:
     """The instructions of a kernel that fits."""
-    return functions(disassembled(fitting(made, arch).cubin))[made.name]
+    return functions(disassemble(fitting(made, arch).cubin))[made.name]
 
 
 def around(ptx: str, name: str) -> float:
     """Instructions around the main loop for each product of it, by mma.sync."""
-    loop = main_loop(functions(disassembled(assemble(ptx, "sm_80").cubin))[name])
+    loop = main_loop(functions(disassemble(assemble(ptx, "sm_80").cubin))[name])
     assert loop is not None
     return loop.around / loop.tensor
 

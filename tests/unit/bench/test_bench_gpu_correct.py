@@ -142,7 +142,7 @@ def test_tensor_maps_are_kept_as_what_they_are_made_of(recorder: object, cases: 
 ret;
 }
 """
-    emu.launch(text, 1, 32, [TensorMap.tiled(buffer, (8, 16), "32B")])
+    emu.launch(text, 1, 32, [TensorMap.of_tiles(buffer, (8, 16), "32B")])
     case = cases.get(cases.names()[-1])
     spec = case.maps[0]
     assert (spec.dtype, spec.address, spec.dims, spec.strides, spec.box, spec.swizzle) == \

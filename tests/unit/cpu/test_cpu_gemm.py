@@ -21,7 +21,7 @@ from tinygrad_nv import explain
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES
 from tinygrad_nv.cpu.gemm.defaults import default
-from tinygrad_nv.cpu.gemm.layout import kind_of, oriented
+from tinygrad_nv.cpu.gemm.layout import kind_of, orient
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.target import CPU
@@ -188,7 +188,7 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
     target = CPU(level, threads, 32 << 10, l2)
     made = gemm.default(spec, target)
     assert gemm.problems(spec, made) == []
-    assert gemm.stack_bytes(oriented(spec, level), made) <= STACK_BYTES
+    assert gemm.stack_bytes(orient(spec, level), made) <= STACK_BYTES
     vectors = made.columns // level.lanes
     assert made.rows * vectors + vectors + 1 <= level.registers
     assert made.columns % level.lanes == 0

@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def count(monkeypatch: pytest.MonkeyPatch) -> list[CPU]:
     """The machines that were measured."""
     made: list[CPU] = []
-    monkeypatch.setattr(measure, "measured", lambda target: made.append(target) or FAST)
+    monkeypatch.setattr(measure, "measure_rates", lambda target: made.append(target) or FAST)
     return made
 
 
@@ -37,7 +37,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> list[CPU]:
 @pytest.mark.parametrize("level", [level for level in LEVELS if not isa.why_not(level)])
 def test_every_level_here_is_measured(level: str):
     here = CPU(isa.of_level(level), 2, l3_bytes=1 << 20)
-    found = measure.measured(here)
+    found = measure.measure_rates(here)
     assert all(1e8 < value < 1e16 for value in asdict(found).values()), found
     # measured by itself where there are instructions; whatever else runs makes the ratio anything
     assert (found.bf16 != found.f32) == here.isa.bf16
@@ -54,10 +54,10 @@ def test_the_kernel_compiles_for_what_is_not_here(kind: ISA):
 
 def test_rates_are_measured_once_and_kept(cache: Path, count: list[CPU]):
     here = host()
-    assert measure.known(here) is None
+    assert measure.load_rates(here) is None
     assert measure.rates(here) == measure.rates(here) == FAST
     measure._rates.cache_clear()
-    assert measure.rates(here) == measure.known(here) == FAST
+    assert measure.rates(here) == measure.load_rates(here) == FAST
     assert len(count) == 1
     assert measure.path() == cache / "tinygrad_nv" / "cpu.json"
 

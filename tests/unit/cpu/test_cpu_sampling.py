@@ -118,7 +118,7 @@ def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
         out = np.full(rows + 1, 77, np.int32)
         first = out if cut == 1 else np.full(2 * rows * cut, 77, np.int32)
         load(choosing.build(spec, schedule))(first, logits, numbers, places, order=order)
-        if cut > 1: load(choosing.merged(spec, schedule))(out, first)
+        if cut > 1: load(choosing.merge_pieces(spec, schedule))(out, first)
         assert out[rows] == 77
         made.append(out.tolist())
     assert made[0][0] == size // 2
@@ -138,7 +138,7 @@ def test_what_is_no_number_is_told(cut: int, draw: bool):
     given = [numbers_of([SamplingParams()]).numpy(), np.zeros(1, np.int32)] if draw else []
     out, first = np.zeros(1, np.int32), np.zeros(2 * pieces, np.int32)
     load(choosing.build(spec, schedule))(first if pieces > 1 else out, x, *given)
-    if pieces > 1: load(choosing.merged(spec, schedule))(out, first)
+    if pieces > 1: load(choosing.merge_pieces(spec, schedule))(out, first)
     assert out[0] == size
     numbers = numbers_of([SamplingParams()]) if draw else None
     with disabled(): assert choose_tokens(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
@@ -166,7 +166,7 @@ def test_parts_of_a_row_choose_as_the_whole_does(level: isa.ISA, draw: bool, cut
             between = np.zeros(2 * pieces, np.int32)
             given = [np.atleast_2d(numbers[i]), np.atleast_1d(places[i])] if draw else []
             load(choosing.build(spec, schedule))(between if pieces > 1 else out, row, *given)
-            if pieces > 1: load(choosing.merged(spec, schedule))(out, between)
+            if pieces > 1: load(choosing.merge_pieces(spec, schedule))(out, between)
             rows.append(out)
         return np.concatenate(rows)
     for first in range(0, size, part):

@@ -19,7 +19,7 @@ from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.report import data, text
 from tinygrad_nv.dist.plan.search import Choice, search
 from tinygrad_nv.dist.plan.uses import beside
-from tinygrad_nv.ptx.timing.gpu import known as timing_known
+from tinygrad_nv.ptx.timing.gpu import list_gpus as timing_known
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA, LARGE, EXPERTS = preset("llama-3.1-8b"), preset("llama-3.1-70b"), preset("qwen3-30b-a3b")

@@ -12,7 +12,7 @@ from tinygrad_nv.ptx.assemble import ARCHITECTURES, assemble
 from tinygrad_nv.ptx.builder import SINK, Kernel, PairOperand
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 from tinygrad_nv.ptx.parser import parse
-from tinygrad_nv.ptx.sass import disassembled
+from tinygrad_nv.ptx.sass import disassemble
 
 
 @pytest.fixture(autouse=True)
@@ -242,7 +242,7 @@ def test_a_loop_that_is_not_unrolled():
             if marked: k.nounroll()
             k.emit("fma.rn.f32", value, value, value, value)
         k.st("global", "f32", out.at(), value)
-        return disassembled(assemble(k.ptx(), "sm_90a").cubin).count("FFMA ")
+        return disassemble(assemble(k.ptx(), "sm_90a").cubin).count("FFMA ")
     assert (multiplies(False), multiplies(True)) == (20, 1)
 
 

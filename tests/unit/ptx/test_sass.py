@@ -5,7 +5,7 @@ import pytest
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel
-from tinygrad_nv.ptx.sass import SASSInstruction, disassembled, disassembler, functions, loops, main_loop
+from tinygrad_nv.ptx.sass import SASSInstruction, disassemble, disassembler, functions, loops, main_loop
 
 
 def listing(*lines: str) -> list[SASSInstruction]:
@@ -182,7 +182,7 @@ def test_a_loop_of_the_builder_is_found_in_its_cubin():
         for cell in sums: k.mma("m16n8k16", "f32.bf16.bf16.f32", cell, left, left[:2], cell)
         left[0] += 1
     for i, cell in enumerate(sums): k.st("global", "f32", (out + k.tid.x.to("u64") * 128).at(16 * i), cell)
-    code = functions(disassembled(assemble(k.ptx(), "sm_80").cubin))["products"]
+    code = functions(disassemble(assemble(k.ptx(), "sm_80").cubin))["products"]
     loop = main_loop(code)
     assert loop is not None
     assert loop.tensor % 8 == 0

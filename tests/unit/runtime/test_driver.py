@@ -384,7 +384,7 @@ def test_a_tensor_map_is_given_innermost_first(gpu: EmulatedDriver):
     address = gpu.alloc(64 * 128 * 2)
     made = gpu.tensor_map(TensorMapSpec("bf16", address, (128, 64), (256,), (64, 32), swizzle="128B"))
     assert len(made) == 128
-    assert made == TensorMap.tiled(address, (32, 64), "128B", (64, 128), (256,), "bf16").encode()
+    assert made == TensorMap.of_tiles(address, (32, 64), "128B", (64, 128), (256,), "bf16").encode()
     # dimensions and box as the hardware's bytes have them: less one, innermost first
     assert struct.unpack_from("<II", made, 0x20) == (127, 63)
     assert (made[0x37], made[0x38]) == (63, 31)

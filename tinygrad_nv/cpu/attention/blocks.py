@@ -1,4 +1,5 @@
-"""What flash.py computes with: packing of keys and values, products of a few rows with packed blocks, in C.
+"""Functions that flash.py computes with: packing of keys and values, products of a few rows with packed
+blocks, in C.
 
 Protocol: `ROWS` rows at a time. Numbers are float32, or with `pairs` bfloat16 in pairs along what is summed,
 as VDPBF16PS takes them: an element of a packed block is then 32 bits of two numbers. `units` of a head are
@@ -32,7 +33,7 @@ def has_pairs(dtype: DType, isa: ISA) -> bool:
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """What the text depends on."""
+    """Parameters that the text depends on."""
     isa: ISA
     dtype: DType
     d: int
@@ -44,7 +45,7 @@ class AttentionBlocks:
 
     @property
     def units(self) -> int:
-        """Of what sums over d go over."""
+        """Number of units that sums over d go over."""
         return -(-self.d // 2) if self.pairs else self.d
 
     @property
@@ -72,7 +73,7 @@ class AttentionBlocks:
         whole, last = divmod(self.width // self.isa.lanes, self.most)
         return "\n".join([_HEAD, _DOTS, self._pack_keys(), self._pack_values(),
                           *(self._product(n) for n in range(1, self.most + 1)),
-                          *(self._weighted(n) for n in [self.most] * (whole > 0) + [last] * (last > 0))])
+                          *(self._weigh_values(n) for n in [self.most] * (whole > 0) + [last] * (last > 0))])
 
     def products(self) -> str:
         """C that makes s of all vectors of columns from `begin` up to `end`."""
@@ -157,7 +158,7 @@ static __attribute__((noinline)) void pack_keys({self.element} *keys, const {c_t
         zero = " ".join(f"vf s{i}_{j} = (vf)0.f;" for i, j in names)
         store = " ".join(f"*(vf_u *)(s + {i * self.block_n} + {j} * W) = s{i}_{j};" for i, j in names)
         step = self._step(count, f"q[{{i}} * {units} + u]", f"keys + u * {self.block_n}")
-        return f"""static __attribute__((noinline)) void product{count}(const {self._held} *q,
+        return f"""static __attribute__((noinline)) void product{count}(const {self._unit_type} *q,
     const {self.element} *keys, float *s) {{
   {zero}
   for (s64 u = 0; u < {self.units}; u++) {{ {step} }}
@@ -165,18 +166,18 @@ static __attribute__((noinline)) void pack_keys({self.element} *keys, const {c_t
 }}"""
 
     @property
-    def _held(self) -> str:
+    def _unit_type(self) -> str:
         """The C type of elements of q and of weights as `units` have them."""
         return "s32" if self.pairs else "float"
 
-    def _weighted(self, count: int) -> str:
+    def _weigh_values(self, count: int) -> str:
         by, row = (2, self.block_n // 2) if self.pairs else (1, self.block_n)
         names = [(i, j) for i in range(ROWS) for j in range(count)]
         lies = {(i, j): f"*(vf_u *)(o + {i * self.width} + {j} * W)" for i, j in names}
         load = " ".join(f"vf s{i}_{j} = {lies[i, j]} * alpha[{i}];" for i, j in names)
         store = " ".join(f"{lies[i, j]} = s{i}_{j};" for i, j in names)
         step = self._step(count, f"p[{{i}} * {row} + u]", f"values + u * {self.width}")
-        return f"""static __attribute__((noinline)) void weighted{count}(float *o, const {self._held} *p,
+        return f"""static __attribute__((noinline)) void weighted{count}(float *o, const {self._unit_type} *p,
     const {self.element} *values, s64 from, s64 to, const float *alpha) {{
   {load}
   for (s64 u = from / {by}; u < (to + {by - 1}) / {by}; u++) {{ {step} }}

@@ -1,4 +1,4 @@
-"""Which probabilities are dropped (tile/attention/dropout.py), in C, many calls of the generator at a time.
+"""Dropped probabilities (tile/attention/dropout.py) in C, many calls of the generator at a time.
 
 Protocol: `text()` is a function
 

@@ -27,7 +27,7 @@ from tinygrad_nv.cpu.attention import score as flash_score
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.cpu.expression import c_float
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, compute_integers, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
@@ -65,7 +65,7 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     has symbolic is computed."""
     isa = schedule.isa
     blocks = AttentionBlocks(isa, spec.q.dtype, spec.d, spec.d_v, schedule.block_n)
-    names, bound = computed(spec.symbolic, integers) if integers else (list(spec.symbolic), "")
+    names, bound = compute_integers(spec.symbolic, integers) if integers else (list(spec.symbolic), "")
     outputs = [(c_type(spec.out.dtype), "out"), *[("float", "logs")] * spec.lse]
     inputs = [(c_type(one.dtype), name) for one, name in ((spec.q, "q"), (spec.k, "k"), (spec.v, "v"))]
     if spec.scales is not None: inputs += [("float", f"scale_{name}") for name in "qkv"]
@@ -80,7 +80,7 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
 
 
 def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
-    """Which tiles a part has, and a tile."""
+    """Returns C of the tiles that a part has, and of a tile."""
     (b, kv, group), rows, heads = spec.batch, schedule.rows, schedule.heads
     divided = -(-group // heads)
     matrices, tiles_of_head = b * kv * divided, -(-spec.s_q // rows)
@@ -97,7 +97,7 @@ def _body(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> s
     const s64 count = rows_q - first_row < {rows} ? rows_q - first_row : {rows};
     {_tile(spec, schedule, blocks)}
   }}
-  {_cleared(spec, parts)}"""
+  {_clear_rest(spec, parts)}"""
 
 
 def _documents(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
@@ -125,7 +125,7 @@ def _documents(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks)
 
 
 def _log(spec: AttentionSpec, head: str, row: str) -> str:
-    """Where l of a row is."""
+    """Returns C of where l of a row is."""
     return f"((b0 * {spec.batch[1]} + b1) * {spec.batch[2]} + {head}) * {spec.s_q} + {row}"
 
 
@@ -141,7 +141,7 @@ def _extents(spec: AttentionSpec) -> str:
     return f"const s64 at_q = 0, at_k = 0, rows_q = {s_q}, rows_k = {s_kv}, starts = {start};"
 
 
-def _cleared(spec: AttentionSpec, parts: int) -> str:
+def _clear_rest(spec: AttentionSpec, parts: int) -> str:
     """Rows of a ragged result that are no sequence's, or after the most that one has, become zeros."""
     if spec.total is None: return ""
     kind, last, where = short(spec.out.dtype), spec.batch[0] - 1, _at(spec.out, "0", "b1", "head", "r")
@@ -194,7 +194,7 @@ def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> s
     {element} values[{n * blocks.width}] __attribute__((aligned(64)));
     float s[{ROWS * n}] __attribute__((aligned(64)));
     {weights} {"" if spec.scales is None else f"float of_keys[{n}], of_values[{n}];"}
-    {_loaded(spec, schedule, blocks)}
+    {_load_queries(spec, schedule, blocks)}
     const s64 first_column = {begin}, end_column = {end};
     for (s64 c0 = first_column / {n} * {n}; count > 0 && c0 < end_column; c0 += {n}) {{
       const s64 cols = end_column - c0 < {n} ? end_column - c0 : {n};
@@ -206,12 +206,12 @@ def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> s
       }}
     }}
     for (s64 head = 0; head < heads; head++) for (s64 r = 0; r < count; r++) {{
-      {_stored(spec, blocks, rows)}
+      {_store_row(spec, blocks, rows)}
     }}"""
 
 
-def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
-    """q of a tile, rows after the last zeros; no result yet."""
+def _load_queries(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
+    """Returns C that loads q of a tile, rows after the last zeros; no result yet."""
     kind, rows, units = short(spec.q.dtype), schedule.rows, blocks.units
     if blocks.pairs:
         copy = f"""for (s64 x = 0; x < {units}; x += W)
@@ -240,7 +240,7 @@ def _loaded(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) ->
 
 
 def _total(spec: AttentionSpec) -> tuple[str, str]:
-    """What the sum of a row's weights is relative to, in base 2, and how that and its inverse are computed: a
+    """Returns C of what the sum of a row's weights is relative to, in base 2, and of that and its inverse: a
     sink is one more weight."""
     top = f"tops_[i] * {flash_score.base(spec)}"
     if spec.sinks is None:
@@ -257,8 +257,8 @@ def _total(spec: AttentionSpec) -> tuple[str, str]:
       const float share = total == 0.f ? 0.f : weight * {flash_score.lift(spec)} / total;"""
 
 
-def _stored(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
-    """A row of the result, and of l."""
+def _store_row(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
+    """Returns C that stores a row of the result, and of l."""
     out, kind = spec.out, short(spec.out.dtype)
     where = _at(out, "b0", "b1", "first_head + head", "at_q + first_row + r")
     top, total = _total(spec)

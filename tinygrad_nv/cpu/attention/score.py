@@ -25,7 +25,7 @@ LIFT = 256.0  # of weights of 8 bits
 
 
 def problems(spec: AttentionSpec) -> list[str]:
-    """What is in the way of a score."""
+    """Returns what is in the way of a score."""
     return expression.problems(spec.score)
 
 
@@ -58,18 +58,18 @@ def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
         const {"s32" if blocks.pairs else "float"} *qs = qs_ + index * {blocks.units};
         float *os = o_ + index * {blocks.width}, alpha[{ROWS}];
         {blocks.products()}
-        {_drawn(spec, n)}
+        {_draw_bytes(spec, n)}
         for (s64 i = 0; i < {ROWS}; i++) {{
           const s64 row = i < mine ? i : mine - 1, place = at + row, m = first_row + r + row;
           float *line = s + i * {n};
-          {_scored(spec)}
+          {_score_row(spec)}
           {_weights(spec, blocks)}
         }}
         const {"s32" if blocks.pairs else "float"} *p = {p};
         {blocks.weighteds()}"""
 
 
-def _drawn(spec: AttentionSpec, block_n: int) -> str:
+def _draw_bytes(spec: AttentionSpec, block_n: int) -> str:
     """The bytes that say what is dropped."""
     if spec.kept == EVERY: return ""
     _, kv, group = spec.batch
@@ -78,7 +78,7 @@ def _drawn(spec: AttentionSpec, block_n: int) -> str:
              (b0 * {kv} + b1) * {group} + first_head + head, seed);"""
 
 
-def _scored(spec: AttentionSpec) -> str:
+def _score_row(spec: AttentionSpec) -> str:
     """Scores of a row in base 2, or multiples of them, and the largest."""
     first, last = spec.band.first, spec.band.last
     left = "c0" if first is None else f"place + {first}"
@@ -102,7 +102,7 @@ def _scored(spec: AttentionSpec) -> str:
           }}"""
 
 
-def scored(spec: AttentionSpec) -> Expression:
+def score_of(spec: AttentionSpec) -> Expression:
     """The score of columns that a row sees."""
     return own_score(spec.score) if spec.documents else spec.score
 
@@ -110,7 +110,7 @@ def scored(spec: AttentionSpec) -> Expression:
 def _score(spec: AttentionSpec, count: str) -> str:
     """x becomes its score, where that is more than a multiple. The least float32 in base 2 would be -inf,
     which is what is not seen."""
-    score = scored(spec)
+    score = score_of(spec)
     if multiple(score) is not None: return ""
     place = LanePlace(["x"], "m", "(c0 + v * W)", ["b0", "b1", "(first_head + head)"],
                   count if any(load.n for load in loads(score)) else "", "starts")
@@ -120,7 +120,7 @@ def _score(spec: AttentionSpec, count: str) -> str:
 
 def _weights(spec: AttentionSpec, blocks: AttentionBlocks) -> str:
     """Weights of a row, the sum of its weights, and by what the result so far is multiplied."""
-    scale, n = multiple(scored(spec)), blocks.block_n
+    scale, n = multiple(score_of(spec)), blocks.block_n
     factor = base(spec)
     exponent = f"fma_(x, (vf){factor}, -(vf)(shift * {factor}))"
     if scale is None: exponent = f"(x - shift) * {factor}"
@@ -153,5 +153,5 @@ def _f32(value: float) -> str:
 
 def base(spec: AttentionSpec) -> str:
     """By what `tops_` are to be multiplied to be scores in base 2, as a literal."""
-    scale = multiple(scored(spec))
+    scale = multiple(score_of(spec))
     return _f32(LOG2E if scale is None else scale * LOG2E)

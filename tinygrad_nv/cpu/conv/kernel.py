@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.gemm.blocked.blocks import SMALL, STACK_BYTES, blocks
-from tinygrad_nv.cpu.gemm.blocked.kernel import PARTS, Operands, assembled, pitch, stack_bytes
+from tinygrad_nv.cpu.gemm.blocked.kernel import PARTS, Operands, assemble, pitch, stack_bytes
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.gemm.ordered import in_blocks, words
@@ -25,7 +25,7 @@ from tinygrad_nv.tile.order import Ordered
 
 @dataclass(frozen=True)
 class ImplicitGemm(CPUGemm):
-    """Of packed patches and filters: `rows` x `columns` sums in registers."""
+    """Implicit GEMM of packed patches and filters: `rows` x `columns` sums in registers."""
     template: ClassVar[str] = "implicit_gemm"
 
 
@@ -51,7 +51,7 @@ def default(spec: ConvSpec, target: CPU) -> ImplicitGemm:
     return ImplicitGemm(**vars(replace(made, parts=parts)))
 
 
-def ordered(spec: ConvSpec, target: CPU) -> Ordered | None:
+def order_schedule(spec: ConvSpec, target: CPU) -> Ordered | None:
     """The schedule of the class (cpu/gemm/ordered.py); None where the kernel does not take it."""
     made = in_blocks(default(spec, target), spec.gemm, target)
     return None if problems(spec, made) else Ordered(made, words(made))
@@ -63,7 +63,7 @@ def build(spec: ConvSpec, s: ImplicitGemm) -> CPUKernel:
     step, deep = pitch(s.block_k, PER[kind], isa), up(s.block_k // PER[kind], isa.lanes)
     functions = [_patches(spec, kind, step), packing("b", gemm.b, kind, s.columns, deep)]
     kh, kw = spec.kernel
-    return assembled(f"conv_{spec.outputs}x{kh}x{kw}x{spec.channels}", gemm, s, Operands(
+    return assemble(f"conv_{spec.outputs}x{kh}x{kw}x{spec.channels}", gemm, s, Operands(
         functions, [(c_type(spec.dtype), "a"), (c_type(spec.dtype), "b")],
         line=16 * PER[kind] * spec.dtype.itemsize,
         pack_a=f"pack_a(a, left, m0, rows, strips * {s.rows}, k0, deep);"))

@@ -40,7 +40,7 @@ def default(spec: CrossEntropySpec, target: CPU) -> CPUCrossEntropy:
 
 
 def default_distillation(spec: DistillationSpec, target: CPU) -> CPUDistillation:
-    """The same of a distillation."""
+    """Returns the default schedule of a distillation."""
     return CPUDistillation(target.isa, _parts(spec, target))
 
 

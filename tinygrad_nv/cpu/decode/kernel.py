@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.decode.split import LARGEST, SplitText, functions, place_of_row
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, computed, kernel, up
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, compute_integers, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import short
@@ -109,30 +109,30 @@ class _Decode:
         """One kernel for everything."""
         rows = self.rows
         return self._kernel("decode", f"""
-  {self.part.declared()}
+  {self.part.declare_arrays()}
   float out_sums[{rows}][{self.d_v}] __attribute__((aligned(64))), out_top[{rows}], out_total[{rows}];
   {self._heads(f'''
     if (unit++ % {self.schedule.parts} != core_id) continue;
     {self.part.queries()}
-    for (s64 r = 0; r < {rows}; r++) {self._begun("out_sums[r]", "out_top[r]", "out_total[r]")}
+    for (s64 r = 0; r < {rows}; r++) {self._begin_row("out_sums[r]", "out_top[r]", "out_total[r]")}
     for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
-      {self.part.attended()}
+      {self.part.attend_split()}
       for (s64 r = 0; r < {rows}; r++)
         fold(out_sums[r], out_top + r, out_total + r, sums[r], top[r], total[r]);
     }}
-    for (s64 r = 0; r < {rows}; r++) {{ {self._stored("out_sums[r]", "out_total[r]")} }}''')}""")
+    for (s64 r = 0; r < {rows}; r++) {{ {self._store_row("out_sums[r]", "out_total[r]")} }}''')}""")
 
     def split(self) -> CPUKernel:
         """Units are splits: each leaves its rows in the workspace."""
         return self._kernel("decode_split", f"""
-  {self.part.declared()}
+  {self.part.declare_arrays()}
   {self._heads(f'''
     for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
       if (unit++ % {self.schedule.parts} != core_id) continue;
       {self.part.queries()}
-      {self.part.attended()}
+      {self.part.attend_split()}
       for (s64 r = 0; r < {self.rows}; r++) {{
-        float *left = workspace + {self._left()};
+        float *left = workspace + {self._split_place()};
         for (s64 e = 0; e < {self.d_v}; e += W) store_f32(left + e, load_f32(sums[r] + e));
         left[{self.d_v}] = top[r]; left[{self.d_v + 1}] = total[r];
       }}
@@ -146,12 +146,12 @@ class _Decode:
   {self._heads(f'''
     for (s64 r = 0; r < {self.rows}; r++) {{
       if (unit++ % {self.schedule.parts} != core_id) continue;
-      {self._begun("out_sums", "out_top", "out_total")}
+      {self._begin_row("out_sums", "out_top", "out_total")}
       for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
-        const float *left = workspace + {self._left()};
+        const float *left = workspace + {self._split_place()};
         fold(out_sums, &out_top, &out_total, left, left[{d}], left[{d + 1}]);
       }}
-      {self._stored("out_sums", "out_total")}
+      {self._store_row("out_sums", "out_total")}
     }}''')}""")
 
     def _kernel(self, name: str, body: str) -> CPUKernel:
@@ -165,7 +165,7 @@ class _Decode:
         inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
         names, lines = ["length"], ""
         if spec.length != "argument": names = []
-        elif self.integers: names, lines = computed(names, self.integers)
+        elif self.integers: names, lines = compute_integers(names, self.integers)
         if spec.latent: lines += f"  const {c_type(spec.v.dtype)} *restrict const v = k;\n"
         return kernel(name, self.isa, lines + body, outputs, inputs, names, self.schedule.parts,
                       before=functions(spec, self.isa) + _FOLD.format(d_v=self.d_v))
@@ -186,13 +186,14 @@ class _Decode:
     }}
   }}"""
 
-    def _left(self) -> str:
-        """Where a row's split lies in the workspace."""
+    def _split_place(self) -> str:
+        """Returns C of where a row's split lies in the workspace."""
         unit = f"(b * {self.spec.heads} + h) * {self.splits} + split"
         return f"(({unit}) * {self.spec.rows} + r0 + r) * {self.row_floats}"
 
-    def _begun(self, sums: str, top: str, total: str) -> str:
-        """Row r before its first key: nothing, or its sink, of which a weight of 1 has no value."""
+    def _begin_row(self, sums: str, top: str, total: str) -> str:
+        """Returns C of row r before its first key: nothing, or its sink, of which a weight of 1 has no
+        value."""
         group, first, weight = self.spec.group, "-__builtin_inff()", "0.f"
         if self.spec.sinks:
             sink = f"sinks[h * {group} + (r0 + r) % {group}] * {math.log2(math.e).hex()}f"
@@ -201,8 +202,9 @@ class _Decode:
         return (f"{{ {top} = {first}; {total} = {weight}; "
                 f"for (s64 e = 0; e < {self.d_v}; e += W) store_f32({sums} + e, (vf)0.f); }}")
 
-    def _stored(self, sums: str, total: str) -> str:
-        """The result of row r: its sums divided by their total, zeros where that is 0."""
+    def _store_row(self, sums: str, total: str) -> str:
+        """Returns C that stores the result of row r: its sums divided by their total, zeros where that is
+        0."""
         spec, kind = self.spec, short(self.spec.out.dtype)
         whole = spec.d_v // self.isa.lanes * self.isa.lanes
         rest = f"store_n_{kind}(to + {whole}, load_f32({sums} + {whole}) * inverse, {spec.d_v - whole});"

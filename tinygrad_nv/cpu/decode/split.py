@@ -42,8 +42,8 @@ class SplitText:
         self.lanes, self.rows = schedule.isa.lanes, schedule.block_rows or spec.rows
         self.d, self.d_v = (-(-extent // self.lanes) * self.lanes for extent in (spec.d, spec.d_v))
 
-    def declared(self) -> str:
-        """The arrays."""
+    def declare_arrays(self) -> str:
+        """Returns C that declares the arrays."""
         rows = self.rows
         scales = f"float k_by[{self.keys}], v_by[{self.keys}];" if self.spec.quantised else ""
         return f"""float wide[{rows}][{self.d}] __attribute__((aligned(64)));
@@ -60,8 +60,8 @@ class SplitText:
       for (s64 e = 0; e < {spec.d}; e += W) store_f32(wide[r] + e, load_n_{kind}(from + e, {spec.d} - e));
     }}"""
 
-    def attended(self) -> str:
-        """top, total and sums of a split."""
+    def attend_split(self) -> str:
+        """Returns C that computes top, total and sums of a split."""
         rows = BLOCK if self.rows >= MANY_ROWS else \
             max(1, self.isa.registers * 3 // 4 * self.lanes // self.d_v)
         return f"""const s64 c = split * {self.keys} > first ? split * {self.keys} : first;
@@ -71,13 +71,13 @@ class SplitText:
       for (s64 r = 0; r < {self.rows}; r++) {{ {self._softmax()} }}
       for (s64 j = 0; j < count; j += {NEAR_KEYS}) {{
         const s64 until = j + {NEAR_KEYS} < count ? j + {NEAR_KEYS} : count;
-        {self._by_rows(self._weighted, rows)}
+        {self._by_rows(self._weigh_values, rows)}
       }}"""
 
     # **** where keys are ****
 
     def _places(self) -> str:
-        """Of each key; those after the last are the last, which may be read."""
+        """Returns C of the index of each key, clamped to the last, which may be read."""
         spec = self.spec
         def at(x: Pages) -> str:
             return f"page * {x.page}LL + token * {x.token}LL + h * {x.head}LL + {x.offset}"
@@ -171,7 +171,7 @@ class SplitText:
           top[r] = high; total[r] = sum_(all);
           for (s64 e = 0; e < {self.d_v}; e += W) store_f32(sums[r] + e, (vf)0.f);"""
 
-    def _weighted(self, rows: int) -> str:
+    def _weigh_values(self, rows: int) -> str:
         """Values of keys j … times their weights, of rows r …: columns by blocks of registers."""
         d, lanes = self.spec.d_v, self.lanes
         vectors = -(-d // lanes)
@@ -206,7 +206,8 @@ class SplitText:
 
 
 def place_of_row(rows: Rows, group: int) -> str:
-    """Where row r0 + r of request b and key head h begins: row i of query head g is number i · group + g."""
+    """Returns C of where row r0 + r of request b and key head h begins: row i of query head g is number i ·
+    group + g."""
     request, head, query = rows.batch
     return f"{rows.offset} + b * {request}LL + h * {head}LL + (r0 + r) % {group} * {query}LL" \
            f" + (r0 + r) / {group} * {rows.row}LL"
@@ -224,7 +225,7 @@ def functions(spec: DecodeSpec, isa: ISA) -> str:
             low = [base + at + x for base in (0, lanes) for at in range(0, lanes, size) for x in range(half)]
             high = [index + half for index in low]
             name = f"b{size}_{number}"
-            lines.append(f"const vf {name} = {_shuffled(pair, low)} + {_shuffled(pair, high)};")
+            lines.append(f"const vf {name} = {_shuffle(pair, low)} + {_shuffle(pair, high)};")
             made.append(name)
         names, size = made, half
     return f"""INLINE vf sums_of({', '.join(f'vf a{i}' for i in range(lanes))}) {{
@@ -234,7 +235,7 @@ def functions(spec: DecodeSpec, isa: ISA) -> str:
 {_loads(spec.k.dtype)}"""
 
 
-def _shuffled(pair: str, indices: list[int]) -> str:
+def _shuffle(pair: str, indices: list[int]) -> str:
     return f"__builtin_shufflevector({pair}, {', '.join(map(str, indices))})"
 
 

@@ -49,7 +49,7 @@ SMALL = 1 << 21          # flops below which threads are not worth waking
 
 def problems(spec: GemmSpec, s: Amx) -> list[str]:
     """Why a product cannot have a schedule; empty when it can."""
-    if out := _untaken(spec, s.isa): return out
+    if out := _find_problems(spec, s.isa): return out
     spec = for_tiles(spec)
     named = zip(("block_m", "block_n", "block_k"), (s.block_m, s.block_n, s.block_k), tile_multiples(spec),
                 strict=True)
@@ -60,8 +60,8 @@ def problems(spec: GemmSpec, s: Amx) -> list[str]:
     return out
 
 
-def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
-    """Of a product, whatever the schedule."""
+def _find_problems(spec: GemmSpec, isa: ISA) -> list[str]:
+    """Returns what is in the way of a product, whatever the schedule."""
     out = expression.problems(spec.epilogue)
     if isa.level != "amx": out.append(f"no tiles on {isa}")
     if spec.a.dtype not in (dtypes.bfloat16, *INT8S): out.append(f"tiles of {short(spec.a.dtype)}")
@@ -101,12 +101,12 @@ def _pitch(spec: GemmSpec, s: Amx) -> int:
     return (lines | 1) * UNITS
 
 
-def _packed_rows(spec: GemmSpec, s: Amx) -> int: return STRIP if in_place(spec) else s.block_m
+def _rows_to_pack(spec: GemmSpec, s: Amx) -> int: return STRIP if in_place(spec) else s.block_m
 
 
 def _stack_bytes(spec: GemmSpec, s: Amx) -> int:
     b = 2 * PANEL * s.block_k // PER[tile_kind(spec)]
-    return 4 * (spec.parts * s.block_m * s.block_n + _packed_rows(spec, s) * _pitch(spec, s) + b)
+    return 4 * (spec.parts * s.block_m * s.block_n + _rows_to_pack(spec, s) * _pitch(spec, s) + b)
 
 
 # **** the kernel ****
@@ -176,11 +176,11 @@ def _body(spec: GemmSpec, s: Amx) -> str:
         strip = f"micro({where}, {row}, {rest});"
     clear = "" if spec.k % (UNITS * per) == 0 else f"""
       for (s64 u = units; u < {UNITS} * steps; u++) {{
-        for (s64 i = 0; i < {up(_packed_rows(spec, s), STRIP)}; i++) left[i * {_pitch(spec, s)} + u] = 0;
+        for (s64 i = 0; i < {up(_rows_to_pack(spec, s), STRIP)}; i++) left[i * {_pitch(spec, s)} + u] = 0;
         *(vi_u *)(right + u * {PANEL}) = *(vi_u *)(right + {panel} + u * {PANEL}) = (vi)0;
       }}"""
     return f"""
-  u32 left[{_packed_rows(spec, s) * _pitch(spec, s)}] __attribute__((aligned(64)));
+  u32 left[{_rows_to_pack(spec, s) * _pitch(spec, s)}] __attribute__((aligned(64)));
   u32 right[{2 * panel}] __attribute__((aligned(64)));
   s32 sums[{spec.parts}][{s.block_m}][{s.block_n}] __attribute__((aligned(64)));
   const s64 every = {'m' if spec.symbolic else spec.m}, down = (every + {s.block_m - 1}) / {s.block_m};

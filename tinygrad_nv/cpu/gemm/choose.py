@@ -1,4 +1,4 @@
-"""Which schedule a matmul gets on a CPU, or why none.
+"""Chooses the schedule of a matmul on a CPU, or says why there is none.
 
 Protocol: as tile/choose.py for GPUs: the winner that the schedule database has, else the default
 (defaults.py); with BEAM=N the best of some that are tried (tune.py).

@@ -1,4 +1,4 @@
-"""What the templates of a matmul choose by themselves."""
+"""Default schedules of the templates of a matmul."""
 from __future__ import annotations
 
 from functools import lru_cache
@@ -19,12 +19,12 @@ def default(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
 
 
 def starts(spec: GemmSpec, target: CPU) -> list[CPUGemmSchedule]:
-    """What each template that takes a matmul chooses by itself, the fastest first."""
-    return [s for template in _preferred(spec, target) for s in template.candidates(spec, target)
+    """Returns the default schedule of each template that takes a matmul, the fastest first."""
+    return [s for template in _order_templates(spec, target) for s in template.candidates(spec, target)
             if not template.problems(spec, s, target)]
 
 
-def _preferred(spec: GemmSpec, target: CPU) -> tuple[AnyTemplate, ...]:
+def _order_templates(spec: GemmSpec, target: CPU) -> tuple[AnyTemplate, ...]:
     """Templates, the fastest first. On Zen 4 gemv is for all of its 16 rows, but not of bytes, of which gemm
     multiplies four at once: 16 rows by 4096 x 2048 take 2.1 ms, 4.5 by gemv; 4 rows the same."""
     by_fours = spec.a.dtype in INT8S and target.isa.vnni and min(spec.m, spec.n) >= FEWEST_BY_FOURS

@@ -17,36 +17,37 @@ STRIP, PANEL, UNITS = 32, 16, 16
 
 
 def kind_of(spec: GemmSpec, isa: ISA) -> str:
-    """What operands are packed as."""
+    """Returns the kind of units that operands are packed as."""
     if spec.a.dtype in INT8S: return "quad" if isa.vnni else "fma"
     return "pair" if spec.a.dtype == dtypes.bfloat16 and isa.bf16 else "fma"
 
 
-def oriented(spec: GemmSpec, isa: ISA) -> GemmSpec:
-    """Of a blocked product: as it is or transposed, whichever has vectors along n."""
+def orient(spec: GemmSpec, isa: ISA) -> GemmSpec:
+    """Returns a blocked product as it is or transposed, whichever has vectors along n."""
     if spec.symbolic or spec.parts > 1: return spec
     narrow = 2 * spec.n <= isa.lanes and spec.m > spec.n
     return spec.swapped() if narrow or (spec.out.n != 1 and spec.out.m == 1 and spec.m > 1) else spec
 
 
 def few_rows(spec: GemmSpec) -> GemmSpec:
-    """Of gemv: transposed if there are fewer columns than rows that way, and too many rows as it is."""
+    """Returns a product of gemv: transposed if there are fewer columns than rows that way, and too many rows
+    as it is."""
     turned = spec.m > MOST_ROWS >= spec.n and spec.parts == 1 and not spec.symbolic
     return spec.swapped() if turned else spec
 
 
 def for_tiles(spec: GemmSpec) -> GemmSpec:
-    """Of AMX: as it is or transposed, whichever has vectors of the result along n."""
+    """Returns a product of AMX as it is or transposed, whichever has vectors of the result along n."""
     turned = spec.out.n != 1 and spec.out.m == 1 and spec.parts == 1 and not spec.symbolic
     return spec.swapped() if turned else spec
 
 
 def tile_kind(spec: GemmSpec) -> str:
-    """What operands of AMX tiles are packed as."""
+    """Returns the kind of units that operands of AMX tiles are packed as."""
     return "quad" if spec.a.dtype in INT8S else "pair"
 
 
 def tile_multiples(spec: GemmSpec) -> tuple[int, int, int]:
-    """What block_m, block_n and block_k of AMX are multiples of: a strip, the columns of the result that a
+    """Returns the multiples of block_m, block_n and block_k of AMX: a strip, the columns of the result that a
     pair of panels makes, a tile."""
     return STRIP, max(1, PANEL * 2 // spec.parts), UNITS * PER[tile_kind(spec)]

@@ -24,7 +24,7 @@ Blocked = TypeVar("Blocked", bound=CPUGemm)
 
 
 @lru_cache(4096)
-def ordered(spec: GemmSpec, target: CPU) -> Ordered | None:
+def order_schedule(spec: GemmSpec, target: CPU) -> Ordered | None:
     """The schedule of the class; None where the kernel does not take a matmul."""
     made = in_blocks(blocked.default(spec, target), spec, target)
     return None if blocked.problems(spec, made) else Ordered(made, words(made))

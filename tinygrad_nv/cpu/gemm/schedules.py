@@ -1,6 +1,6 @@
 """How a matmul is computed on a CPU: the schedules of its templates.
 
-Protocol: `around` gives the schedules that differ in one number, halved or doubled and rounded to what the
+Protocol: `variants` gives the schedules that differ in one number, halved or doubled and rounded to what the
 others need, or of a blocked product in the shape that is kept in registers; each once, legal or not.
 """
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from tinygrad_nv.cpu.gemm.layout import PER, few_rows, for_tiles, kind_of, oriented, tile_multiples
+from tinygrad_nv.cpu.gemm.layout import PER, few_rows, for_tiles, kind_of, orient, tile_multiples
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
@@ -32,25 +32,25 @@ class CPUGemmSchedule(CPUSchedule, ABC):
 
     @property
     def block(self) -> str:
-        """What a part keeps in its caches, in words."""
+        """Blocks that a part keeps in its caches, in words."""
         return f"{self.block_m}x{self.block_n}x{self.block_k}"
 
-    def around(self, spec: GemmSpec, target: CPU) -> list[Self]:
-        """Those near to it."""
-        return [s for s in dict.fromkeys(one.fitted(spec) for one in self._changed(target)) if s != self]
+    def variants(self, spec: GemmSpec, target: CPU) -> list[Self]:
+        """Returns the schedules near to it."""
+        return [s for s in dict.fromkeys(one.fit_to(spec) for one in self._neighbours(target)) if s != self]
 
     @abstractmethod
-    def fitted(self, spec: GemmSpec) -> Self:
-        """With blocks rounded to multiples, and no larger than the product."""
+    def fit_to(self, spec: GemmSpec) -> Self:
+        """Returns the schedule with blocks rounded to multiples, and no larger than the product."""
 
-    def _changed(self, target: CPU) -> Iterator[Self]:
+    def _neighbours(self, target: CPU) -> Iterator[Self]:
         for name in ("block_k", "block_m", "block_n", "rows", "parts"):
             value: Any = getattr(self, name, 0)
             if value > 1: yield replace(self, **{name: value // 2})
             if value: yield replace(self, **{name: value * 2})
         yield replace(self, parts=target.threads)
 
-    def _rounded(self, spec: GemmSpec, m: int, n: int, k: int) -> Self:
+    def _round_blocks(self, spec: GemmSpec, m: int, n: int, k: int) -> Self:
         rows, columns = up(min(self.block_m, spec.m), m), up(min(self.block_n, spec.n), n)
         return replace(self, block_m=rows, block_n=columns, block_k=up(min(self.block_k, spec.k), k))
 
@@ -64,14 +64,14 @@ class Amx(CPUGemmSchedule):
     """By AMX tiles (amx.py)."""
     template: ClassVar[str] = "amx"
 
-    def fitted(self, spec: GemmSpec) -> Self:
+    def fit_to(self, spec: GemmSpec) -> Self:
         turned = for_tiles(spec)
-        return self._rounded(turned, *tile_multiples(turned))
+        return self._round_blocks(turned, *tile_multiples(turned))
 
 
 @dataclass(frozen=True)
 class CPUGemm(CPUGemmSchedule):
-    """Of packed operands (blocked/kernel.py): `rows` x `columns` sums in registers."""
+    """Schedule of packed operands (blocked/kernel.py): `rows` x `columns` sums in registers."""
     rows: int = 0
     columns: int = 0
     template: ClassVar[str] = "gemm"
@@ -79,22 +79,23 @@ class CPUGemm(CPUGemmSchedule):
     @property
     def registers(self) -> tuple[int, int]: return self.rows, self.columns
 
-    def fitted(self, spec: GemmSpec) -> Self:
-        turned, unit = oriented(spec, self.isa), self.isa.lanes * PER[kind_of(spec, self.isa)]
-        return self._rounded(turned, self.rows, self.columns, unit) if self.rows and self.columns else self
+    def fit_to(self, spec: GemmSpec) -> Self:
+        turned, unit = orient(spec, self.isa), self.isa.lanes * PER[kind_of(spec, self.isa)]
+        return self._round_blocks(turned, self.rows, self.columns,
+                                  unit) if self.rows and self.columns else self
 
-    def _changed(self, target: CPU) -> Iterator[Self]:
+    def _neighbours(self, target: CPU) -> Iterator[Self]:
         for vectors in (1, 2, 3, 4):
             most = (self.isa.registers - vectors - 1) // vectors
             yield replace(self, rows=most, columns=vectors * self.isa.lanes)
-        yield from super()._changed(target)
+        yield from super()._neighbours(target)
 
 
 @dataclass(frozen=True)
 class CPUGemv(CPUGemmSchedule):
-    """Of few rows (gemv/kernel.py): chunks of `block_n` columns; `block_m` rows of a and `rows` streams of b
-    at a time; 0 `block_k` is all of k. Where columns of b lie side by side, `columns` of them stay in
-    registers for a block of k."""
+    """Schedule of few rows (gemv/kernel.py): chunks of `block_n` columns; `block_m` rows of a and `rows`
+    streams of b at a time; 0 `block_k` is all of k. Where columns of b lie side by side, `columns` of them
+    stay in registers for a block of k."""
     rows: int = 0
     columns: int = 0
     template: ClassVar[str] = "gemv"
@@ -103,7 +104,7 @@ class CPUGemv(CPUGemmSchedule):
     @property
     def registers(self) -> tuple[int, int]: return self.rows, self.columns
 
-    def fitted(self, spec: GemmSpec) -> Self:
+    def fit_to(self, spec: GemmSpec) -> Self:
         most = few_rows(spec)
         return replace(self, block_m=min(self.block_m, most.m),
                        block_n=up(min(self.block_n, most.n), self.isa.lanes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.cpu.gemm import amx, choose
 from tinygrad_nv.cpu.gemm.blocked import kernel as blocked
 from tinygrad_nv.cpu.gemm.gemv import kernel as gemv
-from tinygrad_nv.cpu.gemm.ordered import ordered
+from tinygrad_nv.cpu.gemm.ordered import order_schedule
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemmSchedule, CPUGemv
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import template
@@ -16,10 +16,10 @@ AMX = template(GemmSpec, Amx, amx.default, amx.problems, amx.__name__)
 GEMM = template(GemmSpec, CPUGemm, blocked.default, blocked.problems, blocked.__name__)
 
 
-def _chosen(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
+def _choose(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
     """The schedule of a matmul; None too where tinygrad's own code is as fast."""
     return None if choose.too_short(spec) else choose.choose(spec, target)
 
 
-FAMILY = Family("gemm", (GEMV, AMX, GEMM), _chosen, lambda spec, _: choose.too_short(spec),
-                orders=ordered)
+FAMILY = Family("gemm", (GEMV, AMX, GEMM), _choose, lambda spec, _: choose.too_short(spec),
+                orders=order_schedule)

@@ -57,7 +57,7 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
     def fastest(wanted: list[CPUGemmSchedule]) -> CPUCandidate | None:
         for s in wanted:
             if s in tried or len(tried) >= most: continue
-            tried[s] = arrays.timed(s)
+            tried[s] = arrays.time_schedule(s)
             progress(len(tried), most)
         return min((c for c in tried.values() if c.seconds is not None), key=_seconds, default=None)
 
@@ -66,12 +66,12 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
         found = fastest(near(spec, target, best.schedule))
         if found is None or _seconds(found) > BETTER * _seconds(best): break
         best = found
-    ranked = _ranked(tried)
+    ranked = _rank(tried)
     last = [c.schedule for c in ranked[:FINALISTS] if c.seconds is not None]
     last += [s for s in starts(spec, target)[:1] if s not in last and tried[s].seconds is not None]
     for s, seconds in zip(last, arrays.in_turns(last), strict=True): tried[s] = CPUCandidate(s, seconds)
     # who was not in the final is behind those who were
-    ranked = _ranked({s: tried[s] for s in last}) + [c for c in _ranked(tried) if c.schedule not in last]
+    ranked = _rank({s: tried[s] for s in last}) + [c for c in _rank(tried) if c.schedule not in last]
     if ranked and ranked[0].seconds is not None:
         database.store([database.Entry(spec, target.arch, database.toolchain("cpu"), ranked[0].schedule,
                                        ranked[0].seconds, "measured", origin=database.origin())])
@@ -80,7 +80,7 @@ def tune(spec: GemmSpec, target: CPU, beam: int = 1,
 
 def near(spec: GemmSpec, target: CPU, s: CPUGemmSchedule) -> list[CPUGemmSchedule]:
     """The legal schedules around one."""
-    return [one for one in s.around(spec, target) if not TABLE.problems(spec, one, target)]
+    return [one for one in s.variants(spec, target) if not TABLE.problems(spec, one, target)]
 
 
 def search(spec: GemmSpec, target: CPU, beam: int) -> CPUGemmSchedule | None:
@@ -93,7 +93,7 @@ def search(spec: GemmSpec, target: CPU, beam: int) -> CPUGemmSchedule | None:
     return tried[0].schedule if tried and tried[0].seconds is not None else None
 
 
-def _ranked(tried: dict[CPUGemmSchedule, CPUCandidate]) -> list[CPUCandidate]:
+def _rank(tried: dict[CPUGemmSchedule, CPUCandidate]) -> list[CPUCandidate]:
     return sorted(tried.values(), key=lambda c: (c.seconds is None, c.seconds or 0.0))
 
 
@@ -114,7 +114,7 @@ class Arrays:
                                        for _ in range(copies)])
         self.loaded: dict[CPUGemmSchedule, LoadedKernel] = {}
 
-    def timed(self, s: CPUGemmSchedule) -> CPUCandidate:
+    def time_schedule(self, s: CPUGemmSchedule) -> CPUCandidate:
         """A candidate with its time, or why it is out."""
         from tinygrad_nv.runtime.cpu.program import load
         try: self.loaded[s] = load(TABLE.build(self.spec, s, self.target))

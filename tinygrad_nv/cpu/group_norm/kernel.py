@@ -68,7 +68,7 @@ def build(spec: GroupNormSpec, s: CPUGroupNorm) -> CPUKernel:
     float scale[{up(chunk, s.isa.lanes)}] __attribute__((aligned(64)));
     float offset[{up(chunk, s.isa.lanes)}] __attribute__((aligned(64)));
     moments(from, mean, second);
-    {_shifted(spec, chunk)}
+    {_add_shift(spec, chunk)}
     for (s64 g = 0; g < {chunk}; g += {size}) {{
       double m = 0, v = 0;
       for (s64 i = g; i < g + {size}; i++) m += mean[i];
@@ -85,10 +85,10 @@ def build(spec: GroupNormSpec, s: CPUGroupNorm) -> CPUKernel:
     inputs = [(element, "x"), (c_type(spec.affine), "weight"), (c_type(spec.affine), "bias")]
     if spec.shift is not None: inputs.append((c_type(spec.shift), "shift"))
     return kernel(f"group_norm_{spec.positions}x{spec.channels}", s.isa, body, [(element, "out")], inputs,
-                  parts=s.parts, before=_moments(spec, chunk) + _applied(spec, chunk))
+                  parts=s.parts, before=_moments(spec, chunk) + _apply_norm(spec, chunk))
 
 
-def _shifted(spec: GroupNormSpec, chunk: int) -> str:
+def _add_shift(spec: GroupNormSpec, chunk: int) -> str:
     if spec.shift is None: return ""
     return f"for (s64 i = 0; i < {chunk}; i++) mean[i] += {_one_shift(spec)};"
 
@@ -132,7 +132,7 @@ static void moments(const {element} *restrict x, double *restrict mean, double *
 }}"""
 
 
-def _applied(spec: GroupNormSpec, chunk: int) -> str:
+def _apply_norm(spec: GroupNormSpec, chunk: int) -> str:
     """C: the results of a chunk."""
     element, name = c_type(spec.dtype), short(spec.dtype)
     silu = f" y = y / ((vf)1.f + exp2_(y * {-1 / math.log(2)!r}f));" if spec.silu else ""

@@ -1,4 +1,4 @@
-"""What happens to the sums of a row: bias, activation, weight, rounding, and the place in the result.
+"""Epilogue of the sums of a row: bias, activation, weight, rounding, and the place in the result.
 
 Protocol: `finish` makes the C function
 

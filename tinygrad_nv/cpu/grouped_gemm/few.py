@@ -68,7 +68,7 @@ def _pairs(l: Layout) -> bool: return l.kind == "pair" and not l.isa.emulated
 def _few(l: Layout, together: int, streams: int) -> str:
     spec, element, of_w = l.spec, c_type(l.spec.dtype), c_type(l.spec.matrix)
 
-    def called(many: int, apart: str) -> str:
+    def call_dots(many: int, apart: str) -> str:
         given = f"(from, x + i, {apart}, sums + i * {CHUNK} + c);"
         cases = " ".join(f"case {rows}: dots_{many}_{rows}{given} break;" for rows in range(1, together))
         return f"""for (s64 i = 0; i < rows; i += {together}) switch (rows - i) {{
@@ -86,11 +86,11 @@ NOINLINE void few_(const operands *p, s64 e, s64 first, s64 rows, s64 n0, s64 n1
     const {of_w} *w = p->w + (e * {spec.n} + n) * {spec.k};
     for (s64 c = 0; c < apart; c++) {{
       const {of_w} *from = w + c * {spec.k};
-      {called(streams, 'apart')}
+      {call_dots(streams, 'apart')}
     }}
     for (s64 c = apart * {streams}; c < count; c++) {{
       const {of_w} *from = w + c * {spec.k};
-      {called(1, '0')}
+      {call_dots(1, '0')}
     }}
     for (s64 i = 0; i < rows; i++) for (s64 c = 0; c < count; c += W)
       finish_(p, e, first + i, n + c, count - c, {vectors});

@@ -38,24 +38,24 @@ class CPUGrouped(CPUSchedule):
 
 
 class CPUGroupedMixed(CPUGrouped):
-    """The same of float32 rows and matrices of 16-bit floats."""
+    """Schedule of float32 rows and matrices of 16-bit floats."""
     template: ClassVar[str] = "grouped_mixed"
 
 
 class CPUGroupedTransposed(CPUGrouped):
-    """The same of matrices whose rows are k."""
+    """Schedule of matrices whose rows are k."""
     template: ClassVar[str] = "grouped_transposed"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from a spec and an instruction set."""
+    """Layout that follows from a spec and an instruction set."""
     spec: GroupedGemmSpec
     isa: ISA
 
     @property
     def kind(self) -> str:
-        """What units are."""
+        """Kind of units."""
         return "pair" if self.spec.dtype == dtypes.bfloat16 and self.isa.bf16 else "fma"
 
     @property
@@ -82,12 +82,12 @@ class Layout:
 
     @property
     def units(self) -> int:
-        """Of a row, with zeros behind what there is."""
+        """Number of units of a row, with zeros behind what there is."""
         return up(-(-self.spec.k // self.per), UNITS)
 
     @property
     def panels(self) -> int:
-        """That are multiplied together."""
+        """Number of panels that are multiplied together."""
         return 2 if self.by_tiles or self.spec.activation else 1
 
     @property
@@ -117,13 +117,13 @@ def default(spec: GroupedGemmSpec, target: CPU) -> CPUGrouped:
     return CPUGrouped(target.isa, parts, most // STRIP * STRIP)
 
 
-def mixed_default(spec: MixedGroupedSpec, target: CPU) -> CPUGroupedMixed:
+def default_mixed(spec: MixedGroupedSpec, target: CPU) -> CPUGroupedMixed:
     """The default schedule of float32 rows and matrices of 16-bit floats."""
     made = default(spec, target)
     return CPUGroupedMixed(made.isa, made.parts, made.block_m)
 
 
-def transposed_default(spec: TransposedGroupedSpec, target: CPU) -> CPUGroupedTransposed:
+def default_transposed(spec: TransposedGroupedSpec, target: CPU) -> CPUGroupedTransposed:
     """The default schedule of matrices whose rows are k."""
     made = default(spec, target)
     return CPUGroupedTransposed(made.isa, made.parts, made.block_m)

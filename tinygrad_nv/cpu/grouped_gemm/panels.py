@@ -34,8 +34,8 @@ def functions(l: Layout, block_m: int) -> str:
     """The function, and those it calls."""
     micro = [_tiles(l, block_m, strips) for strips in (1, 2)] if l.by_tiles else \
         [_micro(l, block_m, vectors, columns) for vectors, columns in _shapes(l)]
-    copied = _transposed(l) if l.spec.transposed else _copied(l)
-    return "\n".join([*_some(l), _packed(l), copied, *micro, _many(l, block_m)])
+    copied = _transpose_panel(l) if l.spec.transposed else _copy_panel(l)
+    return "\n".join([*_some(l), _pack_rows(l), copied, *micro, _many(l, block_m)])
 
 
 def _shapes(l: Layout) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ def _units(l: Layout, name: str, dtype: DType) -> str:
     return f"INLINE vi {name}(const {element} *p, s64 left) {{\n  {body}\n}}"
 
 
-def _packed(l: Layout) -> str:
+def _pack_rows(l: Layout) -> str:
     """The function that brings rows into units, a strip's side by side."""
     spec, element = l.spec, c_type(l.spec.dtype)
     return f"""
@@ -85,7 +85,7 @@ NOINLINE void pack_(const operands *p, s64 first, s64 rows, u32 *to) {{
 }}"""
 
 
-def _copied(l: Layout) -> str:
+def _copy_panel(l: Layout) -> str:
     """The function that brings `count` units of a panel of `columns` columns, from element k on, and fetches
     the same of the next step."""
     spec, element = l.spec, c_type(l.spec.matrix)
@@ -100,8 +100,9 @@ NOINLINE void copy_(const {element} *w, s64 columns, s64 k, s64 count, u32 *to) 
 }}"""
 
 
-def _transposed(l: Layout) -> str:
-    """The same of a matrix whose rows are k: W rows of units of W columns at a time."""
+def _transpose_panel(l: Layout) -> str:
+    """Returns the function that copies units of a matrix whose rows are k: W rows of units of W columns at a
+    time."""
     spec, element, kind = l.spec, c_type(l.spec.dtype), short(l.spec.dtype)
 
     def row(k: str) -> str:
@@ -163,8 +164,9 @@ NOINLINE void micro_{vectors}(const u32 *restrict panel, const u32 *restrict x, 
 
 
 def _tiles(l: Layout, block_m: int, strips: int) -> str:
-    """The same of two panels, whose columns are `row` bytes apart, and of so many strips, by AMX. The first
-    strips of a block fetch as many bytes from `ahead` of each panel as they read."""
+    """Returns the function that multiplies two panels, whose columns are `row` bytes apart, and so many
+    strips, by AMX. The first strips of a block fetch as many bytes from `ahead` of each panel as they
+    read."""
     cells = [(2 * p + s, f"to + {p * PANEL * block_m + s * STRIP}") for p in range(2) for s in range(strips)]
     loads = " ".join(f"tile_load({t}, {at}, {4 * block_m});" for t, at in cells)
     stores = " ".join(f"tile_store({t}, {at}, {4 * block_m});" for t, at in cells)
@@ -201,18 +203,18 @@ NOINLINE void many_(const operands *p, s64 e, s64 first, s64 last, s64 n0, s64 n
     for (s64 n = n0; n < n1; n += {l.step}) {{
       for (s64 u0 = 0; u0 < {l.units}; u0 += {BLOCK_UNITS}) {{
         const s64 count = {l.units} - u0 < {BLOCK_UNITS} ? {l.units} - u0 : {BLOCK_UNITS};
-        {_multiplied(l, block_m)}
+        {_multiply_block(l, block_m)}
       }}
       for (s64 r = 0; r < rows; r += W) for (s64 j = 0; j < {l.step}; j += W) {{
         if (n + j >= n1) break;
-        {_finished(l, block_m)}
+        {_finish_columns(l, block_m)}
       }}
     }}
   }}
 }}"""
 
 
-def _multiplied(l: Layout, block_m: int) -> str:
+def _multiply_block(l: Layout, block_m: int) -> str:
     """C that adds a block of units to all sums of a step's columns."""
     spec = l.spec
     columns = ["n1 - n" if spec.activation or not h else f"n1 - n - {h * PANEL}" for h in range(l.panels)]
@@ -249,7 +251,7 @@ def _multiplied(l: Layout, block_m: int) -> str:
         }}"""
 
 
-def _finished(l: Layout, block_m: int) -> str:
+def _finish_columns(l: Layout, block_m: int) -> str:
     """C that finishes W columns from n + j on of W rows from r on."""
     halves = range(l.spec.halves)
     # panels lie one after the other: column j of a step without an activation is column j of their sums

@@ -8,9 +8,9 @@ from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec
 from tinygrad_nv.tile.template import Family
 
 GROUPED = template(GroupedGemmSpec, layout.CPUGrouped, layout.default, layout.problems, kernel.__name__)
-MIXED = template(MixedGroupedSpec, layout.CPUGroupedMixed, layout.mixed_default, layout.problems,
+MIXED = template(MixedGroupedSpec, layout.CPUGroupedMixed, layout.default_mixed, layout.problems,
                  kernel.__name__)
-TRANSPOSED = template(TransposedGroupedSpec, layout.CPUGroupedTransposed, layout.transposed_default,
+TRANSPOSED = template(TransposedGroupedSpec, layout.CPUGroupedTransposed, layout.default_transposed,
                       layout.problems, kernel.__name__)
 OUTER = template(GroupedOuterSpec, outer.CPUGroupedOuter, outer.default, outer.problems, outer.__name__)
 FAMILY = Family("grouped_gemm", (GROUPED, MIXED, TRANSPOSED, OUTER))

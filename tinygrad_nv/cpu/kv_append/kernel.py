@@ -108,7 +108,7 @@ def _functions(spec: AppendSpec, isa: ISA) -> str:
 def _move(name: str, source: DType, target: DType, d: int, rope: Rope | None) -> str:
     kind, to = short(source), short(target)
 
-    def stored(at: str, value: str, count: str) -> str:
+    def store(at: str, value: str, count: str) -> str:
         if target == dtypes.int8: value = f"to_s8({value} * inverse)"
         elif target in FP8: value = f"{value} * inverse"
         return f"store_n_{to}(to + {at}, {value}, {count});"
@@ -117,33 +117,33 @@ def _move(name: str, source: DType, target: DType, d: int, rope: Rope | None) ->
         angle, done = short(rope.dtype), 2 * rope.half
         angles = f", const {c_type(rope.dtype)} *cos, const {c_type(rope.dtype)} *sin"
         turned = f"""const vf c = load_n_{angle}(cos + e, n), s = load_n_{angle}(sin + e, n);
-    {_turned(kind if rope.rounded else "")}"""
+    {_rotate(kind if rope.rounded else "")}"""
         if rope.interleaved:
             lines = f"""  for (s64 e = 0; e < {rope.half}; e += W) {{
     const s64 n = {rope.half} - e < W ? {rope.half} - e : W, first = 2 * n < W ? 2 * n : W;
     const vf x = load_n_{kind}(from + 2 * e, first), y = load_n_{kind}(from + 2 * e + W, 2 * n - first);
     const vf a = evens(x, y), b = odds(x, y);
     {turned}
-    {stored("2 * e", "lows(p, q)", "first")}
-    {stored("2 * e + W", "highs(p, q)", "2 * n - first")}
+    {store("2 * e", "lows(p, q)", "first")}
+    {store("2 * e + W", "highs(p, q)", "2 * n - first")}
   }}"""
         else:
             lines = f"""  for (s64 e = 0; e < {rope.half}; e += W) {{
     const s64 n = {rope.half} - e;
     const vf a = load_n_{kind}(from + e, n), b = load_n_{kind}(from + e + {rope.half}, n);
     {turned}
-    {stored("e", "p", "n")}
-    {stored(f"e + {rope.half}", "q", "n")}
+    {store("e", "p", "n")}
+    {store(f"e + {rope.half}", "q", "n")}
   }}"""
     given = f"const {c_type(source)} *from, {c_type(target)} *to, float inverse{angles}"
     return f"""INLINE void move_{name}({given}) {{
   (void)inverse;
 {lines}
-  for (s64 e = {done}; e < {d}; e += W) {{ {stored("e", f"load_n_{kind}(from + e, {d} - e)", f"{d} - e")} }}
+  for (s64 e = {done}; e < {d}; e += W) {{ {store("e", f"load_n_{kind}(from + e, {d} - e)", f"{d} - e")} }}
 }}"""
 
 
-def _turned(kind: str) -> str:
+def _rotate(kind: str) -> str:
     """p = a c − b s and q = b c + a s; each operation rounded to a dtype, where one is given."""
     if not kind: return "const vf p = fma_(a, c, -(b * s)), q = fma_(b, c, a * s);"
     def product(x: str, y: str) -> str: return f"round_{kind}({x} * {y})"

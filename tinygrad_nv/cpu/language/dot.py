@@ -41,8 +41,8 @@ class Direct(View):
     """A block of a tensor: how many rows and columns of it are inside, in C."""
     inside: tuple[str, str] = ("", "")
 
-    def transposed(self, order: object) -> Direct:
-        """Axes in the other order."""
+    def transpose(self, order: object) -> Direct:
+        """Returns the view with its axes in the other order."""
         return Direct(self.base, self.dtype, self.shape[::-1], self.strides[::-1], self.inside[::-1])
 
 
@@ -71,12 +71,12 @@ class DotEmitter(Emitter):
 
     def do_dot(self, op: Op) -> None:
         a, b, acc = op.operands
-        if dtypes.is_float(a.dtype) and a.dtype != b.dtype: return self._mixed(op)
+        if dtypes.is_float(a.dtype) and a.dtype != b.dtype: return self._convert_mixed(op)
         self._dot(op, self.direct(a) or self.view(a), self.direct(b) or self.view(b), acc)
         return None
 
-    def _mixed(self, op: Op) -> None:
-        """The two float8 as float32."""
+    def _convert_mixed(self, op: Op) -> None:
+        """Emits copies of two different float8 as float32."""
         a, b, acc = op.operands
         views = []
         for each in (a, b):

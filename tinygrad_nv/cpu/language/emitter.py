@@ -136,10 +136,10 @@ class Emitter:
         return f"({self.vector(value, (), '0', True)})[0]"
 
     def _lazy_apply(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
-        return self.applied(op, [self.vector(each, outer, column, uniform) for each in op.operands])
+        return self.apply(op, [self.vector(each, outer, column, uniform) for each in op.operands])
 
-    def applied(self, op: Op, args: Sequence[str]) -> str:
-        """C of an element operation."""
+    def apply(self, op: Op, args: Sequence[str]) -> str:
+        """Returns C of an element operation."""
         row, source, to = ROWS[op.attributes["fn"]], op.operands[-1].dtype, op.results[0].dtype
         text = row.c(source).format(*args)
         exact = row.exact or row.compares or source == dtypes.bool or to == dtypes.float32
@@ -177,9 +177,8 @@ class Emitter:
     # **** memory ****
 
     def row_pointer(self, op: Op, starts: Sequence[Value], outer: Sequence[str]) -> tuple[str, str, str, int]:
-        """Of a block: C of a pointer to the row of the last tile's axis, of its first element's index there,
-        of
-        whether the row is inside, and the extent of that axis."""
+        """Returns C of a block's row: a pointer to the row of the last tile's axis, its first element's index
+        there, whether the row is inside, and the extent of that axis."""
         tensor, sizes = self.program.tensor(op.attributes["tensor"]), op.attributes["sizes"]
         last = max((axis for axis, size in enumerate(sizes) if size), default=-1)
         terms, inside, left = [f"p_{_c(tensor.name)}"], list[str](), list(outer)
@@ -239,13 +238,13 @@ class Emitter:
         form = self.forms[value]
         if form is target: return
         if isinstance(form, View) and form.strides and form.strides[-1] != 1 and len(form.shape) > 1:
-            return self._copied(target, form)
+            return self._copy_elements(target, form)
         with self.loops(target.shape) as (outer, column):
             self.line(target.write(outer, column, self.vector(value, outer, column)))
         return None
 
-    def _copied(self, target: View, source: View) -> None:
-        """Element by element, along the source's rows."""
+    def _copy_elements(self, target: View, source: View) -> None:
+        """Copies element by element, along the source's rows."""
         with self.outer_loops(target.shape) as places:
             self.line(f"*({target.at(places[:-1], places[-1])}) = *({source.at(places[:-1], places[-1])});")
 
@@ -287,9 +286,9 @@ class Emitter:
         lines_up = same and source.shape[-1:] == value.shape[-1:]
         if isinstance(form, Op) and not lines_up: form = self.view(source)
         if isinstance(form, View):
-            if (made := form.reshaped(value.shape)) is None:
+            if (made := form.reshape(value.shape)) is None:
                 dense = self._dense(form)
-                made = dense.reshaped(value.shape)
+                made = dense.reshape(value.shape)
                 assert made is not None
             self.forms[value] = made
             return True
@@ -303,7 +302,7 @@ class Emitter:
         strides = [1]
         for extent in reversed(view.shape[1:]): strides.append(strides[-1] * extent)
         made = View(flat.base, view.dtype, view.shape, tuple(reversed(strides)))
-        self._copied(made, view)
+        self._copy_elements(made, view)
         return made
 
     def _cheap(self, value: Value) -> bool:

@@ -87,10 +87,10 @@ class LoopEmitter(DotEmitter):
         moved = [(place, value) for place, value in zip(places, region.yields, strict=True)
                  if self.forms[value] is not place]
         bases = {place.base for place in places if isinstance(place, View)}
-        if len(moved) > 1: moved = [(place, self._kept(value, bases)) for place, value in moved]
+        if len(moved) > 1: moved = [(place, self._keep_value(value, bases)) for place, value in moved]
         for place, value in moved: self._assign(place, value)
 
-    def _kept(self, value: Value, bases: set[str]) -> Value:
+    def _keep_value(self, value: Value, bases: set[str]) -> Value:
         """A value that does not change when what a loop carries is assigned."""
         form, made = self.forms[value], Value(value.type)
         if not value.shape: self.forms[made] = self.variable(self.vector(value, (), "0", True), value.dtype)

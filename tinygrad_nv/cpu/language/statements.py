@@ -27,7 +27,7 @@ WIDE = (dtypes.float32, dtypes.int32, dtypes.uint32, dtypes.bool)   # whose resu
 
 
 def neutral(fn: str, dtype: DType) -> Any:
-    """What leaves others as they are."""
+    """Returns the neutral element of a reduction."""
     if dtype == dtypes.bool: return fn in ("min", "mul", "and")
     if fn in ("add", "or", "xor"): return 0
     if fn == "mul": return 1
@@ -58,10 +58,10 @@ class Statements(LoopEmitter):
     def do_transpose(self, op: Op) -> None:
         source, order = op.operands[0], op.attributes["permutation"]
         view = self.direct(source) or self.view(source)
-        self.forms[op.result] = made = view.transposed(order)
+        self.forms[op.result] = made = view.transpose(order)
         if self.uses[op.result] == 1 and self._feeds_dot(op.result): return
         target = self.allocate(op.result.dtype, op.result.shape)
-        self.store_to(target, op.result) if made.strides[-1] == 1 else self._copied(target, made)
+        self.store_to(target, op.result) if made.strides[-1] == 1 else self._copy_elements(target, made)
         self.forms[op.result] = target
 
     def do_halves(self, op: Op) -> None:
@@ -78,23 +78,23 @@ class Statements(LoopEmitter):
     # **** along an axis ****
 
     def do_reduce(self, op: Op) -> None:
-        if op.regions: return self._combined(op)
+        if op.regions: return self._combine(op)
         axis, shape = op.attributes["axis"], op.operands[0].shape
-        if not op.result.shape: return self._reduced_row(op, None, [])
+        if not op.result.shape: return self._reduce_row(op, None, [])
         target = self.targets.get(op.result) or self.allocate(op.result.dtype, op.result.shape)
         if axis == len(shape) - 1:
-            with self.outer_loops(shape[:-1]) as outer: self._reduced_row(op, target, outer)
-        else: self._reduced_column(op, target, axis)
+            with self.outer_loops(shape[:-1]) as outer: self._reduce_row(op, target, outer)
+        else: self._reduce_column(op, target, axis)
         self.forms[op.result] = target
         return None
 
-    def _reduced_row(self, op: Op, target: View | None, outer: Sequence[str]) -> None:
+    def _reduce_row(self, op: Op, target: View | None, outer: Sequence[str]) -> None:
         source, fn = op.operands[0], op.attributes["fn"]
         dtype, extent, kind = source.dtype, source.shape[-1], vector(source.dtype)
         start = constant_text(Constant(neutral(fn, dtype), dtype))
         total, whole = self.name("r"), extent // self.lanes * self.lanes
         self.line(f"{kind} {total} = {start};")
-        done = self._reduced_together(total, start, op, outer, whole)
+        done = self._reduce_together(total, start, op, outer, whole)
         if done < whole:
             column = self.name("j")
             with self.braces(f"for (s64 {column} = {done}; {column} < {whole}; {column} += W)"):
@@ -108,9 +108,9 @@ class Statements(LoopEmitter):
         if target is None: self.forms[op.result] = self.variable(f"({kind}){lanes}", dtype)
         else: self.line(target.write(outer[:-1], outer[-1], f"({kind}){lanes}", "1"))
 
-    def _reduced_together(self, total: str, start: str, op: Op, outer: Sequence[str], whole: int) -> int:
-        """Several vectors at a time, of long rows: one sum would wait for itself at each. The first column
-        that is left."""
+    def _reduce_together(self, total: str, start: str, op: Op, outer: Sequence[str], whole: int) -> int:
+        """Emits several vectors at a time, of long rows: one sum would wait for itself at each. The first
+        column that is left."""
         source, fn = op.operands[0], op.attributes["fn"]
         step = TOGETHER * self.lanes
         if (done := whole // step * step) < 2 * step: return 0
@@ -141,7 +141,7 @@ class Statements(LoopEmitter):
             self._accumulate(made, fn, dtype, other)
         return f"{made}[0]"
 
-    def _reduced_column(self, op: Op, target: View, axis: int) -> None:
+    def _reduce_column(self, op: Op, target: View, axis: int) -> None:
         source, fn = op.operands[0], op.attributes["fn"]
         dtype, kind = source.dtype, vector(source.dtype)
         with self.loops(op.result.shape) as (outer, column):
@@ -157,7 +157,7 @@ class Statements(LoopEmitter):
         self._sequential(op, targets)
         self.forms.update(zip(op.results, targets, strict=True))
 
-    def _combined(self, op: Op) -> None:
+    def _combine(self, op: Op) -> None:
         """A reduction with a function of the user's: the last of its partial results."""
         axis = op.attributes["axis"]
         targets = [self.allocate(each.dtype, each.shape) for each in op.operands]
@@ -175,7 +175,7 @@ class Statements(LoopEmitter):
         sources = [self.view(each) for each in op.operands]
         back = op.attributes.get("reverse", False)
         along = axis == len(shape) - 1
-        if along and len(shape) > 1: return self._turned(op, targets, sources)
+        if along and len(shape) > 1: return self._on_transposed(op, targets, sources)
         rest = [extent for i, extent in enumerate(shape) if i != axis] or [1]
         with self.loops(rest) as (outer, column):
             index = self.name("i")
@@ -203,27 +203,28 @@ class Statements(LoopEmitter):
         for name, value in zip(state, made, strict=True): self.line(f"{name} = {value};")
         return None
 
-    def _turned(self, op: Op, targets: Sequence[View], sources: Sequence[View]) -> None:
-        """Along the last of several axes: on transposed copies, so that rows lie along the vectors."""
+    def _on_transposed(self, op: Op, targets: Sequence[View], sources: Sequence[View]) -> None:
+        """Emits an operation along the last of several axes: on transposed copies, so that rows lie along the
+        vectors."""
         shape = op.operands[0].shape
         rows = 1
         for extent in shape[:-1]: rows *= extent
         turned = (shape[-1], rows)
         flat = []
         for source, target in zip(sources, targets, strict=True):
-            seen = source.reshaped((rows, shape[-1])) or self._dense(source).reshaped((rows, shape[-1]))
+            seen = source.reshape((rows, shape[-1])) or self._dense(source).reshape((rows, shape[-1]))
             assert seen is not None
             copy = self.allocate(source.dtype, turned)
-            self._copied(copy, seen.transposed((1, 0)))
+            self._copy_elements(copy, seen.transpose((1, 0)))
             flat.append((copy, self.allocate(target.dtype, turned), target))
-        inner = Op(op.name, tuple(Value(_typed(each, turned)) for each in op.operands), op.results,
+        inner = Op(op.name, tuple(Value(_with_shape(each, turned)) for each in op.operands), op.results,
                    {**op.attributes, "axis": 0}, op.regions)
         for value, (copy, _, _) in zip(inner.operands, flat, strict=True): self.forms[value] = copy
         self._sequential(inner, [made for _, made, _ in flat])
         for _, made, target in flat:
-            back = target.reshaped((rows, shape[-1]))
+            back = target.reshape((rows, shape[-1]))
             assert back is not None
-            self._copied(back, made.transposed((1, 0)))
+            self._copy_elements(back, made.transpose((1, 0)))
 
     def do_gather(self, op: Op) -> None:
         source, index = (self.view(each) for each in op.operands)
@@ -321,4 +322,4 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
         else: self.forms[op.result] = self.variable(f"({vector(tensor.dtype)})*{target.base}", tensor.dtype)
 
 
-def _typed(value: Value, shape: tuple[int, ...]) -> TileType: return TileType(value.dtype, shape)
+def _with_shape(value: Value, shape: tuple[int, ...]) -> TileType: return TileType(value.dtype, shape)

@@ -1,4 +1,4 @@
-"""Where the elements of a tile are, in C.
+"""Views: where the elements of a tile are, in C.
 
 Protocol: a `View` is a pointer to elements of a dtype in the format of memory, `strides` elements apart along
 each axis. The last axis of an array is padded to whole vectors, and `SLACK` elements follow, so that a vector
@@ -46,12 +46,12 @@ class View:
         if count: return f"store_n_{name}({where}, {value}, {count});"
         return f"store_{name}({where}, {value});"
 
-    def transposed(self, order: Sequence[int]) -> View:
-        """Axes in another order."""
+    def transpose(self, order: Sequence[int]) -> View:
+        """Returns the view with its axes in another order."""
         return replace(self, shape=tuple(self.shape[i] for i in order),
                        strides=tuple(self.strides[i] for i in order))
 
-    def reshaped(self, shape: tuple[int, ...]) -> View | None:
+    def reshape(self, shape: tuple[int, ...]) -> View | None:
         """The same elements in another shape; None where strides cannot say that."""
         groups = _groups(self.shape, shape)
         strides = list[int]()

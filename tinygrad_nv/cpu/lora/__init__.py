@@ -1,4 +1,4 @@
-"""What adapters add to a linear layer, on a CPU.
+"""LoRA on a CPU: the terms that adapters add to a linear layer.
 
   shrink.py     x Aᵀ: dot products along k
   expand.py     … Bᵀ: rows of B times numbers, added up

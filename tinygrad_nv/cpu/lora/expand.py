@@ -82,7 +82,7 @@ def _rows(spec: LoraExpandSpec, rows: int) -> str:
     """C: `left` columns of so many rows."""
     of_x, of_w, n = short(spec.dtype), short(spec.matrix), spec.columns
 
-    def added(many: int, count: str) -> str:
+    def add_rows(many: int, count: str) -> str:
         """A vector of columns: `many` rows of B onto the sums."""
         load, more = ("load_n_", f", {count}") if count else ("load_", "")
         lines = [f"vf s{i} = load_f32(sums[{i}] + c);" for i in range(rows)]
@@ -100,11 +100,11 @@ def _rows(spec: LoraExpandSpec, rows: int) -> str:
     const {c_type(spec.matrix)} *b = w + r * {n};
     {x}
     s64 c = 0;
-    for (; c + W <= left; c += W) {{ {added(many, '')} }}
-    if (c < left) {{ {added(many, 'left - c')} }}
+    for (; c + W <= left; c += W) {{ {add_rows(many, '')} }}
+    if (c < left) {{ {add_rows(many, 'left - c')} }}
   }}"""
     c = c_type(spec.dtype)
-    def stored(count: str) -> str:
+    def store_rows(count: str) -> str:
         store = "store_n_" if count else "store_"
         return " ".join(f"{store}{of_x}(out + (s64)order[{i}] * {n} + c, load_f32(sums[{i}] + c){count});"
                         for i in range(rows))
@@ -118,6 +118,6 @@ NOINLINE void rows_{rows}(const {c_type(spec.matrix)} *w, const {c} *h, s64 rank
   for (; r + {TOGETHER} <= rank; r += {TOGETHER}) {step(TOGETHER)}
   for (; r < rank; r++) {step(1)}
   s64 c = 0;
-  for (; c + W <= left; c += W) {{ {stored('')} }}
-  if (c < left) {{ {stored(', left - c')} }}
+  for (; c + W <= left; c += W) {{ {store_rows('')} }}
+  if (c < left) {{ {store_rows(', left - c')} }}
 }}"""

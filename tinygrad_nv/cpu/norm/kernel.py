@@ -47,7 +47,7 @@ def problems(spec: NormSpec, s: CPUNorm) -> list[str]:
     if any(each.result.n not in (0, 1) for each in spec.results): out.append("elements of a result lie apart")
     if spec.groups: out.append("statistics of groups")
     if spec.n > MOST_ELEMENTS: out.append(f"a row of {spec.n} elements, at most {MOST_ELEMENTS}")
-    kept = sum(stage.kept is not None for stage in _staged(spec)[0])
+    kept = sum(stage.kept is not None for stage in _plan_stages(spec)[0])
     if kept > MOST_KEPT: out.append(f"{kept} terms to be kept on a stack, at most {MOST_KEPT}")
     return out
 
@@ -62,18 +62,18 @@ def build(spec: NormSpec, schedule: CPUNorm) -> CPUKernel:
     """The kernel of rows."""
     m, parts = "m" if spec.symbolic else str(spec.m), schedule.parts
     batch = tuple(f"b{i}" for i in range(len(spec.batch)))
-    stages, values = _staged(spec)
+    stages, values = _plan_stages(spec)
     rows = _Rows(spec.n, schedule.isa.lanes, batch, len(stages))
     lines = [f"const s64 rows = (s64){' * '.join([m, *map(str, spec.batch)])};",
              f"const s64 first = core_id * rows / {parts}, last = (core_id + 1) * rows / {parts};"]
-    lines += [f"float x{stage.array}[{rows.padded}] __attribute__((aligned(64)));"
+    lines += [f"float x{stage.array}[{rows.padded_width}] __attribute__((aligned(64)));"
               for stage in stages if stage.kept is not None]
     lines += ["for (s64 row = first; row < last; row++) {", f"const s64 i = row % {m};"]
     over = f"row / {m}"
     for name, extent in reversed(list(zip(batch, spec.batch, strict=True))):
         lines.append(f"const s64 {name} = {over} % {extent};")
         over = f"({over}) / {extent}"
-    for number, stage in enumerate(stages): lines += _reduced(stage, number, rows)
+    for number, stage in enumerate(stages): lines += _reduce(stage, number, rows)
     results = list(zip(spec.outputs, values, (each.result for each in spec.results), strict=True))
     along = [each for each in results if each[2].n]
     lines += rows.steps(lambda at, count: _all_stored(along, rows.place(at, count)))
@@ -102,7 +102,7 @@ class _Rows:
     statistics: int
 
     @property
-    def padded(self) -> int: return -(-self.n // self.lanes) * self.lanes
+    def padded_width(self) -> int: return -(-self.n // self.lanes) * self.lanes
 
     def place(self, at: str, count: str) -> LanePlace:
         """The lanes from element `at`. Statistics are s0, s1, …; what is being kept has numbers after
@@ -122,8 +122,8 @@ class _Rows:
         return [*lines, "}"]
 
 
-def _reduced(stage: _Stage, number: int, rows: _Rows) -> list[str]:
-    """s{number} in all lanes."""
+def _reduce(stage: _Stage, number: int, rows: _Rows) -> list[str]:
+    """Returns C of s{number} in all lanes."""
     floats = dtypes.is_float(stage.term.dtype)
     vector, pick = ("vf", "pick") if floats else ("vi", "pick_i")
     least = "(vf)-__builtin_inff()" if floats else "(vi)(s32)0x80000000"
@@ -131,7 +131,7 @@ def _reduced(stage: _Stage, number: int, rows: _Rows) -> list[str]:
     count = ACCUMULATORS if sum(1 for _ in walk(stage.term)) <= UNROLLED_NODES else 1
     names = [f"a{u}" for u in range(count)]
 
-    def joined(a: str, b: str) -> str:
+    def join(a: str, b: str) -> str:
         # a number is preferred to NaN: the comparison with one fails
         return f"{a} + {b}" if stage.op == "add" else f"{pick}({b} > {a}, {b}, {a})"
 
@@ -143,14 +143,14 @@ def _reduced(stage: _Stage, number: int, rows: _Rows) -> list[str]:
         made, value = statements(stage.term, place)
         if tail: value = f"{pick}(iota_() < {tail}, {value}, {zero})"
         to = names[int(at.split()[-1]) // rows.lanes if " " in at else 0]
-        return [*lines, *made, f"const {vector} v = {value};", f"{to} = {joined(to, 'v')};"]
+        return [*lines, *made, f"const {vector} v = {value};", f"{to} = {join(to, 'v')};"]
 
     lines = [f"{vector} s{number};", "{", *(f"{vector} {name} = {zero};" for name in names),
              *rows.steps(step, count)]
     width = count
     while width > 1:
         width //= 2
-        lines += [f"{names[u]} = {joined(names[u], names[u + width])};" for u in range(width)]
+        lines += [f"{names[u]} = {join(names[u], names[u + width])};" for u in range(width)]
     across = {("add", True): "sum_", ("max", True): "top_", ("add", False): "sum_i", ("max", False): "top_i"}
     return [*lines, f"s{number} = ({vector}){across[stage.op, floats]}(a0);", "}"]
 
@@ -182,13 +182,13 @@ class _Stage:
     array: int = 0
 
 
-def _staged(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
+def _plan_stages(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
     """Statistics and values of a spec, with what earlier ones keep read from where it is."""
     count, stages = len(spec.statistics), list[_Stage]()
     values = list(spec.expressions)
     for i, each in enumerate(spec.statistics):
         term, values = values[0], values[1:]
-        if (kept := _used_again(term, values)) is None:
+        if (kept := _shared_part(term, values)) is None:
             stages.append(_Stage(each.op, term))
             continue
         array = len(spec.parameters) + i
@@ -199,7 +199,7 @@ def _staged(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
     return stages, values
 
 
-def _used_again(term: Expression, later: list[Expression]) -> Expression | None:
+def _shared_part(term: Expression, later: list[Expression]) -> Expression | None:
     """The largest part of a term that is costly and of which something later is made."""
     others: set[Expression] = set()
     for root in later: _ = list(walk(root, others))

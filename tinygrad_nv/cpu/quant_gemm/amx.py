@@ -66,7 +66,7 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
     own = up(own, 64)
     across = -(-gemm.n // TILE)
     body = f"""
-  {decode.packed_of(spec.buffers)}
+  {decode.declare_matrix(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{s.block_m}][{TILE}] = (float (*)[{s.block_m}][{TILE}])own;
   s8 *q = (s8 *)(sums + {gemm.parts}), *bytes = q + {s.block_m * k};
@@ -80,7 +80,7 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
     const s64 m0 = item / {across} * {s.block_m}, t = item % {across}, n0 = t * {TILE};
     const s64 rows = every - m0 < {s.block_m} ? every - m0 : {s.block_m};
     const s64 columns = {gemm.n} - n0 < {TILE} ? {gemm.n} - n0 : {TILE};
-    if (m0 != before) {{ before = m0; {_quantised(spec, steps, blocks)} }}
+    if (m0 != before) {{ before = m0; {_quantise_rows(spec, steps, blocks)} }}
     for (s64 p = 0; p < {gemm.parts}; p++) {{
       const s64 of = p * {across} + t;
       {'unpack_(w, of, bytes);' if panel else f'const s8 *bytes = (const s8 *)w.codes + of * {k * TILE}ll;'}
@@ -100,7 +100,7 @@ def build(spec: QuantGemmSpec, s: QuantAmx) -> CPUKernel:
                   s.parts * own, "\n".join(before))
 
 
-def _quantised(spec: QuantGemmSpec, steps: int, blocks: int) -> str:
+def _quantise_rows(spec: QuantGemmSpec, steps: int, blocks: int) -> str:
     """C that quantises the rows of a block: row i is row i % 16 of its strip."""
     a, k, step = spec.gemm.a, spec.gemm.k, tiles.step_of(spec.type)
     order = "order" if spec.type.permuted else "0"
@@ -138,7 +138,7 @@ NOINLINE void unpack_(matrix w, s64 t, s8 *to) {{
 def _main_loop(spec: QuantGemmSpec) -> str:
     """The function of 16 rows and 16 outputs."""
     type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
-    kind = "bsud" if type.bits == 8 and not tiles.signed(type) else "bssd"
+    kind = "bsud" if type.bits == 8 and not tiles.is_signed(type) else "bssd"
     factors = tiles.factors(spec, type.element.lsb)
     less = _less(spec)
     names, inner = [f"total{r}" for r in range(STRIP)], []

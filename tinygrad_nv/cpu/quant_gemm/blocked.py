@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.gemm.blocked.blocks import SMALL, STACK_BYTES, blocks
-from tinygrad_nv.cpu.gemm.blocked.kernel import PARTS, Operands, assembled, pitch, stack_bytes
+from tinygrad_nv.cpu.gemm.blocked.kernel import PARTS, Operands, assemble, pitch, stack_bytes
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, up
@@ -53,14 +53,14 @@ def build(spec: QuantGemmSpec, schedule: QuantGemm) -> CPUKernel:
     functions = [decode.functions(spec.type, n, k, isa.lanes), _panel(kind, schedule.columns, deep)]
     at = f"a + {gemm.a.offset} + m0 * {gemm.a.mn}ll"
     if spec.type.permuted:
-        functions.append(_gathered(spec, kind, step))
+        functions.append(_gather_rows(spec, kind, step))
         pack_a = f"pack_a({at}, order + k0, left, rows, strips * {schedule.rows}, deep);"
     else:
         functions.append(packing("a", gemm.a, kind, step))
         pack_a = f"pack_a({at} + k0 * {gemm.a.k}ll, left, rows, strips * {schedule.rows}, deep);"
-    pack_b = f"{decode.packed_of(spec.buffers)} pack_b(w, right, p * {gemm.n} + n0 + j, k0, most, deep);"
+    pack_b = f"{decode.declare_matrix(spec.buffers)} pack_b(w, right, p * {gemm.n} + n0 + j, k0, most, deep);"
     inputs = [(c_type(gemm.a.dtype), "a"), *decode.pointers(spec.buffers)]
-    return assembled(f"quant_gemm_{gemm.m}x{gemm.n}x{gemm.k}", gemm, schedule,
+    return assemble(f"quant_gemm_{gemm.m}x{gemm.n}x{gemm.k}", gemm, schedule,
                      Operands(functions, inputs, pack_a=pack_a, pack_b=pack_b))
 
 
@@ -109,7 +109,7 @@ INLINE vi pairs_(vf low, vf high) {
 }"""
 
 
-def _gathered(spec: QuantGemmSpec, kind: str, step: int) -> str:
+def _gather_rows(spec: QuantGemmSpec, kind: str, step: int) -> str:
     """The function that packs a in the order of the matrix's columns, an element at a time."""
     a, per = spec.gemm.a, PER[kind]
     element, name = c_type(a.dtype), short(a.dtype)

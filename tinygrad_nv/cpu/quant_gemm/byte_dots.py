@@ -25,7 +25,7 @@ def products(type: QType, isa: ISA, step: int, rows: int, a: str, pitch: int,
     if not in_shorts(isa):
         return [f"c{r}{v} = dots_(c{r}{v}, y{i}{v}, {of_a(r, i)});" for i in quads for r, v in cells]
     def spread(r: int, i: int) -> str: return f"(vi)*(const quad_u *)({of_a(r, i)})"
-    if turned(type, isa):
+    if has_sign_in_a(type, isa):
         def signs(r: int, v: str, i: int) -> str: return f"turned_({spread(r, i)}, codes{i}{v})"
         out = []
         for i in quads:
@@ -46,7 +46,7 @@ def products(type: QType, isa: ISA, step: int, rows: int, a: str, pitch: int,
     return out
 
 
-def scaled(type: QType, c: str, sq: str) -> str:
+def scale_sum(type: QType, c: str, sq: str) -> str:
     """C of a step's sum c of bytes as a number that a row's scale is multiplied with; sq: the sum of the
     row's bytes."""
     value = f"to_f({c})"
@@ -60,9 +60,9 @@ def in_shorts(isa: ISA) -> bool:
     return isa.lanes > 4 and not isa.vnni and not isa.emulated
 
 
-def turned(type: QType, isa: ISA) -> bool:
+def has_sign_in_a(type: QType, isa: ISA) -> bool:
     """Whether codes with a sign give it to a, by VPSIGNB, which AVX-512 has not."""
-    return in_shorts(isa) and isa.lanes == 8 and tiles.signed(type)
+    return in_shorts(isa) and isa.lanes == 8 and tiles.is_signed(type)
 
 
 # a quad of codes times a quad of a, which all lanes have

@@ -67,7 +67,7 @@ def factors(spec: QuantGemmSpec) -> dict[str, str]:
 def _unpack(spec: QuantGemmSpec, isa: ISA) -> str:
     """The function that brings `count` columns of W outputs from column `first` on."""
     step, names, lines = tiles.step_of(spec.type), factors(spec), list[str]()
-    word = "codes" if byte_dots.turned(spec.type, isa) else "y"
+    word = "codes" if byte_dots.has_sign_in_a(spec.type, isa) else "y"
     for at in range(0, INT8_BLOCK, step):
         lines.append(f"{{ const s64 k = at + {at};")
         lines += [f"store_f32(numbers + ((k - first) / {step} * {len(names)} + {i}) * {TILE}, {text});"
@@ -115,7 +115,7 @@ def _step(spec: QuantGemmSpec, isa: ISA, rows: int, at: int) -> list[str]:
     """C that adds the products of step s, at column `at` of its block, to totals."""
     type, k, step, names = spec.type, spec.gemm.k, tiles.step_of(spec.type), factors(spec)
     lanes, steps, out = range(vectors(isa)), k // step, list[str]()
-    signed = byte_dots.turned(type, isa)
+    signed = byte_dots.has_sign_in_a(type, isa)
     shifted, word = tiles.shift(type) and not signed, "codes" if signed else "y"
     for r in range(rows):
         value = f"(vi)start[s + {r * steps}]" if shifted else "(vi)0"
@@ -129,7 +129,7 @@ def _step(spec: QuantGemmSpec, isa: ISA, rows: int, at: int) -> list[str]:
         out.append("{")
         out += [f"const vf {name} = load_f32(numbers + (s * {len(names)} + {i}) * {TILE} + {v} * W);"
                 for i, name in enumerate(names)]
-        sums = [byte_dots.scaled(type, f"c{r}_{v}", f"sq[s + {r * steps}]") for r in range(rows)]
+        sums = [byte_dots.scale_sum(type, f"c{r}_{v}", f"sq[s + {r * steps}]") for r in range(rows)]
         out += [f"total{r}_{v} = fma_({value}, d{r}, total{r}_{v});" for r, value in enumerate(sums)]
         out.append("}")
     return out

@@ -56,7 +56,7 @@ def build(spec: QuantGemmSpec, s: CodesDots) -> CPUKernel:
     own = up(4 * gemm.m * (TILE * gemm.parts + 1), 64)      # sums, and what they start with
     rows = "m" if gemm.symbolic else str(gemm.m)
     body = f"""
-  {decode.packed_of(spec.buffers)}
+  {decode.declare_matrix(spec.buffers)}
   s32 (*sums)[{TILE}] = (s32 (*)[{TILE}])((u8 *)work + core_id * {own}ll);
   s32 *start = (s32 *)(sums + {gemm.parts * gemm.m});
   a += {gemm.a.offset};

@@ -61,7 +61,7 @@ def build(spec: QuantGemmSpec, s: CodesAmx) -> CPUKernel:
     gemm, k, across, count = spec.gemm, spec.gemm.k, _across(spec), -(-spec.gemm.n // TILE)
     own = s.block_m * (4 * 2 * TILE * gemm.parts + k)       # sums, and a block's rows
     body = f"""
-  {decode.packed_of(spec.buffers)}
+  {decode.declare_matrix(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   s32 (*sums)[{s.block_m}][{2 * TILE}] = (s32 (*)[{s.block_m}][{2 * TILE}])own;
   s8 *q = (s8 *)(sums + {gemm.parts});

@@ -2,7 +2,8 @@
 
 Protocol: `step(spec, isa, columns, at)` are lines, and an expression of each column of a step, W outputs side
 by side: numbers less shift and zero, of codes in words that the lines load (tiles.py). Scales make up for
-what they are too small by: `lsb`, and of 8-bit floats `larger`; or `scaled`, where activations are raised.
+what they are too small by: `lsb`, and of 8-bit floats `larger`; or `scale_factor`, where activations are
+raised.
 
 Four bits, and codebooks of them, are looked up in one register of AVX-512 (in two of AVX2, where numbers are
 no integers). The bits of an 8-bit float become those of a float32 whose exponent has the same bits: it is
@@ -28,14 +29,14 @@ def is_small(type: QType) -> bool:
     return type.element.dtype in _SMALL
 
 
-def scaled(type: QType, isa: ISA) -> float:
-    """What scales are multiplied with, where activations are raised."""
+def scale_factor(type: QType, isa: ISA) -> float:
+    """Returns what scales are multiplied with, where activations are raised."""
     return 2.0 ** (_SMALL[type.element.dtype][2] - 64) if is_small(type) else lsb(type, isa)
 
 
 def lsb(type: QType, isa: ISA) -> float:
-    """What scales are multiplied with."""
-    return 1.0 if is_small(type) or _looked_up(type, isa) else type.element.lsb
+    """Returns what scales are multiplied with."""
+    return 1.0 if is_small(type) or _uses_lookup(type, isa) else type.element.lsb
 
 
 def larger(type: QType) -> str:
@@ -45,7 +46,7 @@ def larger(type: QType) -> str:
 
 def functions(type: QType, isa: ISA) -> str:
     """The functions that columns call."""
-    if not _looked_up(type, isa): return ""
+    if not _uses_lookup(type, isa): return ""
     numbers = type.element.values or [float(code - type.shift) for code in range(16)]
     return decode.book(numbers, 4)
 
@@ -53,7 +54,7 @@ def functions(type: QType, isa: ISA) -> str:
 def step(spec: QuantGemmSpec, isa: ISA, columns: int, at: int) -> tuple[list[str], list[str]]:
     """Lines of C, and an expression of each column."""
     type, lines = spec.type, tiles.loads(spec, columns, at)
-    signed, looked_up = tiles.signed(type), _looked_up(type, isa)
+    signed, looked_up = tiles.is_signed(type), _uses_lookup(type, isa)
     if not (looked_up or signed or is_small(type)): lines += tiles.quads(spec, columns, at)
     shift = 0 if looked_up or signed or is_small(type) else tiles.shift(type)
     zero = " + ".join([*["zero"] * type.zeros, *[f"{float(shift)}f"] * (shift > 0)])
@@ -76,5 +77,5 @@ def step(spec: QuantGemmSpec, isa: ISA, columns: int, at: int) -> tuple[list[str
 def _wide(isa: ISA) -> bool: return isa.lanes == 16 and not isa.emulated
 
 
-def _looked_up(type: QType, isa: ISA) -> bool:
+def _uses_lookup(type: QType, isa: ISA) -> bool:
     return type.bits == 4 and (_wide(isa) or bool(type.element.values and not type.element.lsb))

@@ -2,7 +2,7 @@
 
 Protocol: `functions(type, n, k)` is text that defines
 
-    matrix                       a struct of the pointers to buffers; `packed_of` makes one of them
+    matrix                       a struct of the pointers to buffers; `declare_matrix` makes one of them
     value_(w, n, k)              W numbers of codes from column k on, a multiple of W, which are all there
     factors_(w, n, k)            scale, zero (shift in it) and min of these columns, as vectors of W lanes
     weight_(v, f)                numbers with factors: elements
@@ -54,7 +54,7 @@ def pointers(have: Mapping[str, Buffer]) -> list[tuple[str, str]]:
     return [(c_type(one.dtype), name) for name, one in have.items()]
 
 
-def packed_of(have: Mapping[str, Buffer]) -> str:
+def declare_matrix(have: Mapping[str, Buffer]) -> str:
     """C that declares `w`, the struct of all pointers."""
     return f"const matrix w = {{{', '.join(have)}}};"
 

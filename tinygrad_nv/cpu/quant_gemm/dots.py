@@ -69,7 +69,7 @@ def build(spec: QuantGemmSpec, s: QuantDots) -> CPUKernel:
     panels = f"""if ({count_m} >= {byte_panels.FEWEST_ROWS})
         panels_(w, p * {count} + t, {count_m}, q, d, sq, start, sums + p * {gemm.m}); else""" if many else ""
     body = f"""
-  {decode.packed_of(spec.buffers)}
+  {decode.declare_matrix(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{TILE}] = (float (*)[{TILE}])own;
   float *d = (float *)(sums + {gemm.parts * gemm.m});
@@ -182,7 +182,7 @@ def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
     """C of bytes: for each block the steps in it."""
     type, k, step = spec.type, spec.gemm.k, tiles.step_of(spec.type)
     steps, blocks = k // step, k // INT8_BLOCK
-    begin = "(vi)start[s + {}]" if tiles.shift(type) and not byte_dots.turned(type, isa) else "(vi)0"
+    begin = "(vi)start[s + {}]" if tiles.shift(type) and not byte_dots.has_sign_in_a(type, isa) else "(vi)0"
     out = _fetches(spec, isa, rows)
     for at in range(0, INT8_BLOCK, step):
         out.append(f"{{ const s64 k = at + {at}, s = k / {step};")
@@ -190,7 +190,7 @@ def _bytes(spec: QuantGemmSpec, isa: ISA, rows: int) -> str:
         out += tiles.loads(spec, step, at) + tiles.quads(spec, step, at)
         out += [f"vi c{r} = {begin.format(r * steps)};" for r in range(rows)]
         out += byte_dots.products(type, isa, step, rows, "q + k", k)
-        sums = (byte_dots.scaled(type, f"c{r}", f"sq[s + {r * steps}]") for r in range(rows))
+        sums = (byte_dots.scale_sum(type, f"c{r}", f"sq[s + {r * steps}]") for r in range(rows))
         out += [f"total{r} = fma_({value}, (vf)d[b + {r * blocks}], total{r});"
                 for r, value in enumerate(sums)]
         out.append("}")
@@ -221,7 +221,7 @@ def _numbers(spec: QuantGemmSpec, isa: ISA, rows: int, chains: int) -> str:
     sums = {r: [f"s{r}_{c}" for c in range(chains)] for r in range(rows)}
     zeros = _zeros([name for each in sums.values() for name in each])
     factors = [f"const vf {name} = {text};"
-               for name, text in tiles.factors(spec, columns.scaled(type, isa)).items()]
+               for name, text in tiles.factors(spec, columns.scale_factor(type, isa)).items()]
     step, run = tiles.step_of(type), tiles.run_of(type, k)
     scaled = " ".join(f"total{r} = fma_({' + '.join(each)}, scale, total{r});" for r, each in sums.items())
     plain = " ".join(f"total{r} = {' + '.join(each)};" for r, each in sums.items())

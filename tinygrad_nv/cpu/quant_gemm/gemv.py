@@ -55,9 +55,9 @@ def build(spec: QuantGemmSpec, s: QuantGemv) -> CPUKernel:
     wide, chunks = up(k, lanes) + lanes, -(-gemm.n // s.block_n)
     rows = "m" if gemm.symbolic else str(gemm.m)
     body = f"""
-  {decode.packed_of(spec.buffers)}
+  {decode.declare_matrix(spec.buffers)}
   float *wide = (float *)work + core_id * {gemm.m * wide}ll;
-  for (s64 i = 0; i < {rows}; i++) {{ {_widened(spec, wide)} }}
+  for (s64 i = 0; i < {rows}; i++) {{ {_widen_row(spec, wide)} }}
   for (s64 i = {rows}; i < {gemm.m}; i++) for (s64 k = 0; k < {wide}; k++) wide[i * {wide} + k] = 0;
   float sums[{gemm.parts * gemm.m}][{up(s.block_n, lanes)}] __attribute__((aligned(64)));
   const s64 end = (s64)(core_id + 1) * {chunks} / {s.parts};
@@ -78,7 +78,7 @@ def build(spec: QuantGemmSpec, s: QuantGemv) -> CPUKernel:
                   4 * s.parts * gemm.m * wide, decode.functions(spec.type, n, k, lanes))
 
 
-def _widened(spec: QuantGemmSpec, wide: int) -> str:
+def _widen_row(spec: QuantGemmSpec, wide: int) -> str:
     """C that copies row i of a into `wide`, zeros behind it."""
     a, k = spec.gemm.a, spec.gemm.k
     kind, row = short(a.dtype), f"a + {a.offset} + i * {a.mn}ll"

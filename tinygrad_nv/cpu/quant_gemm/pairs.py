@@ -45,17 +45,18 @@ def shifts(type: QType) -> list[int]:
 
 
 def middle(type: QType) -> int:
-    """What codes are less, beside the shift."""
+    """Returns what codes are less, beside the shift."""
     return 1 << type.bits - 1 if type.zeros else 0
 
 
 def books(type: QType) -> list[tuple[int, list[float]]]:
-    """What is looked up of a code, added: the first of five bits, and numbers of all of them."""
+    """Returns the tables a code is looked up in, whose entries are added: the first of five bits, and numbers
+    of all of them."""
     less = type.shift + middle(type)
     if type.bits < 8:
         numbers = type.element.values or [float(code - less) for code in range(1 << type.bits)]
         return [(0, [numbers[i % len(numbers)] for i in range(32)])]
-    sign = 256 if tiles.signed(type) else 0
+    sign = 256 if tiles.is_signed(type) else 0
     upper = [32 * (i % 8) - less - (sign if i % 8 >= 4 else 0) for i in range(32)]
     return [(0, [float(i) for i in range(32)]), (5, [float(number) for number in upper])]
 

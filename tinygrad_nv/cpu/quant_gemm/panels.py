@@ -77,7 +77,7 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     pitch = up(units, 16) + 16      # rows at distances of a power of two would share sets of the cache
     own = 4 * s.block_m * (TILE * gemm.parts + pitch)
     body = f"""
-  {decode.packed_of(spec.buffers)}
+  {decode.declare_matrix(spec.buffers)}
   u8 *own = (u8 *)work + core_id * {own}ll;
   float (*sums)[{s.block_m}][{TILE}] = (float (*)[{s.block_m}][{TILE}])own;
   u32 *x = (u32 *)(sums + {gemm.parts}), panel[{UNITS} * {TILE}] __attribute__((aligned(64)));
@@ -88,7 +88,7 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
     const s64 m0 = item / {across} * {s.block_m}, t = item % {across}, n0 = t * {TILE};
     const s64 rows = every - m0 < {s.block_m} ? every - m0 : {s.block_m};
     const s64 columns = {gemm.n} - n0 < {TILE} ? {gemm.n} - n0 : {TILE};
-    if (m0 != before) {{ before = m0; {_brought(spec, kind, pitch)} }}
+    if (m0 != before) {{ before = m0; {_load_rows(spec, kind, pitch)} }}
     for (s64 p = 0; p < {gemm.parts}; p++) for (s64 u = 0; u < {units}; u += {UNITS}) {{
       const s64 count = {units} - u < {UNITS} ? {units} - u : {UNITS};
       for (s64 l = 0; l < {TILE}; l += W) unpack_(w, p * {across} + t, l, u * {per}, count, panel);
@@ -108,17 +108,17 @@ def build(spec: QuantGemmSpec, s: QuantPanels) -> CPUKernel:
                   s.parts * own, "\n".join(before))
 
 
-def _brought(spec: QuantGemmSpec, kind: str, pitch: int) -> str:
-    """C that brings the rows of a block into the workspace, in units."""
+def _load_rows(spec: QuantGemmSpec, kind: str, pitch: int) -> str:
+    """Returns C that copies the rows of a block into the workspace, in units."""
     a = spec.gemm.a
     return f"""for (s64 i = 0; i < rows; i++) {{
       const {c_type(a.dtype)} *p = a + {a.offset} + (m0 + i) * {a.mn}ll;
-      {brought_row(spec, kind, 'p', f'x + i * {pitch}', 'order')}
+      {load_row(spec, kind, 'p', f'x + i * {pitch}', 'order')}
     }}"""
 
 
-def brought_row(spec: QuantGemmSpec, kind: str, row: str, to: str, order: str) -> str:
-    """C that brings a row into units."""
+def load_row(spec: QuantGemmSpec, kind: str, row: str, to: str, order: str) -> str:
+    """Returns C that copies a row into units."""
     a, k, name = spec.gemm.a, spec.gemm.k, short(spec.gemm.a.dtype)
     element = "u16" if kind == "pair" else "float"
     at = f"{f'({order})[k]' if spec.type.permuted else 'k'} * {a.k}ll"
@@ -182,7 +182,7 @@ NOINLINE void panel_(const u32 *restrict panel, const u32 *restrict x, s64 count
 
 
 def tiles_micro(pitch: int) -> str:
-    """The same of two AMX tiles of rows."""
+    """Returns the micro kernel of two AMX tiles of rows."""
     each = (0, 1)
     loads = " ".join(f"tile_load({r}, to + {16 * r}, {4 * TILE});" for r in each)
     read = " ".join(f"tile_load({4 + r}, x + u + {16 * r * pitch}, {4 * pitch});" for r in each)

@@ -11,7 +11,8 @@ from tinygrad_nv.quant.types import TILE
 
 @dataclass(frozen=True)
 class QuantGemv(CPUSchedule):
-    """Of few rows (gemv.py): chunks of `block_n` outputs, `block_m` rows of a by `rows` of them at a time."""
+    """Schedule of few rows (gemv.py): chunks of `block_n` outputs, `block_m` rows of a by `rows` of them at a
+    time."""
     block_m: int = 1
     block_n: int = 0
     rows: int = 1
@@ -24,7 +25,7 @@ class QuantGemv(CPUSchedule):
 
 @dataclass(frozen=True)
 class QuantDots(CPUSchedule):
-    """Of a matrix in tiles (dots.py): `rows` rows of a at a time."""
+    """Schedule of a matrix in tiles (dots.py): `rows` rows of a at a time."""
     rows: int = 0
     template: ClassVar[str] = "quant_dots"
 
@@ -33,7 +34,7 @@ class QuantDots(CPUSchedule):
 
 @dataclass(frozen=True)
 class CodesDots(CPUSchedule):
-    """Of codes times a matrix in tiles (codes.py): `rows` rows of a at a time."""
+    """Schedule of codes times a matrix in tiles (codes.py): `rows` rows of a at a time."""
     rows: int = 0
     template: ClassVar[str] = "codes_dots"
 
@@ -42,7 +43,8 @@ class CodesDots(CPUSchedule):
 
 @dataclass(frozen=True)
 class CodesAmx(CPUSchedule):
-    """Of codes times a matrix in tiles, by AMX tiles (codes_amx.py): blocks of `block_m` rows of a."""
+    """Schedule of codes times a matrix in tiles, by AMX tiles (codes_amx.py): blocks of `block_m` rows of
+    a."""
     block_m: int = 0
     template: ClassVar[str] = "codes_amx"
 
@@ -51,7 +53,7 @@ class CodesAmx(CPUSchedule):
 
 @dataclass(frozen=True)
 class QuantAmx(CPUSchedule):
-    """Of a matrix in tiles, by AMX tiles (amx.py): blocks of `block_m` rows of a."""
+    """Schedule of a matrix in tiles, by AMX tiles (amx.py): blocks of `block_m` rows of a."""
     block_m: int = 0
     template: ClassVar[str] = "quant_amx"
 
@@ -60,7 +62,8 @@ class QuantAmx(CPUSchedule):
 
 @dataclass(frozen=True)
 class QuantPanels(CPUSchedule):
-    """Of a matrix in tiles, dequantised (panels.py): blocks of `block_m` rows of a, `rows` in registers."""
+    """Schedule of a matrix in tiles, dequantised (panels.py): blocks of `block_m` rows of a, `rows` in
+    registers."""
     block_m: int = 0
     rows: int = 0
     template: ClassVar[str] = "quant_panels"
@@ -71,5 +74,5 @@ class QuantPanels(CPUSchedule):
 
 @dataclass(frozen=True)
 class QuantGemm(CPUGemm):
-    """Of many rows (blocked.py)."""
+    """Schedule of many rows (blocked.py)."""
     template: ClassVar[str] = "quant_gemm"

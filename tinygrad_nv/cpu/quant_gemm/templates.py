@@ -28,11 +28,11 @@ CODES_AMX = template(QuantGemmSpec, CodesAmx, codes_amx.default, codes_amx.probl
 CODES_DOTS = template(QuantGemmSpec, CodesDots, codes.default, codes.problems, codes.__name__)
 
 
-def _ordered(spec: QuantGemmSpec, target: CPU) -> Ordered | None:
+def _order_schedule(spec: QuantGemmSpec, target: CPU) -> Ordered | None:
     """The blocked kernel, which takes every number of rows (cpu/gemm/ordered.py)."""
     if spec.int8: return None
     made = in_blocks(blocked.default(spec, target), spec.gemm, target)
     return None if GEMM.problems(spec, made, target) else Ordered(made, words(made))
 
 
-FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM), orders=_ordered)
+FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM), orders=_order_schedule)

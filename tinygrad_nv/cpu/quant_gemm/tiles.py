@@ -48,7 +48,7 @@ def run_of(type: QType, k: int) -> int:
 
 
 def shift(type: QType) -> int:
-    """What bytes without a sign are too large by."""
+    """Returns what bytes without a sign are too large by."""
     if type.element.values and type.element.lsb: return -int(min(type.element.values) / type.element.lsb)
     return type.shift + (128 if type.element.dtype == dtypes.int8 else 0)
 
@@ -120,7 +120,7 @@ def quads(spec: QuantGemmSpec, step: int, at: int) -> list[str]:
             whole = at // 4 + quad
             right, mask = whole % each * bits - to, ((1 << bits) - 1 << to) * 0x01010101
             read = f"{name}{quad // each * each}"
-            if bits == 8: terms.append(read + (" ^ (s32)0x80808080" if signed(type) else ""))
+            if bits == 8: terms.append(read + (" ^ (s32)0x80808080" if is_signed(type) else ""))
             else:
                 if right: read = f"(vi)((vu){read} >> {right})" if right > 0 else f"({read} << {-right})"
                 terms.append(f"({read} & (s32){mask:#x})")
@@ -135,7 +135,7 @@ def planes(spec: QuantGemmSpec) -> list[tuple[str, int, int]]:
     return [("codes", low, 0), *[("high", bits - low, low)] * (bits > low)]
 
 
-def signed(type: QType) -> bool:
+def is_signed(type: QType) -> bool:
     """Whether codes of 8 bits have a sign in memory."""
     return type.element.dtype == dtypes.int8
 

@@ -82,7 +82,7 @@ def _order(l: Layout, half: str) -> str:
     return f"w.order + (e * {l.spec.grouped.halves} + {half}) * {l.spec.grouped.k}ll"
 
 
-def _finished(l: Layout) -> str:
+def _finish_tile(l: Layout) -> str:
     """C that finishes the sums of a tile."""
     made = ", ".join(f"load_f32(sums[{h}][i] + j)" for h in range(l.spec.grouped.halves))
     return f"""const s64 n0 = t * {TILE}, left = {l.spec.grouped.columns} - n0;
@@ -106,7 +106,7 @@ NOINLINE void few_(const operands *p, matrix w, s64 e, s64 i0, s64 rows, s64 t0,
   float *const brought = (float *)(sums + {one.halves});
   if (!again) for (s64 h = 0; h < {l.copies}; h++) {{
     {_pointers(l, s)}
-    for (s64 i = 0; i < rows; i++) {{ {_brought(l)} }}
+    for (s64 i = 0; i < rows; i++) {{ {_load_row(l)} }}
   }}
   for (s64 t = t0; t < t1; t++) {{
     for (s64 h = 0; h < {one.halves}; h++) {{
@@ -114,7 +114,7 @@ NOINLINE void few_(const operands *p, matrix w, s64 e, s64 i0, s64 rows, s64 t0,
       {_pointers(l, s)}
       {many}for (s64 lane = 0; lane < {TILE}; lane += W) {{ s64 i = 0; {calls} }}
     }}
-    {_finished(l)}
+    {_finish_tile(l)}
   }}
 }}"""
 
@@ -131,8 +131,8 @@ def _pointers(l: Layout, s: CPUQuantGrouped) -> str:
     return f"{out} u16 *const x = (u16 *)(d + {m * (k // tiles.run_of(type, k))});" if l.pairs else out
 
 
-def _brought(l: Layout) -> str:
-    """C that brings row i of a block."""
+def _load_row(l: Layout) -> str:
+    """Returns C that loads row i of a block."""
     order = _order(l, "h") if l.spec.type.permuted else "0"
     name = "quantise_" if l.spec.int8 else "arrange_" if l.pairs else "widen_"
     return f"{name}(source_(p, i0 + i), {order}, {dots.of_rows(l.matrix, l.isa)});"
@@ -166,7 +166,7 @@ NOINLINE void many_(const operands *p, matrix w, s64 e, s64 i0, s64 rows, s64 t0
       }}
       {ended}
     }}
-    {_finished(l)}
+    {_finish_tile(l)}
   }}
 }}"""
 
@@ -175,4 +175,4 @@ def _units(l: Layout, copy: str) -> str:
     """C that brings row i in units."""
     to = f"brought{copy} + i * {l.pitch}"
     return f"""const {c_type(l.spec.grouped.dtype)} *from = source_(p, i0 + i);
-    {panels.brought_row(l.matrix, l.kind, 'from', to, _order(l, 'h'))}"""
+    {panels.load_row(l.matrix, l.kind, 'from', to, _order(l, 'h'))}"""

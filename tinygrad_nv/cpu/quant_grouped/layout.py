@@ -36,7 +36,7 @@ class CPUQuantGrouped(CPUSchedule):
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from a spec and an instruction set."""
+    """Layout that follows from a spec and an instruction set."""
     spec: QuantGroupedSpec
     isa: ISA
 
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def kind(self) -> str:
-        """What units of many rows are."""
+        """Kind of units of many rows."""
         return kind_of(self.matrix.gemm, self.isa)
 
     @property
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row that was brought for dot products."""
+        """Bytes of a row that was copied for dot products."""
         k, type = self.spec.grouped.k, self.spec.type
         if self.spec.int8: return k + 4 * (k // INT8_BLOCK) + 8 * (k // tiles.step_of(type))
         return 2 * k + 4 * (k // tiles.run_of(type, k)) if self.pairs else 4 * k

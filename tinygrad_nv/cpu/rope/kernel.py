@@ -37,7 +37,7 @@ def default(spec: RopeSpec, target: CPU) -> CPURope:
 
 
 def default_gradient(spec: RopeSpec, target: CPU) -> CPURopeGradient:
-    """The same of a gradient."""
+    """Returns the default schedule of a gradient."""
     return CPURopeGradient(target.isa, _parts(spec, target))
 
 
@@ -100,18 +100,18 @@ def _functions(spec: RopeSpec, back: bool) -> str:
     const vf a = {load}{kind}(from + e{count}), b = {load}{kind}(from + {half} + e{count});
     const vf c = {load}{angle}(cos + e{count}), s = {load}{angle}(sin + e{count});
     {store}{kind}(to + e, {low}{count}); {store}{kind}(to + {half} + e, {high}{count});"""
-    def moved(first: int) -> str:
+    def move(first: int) -> str:
         return f"""
   s64 n = {first};
   for (; n + W <= {spec.d}; n += W) store_{kind}(to + n, load_{kind}(from + n));
   if (n < {spec.d}) store_n_{kind}(to + n, load_n_{kind}(from + n, {spec.d} - n), {spec.d} - n);"""
     return f"""
-INLINE void copy_({given}) {{{moved(0)}
+INLINE void copy_({given}) {{{move(0)}
 }}
 INLINE void turn_({given}{angles}) {{
   s64 e = 0;
   for (; e + W <= {half}; e += W) {{{step("load_", "store_", "")}
   }}
   if (e < {half}) {{{step("load_n_", "store_n_", f", {half} - e")}
-  }}{moved(2 * half) if 2 * half < spec.d else ""}
+  }}{move(2 * half) if 2 * half < spec.d else ""}
 }}"""

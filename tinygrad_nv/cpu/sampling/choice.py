@@ -66,7 +66,7 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     const u32 key[3] = {{high, low ^ high ^ 0x1bd11bda, low}};
     const int drawn = number[{int(Number.temperature)}] > 0.f;"""
     if not spec.draw: seed = ""
-    stored = _stored(spec) if cut == 1 else \
+    stored = _store_result(spec) if cut == 1 else \
         "out[2 * piece] = nan ? 0x7fc00000 : bits_(best); out[2 * piece + 1] = at;"
     body = f"""
   const s64 every = {spec.rows * cut}, steps = ({spec.size} + 2 * W - 1) / (2 * W);
@@ -105,10 +105,10 @@ def whole(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel | Chain:
     """The kernel, or both where a row is chosen from in pieces."""
     made, cut = build(spec, schedule), pieces(spec, schedule)
     if cut == 1: return made
-    return Chain(made, merged(spec, schedule), Scratch(dtypes.int32, 2 * cut * spec.rows))
+    return Chain(made, merge_pieces(spec, schedule), Scratch(dtypes.int32, 2 * cut * spec.rows))
 
 
-def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
+def merge_pieces(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     """The kernel after that of several pieces: tokens or keys; what that has found."""
     cut = pieces(spec, schedule)
     body = f"""
@@ -121,14 +121,14 @@ def merged(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
       nan |= x != x;
       if (x > best) best = x, at = found[2 * piece + 1];
     }}
-    {_stored(spec)}
+    {_store_result(spec)}
   }}"""
     out = [(_C_TYPE[spec.made], "out")]
     return kernel(f"pieces_{spec.rows}x{cut}", schedule.isa, body, out, [("s32", "pieces")], before=_BEFORE)
 
 
-def _stored(spec: ChoiceSpec) -> str:
-    """A row's result."""
+def _store_result(spec: ChoiceSpec) -> str:
+    """Returns C that stores a row's result."""
     if spec.first is None: return f"out[row] = nan ? {spec.size} : at;"
     return f"out[row] = nan ? ~0ull : key_(best, (u32)at + {spec.first}u);"
 

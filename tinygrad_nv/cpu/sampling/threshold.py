@@ -62,7 +62,7 @@ def build(spec: FilterSpec, schedule: CPUThreshold) -> CPUKernel:
     if (goal != __builtin_inff()) {{
       s32 count[{LANES}];
       {_floor(spec)}
-      {_sifted(spec)}
+      {_sift(spec)}
       for (int shift = 28; shift >= 0; shift -= 4) {{ {_turn(spec, schedule)} }}
     }}
     for (s64 i = 0; i < {spec.size}; i += W) {{
@@ -99,7 +99,7 @@ def _floor(spec: FilterSpec) -> str:
         if (sum_(near[d]) > goal * 1.001f) floor = (u32)ordered((vf)(most - range * down[d]))[0];"""
 
 
-def _sifted(spec: FilterSpec) -> str:
+def _sift(spec: FilterSpec) -> str:
     """The elements that may be kept, lane by lane, to the workspace, and how many of each lane they are."""
     store, add = ("", "total += count[lane];") if spec.counted else (
         "mass[start + kept] = weights[start + j + i];",

@@ -241,37 +241,38 @@ class Core:
     def _append(self, block: CodeBlock, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> None:
         kinds = (opcode, _kind(guard), *map(_kind, operands))
         places = self.checked.get(kinds)
-        if places is None: places = self.checked[kinds] = self._checked(opcode, operands, guard)
+        if places is None: places = self.checked[kinds] = self._check(opcode, operands, guard)
         if self.current is not self.head:
             for place in places:
                 written = operands[place]
-                if type(written) is not Value: _written(written)
+                if type(written) is not Value: _check_writable(written)
                 elif written.fixed: written.writable()
         self.open_if = None
         block.lines.append((f"@{guard} {opcode}" if guard is not None else opcode, operands))
 
-    def _checked(self, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> tuple[int, ...]:
+    def _check(self, opcode: str, operands: tuple[Any, ...], guard: Value | None) -> tuple[int, ...]:
         """Checks an instruction against the table; the places of the operands it writes."""
         mnemonic, *modifiers = opcode.split(".")
         made = [self._operand(each, mnemonic) for each in operands]
         by = None if guard is None else syntax.Register(guard.name, guard.kind)
         instruction = syntax.Instruction(mnemonic, tuple(modifiers), by, False, tuple(made),
                                          self._writer()[1])
-        try: form, slots = isa.checked(instruction, self.arch, self.version)
+        try: form, slots = isa.check_instruction(instruction, self.arch, self.version)
         except PTXError as error:
-            raise self._located(error) from None
+            raise self._locate_error(error) from None
         if opcode.startswith(("cp.async.ca.", "cp.async.cg.")) and "L2::cache_hint" in modifiers:
-            raise self._located(PTXError(
+            raise self._locate_error(PTXError(
                 f"{opcode}: a copy with a cache policy, of which ptxas 12.9 and 13.0 make an illegal LDGSTS "
                 "where the shared address is the sum of a register and a uniform register", instruction.line,
                 "cp.async without .L2::cache_hint", "leave the policy out, or copy with cp.async.bulk"))
         use = form.use(instruction.modifiers)
         for slot, operand in zip(slots, instruction.operands, strict=True):
             if wrong := isa.cut(slot, operand, use):
-                raise self._located(PTXError(f"{opcode}: {wrong}", instruction.line, isa.form_text(form)))
+                raise self._locate_error(PTXError(f"{opcode}: {wrong}", instruction.line,
+                                                  isa.form_text(form)))
         return tuple(place for place, slot in enumerate(slots) if slot.dest)
 
-    def _located(self, error: PTXError) -> PTXError:
+    def _locate_error(self, error: PTXError) -> PTXError:
         """The error with the writer's file in place of a line of text."""
         file, line = self._writer()
         words = error.found.removeprefix(f"line {line}: ")
@@ -320,8 +321,9 @@ CHECKED: dict[tuple[str, tuple[int, int]], dict[tuple[Any, ...], tuple[int, ...]
 
 
 def _kind(value: Any) -> Any:
-    """What of an operand the instruction table looks at: types, not names; the values of integers alone."""
-    if type(value) is Value: return value.typed
+    """Returns what the instruction table looks at in an operand: types, not names; the values of integers
+    alone."""
+    if type(value) is Value: return value.table_type
     if isinstance(value, int): return int(value)
     if isinstance(value, list | tuple): return tuple(map(_kind, value))
     if isinstance(value, MemoryOperand): return (MemoryOperand, _kind(value.base), *map(_kind,
@@ -331,7 +333,7 @@ def _kind(value: Any) -> Any:
     return type(value)
 
 
-def _written(operand: Any) -> None:
-    """Registers of a kernel's inputs are not written."""
+def _check_writable(operand: Any) -> None:
+    """Raises `PTXError` for registers of a kernel's inputs, which are not written."""
     for each in operand if isinstance(operand, list | tuple) else [operand]:
         if isinstance(each, Value): each.writable()

@@ -28,7 +28,7 @@ class Flow(Core):
     def _mark(self, label: Label) -> None: self.current.lines.append(f"{label.name}:")
 
     @contextmanager
-    def _indented(self) -> Iterator[None]:
+    def _indent(self) -> Iterator[None]:
         inner, outer = CodeBlock(), self.current
         outer.lines.append(inner)
         self.current = inner
@@ -45,7 +45,7 @@ class Flow(Core):
         p = self._predicate(predicate)
         _, end = self._label("endif")
         self.emit("bra", end, guard=~p)
-        with self._indented(): yield
+        with self._indent(): yield
         self._mark(end)
         self.open_if = (self.current, len(self.current.lines), end)
 
@@ -58,7 +58,7 @@ class Flow(Core):
         self.current.lines.pop()  # the label: the block above jumps past this one first
         self.emit("bra", end)
         self._mark(start)
-        with self._indented(): yield
+        with self._indent(): yield
         self._mark(end)
 
     @contextmanager
@@ -94,7 +94,7 @@ class Flow(Core):
     def _inside(self, end: Label) -> Iterator[None]:
         self.loops.append(end)
         try:
-            with self._indented(): yield
+            with self._indent(): yield
         finally: self.loops.pop()
 
     def nounroll(self) -> None:

@@ -169,17 +169,17 @@ class Hopper(Flow):
         rest: list[Any] = [list(offsets)] if offsets else []
         if multicast is not None: opcode, rest = f"{opcode}.multicast::cluster", [*rest, multicast]
         if policy is not None: opcode, rest = f"{opcode}.L2::cache_hint", [*rest, policy]
-        self._aligned(tile)
+        self._check_alignment(tile)
         self.emit(opcode, tile, tensor_map.at(coordinates=coordinates), barrier, *rest)
 
     def tma_store(self, tensor_map: Value, coordinates: Sequence[Number], tile: MemoryOperand) -> None:
         """Stores a box; `tma_commit` and `tma_wait` follow."""
-        self._aligned(tile)
+        self._check_alignment(tile)
         self.emit(f"cp.async.bulk.tensor.{len(coordinates)}d.global.shared::cta.bulk_group",
                   tensor_map.at(coordinates=coordinates), tile)
 
-    def _aligned(self, tile: MemoryOperand) -> None:
-        """TMA's tiles begin at multiples of 128 bytes."""
+    def _check_alignment(self, tile: MemoryOperand) -> None:
+        """Raises `PTXError` for a tile of TMA that does not begin at a multiple of 128 bytes."""
         if isinstance(tile.base, Shared) and (tile.base.align % 128 or tile.offset % 128):
             self.fail(f"{tile.base.name}+{tile.offset}, aligned to {tile.base.align}, as a tile of TMA",
                       "a multiple of 128 bytes", "k.shared(name, nbytes, align=1024)")

@@ -18,7 +18,7 @@ Number = Union["Value", int, float]
 
 
 class Emitter(Protocol):
-    """What values need of a kernel."""
+    """Operations that values need of a kernel."""
 
     def emit(self, opcode: str, *operands: Any, guard: Value | None = None) -> None:
         """Appends an instruction."""
@@ -45,8 +45,8 @@ class Value:
         self.__dict__.update(kernel=kernel, name=name, kind=kind, negated=negated, fixed=fixed)
 
     @property
-    def typed(self) -> tuple[str, bool]:
-        """What the instruction table looks at."""
+    def table_type(self) -> tuple[str, bool]:
+        """Type that the instruction table looks at, and whether the value is negated."""
         return self.kind, self.negated
 
     # **** arithmetic: integers wrap, floats round to nearest ****
@@ -54,7 +54,7 @@ class Value:
     def __add__(self, other: Number) -> Value: return self._binary("add", other)
     def __radd__(self, other: Number) -> Value: return self._binary("add", other)
     def __sub__(self, other: Number) -> Value: return self._binary("sub", other)
-    def __rsub__(self, other: Number) -> Value: return self._lifted(other)._binary("sub", self)
+    def __rsub__(self, other: Number) -> Value: return self._lift(other)._binary("sub", self)
     def __mul__(self, other: Number) -> Value: return self._binary(self._multiply(), other)
     def __rmul__(self, other: Number) -> Value: return self._binary(self._multiply(), other)
     def __floordiv__(self, other: Number) -> Value: return self._integer("div", other)
@@ -104,7 +104,7 @@ class Value:
     def set(self, value: Number) -> Value:
         """Writes the register."""
         self.writable()
-        self.kernel.emit(f"mov.{self.kind}", self, self._checked(value))
+        self.kernel.emit(f"mov.{self.kind}", self, self._check_type(value))
         return self
 
     def to(self, kind: str) -> Value:
@@ -137,10 +137,10 @@ class Value:
 
     def _multiply(self) -> str: return "mul.lo" if family(self._type()) == "i" else "mul"
 
-    def _lifted(self, other: Number) -> Value:
+    def _lift(self, other: Number) -> Value:
         return other if isinstance(other, Value) else self.kernel.reg(self.kind, other)
 
-    def _checked(self, other: Number) -> Number:
+    def _check_type(self, other: Number) -> Number:
         """The other operand, of the same type or bits of the width."""
         if not isinstance(other, Value): return other
         same = other.kind == self.kind or (width(other.kind) == width(self.kind)
@@ -155,7 +155,7 @@ class Value:
         return made
 
     def _binary(self, opcode: str, other: Number) -> Value:
-        return self._new(opcode, self, self._checked(other))
+        return self._new(opcode, self, self._check_type(other))
 
     def _integer(self, opcode: str, other: Number) -> Value:
         kind = self._type()
@@ -186,7 +186,7 @@ class Value:
         if family(self.kind) == "f":
             self.kernel.fail(f"{self} is .{self.kind}", "an integer or a predicate", "move it to b32 first")
         made = self.kernel.reg(self.kind)
-        self.kernel.emit(f"{opcode}.{self._bit_type()}", made, self, self._checked(other))
+        self.kernel.emit(f"{opcode}.{self._bit_type()}", made, self, self._check_type(other))
         return made
 
     def _bit_type(self) -> str: return "pred" if self.kind == "pred" else f"b{width(self.kind)}"
@@ -198,13 +198,13 @@ class Value:
 
     def _compare(self, relation: str, other: Number) -> Value:
         made = self.kernel.reg("pred")
-        self.kernel.emit(f"setp.{relation}.{self._type()}", made, self, self._checked(other))
+        self.kernel.emit(f"setp.{relation}.{self._type()}", made, self, self._check_type(other))
         return made
 
     def _in_place(self, opcode: str, other: Number, bits: bool = False) -> Value:
         self.writable()
         kind = self._bit_type() if bits else self._type()
-        self.kernel.emit(f"{opcode}.{kind}", self, self, self._checked(other))
+        self.kernel.emit(f"{opcode}.{kind}", self, self, self._check_type(other))
         return self
 
 

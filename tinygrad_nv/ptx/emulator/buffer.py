@@ -11,8 +11,8 @@ from tinygrad_nv.errors import PTXError
 
 @dataclass(eq=False)
 class Buffer:
-    """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype
-    it was made with (uint8 when it was made by size). `copied()` gives its bytes for a run that leaves them
+    """Device memory: `ptr` its address, `nbytes` its size. `numpy()` gives a copy in the shape and dtype it
+    was made with (uint8 when it was made by size). `copy_data()` gives its bytes for a run that leaves them
     as they are, by `copy` where there is a cheaper way than to copy them all."""
     ptr: int
     data: np.ndarray                # uint8, the memory itself
@@ -25,7 +25,7 @@ class Buffer:
     @property
     def nbytes(self) -> int: return self.data.nbytes
 
-    def copied(self) -> np.ndarray: return self.data.copy() if self.copy is None else self.copy()
+    def copy_data(self) -> np.ndarray: return self.data.copy() if self.copy is None else self.copy()
 
     def numpy(self) -> np.ndarray: return self.data.copy().view(self.dtype).reshape(self.shape)
 

@@ -31,7 +31,7 @@ MOST_CALL_DEPTH = 100           # limit: calls of functions in each other, in PT
 LOCAL = {"param": "local", "param::func": "local"}
 
 
-def expanded(module: PTXModule, function: PTXFunction) -> PTXFunction:
+def expand_calls(module: PTXModule, function: PTXFunction) -> PTXFunction:
     """The function without calls. Raises `PTXError` at a call that cannot be expanded."""
     if not any(i.mnemonic == "call" for i in function.body): return function
     out = replace(function, variables={}, body=[], labels={}, tables={})
@@ -50,7 +50,7 @@ class Frame:
     chain: tuple[str, ...]
 
     def name(self, name: str) -> str:
-        """What one of the function's variables is called in the expansion."""
+        """Returns the name of one of the function's variables in the expansion."""
         if name in self.same: return self.same[name]
         own = self.function.variables.get(name)
         if own is not None: return name if own.space == "shared" else self.prefix + name

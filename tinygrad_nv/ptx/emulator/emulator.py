@@ -28,7 +28,7 @@ from tinygrad_nv.ptx.emulator.arguments import (
     triple,
 )
 from tinygrad_nv.ptx.emulator.buffer import Buffer, Multicast
-from tinygrad_nv.ptx.emulator.calls import expanded
+from tinygrad_nv.ptx.emulator.calls import expand_calls
 from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import library
@@ -60,7 +60,7 @@ class Known:
 
 
 @functools.lru_cache(8)  # of some MB each
-def _known(text: str) -> Known: return Known(parse(text))
+def _parse_known(text: str) -> Known: return Known(parse(text))
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class LoadedModule:
     def program(self, function: PTXFunction) -> Program:
         """An entry function, lowered."""
         if (made := self.known.programs.get(key := self._key(function.name))) is None:
-            whole = expanded(self.module, function)
+            whole = expand_calls(self.module, function)
             made = self.known.programs[key] = lower(self.module, whole, self.addresses)
         return made
 
-    def packed(self, program: Program, handler: Callable[[str], int]) -> tuple[bytes, Any]:
-        """Its ops, and the lists that they refer to."""
+    def pack(self, program: Program, handler: Callable[[str], int]) -> tuple[bytes, Any]:
+        """Returns a program's ops, and the lists that they refer to."""
         if (made := self.known.packed.get(key := self._key(program.name))) is None:
             ops, lists = program.pack(handler)
             made = self.known.packed[key] = ops, np.array([*lists, 0], np.int32)
@@ -143,7 +143,7 @@ class Emulator:
         self.next_address += -(-(data.nbytes + GAP) // GAP) * GAP
         return buffer
 
-    def mapped(self, data: np.ndarray) -> Buffer:
+    def map_memory(self, data: np.ndarray) -> Buffer:
         """Device memory that other processes have mapped, too. What they write is taken for written, and is
         looked for where threads poll; races with them are not found."""
         made = self._place(data, None, data.shape, data.dtype)
@@ -186,15 +186,15 @@ class Emulator:
         for a trace, and without `strict` also of a kernel that ptxas changes; without `keep`, what chosen
         CTAs wrote stays in memory. Raises `PTXError` naming the line or the argument that cannot be."""
         if timing is None:
-            return self.prepared(ptx_text, grid, block, args, entry, cluster, dynamic_smem, trace=trace,
+            return self.prepare_run(ptx_text, grid, block, args, entry, cluster, dynamic_smem, trace=trace,
                                  footprint=footprint, ahead=ahead, tapes=tapes).to_end()
-        made = functools.partial(self.prepared, ptx_text, grid, block, args, entry, cluster, dynamic_smem)
-        return self._timed(made, timing, log, keep, strict)
+        made = functools.partial(self.prepare_run, ptx_text, grid, block, args, entry, cluster, dynamic_smem)
+        return self._launch_timed(made, timing, log, keep, strict)
 
-    def prepared(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int],
+    def prepare_run(self, ptx_text: str, grid: int | Sequence[int], block: int | Sequence[int],
                  args: Sequence[object] = (), entry: str | None = None,
                  cluster: int | Sequence[int] = (1, 1, 1), dynamic_smem: int = 0, **options: Any) -> Run:
-        """A launch that has not begun. `options` are those of `Run`."""
+        """Returns a launch that has not begun. `options` are those of `Run`."""
         loaded = self._load(ptx_text)
         function = self._entry(loaded.module, entry)
         program = loaded.program(function)
@@ -204,17 +204,17 @@ class Emulator:
         shared = program.static_bytes + int(dynamic_smem)
         shape = check_launch(self.arch, loaded.module, program, *shape, shared, dynamic_smem)
         check_threads(program, shape[1], shape[2], self.max_memory)
-        return Run(self, loaded.packed(program, library().handler), program, shape, shared,
+        return Run(self, loaded.pack(program, library().handler), program, shape, shared,
                    pack_arguments(function, args), ptx_text, **options)
 
-    def _timed(self, made: Callable[..., Run], gpu: str | GPUFigures, log: int, keep: bool,
+    def _launch_timed(self, made: Callable[..., Run], gpu: str | GPUFigures, log: int, keep: bool,
                strict: bool) -> Report:
-        from tinygrad_nv.ptx.timing.model import predicted
+        from tinygrad_nv.ptx.timing.model import predict
         from tinygrad_nv.ptx.timing.shape import Shape
 
         def record(tapes: Tapes) -> None:
             kept = [(buffer, buffer.data) for buffer in self.buffers.values() if keep]
-            for buffer, _ in kept: buffer.data = buffer.copied()
+            for buffer, _ in kept: buffer.data = buffer.copy_data()
             check, self.check = self.check, False
             try: report = made(tapes=tapes).to_end()
             finally:
@@ -224,13 +224,14 @@ class Emulator:
                 if said.kind == LIMIT_KIND:
                     raise PTXError(f"PTX line {said.ptx_line}: {said}", said.ptx_line, "a launch that ends")
         began, one = time.perf_counter(), made()
-        found = predicted(one.text, self.arch, one.program.name,
+        found = predict(one.text, self.arch, one.program.name,
                           lambda uses: Shape(*one.shape, one.shared, uses), gpu, record,
                           [(each.ptr, each.nbytes) for each in self.buffers.values()], log, strict)
         return Report(seconds=time.perf_counter() - began, timing=found)
 
     def prepare(self, ptx_text: str, entry: str | None = None) -> None:
-        """What the first launch of a kernel begins with. Raises `PTXError` for text that cannot be run."""
+        """Prepares what the first launch of a kernel begins with. Raises `PTXError` for text that cannot be
+        run."""
         loaded = self._load(ptx_text)
         loaded.program(self._entry(loaded.module, entry))
 
@@ -238,7 +239,7 @@ class Emulator:
         if not isinstance(text, str): raise PTXError(f"PTX text is expected, not {type(text).__name__}")
         key = hashlib.sha256(text.encode()).digest()
         if key not in self.modules:
-            known, addresses = _known(text), {}
+            known, addresses = _parse_known(text), {}
             placed = [v for v in known.module.variables.values() if v.space in ("global", "const")]
             if (nbytes := sum(variable.nbytes for variable in placed)) > MOST_MODULE_BYTES:
                 raise PTXError(f"PTX line {placed[-1].line}: the variables of the module, up to "

@@ -62,8 +62,8 @@ class Runs:
         padded = np.concatenate(([0], self.flags, [0])).astype(np.uint8)
         return padded[np.searchsorted(self.bounds, places, "right")]
 
-    def merged(self, other: Runs) -> Runs:
-        """The bytes that either touches."""
+    def merge(self, other: Runs) -> Runs:
+        """Returns the bytes that either touches."""
         bounds = np.union1d(self.bounds, other.bounds)
         return Runs(bounds, self.at(bounds[:-1]) | other.at(bounds[:-1]))
 
@@ -82,7 +82,8 @@ class Runs:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What some work touched. Keys are the allocations: a `Buffer`, or page-locked memory of the host."""
+    """Bytes that some work touched. Keys are the allocations: a `Buffer`, or page-locked memory of the
+    host."""
     what: str
     runs: dict[object, Runs] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Where tensor-core instructions keep matrix elements: registers, shared memory, sparsity metadata.
+"""Places where tensor-core instructions keep matrix elements: registers, shared memory, sparsity metadata.
 
 Every function gives index arrays, computed by formula; csrc/mma.c and csrc/wgmma.c use the same formulas. In
 all of them a lane of a warp is 4 * g + q (g < 8, q < 4), and a 32-bit register holds E = 32 / bits elements,

@@ -59,7 +59,7 @@ def reduction(low: FunctionLowering) -> int:
 
 
 def places(*candidates: int | bool) -> tuple[int, ...]:
-    """Those that are there: what an op with a list reads."""
+    """Returns the candidates that are there: what an op with a list reads."""
     return tuple(int(place) for place in candidates if int(place) >= 0)
 
 

@@ -17,7 +17,7 @@ ACQUIRES, RELEASES, INITS = 1, 2, 4               # fence
 
 @lowers("bar", "bar.sync", "bar.arrive", "bar.red", "barrier", "barrier.sync", "barrier.arrive",
         "barrier.red")
-def named(low: FunctionLowering, instruction: Instruction) -> None:
+def lower_named_barrier(low: FunctionLowering, instruction: Instruction) -> None:
     """`bar{.cta}.{sync, arrive, red.op.type} …` and `barrier{.cta}…{.aligned}`; bar is always aligned."""
     kind = low.one_of("sync", "arrive", "red")
     operands = list(instruction.operands)

@@ -14,7 +14,7 @@ def branch(low: FunctionLowering, instruction: Instruction) -> None:
 
 
 @lowers("brx.idx")
-def indexed_branch(low: FunctionLowering, instruction: Instruction) -> None:
+def lower_brx_idx(low: FunctionLowering, instruction: Instruction) -> None:
     """`brx.idx{.uni} index, table;` with the table of a .branchtargets directive."""
     index, table = instruction.operands
     if not (isinstance(index, Register) and isinstance(table, Symbol) and table.name in low.function.tables):
@@ -50,7 +50,8 @@ def system_call(low: FunctionLowering, instruction: Instruction) -> None:
 
 
 def local_place(low: FunctionLowering, operand: Operand, nbytes: int) -> int:
-    """Where a parameter of a call is in a thread's local memory: a variable of at least so many bytes."""
+    """Returns where a parameter of a call is in a thread's local memory: a variable of at least so many
+    bytes."""
     if not isinstance(operand, Symbol) or operand.name not in low.local:
         raise low.fail("an argument that is no .param variable of the function")
     if not 0 <= operand.offset <= low.variables[operand.name].nbytes - nbytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.emulator.lower_operate import (
     ROUNDINGS,
-    checked,
+    check_width,
     dest,
     flags_of,
     instruction_of,
@@ -74,7 +74,7 @@ def convert(low: FunctionLowering, instruction: Instruction) -> None:
 
 def source_width(low: FunctionLowering, operand: Operand, kind: str) -> int:
     """Bytes of the place of a source, which may be wider than an integer type but not than a float's."""
-    if kind not in INTEGERS: checked(low, operand, kind)
+    if kind not in INTEGERS: check_width(low, operand, kind)
     if isinstance(operand, Register) and operand.kind != "special": return low.width_of(operand)
     return WIDTHS[kind]
 

@@ -31,7 +31,7 @@ def half(low: FunctionLowering, handler: str, kind: str, sources: int) -> None:
             vector=2 if kind.endswith("x2") else 1)
 
 
-def rounded(low: FunctionLowering, handler: str, kind: str, sources: int) -> None:
+def lower_rounding(low: FunctionLowering, handler: str, kind: str, sources: int) -> None:
     """An op of float.c that rounds in any direction."""
     mode = rounding(low)
     name = f"{handler}_round_f32" if kind == "f32" and mode else f"{handler}_{kind}"
@@ -47,7 +47,7 @@ def arithmetic(low: FunctionLowering, instruction: Instruction) -> None:
     only(low, *DIRECTED, "ftz", "sat", *(("relu", "oob") if name == "fma" else ()))
     kind = kind_of(low, *FLOATS)
     if kind in PACKED_FLOAT16S: half(low, "fma_oob" if low.has("oob") else name, kind, sources)
-    else: rounded(low, name, kind, sources)
+    else: lower_rounding(low, name, kind, sources)
     return None
 
 
@@ -63,7 +63,7 @@ def quotient(low: FunctionLowering, instruction: Instruction) -> None:
     rough = (name, kind, low.has("ftz")) == ("rcp", "f64", True) or (name, kind) == ("div", "f32")
     if low.has("approx") and rough:
         operate(low, f"{name}_approx_{kind}", (kind,) * (sources + 1), flags=flags_of(low))
-    else: rounded(low, name, kind, sources)
+    else: lower_rounding(low, name, kind, sources)
     return None
 
 

@@ -111,8 +111,8 @@ def multiply24(low: FunctionLowering, instruction: Instruction) -> None:
 # **** carry chains ****
 
 @lowers("addc", "subc", "madc")
-def carried(low: FunctionLowering, instruction: Instruction) -> None:
-    """The rest of a carry chain."""
+def continue_carry(low: FunctionLowering, instruction: Instruction) -> None:
+    """Lowers the rest of a carry chain."""
     carry(low, instruction.mnemonic, TAKES)
 
 
@@ -222,10 +222,10 @@ def permute(low: FunctionLowering, instruction: Instruction) -> None:
     kind_of(low, "b32")
     mode = low.one_of(*PRMT_MODES)
     if not mode: operate(low, "prmt_b32", ("b32",) * 4)
-    else: operate(low, "prmt_mode_b32", ("b32",) * 4, imm=packed(PRMT_MODES[mode]))
+    else: operate(low, "prmt_mode_b32", ("b32",) * 4, imm=pack_selectors(PRMT_MODES[mode]))
 
 
-def packed(selectors: tuple[int, ...]) -> int:
+def pack_selectors(selectors: tuple[int, ...]) -> int:
     """Four 16-bit numbers as a signed 64-bit one."""
     value = sum(selector << 16 * i for i, selector in enumerate(selectors))
     return value - (1 << 64) if value >> 63 else value

@@ -111,6 +111,6 @@ def discard(low: FunctionLowering, instruction: Instruction) -> None:
 
 
 def check_line(low: FunctionLowering, instruction: Instruction) -> None:
-    """These work on lines of 128 bytes."""
+    """Raises `PTXError` for instructions that do not work on lines of 128 bytes."""
     size = instruction.operands[1]
     if not isinstance(size, Immediate) or size.value != 128: raise low.fail("a size that is not 128", "128")

@@ -38,7 +38,7 @@ def bits_kind(kind: str) -> str:
     return f"b{8 * WIDTHS[kind]}" if WIDTHS[kind] else "pred"
 
 
-def checked(low: FunctionLowering, operand: Operand, kind: str) -> Operand:
+def check_width(low: FunctionLowering, operand: Operand, kind: str) -> Operand:
     """The operand, if it can hold a value of the type: registers have its width."""
     if isinstance(operand, Register) and operand.kind != "special":
         have, want = low.width_of(operand), {0: 0, 8: 8, 16: 16}.get(WIDTHS[kind], 4)
@@ -48,12 +48,12 @@ def checked(low: FunctionLowering, operand: Operand, kind: str) -> Operand:
 
 def source(low: FunctionLowering, operand: Operand, kind: str) -> int:
     """The place of a source, its width checked."""
-    return low.source(checked(low, operand, kind), kind)
+    return low.source(check_width(low, operand, kind), kind)
 
 
 def dest(low: FunctionLowering, operand: Operand, kind: str) -> int:
     """The place of a destination, its width checked."""
-    return low.dest(checked(low, operand, kind), kind)
+    return low.dest(check_width(low, operand, kind), kind)
 
 
 def operate(low: FunctionLowering, handler: str, kinds: tuple[str, ...], **fields: int) -> OpRecord:

@@ -29,7 +29,7 @@ def shape(low: FunctionLowering) -> tuple[int, int, int]:
     return m, n, k
 
 
-def packed(m: int, n: int, k: int) -> int:
+def pack_shape(m: int, n: int, k: int) -> int:
     """A shape for Op.more."""
     return m | n << 8 | k << 18
 
@@ -87,14 +87,14 @@ def mma(low: FunctionLowering, instruction: Instruction) -> None:
                *registers(low, operands[3], counts[0], kind, "C"))
     if d == "f64":
         rounding = ROUNDINGS.index(low.one_of(*ROUNDINGS, default="rn"))
-        low.emit("mma_f64", more=packed(m, n, k), flags=rounding, list=out + sources, reads=sources,
+        low.emit("mma_f64", more=pack_shape(m, n, k), flags=rounding, list=out + sources, reads=sources,
                  writes=out)
         return
     flags = RESULTS[d] | SATURATE * low.has("satfinite") | XOR * low.has("xor")
     if sparse:
         sources = (*sources, low.source(operands[4], "b32"))
         flags |= SPARSE | selector(low, operands[5], most_selector(a, k)) << SELECTOR
-    low.emit("mma", more=packed(m, n, k), width=ELEMENTS[a], vector=ELEMENTS[b], flags=flags,
+    low.emit("mma", more=pack_shape(m, n, k), width=ELEMENTS[a], vector=ELEMENTS[b], flags=flags,
              list=out + sources, reads=sources, writes=out)
 
 
@@ -203,7 +203,7 @@ def wmma_mma(low: FunctionLowering, instruction: Instruction) -> None:
     places = [registers(low, operand, count, kind, what, written=what == "D")
               for operand, count, what in zip(operands, counts, "DABC", strict=True)]
     sources = places[1] + places[2] + places[3]
-    fields = {"more": packed(m, n, k), "list": places[0] + sources, "reads": sources, "writes": places[0]}
+    fields = {"more": pack_shape(m, n, k), "list": places[0] + sources, "reads": sources, "writes": places[0]}
     if d == "f64":
         low.emit("wmma_mma_f64", **fields)
         return

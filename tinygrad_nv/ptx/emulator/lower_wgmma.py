@@ -9,7 +9,7 @@ from tinygrad_nv.ptx.emulator.lower_tensor import (
     SATURATE,
     SELECTOR,
     SPARSE,
-    packed,
+    pack_shape,
     registers,
     selector,
     shape,
@@ -70,7 +70,8 @@ def mma_async(low: FunctionLowering, instruction: Instruction) -> None:
     fields["c"] = low.source(scale, "pred")
     flags |= tail_flags(low, tuple(tail), a, from_registers)
     # D and A's registers are in no list of reads and writes: those are for ordinary accesses
-    low.emit("wgmma", more=packed(m, n, k), width=ELEMENTS[a], vector=ELEMENTS[b], flags=flags, list=places,
+    low.emit("wgmma", more=pack_shape(m, n, k), width=ELEMENTS[a], vector=ELEMENTS[b], flags=flags,
+             list=places,
              **fields)
 
 

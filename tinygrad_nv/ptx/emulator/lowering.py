@@ -98,7 +98,7 @@ class OpRecord:
 
 @dataclass
 class FunctionLowering:
-    """What lowerings of one function share. Offsets are bytes in a warp's register file."""
+    """State that lowerings of one function share. Offsets are bytes in a warp's register file."""
     function: PTXFunction
     target: str                      # "sm_90a"
     addresses: dict[str, int]        # module variables in global and constant space → address
@@ -157,15 +157,15 @@ class FunctionLowering:
         an immediate (floats become bits of `kind`)."""
         if isinstance(operand, Register):
             if operand.kind == "special": return self.special_source(operand, kind)
-            if operand.negated: return self.negated(operand)
+            if operand.negated: return self.negate(operand)
             return self.register(operand.name, operand.kind)
         if isinstance(operand, Immediate):
             return self.constant(immediate_bits(operand, kind), {0: 0, 8: 8}.get(WIDTHS[kind], 4))
         if isinstance(operand, Symbol): return self.symbol_source(operand, kind)
         raise self.fail(f"a register or a constant of type .{kind} is expected")
 
-    def negated(self, operand: Register) -> int:
-        """!%p as a place."""
+    def negate(self, operand: Register) -> int:
+        """Returns !%p as a place."""
         out = self.scratch("pred")
         self.emit("not_pred", d=out, a=self.register(operand.name, "pred"))
         return out
@@ -271,7 +271,7 @@ class FunctionLowering:
         return [m for m in self.current.modifiers if m in WIDTHS]
 
     def one_of(self, *modifiers: str, default: str = "") -> str:
-        """That of `modifiers` which the current instruction has."""
+        """Returns the one of `modifiers` that the current instruction has."""
         assert self.current is not None
         return next((m for m in self.current.modifiers if m in modifiers), default)
 

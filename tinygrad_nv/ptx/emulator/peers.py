@@ -68,8 +68,8 @@ def alone(work: Work) -> None:
 
 def launching(emulator: Emulator, *args: Any, **options: Any) -> Launching:
     """A launch with the arguments of `Emulator.launch`, as work yields it."""
-    def made(among: Among | None) -> Run: return emulator.prepared(*args, among=among, **options)
-    return made
+    def prepare(among: Among | None) -> Run: return emulator.prepare_run(*args, among=among, **options)
+    return prepare
 
 
 class Peers:
@@ -145,7 +145,7 @@ class _Session:
                 return
 
     def learn(self, gpu: int, point: Point) -> None:
-        """What is known at a point is known to a GPU."""
+        """Tells a GPU what is known at a point."""
         if point.run is self: self.c.peers_learn(ctypes.c_void_p(self.handle), gpu, point.number)
 
     def buffers(self) -> tuple[tuple[Buffer, int], ...]:
@@ -154,14 +154,14 @@ class _Session:
                      for buffer in gpu.buffers.values())
 
     def pages_of(self, buffer: Buffer) -> int:
-        """Where the shadow of a buffer is."""
+        """Returns where the shadow of a buffer is."""
         if buffer not in self.pages:
             nbytes = ctypes.c_uint64(buffer.nbytes)
             self.pages[buffer] = int(self.c.peers_pages(ctypes.c_void_p(self.handle), nbytes))
         return self.pages[buffer]
 
     def close(self) -> None:
-        """What still runs is given up."""
+        """Gives up what still runs."""
         for run in self.running.values(): run.abandon()
         for work in self.works: work.close()
         self.c.peers_free(ctypes.c_void_p(self.handle))

@@ -105,7 +105,7 @@ def signed64(value: int) -> int:
 def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -> Program:
     """Lowers one entry function. `addresses` are those of the module's global and constant variables. Raises
     `PTXError` with the line of an instruction that is not emulated."""
-    shared, static_bytes, align = shared_layout(module, function)
+    shared, static_bytes, align = lay_out_shared(module, function)
     local, local_bytes = layout(v for v in function.variables.values() if v.space == "local")
     check_sizes(module, function, local_bytes)
     low = FunctionLowering(function, module.target, addresses, shared, local,
@@ -114,11 +114,11 @@ def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -
     for number, instruction in enumerate(function.body):
         starts.append(len(low.ops))
         low.current, low.source_number = instruction, number
-        made = known(instruction)
+        made = find_lowering(instruction)
         try: made(low, instruction)
         except (IndexError, ValueError, KeyError, OverflowError, StopIteration) as error:
             raise low.fail(f"operands that do not fit ({error})", "the operands of the PTX manual") from error
-        allowed(instruction, module)
+        check_allowed(instruction, module)
         if len(low.ops) == starts[-1]: low.emit("nop")
         low.ops[-1].counts = True
         for op in low.ops[starts[-1]:]: op.aligned |= "aligned" in instruction.modifiers
@@ -149,15 +149,15 @@ def is_remote(instruction: Instruction) -> bool:
         and {"shared", "shared::cta"}.isdisjoint(instruction.modifiers)
 
 
-def known(instruction: Instruction) -> Lower:
+def find_lowering(instruction: Instruction) -> Lower:
     """The lowering of an instruction that the table has: an unknown modifier is an error here, as it
     is for ptxas."""
     key = instruction.mnemonic, instruction.modifiers
-    if (made := KNOWN.get(key)) is None: made = KNOWN[key] = _known(instruction)
+    if (made := KNOWN.get(key)) is None: made = KNOWN[key] = _search_lowering(instruction)
     return made
 
 
-def _known(instruction: Instruction) -> Lower:
+def _search_lowering(instruction: Instruction) -> Lower:
     line, opcode = instruction.line, shorten(instruction.opcode)
     if instruction.mnemonic == "call": return REGISTRY["call"]  # of what calls.py leaves
     try: find(instruction.mnemonic, instruction.modifiers, line)
@@ -171,9 +171,9 @@ def _known(instruction: Instruction) -> Lower:
     return made
 
 
-def allowed(instruction: Instruction, module: PTXModule) -> None:
-    """What the table says of operands, target and .version, as ptxas does. PTX for what came before sm_80 is
-    held to that."""
+def check_allowed(instruction: Instruction, module: PTXModule) -> None:
+    """Checks what the table says of operands, target and .version, as ptxas does. PTX for what came before
+    sm_80 is held to that."""
     if instruction.mnemonic == "call": return
     arch, version = module.target, module.version
     if arch not in ARCH_VERSIONS: arch, version = "sm_80", max(version, ARCH_VERSIONS["sm_80"])
@@ -187,7 +187,7 @@ def allowed(instruction: Instruction, module: PTXModule) -> None:
 
 
 def kind_of(operand: Operand) -> Hashable:
-    """What the table asks of an operand: all but the names of registers."""
+    """Returns what the table asks of an operand: all but the names of registers."""
     match operand:
         case Register(_, kind, negated): return kind, negated
         case Immediate(value, bits): return type(value), value, bits  # 1 is not 1.0
@@ -220,7 +220,7 @@ def layout(variables: object) -> tuple[dict[str, int], int]:
     return places, -(-at // 16) * 16
 
 
-def shared_layout(module: PTXModule, function: PTXFunction) -> tuple[dict[str, int], int, int]:
+def lay_out_shared(module: PTXModule, function: PTXFunction) -> tuple[dict[str, int], int, int]:
     """Addresses of shared variables (the first where it is on hardware), bytes of the static ones, and the
     alignment of the dynamic one, which begins after them."""
     variables = [v for v in (*module.variables.values(), *function.variables.values()) if v.space == "shared"]
@@ -358,11 +358,11 @@ def relocate(low: FunctionLowering) -> None:
     low.constants += bytes(-len(low.constants) % 128)
     by = len(low.constants) - RELATIVE
 
-    def placed(places: tuple[int, ...]) -> tuple[int, ...]:
+    def relocate_places(places: tuple[int, ...]) -> tuple[int, ...]:
         return tuple([at + by if at >= RELATIVE else at for at in places])
     low.registers = {name: at + by if at >= RELATIVE else at for name, at in low.registers.items()}
     for op in low.ops:
-        op.d, op.a, op.b, op.c, op.e, op.guard = placed((op.d, op.a, op.b, op.c, op.e, op.guard))
-        op.reads = placed(op.reads) or tuple([at for at in (op.a, op.b, op.c, op.e) if at >= 0])
-        op.writes = placed(op.writes) or ((op.d,) if op.d >= 0 else ())
-        if op.list: op.list = placed(op.list)
+        op.d, op.a, op.b, op.c, op.e, op.guard = relocate_places((op.d, op.a, op.b, op.c, op.e, op.guard))
+        op.reads = relocate_places(op.reads) or tuple([at for at in (op.a, op.b, op.c, op.e) if at >= 0])
+        op.writes = relocate_places(op.writes) or ((op.d,) if op.d >= 0 else ())
+        if op.list: op.list = relocate_places(op.list)

@@ -42,7 +42,7 @@ NAMES_BYTES = 100    # of the kernels ahead, in a finding's text
 
 
 class Device(Protocol):
-    """What a launch asks of its `Emulator`."""
+    """Operations that a launch asks of its `Emulator`."""
     arch: str
     check: bool
     exact: bool
@@ -172,7 +172,7 @@ class Run:
         self.library.c.machine_free(self.machine)
 
     def finish(self, state: int) -> Report:
-        """What was found and counted, once it has ended."""
+        """Returns what was found and counted, once it has ended."""
         c, machine = self.library.c, self.machine
         try:
             if state == LIMIT: c.machine_report_running(machine, self.limit)
@@ -222,11 +222,12 @@ class Run:
 
 
 def _address(array: np.ndarray) -> int:
-    """Where its bytes are: as array.ctypes.data, which takes several times as long."""
+    """Returns where an array's bytes are: the same as array.ctypes.data, which takes several times as
+    long."""
     return int(array.__array_interface__["data"][0])
 
 
 def _names(ahead: Sequence[Footprint]) -> bytes:
-    """What the kernels ahead are called, for a finding's text."""
+    """Returns the names of the kernels ahead, for a finding's text."""
     names = " or ".join(dict.fromkeys(each.what for each in ahead)).encode()
     return names if len(names) <= NAMES_BYTES else names[:NAMES_BYTES] + b"..."

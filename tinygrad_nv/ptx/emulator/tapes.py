@@ -21,7 +21,7 @@ NOTE = np.dtype([("kind", "<u4"), ("source", "<i4"), ("count", "<u4"), ("key", "
 
 
 class Note(IntEnum):
-    """What a note says: csrc/tape.c."""
+    """Kinds of notes: csrc/tape.c."""
     WAITED = 1
     FAILED = 2
     ARRIVED = 3
@@ -54,9 +54,9 @@ class Tape:
 
 @dataclass
 class Tapes:
-    """Which clusters run and are recorded, and what they did. `idle`: tensor cores compute nothing. Of
-    `others` only what they read is recorded, in the first `brief` warp-instructions of each: `reads`, the
-    notes of each warp; `draws`: how often a warp drew a work tile from a counter."""
+    """Tapes of the clusters that run and are recorded, and what they did. `idle`: tensor cores compute
+    nothing. Of `others` only what they read is recorded, in the first `brief` warp-instructions of each:
+    `reads`, the notes of each warp; `draws`: how often a warp drew a work tile from a counter."""
     clusters: Sequence[int] = (0,)
     idle: bool = False
     others: Sequence[int] = ()
@@ -68,7 +68,7 @@ class Tapes:
     def __post_init__(self) -> None: self.numbers = np.array([*self.clusters, *self.others], np.int32)
 
     def read(self, library: Any, machine: Any) -> None:
-        """What C has kept, before the machine is freed."""
+        """Reads what C has kept, before the machine is freed."""
         self.draws = library.c.machine_draws(machine)
         for number in range(library.c.machine_tape_count(machine)):
             raw = library.c.machine_tape(machine, ctypes.c_int32(number)).contents
@@ -77,8 +77,8 @@ class Tapes:
 
 
 def _tape(raw: Any) -> Tape:
-    steps = _copied(raw.steps, raw.step_count, np.dtype("<u4"))
-    last = _copied(raw.notes, raw.note_count, RAW)["kind"] < 1 << 31
+    steps = _copy_array(raw.steps, raw.step_count, np.dtype("<u4"))
+    last = _copy_array(raw.notes, raw.note_count, RAW)["kind"] < 1 << 31
     notes = _notes(raw)
     noted = steps >> 31 == 1
     ends = np.flatnonzero(last) + 1
@@ -94,7 +94,7 @@ def _tape(raw: Any) -> Tape:
 
 
 def _notes(raw: Any) -> np.ndarray:
-    found = _copied(raw.notes, raw.note_count, RAW)
+    found = _copy_array(raw.notes, raw.note_count, RAW)
     notes = np.zeros(len(found), NOTE)
     for name in ("count", "key", "a", "b"): notes[name] = found[name]
     notes["kind"] = found["kind"] & (1 << KIND_BITS) - 1
@@ -102,7 +102,7 @@ def _notes(raw: Any) -> np.ndarray:
     return notes
 
 
-def _copied(address: int | None, count: int, dtype: np.dtype) -> np.ndarray:
+def _copy_array(address: int | None, count: int, dtype: np.dtype) -> np.ndarray:
     if not count or address is None: return np.zeros(0, dtype)
     return np.frombuffer(ctypes.string_at(address, count * dtype.itemsize), dtype).copy()
 

@@ -72,7 +72,7 @@ class TensorMap:
     upper: tuple[int, ...] = ()
 
     @staticmethod
-    def tiled(buffer: Any, box: Sequence[int], swizzle: str = "none", dims: Sequence[int] | None = None,
+    def of_tiles(buffer: Any, box: Sequence[int], swizzle: str = "none", dims: Sequence[int] | None = None,
               strides: Sequence[int] | None = None, dtype: Any = None,
               element_strides: Sequence[int] | None = None, interleave: str = "none", l2: str = "none",
               fill: str = "zero") -> TensorMap:
@@ -80,7 +80,7 @@ class TensorMap:
         `.shape` and `.dtype`), or an address. `strides` in bytes, of all dimensions or of all but the
         innermost; contiguous when None. `dtype` when it is not the buffer's own (numpy has no bf16). Raises
         `TensorMapError`."""
-        address, dtype, dims, strides = described(buffer, dims, strides, dtype)
+        address, dtype, dims, strides = describe(buffer, dims, strides, dtype)
         made = TensorMap(address, dtype, dims, strides, tuple(map(int, box)),
                          tuple(map(int, element_strides or (1,) * len(dims))), swizzle, interleave, fill, l2)
         check_map(made)
@@ -94,9 +94,9 @@ class TensorMap:
                l2: str = "none", fill: str = "zero") -> TensorMap:
         """A map of columns, for convolutions over arrays N[D[H]]WC: `lower` and `upper` are the corners of
         the bounding box in the spatial dimensions (offsets from the first and from the last element,
-        outermost first); a copy moves `pixels` positions of `channels` channels. Otherwise as `tiled`. Raises
-        `TensorMapError`."""
-        address, dtype, dims, strides = described(buffer, dims, strides, dtype)
+        outermost first); a copy moves `pixels` positions of `channels` channels. Otherwise as `of_tiles`.
+        Raises `TensorMapError`."""
+        address, dtype, dims, strides = describe(buffer, dims, strides, dtype)
         made = TensorMap(address, dtype, dims, strides, (int(pixels), int(channels)),
                          tuple(map(int, element_strides or (1,) * len(dims))), swizzle, interleave, fill, l2,
                          tuple(map(int, lower)), tuple(map(int, upper)))
@@ -174,7 +174,7 @@ class TensorMap:
 
 # **** what is given, made whole ****
 
-def described(buffer: Any, dims: Sequence[int] | None, strides: Sequence[int] | None,
+def describe(buffer: Any, dims: Sequence[int] | None, strides: Sequence[int] | None,
               dtype: Any) -> tuple[int, str, tuple[int, ...], tuple[int, ...]]:
     """Address, element type, dimensions and strides of all of them."""
     address = getattr(buffer, "ptr", buffer)
@@ -213,7 +213,7 @@ def described(buffer: Any, dims: Sequence[int] | None, strides: Sequence[int] | 
 # **** limits ****
 
 def check_map(t: TensorMap) -> None:
-    """What holds for tiles and columns alike."""
+    """Checks what holds for tiles and columns alike."""
     for what, value, allowed in (("swizzle", t.swizzle, tuple(SWIZZLES)),
                                  ("interleave", t.interleave, INTERLEAVES),
                                  ("fill", t.fill, FILLS), ("l2", t.l2, L2_PROMOTIONS)):

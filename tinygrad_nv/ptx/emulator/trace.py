@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trace:
-    """What `launch(trace=…)` prints: instructions of `warps` of CTA number `cta` (None: all CTAs), to `file`
-    (None: standard error)."""
+    """Settings of what `launch(trace=…)` prints: instructions of `warps` of CTA number `cta` (None: all
+    CTAs), to `file` (None: standard error)."""
     cta: int | None = 0
     warps: Sequence[int] = (0,)
     file: TextIO | None = None
@@ -64,7 +64,7 @@ class Tracer:
         self.after[warp] = written, lane
 
     def results(self, warp: int) -> None:
-        """What the warp's last instruction wrote."""
+        """Prints what the warp's last instruction wrote."""
         written, lane = self.after.pop(warp, ([], 0))
         if written: print(f"{'':24}→ " + ", ".join(f"{r.name}={self.value(warp, r, lane)}" for r in written),
                           file=self.file)

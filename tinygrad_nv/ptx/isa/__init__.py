@@ -17,8 +17,8 @@ from tinygrad_nv.ptx.isa.forms import ARCH_VERSIONS, FORMS, Form
 from tinygrad_nv.ptx.isa.operands import REGISTERS, OperandSlot, cut, problem, sample
 from tinygrad_nv.ptx.syntax import Instruction, Operand
 
-__all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "checked", "cut", "example", "find",
-           "key_of", "operands_of", "slots_of"]
+__all__ = ["ARCH_VERSIONS", "FORMS", "REGISTERS", "Form", "check", "check_instruction", "cut", "example",
+           "find", "key_of", "operands_of", "slots_of"]
 
 MNEMONICS: dict[str, list[Form]] = {}
 for _row in FORMS: MNEMONICS.setdefault(_row.mnemonic, []).append(_row)
@@ -26,13 +26,13 @@ KEYS = frozenset(form.key for form in FORMS)
 
 
 @functools.lru_cache(maxsize=4096)
-def _found(mnemonic: str, modifiers: tuple[str, ...]) -> Form | None:
+def _find_form(mnemonic: str, modifiers: tuple[str, ...]) -> Form | None:
     return next((form for form in MNEMONICS.get(mnemonic, ()) if form.match(modifiers) is not None), None)
 
 
 def find(mnemonic: str, modifiers: tuple[str, ...], line: int = 0) -> Form:
     """The form of an opcode. Raises `PTXError` with the nearest forms where there is none."""
-    if (form := _found(mnemonic, tuple(modifiers))) is not None: return form
+    if (form := _find_form(mnemonic, tuple(modifiers))) is not None: return form
     opcode = ".".join((mnemonic, *modifiers))
     if mnemonic not in MNEMONICS:
         near = difflib.get_close_matches(mnemonic, MNEMONICS, 3)
@@ -58,7 +58,7 @@ def key_of(mnemonic: str, modifiers: tuple[str, ...]) -> str:
     return find(mnemonic, modifiers).key
 
 
-def _expected(slots: tuple[OperandSlot, ...], modifiers: tuple[str, ...]) -> tuple[OperandSlot, ...]:
+def _select_slots(slots: tuple[OperandSlot, ...], modifiers: tuple[str, ...]) -> tuple[OperandSlot, ...]:
     """The slots that an opcode with these modifiers has."""
     return tuple(slot for slot in slots if not slot.when or slot.when in modifiers)
 
@@ -68,7 +68,7 @@ def operands_of(form: Form, modifiers: tuple[str, ...],
     """The slots that operands fill, or what is wrong with them."""
     use, wrongs = form.use(modifiers), []
     for slots in form.operands:
-        listed = _expected(slots, modifiers)
+        listed = _select_slots(slots, modifiers)
         needed = sum(not slot.optional for slot in listed)
         if not needed <= len(operands) <= len(listed):
             count = f"{needed}" if needed == len(listed) else f"{needed} to {len(listed)}"
@@ -87,12 +87,12 @@ def operands_of(form: Form, modifiers: tuple[str, ...],
 def check(instruction: Instruction, arch: str, version: tuple[int, int]) -> Form:
     """The form of an instruction that an architecture and a .version have. Raises `PTXError` where an
     operand, the architecture or the version is wrong."""
-    return checked(instruction, arch, version)[0]
+    return check_instruction(instruction, arch, version)[0]
 
 
-def checked(instruction: Instruction, arch: str,
+def check_instruction(instruction: Instruction, arch: str,
             version: tuple[int, int]) -> tuple[Form, tuple[OperandSlot, ...]]:
-    """The same, and the slots that its operands fill."""
+    """Checks an instruction like `check`; returns the form and the slots that its operands fill."""
     line, opcode = instruction.line, instruction.opcode
     form = find(instruction.mnemonic, instruction.modifiers, line)
     if arch not in ARCH_VERSIONS:
@@ -105,13 +105,13 @@ def checked(instruction: Instruction, arch: str,
     filled = operands_of(form, instruction.modifiers, instruction.operands)
     if isinstance(filled, str):
         raise PTXError(f"line {line}: {opcode}: {filled}", line, form_text(form), "correct the operand")
-    _targeted(form, instruction, filled, arch, version)
+    _check_target(form, instruction, filled, arch, version)
     return form, filled
 
 
-def _targeted(form: Form, instruction: Instruction, slots: tuple[OperandSlot, ...], arch: str,
+def _check_target(form: Form, instruction: Instruction, slots: tuple[OperandSlot, ...], arch: str,
               version: tuple[int, int]) -> None:
-    """Whether the architecture and the version have it."""
+    """Raises `PTXError` where the architecture or the version does not have it."""
     line, opcode = instruction.line, instruction.opcode
     lowest = form.lowest(instruction.modifiers, arch, slots)
     if lowest is None:
@@ -133,7 +133,7 @@ def form_text(form: Form) -> str:
 def slots_of(form: Form, modifiers: tuple[str, ...], operands: int = 0,
              optional: bool = True) -> tuple[OperandSlot, ...]:
     """The slots of one of a form's operand lists under given modifiers."""
-    slots = _expected(form.operands[operands], modifiers)
+    slots = _select_slots(form.operands[operands], modifiers)
     return tuple(slot for slot in slots if optional or not slot.optional)
 
 

@@ -100,7 +100,7 @@ class Form:
         return tuple(taken) if not missing and self.combine(tuple(rest)) else None
 
     def use(self, modifiers: tuple[str, ...]) -> Use:
-        """What the slots need to know of an opcode."""
+        """Returns what the slots need to know of an opcode."""
         rest = list(modifiers)
         for word in self.words: rest.remove(word)
         count = next((int(next(filter(None, found.groups()))) for word in rest

@@ -146,8 +146,8 @@ def fits(declared: str, wanted: str, wide: bool = False) -> bool:
     return family(declared) == family(wanted)
 
 
-def fixed(slot: OperandSlot) -> bool:
-    """Whether no float's register will do: for a mask, a count, a state or a descriptor."""
+def takes_no_float(slot: OperandSlot) -> bool:
+    """Tells whether no float's register will do: for a mask, a count, a state or a descriptor."""
     return slot.name == "b64" or re.split(r"[?@]", slot.text)[0] in NO_FLOATS
 
 
@@ -157,11 +157,11 @@ DESCRIPTOR = OperandSlot("b64", "DESC")
 # **** checks: each gives what is wrong, or "" ****
 
 def problem(slot: OperandSlot, operand: Operand, use: Use) -> str:
-    """What is wrong with an operand in a slot, "" if nothing."""
+    """Returns what is wrong with an operand in a slot, \"\" if nothing."""
     if slot.name.startswith("["): return _address(slot, operand, use)
     if slot.name in ("label", "table"): return "" if isinstance(operand, Symbol) else "a label is expected"
     if slot.name == "_": return "" if isinstance(operand, Sink) else "the sink _ is expected"
-    if slot.name == "any": return _moved(slot, operand, use)
+    if slot.name == "any": return _check_mov(slot, operand, use)
     if slot.name == "offsets" and not isinstance(operand, Vector): return "im2col offsets {…} are expected"
     if slot.name == "offsets": return _vector(operand, "u16", use.count - 2, use)
     if slot.name == "A" and isinstance(operand, Vector): return _vector(operand, "b32", 4, use)
@@ -192,7 +192,8 @@ def _value(slot: OperandSlot, operand: Operand, kind: str) -> str:
         if operand.kind == "special" and (slot.dest or not slot.wide or not fits("u32", kind)):
             return f"{operand.name} must be moved to a register first"
         given = "u32" if operand.kind == "special" else operand.kind
-        if fits(given, kind, slot.wide) and not (fixed(slot) and family(given) not in ("b", "i")): return ""
+        if fits(given, kind, slot.wide) and not (takes_no_float(slot) and family(given) not in ("b", "i")):
+            return ""
         return f"{operand.name} is .{operand.kind}, .{kind} is expected"
     if slot.dest: return "a destination must be a register"
     if isinstance(operand, Immediate): return _immediate(slot, operand, kind)
@@ -209,13 +210,13 @@ def _immediate(slot: OperandSlot, operand: Immediate, kind: str) -> str:
     if group == "f" and isinstance(value, int): return f"{value} is an integer, .{kind} needs {value}.0"
     if group == "f": return ""
     if isinstance(value, float):
-        bits = group == "b" and (operand.float_bits or 64) == width(kind) and not fixed(slot)
+        bits = group == "b" and (operand.float_bits or 64) == width(kind) and not takes_no_float(slot)
         return "" if bits else f"{value} is no integer, .{kind} is expected"
     return _constant(slot, operand) if slot.values is not None else ""
 
 
 def cut(slot: OperandSlot, operand: Operand, use: Use) -> str:
-    """Which integer a type cannot hold, so that ptxas takes other bits; "" if it can."""
+    """Returns which integer a type cannot hold, so that ptxas takes other bits; \"\" if it can."""
     if slot.count or not isinstance(operand, Immediate) or isinstance(operand.value, float): return ""
     kind = type_of(slot, use)
     if kind not in WIDTHS or family(kind) not in ("b", "i"): return ""
@@ -229,11 +230,11 @@ def _constant(slot: OperandSlot, operand: Operand) -> str:
     assert slot.values is not None
     value = operand.value
     if any(low <= value <= high and (value - low) % step == 0 for low, high, step in slot.values): return ""
-    return f"{value} is not one of {allowed(slot)}"
+    return f"{value} is not one of {describe_constants(slot)}"
 
 
-def allowed(slot: OperandSlot) -> str:
-    """The constants of a slot, in words."""
+def describe_constants(slot: OperandSlot) -> str:
+    """Returns the constants of a slot, in words."""
     assert slot.values is not None
     def words(low: int, high: int, step: int) -> str:
         return f"{low}" if low == high else f"{low}..{high}" + (f" in steps of {step}" if step > 1 else "")
@@ -257,7 +258,7 @@ def _fragment(kind: str, slot: OperandSlot) -> str:
     return "b32" if slot.count == "acc" and kind == "f16" else kind
 
 
-def _moved(slot: OperandSlot, operand: Operand, use: Use) -> str:
+def _check_mov(slot: OperandSlot, operand: Operand, use: Use) -> str:
     """mov, cvta and mapa take registers, special ones too, symbols and constants; mov packs and unpacks."""
     kind = use.types[-1]
     special = isinstance(operand, Register) and operand.kind == "special"
@@ -296,17 +297,18 @@ def _address(slot: OperandSlot, operand: Operand, use: Use) -> str:
 
 def sample(slot: OperandSlot, use: Use, position: int) -> str:
     """An operand that fits, in the registers of `REGISTERS`."""
-    if slot.name == "[map]": return f"[%b64_1, {_listed('s32', use.count)}]"
+    if slot.name == "[map]": return f"[%b64_1, {_list_registers('s32', use.count)}]"
     if slot.name.startswith("["): return "[%b64_1]"
     if slot.name in ("label", "table"): return slot.name.upper()
     if slot.name == "_": return "_"
     if slot.name == "any": return f"%{_register(use.types[-1])}_{position}"
-    if slot.name == "offsets": return _listed("u16", use.count - 2)
+    if slot.name == "offsets": return _list_registers("u16", use.count - 2)
     if slot.name == "A": return "%b64_2"
     if slot.name == "on": return "%pred_1"
     if slot.values is not None: return str(slot.values[0][0])
     kind = type_of(slot, use)
-    if count := count_of(slot, use): return _listed(_fragment(kind, slot), count, 16 if slot.dest else 0)
+    if count := count_of(slot, use):
+        return _list_registers(_fragment(kind, slot), count, 16 if slot.dest else 0)
     return f"%{_register(kind)}_{position}" + ("|%pred_2" if slot.pair == "|" else "")
 
 
@@ -320,5 +322,5 @@ def _register(kind: str) -> str:
     return f"b{width(kind)}" if kind in PACKED else kind
 
 
-def _listed(kind: str, count: int, first: int = 0) -> str:
+def _list_registers(kind: str, count: int, first: int = 0) -> str:
     return "{" + ", ".join(f"%{_register(kind)}_{first + i}" for i in range(count)) + "}"

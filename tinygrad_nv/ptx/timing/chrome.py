@@ -29,7 +29,7 @@ def chrome(timing: Timing) -> dict[str, object]:
 def _warps(timing: Timing, job: Job, run: Run, per_cycle: float) -> Iterator[dict[str, object]]:
     warps, instructions = job.warps.tolist(), timing.code.instructions
     for number, (_, _, sm, _, cta, _) in enumerate(warps):
-        yield _named(sm, number, f"CTA {cta} warp {number}")
+        yield _name_thread(sm, number, f"CTA {cta} warp {number}")
     for number, instr, issue, waited in run.log.tolist():
         if instr >= len(instructions): continue
         each = instructions[instr]
@@ -46,7 +46,7 @@ def _units(job: Job, run: Run, per_cycle: float) -> Iterator[dict[str, object]]:
         if unit not in UNITS or cycles < 2: continue
         scheduler = 0 if unit is Unit.COPY else int(row["scheduler"])
         key = int(row["sm"]), int(unit), scheduler
-        if key not in free: yield _named(key[0], _row(key), f"{UNITS[unit]} {scheduler}")
+        if key not in free: yield _name_thread(key[0], _row(key), f"{UNITS[unit]} {scheduler}")
         begin = max(issue, free.get(key, 0))
         free[key] = begin + cycles
         yield {"name": UNITS[unit], "ph": "X", "pid": key[0], "tid": _row(key), "ts": begin * per_cycle,
@@ -56,5 +56,5 @@ def _units(job: Job, run: Run, per_cycle: float) -> Iterator[dict[str, object]]:
 def _row(key: tuple[int, int, int]) -> int: return UNIT_ROWS + 8 * key[1] + key[2]
 
 
-def _named(sm: int, row: int, name: str) -> dict[str, object]:
+def _name_thread(sm: int, row: int, name: str) -> dict[str, object]:
     return {"name": "thread_name", "ph": "M", "pid": sm, "tid": row, "args": {"name": name}}

@@ -24,8 +24,8 @@ UNKNOWN_SPREAD = 0.5    # of what follows instructions without a known cost
 
 @dataclass(frozen=True)
 class Part:
-    """What takes cycles: its name, what makes them fewer, and how much they may be off, one standard
-    deviation: small where a rate is published and agreed on, large where gpus/ says "assumed"."""
+    """Share of the cycles: its name, what makes them fewer, and how much they may be off, one standard
+    deviation: small where a rate is published and agreed on, large where gpus/ says \"assumed\"."""
     name: str
     spread: float
     advice: str
@@ -86,7 +86,8 @@ def links(code: Code, recorded: Sequence[tuple[Job, Run]], most: int = 8) -> tup
 
 
 def unknown_share(code: Code, recorded: Sequence[tuple[Job, Run]]) -> float:
-    """Of the cycles of the critical path, those of instructions without a known cost, and of what follows."""
+    """Returns the share of the cycles of the critical path that instructions without a known cost take, and
+    what follows them."""
     known = np.array([*(cost.known for cost in code.costs), True])
     cycles, whole = 0, 1
     for job, run in recorded:
@@ -99,8 +100,9 @@ def unknown_share(code: Code, recorded: Sequence[tuple[Job, Run]]) -> float:
 
 
 def uncertainty(path: Mapping[Cause, float], model: float, launch: float, unknown: float) -> float:
-    """Of the seconds, one standard deviation. `model`: what kernels that judge the model are off; `launch`:
-    the share that launching takes; `unknown`: of the cycles, those of instructions without a known cost."""
+    """Returns one standard deviation of the seconds. `model`: what kernels that judge the model are off;
+    `launch`: the share that launching takes; `unknown`: of the cycles, those of instructions without a known
+    cost."""
     terms = [(1 - launch) * share * PARTS[cause].spread for cause, share in path.items()]
     terms += [launch * LAUNCH_SPREAD, (1 - launch) * model, (1 - launch) * unknown * UNKNOWN_SPREAD]
     return sqrt(sum(term * term for term in terms))

@@ -1,10 +1,10 @@
 """Grids whose warps draw their work tiles from a counter, from a few clusters that were recorded.
 
-Protocol: `drawn_tiles(tapes)` has the tiles that were drawn, and how long each was: the steps of the drawing
-warp, a producer's, from there to its next draw. `makespan(tiles, clusters)` deals the tiles in the counter's
-order to all clusters, each to the one that is free first, and says when the last one ends. That tells what
-the mean of the recorded clusters does not: under a causal mask, drawn from short rows to long ones, most
-clusters wait for a long row at the end, a seventh of the time with eight tiles for each.
+Protocol: `find_drawn_tiles(tapes)` has the tiles that were drawn, and how long each was: the steps of the
+drawing warp, a producer's, from there to its next draw. `makespan(tiles, clusters)` deals the tiles in the
+counter's order to all clusters, each to the one that is free first, and says when the last one ends. That
+tells what the mean of the recorded clusters does not: under a causal mask, drawn from short rows to long
+ones, most clusters wait for a long row at the end, a seventh of the time with eight tiles for each.
 
 Tiles that were not recorded: where lengths repeat, as with the rows of a head, which those recorded tell,
 they are as long as those around their place in the row; else as the nearest one. A warp's last draw finds
@@ -44,8 +44,8 @@ class DrawnTiles:
         return float(np.mean(found)) if found else 0.0
 
 
-def drawn_tiles(tapes: Sequence[Tape]) -> DrawnTiles:
-    """What warps of recorded clusters drew, some of which drew at least once."""
+def find_drawn_tiles(tapes: Sequence[Tape]) -> DrawnTiles:
+    """Returns what warps of recorded clusters drew, some of which drew at least once."""
     found: list[tuple[int, int]] = []
     drawing, beyond = [], []
     for tape in tapes:
@@ -75,18 +75,18 @@ def makespan(tiles: DrawnTiles, clusters: int) -> float:
     row, end = row_of(known), int(tiles.known[:, 0].max()) + 1
     every = lengths(known, np.arange(begin, max(end, tiles.beyond)), row)
     ends = every[:-begin].tolist() if begin else np.resize(first[:, 1], warps).tolist()
-    ends = dealt(ends, every[-begin:end - begin].tolist())
+    ends = deal(ends, every[-begin:end - begin].tolist())
     found = {end: max(ends)}
     for number in range(end, tiles.beyond):
-        ends = dealt(ends, [float(every[number - begin])])
+        ends = deal(ends, [float(every[number - begin])])
         found[number + 1] = max(ends)
     whole = [steps for number, steps in found.items() if row and (number - begin) % row == 0]
     return float(np.mean(whole or list(found.values())))
 
 
-def dealt(ends: Sequence[float], lengths: Sequence[float]) -> list[float]:
-    """When each of some servers ends that began with what ends at `ends`, and takes the next length whenever
-    it is free."""
+def deal(ends: Sequence[float], lengths: Sequence[float]) -> list[float]:
+    """Returns when each of some servers ends that began with what ends at `ends`, and takes the next length
+    whenever it is free."""
     heap = list(ends)
     heapq.heapify(heap)
     for length in lengths: heapq.heapreplace(heap, heap[0] + length)

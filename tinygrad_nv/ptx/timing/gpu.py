@@ -77,22 +77,22 @@ class GPUFigures:
     model_spread: float
 
 
-def sustained_hz(gpu: GPUFigures, tensor: float, l2: float) -> float:
+def clock_under_load(gpu: GPUFigures, tensor: float, l2: float) -> float:
     """The clock that power leaves, with tensor cores and L2 busy for shares of the time. Dynamic power goes
     with clock and voltage squared, which rises with the clock: with its power of 2.5 (assumed)."""
     asked = gpu.tensor_w * tensor + gpu.memory_w * l2
     return gpu.clock_hz * min(1.0, ((gpu.power_w - gpu.static_w) / max(asked, 1.0)) ** 0.4)
 
 
-def slowed(gpu: GPUFigures, clock_hz: float) -> GPUFigures:
-    """Figures as SMs count them at a lower clock: L2 and HBM have clocks of their own."""
+def slow_down(gpu: GPUFigures, clock_hz: float) -> GPUFigures:
+    """Returns figures as SMs count them at a lower clock: L2 and HBM have clocks of their own."""
     faster = gpu.clock_hz / clock_hz
     return replace(gpu, hbm_bytes_per_s=gpu.hbm_bytes_per_s * faster,
                    l2_bytes_per_cycle=gpu.l2_bytes_per_cycle * faster)
 
 
-def known() -> tuple[str, ...]:
-    """Names of the GPUs there are."""
+def list_gpus() -> tuple[str, ...]:
+    """Returns the names of the GPUs there are."""
     return tuple(sorted(each.name[:-5] for each in _FOLDER.iterdir() if each.name.endswith(".toml")))
 
 
@@ -102,7 +102,8 @@ def figures(name: str) -> GPUFigures:
     that lacks a figure."""
     file = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
     if not file.is_file():
-        raise ConfigError(f"no figures of a GPU {name!r}", f"one of {', '.join(known())}, or a .toml file",
+        raise ConfigError(f"no figures of a GPU {name!r}",
+                          f"one of {', '.join(list_gpus())}, or a .toml file",
                           "measure it with bench/gpu_calibrate.py")
     data = _data(name, file)
     if missing := [each.name for each in fields(GPUFigures) if each.name not in data]:

@@ -47,8 +47,8 @@ class TimedInstruction(SASSInstruction):
     reuse: int = 0
 
 
-def timed(text: str, module: PTXModule) -> dict[str, tuple[TimedInstruction, ...]]:
-    """The instructions of each kernel of a listing, in the order of addresses."""
+def read_listing(text: str, module: PTXModule) -> dict[str, tuple[TimedInstruction, ...]]:
+    """Returns the instructions of each kernel of a listing, in the order of addresses."""
     begins = {0: 0}  # lines by the lines of the PTX instructions that they are in
     for function in (*module.functions.values(), *module.callees.values()):
         begins |= {function.line: 0} | {each.line: each.line for each in function.body}
@@ -60,7 +60,7 @@ def timed(text: str, module: PTXModule) -> dict[str, tuple[TimedInstruction, ...
     for name, code in functions(text).items():
         if name not in module.functions: continue
         lines = called | {each.line: each.opcode for each in module.functions[name].body}
-        made[name] = tuple(_own([_timed(each, *rows[name, each.address]) for each in code], lines))
+        made[name] = tuple(_own([_decode(each, *rows[name, each.address]) for each in code], lines))
     return made
 
 
@@ -74,7 +74,7 @@ def _rows(text: str) -> Iterator[tuple[str, int, int, int]]:
         elif (found := HIGH.match(row)) is not None: yield name, address, line, int(found[1], 16) << 64 | low
 
 
-def _timed(each: SASSInstruction, line: int, bits: int) -> TimedInstruction:
+def _decode(each: SASSInstruction, line: int, bits: int) -> TimedInstruction:
     control = bits >> 105
     write, read = control >> 5 & 7, control >> 8 & 7
     return TimedInstruction(
@@ -104,7 +104,8 @@ def _own(code: Sequence[TimedInstruction], lines: Mapping[int, str]) -> Iterator
             line = each.ptx_line
             if _strange(each, lines):
                 own = found[each.opcode]
-                line = _tried_again(block, code) if ".PHASECHK" in each.modifiers else own.pop() if own else 0
+                line = _retried_line(block,
+                                     code) if ".PHASECHK" in each.modifiers else own.pop() if own else 0
             yield replace(each, ptx_line=0 if ended else line)
 
 
@@ -114,7 +115,7 @@ def _strange(each: TimedInstruction, lines: Mapping[int, str]) -> bool:
     return origins is not None and not lines.get(each.ptx_line, "").startswith(origins)
 
 
-def _tried_again(block: Sequence[TimedInstruction], code: Sequence[TimedInstruction]) -> int:
+def _retried_line(block: Sequence[TimedInstruction], code: Sequence[TimedInstruction]) -> int:
     """The line of a first try, which ptxas makes of a loop: that of the try where its branch goes."""
     to = block[-1].target
     return next((each.ptx_line for each in code if each.opcode == "SYNCS" and to is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tinygrad_nv.ptx.emulator.calls import expanded
+from tinygrad_nv.ptx.emulator.calls import expand_calls
 from tinygrad_nv.ptx.emulator.tapes import NOTE, Note, Tape
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
@@ -88,7 +88,7 @@ def code_of(listing: Listing, entry: str, gpu: GPUFigures) -> Code:
                 if each.address not in copies[0].skipped or each.opcode in GLOBAL]
         executed[i] = np.array(body, np.int64), copies[0].executions
     module = parse(listing.text)
-    function = expanded(module, module.functions[entry])
+    function = expand_calls(module, module.functions[entry])
     block_of = np.zeros(len(function.body), np.int64)
     for i, part in enumerate(placement.blocks): block_of[part.start:part.stop] = i
     costs, line_of = [cost_of(each, gpu) for each in instructions], [each.line for each in function.body]
@@ -114,7 +114,7 @@ class Job:
     cluster: int = 1
 
 
-def made(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, shares: Sequence[np.ndarray],
+def make_job(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, shares: Sequence[np.ndarray],
          sms: Sequence[int], first: int) -> Job:
     """The job of recorded CTAs. `sms`: the SM of each tape. Of each SM the first `first` CTAs begin at once,
     each other one when the one that many before it has ended. `shares`: of each tape's notes (l2.py)."""

@@ -32,7 +32,7 @@ def read_bytes(notes: np.ndarray) -> np.ndarray:
     return rows + lines * notes["count"].astype(np.int64) * SECTOR_BYTES
 
 
-def reduced_bytes(notes: np.ndarray) -> np.ndarray:
+def reduction_bytes(notes: np.ndarray) -> np.ndarray:
     """Bytes that each note has added, or the like, to global memory."""
     rows = (notes["kind"] == Note.REDUCED) * notes["count"].astype(np.int64) * notes["a"].astype(np.int64)
     lines = (notes["kind"] == Note.SECTORS) & (notes["b"] == 2)
@@ -40,8 +40,9 @@ def reduced_bytes(notes: np.ndarray) -> np.ndarray:
 
 
 def last_shares(notes: np.ndarray, memory: Sequence[tuple[int, int]], times: float) -> np.ndarray:
-    """Of what each note writes the share that HBM gets: all, of reductions no more than a buffer has."""
-    nbytes, shares = reduced_bytes(notes), np.ones(len(notes))
+    """Returns the share of what each note writes that HBM gets: all, of reductions no more than a buffer
+    has."""
+    nbytes, shares = reduction_bytes(notes), np.ones(len(notes))
     for at, size in memory:
         there = (nbytes > 0) & (notes["key"] >= at) & (notes["key"] < at + size)
         if (reduced := float(nbytes[there].sum()) * times) > size: shares[there] = size / reduced
@@ -49,7 +50,7 @@ def last_shares(notes: np.ndarray, memory: Sequence[tuple[int, int]], times: flo
 
 
 def first_shares(reads: Sequence[np.ndarray]) -> dict[int, float]:
-    """Of the bytes that each instruction reads, those that no warp has read before."""
+    """Returns the share of the bytes that each instruction reads that no warp has read before."""
     if not sum(map(len, reads)): return {}
     notes = np.concatenate(reads)
     order = np.argsort(np.concatenate([np.arange(len(each)) for each in reads]), kind="stable")
@@ -65,8 +66,8 @@ def first_shares(reads: Sequence[np.ndarray]) -> dict[int, float]:
 
 def shares_of(reads: Sequence[np.ndarray], memory: Sequence[tuple[int, int]], recorded: np.ndarray,
               times: float, together: int, gpu: GPUFigures) -> np.ndarray:
-    """Of each recorded note, [share of its bytes that comes from HBM, share that L2 serves]. `reads`: of
-    clusters that run at once, of each warp; `memory`: addresses and sizes of buffers; the whole launch has
+    """Returns for each recorded note [share of its bytes that comes from HBM, share that L2 serves]. `reads`:
+    of clusters that run at once, of each warp; `memory`: addresses and sizes of buffers; the whole launch has
     `times` as many notes; an SM has `together` CTAs, of which one at a time reads in step with other SMs."""
     known = first_shares(reads)
     nbytes = read_bytes(recorded)

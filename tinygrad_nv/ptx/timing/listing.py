@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from tinygrad_nv import cache, private
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.assemble import Resources, assemble, version
-from tinygrad_nv.ptx.emulator.calls import expanded
+from tinygrad_nv.ptx.emulator.calls import expand_calls
 from tinygrad_nv.ptx.parser import parse
-from tinygrad_nv.ptx.sass import disassembled, disassembler
-from tinygrad_nv.ptx.timing.instructions import FLAGS, TimedInstruction, timed
-from tinygrad_nv.ptx.timing.placement import Placement, placed
+from tinygrad_nv.ptx.sass import disassemble, disassembler
+from tinygrad_nv.ptx.timing.instructions import FLAGS, TimedInstruction, read_listing
+from tinygrad_nv.ptx.timing.placement import Placement, place_instructions
 
 LINES = ("-lineinfo",)  # what the listing's assembly is made with
 VERSION = re.compile(r"(?m)(?<=^\.version )[\d.]+")
@@ -44,7 +44,7 @@ class Listing:
     def placement(self, entry: str) -> Placement:
         """The instructions by the blocks of the PTX function, whose calls are expanded."""
         module = parse(self.text)
-        return placed(self.kernels[entry], expanded(module, module.functions[entry]))
+        return place_instructions(self.kernels[entry], expand_calls(module, module.functions[entry]))
 
 
 @functools.lru_cache(32)
@@ -59,7 +59,8 @@ def listing(text: str, arch: str = "sm_90a", entry: str | None = None, strict: b
             return listing(older, arch, entry, strict)
         if laid != text: assemble(text, arch, options, strict)   # names the line that was given
         raise
-    return Listing(arch, timed(_disassembled(made.cubin), parse(laid)), made.kernels, laid, origins)
+    return Listing(arch, read_listing(_disassemble_cached(made.cubin), parse(laid)), made.kernels, laid,
+                   origins)
 
 
 def one_a_line(text: str) -> tuple[str, tuple[int, ...]]:
@@ -72,11 +73,11 @@ def one_a_line(text: str) -> tuple[str, tuple[int, ...]]:
         (0, *(number for number, line in enumerate(lines, 1) for _ in line))
 
 
-def _disassembled(cubin: bytes) -> str:
-    """The text, from the cache where the same disassembler has written it."""
-    if (program := disassembler()) is None: return disassembled(cubin, *FLAGS)
+def _disassemble_cached(cubin: bytes) -> str:
+    """Returns the text, from the cache where the same disassembler has written it."""
+    if (program := disassembler()) is None: return disassemble(cubin, *FLAGS)
     key = hashlib.sha256(cubin + "\0".join((version(program), *FLAGS)).encode()).hexdigest()
     kept = cache.folder("sass") / f"{key}.txt"
     if (found := private.read_sealed(kept)) is not None: return found.decode()
-    private.write_sealed(kept, (made := disassembled(cubin, *FLAGS)).encode())
+    private.write_sealed(kept, (made := disassemble(cubin, *FLAGS)).encode())
     return made

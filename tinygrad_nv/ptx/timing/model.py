@@ -1,4 +1,4 @@
-"""What a launch takes on a GPU: `Timing`, from the emulator's tapes.
+"""Time of a launch on a GPU: `Timing`, from the emulator's tapes.
 
 Protocol. Chosen clusters are recorded (shape.py): the emulator runs them, without tensor arithmetic, and
 `timed(...)` runs their SASS on a model of these SMs (job.py, csrc/sm.c), each place by itself.
@@ -25,12 +25,12 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.assemble import Resources
 from tinygrad_nv.ptx.emulator.tapes import Tape, Tapes
 from tinygrad_nv.ptx.timing import critical
-from tinygrad_nv.ptx.timing.drawn import dealt, drawn_tiles, lengths, makespan, row_of
-from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, slowed, sustained_hz
-from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, made
+from tinygrad_nv.ptx.timing.drawn import deal, find_drawn_tiles, lengths, makespan, row_of
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, clock_under_load, figures, slow_down
+from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, make_job
 from tinygrad_nv.ptx.timing.l2 import shares_of
 from tinygrad_nv.ptx.timing.listing import Listing, listing
-from tinygrad_nv.ptx.timing.shape import MANY_PLACES, Shape, places, recorded
+from tinygrad_nv.ptx.timing.shape import MANY_PLACES, Shape, clusters_to_record, places
 from tinygrad_nv.ptx.timing.simulator import REASONS, Cause, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
@@ -57,7 +57,7 @@ class Timing:
     "latency" where none is busy for half of the time. `path`: shares of the critical path by what takes them,
     `links`: instructions of its steady state (critical.py); `idle`: the share of the SMs' time without
     a CTA. `tflops` of tensor cores, `gbytes_per_s` between SMs and L2. `unknown`: SASS instructions
-    without figures. `recorded`: what ran on the model, for chrome.py."""
+    without figures. `clusters_to_record`: what ran on the model, for chrome.py."""
     gpu: str
     seconds: float
     uncertainty: float
@@ -79,32 +79,32 @@ class Timing:
     recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
 
 
-def timed(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
+def predict_tapes(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
           memory: Sequence[tuple[int, int]], begins: Sequence[int], log: int = 0) -> Timing:
-    """The prediction of the tapes of `recorded` clusters. `memory`: addresses and sizes of buffers; `begins`:
-    places where recording begins; `log`: issues to keep of the first place."""
+    """Returns the prediction of the tapes of `clusters_to_record` clusters. `memory`: addresses and sizes of
+    buffers; `begins`: places where recording begins; `log`: issues to keep of the first place."""
     code, more = code_of(code_list, entry, gpu), 1.0
     if tapes.draws and shape.clusters <= shape.at_once(gpu):
         begins, more = _typical(shape, gpu, tapes, begins)
     jobs = _jobs(code, shape, tapes, gpu, memory, begins)
     code = as_given(code, code_list.origins)
-    found = _timed(code, shape, gpu, jobs, more, log)
+    found = _predict_jobs(code, shape, gpu, jobs, more, log)
     if found.clock_hz == gpu.clock_hz or found.path["L2"] + found.path["HBM"] < RATES_MATTER: return found
-    return _timed(code, shape, slowed(gpu, found.clock_hz), jobs, more, log)
+    return _predict_jobs(code, shape, slow_down(gpu, found.clock_hz), jobs, more, log)
 
 
-def _timed(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], more: float,
+def _predict_jobs(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], more: float,
            log: int) -> Timing:
-    """The same, of what runs at each place; the grid takes `more` times as long."""
+    """Returns the prediction of what runs at each place; the grid takes `more` times as long."""
     begin = min(jobs)
     runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
     both = [(jobs[at], runs[at]) for at in jobs]
     cycles, idle = _uneven(shape, gpu, jobs, runs) or _cycles(shape, gpu, jobs, runs)
     units, path = _units(list(runs.values())), critical.parts(list(runs.values()))
-    over = _drained(_moving(shape, gpu, jobs, runs, cycles), path)
+    over = _drain_factor(_moving(shape, gpu, jobs, runs, cycles), path)
     cycles = ceil(cycles * more * over)
     units = {name: min(1.0, share / over) for name, share in units.items()}
-    clock_hz = sustained_hz(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
+    clock_hz = clock_under_load(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
     seconds = gpu.launch_s + cycles / clock_hz
     flops, nbytes = (more * _whole(shape, gpu, code, jobs, work) for work in (_flops, _bytes))
     limiter = max(units, key=lambda name: units[name])
@@ -120,10 +120,10 @@ def _timed(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], m
 
 def _typical(shape: Shape, gpu: GPUFigures, tapes: Tapes,
              begins: Sequence[int]) -> tuple[list[int], float]:
-    """Of places whose clusters draw their work tiles the one that executed about as much as all do in the
-    mean, and how much longer the grid takes than it."""
-    tiles = drawn_tiles(tapes.warps)
-    executed = {at: steps for at in begins if (steps := tiles.whole(recorded(shape, gpu, [at])))}
+    """Returns, of places whose clusters draw their work tiles, the one that executed about as much as all do
+    in the mean, and how much longer the grid takes than it."""
+    tiles = find_drawn_tiles(tapes.warps)
+    executed = {at: steps for at in begins if (steps := tiles.whole(clusters_to_record(shape, gpu, [at])))}
     if not executed: return list(begins[:1]), 1.0
     whole = mean(executed.values())
     chosen = min(executed, key=lambda at: abs(executed[at] - whole))
@@ -132,8 +132,8 @@ def _typical(shape: Shape, gpu: GPUFigures, tapes: Tapes,
 
 def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,
           memory: Sequence[tuple[int, int]], begins: Sequence[int]) -> dict[int, Job]:
-    """What runs at each place. Rank r of each of its clusters lies on SM r."""
-    chosen = set(recorded(shape, gpu, begins))
+    """Returns what runs at each place. Rank r of each of its clusters lies on SM r."""
+    chosen = set(clusters_to_record(shape, gpu, begins))
     warps = [tape for tape in tapes.warps if tape.cluster in chosen]
     notes = np.concatenate([tape.notes for tape in warps])
     shares = shares_of(tapes.reads, memory, notes, shape.clusters / len({tape.cluster for tape in warps}),
@@ -142,22 +142,22 @@ def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,
     by_place: dict[int, list[tuple[Tape, np.ndarray]]] = {}
     for tape, share in zip(warps, np.split(shares, ends[:-1]), strict=True):
         by_place.setdefault(max(at for at in begins if at <= tape.cluster), []).append((tape, share))
-    return {at: made(code, [tape for tape, _ in some], gpu, [share for _, share in some],
+    return {at: make_job(code, [tape for tape, _ in some], gpu, [share for _, share in some],
                      [tape.rank for tape, _ in some], shape.ctas_of_sm(gpu))
             for at, some in sorted(by_place.items())}
 
 
 def _cycles(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
             runs: Mapping[int, Run]) -> tuple[int, float]:
-    """Of the grid, and the share of the SMs' time that is idle. The SMs of a cluster take the first clusters
-    together, then each further one adds what it adds where it is recorded."""
+    """Returns the cycles of the grid, and the share of the SMs' time that is idle. The SMs of a cluster take
+    the first clusters together, then each further one adds what it adds where it is recorded."""
     at_once, together, begin = shape.at_once(gpu), shape.ctas_of_sm(gpu), min(runs)
     if shape.clusters <= at_once: return runs[begin].cycles, 1 - shape.busy_sms(gpu) / gpu.sms
     first = {at: _first(one, jobs[at]) for at, one in runs.items()}
     further = {at: (runs[at].cycles - first[at]) / max(1, job.ctas // shape.ctas - together)
                for at, job in jobs.items()}
     servers = max(1, at_once // together)
-    ends = dealt([float(first[begin])] * servers, _every(shape, gpu, further)[servers * together:])
+    ends = deal([float(first[begin])] * servers, _every(shape, gpu, further)[servers * together:])
     cycles = max(ends)
     return round(cycles), 1 - sum(ends) / len(ends) / cycles * servers * shape.ctas / gpu.sms
 
@@ -172,9 +172,9 @@ def _moving(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], runs: Mappin
     return {Cause.L2_RATE: share(lambda one: one.l2_busy), Cause.HBM_RATE: share(lambda one: one.hbm_busy)}
 
 
-def _drained(moving: Mapping[Cause, float], path: dict[Cause, float]) -> float:
-    """How much longer all that is moved takes than what was run: nothing waits for the last writes of a CTA,
-    but memory takes no more bytes than it can. Adds that to the path."""
+def _drain_factor(moving: Mapping[Cause, float], path: dict[Cause, float]) -> float:
+    """Returns how much longer all that is moved takes than what was run: nothing waits for the last writes of
+    a CTA, but memory takes no more bytes than it can. Adds that to the path."""
     cause = max(moving, key=lambda each: moving[each])
     over = max(1.0, moving[cause])
     for part in path: path[part] /= over
@@ -193,7 +193,7 @@ def _uneven(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
     if not (row := _row(shape, known)): return None
     cycles = sum(one.cycles for one in runs.values()) * together / known[:, 1].sum()
     every = lengths(known, np.arange(shape.clusters), row) * cycles
-    ends = dealt(every[:at_once].tolist(), every[at_once:].tolist())
+    ends = deal(every[:at_once].tolist(), every[at_once:].tolist())
     busy = min(1.0, shape.ctas * at_once / together / gpu.sms)
     return round(max(ends)), 1 - float(every.sum()) / at_once / max(ends) * busy
 
@@ -217,7 +217,7 @@ def _uneven_tapes(tapes: Tapes) -> bool:
 
 
 def _steps(job: Job, ctas: int) -> list[int]:
-    """Of each cluster of a job."""
+    """Returns the steps of each cluster of a job."""
     whole = np.bincount(job.warps["cta"], job.warps["end"] - job.warps["first"])
     return [int(each) for each in whole.reshape(-1, ctas).sum(1)]
 
@@ -278,12 +278,13 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 
 # **** launches ****
 
-def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
+def predict(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
               name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
               log: int = 0, strict: bool = True) -> Timing:
-    """A launch of an entry function on the GPU `name`, or on one of these figures. `record` runs chosen
-    clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises `ConfigError` for
-    a GPU without figures, or of another architecture, `ToolchainError` without ptxas or a disassembler."""
+    """Predicts a launch of an entry function on the GPU `name`, or on one of these figures. `record` runs
+    chosen clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises
+    `ConfigError` for a GPU without figures, or of another architecture, `ToolchainError` without ptxas or
+    a disassembler."""
     gpu = figures(name) if isinstance(name, str) else name
     if arch[:5] != gpu.arch[:5]:
         called = name if isinstance(name, str) else gpu.name
@@ -293,13 +294,13 @@ def predicted(text: str, arch: str, entry: str, shape: Callable[[Resources], Sha
     found = shape(listed.resources[entry])
     at_once = min(found.clusters, found.at_once(gpu))
 
-    def taped(begins: Sequence[int]) -> Tapes:
-        tapes = Tapes(recorded(found, gpu, begins), idle=True, others=range(at_once),
+    def record_tapes(begins: Sequence[int]) -> Tapes:
+        tapes = Tapes(clusters_to_record(found, gpu, begins), idle=True, others=range(at_once),
                       brief=BRIEF * found.ctas)
         record(tapes)
         return tapes
-    tapes = taped(begins := places(found, gpu))
+    tapes = record_tapes(begins := places(found, gpu))
     if at_once == found.clusters:
-        if tapes.draws: tapes = taped(begins := places(found, gpu, drawn=True))
-    elif _uneven_tapes(tapes): tapes = taped(begins := places(found, gpu, count=MANY_PLACES))
-    return timed(listed, entry, found, tapes, gpu, memory, begins, log)
+        if tapes.draws: tapes = record_tapes(begins := places(found, gpu, drawn=True))
+    elif _uneven_tapes(tapes): tapes = record_tapes(begins := places(found, gpu, count=MANY_PLACES))
+    return predict_tapes(listed, entry, found, tapes, gpu, memory, begins, log)

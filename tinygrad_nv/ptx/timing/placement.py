@@ -1,4 +1,4 @@
-"""Which SASS one execution of a block of PTX stands for.
+"""SASS instructions that one execution of a block of PTX stands for.
 
 Protocol: `ptx_blocks(function)` are the basic blocks of a PTX function; `placed(code, function)` puts each
 block of SASS into the PTX block that most of its instructions come from, those of `WEIGHTS` counted heavier.
@@ -71,7 +71,7 @@ class Placement:
     homes: Mapping[int, tuple[int, ...]]
 
     @property
-    def displaced(self) -> list[TimedInstruction]:
+    def out_of_place(self) -> list[TimedInstruction]:
         """Instructions with a line of another PTX block than they are placed in."""
         return [each for host, block in zip(self.hosts, self.sass, strict=True) if host is not None
                 for each in block if each.ptx_line and each.opcode not in INSERTED
@@ -116,7 +116,7 @@ def _meets(follow: Graph) -> list[int | None]:
     return [nearest(i) for i in range(end)]
 
 
-def _guarded(parts: Sequence[PTXBlock], branching: set[int]) -> dict[int, int]:
+def _find_guards(parts: Sequence[PTXBlock], branching: set[int]) -> dict[int, int]:
     """Blocks that became guards, and the blocks that branch around them. `branching` are the PTX blocks whose
     branches SASS has."""
     follow = [part.follow for part in parts]
@@ -142,7 +142,7 @@ def _waits(parts: Sequence[PTXBlock], function: PTXFunction) -> dict[int, set[in
         each.mnemonic for i in loop for each in function.body[parts[i].start:parts[i].stop]}}
 
 
-def _awaited(parts: Sequence[PTXBlock], waits: Mapping[int, set[int]]) -> dict[int, int]:
+def _find_awaited_loops(parts: Sequence[PTXBlock], waits: Mapping[int, set[int]]) -> dict[int, int]:
     """The loops whose first try ptxas took out, and the blocks that alone lead there: those end with it."""
     found = dict[int, int]()
     for head, loop in waits.items():
@@ -154,16 +154,17 @@ def _awaited(parts: Sequence[PTXBlock], waits: Mapping[int, set[int]]) -> dict[i
 
 # **** SASS ****
 
-def placed(code: Sequence[TimedInstruction], function: PTXFunction) -> Placement:
-    """A kernel's instructions by the blocks of its PTX."""
+def place_instructions(code: Sequence[TimedInstruction], function: PTXFunction) -> Placement:
+    """Returns a kernel's instructions by the blocks of its PTX."""
     parts = ptx_blocks(function)
     lines = [tuple(each.line for each in function.body[part.start:part.stop]) for part in parts]
     sass, follow = blocks(code)
     retries, waits = _retries(sass, follow), _waits(parts, function)
     again = {each.ptx_line for i in retries for each in sass[i]}
     leaving = {each.ptx_line for each in code if each.opcode in LEAVING}
-    within = _guarded(parts, {i for i, those in enumerate(lines) if those[-1] in leaving})
-    within |= _awaited(parts, {head: loop for head, loop in waits.items() if again & {*lines[head]}})
+    within = _find_guards(parts, {i for i, those in enumerate(lines) if those[-1] in leaving})
+    within |= _find_awaited_loops(parts,
+                                  {head: loop for head, loop in waits.items() if again & {*lines[head]}})
     homes: dict[int, tuple[int, ...]] = {}
     for i, those in enumerate(lines):
         while i in within: i = within[i]
@@ -250,7 +251,7 @@ class _Passes:
             inside = set[Key]().union(*(marks[i] for i in path))
             if made and len(inside & covered) * 2 <= len(covered): continue  # an alternative
             covered |= inside
-            made += [self.copy(self.looped(some, marks), own) for some in split(path, marks)]
+            made += [self.copy(self.loop_part(some, marks), own) for some in split(path, marks)]
         return tuple(sorted(made, key=lambda copy: -copy.executions))
 
     def path(self, left: set[int], own: Mapping[int, set[Key]]) -> list[int]:
@@ -273,7 +274,7 @@ class _Passes:
             at = best[at][1]
         return found
 
-    def looped(self, path: Sequence[int], marks: Mapping[int, set[Key]]) -> Sequence[int]:
+    def loop_part(self, path: Sequence[int], marks: Mapping[int, set[Key]]) -> Sequence[int]:
         """The part of a way that is in the loop of most of what it does: not what leads there, and on."""
         most = max(path, key=lambda i: sum((each.ptx_line, each.opcode) in marks[i] for each in self.sass[i]))
         loop = next((loop for loop in self.loops if most in loop), None)
@@ -281,7 +282,7 @@ class _Passes:
 
     def copy(self, path: Sequence[int], own: Mapping[int, set[Key]]) -> Copy:
         """One of them."""
-        code = tuple(some for i in path for each in self.sass[i] for some in (each, *self.called(each)))
+        code = tuple(some for i in path for each in self.sass[i] for some in (each, *self.callee(each)))
         skipped = {each.address for at, i in enumerate(path) for to in range(at + 2, len(path))
                    if path[to] in self.ways[i] for j in path[at + 1:to] for each in self.sass[j]}
         times = Counter((each.ptx_line, each.opcode) for i in path for each in self.sass[i]
@@ -293,8 +294,8 @@ class _Passes:
             surest = [count for (_, opcode), count in times.items() if opcode in kind] or surest
         return Copy(code, median_low(surest) if len(times) > 2 else 1, frozenset(skipped))
 
-    def called(self, call: TimedInstruction) -> Iterator[TimedInstruction]:
-        """What a call executes."""
+    def callee(self, call: TimedInstruction) -> Iterator[TimedInstruction]:
+        """Yields what a call executes."""
         if call.opcode != "CALL" or call.target not in self.number: return
         left, inside = [self.number[call.target]], dict[int, set[Key]]()
         while left:
@@ -302,7 +303,7 @@ class _Passes:
             inside[i] = {(each.ptx_line, each.opcode) for each in self.sass[i]}
             left += self.ways[i]
         for i in self.path({*inside}, inside):
-            for each in self.sass[i]: yield from (each, *self.called(each))
+            for each in self.sass[i]: yield from (each, *self.callee(each))
 
 
 def split(path: Sequence[int], marks: Mapping[int, set[Key]]) -> list[list[int]]:

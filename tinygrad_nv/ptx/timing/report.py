@@ -39,7 +39,8 @@ def _path(timing: Timing) -> Iterator[str]:
 
 
 def _movers(timing: Timing) -> Iterator[str]:
-    """What would shorten the launch: of the largest parts of the critical path, and of an uneven end."""
+    """Yields what would shorten the launch: of the largest parts of the critical path, and of an uneven
+    end."""
     yield "what would shorten it"
     advice = {part.name: part.advice for part in PARTS.values()}
     for name, share in sorted(timing.path.items(), key=lambda each: -each[1])[:MOVERS]:

@@ -34,8 +34,8 @@ class Launched:
 
 @dataclass(frozen=True)
 class Marks:
-    """Of a kernel: seconds that it runs, from its beginning to the first wait for the kernel before, and from
-    where it lets the next one begin to its end. Without such a wait: None."""
+    """Moments of a kernel: seconds that it runs, from its beginning to the first wait for the kernel before,
+    and from where it lets the next one begin to its end. Without such a wait: None."""
     run_s: float
     until_wait_s: float | None
     after_trigger_s: float
@@ -60,8 +60,8 @@ def seconds(row: Sequence[Launched], gpu: GPUFigures) -> float:
     return gpu.launch_s + row[-1].end_s
 
 
-def repeated(timing: Timing, gpu: GPUFigures, graph: bool = False) -> float:
-    """Seconds for each of many launches of one kernel in a row, as benchmarks count them."""
+def seconds_of_each(timing: Timing, gpu: GPUFigures, graph: bool = False) -> float:
+    """Returns the seconds for each of many launches of one kernel in a row, as benchmarks count them."""
     each = gpu.gap_s + timing.cycles / timing.clock_hz
     return each if graph else max(each, gpu.submit_s)
 

@@ -94,7 +94,7 @@ def places(shape: Shape, gpu: GPUFigures, drawn: bool = False, count: int = PLAC
     return sorted({0, last, *(round(last * (GOLDEN * i % 1)) for i in range(1, count - 1))})
 
 
-def recorded(shape: Shape, gpu: GPUFigures, begins: Sequence[int]) -> list[int]:
+def clusters_to_record(shape: Shape, gpu: GPUFigures, begins: Sequence[int]) -> list[int]:
     """All clusters that are recorded: at each place, where it begins, as many as an SM holds, and where there
     are several waves as many again, which follow them."""
     count = shape.ctas_of_sm(gpu) * (2 if shape.clusters > shape.at_once(gpu) else 1)

@@ -51,7 +51,7 @@ class JobStruct(ctypes.Structure):
 
 
 class Cause(IntEnum):
-    """What takes the cycles between two moments of a critical path: csrc/moments.h."""
+    """Causes of the cycles between two moments of a critical path: csrc/moments.h."""
     BEGINS = 0
     IN_ORDER = 1
     ISSUE_SLOT = 2
@@ -70,10 +70,10 @@ class Cause(IntEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """What happened. `waited`: warp-cycles [instruction, REASONS]; `busy`: cycles [SM, Unit], `l2_busy`,
-    `hbm_busy`: of the SMs' part of both; `ends`: of each
-    warp; `log`: [warp, instruction, issue, cycles since the warp's last] of each issue, where it was kept;
-    `path`: the critical path, [step, begin, end, Cause] of each moment, in time."""
+    """Result of a simulation. `waited`: warp-cycles [instruction, REASONS]; `busy`: cycles [SM, Unit],
+    `l2_busy`, `hbm_busy`: of the SMs' part of both; `ends`: of each warp; `log`: [warp, instruction, issue,
+    cycles since the warp's last] of each issue, where it was kept; `path`: the critical path, [step, begin,
+    end, Cause] of each moment, in time."""
     cycles: int
     waited: np.ndarray
     busy: np.ndarray

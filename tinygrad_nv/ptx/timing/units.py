@@ -1,4 +1,4 @@
-"""What a SASS instruction asks of an SM: its unit, how long that is busy, and when its result is there.
+"""Demands of a SASS instruction on an SM: its unit, how long that is busy, and when its result is there.
 
 Sources: CUDA C++ Programming Guide, "Arithmetic Instructions", results a cycle and SM of compute capability
 9.0: 128 of float32 (FMA), 64 of integers and comparisons (ALU), 16 of MUFU and of most conversions (XU), 64
@@ -109,8 +109,8 @@ _SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
 
 
 def cost_of(each: SASSInstruction, gpu: GPUFigures) -> Cost:
-    """What an instruction takes on a GPU. One without a row is taken for an integer operation whose result is
-    variable, and is not `known`."""
+    """Returns what an instruction takes on a GPU. One without a row is taken for an integer operation whose
+    result is variable, and is not `known`."""
     whole = each.opcode + each.modifiers + "."
     if _ASYNC.match(each.opcode): return _wgmma(each, gpu)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))
@@ -144,6 +144,6 @@ def _wgmma(each: SASSInstruction, gpu: GPUFigures) -> Cost:
 
 
 def _mma_cycles(each: SASSInstruction, gpu: GPUFigures) -> int:
-    """Of a scheduler's quarter of the tensor cores."""
+    """Returns the cycles of a scheduler's quarter of the tensor cores."""
     bits = 8 if each.opcode in ("IMMA", "QMMA") else 32 if "TF32" in each.modifiers else 16
     return max(1, round(each.tensor_flops / 2 * bits / 16 / gpu.mma_macs))

@@ -104,5 +104,5 @@ def _explain(spec: TensorMapSpec, steps: tuple[int, ...]) -> None:
                          spec.dims[::-1], spec.strides[::-1], spec.dtype, steps[::-1], spec.interleave,
                          spec.l2_promotion, spec.fill)
         return
-    TensorMap.tiled(spec.address, spec.box[::-1], spec.swizzle, spec.dims[::-1], spec.strides[::-1],
+    TensorMap.of_tiles(spec.address, spec.box[::-1], spec.swizzle, spec.dims[::-1], spec.strides[::-1],
                     spec.dtype, steps[::-1], spec.interleave, spec.l2_promotion, spec.fill)

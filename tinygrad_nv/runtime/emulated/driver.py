@@ -393,7 +393,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
             return TensorMap.im2col(spec.address, spec.lower[::-1], spec.upper[::-1], channels, pixels,
                                     spec.swizzle, dims, strides, spec.dtype, steps, spec.interleave,
                                     spec.l2_promotion, spec.fill).encode()
-        return TensorMap.tiled(spec.address, box, spec.swizzle, dims, strides, spec.dtype, steps,
+        return TensorMap.of_tiles(spec.address, box, spec.swizzle, dims, strides, spec.dtype, steps,
                                spec.interleave, spec.l2_promotion, spec.fill).encode()
 
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.ptx.emulator import Emulator, Finding
-from tinygrad_nv.ptx.emulator.program import layout, shared_layout
+from tinygrad_nv.ptx.emulator.program import lay_out_shared, layout
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.driver import Attributes, Function, Launch
@@ -28,7 +28,7 @@ class EmulatedModule(driver.Module):
             raise DriverError(f"the module has no kernel {name!r}",
                               f"one of: {', '.join(self.module.functions) or 'none'}")
         self.emulator.prepare(self.text, name)
-        _, static, _ = shared_layout(self.module, found)
+        _, static, _ = lay_out_shared(self.module, found)
         _, local = layout(v for v in found.variables.values() if v.space == "local")
         bound = found.directives.get("reqntid") or found.directives.get("maxntid") or (1024,)
         return Function(name, Attributes(static, local, 0, int(np.prod(bound))), self)

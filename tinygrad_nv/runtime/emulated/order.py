@@ -136,7 +136,7 @@ def touched(what: str, *parts: Part) -> Footprint:
     for memory, start, stop, flags in parts:
         if start == stop: continue
         made = Runs.of(start, stop, flags)
-        runs[memory] = runs[memory].merged(made) if memory in runs else made
+        runs[memory] = runs[memory].merge(made) if memory in runs else made
     return Footprint(what, runs)
 
 

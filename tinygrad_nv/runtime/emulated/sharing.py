@@ -72,7 +72,7 @@ class Sharing:
         if self.among_peers:
             raise DriverError("memory of other processes on a device that has peers in this one",
                               "a process for each device")
-        buffer = self.emulator.mapped(np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8))
+        buffer = self.emulator.map_memory(np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8))
         self.buffers[buffer.ptr] = self.held[buffer.ptr] = buffer
         insort(self.addresses, buffer.ptr)
         self.used_bytes += nbytes

@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 
 from tests.support.tile.all_reduce_case import BF16, F16, F32, S32, S64
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, disassembler
+from tinygrad_nv.ptx.sass import disassemble, disassembler
 from tinygrad_nv.tile.all_reduce.cost import candidates
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
 from tinygrad_nv.tile.all_reduce.spec import AllReduceSpec
@@ -46,7 +46,7 @@ def test_nothing_spills(kind: type[AllReduceSchedule], dtype: DType, world: int)
 def test_loads_of_all_peers_are_under_way_together(columns: int) -> None:
     """Behind the barrier that follows the flags: 8 loads of 16 bytes, and the residual, before any sum."""
     made = built(OneShot, AllReduceSpec(8, 8192 * 8, BF16, columns))
-    text = disassembled(assemble(made.ptx, "sm_90a").cubin)
+    text = disassemble(assemble(made.ptx, "sm_90a").cubin)
     behind = text[text.index("BAR.SYNC", text.index("STRONG.SYS")):]
     loads = re.findall(r"LDG\.E\.128", behind[:behind.index("FADD")])
     assert len(loads) == (9 if columns else 8)

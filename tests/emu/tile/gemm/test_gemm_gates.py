@@ -22,7 +22,7 @@ from tinygrad.dtype import DType, dtypes
 from tests.support.tile.gemm_case import TORCH, launched, product
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.ptx.sass import TENSOR, disassembled, functions
+from tinygrad_nv.ptx.sass import TENSOR, disassemble, functions
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.candidates import starts
@@ -146,7 +146,7 @@ def gated(case: Case) -> None:
     made = case.kernel()
     assembly = assemble(made.ptx, case.arch)
     resources_fit(assembly.kernels[made.name], made, case.arch)
-    working = {each.opcode for each in functions(disassembled(assembly.cubin))[made.name]} & set(TENSOR)
+    working = {each.opcode for each in functions(disassemble(assembly.cubin))[made.name]} & set(TENSOR)
     assert working <= WORKERS[case.schedule.template], working
     if case.counted_elsewhere: return
     few, many = counted(made, case.spec(), case.arch), counted(case.kernel(2), case.spec(2), case.arch)

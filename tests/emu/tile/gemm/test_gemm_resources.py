@@ -13,7 +13,7 @@ from tests.support.tile.gemm_case import GUARD, arguments, launched, product, re
 from tests.support.tile.gemv_case import best
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator.report import Stats
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.expression import Load, Sum, silu
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
@@ -108,7 +108,7 @@ def test_main_loops_are_short_and_nothing_spills(name: str):
     schedule, dtype, majors, most = DEFAULTS[name]
     made = TABLE.build(product(4096, 4096, 4096, dtype, OUTS.get(dtype), majors), schedule, GPU("sm_90a"))
     unspilt(made, "sm_90a")
-    loop = main_loop(functions(disassembled(assemble(made.ptx, "sm_90a").cubin))["gemm_wgmma"])
+    loop = main_loop(functions(disassemble(assemble(made.ptx, "sm_90a").cubin))["gemm_wgmma"])
     assert loop is not None
     assert loop.around <= most * loop.tensor, loop.counts
     # fp8 sums are promoted by FADD

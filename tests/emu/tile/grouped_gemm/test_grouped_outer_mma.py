@@ -12,7 +12,7 @@ from tests.support.tile.grouped_case import routings
 from tests.support.tile.outer_case import built, exact, launched, near
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator import LATE
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.cost import cheapest
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterMma
@@ -105,7 +105,7 @@ def test_the_loop(name: str, arch: str, largest: bool):
         found = assemble(TABLE.build(spec, schedule, gpu).ptx, arch)
         used = found.kernels["grouped_outer_mma"]
         assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), str(schedule)
-        loop = main_loop(functions(disassembled(found.cubin))["grouped_outer_mma"])
+        loop = main_loop(functions(disassemble(found.cubin))["grouped_outer_mma"])
         assert loop is not None
         steps, warp_m, warp_n = schedule.block_k // 16, schedule.block_m // schedule.warps_m, \
             schedule.block_n // schedule.warps_n

@@ -13,7 +13,7 @@ from tests.support.tile.grouped_case import routings
 from tests.support.tile.outer_case import built, exact, launched, near
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator import LATE
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterMma, GroupedOuterWgmma
 from tinygrad_nv.tile.template import GPU
@@ -95,7 +95,7 @@ def test_the_loop(name: str, tile: tuple[int, int]):
     found = assemble(TABLE.build(spec, schedule, GPU("sm_90a")).ptx, "sm_90a")
     used = found.kernels["grouped_outer_wgmma"]
     assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), str(schedule)
-    loop = main_loop(functions(disassembled(found.cubin))["grouped_outer_wgmma"])
+    loop = main_loop(functions(disassemble(found.cubin))["grouped_outer_wgmma"])
     assert loop is not None
     rows = schedule.block_m // schedule.consumers // 64
     assert loop.tensor == loop.counts["HGMMA"] == schedule.block_k // 16 * rows

@@ -7,7 +7,7 @@ from tinygrad.dtype import dtypes
 
 from tests.support.tile.grouped_case import given, launched
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedScaledWgmma, GroupedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.template import GPU
@@ -46,7 +46,7 @@ def test_the_loop_neither_spills_nor_serialises(name: str, schedule: GroupedWgmm
     used = found.kernels[made.name]
     assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == \
         KNOWN_SPILLS.get((name, schedule), (0, 0, 0))
-    loop = main_loop(functions(disassembled(found.cubin))[made.name])
+    loop = main_loop(functions(disassemble(found.cubin))[made.name])
     assert loop is not None
     subtiles = schedule.block_m // 64 // (1 if schedule.mode == "pingpong" else schedule.consumers)
     assert loop.tensor == 4 * subtiles

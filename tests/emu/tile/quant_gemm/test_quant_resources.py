@@ -11,7 +11,7 @@ from tests.support.tile.reference_case import bits
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.quant.types import QType
 from tinygrad_nv.tile.arguments import with_scratch
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -88,7 +88,7 @@ def test_main_loops_have_no_bank_conflict(spec: QuantGemmSpec, schedule: QuantGe
 def per_weight(type: QType, dtype: DType, m: int, schedule: QuantGemv | QuantWgmma, weights: int) -> float:
     """Instructions of the main loop that are not of tensor cores, for each of `weights` of a thread."""
     made = TABLE.build(matmul(type, m, 4096, 4096, dtype), schedule, HOPPER)
-    loop = main_loop(functions(disassembled(assemble(made.ptx, HOPPER.arch).cubin))[made.name])
+    loop = main_loop(functions(disassemble(assemble(made.ptx, HOPPER.arch).cubin))[made.name])
     assert loop is not None
     return (loop.around - loop.tensor) / weights
 

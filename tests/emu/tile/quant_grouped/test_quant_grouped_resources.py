@@ -9,7 +9,7 @@ from tinygrad.dtype import DType
 
 from tests.support.tile.quant_grouped_case import BF16, TYPES, reported, spec_of
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma, QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
@@ -60,7 +60,7 @@ def test_instructions_for_each_weight(schedule: QuantGroupedGemv | QuantGroupedM
     each half, one of wgmma 64. 8 weights take 7 shifts, 8 lop3 and 4 multiplications, and mma and wgmma scale
     them, 4 more. No wgmma waits for all before it."""
     made = TABLE.build(layer("MXFP4", 1)[0], schedule, HOPPER)
-    loop = main_loop(functions(disassembled(assemble(made.ptx, HOPPER.arch).cubin))[made.name])
+    loop = main_loop(functions(disassemble(assemble(made.ptx, HOPPER.arch).cubin))[made.name])
     assert loop is not None
     assert (loop.around - loop.tensor) / weights <= most
     left = [each.operands for each in loop.instructions if each.modifiers.startswith(".DEPBAR")]

@@ -13,7 +13,7 @@ from tests.support.tile.gemm_case import arguments, product, reference, run
 from tests.support.tile.scaled_gemm_case import E4M3, F32, given, near, scaled, wide
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Sum
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.scaled_gemm.schedules import ScaledWgmma
@@ -152,7 +152,7 @@ def test_the_loop_neither_spills_nor_serialises(schedule: ScaledWgmma):
     found = assemble(made.ptx, "sm_90a")
     used = found.kernels[made.name]
     assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
-    loop = main_loop(functions(disassembled(found.cubin))[made.name])
+    loop = main_loop(functions(disassemble(found.cubin))[made.name])
     assert loop is not None
     subtiles = schedule.block_m // 64 // (1 if schedule.mode == "pingpong" else schedule.consumers)
     counts = loop.counts

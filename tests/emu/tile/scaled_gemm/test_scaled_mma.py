@@ -11,7 +11,7 @@ from tinygrad.dtype import dtypes
 from tests.support.tile.gemm_case import launched, run
 from tests.support.tile.scaled_gemm_case import E4M3, F32, given, near, scaled, wide
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Sum
 from tinygrad_nv.tile.scaled_gemm.schedules import ScaledMma
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
@@ -181,7 +181,7 @@ def test_sums_of_groups_are_added_behind_mmas(schedule: ScaledMma):
     found = assemble(made.ptx, "sm_89")
     used = found.kernels[made.name]
     assert (used.spill_store_bytes, used.spill_load_bytes, used.stack_bytes) == (0, 0, 0)
-    loop = main_loop(functions(disassembled(found.cubin))[made.name])
+    loop = main_loop(functions(disassemble(found.cubin))[made.name])
     assert loop is not None
     rows, cells = schedule.block_m // schedule.warps_m // 16, schedule.block_m * schedule.block_n
     cells, counts = cells // (4 * schedule.threads), loop.counts

@@ -11,7 +11,7 @@ from tests.support.tile.reference_case import bits
 from tests.support.tile.sparse_case import BF16, E4M3, INT8, matmul, storages
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.ptx.sass import disassembled, functions, main_loop
+from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
 from tinygrad_nv.tile.arguments import with_scratch
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
@@ -45,7 +45,7 @@ def test_wgmmas_of_a_stage_stand_together(dtype: Any, schedule: SparseWgmma, mos
     """Beside wgmmas a stage has barriers, descriptors and a read of metadata for each 64 rows and columns.
     ptxas 13.0 makes 29 and 52 instructions."""
     made = TABLE.build(matmul(4096, 4096, 4096, dtype), schedule, HOPPER)
-    loop = main_loop(functions(disassembled(assemble(made.ptx, "sm_90a").cubin))[made.name])
+    loop = main_loop(functions(disassemble(assemble(made.ptx, "sm_90a").cubin))[made.name])
     assert loop is not None
     units, subtiles = schedule.block_k // 64, schedule.block_m // 128
     assert loop.tensor == 2 * units * subtiles
@@ -58,7 +58,7 @@ def test_operands_of_mma_are_not_moved():
     of activations had to be moved side by side."""
     schedule = SparseMma().block(128, 128).k(64).warps(2, 4).stages(4)
     made = TABLE.build(matmul(4096, 4096, 4096), schedule, AMPERE)
-    loop = main_loop(functions(disassembled(assemble(made.ptx, "sm_80").cubin))[made.name])
+    loop = main_loop(functions(disassemble(assemble(made.ptx, "sm_80").cubin))[made.name])
     assert loop is not None
     assert (loop.tensor, loop.counts["LDSM"]) == (32, 16)
     assert loop.around - loop.tensor <= 70

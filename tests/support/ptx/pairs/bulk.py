@@ -15,7 +15,7 @@ VALUES = integers(TILES, 32, 32)
 def tiles(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]]]:
     """Tiles of 32 x 32, one below the other, and a map to write them thrice as large."""
     out = emu.alloc(VALUES.nbytes)
-    out_map = TensorMap.tiled(out.ptr, box=(32, 32), dims=(32 * TILES, 32), dtype="s32", swizzle="none")
+    out_map = TensorMap.of_tiles(out.ptr, box=(32, 32), dims=(32 * TILES, 32), dtype="s32", swizzle="none")
     return [emu.alloc(VALUES), out_map], [(out, bytes_of(3 * VALUES))]
 
 

@@ -192,7 +192,7 @@ COLUMNS = integers(TURNS, 16, 32)
 def columns(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]]]:
     """Tiles of 16 x 32; both CTAs get all of them, each loads a half of each for both."""
     out = emu.alloc(2 * 128 * 16)
-    source = TensorMap.tiled(emu.alloc(COLUMNS.reshape(-1, 32)), box=(8, 32))
+    source = TensorMap.of_tiles(emu.alloc(COLUMNS.reshape(-1, 32)), box=(8, 32))
     total = COLUMNS.sum(0, np.int32).reshape(128, 4)[::-1]
     return [source, out], [(out, bytes_of(np.stack([total, total])))]
 

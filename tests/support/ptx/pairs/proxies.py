@@ -37,7 +37,7 @@ st.global.b32 [%d_out], %r_x;
 def tiles(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]]]:
     """A map of a row of 32 numbers, the same in memory, room for a changed one, and two rows to write."""
     source, out = emu.alloc(ROW[:64]), emu.alloc(256)
-    of_out = TensorMap.tiled(out.ptr, box=(1, 32), dims=(1, 32), dtype="s32", swizzle="none")
+    of_out = TensorMap.of_tiles(out.ptr, box=(1, 32), dims=(1, 32), dtype="s32", swizzle="none")
     return [emu.alloc(np.frombuffer(of_out.encode(), np.uint8)), out, source], [(out, bytes_of(ROW[:64]))]
 
 

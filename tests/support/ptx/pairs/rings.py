@@ -22,7 +22,7 @@ def product(emu: Emulator) -> tuple[list[object], list[tuple[object, np.ndarray]
     a = random.integers(-3, 4, (64, 64 * TURNS)).astype(np.float16)
     b = random.integers(-3, 4, (COLUMNS, 64 * TURNS)).astype(np.float16)
     out = emu.alloc(4 * 64 * COLUMNS)
-    maps = [TensorMap.tiled(emu.alloc(x), box=(len(x), 64), swizzle="128B") for x in (a, b)]
+    maps = [TensorMap.of_tiles(emu.alloc(x), box=(len(x), 64), swizzle="128B") for x in (a, b)]
     expected = a.astype(np.float32) @ b.astype(np.float32).T
     return [*maps, out], [(out, expected.reshape(-1).view(np.uint8))]
 

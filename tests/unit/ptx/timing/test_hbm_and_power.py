@@ -10,7 +10,7 @@ import pytest
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator.tapes import NOTE, Note
-from tinygrad_nv.ptx.timing.gpu import figures, known, slowed, sustained_hz
+from tinygrad_nv.ptx.timing.gpu import clock_under_load, figures, list_gpus, slow_down
 from tinygrad_nv.ptx.timing.l2 import first_shares, shares_of
 
 H100 = figures("h100")
@@ -83,21 +83,22 @@ def test_an_instruction_that_no_other_cluster_came_to_reads_like_the_rest():
 
 def test_power_limits_the_clock_of_busy_tensor_cores():
     """m64n256k16 on random numbers, nothing else: 1.714 GHz (HOPPER_TIMING.md 7.3)."""
-    assert sustained_hz(H100, 1.0, 0.0) == pytest.approx(1.714e9, rel=0.01)
-    assert sustained_hz(H100, 0.3, 0.9) == H100.clock_hz
-    assert sustained_hz(H100, 1.0, 0.9) < 0.92 * H100.clock_hz
+    assert clock_under_load(H100, 1.0, 0.0) == pytest.approx(1.714e9, rel=0.01)
+    assert clock_under_load(H100, 0.3, 0.9) == H100.clock_hz
+    assert clock_under_load(H100, 1.0, 0.9) < 0.92 * H100.clock_hz
 
 
 def test_l2_and_hbm_do_not_slow_down_with_the_sms():
-    slow = slowed(H100, H100.clock_hz / 2)
+    slow = slow_down(H100, H100.clock_hz / 2)
     assert slow.l2_bytes_per_cycle == 2 * H100.l2_bytes_per_cycle
     assert slow.hbm_bytes_per_s / slow.clock_hz == 2 * H100.hbm_bytes_per_s / H100.clock_hz
 
 
 def test_gpus_have_all_figures():
-    assert {"a100", "h100", "h200", "h800", "l40s"} <= set(known())
-    assert all(figures(name).sms > 0 for name in known())
-    assert all(figures(name).pdl_gap_s <= figures(name).gap_s < figures(name).submit_s for name in known())
+    assert {"a100", "h100", "h200", "h800", "l40s"} <= set(list_gpus())
+    assert all(figures(name).sms > 0 for name in list_gpus())
+    assert all(figures(name).pdl_gap_s <= figures(name).gap_s < figures(name).submit_s
+               for name in list_gpus())
     with pytest.raises(ConfigError, match="no figures of a GPU 'x'"): figures("x")
 
 

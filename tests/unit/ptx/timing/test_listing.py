@@ -13,7 +13,7 @@ from tinygrad_nv.errors import PTXError, ToolchainError
 from tinygrad_nv.ptx import sass
 from tinygrad_nv.ptx.assemble import ARCHITECTURES, assemble
 from tinygrad_nv.ptx.parser import parse
-from tinygrad_nv.ptx.sass import disassembled
+from tinygrad_nv.ptx.sass import disassemble
 from tinygrad_nv.ptx.timing import listing as module_of_listing
 from tinygrad_nv.ptx.timing.instructions import FLAGS, TimedInstruction
 from tinygrad_nv.ptx.timing.listing import listing, one_a_line
@@ -39,7 +39,7 @@ def lined(text: str, opcode: str) -> list[int]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_lines_leave_the_instructions_as_they_are(name: str):
     """All 128 bits of each."""
-    with_lines, without = (disassembled(assemble(ptx(name), flags=flags).cubin, *FLAGS)
+    with_lines, without = (disassemble(assemble(ptx(name), flags=flags).cubin, *FLAGS)
                            for flags in (("-lineinfo",), ()))
     assert "//## File" in with_lines
     def code(text: str) -> list[str]: return [row for row in text.splitlines() if "*/" in row]
@@ -165,7 +165,7 @@ def test_what_is_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text = module("  st.global.u32 [%rd1], %r1;\n  ret;")
     first = listing(text).kernels
     listing.cache_clear()
-    monkeypatch.setattr(module_of_listing, "disassembled", None)
+    monkeypatch.setattr(module_of_listing, "disassemble", None)
     assert listing(text).kernels == first
     with pytest.raises(TypeError): listing(text.replace("%r1;\n", "%r2;\n"))
 

@@ -63,8 +63,8 @@ def test_instructions_are_in_the_block_of_their_line_or_in_one_that_is_executed_
         hosts = {each.address: host for host, block in zip(found.hosts, found.sass, strict=True)
                  for each in block}
         lined = sum(1 for each in code if each.ptx_line)
-        assert len(found.displaced) <= 0.12 * lined   # most are packed as soon as their sums are there
-        moved = [each for each in found.displaced
+        assert len(found.out_of_place) <= 0.12 * lined   # most are packed as soon as their sums are there
+        moved = [each for each in found.out_of_place
                  if not any(as_often(home, hosts[each.address]) for home in found.homes[each.ptx_line])]
         assert len(moved) <= 0.07 * lined   # most of decode, which reads its queries once, ahead of all else
 
@@ -139,7 +139,7 @@ $loop:
     assert copy.executions == 1
     assert {"LDG", "FFMA", "BRA"} <= set(opcodes(copy))
     assert not any(opcode.startswith("I2F") for opcode in opcodes(copy))
-    moved = [each for each in found.displaced if each.ptx_line == line_of(text, "cvt.rn")]
+    moved = [each for each in found.out_of_place if each.ptx_line == line_of(text, "cvt.rn")]
     assert [each.opcode[:3] for each in moved] == ["I2F"]
 
 
@@ -190,7 +190,7 @@ $join:
     (copy,) = found.copies[0]
     stores = [each for each in copy.instructions if each.opcode == "STG"]
     assert [bool(each.guard) for each in stores] == [True, False]
-    assert not found.displaced
+    assert not found.out_of_place
 
 
 WAIT = """  .shared .b64 bar;

@@ -42,7 +42,7 @@ BATCH = ("b0", "b1", "b2")
 
 @dataclass(frozen=True)
 class Text:
-    """What the text depends on: blocks of `m` rows and `n` keys."""
+    """C text of a backward kernel: blocks of `m` rows and `n` keys."""
     spec: BackwardSpec
     isa: ISA
     m: int
@@ -65,7 +65,7 @@ class Text:
 
     @cached_property
     def where(self) -> tuple[str, str]:
-        """Which head it is, where row 0 stands, and what expressions read: as parameters, as arguments."""
+        """C of the head, of where row 0 stands, and of what expressions read: as parameters, as arguments."""
         one = self.spec.forward
         pointers = [("u32", "seed")] * (one.kept < EVERY)
         pointers += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(one.parameters)]
@@ -218,7 +218,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
         b, heads, group = one.batch
         return f"""  for (s64 item = core_id; item < {b * heads}; item += {parts}) {{
     const s64 b0 = item / {heads}, b1 = item % {heads};
-    for (s64 b2 = 0; b2 < {group}; b2++) {self._cleared("s_q", "0")}
+    for (s64 b2 = 0; b2 < {group}; b2++) {self._clear_rows("s_q", "0")}
     for (s64 j0 = 0; j0 < s_kv; j0 += {self.n}) {{ {self._keys(1)} }}
   }}"""
 
@@ -235,7 +235,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
     const s64 number = {keys + rows - 1} - item, head = number % {one.matrices}, b0 = head / {heads * group};
     const s64 b1 = head / {group} % {heads}, b2 = head % {group}, i0 = number / {one.matrices} * {self.m};
     if (i0 < s_q) {{
-      {self._met()}
+      {self._visit_keys()}
     }}
   }}"""
 
@@ -246,7 +246,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
         outside = f"for (s64 j0 = lead; j0 < s_kv; j0 += {self.n}) {{ {self._unseen()} }}"
         return f"""  for (s64 item = core_id; item < {b * heads}; item += {parts}) {{
     const s64 b0 = item / {heads}, b1 = item % {heads};
-    for (s64 b2 = 0; b2 < {group}; b2++) {self._cleared("s_q", "0")}
+    for (s64 b2 = 0; b2 < {group}; b2++) {self._clear_rows("s_q", "0")}
     {documents.each(self.spec.forward, inside, outside)}
   }}"""
 
@@ -254,14 +254,14 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
         """`blocks` of documents. Every part counts all blocks, and takes its own."""
         b, heads, group = self.spec.forward.batch
 
-        def taken(made: str, of_rows: bool) -> str:
+        def take_blocks(made: str, of_rows: bool) -> str:
             at, block = ("i0", self.m) if of_rows else ("j0", self.n)
             queries = f" for (s64 b2 = 0; b2 < {group}; b2++)" if of_rows else ""
             return f"""for (s64 {at} = lead; {at} < s_q; {at} += {block}){queries}
       if (number++ % {parts} == core_id) {{ {made} }}"""
-        cleared = f"const s64 rows = smaller(s_q - i0, {self.m}); {self._cleared('rows', 'i0')}"
-        inside = taken(self._keys(0), False) + taken(self._met(), True)
-        outside = taken(self._unseen(), False) + taken(cleared, True)
+        cleared = f"const s64 rows = smaller(s_q - i0, {self.m}); {self._clear_rows('rows', 'i0')}"
+        inside = take_blocks(self._keys(0), False) + take_blocks(self._visit_keys(), True)
+        outside = take_blocks(self._unseen(), False) + take_blocks(cleared, True)
         return f"""  s64 number = 0;
   for (s64 b0 = 0; b0 < {b}; b0++) for (s64 b1 = 0; b1 < {heads}; b1++)
   {documents.each(self.spec.forward, inside, outside)}"""
@@ -285,7 +285,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
       for (s64 b2 = 0; b2 < {one.batch[2]}; b2++) for (s64 i0 = first_row; i0 < end_row; i0 += {self.m}) {{
         const s64 rows = smaller(s_q - i0, {self.m});
         {self._rows()}
-        {self._paired(1, of_rows)}
+        {self._call_pair(1, of_rows)}
       }}
       {self._results()}"""
 
@@ -300,22 +300,22 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
       write_dv(dv + {_at(self.spec.dv, "j0")}, z->dv, {self.spec.dv.row}, cols);"""
 
     def _columns(self) -> str:
-        """Which columns a block of rows sees."""
+        """Returns C of the columns that a block of rows sees."""
         band = self.spec.forward.band
         begin = "lead" if band.first is None else f"larger(lead, i0 + start + ({band.first}))"
         end = "s_kv" if band.last is None else f"smaller(s_kv, i0 + rows + start + ({band.last}))"
         return f"const s64 first_column = {begin}, end_column = {end};"
 
-    def _met(self) -> str:
-        """A block of rows meets all keys that it sees, for dq."""
+    def _visit_keys(self) -> str:
+        """Returns C by which a block of rows meets all keys that it sees, for dq."""
         return f"""const s64 rows = smaller(s_q - i0, {self.m});
       {self._rows()}
-      {self._cleared("rows", "i0")}
+      {self._clear_rows("rows", "i0")}
       {self._columns()}
       for (s64 j0 = lead + (first_column - lead) / {self.n} * {self.n}; j0 < end_column; j0 += {self.n}) {{
         const s64 cols = smaller(s_kv - j0, {self.n});
         {self._columns_read()}
-        {self._paired(0, 1)}
+        {self._call_pair(0, 1)}
       }}"""
 
     def _columns_read(self) -> str:
@@ -334,11 +334,11 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
           z->delta[i] = delta[from];
         }}"""
 
-    def _paired(self, of_keys: int, of_rows: int) -> str:
+    def _call_pair(self, of_keys: int, of_rows: int) -> str:
         where = f"dq + ({self._row('i0')}) * {self.spec.forward.d}"
         return f"pair(z, {where}, i0, j0, rows, cols, {of_keys}, {of_rows}, {self.where[1]});"
 
-    def _cleared(self, rows: str, first: str) -> str:
+    def _clear_rows(self, rows: str, first: str) -> str:
         d = self.spec.forward.d
         return f"""{{
         float *to = dq + ({self._row(first)}) * {d};
@@ -346,12 +346,12 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
       }}"""
 
     def _row(self, row: str) -> str:
-        """Which of all rows one of a head is: of dq, l and delta."""
+        """Returns the index among all rows of a row of one head: of dq, l and delta."""
         _, heads, group = self.spec.forward.batch
         return f"((b0 * {heads} + b1) * {group} + b2) * {self.spec.forward.s_q} + {row}"
 
 
 def _at(rows: Rows, row: str) -> str:
-    """Where a row lies."""
+    """Returns C of where a row lies."""
     terms = zip((*BATCH, f"({row})"), (*rows.batch, rows.row), strict=True)
     return " + ".join([str(rows.offset), *(f"{name} * (s64){stride}" for name, stride in terms if stride)])

@@ -1,4 +1,4 @@
-"""What kernel.py computes with: products of tiles in registers, and rows in scratch memory, in C.
+"""Functions that kernel.py computes with: products of tiles in registers, and rows in scratch memory, in C.
 
 Protocol: numbers in scratch are float32 in rows of `pitch(n)` elements, an odd number of cache lines, so that
 rows below each other are in different sets of a cache. A product makes a tile of `ROWS` rows and a few

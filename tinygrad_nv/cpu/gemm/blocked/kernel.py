@@ -29,7 +29,7 @@ from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, SMALL, STACK_BYTES, blocks
 from tinygrad_nv.cpu.gemm.blocked.micro import micro
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
-from tinygrad_nv.cpu.gemm.layout import PER, kind_of, oriented
+from tinygrad_nv.cpu.gemm.layout import PER, kind_of, orient
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
@@ -43,7 +43,7 @@ PARTS = 4  # for each thread, so that one that is held up does less
 
 def problems(spec: GemmSpec, s: CPUGemm) -> list[str]:
     """Why a product cannot have a schedule; empty when it can."""
-    named, spec = spec, oriented(spec, s.isa)
+    named, spec = spec, orient(spec, s.isa)
     kind, lanes = kind_of(spec, s.isa), s.isa.lanes
     needed = (("columns", lanes), ("rows", 1), ("block_m", s.rows), ("block_n", s.columns),
               ("block_k", lanes * PER[kind]))
@@ -62,7 +62,7 @@ def problems(spec: GemmSpec, s: CPUGemm) -> list[str]:
 
 def default(spec: GemmSpec, target: CPU) -> CPUGemm:
     """The default schedule, where none was tuned."""
-    spec = oriented(spec, target.isa)
+    spec = orient(spec, target.isa)
     made = blocks(spec, target, PER[kind_of(spec, target.isa)])
     tiles = spec.matrices * -(-spec.m // made.block_m) * -(-spec.n // made.block_n)
     parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
@@ -80,7 +80,7 @@ def panels(spec: GemmSpec, block_n: int, columns: int) -> int:
 
 
 def stack_bytes(spec: GemmSpec, s: CPUGemm) -> int:
-    """What a part keeps on the stack: packed a, a panel of b, sums."""
+    """Returns the bytes that a part keeps on the stack: packed a, a panel of b, sums."""
     step = pitch(s.block_k, PER[kind_of(spec, s.isa)], s.isa)
     units = (s.block_m + panels(spec, s.block_n, s.columns)) * step
     return 4 * (units + spec.parts * s.block_m * s.block_n)
@@ -89,7 +89,7 @@ def stack_bytes(spec: GemmSpec, s: CPUGemm) -> int:
 def build(spec: GemmSpec, schedule: CPUGemm) -> CPUKernel:
     """The kernel of a product."""
     isa = schedule.isa
-    spec, named = oriented(spec, isa), spec
+    spec, named = orient(spec, isa), spec
     kind = kind_of(spec, isa)
     flip = kind == "quad" and spec.a.dtype == spec.b.dtype
     functions = [packing("a", spec.a, kind, pitch(schedule.block_k, PER[kind], isa), flip=flip),
@@ -97,7 +97,7 @@ def build(spec: GemmSpec, schedule: CPUGemm) -> CPUKernel:
     inputs = [(c_type(spec.a.dtype), "a"), (c_type(spec.b.dtype), "b")]
     if named is not spec: inputs.reverse()
     line = 16 * PER[kind] * spec.b.dtype.itemsize if spec.b.k == 1 else 0
-    return assembled(f"gemm_{named.m}x{named.n}x{named.k}", spec, schedule,
+    return assemble(f"gemm_{named.m}x{named.n}x{named.k}", spec, schedule,
                      Operands(functions, inputs, flip, line))
 
 
@@ -114,7 +114,7 @@ class Operands:
     pack_b: str = ""
 
 
-def assembled(name: str, spec: GemmSpec, schedule: CPUGemm, operands: Operands) -> CPUKernel:
+def assemble(name: str, spec: GemmSpec, schedule: CPUGemm, operands: Operands) -> CPUKernel:
     """The kernel of a product whose operands are packed so."""
     kind = kind_of(spec, schedule.isa)
     step, whole = pitch(schedule.block_k, PER[kind], schedule.isa), spec.accumulate == dtypes.int32

@@ -79,7 +79,7 @@ count) {{
 }}"""
 
 
-def _flipped(flip: bool) -> str: return " ^ (s32)0x80808080" if flip else ""
+def _flip_signs(flip: bool) -> str: return " ^ (s32)0x80808080" if flip else ""
 
 
 def _vector(operand: Packed, kind: str, along: str, flip: bool) -> str:
@@ -88,12 +88,12 @@ def _vector(operand: Packed, kind: str, along: str, flip: bool) -> str:
     if kind == "fma":
         made = f"load_{name}(q)" if 1 in (operand.k, operand.mn) else f"strided_{name}(q, {k}, W)"
         return f"as_i(to_f({made}))" if operand.dtype in INT8S else f"as_i({made})"
-    if along == "k" and k == 1: return f"*(const vi_u *)q{_flipped(flip)}"
+    if along == "k" and k == 1: return f"*(const vi_u *)q{_flip_signs(flip)}"
     per, raw = PER[kind], {"pair": "u16", "quad": "u8"}[kind]
     element = f"(const {raw} *)q"
     one = [f"load_{raw}({element} + {i * k})" if along == "mn" else
            f"strided_{raw}({element} + {i * k}, {per * k}, W)" for i in range(per)]
-    return f"({' | '.join(f'{x} << {i * 32 // per}' for i, x in enumerate(one))}){_flipped(flip)}"
+    return f"({' | '.join(f'{x} << {i * 32 // per}' for i, x in enumerate(one))}){_flip_signs(flip)}"
 
 
 def _unit(side: str, operand: Packed, kind: str, flip: bool) -> str:

@@ -41,15 +41,15 @@ BYTES_OF_PART = 64 << 10      # waking a thread takes as long as reading so much
 
 def problems(spec: GemmSpec, s: CPUGemv) -> list[str]:
     """Why a product cannot have a schedule; empty when it can."""
-    return _untaken(spec := few_rows(spec), s.isa) or _wrong(spec, s)
+    return _find_problems(spec := few_rows(spec), s.isa) or _wrong(spec, s)
 
 
-def _untaken(spec: GemmSpec, isa: ISA) -> list[str]:
-    """Of a product, whatever the schedule."""
+def _find_problems(spec: GemmSpec, isa: ISA) -> list[str]:
+    """Returns what is in the way of a product, whatever the schedule."""
     out = expression.problems(spec.epilogue)
     if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
-    elif _widened_bytes(spec, isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
-        what, need = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}", _widened_bytes(spec, isa)
+    elif _wide_bytes(spec, isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
+        what, need = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}", _wide_bytes(spec, isa)
         out.append(f"{spec.m} rows of {spec.k}, {what}, have {need} bytes in float32, at most {STACK_BYTES} "
                    "on a stack")
     return out
@@ -121,14 +121,14 @@ def build(spec: GemmSpec, schedule: CPUGemv) -> CPUKernel:
     indices = [f"const s64 b{i} = matrix / {prod(spec.batch[i + 1:])} % {extent};"
                for i, extent in enumerate(spec.batch)]
     body = f"""
-  {operands.declared()}
+  {operands.declare_arrays()}
   {kind} sums[{spec.parts * spec.m}][{up(schedule.block_n, isa.lanes)}] __attribute__((aligned(64)));
   const s64 end = (s64)(core_id + 1) * {items} / {schedule.parts};
   for (s64 item = (s64)core_id * {items} / {schedule.parts}, before = -1; item < end; item++) {{
     const s64 matrix = item / {chunks}, n0 = item % {chunks} * {schedule.block_n};
     const s64 count = {spec.n} - n0 < {schedule.block_n} ? {spec.n} - n0 : {schedule.block_n};
     {' '.join(indices)}
-    if (matrix != before) {{ {operands.widened()} before = matrix; }}
+    if (matrix != before) {{ {operands.widen_rows()} before = matrix; }}
     {sums}
     {epilogue(spec)}
   }}"""
@@ -147,10 +147,10 @@ def _operands(spec: GemmSpec, isa: ISA) -> GemvOperands:
         not _by_columns(spec)
     fits = spec.a.dtype == dtypes.float32 or pairs
     ready = spec.m == 1 and spec.a.k == 1 and fits and not spec.symbolic
-    return GemvOperands(spec, isa, ready or _widened_bytes(spec, isa) > STACK_BYTES, pairs)
+    return GemvOperands(spec, isa, ready or _wide_bytes(spec, isa) > STACK_BYTES, pairs)
 
 
-def _widened_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)
+def _wide_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)
 
 
 def epilogue(spec: GemmSpec) -> str:

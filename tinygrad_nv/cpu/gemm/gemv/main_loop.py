@@ -71,15 +71,15 @@ class GemvOperands:
         """Bytes of a row of a as it is read."""
         return self.spec.k * (self.spec.a.dtype.itemsize if self.direct or self.pairs else 4)
 
-    def declared(self) -> str:
-        """Ahead of all chunks."""
+    def declare_arrays(self) -> str:
+        """Returns C ahead of all chunks."""
         # 64 bytes more: rows at distances of a power of two would share sets of the cache
         width = -(-self.spec.k // self.step) * self.step + 32
         return "" if self.direct else \
             f"{self.element} wide[{self.spec.m}][{width}] __attribute__((aligned(64)));"
 
-    def widened(self) -> str:
-        """Where a new product begins."""
+    def widen_rows(self) -> str:
+        """Returns C where a new product begins."""
         spec = self.spec
         if self.direct: return ""
         kind, k = short(spec.a.dtype), spec.a.k
@@ -93,7 +93,7 @@ class GemvOperands:
     }} {zeros if spec.symbolic else ''}"""
 
     def row(self, i: int) -> str:
-        """Where row i of a begins."""
+        """Returns C of where row i of a begins."""
         spec = self.spec
         if not self.direct: return f"wide[{i}]"
         return f"a + {at(spec.a.offset + i * spec.a.mn, *apart(spec.a.batch))}"
@@ -103,8 +103,8 @@ class GemvOperands:
         spec = self.spec
         return f"b + {at(spec.b.offset + part * spec.part, *apart(spec.b.batch), *terms)}"
 
-    def added(self, total: str, x: str, y: str) -> str:
-        """total + x y."""
+    def multiply_add(self, total: str, x: str, y: str) -> str:
+        """Returns C of total + x y."""
         if self.pairs: return f"dot_pairs({total}, {x}, {y})"
         return f"{total} + {x} * {y}" if self.integers else f"fma_({x}, {y}, {total})"
 
@@ -174,7 +174,8 @@ def _tile(o: GemvOperands, rows: int, tile: range, block_k: int = 0, last: bool 
         vs = {(p, r): f"const {kind} v{p}_{r} = {_vector(o, f'w{p}_{r}', b, spec.b.k, count)};"
               for p, r in lanes}
         out = [f"__builtin_prefetch(w{p}_{r} + k + ahead, 0, 2);" for p, r in lanes if fetches and not count]
-        added = {key: f"{s} = {o.added(s, f'v{key[0]}_{key[1]}', f'y{key[2]}')};" for key, s in names.items()}
+        added = {key: f"{s} = {o.multiply_add(s, f'v{key[0]}_{key[1]}', f'y{key[2]}')};" for key,
+                 s in names.items()}
         if len(lanes) < len(tile):
             out += vs.values()
             for i in tile: out += [ys[i], *(added[p, r, i] for p, r in lanes)]
@@ -186,7 +187,7 @@ def _tile(o: GemvOperands, rows: int, tile: range, block_k: int = 0, last: bool 
     if whole < end - begin: lines.append(f"{{ const s64 k = {whole}; {step(str(end - begin - whole))} }}")
     if not last: return f"{{ {' '.join([*lines, *(f'{place[key]} = {s};' for key, s in names.items())])} }}"
     for p in range(spec.parts):
-        for i in tile: lines += _added_lanes(o, [names[p, r, i] for r in range(rows)], p * spec.m + i)
+        for i in tile: lines += _add_lanes(o, [names[p, r, i] for r in range(rows)], p * spec.m + i)
     return f"{{ {' '.join(lines)} }}"
 
 
@@ -197,7 +198,7 @@ def _vector(o: GemvOperands, pointer: str, kind: str, stride: int, count: str) -
     return f"load_n_{name}({pointer} + k, {count})" if count else f"load_{name}({pointer} + k)"
 
 
-def _added_lanes(o: GemvOperands, names: list[str], row: int) -> list[str]:
+def _add_lanes(o: GemvOperands, names: list[str], row: int) -> list[str]:
     """The lanes of some columns' sums, four columns at a time."""
     if o.integers: return [f"sums[{row}][c + {r} * apart] = sum_i({name});" for r, name in enumerate(names)]
     if len(names) == 1: return [f"sums[{row}][c] = sum_({names[0]});"]
@@ -257,7 +258,7 @@ def _column_tile(o: GemvOperands, part: int, tile: range, many: int, block_k: in
         [f"const {o.vector} v0 = load_n_{kind}(w, left);"]
     for i in tile:
         step.append(f"{{ const {o.vector} y = ({o.vector})one_{o.kind}(a{i} + k);")
-        step += [f"{s} = {o.added(s, f'v{v}', 'y')};" for v in vectors for s in [names[i, v]]]
+        step += [f"{s} = {o.multiply_add(s, f'v{v}', 'y')};" for v in vectors for s in [names[i, v]]]
         step.append("}")
     lines.append(f"for (s64 k = 0; k < most; k++, w += {spec.b.k}) {{ {' '.join(step)} }}")
     lines += [f"store_{name}({place[key]}, {s});" for key, s in names.items()]
@@ -281,7 +282,7 @@ def _pass(o: GemvOperands, rows: int, distance: int) -> str:
             for i in range(spec.m):
                 place = f"sums[{p * spec.m + i}] + c"
                 out.append(f"{{ {o.vector} s = load_{name}({place});")
-                out += [f"s = {o.added('s', f'v{p}_{r}', f'y{i}_{r}')};" for r in range(rows)]
+                out += [f"s = {o.multiply_add('s', f'v{p}_{r}', f'y{i}_{r}')};" for r in range(rows)]
                 out.append(f"store_{name}({place}, s); }}")
         return " ".join(out)
     return f"""{' '.join(lines)}
