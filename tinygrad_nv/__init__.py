@@ -16,9 +16,6 @@ interrupt.starting()
 import importlib
 import multiprocessing
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
 from pathlib import Path
 
 __all__ = ["LLM", "BeamSearchParams", "CompiledFunction", "Context", "Device", "GlobalCounters",
@@ -39,6 +36,7 @@ LATER = {"KernelRecord": "tinygrad_nv.explain.lowering", "Lowering": "tinygrad_n
          "TranscriptionParams": "tinygrad_nv.engine.speech.params",
          "CompiledFunction": "tinygrad_nv.engine.bundled.function",
          "compile": "tinygrad_nv.engine.bundled.function", "load": "tinygrad_nv.engine.bundled.function",
+         "__version__": "tinygrad_nv.version",
          "kernel": "tinygrad_nv.language.decorator",
          "timeline": "tinygrad_nv.runtime.observe.timeline"}
 
@@ -46,39 +44,21 @@ LATER = {"KernelRecord": "tinygrad_nv.explain.lowering", "Lowering": "tinygrad_n
 if interrupt.is_command(): collection.seldom()
 
 
-class _ModelsFinder(MetaPathFinder):
-    """Finds tinygrad_nv.models in a checkout, where models/ stands beside the package. Installed, it is
-    inside, where others find it."""
-
-    def __init__(self, package: Path) -> None: self.package = package
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        models = self.package.parent / "models"
-        if name != "tinygrad_nv.models" or not (models.parent / "pyproject.toml").is_file(): return None
-        return spec_from_file_location(name, models / "__init__.py", submodule_search_locations=[str(models)])
-
-
 def __getattr__(name: str) -> object:
     """What `LATER` has, loaded when asked for: importing tinygrad_nv stays as fast as tinygrad."""
-    if name == "__version__":
-        from importlib.metadata import version
-        return version("tinygrad_nv")
     if (module := LATER.get(name)) is not None: return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# before that of an editable install, which may be another checkout's
-sys.meta_path.insert(0, _ModelsFinder(Path(__file__).resolve().parent))
-
-
-def _compiles_alone() -> bool:
-    """Whether this process needs the compilers' modules alone: a compile worker of tinygrad, or
-    tinygrad-nv-cc, which starts for each kernel. The rest takes half a second of a processor to import."""
+def _is_brief() -> bool:
+    """Tells whether this process needs no more: a compile worker of tinygrad, tinygrad-nv-cc, which starts for
+    each kernel, or `tinygrad-nv --version`. The rest takes half a second of a processor to import."""
+    if interrupt.asks_version(): return True
     process = type(multiprocessing.current_process())
     return process.__name__ == "_WorkerProcess" or Path(next(iter(sys.argv), "")).stem == "tinygrad-nv-cc"
 
 
-if not _compiles_alone():
+if not _is_brief():
     from tinygrad_nv.registration import (
         Context,
         Device,

@@ -59,6 +59,11 @@ def is_command() -> bool:
     return name == "tinygrad-nv" or (name == "-m" and modules[:1] in (["tinygrad_nv"], ["tinygrad_nv.cli"]))
 
 
+def asks_version() -> bool:
+    """Tells whether this process is `tinygrad-nv --version`."""
+    return is_command() and sys.argv[1:] == ["--version"]
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     os.write(2, b"\n")
     os._exit(130)

@@ -25,6 +25,7 @@ from tinygrad_nv.cli.model_path import found
 from tinygrad_nv.cli.option_file import with_file
 from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
 from tinygrad_nv.errors import ModelError, NVError, RequestError
+from tinygrad_nv.version import versions
 
 DEFAULT_MODEL = Path(models.__file__).parent / "tales"
 COMMANDS = ("generate", "chat", "serve", "run-batch", "train", "bench", "doctor", "explain", "ptx", "tune",
@@ -225,17 +226,12 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser], dir
 
 
 class _Version(argparse.Action):
-    """`--version`. (Looking versions up takes 0.1 s, which no other command shall wait for.)"""
+    """Shows this package's version and tinygrad's. (Looking the latter up takes 0.1 s, which no other command
+    shall wait for.)"""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(versions())
         parser.exit()
-
-
-def versions() -> str:
-    """Of this package and of tinygrad."""
-    import importlib.metadata
-    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("tinygrad_nv", "tinygrad"))
 
 
 def _split_words(arguments: argparse.Namespace) -> tuple[Path, str]:

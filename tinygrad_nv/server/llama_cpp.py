@@ -6,7 +6,6 @@ Fields about its cache and slots have no effect; samplers that are not here are 
 """
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -26,6 +25,7 @@ from tinygrad_nv.server.leniency import spelled
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Plain, streamed, until_disconnect
+from tinygrad_nv.version import __version__
 
 SAME = ("prompt", "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
         "frequency_penalty", "stop", "ignore_eos", "stream")
@@ -185,5 +185,5 @@ def _props(service: Service) -> Callable[[Request], Awaitable[Response]]:
                                                                       "audio": False},
             "bos_token": tokenizer.special.get("bos_token") or "",
             "eos_token": tokenizer.special.get("eos_token") or "",
-            "build_info": f"tinygrad_nv {importlib.metadata.version('tinygrad_nv')}"})
+            "build_info": f"tinygrad_nv {__version__}"})
     return endpoint

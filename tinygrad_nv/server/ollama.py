@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +33,7 @@ from tinygrad_nv.server.parsers.table import NONE
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, Plain, streamed, until_disconnect
+from tinygrad_nv.version import __version__
 
 FOREVER = "2318-01-01T00:00:00Z"     # until when a model stays loaded
 
@@ -226,7 +226,7 @@ def routes(service: Service) -> list[Route]:
             "/api/ps": lambda: {"models": [{**_card(service, name), "expires_at": FOREVER, "size_vram": 0,
                                             "context_length": service.model.length}
                                            for name in service.names[:1]]},
-            "/api/version": lambda: {"version": importlib.metadata.version("tinygrad_nv")}}
+            "/api/version": lambda: {"version": __version__}}
     return [Route(path, endpoint(made)) for path, made in tags.items()]
 
 

@@ -6,7 +6,6 @@ the entries of tokenizer_config.json that clients build prompts with.
 """
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.server.conversation import known_efforts
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.service import Service
+from tinygrad_nv.version import __version__
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 PAGE = Path(__file__).parent / "page"
@@ -93,7 +93,7 @@ def _tokenizer_info(service: Service) -> Endpoint:
 
 
 async def _version(_: Request) -> Response:
-    return JSONResponse({"version": importlib.metadata.version("tinygrad_nv")})
+    return JSONResponse({"version": __version__})
 
 
 def _metrics(service: Service) -> Endpoint:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -38,6 +37,7 @@ from tinygrad_nv.tile.spec_json import TUNED, spec_from_json, spec_to_json
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 from tinygrad_nv.toolchain import find_compiler
+from tinygrad_nv.version import __version__
 
 FORMAT = "tinygrad_nv schedules 1"
 SHIPPED = Path(__file__).parent / "shipped.json"
@@ -306,7 +306,7 @@ def merge(new: Iterable[Entry], file: Path | None = None) -> tuple[int, int]:
 
 def origin(on: str = "") -> str:
     """What an entry that is found now says of that: the version, and what it was measured on."""
-    made = f"tinygrad_nv {importlib.metadata.version('tinygrad_nv')}" + (f" on {on}" if on else "")
+    made = f"tinygrad_nv {__version__}" + (f" on {on}" if on else "")
     return made[:ORIGIN_CHARACTERS]
 
 

@@ -27,6 +27,7 @@ from tinygrad_nv.engine.bundled.sets import environment
 from tinygrad_nv.engine.worker.step_file import sources
 from tinygrad_nv.errors import BundleError, ModelError
 from tinygrad_nv.tile import database
+from tinygrad_nv.version import __version__
 
 # of a model directory: what readers of models read besides weights
 SMALL_FILES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.(json|jinja|txt|model)")
@@ -62,15 +63,10 @@ def compile_model(model: Path, output: Path, how: CompileOptions,
         found = [json.loads((folder / "set.json").read_bytes()) for folder in folders]
         parts = list(_sources(Path(place), folders, found, model))
         about = {"options": OPTIONS | how.options, "sets": [each["name"] for each in found],
-                 "made_by": {"tinygrad_nv": _version(), "tinygrad": hooks.TINYGRAD_VERSION,
+                 "made_by": {"tinygrad_nv": __version__, "tinygrad": hooks.TINYGRAD_VERSION,
                              "sources": sources()}}
         if how.refer: about["weights"] = str(model.resolve())
         return write_bundle(output, "model", about, parts, how.sign_key)
-
-
-def _version() -> str:
-    import importlib.metadata
-    return importlib.metadata.version("tinygrad_nv")
 
 
 def _captured(model: Path, folder: Path, name: str, how: CompileOptions, progress: Progress) -> Path:

@@ -1,1 +1,0 @@
-from models.encoder_weights import *

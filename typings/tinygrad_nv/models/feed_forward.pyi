@@ -1,1 +1,0 @@
-from models.feed_forward import *

@@ -1,1 +1,0 @@
-from models.gguf_path import *

@@ -1,1 +1,0 @@
-from models.qwen_vl.weights import *

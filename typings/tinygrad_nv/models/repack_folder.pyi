@@ -1,1 +1,0 @@
-from models.repack_folder import *

@@ -1,1 +1,0 @@
-from models.rope_tables import *

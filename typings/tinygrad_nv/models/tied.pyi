@@ -1,1 +1,0 @@
-from models.tied import *

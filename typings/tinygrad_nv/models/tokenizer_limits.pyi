@@ -1,1 +1,0 @@
-from models.tokenizer_limits import *
