@@ -56,7 +56,8 @@ def is_command() -> bool:
     following = zip(words, [*words[1:], ""], strict=True)
     modules = [after if word == "-m" else word[2:] for word, after in following if word.startswith("-m")]
     name = os.path.splitext(os.path.basename(sys.argv[0]))[0] if sys.argv else ""
-    return name == "tinygrad-nv" or (name == "-m" and modules[:1] in (["tinygrad_nv"], ["tinygrad_nv.cli"]))
+    if name == "tinygrad-nv": return True
+    return name in ("-m", "__main__") and modules[:1] in (["tinygrad_nv"], ["tinygrad_nv.cli"])
 
 
 def asks_version() -> bool:
