@@ -51,8 +51,8 @@ def __getattr__(name: str) -> object:
 
 
 def _is_brief() -> bool:
-    """Tells whether this process needs no more: a compile worker of tinygrad, tinygrad-nv-cc, which starts for
-    each kernel, or `tinygrad-nv --version`. The rest takes half a second of a processor to import."""
+    """Tells whether this process needs no more: a compile worker of tinygrad, tinygrad-nv-cc, which starts
+    for each kernel, or `tinygrad-nv --version`. The rest takes half a second of a processor to import."""
     if interrupt.asks_version(): return True
     process = type(multiprocessing.current_process())
     return process.__name__ == "_WorkerProcess" or Path(next(iter(sys.argv), "")).stem == "tinygrad-nv-cc"

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from zipfile import ZipFile
 
+import tinygrad_nv
+
 from tests.support.cli.wheel_case import PREBUILT, Installed, tracked
 
 
@@ -22,6 +24,8 @@ def test_it_tells_a_story(installed: Installed) -> None:
     where = installed.run("python", "-c", "import tinygrad_nv, tinygrad_nv.models as m;"
                                           "print(tinygrad_nv.__file__, m.__file__, sep='\\n')")
     assert all(line.startswith(str(installed.folder)) for line in where.stdout.splitlines()), where
+    version = installed.run("python", "-c", "from importlib.metadata import version; print(version('tinygrad_nv'))")
+    assert version.stdout.strip() == tinygrad_nv.__version__
 
 
 def test_torch_finds_its_backend(installed: Installed) -> None:

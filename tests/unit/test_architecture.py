@@ -22,7 +22,8 @@ KINDS = ("eager", "lazy", "typing")
 # from the bottom up; of one row, none imports another. tile and cpu make kernels and runtime runs them, so it
 # knows what a kernel is; the CPU's schedules are found by running, so cpu knows runtime. hooks is how all
 # above reach into tinygrad.
-LAYERS = ("errors table interrupt collection progress lazy_import", "files", "config option_file private regexes",
+LAYERS = ("errors table interrupt collection progress version lazy_import", "files",
+          "config option_file private regexes",
           "cache", "toolchain", "ptx", "quant", "tile", "hooks",
           "runtime", "cpu", "host patterns", "dist", "functional corrected elementary dlpack shapes",
           "kvcache graphs numerics bundle",
@@ -114,7 +115,7 @@ def _targets(node: ast.Import | ast.ImportFrom, source: str, package: bool,
 
 
 def _checkout(module: str) -> str:
-    """tinygrad_nv.models is models/ in a checkout."""
+    """Names what tinygrad_nv.models, a link, leads to."""
     return module.removeprefix("tinygrad_nv.") if fnmatch(module, "tinygrad_nv.models*") else module
 
 

@@ -1,19 +1,17 @@
 """`import tinygrad_nv`: what it brings, what it does not load, and where models/ is found."""
-import os
+import re
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import tinygrad
 
 import tinygrad_nv
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, with_root
 
 
 def run(script):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-c", script], env=with_root(), capture_output=True, text=True,
                           check=False)
 
 
@@ -39,12 +37,53 @@ def test_models_of_a_checkout_are_importable():
     assert done.stderr == ""
 
 
-def test_models_beside_the_package_count_only_in_a_checkout(tmp_path):
-    find = tinygrad_nv._ModelsFinder(tmp_path / "tinygrad_nv").find_spec
-    (tmp_path / "models").mkdir()
-    assert find("tinygrad_nv.models") is None
-    (tmp_path / "pyproject.toml").touch()
-    assert find("tinygrad_nv.models").submodule_search_locations == [str(tmp_path / "models")]
+def test_nothing_helps_python_to_find_them():
+    done = run("import sys; before = list(sys.meta_path)\n"
+               "import tinygrad_nv.models as models\n"
+               "print(*{type(each).__name__ for each in sys.meta_path if each not in before}, models.__file__)")
+    assert done.stdout.split() == ["_CPUFinder", str(ROOT / "tinygrad_nv" / "models" / "__init__.py")], done.stderr
+
+
+def test_the_version_is_told_without_tinygrad():
+    """By the command and by `-m`: the import of anything else would be seen as the time it takes."""
+    done = run("import sys\n"
+               "sys.argv[:] = ['tinygrad-nv', '--version']\n"
+               "from tinygrad_nv.__main__ import main\n"
+               "print(main(), *sorted(name for name in sys.modules if name.startswith('tinygrad.')))")
+    assert done.stdout == f"tinygrad_nv {tinygrad_nv.__version__} tinygrad 0.14.0\n0\n", done.stderr
+    command = [sys.executable, "-X", "importtime", "-m", "tinygrad_nv", "--version"]
+    done = subprocess.run(command, env=with_root(), capture_output=True, text=True, check=True)
+    assert done.stdout == f"tinygrad_nv {tinygrad_nv.__version__} tinygrad 0.14.0\n"
+    imported = [line.split("|")[-1].strip() for line in done.stderr.splitlines()]
+    assert not [name for name in imported if name.startswith("tinygrad.")]
+
+
+def test_links_of_the_readme_work_from_an_index():
+    """Pages and images are named by the address of the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    home = project["project"]["urls"]["Homepage"]
+    assert all(url.startswith(home) for url in project["project"]["urls"].values())
+    readme = project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+
+    def shown(text):
+        for each in readme["substitutions"]: text = re.sub(each["pattern"], each["replacement"], text)
+        return text
+    pages = f"{home}/blob/main/"
+    raw = f"{home.replace('//github.com', '//raw.githubusercontent.com')}/main/"
+    for text, wanted in [
+            ("[a](docs/a.md)", f"[a]({pages}docs/a.md)"), ("[a](docs/a.md#b)", f"[a]({pages}docs/a.md#b)"),
+            ("[`a` b](a.md), [c](d.md)", f"[`a` b]({pages}a.md), [c]({pages}d.md)"),
+            ("[a](https://b.c)", "[a](https://b.c)"), ("[a](#b)", "[a](#b)"),
+            ("[a](mailto:b@c)", "[a](mailto:b@c)"),
+            ("![a](b.svg)", f"![a]({raw}b.svg)"), ("![a](http://b.svg)", "![a](http://b.svg)"),
+            ("[![a](b.svg)](c.md)", f"[![a]({raw}b.svg)]({pages}c.md)"),
+            ("[![a](https://b.svg)](c.md)", f"[![a](https://b.svg)]({pages}c.md)"),
+            ('<img width="9" src="b.svg">', f'<img width="9" src="{raw}b.svg">'),
+            ('<a href="b.md">', f'<a href="{pages}b.md">'), ("x[0](y) [z]", f"x[0]({pages}y) [z]")]:
+        assert shown(text) == wanted
+    text = shown((ROOT / "README.md").read_text())
+    relative = re.findall(r"\]\((?![a-z]+:|#)[^)]*\)|(?:src|href)=\"(?![a-z]+:|#)[^\"]*\"", text)
+    assert not relative
 
 
 def test_nothing_else_of_a_checkout_is_in_the_package():

@@ -47,6 +47,7 @@ def build(folder: Path) -> Path:
     for name in [*tracked(), "pyproject.toml", "README.md", "LICENSE"]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
+    (source / "tinygrad_nv" / "models").symlink_to(os.path.join("..", "models"))
     (source / PREBUILT).write_bytes(b"")
     (source / "tinygrad_nv" / "cli" / "__pycache__").mkdir()
     (source / "tinygrad_nv" / "cli" / "__pycache__" / "run.cpython-311.pyc").write_bytes(b"")
