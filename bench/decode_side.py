@@ -25,8 +25,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from measure import end_with_parent
-from tinygrad_nv.models.config import ModelConfig, parse_config
 
+from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
 FACTOR, STRIDE, SCALE = 2654435761, 7919, 0.05
@@ -41,6 +41,7 @@ CACHE_SEED = 1000   # parameter number of the first layer's cache
 def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
     """models/llama.py on a device."""
     from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
+
     from tinygrad_nv.models.dense import DenseKVCache
     from tinygrad_nv.models.llama import Llama
     from tinygrad_nv.models.weights import slots
@@ -89,6 +90,7 @@ def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -
 def torch_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
     """The same network in torch."""
     import torch
+
     from tinygrad_nv.models.rope import tables
     c, kind, F = config, torch.bfloat16, torch.nn.functional
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

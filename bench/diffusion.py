@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 from tinygrad import Device, Tensor, dtypes
-from tinygrad_nv.models.diffusion import config, weights
-from tinygrad_nv.models.diffusion.unet import UNet
 
 import tinygrad_nv
 from tinygrad_nv.functional import convolution, group_norm, scaled_dot_product_attention
 from tinygrad_nv.graphs.inputs import Input
 from tinygrad_nv.graphs.pool import GraphPool
+from tinygrad_nv.models.diffusion import config, weights
+from tinygrad_nv.models.diffusion.unet import UNet
 
 Call = Callable[[], Any]
 WORDS = 77

@@ -25,7 +25,6 @@ from statistics import median
 
 import numpy as np
 from measure import each, save, table
-from tinygrad_nv.models.peft import Adapter
 
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
@@ -33,6 +32,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs, SamplerOutput, SchedulerOutput
 from tinygrad_nv.kvcache.pool import PagePool
+from tinygrad_nv.models.peft import Adapter
 
 TARGET_US, TARGET_RUNNING = 200.0, 64
 VOCAB, BUDGET, PAGE, MAX_LEN = 32000, 2048, 16, 4096

@@ -25,8 +25,8 @@ from typing import Any
 
 from gpu_parts import LEAST_BURSTS, Column, Measure, NotMeasured, Options, Part, Row, Timings, register
 from measure import table
-from tinygrad_nv.models.config import ModelConfig, parse_config
 
+from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rms_norm_eps": 1e-5, "head_dim": 128,

@@ -19,10 +19,10 @@ from typing import Any
 from gpu_decode import StepProcess, in_turns, opened_sides
 from gpu_parts import Column, Measure, NotMeasured, Options, Part, Row, Timings, register
 from measure import table
-from tinygrad_nv.models.config import parse_config
 
 from tinygrad_nv.dist.plan.layout import Training
 from tinygrad_nv.dist.plan.training import operations
+from tinygrad_nv.models.config import parse_config
 
 SIDE = Path(__file__).with_name("step_side.py")
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5,

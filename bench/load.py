@@ -29,6 +29,7 @@ HIDDEN, SHARDS = 1024, 4
 def make_directory(directory: Path, gigabytes: float) -> None:
     """A random Llama of the given size in float32, in shards."""
     from safetensors.numpy import save_file
+
     from tinygrad_nv.models.config import parse_config
     from tinygrad_nv.models.llama import Llama
     from tinygrad_nv.models.weights import slots
@@ -53,11 +54,10 @@ def make_directory(directory: Path, gigabytes: float) -> None:
 
 def work(kind: str, directory: Path, dtype: str) -> dict[str, float]:
     """One measurement in this process: seconds, bytes in the files, peak resident bytes before and after."""
+    from tinygrad_nv.engine.loading import open_device, resolve_dtype
     from tinygrad_nv.models import weights
     from tinygrad_nv.models.config import read_config
     from tinygrad_nv.models.llama import Llama
-
-    from tinygrad_nv.engine.loading import open_device, resolve_dtype
     from tinygrad_nv.runtime.memory import resident_bytes
     files, config = sorted(directory.glob("*.safetensors")), read_config(directory)
     device = open_device("CPU")

@@ -21,13 +21,13 @@ from timing_gate_cases import GPU_NAME
 from timing_rows import taken
 from timing_rows_step import DEVICE, PAGE, timed
 from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.explain import explain
+from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.models.config import parse_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import ModelAdapters
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
-
-from tinygrad_nv.explain import explain
-from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 
 MODEL = "Llama-3.1-8B"
 

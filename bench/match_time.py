@@ -23,11 +23,11 @@ from tinygrad import Tensor, UOp, Variable, dtypes
 from tinygrad.helpers import Context
 from tinygrad.schedule import create_linear_with_vars
 from tinygrad.tensor import transform_to_call
+
+from tinygrad_nv import hooks
 from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.models.llama import Llama
-
-from tinygrad_nv import hooks
 from tinygrad_nv.patterns import registered
 from tinygrad_nv.runtime.note import note_of
 

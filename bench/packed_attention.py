@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from measure import processor, save, spread, table
 from tinygrad import Tensor, TinyJit
-from tinygrad_nv.models.dense import Documents
 
 from tinygrad_nv.functional import document_attention, scaled_dot_product_attention
+from tinygrad_nv.models.dense import Documents
 
 HEADS, KV_HEADS, D, WARM = 4, 2, 64, 2
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

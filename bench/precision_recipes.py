@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from measure import RESULTS, save, table
 from tinygrad import Device
-from tinygrad_nv.models import tales
-from tinygrad_nv.models.tales.train import Recipe, rows
 from tokenizers import Tokenizer
 
+from tinygrad_nv.models import tales
+from tinygrad_nv.models.tales.train import Recipe, rows
 from tinygrad_nv.numerics import RECIPES
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.run import assembled

@@ -21,12 +21,12 @@ os.environ.setdefault("NUM_CPU_THREADS", "1")
 
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
-from tinygrad_nv.models.parallel import ALIGNED, VocabularyPart
 
 from tinygrad_nv.dist.group import Group, close, init
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
+from tinygrad_nv.models.parallel import ALIGNED, VocabularyPart
 
 RESULTS = Path(__file__).parent / "results" / "sampling_parts.json"
 SIZE = 128256       # Llama 3

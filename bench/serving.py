@@ -21,13 +21,13 @@ from statistics import median
 from typing import Any
 
 from measure import each, end_with_parent, save, spread, table
-from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import Transformers
 from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.cli.bench_serve import our_server
+from tinygrad_nv.models.config import read_config
 
 SERVER, BATCHES = "tinygrad_nv, server", "transformers, batches"
 ALONE, THEIRS_ALONE = "tinygrad_nv, server, one at a time", "transformers, one at a time"

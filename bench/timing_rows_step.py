@@ -19,12 +19,12 @@ from timing_gate_cases import GPU_NAME, HOPPER
 from timing_rows import Checkouts, Launches, Peer, Row, taken
 from timing_triton import Array, predicted
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models.config import ModelConfig, parse_config
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 
 from tinygrad_nv.explain import explain
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
+from tinygrad_nv.models.config import ModelConfig, parse_config
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.templates import TABLE

@@ -31,7 +31,6 @@ from timing_gate_cases import GPU_NAME, HOPPER
 from timing_rows import taken
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops, UOp
-from tinygrad_nv.models.config import ModelConfig, parse_config
 
 from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Device, device
@@ -40,6 +39,7 @@ from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.training import operations
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain import counted
+from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.progress import bar
 from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.table import aligned

@@ -168,6 +168,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """
     import torch
     import transformers
+
     from tinygrad_nv.models.tales import tokenizer as tales
     use_one_thread()
     made: dict[str, Path] = {}

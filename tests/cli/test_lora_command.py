@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinygrad import Tensor
-from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv.cli import DEFAULT_MODEL, parsed
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.server.adapter_options import lora_modules, lora_options
 from tinygrad_nv.train.export import save_adapter
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinygrad_nv.models.config import read_config
 from transformers import AutoModelForCausalLM
 
 from tests.support.cli.quantize_case import logits, same_layers
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.quantize import calibrate
 from tinygrad_nv.quantize.files import unwritable
 from tinygrad_nv.quantize.text import stories, tokens

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinygrad_nv.models.config import read_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.quantize import quality
 from tinygrad_nv.quantize.quality import affordable, compare, perplexity
 from tinygrad_nv.quantize.text import Sequences

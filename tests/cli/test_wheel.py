@@ -4,7 +4,6 @@ from __future__ import annotations
 from zipfile import ZipFile
 
 import tinygrad_nv
-
 from tests.support.cli.wheel_case import PREBUILT, Installed, tracked
 
 

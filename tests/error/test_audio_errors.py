@@ -17,8 +17,6 @@ import pytest
 import soundfile
 import tokenizers
 import transformers
-from tinygrad_nv.models.whisper.config import read_whisper_config
-from tinygrad_nv.models.whisper.tokens import SpeechTokens
 from tokenizers.models import BPE
 
 from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, decoded_seconds, read_audio
@@ -27,6 +25,8 @@ from tinygrad_nv.engine.speech.recording import Recording, SpeechModel
 from tinygrad_nv.engine.speech.transcriber import Transcriber
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import AudioError, ModelError, NVError, RequestError
+from tinygrad_nv.models.whisper.config import read_whisper_config
+from tinygrad_nv.models.whisper.tokens import SpeechTokens
 
 FIELDS = {"vocab_size": 300, "decoder_start_token_id": 258, "eos_token_id": 257, "pad_token_id": 257,
           "bos_token_id": 257, "d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4}

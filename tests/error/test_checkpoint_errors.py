@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import CheckpointError, ModelError, NVError, WeightError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-
-from tinygrad_nv.errors import CheckpointError, ModelError, NVError, WeightError
 from tinygrad_nv.runtime.memory import read_part, write
 from tinygrad_nv.train.checkpoints import CheckpointWriter, load, load_latest, save
 from tinygrad_nv.train.export import load_adapter, save_adapter, save_pretrained

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from tinygrad import dtypes
-from tinygrad_nv.models.config import parse_config
-from tinygrad_nv.models.encoder_config import parse_encoder_config
 
 from tinygrad_nv.engine.loading import context_length
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.models.config import parse_config
+from tinygrad_nv.models.encoder_config import parse_encoder_config
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64,
                          "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

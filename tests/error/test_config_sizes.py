@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from tests.support.error.limited_case import limit_process
+from tinygrad_nv import LLM
+from tinygrad_nv.errors import WeightError
 from tinygrad_nv.models.config import parse_config, read_config
 from tinygrad_nv.models.embedding_model import read_embedding_config, require_fitting
 from tinygrad_nv.models.encoder import Encoder
@@ -23,10 +27,6 @@ from tinygrad_nv.models.weights import slots
 from tinygrad_nv.models.whisper import weights as whisper
 from tinygrad_nv.models.whisper.config import read_whisper_config
 from tinygrad_nv.models.whisper.network import Whisper
-
-from tests.support.error.limited_case import limit_process
-from tinygrad_nv import LLM
-from tinygrad_nv.errors import WeightError
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,

@@ -11,10 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models.diffusion import png
-from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
-from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
-from tinygrad_nv.models.diffusion.schedulers import DEFAULTS, SchedulerConfig, plan, read_scheduler
 
 from tests.support.models import diffusion_case as case
 from tinygrad_nv.errors import (
@@ -27,6 +23,10 @@ from tinygrad_nv.errors import (
     WeightError,
 )
 from tinygrad_nv.functional import convolution, group_norm
+from tinygrad_nv.models.diffusion import png
+from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
+from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
+from tinygrad_nv.models.diffusion.schedulers import DEFAULTS, SchedulerConfig, plan, read_scheduler
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.images import parsed
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tinygrad_nv.models.embedding_model import read_embedding_config
-from tinygrad_nv.models.pooling import read_pooling
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import ModelError, NVError, WeightError
+from tinygrad_nv.models.embedding_model import read_embedding_config
+from tinygrad_nv.models.pooling import read_pooling
 
 BERT = {"architectures": ["BertModel"], "vocab_size": 20, "hidden_size": 8, "intermediate_size": 8,
         "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16, "dtype": "float32"}

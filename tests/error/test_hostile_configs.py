@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tinygrad_nv.errors import MAX_WORDS, ModelError, NVError, brief
+from tinygrad_nv.files import MAX_JSON_DEPTH, parse_json
 from tinygrad_nv.models.classifier import score_activation
 from tinygrad_nv.models.config import parse_config, read_config
 from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
@@ -16,9 +19,6 @@ from tinygrad_nv.models.encoder_config import parse_encoder_config
 from tinygrad_nv.models.peft import read_config as read_adapter
 from tinygrad_nv.models.pooling import read_pooling
 from tinygrad_nv.models.whisper.config import read_whisper_config
-
-from tinygrad_nv.errors import MAX_WORDS, ModelError, NVError, brief
-from tinygrad_nv.files import MAX_JSON_DEPTH, parse_json
 from tinygrad_nv.quant.readers.reader import reader_of
 from tinygrad_nv.quant.readers.schemes import cache_of
 

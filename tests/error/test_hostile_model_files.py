@@ -16,10 +16,6 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
-from tinygrad_nv.models.checkpoint import open_checkpoint
-from tinygrad_nv.models.config import read_config, read_json
-from tinygrad_nv.models.peft import read_config as read_adapter
-from tinygrad_nv.models.pickle_reader import load
 
 from tests.support.error.limited_case import limit_process
 from tinygrad_nv.cli.onnx import _loaded as onnx_array
@@ -34,6 +30,10 @@ from tinygrad_nv.errors import (
     WeightError,
 )
 from tinygrad_nv.files import MAX_JSON_BYTES, read_bytes
+from tinygrad_nv.models.checkpoint import open_checkpoint
+from tinygrad_nv.models.config import read_config, read_json
+from tinygrad_nv.models.peft import read_config as read_adapter
+from tinygrad_nv.models.pickle_reader import load
 from tinygrad_nv.ptx.command import _array as ptx_array
 from tinygrad_nv.quant.gguf.file import open_file
 from tinygrad_nv.train.data import records as training

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tinygrad import dtypes
-from tinygrad_nv.models.peft import Adapter, read_adapter, targeted
 
 from tinygrad_nv import LLM, LoRARequest
 from tinygrad_nv.errors import ConfigError, ModelError, NVError, RequestError, WeightError
+from tinygrad_nv.models.peft import Adapter, read_adapter, targeted
 
 SHAPES = {f"model.layers.{i}.{name}": (out, inputs) for i in range(2) for name, out, inputs in (
     ("self_attn.q_proj", 8, 6), ("self_attn.v_proj", 4, 6), ("mlp.down_proj", 6, 10))}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tinygrad_nv.models.families import FAMILIES
 
 HAVE = ", ".join(FAMILIES)

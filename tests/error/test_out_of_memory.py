@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from tinygrad.helpers import Context
-from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv import LLM, Device, Tensor, dtypes
 from tinygrad_nv.engine.memory_planning import require_room
 from tinygrad_nv.errors import OutOfMemoryError, RequestError
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.runtime.memory_pool import MemoryPool, labelled

@@ -4,9 +4,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from tinygrad_nv.models.peft import pattern_of, targeted
 
 from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.models.peft import pattern_of, targeted
 from tinygrad_nv.quant.readers.compressed_tensors import CompressedTensorsReader
 from tinygrad_nv.quantize.directory import _matches as is_ignored
 from tinygrad_nv.regexes import MAX_PATTERNS, compile_pattern

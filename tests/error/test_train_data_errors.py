@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.tales.tokenizer import train_tokenizer
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, DataError, NVError, TokenizerError
+from tinygrad_nv.models.tales.tokenizer import train_tokenizer
 from tinygrad_nv.train.data import DataOptions, Loader, LoaderOptions, SamplerState, load, token_cache
 
 VOCAB = 300

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from tinygrad import dtypes
-from tinygrad_nv.models.config import ModelConfig, parse_config
 
 from tinygrad_nv.dist.train.schedules import one_f_one_b
 from tinygrad_nv.errors import ConfigError, ModelError, PlanError
+from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.train import context_parallel
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.plan import planned

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv.errors import ConfigError, ModelError
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.quant.activations import SparseWeight
 from tinygrad_nv.quant.sparse import SparseTensor, buffers
 from tinygrad_nv.quant.tensor import in_memory

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tinygrad_nv.models.qwen_vl.config import ImageConfig, image_config, parse_vision
-from tinygrad_nv.models.qwen_vl.images import resized
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
@@ -19,6 +17,8 @@ from tinygrad_nv.engine.vision.images import MAX_PIXELS, as_image, decoded, from
 from tinygrad_nv.engine.vision.parts import with_placeholders
 from tinygrad_nv.engine.vision.prompt import require_placeholders
 from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.models.qwen_vl.config import ImageConfig, image_config, parse_vision
+from tinygrad_nv.models.qwen_vl.images import resized
 
 IMAGE = np.zeros((30, 40, 3), np.uint8)
 CONFIG = {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.tied import has_own_head
 

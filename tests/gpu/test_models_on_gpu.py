@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tinygrad_nv.models import tales
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.models import tales
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 
 pytestmark = pytest.mark.gpu

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.attention import Attention
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 
 from tests.models.test_parity import GREEDY, PROMPT
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.attention import Attention
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.quant.activations import to_e4m3
 from tinygrad_nv.tile.reference import rounded as to_float
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tinygrad_nv.models.classifier import gelu, sigmoid, softmax
-from tinygrad_nv.models.embedding_model import read_embedding_config
 
 from tests.support.models.embedding_case import (
     DECODER,
@@ -24,6 +22,8 @@ from tests.support.models.embedding_case import (
 )
 from tinygrad_nv import LLM, PoolingParams
 from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.models.classifier import gelu, sigmoid, softmax
+from tinygrad_nv.models.embedding_model import read_embedding_config
 
 TEXTS = ragged((7, 1, 20))
 # EuroBERT-like heads are not there; NomicBERT, GTE and Jina have BERT's and RoBERTa's

@@ -17,11 +17,11 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tinygrad_nv.models import tales
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.models import replicas_program
 from tinygrad_nv.dist.processes import ENDED
+from tinygrad_nv.models import tales
 
 TALES = Path(tales.__file__).parent
 ENVIRONMENT = {**os.environ, "NUM_CPU_THREADS": "1", "NV_PROGRAM_CACHE": "1"}

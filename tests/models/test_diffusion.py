@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from tinygrad import Tensor
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from tests.support.models import diffusion_case as case
 from tinygrad_nv.models.diffusion import config, weights
 from tinygrad_nv.models.diffusion.clip import TextEncoder
 from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
@@ -17,9 +20,6 @@ from tinygrad_nv.models.diffusion.schedulers import read_scheduler
 from tinygrad_nv.models.diffusion.tokenizer import read_tokenizer
 from tinygrad_nv.models.diffusion.unet import UNet
 from tinygrad_nv.models.diffusion.vae import VAE, blended_tiles
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
-
-from tests.support.models import diffusion_case as case
 
 CLOSE = 2e-4        # of outputs of about 1
 LATENTS = 1e-3      # after 10 steps

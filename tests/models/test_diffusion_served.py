@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
-from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
 
 from tests.support.lazy import lazy
 from tests.support.models import diffusion_case as case
+from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
 
 openai = lazy("openai")
 

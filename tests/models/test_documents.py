@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
+
+from tests.support.models import families
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.dense import DenseBatch, Documents
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import load
-
-from tests.support.models import families
 
 LENGTHS = ((5, 1, 14), (17, 3))    # of documents in two rows
 QUICK = ("llama", "qwen3", "mistral", "llama4", "deepseek-v3", "gemma2", "gpt-oss", "mixtral")

@@ -12,10 +12,6 @@ import pytest
 import torch
 import transformers
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
-from tinygrad_nv.models.encoder import Encoder
-from tinygrad_nv.models.encoder_config import read_encoder_config
-from tinygrad_nv.models.pooling import Pooling, read_pooling
 
 from tests.support.models.embedding_case import (
     DECODER,
@@ -30,6 +26,10 @@ from tests.support.models.families import BASE, CASES
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.embedding_runner import EmbeddingRunner, step_sizes
 from tinygrad_nv.errors import ModelError, RequestError
+from tinygrad_nv.models.embedding_model import EmbeddingConfig, EmbeddingModel, read_embedding_config
+from tinygrad_nv.models.encoder import Encoder
+from tinygrad_nv.models.encoder_config import read_encoder_config
+from tinygrad_nv.models.pooling import Pooling, read_pooling
 from tinygrad_nv.runtime.programs import Compilations
 
 TEXTS = ragged((7, 1, 20))

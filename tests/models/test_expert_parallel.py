@@ -4,12 +4,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.functional import Policy
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.moe_config import MoEConfig
 from tinygrad_nv.models.rope import RopeConfig
-
-from tinygrad_nv.functional import Policy
 
 HIDDEN, WIDTH, EXPERTS, TOKENS = 32, 16, 5, 9
 

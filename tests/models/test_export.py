@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tests.models.test_parity import our_logits, their_logits
 from tests.support.models.families import CASES
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.runtime.memory import read_part
 from tinygrad_nv.train.export import save_pretrained
 

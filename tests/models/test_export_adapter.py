@@ -10,14 +10,14 @@ import peft
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import adapted
-from tinygrad_nv.models.peft import read_adapter
 from transformers import AutoModelForCausalLM
 
 from tests.support.models.lora_case import adapter, answers, greedy, prompts
 from tinygrad_nv import LLM, LoRARequest
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.lora import adapted
+from tinygrad_nv.models.peft import read_adapter
 from tinygrad_nv.train.export import load_adapter, save_adapter
 
 THEIRS: list[dict[str, Any]] = [

@@ -12,12 +12,12 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import ModelError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.families import FAMILIES as HAVE
 from tinygrad_nv.models.llama import Llama
-
-from tinygrad_nv.errors import ModelError
 
 # every field is tried of these families by default, of the others those of `QUICK`
 FIRST = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")

@@ -11,14 +11,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.models.families import BASE
 from tinygrad_nv import explain
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 320, 40)]
 EXPERTS = "model.layers.{}.mlp.experts.{}"

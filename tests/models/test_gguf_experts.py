@@ -11,15 +11,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 from tinygrad import dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 
 from tests.models.test_parity import GREEDY, PROMPT, our_logits, their_logits, theirs
 from tests.support.models.experts_case import FAMILIES, experts, saved
 from tests.support.quant.gguf_case import gguf_name, quantised, write_model
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 
 WHOLE = {"mlp_only_layers": []}     # a GGUF file has experts in every layer
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "moe_intermediate_size": 256,

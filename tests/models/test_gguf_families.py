@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
-from tinygrad_nv.models.config import ModelConfig, read_config
-from tinygrad_nv.models.gguf import elements, stored
-from tinygrad_nv.models.rope import attention_factor, inverse_frequencies
 
 from tests.models.test_parity import GREEDY, PROMPT, our_logits, their_logits
 from tests.support.models.families import CASES, YARN, Case, saved
 from tests.support.quant.gguf_case import add, write_model
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.models.config import ModelConfig, read_config
+from tinygrad_nv.models.gguf import elements, stored
+from tinygrad_nv.models.rope import attention_factor, inverse_frequencies
 from tinygrad_nv.quant.gguf.split import open_gguf
 
 

@@ -12,11 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import parse_config, read_config
-from tinygrad_nv.models.dense import DenseKVCache
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 
 from tests.models.test_parity import PROMPT, our_logits, their_logits
 from tinygrad_nv.engine.llm import LLM
@@ -24,6 +19,11 @@ from tinygrad_nv.engine.memory_planning import token_bytes
 from tinygrad_nv.errors import RequestError, SpecError
 from tinygrad_nv.functional import latent_attention
 from tinygrad_nv.kvcache.store import PageStore
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import parse_config, read_config
+from tinygrad_nv.models.dense import DenseKVCache
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 
 V3 = {"architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280, "hidden_size": 7168,
       "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128,

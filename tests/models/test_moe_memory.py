@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from tinygrad import GlobalCounters, Tensor, dtypes
 from tinygrad.device import Buffer
+
+from tinygrad_nv.engine.memory_planning import step_bytes
+from tinygrad_nv.functional import Policy
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.moe_config import MoEConfig
 from tinygrad_nv.models.rope import RopeConfig
-
-from tinygrad_nv.engine.memory_planning import step_bytes
-from tinygrad_nv.functional import Policy
 
 HIDDEN, WIDTH, K = 128, 48, 8
 

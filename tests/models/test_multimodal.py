@@ -11,12 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.errors import ModelError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.multimodal import ARCHITECTURES
-
-from tinygrad_nv.errors import ModelError
 
 TEXT = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}

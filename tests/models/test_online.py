@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 
 from tests.models.test_parity import GREEDY, PROMPT
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.quant.readers.online import SCHEMES, quantise
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.quant.types import Scale

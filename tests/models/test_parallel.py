@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinygrad_nv.models import tales
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import parallel_program
+from tinygrad_nv.models import tales
 
 TALES = Path(tales.__file__).parent
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 from transformers import AutoModelForCausalLM
 
 from tests.support.models.families import CASES, SLOW
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(3, 320, 150)]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinygrad import dtypes
-from tinygrad_nv.models import quantised_experts, repack_folder, weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 
 from tests.models.test_parity import require_same_answers
 from tests.support.models.experts_case import experts, write
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.models import quantised_experts, repack_folder, weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 
 CASES = [("awq", "qwen3-moe"), ("gptq", "mixtral"), ("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe")]
 SLOW = [("gptq-8-bits", "mixtral"), ("ct-int4-zeros", "olmoe"), ("ct-mxfp4", "qwen3-moe"),

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from tests.support.quant.directory_case import KINDS
 from tinygrad_nv.models.config import parse_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import slots
-
-from tests.support.quant.directory_case import KINDS
 
 BENCH = str(Path(__file__).parents[2] / "bench")
 CONFIG = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 512, "hidden_size": 1024, "head_dim": 64,

@@ -14,16 +14,16 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
-from tinygrad_nv.models import repack_file, repack_folder, weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import Part, matrices, projections
-from tinygrad_nv.models.repack_file import bytes_of, tensors_of
 
 from tests.models.test_quantised import KINDS, LINEARS
 from tests.support.quant.gguf_case import tokenizer_metadata, write_model
 from tinygrad_nv import cache
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.models import repack_file, repack_folder, weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import Part, matrices, projections
+from tinygrad_nv.models.repack_file import bytes_of, tensors_of
 from tinygrad_nv.quant import sparse
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.readers.reader import Activations

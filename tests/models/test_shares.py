@@ -13,17 +13,17 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from tinygrad import dtypes
+
+from tests.support.models.families import BASE, CASES
+from tests.support.quant.directory_case import KINDS, write
+from tests.support.quant.gguf_case import write_model
+from tinygrad_nv.errors import ModelError
 from tinygrad_nv.models import checkpoint, weights
 from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, names_apart, stage_config
 from tinygrad_nv.models.quantised import projections
-
-from tests.support.models.families import BASE, CASES
-from tests.support.quant.directory_case import KINDS, write
-from tests.support.quant.gguf_case import write_model
-from tinygrad_nv.errors import ModelError
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.runtime.memory import read
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinygrad_nv.models import weights
 
 from tests.support.models.lora_case import adapter, answers
 from tinygrad_nv import LLM, LoRARequest, SamplingParams
 from tinygrad_nv.errors import ConfigError, EngineError, NVError
+from tinygrad_nv.models import weights
 from tinygrad_nv.runtime.memory import host_bytes
 
 PROMPTS, COUNT = [[7, 8, 9] * 9, [20]], 8

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models.checkpoint import TensorEntry, open_checkpoint, read_array
 
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.models.checkpoint import TensorEntry, open_checkpoint, read_array
 from tinygrad_nv.runtime.memory import allocate
 
 NAME = "model.layers.0.mlp.down_proj"

@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from tinygrad_nv.models.tales.stories import corpus
-from tinygrad_nv.models.tales.train import CONFIG, Recipe, batches, loss_of, rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.models.tales.stories import corpus
+from tinygrad_nv.models.tales.train import CONFIG, Recipe, batches, loss_of, rows
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.parallel import local_config
 
 from tests.support.dist import rank_programs
 from tests.support.models.families import CASES, saved
 from tinygrad_nv.errors import ModelError
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.parallel import local_config
 
 PROGRAM = "models/logits_program.py"
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
-from tinygrad_nv.models.weights import slots
 
 from tests.models.test_train_parity import theirs
 from tinygrad_nv import explain
+from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train import network
 from tinygrad_nv.train.data import collate
 from tinygrad_nv.train.data.row import row

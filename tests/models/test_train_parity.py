@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
-from tinygrad_nv.models.weights import slots
 from transformers import AutoModelForCausalLM
 
+from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train import network
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.objectives import Supervised

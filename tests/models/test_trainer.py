@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from tinygrad import Tensor
-from tinygrad_nv.models import tales
 from transformers import AutoModelForCausalLM
 
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError, NVError, TrainingError
+from tinygrad_nv.models import tales
 from tinygrad_nv.train import arguments
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.data import Row

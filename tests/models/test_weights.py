@@ -14,13 +14,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
+
+from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.checkpoint import convert
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.tied import loaded_config
-
-from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read, write
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 import transformers
 from tinygrad import Tensor
-from tinygrad_nv.models.whisper.config import read_whisper_config
-from tinygrad_nv.models.whisper.features import log_mel
-from tinygrad_nv.models.whisper.languages import CODES, language_code
-from tinygrad_nv.models.whisper.tokens import SpeechTokens
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from tests.support.models import whisper_case as case
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.transcriber import Transcriber
 from tinygrad_nv.errors import RequestError
+from tinygrad_nv.models.whisper.config import read_whisper_config
+from tinygrad_nv.models.whisper.features import log_mel
+from tinygrad_nv.models.whisper.languages import CODES, language_code
+from tinygrad_nv.models.whisper.tokens import SpeechTokens
 
 SHORT = [case.sound(n, i) for i, n in enumerate((15000, 32000, 8000))]
 LONG = [case.sound(n, i) for i, n in enumerate((70000, 100003))]

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from tinygrad_nv.models.whisper.features import log_mel
 
 from tests.support.lazy import lazy
 from tests.support.models import whisper_case as case
@@ -23,6 +22,7 @@ from tests.support.server.serve_case import Live, live
 from tinygrad_nv.engine.speech.audio import decode_audio
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.transcriber import Transcriber
+from tinygrad_nv.models.whisper.features import log_mel
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tinygrad_nv.models.tales import datasets
 from tinygrad_nv.models.tales.stories import corpus
 

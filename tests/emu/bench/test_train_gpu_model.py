@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import train_gpu_model
+
 from tinygrad_nv.models.config import parse_config
 
 SMALL = train_gpu_model.GPT2 | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2,

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.rope import RopeConfig
 
 from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.rope import RopeConfig
 from tinygrad_nv.runtime import driver
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

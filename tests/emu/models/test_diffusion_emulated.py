@@ -10,11 +10,11 @@ import torch
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
-from tinygrad_nv.models.diffusion import config, weights
-from tinygrad_nv.models.diffusion.unet import UNet
 
 from tests.support.models import diffusion_case as case
 from tinygrad_nv import explain
+from tinygrad_nv.models.diffusion import config, weights
+from tinygrad_nv.models.diffusion.unet import UNet
 
 C = 2.0     # x the error of the same network in bfloat16 in torch
 CUT = 2.0**-8

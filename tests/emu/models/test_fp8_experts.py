@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+from tests.support.quant.directory_case import KINDS
+from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
-
-from tests.support.quant.directory_case import KINDS
-from tinygrad_nv import Tensor, dtypes, explain
 
 HIDDEN, TOKENS = 256, 5
 FIELDS = {"vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": 1,

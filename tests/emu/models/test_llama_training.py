@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.config import parse_config
-from tinygrad_nv.models.llama import Llama
 
 from tinygrad_nv import Tensor, dtypes, explain
+from tinygrad_nv.models.config import parse_config
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 

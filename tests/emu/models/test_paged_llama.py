@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.graphs.pool_case import device
+from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.rope import RopeConfig
-
-from tests.support.graphs.pool_case import device
-from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.runtime.device import NVDevice

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 from transformers import AutoModelForCausalLM
 
 from tinygrad_nv import SamplingParams, Tensor, dtypes, explain
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.explain import Lowering
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.quant.activations import QWeight
 
 IDS = [5, 17, 80, 33, 2]

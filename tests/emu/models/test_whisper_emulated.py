@@ -9,13 +9,13 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
-from tinygrad_nv.models.whisper import weights
-from tinygrad_nv.models.whisper.config import read_whisper_config
-from tinygrad_nv.models.whisper.network import Whisper
 
 from tests.support.models import whisper_case as case
 from tinygrad_nv import explain
 from tinygrad_nv.engine.worker.speech_runner import SpeechRunner
+from tinygrad_nv.models.whisper import weights
+from tinygrad_nv.models.whisper.config import read_whisper_config
+from tinygrad_nv.models.whisper.network import Whisper
 
 FIELDS: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1, "max_source_positions": 24,
                           "max_target_positions": 16, "num_mel_bins": 16, "vocab_size": 320,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tinygrad.dtype import DType
-from tinygrad_nv.models.dense import DenseKVCache
 
 from tests.support.patterns.attention_graph_case import (
     BF16,
@@ -26,6 +25,7 @@ from tests.support.patterns.attention_graph_case import (
 )
 from tinygrad_nv import LLM, Device, SamplingParams, Tensor, TinyJit, Variable, explain
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 
 BOTH = pytest.mark.parametrize("gpu", DEVICES, indirect=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from tinygrad import dtypes
-from tinygrad_nv.models.dense import DenseKVCache
 
 from tests.support.patterns import attention_graph_case as case
 from tests.support.patterns.attention_graph_case import (
@@ -26,6 +25,7 @@ from tests.support.patterns.attention_graph_case import (
 )
 from tests.support.patterns.training_case import gradients
 from tinygrad_nv import LLM, Context, Device, Tensor, TinyJit, Variable, explain
+from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 BOTH = pytest.mark.parametrize("gpu", DEVICES, indirect=True)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from tinygrad import nn
 from tinygrad.dtype import DType
+
+from tests.support.graphs.pool_case import device
+from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
+from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.dense import DenseKVCache
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.paged import PagedBatch, SequenceGroup
 from tinygrad_nv.models.rope import RopeConfig
-
-from tests.support.graphs.pool_case import device
-from tinygrad_nv import Tensor, TinyJit, Variable, disabled, dtypes, explain
-from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.runtime.device import NVDevice
 
 F32, BF16, EPS = dtypes.float32, dtypes.bfloat16, 1e-5

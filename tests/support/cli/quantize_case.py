@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from tinygrad import Tensor, dtypes
+from transformers import AutoModelForCausalLM
+
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-from transformers import AutoModelForCausalLM
 
 IDS = [5, 17, 80, 33, 2, 9, 120]
 

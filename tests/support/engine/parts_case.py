@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from tinygrad import Tensor
-from tinygrad_nv.models.parallel import ALIGNED
 
 from tests.support.engine.sampler_case import V, union
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
+from tinygrad_nv.models.parallel import ALIGNED
 
 
 @dataclass

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.rope import RopeConfig
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.rope import RopeConfig
 from tinygrad_nv.runtime.memory import host_bytes
 
 SIZE, PAGES, LENGTH = 8, 64, 40     # tokens of a page, pages, tokens of a sequence

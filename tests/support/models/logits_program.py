@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 from tinygrad import Tensor, dtypes
+
+from tinygrad_nv.dist.group import Group, init
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config
-
-from tinygrad_nv.dist.group import Group, init
 
 UNIT = 2.0 ** -24
 SUMS = 4            # that a layer has one after the other: before and after its attention, up and down

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from tinygrad_nv.models.config import read_config
 
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.async_engine import AsyncEngine
@@ -26,6 +25,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import NVError, QueueFull
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import EmbeddingEngineClient, Service

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
-from tinygrad_nv.models.llama import Llama
 
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Supervised

@@ -14,8 +14,8 @@ import cpu_gguf
 from cpu_decode import BOX
 from gguf_writer import write
 from safetensors.numpy import load_file
-from tinygrad_nv.models.gguf import elements, stored
 
+from tinygrad_nv.models.gguf import elements, stored
 from tinygrad_nv.quant.gguf.file import open_file
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, Variable
 from tinygrad.dtype import dtypes
-from tinygrad_nv.models.llama import multiply
 
 from tests.support.cpu.cpu_quant_case import BEST, F32, LEVELS, bits_of, built, matmul, run, tiles
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
@@ -17,6 +16,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.explain import explain
 from tinygrad_nv.functional import multiplies_codes, prepare_matrix
 from tinygrad_nv.hooks import disabled
+from tinygrad_nv.models.llama import multiply
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.tensor import QTensor

@@ -11,10 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad import dtypes
 from tinygrad.dtype import DType
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.dense import DenseKVCache
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.rope import RopeConfig
 
 from tests.support.patterns.append_case import Append, append, fetched, infinite, run, same, stored, wanted
 from tests.support.patterns.paged_case import numbers
@@ -23,6 +19,10 @@ from tinygrad_nv.cpu.isa import PORTABLE, why_not
 from tinygrad_nv.cpu.kv_append import kernel as template
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.dense import DenseKVCache
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.rope import RopeConfig
 from tinygrad_nv.patterns.kv_append.named import kv_append
 from tinygrad_nv.runtime.cpu.program import load
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tinygrad_nv.models.parallel import local_config, stage_config, stage_layers
 
 from tinygrad_nv.dist.plan.cluster import cluster
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training
 from tinygrad_nv.dist.plan.memory import inference, memory, most_sequences, training
 from tinygrad_nv.dist.plan.presets import names, preset, stored
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
+from tinygrad_nv.models.parallel import local_config, stage_config, stage_layers
 
 DENSE = preset("llama-3.1-8b")
 EXPERTS = preset("qwen3-30b-a3b")

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.lora import AdapterMatrices
-from tinygrad_nv.models.peft import Adapter
 
 from tests.support.engine.engine_fake import FakeDevice
 from tinygrad_nv.engine.core import EngineCore
@@ -19,6 +17,8 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.pool import PagePool
+from tinygrad_nv.models.lora import AdapterMatrices
+from tinygrad_nv.models.peft import Adapter
 
 
 def made(name: str) -> Adapter:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.diffusion.pipeline import ImageParams
 
 from tinygrad_nv.engine.image_engine import ImageEngine
 from tinygrad_nv.engine.speech.batching import Cancelled, SpeechEngine
 from tinygrad_nv.errors import EngineError, QueueFull, RequestError
+from tinygrad_nv.models.diffusion.pipeline import ImageParams
 
 WAIT_S = 10.0       # of what is to happen at once
 

@@ -10,8 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from tinygrad.uop.ops import UOp
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.parallel import Parallel, VocabularyPart, local_config
 
 from tests.support.engine.runner_case import LENGTH, PAGES, PLAIN, SIZE
 from tinygrad_nv import Tensor, dtypes
@@ -22,6 +20,8 @@ from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.engine.worker.logit_rows import Rows
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.warm_up import FILTER_SETS, PART_FILTER_SETS, Job
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.parallel import Parallel, VocabularyPart, local_config
 from tinygrad_nv.runtime.note import note_of
 
 VOCABULARY, PART, RANKS, SAMPLES = 1001, 504, 2, 16

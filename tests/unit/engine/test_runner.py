@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tinygrad_nv.models.llama import Llama
 
 from tests.support.engine.runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pages
 from tinygrad_nv import Tensor, dtypes
@@ -19,6 +18,7 @@ from tinygrad_nv.engine.worker.shape_choice import CAPTURE_AFTER
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
+from tinygrad_nv.models.llama import Llama
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {}, "mqa tied": {"num_kv_heads": 1, "tied": True}, "windows": {"windows": (6, None)},

@@ -12,7 +12,6 @@ import pytest
 from tinygrad import Device
 from tinygrad.device import Buffer
 from tinygrad.uop.ops import Ops, UOp
-from tinygrad_nv.models.lora import AdapterMatrices, ModelAdapters
 
 from tests.support.engine.runner_case import LENGTH, PAGES, PLAIN, SIZE, Driver, network
 from tinygrad_nv import dtypes
@@ -22,6 +21,7 @@ from tinygrad_nv.engine.worker import warm_up
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
+from tinygrad_nv.models.lora import AdapterMatrices, ModelAdapters
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.program import KernelSource
 from tinygrad_nv.runtime.programs import Compilations

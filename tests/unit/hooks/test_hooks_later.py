@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinygrad_nv.models.families import EMBEDDERS, FAMILIES
 
 from tinygrad_nv import functional, hooks
 from tinygrad_nv.hooks import rewrites
+from tinygrad_nv.models.families import EMBEDDERS, FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
 PATTERNS = "sum(name.startswith('tinygrad_nv.patterns.') for name in sys.modules)"

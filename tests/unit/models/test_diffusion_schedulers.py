@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinygrad_nv.models.diffusion import noise
-from tinygrad_nv.models.diffusion.schedulers import SchedulerConfig, plan, read_scheduler
 
 from tests.support.lazy import lazy
+from tinygrad_nv.models.diffusion import noise
+from tinygrad_nv.models.diffusion.schedulers import SchedulerConfig, plan, read_scheduler
 
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CLOSE = 1e-3    # of latents: those of diffusers are float32

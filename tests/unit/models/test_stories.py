@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tinygrad_nv.models.tales import stories as tales
 from tinygrad_nv.models.tales import words
 from tinygrad_nv.models.tales.plots import FORMS, PLOTS

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
-from tinygrad_nv.models.config import ModelConfig
-from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.rope import RopeConfig
 
 from tests.support.cpu.cpu_quant_case import TYPES, stored
 from tinygrad_nv import explain
 from tinygrad_nv.functional import prepare_matrix, quant_matmul, scaled_dot_product_attention
+from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.rope import RopeConfig
 from tinygrad_nv.numerics.policy import deterministic
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.quant.tensor import QTensor

@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tests.support.quant.gguf_case import tokenizer_metadata, write_model
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 PROMPT = "Once upon a time there was a little fox"

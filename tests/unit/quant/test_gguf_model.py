@@ -13,6 +13,9 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from tinygrad import Tensor, dtypes
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tests.support.quant.gguf_case import gguf_name, write_model
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import parse_config, read_config
 from tinygrad_nv.models.embedding import quantised_rows
@@ -21,9 +24,6 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised import projections
 from tinygrad_nv.models.rope import inverse_frequencies
 from tinygrad_nv.models.weights import slots
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
-from tests.support.quant.gguf_case import gguf_name, write_model
 from tinygrad_nv.quant.activations import QWeight
 
 SIZES = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,

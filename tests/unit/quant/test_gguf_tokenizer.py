@@ -9,8 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import transformers
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
 from tokenizers import (
     AddedToken,
     Regex,
@@ -30,6 +28,8 @@ from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.text.gguf import merges_of
 from tinygrad_nv.engine.text.gguf_patterns import PATTERNS
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.tales.tokenizer import CHAT_TEMPLATE
 
 TEXTS = ["", "a", "Hello, world!", "It's I'LL we've DON'T", "one  two   three    ",
          "line\nline\r\n\r\n  line\t\tx", "1234567 12 3.1415 2024-11-23", "naïve café Über straße",

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import dtypes
+
+from tests.support.quant.directory_case import KINDS, write
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.layers import Linear
 from tinygrad_nv.models.llama import Llama
-
-from tests.support.quant.directory_case import KINDS, write
 from tinygrad_nv.quant.activations import QWeight
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, dtypes
-from tinygrad_nv.models import weights
-from tinygrad_nv.models.config import read_config
-from tinygrad_nv.models.llama import Llama
 from transformers import AutoModelForCausalLM
 
 from tests.support.quant import directory_case
 from tinygrad_nv.errors import ModelError, WeightError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.quantize import network
 from tinygrad_nv.quantize.network import Source, advance, batches
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tinygrad_nv.models.checkpoint import open_checkpoint, read_array
-from tinygrad_nv.models.parts import read_part
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.quant.reader_case import LAYER, layer_of, matrix_of, read, same
 from tinygrad_nv.errors import WeightError
+from tinygrad_nv.models.checkpoint import open_checkpoint, read_array
+from tinygrad_nv.models.parts import read_part
 from tinygrad_nv.quant.cut import cut_matrix, part_of
 from tinygrad_nv.quant.readers.mxfp4 import reader
 from tinygrad_nv.quant.readers.reader import TensorPart

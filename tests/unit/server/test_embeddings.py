@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.pooling import Pooling
 
 from tests.support.lazy import lazy
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.engine.embedding.batching import EmbeddingEngine
 from tinygrad_nv.engine.embedding.embedder import Embedder
+from tinygrad_nv.models.pooling import Pooling
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import EmbeddingEngineClient, Service
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tinygrad_nv.models.pooling import Pooling
 
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.engine.embedding.embedder import Embedder
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.models.pooling import Pooling
 from tinygrad_nv.server import body, json_answer, response_store, workers
 from tinygrad_nv.server.body import MAX_CONTAINERS, MAX_DEPTH, MAX_NAMES, MAX_VALUES, Counted, count
 from tinygrad_nv.server.json_answer import pieces

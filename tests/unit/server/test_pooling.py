@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad_nv.models.classifier import Classifier, label_names, sigmoid, softmax
 
 from tests.support.server.serve_case import NAME, Live, fake_service, live
 from tests.unit.server.test_embeddings import FakeEmbedder, FakeRunner, embedding_service, vector
+from tinygrad_nv.models.classifier import Classifier, label_names, sigmoid, softmax
 from tinygrad_nv.server import pooling
 
 TEXTS = ["a fox", "a small bear", "zoo"]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from tinygrad_nv.models.tales.tokenizer import train_tokenizer
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
+from tinygrad_nv.models.tales.tokenizer import train_tokenizer
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>"]
 TEXTS = ("Once upon a time there was a little fox who lived in a wood. ", "and they played. 😀 ") * 8
