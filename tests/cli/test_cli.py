@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-import tinygrad_nv
 from tinygrad_nv import cli
 from tinygrad_nv.cli import doctor
 from tinygrad_nv.engine.llm import LLM

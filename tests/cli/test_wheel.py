@@ -23,7 +23,8 @@ def test_it_tells_a_story(installed: Installed) -> None:
     where = installed.run("python", "-c", "import tinygrad_nv, tinygrad_nv.models as m;"
                                           "print(tinygrad_nv.__file__, m.__file__, sep='\\n')")
     assert all(line.startswith(str(installed.folder)) for line in where.stdout.splitlines()), where
-    version = installed.run("python", "-c", "from importlib.metadata import version; print(version('tinygrad_nv'))")
+    script = "from importlib.metadata import version; print(version('tinygrad_nv'))"
+    version = installed.run("python", "-c", script)
     assert version.stdout.strip() == tinygrad_nv.__version__
 
 
