@@ -178,17 +178,18 @@ _LEFT = {
 LEFT = {name: why for why, names in _LEFT.items() for name in names.split()}
 
 
-def plan(shorter: bool = True) -> list[tuple[Case, int, DType]]:
-    """Cases with widths and dtypes: each in float32, with one width after another, and every third one in 16
-    bits; or, in minutes, all with all."""
+def widths(case: Case) -> tuple[int, ...]: return (case.width,) if case.width else WIDTHS
+
+
+def plan() -> list[tuple[Case, int, DType]]:
+    """Returns cases with widths and dtypes: each in float32, with one width after another, and every third
+    one in 16 bits."""
     made = []
     for i, case in enumerate(CASES):
-        widths = (case.width,) if case.width else WIDTHS
-        if not shorter: made += [(case, n, dtype) for n in widths for dtype in UNIT]
-        else:
-            made.append((case, widths[i % len(widths)], dtypes.float32))
-            half = (dtypes.float16, dtypes.bfloat16)[i // 3 % 2]
-            if i % 3 == 0: made.append((case, widths[(i + 1) % len(widths)], half))
+        own = widths(case)
+        made.append((case, own[i % len(own)], dtypes.float32))
+        half = (dtypes.float16, dtypes.bfloat16)[i // 3 % 2]
+        if i % 3 == 0: made.append((case, own[(i + 1) % len(own)], half))
     return made
 
 
@@ -269,3 +270,10 @@ def wrong(case: Case, n: int, dtype: DType, device: str, weighted: bool = False)
             at = tuple(np.argwhere(off)[0])
             return f"{what} at {at} of {one.shape}: {one[at]}, not {other[at]}; {off.sum()} such"
     return ""
+
+
+def wrongs(case: Case, device: str) -> list[str]:
+    """Says what is wrong with a case in all widths and dtypes, with gradients of plain and weighted sums."""
+    found = [wrong(case, n, dtype, device, weighted) for n in widths(case) for dtype in UNIT
+             for weighted in (False, True)]
+    return [each for each in found if each]
