@@ -38,7 +38,10 @@ CLAIMS = re.compile("|".join((
     rf"(?:{RAN}|predicted)",
     r"\bemulator alone", r"\bonly (?:on the emulator|predicted|modelled|with `?--emulate)",
     r"\b(?:but|and) (?:has|have|did|does) not timed? them", r"\bso far (?:only|run|ran|on)\b",
-    r"\bnot tried on one\b", r"\bbut not on a GPU")), re.I)
+    r"\bnot tried on one\b", r"\bbut not on a GPU", r"\bonly (?:in emulation|emulated)\b",
+    rf"\b(?:untested|unmeasured|untimed|untried) on (?:\w+ )?{GPU}",
+    rf"\byet to be {RAN}\b", rf"\bnot yet (?:been )?{RAN} (?:on|by) (?:\w+ )?{GPU}",
+    rf"\bno (?:real )?{GPU} (?:has|have) (?:yet )?{RAN}")), re.I)
 SUBJECT = re.compile(r"(?:<!-- |\()status: ([\w.-]+) (not run|not timed|not beside)(?: -->|\))")
 # what docs/status.md lists, and words that deny it
 DENIED = {"Images in prompts": r"\breads? (?:only text|text only)|\b(?:only text|text only) (?:is|are) read",
@@ -117,7 +120,8 @@ def test_code_claims_what_the_results_say():
     "they have not been measured on a GPU", "On a GPU nothing was measured.",
     "Predicted, and never measured:",
     "an H100 ran both and found them right, but did not time them", "GPUs: not measured.",
-    "with several real GPUs nothing was run yet"])
+    "with several real GPUs nothing was run yet", "untested on a GPU", "It is yet to be measured.",
+    "tested only in emulation", "no GPU has run this", "not yet run on an H100", "never run on hardware"])
 def test_a_claim_is_found_and_held_to_the_data(claim: str):
     assert refusals(claim, STATUS)
     assert not refusals(f"{claim} <!-- status: conv not run -->", STATUS)
