@@ -37,7 +37,8 @@ def default_file() -> Path:
 
 def generate_ours(path: str, tokens: int) -> Callable[[], Iterator[int]]:
     """Returns a function that yields the tokens of tinygrad_nv."""
-    from tinygrad_nv import LLM, SamplingParams
+    from tinygrad_nv.engine.llm import LLM
+    from tinygrad_nv.engine.sampling import SamplingParams
     llm = LLM(path, max_model_len=CONTEXT, device="CPU", enable_prefix_caching=False)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 

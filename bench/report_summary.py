@@ -74,7 +74,7 @@ def serving(record: Record | None) -> list[str]:
 
 def table(folder: Path) -> str:
     """Returns the six rows and what they are."""
-    record = next((each for each in report_gpu.gpus(folder) if "H100" in each["gpu"]), {"parts": {}})
+    record: Record = next((each for each in report_gpu.gpus(folder) if "H100" in each["gpu"]), {"parts": {}})
     lines = [on_a_gpu(record, "gemm", GEMM, "H100: matmul 8192³, bf16", "TFLOP/s", ["torch"]),
              on_a_gpu(record, "attention", ATTENTION, "H100: attention, d 128, causal, 16k tokens", "TFLOP/s",
                       ["cuDNN", "FlashAttention-2", "FlashAttention-3"]),

@@ -34,7 +34,8 @@ PTX = (r"mbarrier\.try_wait", r"cp\.async\.bulk\.tensor\S+complete_tx::bytes ", 
 
 def levels() -> dict[str, list[str]]:
     """Returns the lines of explain at each level, for an emulated H100."""
-    from tinygrad_nv import Context, Lowering
+    from tinygrad_nv import Context
+    from tinygrad_nv.explain.lowering import Lowering
     found: dict[str, Lowering] = {}
     with Context(DEV="EMU"):
         exec(PROGRAM.rpartition("\n")[0] + "\nfound['y'] = explain(y)", {"found": found})
