@@ -247,8 +247,8 @@ def _forecast(note: Note | KeptNote) -> list[Any]:
     """What runtime/observe/forecast.py predicts a time of: a spec and a schedule, of a kernel that has both.
     (A bundle's start loads none of these modules.)"""
     if getattr(note.schedule, "kind", "") != "gpu": return []
-    from tinygrad_nv.tile.spec_json import TUNED, spec_to_json
-    if type(note.spec) not in TUNED: return []
+    from tinygrad_nv.tile.spec_json import is_tuned, spec_to_json
+    if not is_tuned(note.spec): return []
     return [spec_to_json(note.spec), cast(Schedule, note.schedule).to_json()]
 
 

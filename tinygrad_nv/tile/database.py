@@ -28,12 +28,10 @@ from typing import Any
 from tinygrad_nv import cache, config, private
 from tinygrad_nv.errors import NVError, ScheduleError
 from tinygrad_nv.files import parse_json, read_text
-from tinygrad_nv.ptx.assemble import find_program
 from tinygrad_nv.tile.clock import HOWS, How
-from tinygrad_nv.tile.language.searched import KernelSpec
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.spec_json import TUNED, spec_from_json, spec_to_json
+from tinygrad_nv.tile.spec_json import is_tuned, spec_from_json, spec_to_json
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 from tinygrad_nv.toolchain import find_compiler
@@ -104,7 +102,7 @@ class Entry:
                                 f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted, "
                                 "or modelled and a GPU")
         spec = spec_from_json(data.get("spec"))
-        schedule = (spec.schedule_of(data.get("schedule")) if isinstance(spec, KernelSpec)
+        schedule = (spec.schedule_of(data.get("schedule")) if _is_of_user(spec)
                     else TABLE.read(kind, data.get("schedule")))
         if not schedule.on(arch): raise ScheduleError(f"{schedule} in an entry of {arch!r}")
         return Entry(spec, arch, toolchain, schedule, float(seconds), how, gpu, origin)
@@ -118,6 +116,7 @@ def toolchain(kind: str = "gpu") -> str:
 
 @functools.cache
 def _ptxas() -> str:
+    from tinygrad_nv.ptx.assemble import find_program  # a CPU's schedules ask for no assembler
     if (program := find_program("ptxas")) is None: return "driver"
     done = subprocess.run([str(program), "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"V(\d[\d.]*)", done.stdout)
@@ -160,6 +159,11 @@ def kept_as(spec: Any) -> Any:
     return getattr(spec, "kept_as", spec)
 
 
+def _is_of_user(spec: Any) -> bool:
+    """Tells whether a spec is of a user's kernel, which reads its schedules itself (language/searched.py)."""
+    return hasattr(spec, "schedule_of")
+
+
 def _text(spec: Any) -> str: return json.dumps(spec_to_json(spec), separators=(",", ":"))
 
 
@@ -167,7 +171,7 @@ def _text(spec: Any) -> str: return json.dumps(spec_to_json(spec), separators=("
 
 def problems(spec: Any, schedule: Schedule, target: Any) -> Sequence[str]:
     """Why a schedule cannot be. Whether a user's kernel can have one shows when it is written."""
-    return () if isinstance(spec, KernelSpec) else TABLE.problems(spec, schedule, target)
+    return () if _is_of_user(spec) else TABLE.problems(spec, schedule, target)
 
 
 def lookup(spec: Any, arch: str, target: Any = None) -> Any:
@@ -180,7 +184,7 @@ def known(spec: Any, arch: str, target: Any, file: Path | None = None) -> Entry 
     """The winner for a spec on a target; None where there is no legal one. One that is not legal is noted.
     What compiles is asked for where there is a file. `file`: another than the database's, without those that
     come with the package."""
-    if not isinstance(spec, TUNED): return None
+    if not is_tuned(spec): return None
     if (own := _own(spec, arch, target, file or path())) is not None: return own
     return shipped(spec, arch, target) if file is None and not config.get("NV_SCHEDULES") else None
 

@@ -9,28 +9,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, is_dataclass
+from importlib import import_module
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, short, walk
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
-from tinygrad_nv.tile.language.searched import KernelSpec
-from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 
 DTYPES = {short(dtype): dtype for dtype in (
     dtypes.bool, dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16, dtypes.int32, dtypes.uint32,
     dtypes.int64, dtypes.uint64, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.float16, dtypes.bfloat16,
     dtypes.float32, dtypes.float64)}
 EXTENTS = ("m", "n", "k", "parts", "part")
-KINDS: dict[str, type] = {each.__name__: each for each in (
-    AttentionSpec, BackwardSpec, DecodeSpec, ScaledGemmSpec, KernelSpec)}
-TUNED = (GemmSpec, *KINDS.values())
+# type of spec: its module in this folder, imported when one is read
+KINDS = {"AttentionSpec": "attention.spec", "BackwardSpec": "attention.backward_spec",
+         "DecodeSpec": "decode.spec", "ScaledGemmSpec": "scaled_gemm.spec",
+         "KernelSpec": "language.searched"}
+TUNED = ("GemmSpec", *KINDS)
+
+
+def is_tuned(spec: Any) -> bool:
+    """Tells whether a spec is of a type whose schedules are found by trying."""
+    return type(spec).__name__ in TUNED
+
+
+def _type_of(kind: str) -> Any: return getattr(import_module(f"tinygrad_nv.tile.{KINDS[kind]}"), kind)
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:
@@ -76,7 +82,8 @@ def spec_from_json(data: Any) -> Any:
     """The spec of plain data. Raises `SpecError` for what is none."""
     try:
         if not isinstance(data, dict) or "kind" not in data: return _matmul(data)
-        return from_plain(KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
+        kind = _type_of(data["kind"])
+        return from_plain(kind, {name: each for name, each in data.items() if name != "kind"})
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SpecError(f"{str(data)[:200]} is no spec: {type(error).__name__} {error}",
                         "what spec_to_json makes", "export it again") from error
