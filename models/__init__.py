@@ -10,7 +10,7 @@ Read in this order:
   llama.py      the network; layers.py, attention.py, dense.py have its parts
   paged.py      a step of many sequences over KV cache pages
   weights.py    which tensors a checkpoint must hold, and where in the network each is stored
-  quantised.py  quantised layers among them; quantised_experts.py those of experts
+  quantised/    quantised and sparse layers among them, and their repacked files
   checkpoint.py the files: safetensors (single or sharded) and pytorch_model.bin
   peft.py       adapters (LoRA) as PEFT saves them; lora.py has them on the device
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle

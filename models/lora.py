@@ -30,7 +30,7 @@ from tinygrad_nv.runtime.memory import allocate_arena, write
 
 from .attention import Attention
 from .llama import Llama
-from .quantised import Projection, projections
+from .quantised.layers import Projection, projections
 
 # NumPy has no bfloat16
 BITS: dict[DType, np.dtype[Any]] = {dtypes.float32: np.dtype(np.float32),

@@ -27,7 +27,7 @@ from .feed_forward import MixtureOfExperts
 from .llama import Llama
 from .parallel import Parallel, names_apart, stage_config
 from .parts import cut
-from .quantised import EMBEDDING, HEAD, Plan, Projection, StoredFloats, projections
+from .quantised.layers import EMBEDDING, HEAD, Plan, Projection, StoredFloats, projections
 
 TABLES = f"{EMBEDDING}.weight", f"{HEAD}.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

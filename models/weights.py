@@ -47,8 +47,8 @@ from .latent import LatentAttention
 from .llama import Llama
 from .multimodal import language_entries
 from .parts import layer_bytes
-from .quantised import Plan, fill, place, planned, projections, read_layer, require_zeros
-from .repacked import opened
+from .quantised.layers import Plan, fill, place, planned, projections, read_layer, require_zeros
+from .quantised.repacked import opened
 from .tied import untie
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.

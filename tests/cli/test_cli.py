@@ -24,7 +24,7 @@ from tinygrad_nv import cli
 from tinygrad_nv.cli import doctor
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.models import repack_folder
+from tinygrad_nv.models.quantised import repack_folder
 
 REPORT = {"prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "ttft_s", "tokens_per_s",
           "weight_gb_per_s", "peak_host_bytes", "device"}

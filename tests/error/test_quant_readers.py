@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.errors import ModelError, WeightError
-from tinygrad_nv.models.quantised import QuantisedLayer, read_layer
+from tinygrad_nv.models.quantised.layers import QuantisedLayer, read_layer
 from tinygrad_nv.quant.readers import mxfp4
 from tinygrad_nv.quant.readers.reader import Activations, Stored, StoredMatrix, reader_of
 from tinygrad_nv.quant.readers.schemes import cache_of

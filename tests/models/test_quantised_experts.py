@@ -14,9 +14,11 @@ from tinygrad import dtypes
 from tests.models.test_parity import require_same_answers
 from tests.support.models.experts_case import experts, write
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.models import quantised_experts, repack_folder, weights
+from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import experts as quantised_experts
+from tinygrad_nv.models.quantised import repack_folder
 
 CASES = [("awq", "qwen3-moe"), ("gptq", "mixtral"), ("fp8", "qwen3-moe"), ("ct-int4", "qwen2-moe")]
 SLOW = [("gptq-8-bits", "mixtral"), ("ct-int4-zeros", "olmoe"), ("ct-mxfp4", "qwen3-moe"),

@@ -19,11 +19,12 @@ from tests.models.test_quantised import KINDS, LINEARS
 from tests.support.quant.gguf_case import tokenizer_metadata, write_model
 from tinygrad_nv import cache
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
-from tinygrad_nv.models import repack_file, repack_folder, weights
+from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import Part, matrices, projections
-from tinygrad_nv.models.repack_file import bytes_of, tensors_of
+from tinygrad_nv.models.quantised import repack_file, repack_folder
+from tinygrad_nv.models.quantised.layers import Part, matrices, projections
+from tinygrad_nv.models.quantised.repack_file import bytes_of, tensors_of
 from tinygrad_nv.quant import sparse
 from tinygrad_nv.quant.activations import QWeight, SparseWeight
 from tinygrad_nv.quant.readers.reader import Activations

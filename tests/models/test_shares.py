@@ -23,7 +23,7 @@ from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, names_apart, stage_config
-from tinygrad_nv.models.quantised import projections
+from tinygrad_nv.models.quantised.layers import projections
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.runtime.memory import read
 

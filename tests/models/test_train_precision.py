@@ -11,7 +11,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import TrainingError
 from tinygrad_nv.models import tales
-from tinygrad_nv.models.repack_file import bytes_of
+from tinygrad_nv.models.quantised.repack_file import bytes_of
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.run import Run, assembled
 from tinygrad_nv.train.trainer import train

@@ -17,8 +17,8 @@ from tests.models.test_train_parity import ROWS, WIDTH, batches, counted, optimi
 from tests.support.quant.directory_case import KINDS, write
 from tests.support.quant.gguf_case import write_model
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
-from tinygrad_nv.models.quantised import matrices, projections
-from tinygrad_nv.models.quantised_experts import stacks
+from tinygrad_nv.models.quantised.experts import stacks
+from tinygrad_nv.models.quantised.layers import matrices, projections
 from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions
 from tinygrad_nv.train.objectives import Inputs, Supervised

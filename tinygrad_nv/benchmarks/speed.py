@@ -15,7 +15,7 @@ from typing import Any
 from tinygrad_nv.benchmarks.engines import BenchEngine
 from tinygrad_nv.benchmarks.workload import DECODED, PROMPT, random_requests
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.quantised import matrices
+from tinygrad_nv.models.quantised.layers import matrices
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.readers.reader import ONLINE
 from tinygrad_nv.quant.sparse import SparseTensor

@@ -112,7 +112,7 @@ def _compiler() -> CheckResult:
 
 
 def _repacked() -> CheckResult:
-    from tinygrad_nv.models.repack_folder import GB, root, stored_bytes
+    from tinygrad_nv.models.quantised.repack_folder import GB, root, stored_bytes
     subject, bound = "repacked weights", config.get("NV_REPACK_CACHE")
     if not bound: return CheckResult(subject, "ok", "not kept: NV_REPACK_CACHE=0")
     folders = [path for path in root().glob("*") if path.is_dir()]

@@ -357,8 +357,8 @@ class LLM(GenerationMethods, PoolingMethods):
         are expected (`MoEConfig.distinct`)."""
         if self.bundle is not None: held = self._weight_bytes - self.bundle.sparse_bytes
         else:
-            from tinygrad_nv.models.quantised import sparse_savings
-            from tinygrad_nv.models.quantised_experts import idle_bytes
+            from tinygrad_nv.models.quantised.experts import idle_bytes
+            from tinygrad_nv.models.quantised.layers import sparse_savings
             held = self._weight_bytes - sparse_savings(self.model) - idle_bytes(self.model, sequences)
         if self.config.tied: return held
         table, dense = self.model.quantised_embedding, self.config.vocab_size * self.config.hidden_size

@@ -1,4 +1,5 @@
-"""Quantised matrices: what they are, and how files hold them.
+"""Quantised matrices: what they are, and how files hold them. Nothing here knows a model: models/quantised/
+puts matrices into networks, quantize/ makes quantised checkpoints.
 
 Read in this order:
   types.py      elements, scales and their granularity, packing: `QType`, frozen and hashable

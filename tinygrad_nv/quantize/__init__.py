@@ -1,4 +1,5 @@
-"""Making quantised checkpoints.
+"""Making quantised checkpoints: `tinygrad-nv quantize`. What quantised matrices are, and how files hold them,
+is quant/.
 
   schemes.py     the schemes there are, and what a config.json says of them
   rounding.py    scales of blocks of a matrix, and its codes

@@ -27,7 +27,7 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.functional import dropout
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.lora import adapted
-from tinygrad_nv.models.quantised import Projection
+from tinygrad_nv.models.quantised.layers import Projection
 
 ALL = "all-linear"
 

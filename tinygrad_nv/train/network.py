@@ -23,8 +23,8 @@ from tinygrad_nv.errors import ConfigError, ModelError
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import matrices
-from tinygrad_nv.models.quantised import projections as layer_projections
+from tinygrad_nv.models.quantised.layers import matrices
+from tinygrad_nv.models.quantised.layers import projections as layer_projections
 from tinygrad_nv.models.tied import loaded_config
 from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.progress import bar

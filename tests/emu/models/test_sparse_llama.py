@@ -12,9 +12,10 @@ from tinygrad.dtype import DType
 from transformers import AutoModelForCausalLM
 
 from tinygrad_nv import Tensor, dtypes, explain
-from tinygrad_nv.models import sparse, weights
+from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.quantised import sparse
 from tinygrad_nv.quant.activations import SparseWeight
 
 IDS = [5, 17, 80, 33, 2]

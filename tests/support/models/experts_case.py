@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.quant.directory_case import KINDS
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised_experts import names_of
+from tinygrad_nv.models.quantised.experts import names_of
 
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts_per_tok": 2,

@@ -21,7 +21,7 @@ from tinygrad_nv.models.config import parse_config, read_config
 from tinygrad_nv.models.embedding import quantised_rows
 from tinygrad_nv.models.gguf import hugging_face_name
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import projections
+from tinygrad_nv.models.quantised.layers import projections
 from tinygrad_nv.models.rope import inverse_frequencies
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.quant.activations import QWeight

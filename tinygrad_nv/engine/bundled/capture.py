@@ -32,7 +32,7 @@ from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_file import NEUTRAL
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.errors import BundleError, NVError
-from tinygrad_nv.models.quantised import sparse_savings
+from tinygrad_nv.models.quantised.layers import sparse_savings
 from tinygrad_nv.tile.decode.spec import BYTES
 
 WEIGHTS = ("model.", "rope")    # names of memory whose content a bundle has

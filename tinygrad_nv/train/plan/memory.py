@@ -27,7 +27,7 @@ from tinygrad.uop.ops import Ops, UOp
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import matrices
+from tinygrad_nv.models.quantised.layers import matrices
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.note import note_of

@@ -15,7 +15,7 @@ from tinygrad.helpers import GlobalCounters
 
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.quantised import matrices
+from tinygrad_nv.models.quantised.layers import matrices
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train import network
 from tinygrad_nv.train.arguments import TrainingArguments, made

@@ -26,9 +26,9 @@ from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.runtime.memory import allocate_arena
 from tinygrad_nv.runtime.memory_pool import labelled
 
-from .checkpoint import TensorEntry
-from .llama import Llama
-from .quantised import Part, Plan
+from ..checkpoint import TensorEntry
+from ..llama import Llama
+from .layers import Part, Plan
 from .repack_file import DAMAGES, bytes_of, describe, empty, read, tensors_of, write
 from .repack_folder import Folder, folder_of
 

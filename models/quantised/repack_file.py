@@ -38,7 +38,7 @@ from tinygrad_nv.quant.types import Buffer, QType, buffers, stack_buffers
 from tinygrad_nv.runtime import memory
 from tinygrad_nv.tile.spec_json import from_plain, to_plain
 
-from .quantised import Part
+from .layers import Part
 
 CHUNK = 1 << 20             # bytes that are copied and summed at a time: they stay in a core's cache
 MAGIC, FOOTER = b"repacked", struct.Struct("<8sI32s")

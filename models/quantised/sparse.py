@@ -19,7 +19,7 @@ from tinygrad_nv.quant.readers.reader import Activations
 from tinygrad_nv.quant.sparse import SparseTensor, compress, two_of_four
 from tinygrad_nv.quant.types import E4M3, INT8, TILE, QType
 
-from .llama import Llama
+from ..llama import Llama
 
 CHUNK = 1 << 22         # elements that are packed at a time: NumPy makes some ten bytes of each
 SIZE = {dtypes.bfloat16: 0x7FFF, dtypes.float16: 0x7FFF, dtypes.fp8e4m3: 0x7F}     # bits but the sign

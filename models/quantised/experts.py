@@ -27,8 +27,8 @@ from tinygrad_nv.quant.types import QType, Scale, nbytes, stack_buffers
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read_part, write
 from tinygrad_nv.runtime.memory_pool import labelled
 
-from .feed_forward import MixtureOfExperts
-from .llama import Llama
+from ..feed_forward import MixtureOfExperts
+from ..llama import Llama
 
 # bytes of matrices that are repacked together: of a stack so large a part, within these bounds. Of 0.8 GB, 32
 # MB at a time peak at 1.25 times the model, 5 MB at 1.14

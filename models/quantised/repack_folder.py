@@ -28,9 +28,9 @@ from tinygrad_nv import functional as F
 from tinygrad_nv.quant.readers.reader import StoredMatrix
 from tinygrad_nv.quant.types import nbytes
 
-from .checkpoint import TensorEntry
-from .llama import Llama
-from .quantised import Plan
+from ..checkpoint import TensorEntry
+from ..llama import Llama
+from .layers import Plan
 
 GB = 10**9
 PART = ".part"              # of files that are being written
@@ -151,7 +151,7 @@ def _stamps(paths: Iterable[str]) -> tuple[Stamp, ...]:
 @functools.cache
 def _code() -> str:
     """Of all files: those that read and repack weights, and kernels, which say what layouts they read."""
-    folders = (str(Path(quant.__path__[0]).parent), str(Path(__file__).parent))
+    folders = (str(Path(quant.__path__[0]).parent), str(Path(__file__).parents[1]))
     paths = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
     return _hash(*(path.read_text(encoding="utf-8") for path in paths))
 

@@ -28,14 +28,14 @@ from tinygrad_nv.quant.tensor import QTensor, in_memory
 from tinygrad_nv.quant.types import QType, Scale, buffers
 from tinygrad_nv.runtime.memory import write
 
-from . import quantised_experts, sparse
-from .cache_scales import SUFFIXES
-from .checkpoint import TensorEntry, convert, read_array, safetensors_dtype
-from .feed_forward import MixtureOfExperts
-from .layers import Linear
-from .llama import Llama
-from .parts import read_part
-from .quantised_experts import Chunk, StoredStack
+from ..cache_scales import SUFFIXES
+from ..checkpoint import TensorEntry, convert, read_array, safetensors_dtype
+from ..feed_forward import MixtureOfExperts
+from ..layers import Linear
+from ..llama import Llama
+from ..parts import read_part
+from . import experts, sparse
+from .experts import Chunk, StoredStack
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 STATIC = (".input_scale", ".activation_scale")      # transformers' fp8 has the second
@@ -125,7 +125,7 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
     for layer in range(len(model.blocks)):
         for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
             _add_layer(plan, reader, list(found), stored, model)
-        for stack in quantised_experts.planned(model, layer, reader, stored):
+        for stack in experts.planned(model, layer, reader, stored):
             _add_experts(plan, stack, stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
     gguf = model.config.quantization["quant_method"] == "gguf"
@@ -164,7 +164,7 @@ def _add_experts(plan: Plan, stack: StoredStack, stored: Mapping[str, tuple[str,
     if not stack.codes:
         found = [_as_run(model, each, stack.shape, codes=False) for each in stack.matrices]
         stack = replace(stack, matrices=tuple(each for each in found if each is not None))
-    quantised_experts.require_dynamic(stack)
+    experts.require_dynamic(stack)
     plan.layers.append(QuantisedLayer(stack, tuple((each, stack.shape) for each in stack.matrices)))
     plan.replaced |= {f"{name}.weight" for name in stack.names}
     assert model.config.quantization is not None
@@ -304,7 +304,7 @@ Part: TypeAlias = QWeight | SparseWeight | StackWeight | Tensor     # of a layer
 def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> list[Read] | Iterator[Chunk]:
     """The parts of a layer, neighbours of one type as one matrix; experts are read while they are used."""
     def get(name: str, part: TensorPart | None) -> np.ndarray: return read_part(entries[name], part)
-    if isinstance(layer.linear, StoredStack): return quantised_experts.read(layer.linear, get)
+    if isinstance(layer.linear, StoredStack): return experts.read(layer.linear, get)
     return list(_merged(layer.parts, get))
 
 
@@ -312,7 +312,7 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Any]) -> tuple[Par
     """Repacks the parts of a layer, as kernels read them, and puts them in their place."""
     assert model.config.quantization is not None
     int8 = model.config.quantization["quant_method"] == "gguf" and model.int8_inputs
-    parts = (quantised_experts.fill(model, layer.linear, found, int8),) \
+    parts = (experts.fill(model, layer.linear, found, int8),) \
         if isinstance(layer.linear, StoredStack) else _repacked(model, layer, found, int8)
     place(model, layer, parts)
     return parts
@@ -347,7 +347,7 @@ def matrices(model: Llama) -> list[tuple[QTensor | QStack | SparseTensor, Activa
     made: list[tuple[QTensor | QStack | SparseTensor, Activations | None]] = [
         (part.matrix, part.activations) for linear in linears for part in linear.parts
         if not isinstance(part, Tensor)]
-    made += [(stack.matrix, stack.activations) for stack in quantised_experts.stacks(model)]
+    made += [(stack.matrix, stack.activations) for stack in experts.stacks(model)]
     head, table = model.quantised_head, model.quantised_embedding
     if head is not None: made.append((head.matrix, head.activations))
     if table is not None and (head is None or table is not head.matrix): made.append((table, None))
