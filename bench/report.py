@@ -102,7 +102,7 @@ def performance(folder: Path) -> str:
         if plot.exists():
             parts += [f"![GEMM beside cuBLAS](../bench/results/{plot.name})",
                       "How many rows were measured, and which disagreed: [H100 results]"
-                      "(hardware.md#rows-of-benchgpupy)."]
+                      "(hardware.md#measured-and-failed-rows)."]
     parts += ["## CPU", report_cpu.decode(read(folder, "cpu_decode")),
               report_cpu.tinygrad(read(folder, "cpu_tinygrad")), report_cpu.gguf(read(folder, "cpu_gguf")),
               report_cpu.kernels(read(folder, "cpu_kernels")),
