@@ -124,7 +124,7 @@ class GPUPlayer(Player):
         run()
         self.driver.record(end)
         self.driver.wait_for(end)
-        return self.driver.elapsed_ms(begin, end) * 1e-3
+        return self.driver.ms_between(begin, end) * 1e-3
 
     def row(self, count: int, how: str) -> float:
         work = Launch(self.function(empty(self.arch)), (1, 1, 1), (32, 1, 1), pdl=how == "PDL")

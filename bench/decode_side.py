@@ -194,7 +194,7 @@ def main() -> None:
 
 def measured(run: Callable[[int], None], count: int, gpu: Telemetry | None) -> tuple[float, float | None]:
     """Seconds and joules of a step, of `count` in a row."""
-    with gpu.sampled() if gpu is not None else nullcontext() as samples:
+    with gpu.sample() if gpu is not None else nullcontext() as samples:
         begun = time.perf_counter()
         run(count)
         seconds = time.perf_counter() - begun

@@ -173,7 +173,7 @@ def in_turns(sides: dict[str, StepProcess], budget_s: float) -> Row:
     counts = {who: max(1, round(TURN_S / max(side.steps(3)[0].values()))) for who, side in sides.items()}
     seconds, joules = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     begun = time.perf_counter()
-    with Telemetry(0).sampled() as samples:
+    with Telemetry(0).sample() as samples:
         turns = 0
         while turns < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
             for who, side in sides.items():

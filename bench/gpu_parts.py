@@ -296,7 +296,7 @@ def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
     seconds: dict[str, list[float]] = {name: [] for name in names}
     readings: dict[str, list[GPUSample]] = {name: [] for name in names}
     begun = time.perf_counter()
-    with telemetry.sampled() as samples:
+    with telemetry.sample() as samples:
         while (turn := len(seconds[names[-1]])) < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
             for i in range(len(names)):
                 name = names[(turn + i) % len(names)]

@@ -170,7 +170,7 @@ class L2Bench:
                 self.read(self.x, nbytes, window)
                 self.gpu.record(end)
             self.gpu.wait_for(pairs[-1][1])
-            seconds = [self.gpu.elapsed_ms(start, end) * 1e-3 for start, end in pairs]
+            seconds = [self.gpu.ms_between(start, end) * 1e-3 for start, end in pairs]
         if not self.right(nbytes): raise SystemExit(f"{nbytes} bytes, {contender}: a wrong answer")
         return seconds[WARM:]
 
@@ -247,7 +247,7 @@ def on_gpu(arguments: argparse.Namespace) -> int:
     between = 2 * limits.l2_bytes if arguments.between is None else arguments.between
     chosen = sizes(limits, arguments.points)
     bench = L2Bench(gpu, max(chosen), between)
-    with Telemetry(arguments.gpu).sampled() as samples:
+    with Telemetry(arguments.gpu).sample() as samples:
         warmed(bench, max(chosen), WARM_S)
         empty = median(bench.block("none", 0, arguments.repeats))
         found = {nbytes: measured(bench, nbytes, arguments.rounds, arguments.repeats)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tinygrad import Tensor
 
 from tinygrad_nv.runtime.memory import allocate_arena
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from .checkpoint import TensorEntry, open_checkpoint
 from .encoder import Encoder
@@ -88,7 +88,7 @@ def load(model: Encoder, directory: Path, progress: Callable[[int, int], None] |
     checkpoint, wanted = open_checkpoint(directory), encoder_slots(model)
     checkpoint.entries = encoder_entries(model.config, checkpoint.entries)
     check(wanted, checkpoint.entries, False, directory)
-    with labelled("weights"):
+    with label_allocations("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     made = fill_slots(checkpoint, wanted, progress)
     # inside a captured step every replay would compute them

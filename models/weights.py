@@ -25,7 +25,7 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.reader import ONLINE, StoredMatrix, reader_of
 from tinygrad_nv.quant.types import nbytes as matrix_bytes
 from tinygrad_nv.runtime.memory import allocate_arena, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from .attention import Attention
 from .cache_scales import read_cache_scales
@@ -202,7 +202,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     for slot in found.zeros: _fill_zeros(slot)
     require_zeros(plan, checkpoint.entries)
     if model.config.quantization is not None: model.cache_scales = _own_scales(model, checkpoint)
-    with labelled("weights"):
+    with label_allocations("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     for name in wanted.keys() & {EMBEDDING, HEAD}: _fill_rest(wanted[name])
     sizes, done = layer_bytes([layer.parts for layer in plan.layers], checkpoint.entries), 0

@@ -17,7 +17,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate_arena
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from ..checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, open_checkpoint
 from ..layers import LayerNorm
@@ -85,7 +85,7 @@ def load(network: Any, directory: Path, unread: tuple[str, ...] = (),
              if not name.startswith((*unread, UNREAD))}
     checkpoint.entries = dict(_turned(found, wanted, layers))
     check(wanted, checkpoint.entries, False, directory)
-    with labelled("weights"):
+    with label_allocations("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     return fill_slots(checkpoint, wanted, progress)
 

@@ -25,7 +25,7 @@ from tinygrad_nv.quant.stack import QStack, Shape
 from tinygrad_nv.quant.tensor import in_memory
 from tinygrad_nv.quant.types import QType, Scale, nbytes, stack_buffers
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read_part, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from ..feed_forward import MixtureOfExperts
 from ..llama import Llama
@@ -192,7 +192,7 @@ def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) 
     wanted = stack_buffers(made, shape)
     whole = {name: Tensor.empty(*extents, dtype=in_memory(dtype), device=model.device)
              for name, (extents, dtype) in wanted.items()}
-    with labelled("weights"): allocate_arena(list(whole.values()))
+    with label_allocations("weights"): allocate_arena(list(whole.values()))
     done = dict.fromkeys(whole, 0)
     for chunk in chunks:
         for name, tensor in _laid(type, made, (chunk.count, n, k), chunk, model.device).items():

@@ -24,7 +24,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.quant.activations import QWeight, SparseWeight, StackWeight
 from tinygrad_nv.runtime.memory import allocate_arena
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from ..checkpoint import TensorEntry
 from ..llama import Llama
@@ -87,7 +87,7 @@ class RepackCache:
         except DAMAGES as error:
             _discard(path, error)
             return None
-        with labelled("weights"): allocate_arena(tensors)
+        with label_allocations("weights"): allocate_arena(tensors)
         return parts, readers.submit(read, path, tensors, sums)
 
     def _arrived(self, number: int, reading: Future[None]) -> bool:

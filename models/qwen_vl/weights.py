@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinygrad_nv.runtime.memory import allocate_arena
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from ..checkpoint import TensorEntry, open_checkpoint
 from ..encoder_weights import whole
@@ -76,6 +76,6 @@ def load(tower: VisionTower, directory: Path, progress: Callable[[int, int], Non
     checkpoint, wanted = open_checkpoint(directory), slots(tower)
     checkpoint.entries = _entries(checkpoint.entries)
     check(wanted, checkpoint.entries, False, directory)
-    with labelled("weights"):
+    with label_allocations("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     return fill_slots(checkpoint, wanted, progress)

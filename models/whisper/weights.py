@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tinygrad import Tensor
 
 from tinygrad_nv.runtime.memory import allocate_arena, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from ..checkpoint import open_checkpoint
 from ..encoder_weights import whole
@@ -106,7 +106,7 @@ def load(model: Whisper, directory: Path, progress: Callable[[int, int], None] |
     if HEAD not in wanted: entries.pop(HEAD, None)
     checkpoint.entries = entries
     check(wanted, entries, False, directory)
-    with labelled("weights"):
+    with label_allocations("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     for name, slot in wanted.items():
         if name.endswith("v_proj.bias"): _without_bias(slot.tensor, slot)

@@ -102,8 +102,8 @@ def test_a_driver_too_old_for_our_ptx(on: Callable[[Any], None]):
     found = message()
     assert found.count("\n") == 0
     assert found.endswith(INSTEAD)
-    ptx = cuda_api.dotted(cuda_api.PTX_VERSION)
-    needed = cuda_api.dotted(cuda_api.cuda_of_ptx(cuda_api.PTX_VERSION))
+    ptx = cuda_api.format_version(cuda_api.PTX_VERSION)
+    needed = cuda_api.format_version(cuda_api.cuda_of_ptx(cuda_api.PTX_VERSION))
     assert "supports CUDA 12.4 (PTX 8.4)" in found
     assert f"PTX {ptx}, which needs a driver for CUDA {needed} or later" in found
 

@@ -13,7 +13,7 @@ from tinygrad_nv.errors import OutOfMemoryError, RequestError
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.runtime.memory_pool import MemoryPool, labelled
+from tinygrad_nv.runtime.memory_pool import MemoryPool, label_allocations
 
 MiB, GiB = 1 << 20, 1 << 30
 
@@ -41,12 +41,12 @@ def pool(limit: int = GiB, others: int = 0, **held: int) -> MemoryPool:
     made = MemoryPool(OneGiB(others), name="GPU")
     made.total, made.limit = GiB, limit
     for label, nbytes in held.items():
-        with labelled(label.replace("_", " ")): made.alloc(nbytes)
+        with label_allocations(label.replace("_", " ")): made.alloc(nbytes)
     return made
 
 
 def refused(of: MemoryPool, nbytes: int, label: str = "tensors") -> OutOfMemoryError:
-    with pytest.raises(OutOfMemoryError) as caught, labelled(label): of.alloc(nbytes)
+    with pytest.raises(OutOfMemoryError) as caught, label_allocations(label): of.alloc(nbytes)
     return caught.value
 
 
@@ -99,7 +99,7 @@ def test_memory_in_pieces():
 
 
 def test_what_the_driver_keeps_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(OneGiB, "kept", lambda self: 300 * MiB)
+    monkeypatch.setattr(OneGiB, "slack_bytes", lambda self: 300 * MiB)
     assert "held:     weights 700.00 MiB in 1; kept by the driver 300.00 MiB" in refused(
         pool(weights=700 * MiB), 400 * MiB).found
 
@@ -107,7 +107,7 @@ def test_what_the_driver_keeps_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_page_locked_memory():
     small = pool()
     small.driver.host = lambda nbytes: (_ for _ in ()).throw(MemoryError("no pages"))
-    with pytest.raises(OutOfMemoryError) as caught, labelled("graphs"): small.host(2 * MiB)
+    with pytest.raises(OutOfMemoryError) as caught, label_allocations("graphs"): small.host(2 * MiB)
     assert caught.value.found == "out of page-locked memory: 2.00 MiB asked for graphs (no pages)"
     assert caught.value.expected == "memory of the host that can be locked"
     assert caught.value.fix.endswith("raise what may be locked (ulimit -l)")
@@ -116,7 +116,7 @@ def test_page_locked_memory():
 def test_code_and_graphs():
     small = pool(weights=1000 * MiB)
     def load() -> None: raise MemoryError("no room for code")
-    with pytest.raises(OutOfMemoryError) as caught: small.relieved(load, "kernel r_64")
+    with pytest.raises(OutOfMemoryError) as caught: small.retry_relieved(load, "kernel r_64")
     assert caught.value.found == """\
 out of memory on GPU: none for kernel r_64, 24.00 MiB to be had
   held:     weights 1000.00 MiB in 1
@@ -129,7 +129,7 @@ out of memory on GPU: none for kernel r_64, 24.00 MiB to be had
 
 
 def test_a_tensor_that_is_too_large():
-    with Context(DEV="EMU"), pytest.raises(MemoryError) as caught, labelled("pictures"):
+    with Context(DEV="EMU"), pytest.raises(MemoryError) as caught, label_allocations("pictures"):
         Tensor.empty(1 << 37, dtype=dtypes.uint8).uop.buffer.ensure_allocated()
     assert str(caught.value).startswith("out of memory on EMU: 128.00 GiB for pictures asked, ")
 
@@ -174,7 +174,7 @@ def test_weights_that_do_not_fit(tiny: Path, device: NVDevice):
 
 def test_advice_for_a_cache_after_loading(tiny: Path, device: NVDevice):
     require_room("EMU:6", read_config(tiny), dtypes.bfloat16, 200, 200, 1.0)
-    with labelled("KV cache"): device.pool.alloc(200 * 256)
+    with label_allocations("KV cache"): device.pool.alloc(200 * 256)
     device.pool.limit = 200 * 256
     assert refused(device.pool, 1000, "activations").fix == (
         "raise --gpu-memory-utilization to 0.01; or lower --max-model-len by 4 tokens, to 196")

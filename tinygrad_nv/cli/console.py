@@ -94,7 +94,7 @@ def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[N
         with timeline.timeline(path) as found: yield
         print(f"{found.table()}\ntrace: {path} (to look at: https://ui.perfetto.dev)", file=sys.stderr)
 
-    with ranges.tracked(): yield recorded
+    with ranges.track_layers(): yield recorded
 
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:

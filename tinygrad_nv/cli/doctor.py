@@ -188,5 +188,5 @@ def _cuda_code() -> str:
     cu = cuda_api.bindings()
     arch = cuda_api.architecture(cuda_api.capability(cu, cu.cuDeviceGet(0)[1])).rstrip("a")
     try: return (f"CUDA C, compiled to {names[nvrtc.image(arch)]} by NVRTC "
-                 f"{cuda_api.dotted(nvrtc.version())}")
+                 f"{cuda_api.format_version(nvrtc.version())}")
     except NVError as error: return f"PTX: {error.found}"

@@ -93,7 +93,7 @@ class Region:
         """Around all, so that captured kernels know their layers."""
         if self.path is None and self.take is None: return nullcontext()
         from tinygrad_nv.runtime.observe import ranges
-        return ranges.tracked()
+        return ranges.track_layers()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:

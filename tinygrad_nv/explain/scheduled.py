@@ -121,7 +121,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
 def _moving(spec: Communicates, arch: str) -> float | None:
     """How long a collective takes, None of a GPU without figures."""
     from tinygrad_nv.explain.communication import seconds
-    return seconds(*spec.moved, arch, spec.by_peers)
+    return seconds(*spec.traffic, arch, spec.by_peers)
 
 
 def _imbalance(call: UOp, note: Note | KeptNote) -> str:

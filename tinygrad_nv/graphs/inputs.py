@@ -25,7 +25,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.errors import GraphError
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Event, HostMemory, Upload
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 ALIGN = 256     # bytes, as the memory planner's
 LABEL = "graphs"
@@ -59,7 +59,7 @@ class Input:
 
 def region(device: str, nbytes: int) -> Buffer:
     """Uncached device memory, freed when its last reference goes."""
-    with labelled(LABEL):
+    with label_allocations(LABEL):
         return Buffer(device, nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate()
 
 
@@ -100,7 +100,7 @@ class InputStaging:
         self.host = np.empty(0 if self.driver else self.nbytes, np.uint8)
         try:
             for _ in range(depth if isinstance(opened, NVDevice) else 0):
-                with labelled(LABEL): host = opened.pool.host(self.nbytes)
+                with label_allocations(LABEL): host = opened.pool.host(self.nbytes)
                 self.staging.append(_BatchStaging(host, opened.driver.event()))
         except BaseException:
             self.free()

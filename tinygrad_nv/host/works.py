@@ -19,7 +19,7 @@ from tinygrad_nv.host.launches import Launch, LaunchReport, launched
 from tinygrad_nv.host.memory import Allocation, HostPages, Kind
 from tinygrad_nv.host.wire import BASE
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
-from tinygrad_nv.runtime.emulated.order import Done, Part, touched
+from tinygrad_nv.runtime.emulated.order import Done, Part, footprint_of
 
 HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
 Beside = tuple[Footprint, ...]
@@ -209,4 +209,4 @@ def footprint(d: Device, what: str, parts: list[tuple[Rows, Allocation, int]]) -
         for address in rows:
             at = address - where.address
             found.append((where.buffer, at, at + rows.width, flags))
-    return touched(what, *found)
+    return footprint_of(what, *found)

@@ -22,7 +22,7 @@ from tinygrad_nv.kvcache.shape import KVShape
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, HostMemory, Upload
 from tinygrad_nv.runtime.memory import allocate, discard, host_bytes, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 from tinygrad_nv.tile.decode.spec import BYTES
 
 CACHE = "KV cache"  # label of its memory
@@ -75,12 +75,12 @@ class PageStore:
             if dtype not in BYTES or not width: return None
             return Tensor.ones(pages, shape.heads, device=device).contiguous().realize()
         keys, values = shape.keys, shape.values
-        with labelled(CACHE):
+        with label_allocations(CACHE):
             stored = [(made(keys), made(values) if values else None) for _ in range(groups.layers_per_page)]
             layers = [LayerPages(*stored[place], scale(keys), scale(values)) for _, place in groups.places]
         self.cache = PagedCache(tuple(layers), tuple(group for group, _ in groups.places))
         self.tensors = [each for pair in stored for each in pair if each is not None]
-        with labelled(CACHE):
+        with label_allocations(CACHE):
             for tensor in self.tensors: allocate(tensor)
         assert values in (0, keys), "keys and values of two widths"
         self.page_bytes = size * shape.heads * keys * dtype.itemsize    # of one tensor

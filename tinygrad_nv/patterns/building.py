@@ -101,7 +101,7 @@ def _compile_all(kernels: list[KernelSource]) -> None:
     if len(kernels) < 2 or PARALLEL < 2: return
 
     def fill(kernel: KernelSource) -> None:
-        try: programs.compiled(compilers[kernel], kernel.text)
+        try: programs.compile_text(compilers[kernel], kernel.text)
         except Exception: return
     with ThreadPoolExecutor(PARALLEL.value) as threads: list(threads.map(fill, kernels))
 
@@ -110,7 +110,7 @@ def _failure(kernel: KernelSource) -> Exception | None:
     opened: Any = Device[kernel.device]
     compiler = opened.renderer.compiler
     try:
-        binary = programs.compiled(compiler, kernel.text)
+        binary = programs.compile_text(compiler, kernel.text)
         opened.runtime(TinyELF(binary, to_function_name(kernel.entry), opened.renderer.target, ()))
     except (ConfigError, MemoryError): raise
     except Exception as error: return error

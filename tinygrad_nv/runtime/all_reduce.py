@@ -22,7 +22,7 @@ from tinygrad_nv.tile.all_reduce.workspace import Workspace
 
 
 class Memory(Protocol):
-    """Where a device's memory comes from: its driver, or a `MemoryPool` that accounts for it."""
+    """Allocator of a device's memory: its driver, or a `MemoryPool` that accounts for it."""
 
     def alloc(self, nbytes: int) -> int: ...
 
@@ -37,7 +37,7 @@ class AllReduceGroup:
                  memories: Sequence[Memory] = ()) -> None:
         self.drivers, self.workspace = list(drivers), workspace or Workspace()
         self.memories: list[Memory] = list(memories or drivers)
-        if apart := unreached(self.drivers):
+        if apart := find_unreachable(self.drivers):
             raise DriverError(
                 f"device {apart[0]} of {len(self.drivers)} cannot address device {apart[1]}'s memory",
                 "GPUs with peer access, such as those of one NVSwitch", "use NCCL between them")
@@ -51,9 +51,9 @@ class AllReduceGroup:
 
     def arguments(self, spec: AllReduceSpec, schedule: AllReduceSchedule, rank: int, outs: Sequence[int],
                   inputs: Sequence[int], multicast: int = 0) -> tuple[bytes, ...]:
-        """Of the kernel of a spec and a schedule on the device of a rank: out, or out and residual_out; x, or
-        x, residual and weight. `multicast` is for multimem: the address of an object over `workspaces`, which
-        the caller has made. Raises `DriverError` for a kernel of another group."""
+        """Returns the arguments of the kernel of a spec and a schedule on the device of a rank: out, or out
+        and residual_out; x, or x, residual and weight. `multicast` is for multimem: the address of an object
+        over `workspaces`, which the caller has made. Raises `DriverError` for a kernel of another group."""
         self._check(spec, schedule, rank)
         wanted = (2, 3) if spec.columns else (1, 1)
         if (len(outs), len(inputs)) != wanted:
@@ -82,7 +82,7 @@ class AllReduceGroup:
             for address in addresses: memory.free(address)
 
 
-def unreached(drivers: Sequence[Driver]) -> tuple[int, int] | None:
+def find_unreachable(drivers: Sequence[Driver]) -> tuple[int, int] | None:
     """A device that cannot address another's memory, and that one; None where all reach all."""
     for number, one in enumerate(drivers):
         for other, each in enumerate(drivers):

@@ -42,7 +42,7 @@ class Recorded(Protocol[G]):
 
 @dataclass(eq=False)
 class Capture(Generic[G]):
-    """What streams record since `begin_capture`: a graph, and the last nodes of each stream in it."""
+    """Graph that streams record since `begin_capture`, and the last nodes of each stream in it."""
     origin: Captured[G]
     graph: G
     tails: dict[Captured[G], tuple[Node, ...]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def not_captured(stream: Captured[G], what: str) -> None:
                           "launches, copies within the device and fills", "do it before begin_capture")
 
 
-def recorded(event: Recorded[G], what: str) -> None:
+def check_recorded(event: Recorded[G], what: str) -> None:
     """Raises for an event that was never recorded."""
     if event.stream is None:
         raise DriverError(f"{what} an event that was never recorded",
@@ -105,7 +105,7 @@ def recorded(event: Recorded[G], what: str) -> None:
 
 def ran(event: Recorded[G], what: str) -> None:
     """Raises where the host waits for, or takes time from, an event that does not run."""
-    recorded(event, what)
+    check_recorded(event, what)
     if event.capture is not None:
         raise DriverError(f"{what} an event of a capture", "an event that runs",
                           "launch the graph and synchronize with its stream")

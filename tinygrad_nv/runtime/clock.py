@@ -33,7 +33,7 @@ class DriverClock:
     def clusters(self) -> Clusters: return self.driver.clusters
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
-        """As the function."""
+        """Returns the seconds that `driver_seconds` measures."""
         return seconds(self.driver, made, spec, assembled)
 
 
@@ -69,7 +69,7 @@ def arguments(driver: Driver, kernel: TileKernel, values: Sequence[int],
 
 
 def _median(driver: Driver, works: Sequence[Launch], zeroed: Sequence[Fill]) -> float:
-    """Of the calls, with what has to be zero set before each outside the time."""
+    """Returns the median of the calls, with what has to be zero set before each outside the time."""
     times = []
     for number in range(WARM + TIMED):
         for fill in zeroed: driver.submit(fill)
@@ -78,5 +78,5 @@ def _median(driver: Driver, works: Sequence[Launch], zeroed: Sequence[Fill]) -> 
         for launch in works: driver.submit(launch)
         driver.record(end)
         driver.wait_for(end)
-        if number >= WARM: times.append(driver.elapsed_ms(start, end) / 1e3)
+        if number >= WARM: times.append(driver.ms_between(start, end) / 1e3)
     return sorted(times)[TIMED // 2]

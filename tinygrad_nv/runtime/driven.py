@@ -15,8 +15,8 @@ from tinygrad_nv.runtime.memory_pool import MemoryPool
 
 
 class DrivenDevice(Compiled):
-    """What allocators, programs and graphs use of their device. `window` is what launches keep in L2 (l2.py).
-    An `observer`, given a program and its works, submits eager launches in the device's place, and may return
+    """Device as allocators, programs and graphs use it. `window` is what launches keep in L2 (l2.py). An
+    `observer`, given a program and its works, submits eager launches in the device's place, and may return
     the seconds they took (observe/timeline.py)."""
     driver: Driver
     pool: MemoryPool
@@ -29,32 +29,33 @@ class DrivenDevice(Compiled):
         return self.driver.stream()
 
     @functools.cached_property
-    def used(self) -> set[int]:
-        """Where the allocations begin that calls use which stream 0 does not wait for yet."""
+    def addresses_in_use(self) -> set[int]:
+        """Addresses where the allocations begin that calls use which stream 0 does not wait for yet."""
         return set()
 
     def call(self, work: LibraryCall) -> None:
         """Puts a call of a library into a stream of its own, after all that stream 0 holds. Kernels that use
         other memory run beside it, everything else comes after it."""
         driver, needs, done = self.driver, self.driver.event(), self.driver.event()
-        if driver.beside is None: self.used.clear()
+        if driver.beside is None: self.addresses_in_use.clear()
         driver.record(needs, driver.stream_0)
         driver.wait(needs, self.calls)
         driver.submit(work, self.calls)
         driver.record(done, self.calls)
         driver.beside = done
         work.given(done, False)
-        self.used.update(self.pool.allocation(address) for address, _ in (*work.reads, *work.writes))
+        self.addresses_in_use.update(self.pool.allocation(address) for address,
+                                     _ in (*work.reads, *work.writes))
 
     def stream_for(self, buffers: Sequence[int]) -> Stream | None:
         """Stream 0 for a kernel with these buffers: itself if it may run beside calls of libraries."""
         if self.driver.beside is None: return None
-        if not self.used.isdisjoint(map(self.pool.allocation, buffers)): return None
+        if not self.addresses_in_use.isdisjoint(map(self.pool.allocation, buffers)): return None
         return self.driver.stream_0
 
     @functools.cached_property
     def together(self) -> dict[Hashable, Any]:
-        """What this device, as the first, has with others: groups that are closed with it (together.py)."""
+        """Groups that this device, as the first, has with others: they are closed with it (together.py)."""
         return {}
 
     def finalize(self) -> None:
@@ -76,7 +77,7 @@ class DrivenDevice(Compiled):
         self.driver.synchronize()
         self.check()
 
-    def timed(self, submit: Callable[[], Any], wait: bool) -> float | None:
+    def submit_timed(self, submit: Callable[[], Any], wait: bool) -> float | None:
         """Submits; with `wait`, returns the seconds it took on the device."""
         if not wait:
             submit()
@@ -86,4 +87,4 @@ class DrivenDevice(Compiled):
         submit()
         self.driver.record(end)
         self.driver.wait_for(end)
-        return self.driver.elapsed_ms(start, end) * 1e-3
+        return self.driver.ms_between(start, end) * 1e-3

@@ -252,8 +252,8 @@ class Executable(ABC):
 
     @abstractmethod
     def update(self, node: Node, work: Work) -> None:
-        """What the node does from the next launch on: the same function with the same window, or a copy or a
-        fill again."""
+        """Changes what the node does from the next launch on: the same function with the same window, or a
+        copy or a fill again."""
 
     @abstractmethod
     def launch(self, stream: Stream | None = None) -> None:
@@ -291,10 +291,10 @@ class Driver(ABC):
 
     @abstractmethod
     def memory(self) -> tuple[int, int]:
-        """Bytes free on the device now, `kept` ones included, the rest may be of other processes; and bytes
-        it has."""
+        """Bytes free on the device now, `slack_bytes` ones included, the rest may be of other processes; and
+        bytes it has."""
 
-    def kept(self) -> int:
+    def slack_bytes(self) -> int:
         """Bytes that were given back and that the driver keeps for the next `alloc`."""
         return 0
 
@@ -363,7 +363,7 @@ class Driver(ABC):
 
     @property
     def clusters(self) -> Clusters:
-        """Those of every size that kernels have; none below sm_90."""
+        """Clusters of every size that kernels have; none below sm_90."""
         if int(self.properties.arch[3:5]) < 90: return ()
         return tuple((size, self.most_clusters(size)) for size in SIZES)
 
@@ -377,7 +377,7 @@ class Driver(ABC):
 
     @abstractmethod
     def inside(self) -> AbstractContextManager[object]:
-        """This device is the current one of the thread: for calls of other libraries."""
+        """Makes this device the current one of the thread: for calls of other libraries."""
 
     # order
 
@@ -393,7 +393,7 @@ class Driver(ABC):
 
     @abstractmethod
     def wait(self, event: Event, stream: Stream | None = None) -> None:
-        """What is issued to the stream from now on runs after the event. One never recorded is an error
+        """Lets what is issued to the stream from now on run after the event. One never recorded is an error
         here, though CUDA takes it for done: it is always a mistake."""
 
     @abstractmethod
@@ -401,11 +401,11 @@ class Driver(ABC):
         """Returns when the event has come to pass."""
 
     @abstractmethod
-    def passed(self, event: Event) -> bool:
+    def has_passed(self, event: Event) -> bool:
         """Whether the event has come to pass."""
 
     @abstractmethod
-    def elapsed_ms(self, start: Event, end: Event) -> float:
+    def ms_between(self, start: Event, end: Event) -> float:
         """Milliseconds from one event to another; both have come to pass."""
 
     @abstractmethod

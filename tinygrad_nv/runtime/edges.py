@@ -40,8 +40,8 @@ class Reduction:
         return tuple(number for number in given if not implied >> number & 1)
 
 
-def reduced(after: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    """Of each node of a graph, the nodes that it follows directly."""
+def reduce_edges(after: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+    """Returns for each node of a graph the nodes that it follows directly."""
     reduction = Reduction()
     return [reduction.add(numbers) for numbers in after]
 
@@ -53,7 +53,7 @@ def early(work: Work, before: Sequence[Work]) -> bool:
 
 @dataclass
 class EdgeCounts:
-    """What became of a graph's edges: `programmatic` ones of all, `chained` ones that no data asked for, and
+    """Counts of a graph's edges: `programmatic` ones of all, `chained` ones that no data asked for, and
     launches that run `beside` the one before them."""
     launches: int = 0
     edges: int = 0
@@ -83,7 +83,7 @@ class EdgeChain:
             wanted |= set(self.calls)
             self.calls = [len(self.works)]
         number, more = len(self.works), set[int]()
-        if isinstance(work, Launch): more = self._placed(work, number, wanted, fills)
+        if isinstance(work, Launch): more = self._place(work, number, wanted, fills)
         self.works.append(work)
         kept = self.reduction.add(wanted | more)
         self.counts.edges += len(kept)
@@ -91,7 +91,7 @@ class EdgeChain:
         self.counts.programmatic += early(work, [self.works[before] for before in kept])
         return kept
 
-    def _placed(self, work: Launch, number: int, wanted: set[int], fills: bool) -> set[int]:
+    def _place(self, work: Launch, number: int, wanted: set[int], fills: bool) -> set[int]:
         """Puts a launch into a group; the nodes it follows because of it."""
         self.counts.launches += 1
         if work.pdl and self.group and not fills and self._joins(work, wanted): self.counts.beside += 1

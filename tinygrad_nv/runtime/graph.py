@@ -26,16 +26,16 @@ class _KernelCall:
         self.program, self.buffers, self.values = program, buffers, values
         self.grid, self.block = grid, block
         self.place = {word: k for k, word in enumerate(words)}  # which argument an argument of the call is
-        self.works = self.made()
+        self.works = self.make_works()
         self.nodes: list[Node] = []
 
-    def made(self) -> list[Work]:
-        """Fills, then the launch."""
+    def make_works(self) -> list[Work]:
+        """Returns fills, then the launch."""
         return self.program.works(self.buffers, self.values, self.grid, self.block)
 
     def update(self, executable: Executable) -> None:
         """Brings the nodes up to date: those whose work is not what it was."""
-        works = self.made()
+        works = self.make_works()
         for node, before, work in zip(self.nodes, self.works, works, strict=True):
             if work != before: executable.update(node, work)
         self.works = works
@@ -72,7 +72,7 @@ class NVGraph(GraphRunner):
                             and work.given is not None]
         for program in self.runtimes:
             if program.launch.peers is not None: program.launch.peers.agree(self.dev.device)
-        self.executable: Executable = self.dev.pool.relieved(graph.instantiate, "a graph")
+        self.executable: Executable = self.dev.pool.retry_relieved(graph.instantiate, "a graph")
 
     def _add(self, graph: Graph, call: _KernelCall, work: Work, buffers: list[Any], written: list[int],
              symbolic: bool = False) -> None:
@@ -84,10 +84,10 @@ class NVGraph(GraphRunner):
 
     def _instantiate_again(self) -> None:
         self.window, graph = self.dev.window, self.dev.driver.graph()
-        for call in self.works: call.works = call.made()
+        for call in self.works: call.works = call.make_works()
         works = [work for call in self.works for work in call.works]
         for work, after in zip(works, self.after, strict=True): graph.add(work, after)
-        self.executable = self.dev.pool.relieved(graph.instantiate, "a graph")
+        self.executable = self.dev.pool.retry_relieved(graph.instantiate, "a graph")
 
     def __call__(self, input_uops: tuple[UOp, ...], var_vals: dict[str, int],
                  wait: bool = False) -> float | None:
@@ -107,7 +107,7 @@ class NVGraph(GraphRunner):
         if self.dev.window != self.window: self._instantiate_again()
         else:
             for j in changed: self.works[j].update(self.executable)
-        return self.dev.timed(self.replay, wait)
+        return self.dev.submit_timed(self.replay, wait)
 
     def replay(self) -> None:
         """Launches it as it is."""

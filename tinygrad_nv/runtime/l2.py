@@ -58,8 +58,8 @@ class Range:
 
 @dataclass(frozen=True)
 class L2Plan:
-    """What to set aside, the window of each launch, HBM bytes that a step then reads less (by the model), and
-    why. Without a window there is nothing to gain."""
+    """Plan of the L2 cache: what to set aside, the window of each launch, HBM bytes that a step then reads
+    less (by the model), and why. Without a window there is nothing to gain."""
     set_aside_bytes: int
     window: Window | None
     saved_bytes: float
@@ -109,11 +109,12 @@ def _allocations(ranges: list[Range]) -> list[list[Range]]:
         if group and group[-1].end == each.address and group[-1].reads == each.reads:
             each = replace(each, address=group[-1].address, nbytes=group.pop().nbytes + each.nbytes)
         group.append(each)
-    return [[_joined(group[at:at + step]) for at in range(0, len(group), step)] for group in found.values()
+    return [[_join_ranges(group[at:at + step]) for at in range(0, len(group), step)]
+            for group in found.values()
             for step in [-(-len(group) // MOST_RANGES)]]
 
 
-def _joined(ranges: list[Range]) -> Range:
+def _join_ranges(ranges: list[Range]) -> Range:
     """Neighbours with what is between them, read as often as they are on average."""
     first, nbytes = ranges[0], max(each.end for each in ranges) - ranges[0].address
     return replace(first, nbytes=nbytes, reads=sum(each.reads * each.nbytes for each in ranges) / nbytes)

@@ -7,9 +7,8 @@ library puts into a stream as a graph of its own, the emulated one runs it when 
 of one graph follow one another in the order in which they were added, since two collectives of a device that
 run at once may each wait for what another device runs second.
 
-A kernel's `LaunchConfig.call` stands for a call in tinygrad's graph: `made` asks what is registered for its
-type for the `LibraryCall` of some buffers.
-"""
+A kernel's `LaunchConfig.call` stands for a call in tinygrad's graph: `make_call` asks what is registered for
+its type for the `LibraryCall` of some buffers. """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -40,6 +39,6 @@ def register(kind: type, make: Make) -> None:
     _makers[kind] = make
 
 
-def made(call: object, device: str, buffers: Sequence[int]) -> LibraryCall:
-    """The call on these buffers."""
+def make_call(call: object, device: str, buffers: Sequence[int]) -> LibraryCall:
+    """Returns the call on these buffers."""
     return _makers[type(call)](call, device, buffers)

@@ -1,9 +1,9 @@
 """Accounts for device memory by label, and limits how much of it this process holds.
 
 Protocol: `MemoryPool(driver)` is what an allocator of ours takes memory through. Each allocation has the
-label that `labelled` set around it, "tensors" without one; `report()` says what each label holds. Memory that
-is given back goes to the driver at once, which hands it on in the order of its streams (cuMemAllocAsync);
-nothing is kept above the driver.
+label that `label_allocations` set around it, "tensors" without one; `report()` says what each label holds.
+Memory that is given back goes to the driver at once, which hands it on in the order of its streams
+(cuMemAllocAsync); nothing is kept above the driver.
 
 An allocation beyond `limit`, or one that the driver refuses, first gives back what is not needed: garbage,
 what callbacks of `on_pressure` let go, what the driver keeps. Then it is an `OutOfMemoryError`: what was
@@ -37,7 +37,7 @@ _label: ContextVar[str] = ContextVar("label of allocations", default=UNLABELLED)
 
 
 @contextmanager
-def labelled(name: str) -> Iterator[None]:
+def label_allocations(name: str) -> Iterator[None]:
     """Allocations inside are `name`'s in reports, whatever is around it; also those that tinygrad makes."""
     token = _label.set(name)
     try: yield
@@ -46,7 +46,7 @@ def labelled(name: str) -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class _Tally:
-    """What a label holds: bytes and allocations now, and the most bytes it ever held."""
+    """Usage of a label: bytes and allocations now, and the most bytes it ever held."""
     nbytes: int = 0
     count: int = 0
     peak: int = 0
@@ -97,7 +97,7 @@ class MemoryPool:
         tally.count -= 1
 
     def allocation(self, address: int) -> int:
-        """Where the allocation begins that an address is in; the address itself of memory that is not
+        """Returns where the allocation begins that an address is in; the address itself of memory that is not
         ours."""
         if address in self._held: return address
         found = max((each for each in self._held if each <= address), default=address)
@@ -108,9 +108,9 @@ class MemoryPool:
         `OutOfMemoryError`."""
         with page_locking(nbytes): return self.driver.host(nbytes)
 
-    def relieved(self, action: Callable[[], T], what: str) -> T:
-        """What `action` returns, for which the driver takes memory by itself: code, a graph. Where it has
-        none, what is not needed is given back first, as for an allocation. Raises `OutOfMemoryError`."""
+    def retry_relieved(self, action: Callable[[], T], what: str) -> T:
+        """Returns what `action` returns, for which the driver takes memory by itself: code, a graph. Where it
+        has none, what is not needed is given back first, as for an allocation. Raises `OutOfMemoryError`."""
         try: return action()
         except MemoryError: pass
         return self._after_relief(action, 0, what)
@@ -126,9 +126,9 @@ class MemoryPool:
         """Counts what the driver keeps, and has it given back where that and what is held is over the limit.
         Asked for as seldom as `_taken` allows: it is two calls of the driver. Where what is kept is of the
         wrong sizes, this allocation may still go over the limit, and the next one finds that."""
-        if self.live_bytes + max(kept := self.driver.kept(), nbytes) > self.limit:
+        if self.live_bytes + max(kept := self.driver.slack_bytes(), nbytes) > self.limit:
             self.driver.trim()
-            kept = self.driver.kept()
+            kept = self.driver.slack_bytes()
         self._taken = self.live_bytes + kept
 
     def _after_relief(self, action: Callable[[], T], nbytes: int, what: str) -> T:
@@ -177,7 +177,7 @@ class MemoryPool:
         shares = [LabelUsage(name, t.nbytes, t.count, t.peak) for name, t in list(self._tallies.items())]
         largest = heapq.nsmallest(LARGEST, list(self._held.values()), lambda one: (-one.nbytes, one.number))
         free, total = self.driver.memory()
-        kept = min(self.driver.kept(), free)
+        kept = min(self.driver.slack_bytes(), free)
         shares.sort(key=lambda share: (-share.nbytes, -share.peak_bytes, share.label))
         return MemoryReport(self.name, tuple(shares), tuple(largest), self.live_bytes, self.peak_bytes, kept,
                             max(0, total - free - self.live_bytes), free - kept, total, self.limit)

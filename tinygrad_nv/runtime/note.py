@@ -22,7 +22,7 @@ class Communicates:
     by_peers = False
 
     @property
-    def moved(self) -> tuple[str, int, int]:
+    def traffic(self) -> tuple[str, int, int]:
         """The collective, bytes as NCCL counts them (all of an all-reduce, one rank's of an all-gather), and
         the number of ranks."""
         raise NotImplementedError
@@ -30,7 +30,7 @@ class Communicates:
 
 @dataclass(frozen=True)
 class Note:
-    """What explain() tells of a kernel: whose it is, why it was chosen, what it computes and how."""
+    """Note for explain() on a kernel: whose it is, why it was chosen, what it computes and how."""
     template: str
     reason: str = ""
     spec: Hashable = None
@@ -44,17 +44,17 @@ class KeptNote:
         self.template, self.reason, self._make = template, reason, make
 
     @functools.cached_property
-    def _made(self) -> tuple[Any, Any]: return self._make()
+    def _spec_and_schedule(self) -> tuple[Any, Any]: return self._make()
 
     @property
     def spec(self) -> Any:
-        """As a `Note` has it."""
-        return self._made[0]
+        """Spec, as a `Note` has it."""
+        return self._spec_and_schedule[0]
 
     @property
     def schedule(self) -> Any:
-        """As a `Note` has it."""
-        return self._made[1]
+        """Schedule, as a `Note` has it."""
+        return self._spec_and_schedule[1]
 
 
 @dataclass(frozen=True)

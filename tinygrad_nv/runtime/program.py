@@ -44,11 +44,11 @@ class NVProgram(Program[DrivenDevice]):
         given = getattr(obj, "aux", None)
         self.launch = given if isinstance(given, LaunchConfig) else LaunchConfig(pdl=WAIT in obj.lib)
         if self.launch.call is None:
-            self.module = dev.pool.relieved(lambda: dev.driver.load(obj.lib), f"kernel {obj.name}")
+            self.module = dev.pool.retry_relieved(lambda: dev.driver.load(obj.lib), f"kernel {obj.name}")
             self.function = self.module.function(obj.name)
         self.pdl = self.launch.pdl and bool(config.get("NV_PDL"))
         self.signature = obj.signature
-        self.encoded = functools.lru_cache(MAPS_KEPT)(functools.partial(_encoded, dev.driver))
+        self.encoded = functools.lru_cache(MAPS_KEPT)(functools.partial(_encode_map, dev.driver))
 
     @suppress_finalizing
     def __del__(self) -> None:
@@ -59,9 +59,9 @@ class NVProgram(Program[DrivenDevice]):
         variable is; where the kernel takes others they are computed of these. A call of
         a library is all of it."""
         o = self.launch
-        if o.call is not None: return [library_call.made(o.call, self.dev.device, buffers)]
+        if o.call is not None: return [library_call.make_call(o.call, self.dev.device, buffers)]
         widths = [dtype.itemsize for _, _, dtype, _ in self.signature[len(buffers):]]
-        if o.integers: values, widths = self._computed(values), [4] * len(o.integers)
+        if o.integers: values, widths = self._compute_integers(values), [4] * len(o.integers)
         named = [*(each.pointer for each in o.zeroed), *(each.pointer for each in o.maps)]
         counted = [max(0, m.integer) for m in o.maps if m.dynamic >= 0]
         if max(named, default=-1) >= len(buffers) or max(counted, default=-1) >= len(values):
@@ -73,12 +73,12 @@ class NVProgram(Program[DrivenDevice]):
         given = None
         if o.peers is not None:
             args += o.peers.arguments(self.dev.device)
-            given = o.peers.given(self.dev.device)
+            given = o.peers.give(self.dev.device)
         return [*(Fill(buffers[each.pointer], 0, each.nbytes) for each in o.zeroed),
                 Launch(self.function, grid, block, tuple(args), o.dynamic_smem, o.cluster, self.pdl,
                        self.dev.window, given)]
 
-    def _computed(self, values: Sequence[int]) -> list[int]:
+    def _compute_integers(self, values: Sequence[int]) -> list[int]:
         wanted = {len(each.factors) for each in self.launch.integers}
         if wanted != {len(values)}:
             raise DriverError(f"kernel {self.name} with {len(values)} variables",
@@ -90,15 +90,15 @@ class NVProgram(Program[DrivenDevice]):
                  vals: tuple[int, ...] = (), wait: bool = False, **kwargs: Any) -> float | None:
         works = self.works(bufs, vals, global_size, local_size)
         if isinstance(call := works[0], LibraryCall):
-            return self.dev.timed(lambda: self.dev.call(call), wait)
+            return self.dev.submit_timed(lambda: self.dev.call(call), wait)
         if (peers := self.launch.peers) is not None:
-            seconds: float | None = peers.launched(self.dev, works, self.dev.stream_for(bufs), wait)
+            seconds: float | None = peers.launch(self.dev, works, self.dev.stream_for(bufs), wait)
             return seconds
         if self.dev.observer is not None: return self.dev.observer(self, works)
         stream = self.dev.stream_for(bufs)
         def submit() -> None:
             for work in works: self.dev.driver.submit(work, stream)
-        return self.dev.timed(submit, wait)
+        return self.dev.submit_timed(submit, wait)
 
 
 def _rows(argument: MapArgument, values: Sequence[int]) -> int:
@@ -107,6 +107,6 @@ def _rows(argument: MapArgument, values: Sequence[int]) -> int:
     return max(1, values[argument.integer]) if argument.dynamic >= 0 else 0
 
 
-def _encoded(driver: Driver, argument: MapArgument, address: int, rows: int) -> bytes:
+def _encode_map(driver: Driver, argument: MapArgument, address: int, rows: int) -> bytes:
     """The 128 bytes of a tensor map over the buffer at `address`, with `rows` in its dynamic dimension."""
     return driver.tensor_map(map_spec(argument, address, rows))

@@ -1,9 +1,9 @@
 """Compiled programs kept from one process to the next.
 
 Protocol: tinygrad caches the compiler's output by source text, but rewrites every kernel from its graph to
-that text again in each process, some 50 ms a kernel. `cached` is a compile hook that stores whole programs
-on disk under the key tinygrad uses in memory (graph, renderer, settings that change code) together with
-tinygrad's version and the compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
+that text again in each process, some 50 ms a kernel. `compile_cached` is a compile hook that stores whole
+programs on disk under the key tinygrad uses in memory (graph, renderer, settings that change code) together
+with tinygrad's version and the compiler's own cache key. NV_PROGRAM_CACHE=0 turns it off.
 
 With DEBUG >= 3 or VIZ programs are made anew: what these show is shown as programs are made.
 
@@ -64,8 +64,8 @@ def count_elsewhere(programs: int) -> None:
 
 @dataclass(frozen=True)
 class Compilations:
-    """What this process has compiled and captured since this was made: programs of every device, by C
-    compiler, ptxas or tinygrad, and steps that were traced."""
+    """Counts of what this process has compiled and captured since this was made: programs of every device, by
+    C compiler, ptxas or tinygrad, and steps that were traced."""
     programs: int = field(default_factory=lambda: programs_compiled())
     steps: int = field(default_factory=lambda: _captured)
 
@@ -83,16 +83,16 @@ def count_capture() -> None:
     _captured += 1
 
 
-def compiled(compiler: Compiler, text: str) -> bytes:
-    """What a compiler makes of a text, by way of tinygrad's cache. `finish` finds it there. Raises what the
-    compiler raises."""
+def compile_text(compiler: Compiler, text: str) -> bytes:
+    """Returns what a compiler makes of a text, by way of tinygrad's cache. `finish` finds it there. Raises
+    what the compiler raises."""
     if compiler.cachekey is None: return compiler.compile(text)
-    if (found := _stored(compiler.cachekey, text)) is not None: return bytes(found)
+    if (found := _read_cache(compiler.cachekey, text)) is not None: return bytes(found)
     _early.add((compiler.cachekey, text))
     return compiler.compile_cached(text)
 
 
-def cached(linear: UOp, inner: Compile) -> UOp:
+def compile_cached(linear: UOp, inner: Compile) -> UOp:
     """Fills tinygrad's program cache from disk before compiling, and the disk after. Kernels with FP8 are
     compiled here: the processes that tinygrad compiles in have none of our conversions."""
     if inner.beam: return inner(linear)
@@ -104,7 +104,7 @@ def cached(linear: UOp, inner: Compile) -> UOp:
         key = to_program_key(*found)
         if key in to_program_cache or key in made: continue
         name = disk_key(found[1], key) if disk else ""
-        if disk and (program := _stored(TABLE, name)) is not None:
+        if disk and (program := _read_cache(TABLE, name)) is not None:
             to_program_cache[key] = program
             _read += 1
             continue
@@ -116,8 +116,8 @@ def cached(linear: UOp, inner: Compile) -> UOp:
     return result
 
 
-def _stored(table: str, key: str) -> Any:
-    """What the disk has; None in threads other than the one that opened it, which alone it serves."""
+def _read_cache(table: str, key: str) -> Any:
+    """Returns what the disk has; None in threads other than the one that opened it, which alone it serves."""
     try: return diskcache_get(table, key)
     except sqlite3.ProgrammingError: return None
 
@@ -150,7 +150,7 @@ def finish(linear: UOp) -> None:
         renderer = _renderer(call)
         if to_program_key(body, renderer) in to_program_cache: continue
         table, text = renderer.compiler.cachekey, body.src[-1].arg
-        if table is not None and _stored(table, text) is not None:
+        if table is not None and _read_cache(table, text) is not None:
             to_program(body, renderer)
             _read += (table, text) not in _early
 

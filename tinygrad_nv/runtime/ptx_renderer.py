@@ -38,13 +38,13 @@ WIDER = {dtypes.int8: dtypes.int16, dtypes.uint8: dtypes.uint16}
 OVERFLOWING = (Ops.ADD, Ops.SUB, Ops.NEG, Ops.MUL, Ops.MULACC, Ops.SHL, Ops.CDIV)
 
 
-def _wrapped(x: UOp) -> UOp:
-    """A byte's arithmetic in 16 bits, then cut to 8."""
+def _widen(x: UOp) -> UOp:
+    """Returns a byte's arithmetic in 16 bits, then cut to 8."""
     return UOp(x.op, src=tuple(s.cast(WIDER[x.dtype]) if s.dtype == x.dtype else s for s in x.src),
                arg=x.arg).cast(x.dtype)
 
 
-_pm_bytes = PatternMatcher([(UPat(OVERFLOWING, dtype=tuple(WIDER), name="x"), _wrapped)])
+_pm_bytes = PatternMatcher([(UPat(OVERFLOWING, dtype=tuple(WIDER), name="x"), _widen)])
 
 # PTX converts from bf16 on sm_90 only; its bits are the upper half of a float's on all
 _pm_bf16 = create_non_native_float_pats((dtypes.bfloat16,)) + PatternMatcher([
@@ -56,11 +56,11 @@ BF16_CONSTANT = re.compile(r"^(mov\.b16 \S+, )0f([0-9A-F]{8});")
 
 def bf16_constant(line: str) -> str:
     """A move of a bf16 constant, which tinygrad's renderer spells as a float's 32 bits, with its own 16."""
-    def rounded(found: re.Match[str]) -> str:
+    def round_bits(found: re.Match[str]) -> str:
         bits = int(found[2], 16)
         if bits & 0x7fffffff <= 0x7f800000: bits += 0x7fff + (bits >> 16 & 1)
         return f"{found[1]}0x{bits >> 16:04X};"
-    return BF16_CONSTANT.sub(rounded, line)
+    return BF16_CONSTANT.sub(round_bits, line)
 
 
 _pm_double = PatternMatcher([(UPat(op, dtype=dtypes.double, src=(UPat.var("d"),)), series) for op, series in

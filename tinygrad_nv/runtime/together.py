@@ -5,7 +5,7 @@ Protocol: `Peers` is what a kernel's `LaunchConfig.peers` says: groups of device
 with the first kernel (runtime/all_reduce.py) and lives as long as the first device, and the rank of the
 device.
 
-tinygrad runs a kernel over several devices device by device. `launched` keeps the launches until that of the
+tinygrad runs a kernel over several devices device by device. `launch` keeps the launches until that of the
 last device comes, and then submits all of them. Nothing that waits for a device may come between them: the
 kernel there would wait for one that is not submitted yet. So no code is loaded then, nothing is timed but the
 last device, and no garbage is collected, whose finalizers may wait.
@@ -23,7 +23,7 @@ from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime.all_reduce import AllReduceGroup
 from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.driver import Stream, Work, integer, pointer
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 from tinygrad_nv.tile.all_reduce.workspace import Workspace
 
 LABEL = "all-reduce"
@@ -38,19 +38,19 @@ class Peers:
     def __str__(self) -> str: return "|".join(",".join(each) for each in self.groups)
 
     def arguments(self, device: str) -> tuple[bytes, ...]:
-        """Of the kernel on a device."""
+        """Returns the arguments of the kernel on a device."""
         names = next((each for each in self.groups if device in each), ())
         if not names: raise DriverError(f"a kernel that {self} run together, on {device}", "one of them")
         rank = names.index(device)
         return pointer(group(names, self.workspace).tables[rank]), integer(rank)
 
-    def given(self, device: str) -> None:
-        """No other process has to be waited for."""
+    def give(self, device: str) -> None:
+        """Does nothing: no other process has to be waited for."""
 
     def agree(self, device: str) -> None:
         """One program makes the launches of all."""
 
-    def launched(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
+    def launch(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
                  wait: bool) -> float | None:
         """Takes the launch of a device, and submits all with the last."""
         if getattr(_own, "peers", None) != self or any(each is device for each, _, _ in _own.kept):
@@ -63,7 +63,7 @@ class Peers:
         def submit() -> None:
             for each, given, into in every:
                 for work in given: each.driver.submit(work, into)
-        with _turn, collection.paused(): return device.timed(submit, wait)
+        with _turn, collection.paused(): return device.submit_timed(submit, wait)
 
 
 _own = threading.local()
@@ -79,6 +79,6 @@ def group(names: tuple[str, ...], workspace: Workspace) -> AllReduceGroup:
     drivers = [each.driver for each in devices]
     known = devices[0].together
     if (found := known.get((names, workspace))) is not None and found.drivers == drivers: return found
-    with labelled(LABEL): made = AllReduceGroup(drivers, workspace, [each.pool for each in devices])
+    with label_allocations(LABEL): made = AllReduceGroup(drivers, workspace, [each.pool for each in devices])
     known[names, workspace] = made
     return made

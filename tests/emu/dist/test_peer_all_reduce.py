@@ -151,10 +151,10 @@ def test_launches_are_submitted_together(monkeypatch):
     address, peers, given = first.pool.alloc(64), Peers((TWO,)), list[object]()
     other = second.pool.alloc(64)
     monkeypatch.setattr(type(first.driver), "submit", lambda self, work, stream=None: given.append(work))
-    assert peers.launched(first, [Fill(address, 1, 64)], None, True) is None
-    assert peers.launched(first, [Fill(address, 2, 64)], None, False) is None
+    assert peers.launch(first, [Fill(address, 1, 64)], None, True) is None
+    assert peers.launch(first, [Fill(address, 2, 64)], None, False) is None
     assert given == []
-    assert peers.launched(second, [Fill(other, 3, 64)], None, False) is None
+    assert peers.launch(second, [Fill(other, 3, 64)], None, False) is None
     assert given == [Fill(address, 2, 64), Fill(other, 3, 64)]
     with pytest.raises(DriverError, match="that EMU:20,EMU:21 run together, on EMU:23"):
         peers.arguments("EMU:23")

@@ -12,7 +12,7 @@ from tinygrad_nv import Device, Tensor, TinyJit, dtypes
 from tinygrad_nv.errors import OutOfMemoryError
 from tinygrad_nv.graphs import GraphPool
 from tinygrad_nv.patterns.program import Output, call
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.template import GPU
@@ -87,7 +87,8 @@ def test_one_refusal_is_survived():
 def test_page_locked_memory():
     pool = Device["EMU"].pool
     pool.host(64).free()
-    with failing(pool.driver, 1), labelled("graphs"), pytest.raises(OutOfMemoryError) as caught: pool.host(64)
+    with failing(pool.driver, 1), label_allocations("graphs"), pytest.raises(OutOfMemoryError) as caught:
+        pool.host(64)
     assert (caught.value.asked, caught.value.label, caught.value.report) == (64, "graphs", None)
     pool.host(64).free()
 

@@ -299,7 +299,7 @@ def test_asking_for_an_event_does_what_was_kept() -> None:
     first.submit(Fill(source, 1, 64))
     first.record(event)
     assert first.peers.kept
-    assert first.passed(event)
+    assert first.has_passed(event)
     assert not first.peers.kept
 
 

@@ -92,7 +92,7 @@ def event_synchronize(fake: Fake, event: Any) -> Any:
 def event_elapsed_time(fake: Fake, start: Any, end: Any) -> Any:
     a, b = fake.get(start, FakeEvent), fake.get(end, FakeEvent)
     if not (a.timing and b.timing): return (S.CUDA_ERROR_INVALID_HANDLE,)
-    return (*OK, a.device.emu.elapsed_ms(a.emu, b.emu))
+    return (*OK, a.device.emu.ms_between(a.emu, b.emu))
 
 
 # **** graphs ****

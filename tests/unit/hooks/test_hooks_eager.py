@@ -174,7 +174,7 @@ def test_what_is_compiled_already_is_not_walked(walks: list[Ops]):
     linear, given = (a + b).schedule_linear(), []
     for call in linear.src: programs._to_make(call)  # a node's device is found once, by a walk
     walks.clear()
-    programs.cached(linear, hooks.Compile(0, lambda linear: given.append(linear) or linear))
+    programs.compile_cached(linear, hooks.Compile(0, lambda linear: given.append(linear) or linear))
     assert walks == []
     assert given == [linear]
 

@@ -59,7 +59,7 @@ def test_time_of_events_that_are_not_there_yet(fake: Fake, gpu: CUDADriver):
     gpu.record(end)
     fake.fail("cuEventElapsedTime", "CUDA_ERROR_NOT_READY")
     with pytest.raises(DriverError, match="time is taken from an event that has not come to pass"):
-        gpu.elapsed_ms(start, end)
+        gpu.ms_between(start, end)
 
 
 def test_a_stream_of_another_gpu(gpu: CUDADriver):

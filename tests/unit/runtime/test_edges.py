@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tinygrad_nv.runtime.driver import Attributes, Copy, Fill, Function, Launch, Work
-from tinygrad_nv.runtime.edges import EdgeChain, EdgeCounts, early, reduced
+from tinygrad_nv.runtime.edges import EdgeChain, EdgeCounts, early, reduce_edges
 from tinygrad_nv.runtime.library_call import LibraryCall
 
 FUNCTION = Function("k", Attributes(0, 0, 0, 1024), None)
@@ -29,7 +29,7 @@ def reach(after: list[tuple[int, ...]]) -> list[set[int]]:
     ([(), (0, 0), (1, 1)], [(), (0,), (1,)]),
 ])
 def test_known_reductions(after, wanted):
-    assert reduced(after) == wanted
+    assert reduce_edges(after) == wanted
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -38,7 +38,7 @@ def test_the_least_edges_of_the_same_order(seed):
     random.seed(seed)
     count, dense = random.randrange(1, 16), random.random()
     after = [tuple(n for n in range(i) if random.random() < dense) for i in range(count)]
-    least = reduced(after)
+    least = reduce_edges(after)
     assert reach(least) == reach(after)
     for node, numbers in enumerate(least):
         for kept in combinations(numbers, len(numbers) - 1 if numbers else 0):
@@ -105,7 +105,7 @@ def test_a_chain_keeps_the_order_that_data_asks_for(seed):
         wanted.append(tuple(n for n in range(i) if random.random() < 0.2))
         after.append(chain.add(work, wanted[-1], random.random() < 0.1))
     assert all(need <= have for need, have in zip(reach(wanted), reach(after), strict=True))
-    assert after == reduced(after)
+    assert after == reduce_edges(after)
     early_ones = [early(chain.works[i], [chain.works[n] for n in numbers]) for i, numbers in enumerate(after)]
     assert (chain.counts.edges, chain.counts.programmatic) == (sum(map(len, after)), sum(early_ones))
 

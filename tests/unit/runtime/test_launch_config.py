@@ -114,7 +114,7 @@ def test_every_way_to_launch_has_the_same_tensor_maps():
         make()  # type: ignore[operator]
         return gpu.specs
 
-    users = asked(lambda: [program._encoded(gpu, m, at[m.pointer], 128) for m in kernel.maps])
+    users = asked(lambda: [program._encode_map(gpu, m, at[m.pointer], 128) for m in kernel.maps])
     assert len(users) >= 2
     assert {each.l2_promotion for each in users} == {"128B"}
     assert asked(lambda: clock.arguments(gpu, kernel, (), at)) == users

@@ -15,7 +15,7 @@ from tinygrad_nv import Device, Tensor, dtypes, memory_report
 from tinygrad_nv.errors import DriverError, NVError, OutOfMemoryError
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.runtime.memory_pool import MemoryPool, labelled
+from tinygrad_nv.runtime.memory_pool import MemoryPool, label_allocations
 from tinygrad_nv.runtime.observe.memory_report import LabelUsage, human
 
 pytestmark = pytest.mark.usefixtures("frozen")
@@ -74,11 +74,11 @@ def keeping(limit: int = 1024 * KiB, others: int = 0) -> tuple[MemoryPool, Keepi
 def test_labels():
     pool, _ = keeping()
     plain = pool.alloc(1 * KiB)
-    with labelled("weights"):
+    with label_allocations("weights"):
         weights = [pool.alloc(4 * KiB), pool.alloc(2 * KiB)]
-        with labelled("KV cache"): cache = pool.alloc(16 * KiB)
+        with label_allocations("KV cache"): cache = pool.alloc(16 * KiB)
         more = pool.alloc(8 * KiB)
-    with pytest.raises(ZeroDivisionError), labelled("weights"): _ = 1 / 0
+    with pytest.raises(ZeroDivisionError), label_allocations("weights"): _ = 1 / 0
     pool.free(pool.alloc(32 * KiB))
     pool.free(weights[0])
     assert pool.report().labels == (
@@ -94,7 +94,7 @@ def test_labels():
 
 def test_a_label_is_that_of_its_thread_and_context():
     pool, _ = keeping()
-    with labelled("weights"):
+    with label_allocations("weights"):
         thread = threading.Thread(target=pool.alloc, args=(4 * KiB,))
         thread.start()
         thread.join()
@@ -104,8 +104,8 @@ def test_a_label_is_that_of_its_thread_and_context():
 
 def test_memory_keeps_the_label_it_was_made_with():
     pool, _ = keeping()
-    with labelled("weights"): address = pool.alloc(4 * KiB)
-    with labelled("KV cache"): pool.free(address)
+    with label_allocations("weights"): address = pool.alloc(4 * KiB)
+    with label_allocations("KV cache"): pool.free(address)
     assert pool.report().of("weights") == LabelUsage("weights", 0, 0, 4 * KiB)
     assert pool.report().of("KV cache").count == 0
 
@@ -128,8 +128,8 @@ def test_figures_of_a_report():
 
 def test_a_report_as_text():
     pool, _ = keeping(others=3 * KiB)
-    with labelled("weights"): _ = [pool.alloc(300 * KiB), pool.alloc(1536)]
-    with labelled("KV cache"): pool.free(pool.alloc(12))
+    with label_allocations("weights"): _ = [pool.alloc(300 * KiB), pool.alloc(1536)]
+    with label_allocations("KV cache"): pool.free(pool.alloc(12))
     assert str(pool.report()) == """\
 GPU: 301.50 KiB held of at most 1.00 MiB, of 1.00 MiB
                              now  count        peak
@@ -244,7 +244,7 @@ def test_a_failure_leaves_all_as_it_was():
     pool.alloc(400 * KiB)
     before = pool.report()
     for label in ("weights", "tensors"):
-        with pytest.raises(OutOfMemoryError), labelled(label): pool.alloc(700 * KiB)
+        with pytest.raises(OutOfMemoryError), label_allocations(label): pool.alloc(700 * KiB)
     assert pool.report() == before
     assert driver.used_bytes == 400 * KiB
 
@@ -280,13 +280,13 @@ def test_what_the_driver_takes_by_itself():
         if driver.kept(): raise MemoryError("no room for code")
         return "loaded"
     tried: list[int] = []
-    assert pool.relieved(load, "kernel k") == "loaded"
+    assert pool.retry_relieved(load, "kernel k") == "loaded"
     assert tried == [300 * KiB, 0]
     assert pool.live_bytes == 0
     def never() -> None: raise MemoryError("no room for code")
-    with pytest.raises(OutOfMemoryError) as caught: pool.relieved(never, "kernel k")
+    with pytest.raises(OutOfMemoryError) as caught: pool.retry_relieved(never, "kernel k")
     assert (caught.value.asked, caught.value.label) == (0, "kernel k")
-    with pytest.raises(ZeroDivisionError): pool.relieved(lambda: 1 // 0, "kernel k")
+    with pytest.raises(ZeroDivisionError): pool.retry_relieved(lambda: 1 // 0, "kernel k")
 
 
 def test_other_errors_are_left_alone():
@@ -312,7 +312,7 @@ def test_a_device_takes_and_gives_back_through_its_pool():
 def test_the_error_reaches_the_user_as_it_is():
     device = NVDevice("EMU:8", EmulatedDriver())
     device.pool.limit = 100
-    with pytest.raises(OutOfMemoryError) as caught, labelled("weights"): device.allocator.alloc(101)
+    with pytest.raises(OutOfMemoryError) as caught, label_allocations("weights"): device.allocator.alloc(101)
     assert isinstance(caught.value, NVError)
     assert isinstance(caught.value, MemoryError)
     assert (caught.value.asked, caught.value.label) == (101, "weights")

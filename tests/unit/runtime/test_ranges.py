@@ -17,7 +17,7 @@ from tinygrad.uop.ops import Ops, all_metadata
 from tinygrad_nv import Context, Tensor, TinyJit, Variable, explain, function, hooks, layer
 from tinygrad_nv.patterns.program import Output, program
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.runtime.observe.ranges import LayerMetadata, Origin, origin, span, tracked
+from tinygrad_nv.runtime.observe.ranges import LayerMetadata, Origin, origin, span, track_layers
 
 DEVICES = ("CPU", "EMU")
 ROWS = Variable("rows", 1, 16)
@@ -88,8 +88,8 @@ def test_nothing_is_kept_while_tracking_is_off(executed):
 def test_tracking_nests_and_ends_with_an_exception():
     before = own()
     def fails():
-        with tracked():
-            with tracked(): assert ranges.tracking()
+        with track_layers():
+            with track_layers(): assert ranges.tracking()
             assert ranges.tracking()
             assert not any(a is b for a, b in zip(own()[:3], before, strict=False))
             assert SCACHE.value == 0
@@ -105,7 +105,7 @@ def test_a_method_that_raised_is_not_noted_for_ever(executed, inside):
         assert tensors._METADATA.get() is not None
     try:
         if not inside: fails()
-        with tracked():
+        with track_layers():
             if inside: fails()
             with layer("a"): (normal(4, 4) + 1).realize()
     finally: tensors._METADATA.set(None)
@@ -115,7 +115,7 @@ def test_a_method_that_raised_is_not_noted_for_ever(executed, inside):
 def test_a_layer_ends_with_an_exception(executed):
     def fails():
         with layer("a"): raise ZeroDivisionError
-    with tracked():
+    with track_layers():
         with pytest.raises(ZeroDivisionError): fails()
         with layer("b"): (normal(4, 4) + 1).realize()
     assert executed[-1].layer == "b"
@@ -128,7 +128,7 @@ def test_an_eager_model(on, executed):
     x, w = normal(16, 64), weights()
     wanted = model(x, w).numpy()
     executed.clear()
-    with tracked(): found = model(x, w).realize()
+    with track_layers(): found = model(x, w).realize()
     assert {each.layer for each in executed} == PARTS
     layers = [each.layer for each in executed]
     assert layers == sorted(layers)  # in the order of the model
@@ -144,7 +144,7 @@ def test_an_eager_model(on, executed):
 def test_a_captured_model_says_so_forever(on, executed):
     x, w = normal(16, 64), weights()
     wanted, step = model(x, w).numpy(), TinyJit(lambda x: model(x, w).realize())
-    with tracked():
+    with track_layers():
         for _ in range(2): step(x)
     executed.clear()
     found = step(x)
@@ -160,7 +160,7 @@ def test_calls_that_share_memory_are_told_apart(executed):
         for i in range(4):
             with layer(str(i)): y = (y * 2).contiguous()
         return y
-    with tracked(): twice().realize()
+    with track_layers(): twice().realize()
     assert [each.layer for each in executed[-4:]] == list("0123")
 
 
@@ -169,7 +169,7 @@ def test_a_function_and_a_variable(executed):
     @function
     def inside(x: Tensor, w: Tensor) -> Tensor:
         with layer("inside"): return (x @ w).relu().contiguous()
-    with tracked():
+    with track_layers():
         with layer("outside"): inside(x, w).sum(0).realize()
         assert {each.layer for each in executed if each.op == "__matmul__"} == {"outside.inside"}
         executed.clear()
@@ -179,7 +179,7 @@ def test_a_function_and_a_variable(executed):
 
 def test_a_pickle_of_what_was_tracked_needs_no_package_but_tinygrad():
     """Nodes are shared: a weight may have the constants of a graph that was tracked."""
-    with tracked(), layer("layers.0"): made = Tensor([1.0, 2.0]) * 3
+    with track_layers(), layer("layers.0"): made = Tensor([1.0, 2.0]) * 3
     assert all_metadata[made.uop] == (LayerMetadata("__mul__", False, "layers.0"),)
     pickled = pickle.dumps(made)
     assert b"tinygrad_nv" not in pickled
@@ -190,7 +190,7 @@ def test_a_pickle_of_what_was_tracked_needs_no_package_but_tinygrad():
 @pytest.mark.sampled(1)
 def test_gradients_belong_to_the_layer_of_what_they_are_of(on, executed):
     x, w = normal(16, 64), weights()[:2]
-    with tracked():
+    with track_layers():
         y = x
         for i in range(2):
             with layer(str(i)): y = (y @ w[i]).relu().contiguous()
@@ -204,7 +204,7 @@ def test_a_program_of_the_user(executed):
     text = "void twice(float* restrict out, const float* restrict x) {"
     text += "for (int i = 0; i < 4; i++) out[i] = 2 * x[i]; }"
     x = Tensor([1.0, 2, 3, 4], device="CPU").realize()
-    with tracked(), layer("mine"):
+    with track_layers(), layer("mine"):
         y = Tensor(program("twice", text, "CPU", [Output((4,), x.dtype)], [(x + 1).contiguous().uop])[0])
         assert y.tolist() == [4, 6, 8, 10]
     assert executed[0] == Origin("mine", "__add__")
@@ -213,7 +213,7 @@ def test_a_program_of_the_user(executed):
 @pytest.mark.sampled(1)
 def test_explain_has_a_column_while_layers_are_tracked(on):
     x, w = normal(16, 64), weights()
-    with tracked(): lowering = explain(model(x, w))
+    with track_layers(): lowering = explain(model(x, w))
     assert {k.layer for k in lowering.kernels} == PARTS
     table = str(lowering).splitlines()
     assert "layer" in table[0].split()
@@ -229,15 +229,15 @@ def test_equal_layers_share_kernels_with_and_without_tracking(on):
     x, w = normal(16, 64), weights()
     model(x, w).realize()
     made = len(to_program_cache)
-    with tracked(): model(x, w).realize()
-    with tracked(), layer("other"): model(x, w).realize()
+    with track_layers(): model(x, w).realize()
+    with track_layers(), layer("other"): model(x, w).realize()
     assert len(to_program_cache) == made
 
 
 def test_schedules_of_others_are_not_what_a_layer_gets(executed):
     """Two layers of the same shapes, each realized on its own: what is cached of one says nothing of both."""
     w = weights()
-    with tracked():
+    with track_layers():
         for i in range(4):
             with layer(f"layers.{i}"): (normal(16, 64, seed=i) @ w[i]).relu().realize()
     assert [each.layer for each in executed if each.op in ("__matmul__", "relu")][::-1][:1] == ["layers.3"]

@@ -56,7 +56,7 @@ def test_reasons_in_words_and_unknown_bits_by_number(nvml):
 
 
 def test_joules_are_the_counters_where_there_is_one(nvml):
-    with Telemetry(0).sampled(period_s=60) as samples: nvml.joules += 40
+    with Telemetry(0).sample(period_s=60) as samples: nvml.joules += 40
     assert samples.joules == pytest.approx(40)
     assert samples.joules_from == "energy counter"
     assert samples.per_joule(200) == pytest.approx(5)
@@ -64,7 +64,7 @@ def test_joules_are_the_counters_where_there_is_one(nvml):
 
 def test_joules_are_watts_over_time_where_there_is_no_counter(nvml):
     nvml.refused["energy"] = pynvml.NVML_ERROR_NOT_SUPPORTED
-    with Telemetry(0).sampled(period_s=60) as samples: nvml.milliwatts = 450_000
+    with Telemetry(0).sample(period_s=60) as samples: nvml.milliwatts = 450_000
     assert samples.joules_from == "watts over time"
     assert samples.joules == pytest.approx(400 * samples.seconds)
 
@@ -72,14 +72,14 @@ def test_joules_are_watts_over_time_where_there_is_no_counter(nvml):
 def test_trapezoids_by_hand_skip_readings_without_watts():
     samples = Samples([GPUSample(1.0, watts=100.0), GPUSample(2.0), GPUSample(3.0, watts=300.0),
                        GPUSample(3.5, watts=100.0)])
-    assert samples.integrated_joules == 400 + 100
-    assert Samples([GPUSample(1.0, watts=100.0)]).integrated_joules is None
+    assert samples.joules_from_watts == 400 + 100
+    assert Samples([GPUSample(1.0, watts=100.0)]).joules_from_watts is None
     assert Samples().seconds == 0
 
 
 def test_no_joules_are_said_as_such(nvml):
     nvml.refused = dict.fromkeys(("energy", "instant", "power"), pynvml.NVML_ERROR_NOT_SUPPORTED)
-    with Telemetry(0).sampled(period_s=60) as samples: pass
+    with Telemetry(0).sample(period_s=60) as samples: pass
     assert (samples.joules, samples.joules_from, samples.per_joule(3)) == (None, "", None)
     assert "W not read, joules not known" in str(samples)
 
@@ -92,7 +92,7 @@ def test_the_block_is_sampled_in_between_and_the_thread_ends(nvml):
         if len(asked) > 1: seen.set()  # one reading is whole
         return ask(gpu, sensor)
     nvml.nvmlDeviceGetTemperature = counted
-    with Telemetry(0).sampled(period_s=0.001) as samples:
+    with Telemetry(0).sample(period_s=0.001) as samples:
         nvml.mhz = 1200
         asked.clear()   # the reading before this may have the other clock
         seen.clear()
@@ -105,12 +105,12 @@ def test_the_block_is_sampled_in_between_and_the_thread_ends(nvml):
 
 
 def test_an_error_in_the_block_ends_the_thread_and_passes(nvml):
-    with pytest.raises(ZeroDivisionError), Telemetry(0).sampled(period_s=0.001): raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), Telemetry(0).sample(period_s=0.001): raise ZeroDivisionError
     assert "telemetry" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_gpu_that_is_lost_in_between_leaves_none(nvml):
-    with Telemetry(0).sampled(period_s=60) as samples:
+    with Telemetry(0).sample(period_s=60) as samples:
         nvml.refused = dict.fromkeys(("sm", "memory", "instant", "power", "bytes", "temperature", "reasons",
                                       "energy"), pynvml.NVML_ERROR_GPU_IS_LOST)
     assert samples.sm_mhz == Spread(1980, 1980, 1980)
@@ -119,7 +119,7 @@ def test_a_gpu_that_is_lost_in_between_leaves_none(nvml):
 
 def test_the_record_is_plain_json(nvml):
     nvml.reasons = 0x4
-    with Telemetry(0).sampled(period_s=60) as samples: nvml.joules += 1
+    with Telemetry(0).sample(period_s=60) as samples: nvml.joules += 1
     record = samples.record()
     assert record["sm_mhz"] == {"mean": 1980, "low": 1980, "high": 1980}
     assert record["memory_used_bytes"]["high"] == 1 << 30
@@ -177,7 +177,7 @@ def test_without_the_package_nothing_is_read_and_nothing_fails(monkeypatch):
     gpu = Telemetry(0)
     assert not gpu.available
     assert (gpu.name, gpu.uuid, gpu.energy_joules()) == ("", "", None)
-    with gpu.sampled(period_s=60) as samples: pass
+    with gpu.sample(period_s=60) as samples: pass
     assert set(vars(samples.readings[0])) - {"seconds"} == {
         name for name, value in vars(samples.readings[0]).items() if value is None}
 

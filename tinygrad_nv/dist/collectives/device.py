@@ -104,7 +104,7 @@ class DeviceCollective(Communicates):
     planned: bool = False
 
     @property
-    def moved(self) -> tuple[str, int, int]:
+    def traffic(self) -> tuple[str, int, int]:
         order = self.call.order
         return order.kind, order.nbytes, self.ranks
 

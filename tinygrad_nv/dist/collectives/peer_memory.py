@@ -19,7 +19,7 @@ from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.program import Output, Refused, program
 from tinygrad_nv.patterns.target import target_of
-from tinygrad_nv.runtime.all_reduce import unreached
+from tinygrad_nv.runtime.all_reduce import find_unreachable
 from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.note import Communicates, Note
 from tinygrad_nv.runtime.together import Peers
@@ -40,7 +40,7 @@ class PeerAllReduce(Communicates):
     by_peers = True
 
     @property
-    def moved(self) -> tuple[str, int, int]: return "all_reduce", self.spec.nbytes, self.spec.world
+    def traffic(self) -> tuple[str, int, int]: return "all_reduce", self.spec.nbytes, self.spec.world
 
     def __str__(self) -> str: return str(self.spec)
 
@@ -81,7 +81,7 @@ def summed(x: UOp, op: str, groups: Sequence[Sequence[int]]) -> UOp | str:
     names = tuple(tuple(Device.canonicalize(devices[number]) for number in each) for each in groups)
     for each in names:
         drivers = [opened.driver for name in each if isinstance(opened := Device[name], DrivenDevice)]
-        if (apart := unreached(drivers)) is not None:
+        if (apart := find_unreachable(drivers)) is not None:
             return f"{each[apart[0]]} cannot address {each[apart[1]]}'s memory"
     spec, schedule = made
     kernel = TABLE.build(spec, schedule, gpu)

@@ -178,7 +178,7 @@ class RankPeers:
         if not isinstance(there, Workspaces): raise self._not_open(device)
         return pointer(there.table), integer(group.rank)
 
-    def given(self, device: str) -> Callable[[Any, bool], None]:
+    def give(self, device: str) -> Callable[[Any, bool], None]:
         """Tells the watchdog of a launch in a graph."""
         comm = self._communicator(device)
 
@@ -191,7 +191,7 @@ class RankPeers:
         """A graph has the kernel: all ranks say what they call, each time."""
         self._communicator(device).agreed_on(self.order)
 
-    def launched(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
+    def launch(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
                  wait: bool) -> float | None:
         """Submits the launch, behind collectives of libraries that are beside stream 0."""
         comm, driver = self._communicator(device.device), device.driver
@@ -199,7 +199,7 @@ class RankPeers:
 
         def submit() -> None:
             for work in works: driver.submit(work)
-        seconds = device.timed(submit, wait)
+        seconds = device.submit_timed(submit, wait)
         driver.record(done := driver.event())
         comm.note(self.order, done, False)
         return seconds

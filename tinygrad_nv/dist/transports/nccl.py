@@ -216,7 +216,7 @@ class Communicator:
     def last(self) -> Last | None:
         """What it was given last, None once that is done."""
         found = self.given
-        if found is not None and found.event is not None and self.driver.passed(found.event): return None
+        if found is not None and found.event is not None and self.driver.has_passed(found.event): return None
         return found
 
     def registration(self, address: int, nbytes: int) -> Registration:

@@ -123,8 +123,8 @@ def _scales(runner: ModelRunner) -> list[list[list[float]]]:
 def _pool(folder: Path, device: str) -> bool:
     """Writes the code of a CPU's threads."""
     if device != "CPU": return False
-    from tinygrad_nv.runtime.cpu.pool import compiled
-    (folder / "pool").write_bytes(compiled())
+    from tinygrad_nv.runtime.cpu.pool import machine_code
+    (folder / "pool").write_bytes(machine_code())
     return True
 
 

@@ -154,8 +154,8 @@ class CompiledFunction:
                  "outputs": [shaped(each).encoded() for each in self.outputs], "tree": self.tree}
         parts = plan_parts([step], table)
         if on_cpu:
-            from tinygrad_nv.runtime.cpu.pool import compiled
-            parts["pool"] = compiled()
+            from tinygrad_nv.runtime.cpu.pool import machine_code
+            parts["pool"] = machine_code()
         sources = [Source(f"{own}/set.json", canonical(about)),
                    *(Source(f"{own}/{name}", data) for name, data in parts.items()),
                    *(Source(f"weights/{name}", bytes(bytes_of(at))) for name, at in weights.items())]

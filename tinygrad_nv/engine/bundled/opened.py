@@ -37,7 +37,7 @@ from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.warm_up import Job
 from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, host_bytes, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 from tinygrad_nv.tile.order import SETTING
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class BundledModel:
         model = _Unloaded(plan.config, plan.tinygrad_dtype, plan.device, plan.length)
         stage("read files")
         try:
-            with labelled(WEIGHTS): self._load(progress)
+            with label_allocations(WEIGHTS): self._load(progress)
             stage("load weights")
             return make_runner(plan, cast("Llama", model), bundled=self)
         except MemoryError as error:

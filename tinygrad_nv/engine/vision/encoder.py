@@ -30,7 +30,7 @@ from tinygrad_nv.models.qwen_vl.layout import patch_rope, window_order, window_s
 from tinygrad_nv.models.qwen_vl.tower import PatchBatch, VisionTower
 from tinygrad_nv.models.qwen_vl.weights import load, nbytes, require_vision_sizes
 from tinygrad_nv.runtime.memory import allocate, read, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.qwen_vl.layout import Grid
@@ -112,7 +112,7 @@ class _Step:
         self.tower, self.size, count = tower, size, size * c.unit
         def empty(*shape: int) -> Tensor: return Tensor.empty(*shape, device=tower.device)
         def ints(extent: int) -> Tensor: return Tensor.empty(extent, dtype=dtypes.int32, device=tower.device)
-        with labelled(ACTIVATIONS):
+        with label_allocations(ACTIVATIONS):
             self.patches, self.out = empty(count, c.patch_width), empty(size, c.out)
             pairs = c.hidden // c.heads // 2
             self.batch = PatchBatch(empty(count, pairs), empty(count, pairs), ints(2), ints(size + 1))

@@ -18,7 +18,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.runtime.memory import allocate, read, write
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.embedding_model import EmbeddingModel
@@ -123,7 +123,7 @@ class _Step:
         self.model, self.size, self.longest = model, size, min(size, model.length)
         self.every = every
         self.types: Tensor | None = None
-        with labelled(ACTIVATIONS):
+        with label_allocations(ACTIVATIONS):
             self.tokens, self.positions, self.starts = ints(size), ints(size), ints(seqs + 1)
             if model.config.typed: self.types = ints(size)
             shape = size if every else seqs, model.config.network.hidden_size

@@ -32,7 +32,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, ScheduledSeq, 
 from tinygrad_nv.graphs.inputs import region
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Event, HostMemory, Upload
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 ALIGN = 64      # words: 256 bytes
 STAGING_BUFFERS = 3     # steps whose uploads may be in flight
@@ -170,7 +170,7 @@ class InputBuffer:
         self.slots: list[_StagingBuffer] = []
         self._given_back = weakref.finalize(self, _give_back, self.slots)
         if isinstance(opened, NVDevice):
-            with labelled("activations"):
+            with label_allocations("activations"):
                 for _ in range(STAGING_BUFFERS):
                     self.slots.append(_StagingBuffer(opened.pool.host(4 * self.limit), opened.driver.event()))
         self.next_slot = 0

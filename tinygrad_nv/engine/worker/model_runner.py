@@ -56,7 +56,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 from tinygrad_nv.runtime.observe.ranges import layer, span
 from tinygrad_nv.tile.decode.spec import BYTES
 
@@ -106,7 +106,7 @@ class ModelRunner:
                                "give the cache more memory, or lower --max-model-len")
         if bundled is None:
             # computed here: inside a captured step every replay would compute them
-            with labelled(WEIGHTS): _ = model.rope_tables
+            with label_allocations(WEIGHTS): _ = model.rope_tables
         self.kv_dtype = dtype = resolve_kv_cache_dtype(kv_dtype, model.dtype, model.config.quantization)
         if dtype in BYTES: require_scales(model.config)
         self.store = PageStore(model.config, self.device, dtype, pages, page_size, host_pages, self.groups)
@@ -118,11 +118,11 @@ class ModelRunner:
         self.images: ImageInputs | None = None
         if vision is not None:
             from tinygrad_nv.engine.worker.image_inputs import ImageInputs
-            with labelled(ACTIVATIONS):
+            with label_allocations(ACTIVATIONS):
                 self.images = ImageInputs(self.device, self.max_shape.num_tokens, model.config.hidden_size,
                                           model.dtype, vision.sections)
         self.input_buffer = InputBuffer(self.device, self.layout(self.max_shape).num_words)
-        with labelled(ACTIVATIONS):
+        with label_allocations(ACTIVATIONS):
             # where ranks have parts of the vocabulary
             self.parts = None if model.parallel is None else model.parallel.parts
             # stages of a pipeline but the last have no logits, and hear of tokens from the host of rank 0
@@ -289,7 +289,7 @@ class ModelRunner:
             if (failed := self.failed) is not None:
                 self.failed = None
                 raise failed
-            with labelled(ACTIVATIONS):
+            with label_allocations(ACTIVATIONS):
                 self.store.copy(batch.copies)
                 samples, gathered = self._run(batch, filters) if batch.seqs else (0, None)
                 if self.samples_tokens: self.output_buffer.deliver(batch, samples, done, gathered)

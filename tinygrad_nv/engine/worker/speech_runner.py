@@ -24,7 +24,7 @@ from tinygrad_nv.engine.worker.input_buffer import InputBuffer, InputField
 from tinygrad_nv.kvcache.store import PageStore
 from tinygrad_nv.models.whisper.network import SpeechBatch, Whisper
 from tinygrad_nv.runtime.memory import allocate, read
-from tinygrad_nv.runtime.memory_pool import labelled
+from tinygrad_nv.runtime.memory_pool import label_allocations
 
 PAGE = 16               # tokens
 PROMPTS = (8, 32, 128, 512)
@@ -138,7 +138,7 @@ class _Step:
             words += -(-int(np.prod(shape)) // ALIGNED) * ALIGNED
         self.fields, self.words, self.compute = fields, words, compute
         self.logits: Tensor | None = None
-        with labelled(ACTIVATIONS):
+        with label_allocations(ACTIVATIONS):
             self.inputs = InputBuffer(runner.device, words)
             if rows:
                 self.logits = Tensor.empty(rows, runner.model.config.vocab_size, device=runner.device)
@@ -163,6 +163,6 @@ class _Step:
         for each in self.fields:
             words[each.offset:each.offset + each.size] = np.asarray(values[each.name]).reshape(-1)
         self.inputs.send(self.words)
-        with labelled(ACTIVATIONS): (self.captured or self._run)()
+        with label_allocations(ACTIVATIONS): (self.captured or self._run)()
         if self.logits is None: return np.empty(0, np.float32)
         return read(self.logits, np.float32).reshape(self.logits.shape).copy()

@@ -40,7 +40,7 @@ def record_kernels(take: Take) -> Iterator[None]:
         raise ReplayError("a run is recorded inside of one", "one at a time",
                           "end the outer one first") from error
     try:
-        with ranges.tracked(): yield
+        with ranges.track_layers(): yield
     finally: hooks.remove_execute(NAME)
 
 

@@ -63,7 +63,7 @@ def sentinels(names: Mapping[str, Tensor] | None = None, infinite: bool = True, 
                             "end the outer block first") from error
     try:
         with ExitStack() as stack:
-            if layers: stack.enter_context(ranges.tracked())
+            if layers: stack.enter_context(ranges.track_layers())
             yield guard.found
     finally: hooks.remove_execute(NAME)
 

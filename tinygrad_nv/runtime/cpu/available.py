@@ -45,12 +45,12 @@ class Available:
 
 @functools.cache
 def available() -> Available:
-    """What this process has, looked up once."""
+    """Returns what this process has, looked up once."""
     return look(Path("/"))
 
 
 def look(root: Path, cores: int = 0, mask: int = 0) -> Available:
-    """What a machine has whose files lie below `root`; cores and mask by default this process's."""
+    """Returns what a machine has whose files lie below `root`; cores and mask by default this process's."""
     cores = cores or os.cpu_count() or 1
     if not mask: mask = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     limits = [*_quotas(root)]
@@ -66,7 +66,7 @@ def cpu_max(text: str) -> float | None:
 
 
 def cfs(quota: str, period: str) -> float | None:
-    """The same of cgroup 1, where -1 is any amount."""
+    """Returns the CPUs of a quota of cgroup 1, where -1 is any amount."""
     return _ratio(quota, period)
 
 

@@ -62,7 +62,8 @@ def with_own_calls(blob: bytes) -> bytes:
 
 
 def clang_arguments(clang: ClangCompiler) -> list[str]:
-    """What tinygrad's `ClangCompiler` gives its executable, heard by running its `compile`."""
+    """Returns the arguments that tinygrad's `ClangCompiler` gives its executable, heard by running its
+    `compile`."""
     heard: list[list[str]] = []
 
     def check_output(command: list[str], input: bytes) -> bytes:
@@ -93,7 +94,7 @@ class ToolchainCompiler(ClangCompiler):
         return with_own_calls(compile_object(self.found, self.arguments, src + ROUND_BFLOAT16))
 
 
-def _wrapped(renderer: cstyle.CStyleLanguage, node: UOp) -> str:
+def _render_wrapping(renderer: cstyle.CStyleLanguage, node: UOp) -> str:
     """Renders an operation of small integers with a cast to its own dtype."""
     return f"({renderer.render_cast(node, cstyle.base_rewrite.rewrite(node, ctx=renderer))})"
 
@@ -102,7 +103,7 @@ class ClangRenderer(cstyle.ClangRenderer):
     """tinygrad's `ClangRenderer` whose compiler is found on first use and kept when pickled."""
     string_rewrite = PatternMatcher([
         (UPat((Ops.ADD, Ops.SUB, Ops.MUL, Ops.SHL), (dtypes.int8, dtypes.uint8, dtypes.int16, dtypes.uint16),
-              name="node"), lambda ctx, node: _wrapped(ctx, node))]) + cstyle.base_rewrite
+              name="node"), lambda ctx, node: _render_wrapping(ctx, node))]) + cstyle.base_rewrite
 
     def __init__(self, target: Target, found: CCompiler | None = None) -> None:
         # past ClangRenderer's own __init__, which would make the compiler at once

@@ -18,7 +18,7 @@ from tinygrad_nv.runtime.cpu import queue as cpu_queue
 def install() -> None:
     """Lets CPU devices opened from now on be ours."""
     hooks.install_cpu({"ClangRenderer": lambda theirs, enabled: clang.ClangRenderer, "CPUProgram": _program,
-                       "do_to_program": lambda theirs, enabled: cpu_queue.later(theirs),
+                       "do_to_program": lambda theirs, enabled: cpu_queue.defer_program(theirs),
                        "CPUAllocator": cpu_memory.huge}, _graph)
 
 

@@ -128,12 +128,12 @@ _given: list[bytes] = []     # the C as machine code, of a process without a com
 
 
 def give(code: bytes) -> None:
-    """Has pools made of what `compiled` returned in another process."""
+    """Has pools made of what `machine_code` returned in another process."""
     _given[:] = [code]
 
 
-def compiled() -> bytes:
-    """The C as machine code of this device."""
+def machine_code() -> bytes:
+    """Returns the C as machine code of this device."""
     if _given: return _given[0]
     clang = ops_cpu.ClangRenderer(replace(Device["CPU"].renderer.target, renderer="CLANG"))
     try: return bytes(clang.compiler.compile_cached(_source()))
@@ -146,7 +146,7 @@ class ThreadPool:
 
     def __init__(self, threads: int) -> None:
         device = Device["CPU"]
-        program = device.runtime(TinyELF(compiled(), "pool", device.renderer.target, ()))
+        program = device.runtime(TinyELF(machine_code(), "pool", device.renderer.target, ()))
         memory = np.zeros(WORDS + 8, np.uint64)
         self.control = memory[-memory.ctypes.data % 64 // 8:]
         # a thread may be awake while the interpreter ends
@@ -189,11 +189,11 @@ def _pool(threads: int) -> ThreadPool: return ThreadPool(threads)
 _lock = threading.RLock()
 
 
-def _forked() -> None:
-    """A child of fork has none of the threads: it makes a pool of its own."""
+def _reset_after_fork() -> None:
+    """Forgets the threads in a child of fork, which has none of them: it makes a pool of its own."""
     global _lock
     _pool.cache_clear()
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)

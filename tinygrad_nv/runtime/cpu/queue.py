@@ -1,11 +1,10 @@
 """The four programs of tinygrad's queues on the CPU, made when a queue is first used.
 
 Protocol: tinygrad 0.14 makes them, by way of its code generator and the compiler, whenever the device is
-opened: a third of a second at every start, four compilations at the first. Only HCQ2=1 runs them. `later` is
-tinygrad's `do_to_program` as its CPU module sees it, and returns a `Deferred` in place of a program;
-`deferring(theirs)` is tinygrad's CPUProgram, which takes one and makes the program once an attribute of it is
-needed.
-"""
+opened: a third of a second at every start, four compilations at the first. Only HCQ2=1 runs them.
+`defer_program` is tinygrad's `do_to_program` as its CPU module sees it, and returns a `Deferred` in place of
+a program; `deferring(theirs)` is tinygrad's CPUProgram, which takes one and makes the program once an
+attribute of it is needed. """
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,15 +25,15 @@ class Deferred:
 
     def to_elf(self) -> Deferred: return self
 
-    def made(self) -> TinyELF:
-        """The program, as tinygrad makes it when it opens the device."""
+    def make_program(self) -> TinyELF:
+        """Returns the program, as tinygrad makes it when it opens the device."""
         with Context(EMULATED_DTYPES="", TRACK_MATCH_STATS=0):
             done: TinyELF = self.make(self.sink, self.renderer).to_elf()
         return done
 
 
-def later(theirs: Callable[[UOp, Any], UOp]) -> Callable[[UOp, Any], Deferred]:
-    """What takes the place of `do_to_program`."""
+def defer_program(theirs: Callable[[UOp, Any], UOp]) -> Callable[[UOp, Any], Deferred]:
+    """Returns what takes the place of `do_to_program`."""
     return lambda sink, renderer: Deferred(theirs, sink, renderer)
 
 
@@ -49,7 +48,7 @@ def deferring(theirs: type) -> type:
     def attribute(self: Any, name: str) -> Any:
         if (waiting := vars(self).pop("deferred", None)) is None: raise AttributeError(name)
         dev, obj = waiting
-        make(self, dev, obj.made())
+        make(self, dev, obj.make_program())
         return getattr(self, name)
     members = {"__init__": init, "__getattr__": attribute, "__module__": theirs.__module__}
     return type(theirs.__name__, (theirs,), members)

@@ -60,20 +60,21 @@ def _exists(ptx: tuple[int, int]) -> bool:
     return ptx[1] <= 8
 
 
-def dotted(version: tuple[int, int]) -> str: return f"{version[0]}.{version[1]}"
+def format_version(version: tuple[int, int]) -> str: return f"{version[0]}.{version[1]}"
 
 
 def too_old(driver: tuple[int, int], ptx: tuple[int, int]) -> str:
     """Words for a driver that cannot compile PTX of a version, "" when it can."""
     if driver >= (needed := cuda_of_ptx(ptx)): return ""
-    return (f"the NVIDIA driver supports CUDA {dotted(driver)} (PTX {dotted(ptx_of_cuda(driver))}); our "
-            f"kernels are PTX {dotted(ptx)}, which needs a driver for CUDA {dotted(needed)} or later")
+    return (f"the NVIDIA driver supports CUDA {format_version(driver)} "
+            f"(PTX {format_version(ptx_of_cuda(driver))}); our kernels are PTX {format_version(ptx)}, which needs a "
+            f"driver for CUDA {format_version(needed)} or later")
 
 
 # **** what is here ****
 
 def missing(ordinal: int = 0) -> str:
-    """What `CUDADriver(ordinal)` needs and is not here, in words; "" when all is. Never raises."""
+    """Returns what `CUDADriver(ordinal)` needs and is not here, in words; \"\" when all is. Never raises."""
     try:
         if importlib.util.find_spec("cuda.bindings") is None: return "cuda-python is not installed"
     except (ImportError, ValueError): return "cuda-python is not installed"
@@ -90,7 +91,7 @@ def _missing(cu: Any, ordinal: int) -> str:
     if status.name == "CUDA_ERROR_NOT_INITIALIZED":
         return ("the NVIDIA driver does not start in a fork of a process that used it: start processes with "
                 "multiprocessing.set_start_method('spawn')")
-    if status: return f"the NVIDIA driver does not start: {described(cu, status)}"
+    if status: return f"the NVIDIA driver does not start: {describe_status(cu, status)}"
     version = driver_version(cu)
     if words := too_old(version, PTX_VERSION): return words
     status, count = cu.cuDeviceGetCount()
@@ -98,10 +99,11 @@ def _missing(cu: Any, ordinal: int) -> str:
     if not 0 <= ordinal < count:
         return f"no GPU {ordinal}: there {'is 1' if count == 1 else f'are {count}'}, counted from 0"
     status, device = cu.cuDeviceGet(ordinal)
-    if status: return f"GPU {ordinal} cannot be used: {described(cu, status)}"
+    if status: return f"GPU {ordinal} cannot be used: {describe_status(cu, status)}"
     found = capability(cu, device)
     if found < LOWEST_CAPABILITY:
-        return f"GPU {ordinal} has compute capability {dotted(found)}; 8.0 (Ampere) or later is needed"
+        return (f"GPU {ordinal} has compute capability {format_version(found)}; "
+                "8.0 (Ampere) or later is needed")
     return ""
 
 
@@ -140,8 +142,8 @@ def has_no_function(error: RuntimeError) -> bool:
     return type(error) is RuntimeError or type(error).__name__ == "FunctionNotFoundError"
 
 
-def described(cu: Any, status: Any) -> str:
-    """A status by its name, with the driver's words."""
+def describe_status(cu: Any, status: Any) -> str:
+    """Returns a status by its name, with the driver's words."""
     answer, words = cu.cuGetErrorString(status)
     return f"{status.name} ({words.decode()})" if not answer and words else str(status.name)
 
@@ -149,9 +151,10 @@ def described(cu: Any, status: Any) -> str:
 def failure(cu: Any, status: Any, doing: str) -> DriverError:
     """The error for a status, to be raised. `doing` says what was asked for."""
     if (cause := LOST.get(status.name)) is not None:
-        return KernelError(f"{described(cu, status)}, found while {doing}: {cause}; the context is lost, and "
-                           "every call after this one fails", "kernels that stay within their memory",
+        return KernelError(f"{describe_status(cu, status)}, found while {doing}: {cause}; the context is "
+                           "lost, and every call after this one fails", "kernels that stay within their memory",
                            "end this process; then run the same with DEV=EMU, which names the line, or under "
                            "compute-sanitizer")
-    if status.name == "CUDA_ERROR_OUT_OF_MEMORY": return OutOfMemoryError(f"{doing}: {described(cu, status)}")
-    return DriverError(f"{doing}: {described(cu, status)}")
+    if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
+        return OutOfMemoryError(f"{doing}: {describe_status(cu, status)}")
+    return DriverError(f"{doing}: {describe_status(cu, status)}")

@@ -53,8 +53,8 @@ class Image:
 
 @dataclass(eq=False)
 class LoadedFunction:
-    """What a `Function` of a CUDA device stands for: a CUfunction, and bytes of each parameter, None where
-    the driver does not tell."""
+    """Function of a CUDA device, which a `Function` stands for: a CUfunction, and bytes of each parameter,
+    None where the driver does not tell."""
     module: CUDAModule
     handle: Any
     sizes: tuple[int, ...] | None
@@ -67,7 +67,7 @@ class CUDAModule(driver.Module):
         self.gpu = gpu
         self.text = "" if image[:4] == b"\x7fELF" else image.rstrip(b"\0").decode()
         self.image: Image | None = Image(_load(gpu, self._code(image)))
-        gpu.owned(self.image, "cuModuleUnload", self.image.handle, after_work=True)
+        gpu.own(self.image, "cuModuleUnload", self.image.handle, after_work=True)
         self.functions: dict[str, Function] = {}
 
     def _code(self, image: bytes) -> bytes:
@@ -78,7 +78,7 @@ class CUDAModule(driver.Module):
             raise DriverError("a module without .version or .target", "PTX text, or a cubin")
         _check_target(self.gpu, int(target[1]), target[2])
         ptx = int(version[1]), int(version[2])
-        if arch := _assembled_for(self.gpu, int(target[1]), ptx): return assemble(self.text, arch).cubin
+        if arch := _arch_to_assemble(self.gpu, int(target[1]), ptx): return assemble(self.text, arch).cubin
         if words := too_old(self.gpu.version, ptx):
             raise DriverError(words, fix="update the NVIDIA driver, or install ptxas of CUDA "
                               f"{self.gpu.version[0]}, which makes cubins")
@@ -109,7 +109,7 @@ def _check_target(gpu: CUDAContext, number: int, special: str) -> None:
                       f"PTX for sm_{own} or an earlier architecture without 'a'")
 
 
-def _assembled_for(gpu: CUDAContext, target: int, ptx: tuple[int, int]) -> str:
+def _arch_to_assemble(gpu: CUDAContext, target: int, ptx: tuple[int, int]) -> str:
     """The architecture that ptxas can assemble PTX of a target and a version for, to run here; "" where there
     is none, as where NVRTC is newer than ptxas."""
     arch = gpu.properties.arch
@@ -124,7 +124,7 @@ def _load(gpu: CUDAContext, code: bytes) -> Any:
     status, *module = gpu.status("cuModuleLoadDataEx", code, len(options), options, [log, LOG_BYTES])
     if not status: return module[0]
     words = log.split(b"\0", 1)[0].decode(errors="replace").strip()
-    return gpu.checked(status, doing=f"loading a module{f': {words}' if words else ''}")
+    return gpu.check(status, doing=f"loading a module{f': {words}' if words else ''}")
 
 
 def _function(module: CUDAModule, image: Image, name: str) -> Function:
@@ -133,7 +133,7 @@ def _function(module: CUDAModule, image: Image, name: str) -> Function:
     if status.name == "CUDA_ERROR_NOT_FOUND":
         raise DriverError(f"the module has no kernel {name!r}",
                           f"one of: {', '.join(module.names()) or 'none'}")
-    handle = gpu.checked(status, *handles, doing=f"looking up kernel {name}")
+    handle = gpu.check(status, *handles, doing=f"looking up kernel {name}")
     static, local, registers, threads = (
         int(gpu.call("cuFuncGetAttribute", which, handle)) for which in
         (names.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, names.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
@@ -153,7 +153,7 @@ def _sizes(gpu: CUDAContext, handle: Any) -> tuple[int, ...] | None:
     while len(sizes) < MOST_PARAMETERS:
         status, *found = gpu.status("cuFuncGetParamInfo", handle, len(sizes))
         if status.name == "CUDA_ERROR_INVALID_VALUE": break
-        gpu.checked(status, doing="reading a kernel's parameters")
+        gpu.check(status, doing="reading a kernel's parameters")
         sizes.append(int(found[1]))
     return tuple(sizes)
 
@@ -209,15 +209,15 @@ class Launcher:
 
     def launch(self, work: Launch, stream: CUDAStream) -> None:
         """Into a stream; the context is current."""
-        loaded, array = self.prepared(work)
+        loaded, array = self.prepare(work)
         key = (work.grid, work.block, work.dynamic_smem, work.cluster, work.pdl, work.window, stream)
         if (config := self.configs.get(key)) is None: config = self._config(work, stream.handle, key)
         status, = self.gpu.launch_kernel(config, loaded.handle, array, 0)
-        if status: self.gpu.checked(status, doing=refused(work))
+        if status: self.gpu.check(status, doing=describe_refused(work))
 
-    def prepared(self, work: Launch) -> tuple[LoadedFunction, int]:
-        """The function of a launch, which must be of this device, loaded, and take these arguments; and the
-        array of pointers to them."""
+    def prepare(self, work: Launch) -> tuple[LoadedFunction, int]:
+        """Returns the function of a launch, which must be of this device, loaded, and take these arguments;
+        and the array of pointers to them."""
         loaded, sizes = work.function.handle, tuple(map(len, work.args))
         if not isinstance(loaded,
                           LoadedFunction) or loaded.module.gpu is not self.gpu or loaded.module.image is None:
@@ -248,7 +248,7 @@ class Launcher:
         return int(self.gpu.call("cuOccupancyMaxActiveClusters", loaded.handle, config))
 
     def attributes(self, work: Launch) -> list[Any]:
-        """What a launch says of cluster, overlap and L2, as CUlaunchAttributes."""
+        """Returns the settings of a launch for cluster, overlap and L2, as CUlaunchAttributes."""
         cu, out = self.gpu.cu, []
         for name, value in self.values(work, cu.CUlaunchAttributeValue):
             out.append(cu.CUlaunchAttribute())
@@ -303,8 +303,8 @@ class Launcher:
         return made
 
 
-def refused(work: Launch) -> str:
-    """A launch in words, for the error of one that the driver does not take."""
+def describe_refused(work: Launch) -> str:
+    """Returns a launch in words, for the error of one that the driver does not take."""
     attributes = work.function.attributes
     cluster = "" if work.cluster == (1, 1, 1) else f", cluster={work.cluster}"
     return (f"launching kernel {work.function.name} with grid={work.grid}, block={work.block}{cluster}, "

@@ -27,9 +27,9 @@ class CUDAContext(driver.Driver):
         self.cu, self.ordinal, self.lost, self.closed = cuda_api.bindings(), ordinal, False, False
         self.process = os.getpid()
         self.version = cuda_api.driver_version(self.cu)
-        self.device = self.checked(*self.cu.cuDeviceGet(ordinal))
+        self.device = self.check(*self.cu.cuDeviceGet(ordinal))
         self.capability = cuda_api.capability(self.cu, self.device)
-        self.context = self.checked(*self.cu.cuDevicePrimaryCtxRetain(self.device), doing="opening a GPU")
+        self.context = self.check(*self.cu.cuDevicePrimaryCtxRetain(self.device), doing="opening a GPU")
         self._context_number = int(self.context)
         self.live: dict[int, tuple[str, Any, bool]] = {}
         self._keys = itertools.count()
@@ -45,18 +45,19 @@ class CUDAContext(driver.Driver):
             except RuntimeError as error:
                 if not cuda_api.has_no_function(error): raise
                 raise DriverError(f"{name}: {error}", "a driver that has it: this one supports CUDA "
-                                  f"{cuda_api.dotted(self.version)}", "update the NVIDIA driver") from error
+                                  f"{cuda_api.format_version(self.version)}",
+                                  "update the NVIDIA driver") from error
         finally:
             if before is not None: self.cu.cuCtxSetCurrent(before)
         return answer
 
     def call(self, name: str, *args: Any, doing: str = "") -> Any:
-        """What a function of the driver returns. Raises `DriverError`, or `KernelError` when the context is
-        lost."""
-        return self.checked(*self.status(name, *args), doing=doing or name)
+        """Returns what a function of the driver returns. Raises `DriverError`, or `KernelError` when the
+        context is lost."""
+        return self.check(*self.status(name, *args), doing=doing or name)
 
-    def checked(self, status: Any, *results: Any, doing: str = "calling the driver") -> Any:
-        """The results, one or several, of a call that went well. Raises otherwise."""
+    def check(self, status: Any, *results: Any, doing: str = "calling the driver") -> Any:
+        """Returns the results, one or several, of a call that went well. Raises otherwise."""
         if not status: return results[0] if len(results) == 1 else results or None
         error = cuda_api.failure(self.cu, status, doing)
         if isinstance(error, KernelError): self.lost = True
@@ -68,7 +69,7 @@ class CUDAContext(driver.Driver):
         status, before = self.cu.cuCtxGetCurrent()
         if status: raise self._no_context(status)
         if (number := int(before)) == self._context_number: return None
-        self.checked(*self.cu.cuCtxSetCurrent(self.context), doing="making the context current")
+        self.check(*self.cu.cuCtxSetCurrent(self.context), doing="making the context current")
         # GPU 0 is what a thread without a context means
         return before if number or self.ordinal else None
 
@@ -83,21 +84,21 @@ class CUDAContext(driver.Driver):
     def _no_context(self, status: Any) -> DriverError:
         """The error where the driver does not say which context is current: after a fork, it never does."""
         doing = "asking for the current context"
-        if not self.forked: return cuda_api.failure(self.cu, status, doing)
-        return DriverError(f"{doing}: {cuda_api.described(self.cu, status)}: GPU {self.ordinal} was "
+        if not self.is_forked: return cuda_api.failure(self.cu, status, doing)
+        return DriverError(f"{doing}: {cuda_api.describe_status(self.cu, status)}: GPU {self.ordinal} was "
                            f"opened in process {self.process}, of which this one, {os.getpid()}, is a fork",
                            "a process that opens the GPU itself: CUDA does not work on after a fork",
                            "start processes with multiprocessing.set_start_method('spawn'), or fork before "
                            "the GPU is used")
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process is a fork of the one that opened the GPU. Nothing here is its to destroy."""
         return os.getpid() != self.process
 
     # what is made is destroyed
 
-    def owned(self, thing: object, destroy: str, handle: Any, after_work: bool = False) -> Callable[[], Any]:
+    def own(self, thing: object, destroy: str, handle: Any, after_work: bool = False) -> Callable[[], Any]:
         """Destroys a handle when `thing` goes, at `close()`, or when the result is called; once. With
         `after_work`, when the streams have done what they hold."""
         key = self.keep(destroy, handle, after_work)
@@ -112,7 +113,7 @@ class CUDAContext(driver.Driver):
 
     def _destroy(self, key: int) -> None:
         destroy, handle, after_work = self.live.pop(key, ("", None, False))
-        if not destroy or self.lost or self.forked: return
+        if not destroy or self.lost or self.is_forked: return
         with self._beside_captures():
             if after_work: self.sync()
             self.call(destroy, handle)
@@ -173,5 +174,5 @@ class CUDAContext(driver.Driver):
         try: status, = self.cu.cuGraphLaunch(executable, into.handle)
         finally:
             if before is not None: self.cu.cuCtxSetCurrent(before)
-        if status: self.checked(status, doing="launching a graph")
+        if status: self.check(status, doing="launching a graph")
         into.busy = True

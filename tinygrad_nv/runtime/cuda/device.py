@@ -52,11 +52,11 @@ def _ordinal(device: str) -> int:
     """The number of the GPU that a name such as CUDA or CUDA:1 means."""
     number = device.partition(":")[2] or "0"
     if number.isdecimal(): return int(number)
-    raise refused(device, "what follows the colon is the number of a GPU")
+    raise opening_error(device, "what follows the colon is the number of a GPU")
 
 
-def refused(device: str, reason: str) -> DriverError:
-    """The error of a device that does not open: one line."""
+def opening_error(device: str, reason: str) -> DriverError:
+    """Returns the error of a device that does not open: one line."""
     return DriverError(f"device {device} cannot be opened: {reason}; {INSTEAD}")
 
 
@@ -64,12 +64,12 @@ def why_not(device: str) -> str:
     """Why tinygrad's own device has to serve, "" where it need not. Raises `DriverError` where none can."""
     ordinal = _ordinal(device)
     if not has_bindings():
-        if not has_library(): raise refused(device, f"no NVIDIA driver library ({LIBRARY})")
+        if not has_library(): raise opening_error(device, f"no NVIDIA driver library ({LIBRARY})")
         return "cuda-python is not installed"
     from tinygrad_nv.runtime.cuda import api as cuda_api
     if not (reason := cuda_api.missing(ordinal)): return ""
     if (capability := _capability(ordinal)) and capability < cuda_api.LOWEST_CAPABILITY: return reason
-    raise refused(device, reason)
+    raise opening_error(device, reason)
 
 
 def is_served() -> bool:
@@ -104,13 +104,14 @@ def has_library() -> bool:
 
 def _tinygrads(device: str, reason: str) -> Any:
     """tinygrad's own CUDA device, which the name means from now on."""
-    if _is_open(): raise refused(device, reason)
+    if _is_open(): raise opening_error(device, reason)
     hooks.remove_device("CUDA")
     try: opened = _their_class()(device)
     except Exception as error:  # whatever its driver can think of
         hooks.add_device("CUDA", CUDADevice, is_served)
         words = " ".join(str(error).split())
-        raise refused(device, f"{reason}, and tinygrad's own CUDA device does not open ({words})") from error
+        raise opening_error(device,
+                            f"{reason}, and tinygrad's own CUDA device does not open ({words})") from error
     _say(device, reason)
     return opened
 

@@ -30,7 +30,7 @@ from tinygrad_nv.runtime.cuda import api as cuda_api
 from tinygrad_nv.runtime.cuda import tensor_map as cuda_map
 from tinygrad_nv.runtime.cuda.code import CUDAModule, Launcher
 from tinygrad_nv.runtime.cuda.context import CUDAContext
-from tinygrad_nv.runtime.cuda.graph import CUDAGraph, described, host_address
+from tinygrad_nv.runtime.cuda.graph import CUDAGraph, describe, host_address
 from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory, Staging, StreamOrderedPool
 from tinygrad_nv.runtime.cuda.streams import CUDAEvent, CUDAStream
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Properties, TensorMapSpec, Upload, Work
@@ -70,7 +70,7 @@ class CUDADriver(CUDAContext):
     def close(self) -> None:
         """Destroys all that is left and lets go of the context. The driver cannot be used after."""
         if self.closed: return
-        if self.forked:
+        if self.is_forked:
             self.closed = True
             return
         if not self.lost:
@@ -99,7 +99,7 @@ class CUDADriver(CUDAContext):
         free, total = self.call("cuMemGetInfo")
         return free + self.pool.slack(), total
 
-    def kept(self) -> int: return self.pool.slack()
+    def slack_bytes(self) -> int: return self.pool.slack()
 
     def trim(self) -> int:
         before = self.pool.slack()
@@ -148,7 +148,7 @@ class CUDADriver(CUDAContext):
         if can := bool(self.call("cuDeviceCanAccessPeer", self.device, other.device)):
             status, = self.status("cuCtxEnablePeerAccess", other.context, 0)
             if status.name != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
-                self.checked(status, doing="giving access to another device")
+                self.check(status, doing="giving access to another device")
             other.pool.share(self.ordinal)
         self._peers[other] = can
         return can
@@ -220,7 +220,7 @@ class CUDADriver(CUDAContext):
         else:
             status, = self.status("cuMemcpyDtoHAsync", host_address(work.target, work), work.source,
                                   work.nbytes, into.handle)
-        if status: self.checked(status, doing=described(work))
+        if status: self.check(status, doing=describe(work))
         into.busy = True
 
     # order
@@ -245,7 +245,7 @@ class CUDADriver(CUDAContext):
 
     def event(self) -> CUDAEvent:
         made = CUDAEvent(self.new_event())
-        self.owned(made, "cuEventDestroy", made.handle)
+        self.own(made, "cuEventDestroy", made.handle)
         return made
 
     def record(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
@@ -258,7 +258,7 @@ class CUDADriver(CUDAContext):
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, CUDAEvent)
         into = self.into(stream)
-        capture.recorded(event, "a stream waits for")
+        capture.check_recorded(event, "a stream waits for")
         if event.capture is not None or into.capture is not None: capture.join(event, into)
         else:
             self.call("cuStreamWaitEvent", into.handle, event.handle, 0)
@@ -269,21 +269,21 @@ class CUDADriver(CUDAContext):
         capture.ran(event, "the host waits for")
         self.call("cuEventSynchronize", event.handle, doing="waiting for an event")
 
-    def passed(self, event: driver.Event) -> bool:
+    def has_passed(self, event: driver.Event) -> bool:
         assert isinstance(event, CUDAEvent)
         status, = self.status("cuEventQuery", event.handle)
         if status.name == "CUDA_ERROR_NOT_READY": return False
-        self.checked(status, doing="asking for an event")
+        self.check(status, doing="asking for an event")
         return True
 
-    def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
+    def ms_between(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, CUDAEvent)
         assert isinstance(end, CUDAEvent)
         for event in (start, end): capture.ran(event, "time is taken from")
         status, *found = self.status("cuEventElapsedTime", start.handle, end.handle)
         if status.name == "CUDA_ERROR_NOT_READY":
             raise DriverError("time is taken from an event that has not come to pass", "wait_for() before")
-        return float(self.checked(status, *found, doing="taking time"))
+        return float(self.check(status, *found, doing="taking time"))
 
     def synchronize(self, stream: driver.Stream | None = None) -> None:
         streams = tuple(self.streams) if stream is None else (self.into(stream),)
@@ -301,7 +301,7 @@ class CUDADriver(CUDAContext):
 
     # tensor maps
 
-    def tensor_map(self, spec: TensorMapSpec) -> bytes: return cuda_map.encoded(self, self.encoder, spec)
+    def tensor_map(self, spec: TensorMapSpec) -> bytes: return cuda_map.encode_map(self, self.encoder, spec)
 
     def encoder(self, name: str) -> Any:
         """A function that makes tensor maps, looked up when it is first needed."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import driver
-from tinygrad_nv.runtime.cuda.code import OVERLAP, Launcher, refused
+from tinygrad_nv.runtime.cuda.code import OVERLAP, Launcher, describe_refused
 from tinygrad_nv.runtime.cuda.context import CUDAContext
 from tinygrad_nv.runtime.cuda.memory import CUDAHostMemory
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Launch, Node, Upload, Work
@@ -31,7 +31,7 @@ class CUDAGraph(driver.Graph):
     def __init__(self, gpu: CUDAContext, launcher: Launcher) -> None:
         self.gpu, self.launcher = gpu, launcher
         self.handle = gpu.call("cuGraphCreate", 0)
-        gpu.owned(self, "cuGraphDestroy", self.handle)
+        gpu.own(self, "cuGraphDestroy", self.handle)
         self.works: list[Work] = []
         self.after: list[tuple[int, ...]] = []
         self.nodes: list[Any] = []
@@ -65,13 +65,13 @@ class CUDAGraph(driver.Graph):
         if isinstance(work, LibraryCall): return self._child_node(work)
         if isinstance(work, Fill):
             return gpu.call("cuGraphAddMemsetNode", self.handle, [], 0, fill_parameters(gpu, work),
-                            gpu.context, doing=described(work))
+                            gpu.context, doing=describe(work))
         return gpu.call("cuGraphAddMemcpyNode", self.handle, [], 0, copy_parameters(gpu, work), gpu.context,
-                        doing=described(work))
+                        doing=describe(work))
 
     def _child_node(self, work: LibraryCall) -> Any:
-        """What a library puts into a stream, as a graph in the graph."""
-        child = captured(self.gpu, work)
+        """Adds what a library puts into a stream, as a graph in the graph."""
+        child = capture_call(self.gpu, work)
         try: return self.gpu.call("cuGraphAddChildGraphNode", self.handle, [], 0, child, doing=work.what)
         finally: self.gpu.call("cuGraphDestroy", child)
 
@@ -80,18 +80,18 @@ class CUDAGraph(driver.Graph):
         values = dict(self.launcher.values(work, gpu.cu.CUkernelNodeAttrValue))
         values.pop(OVERLAP, None)  # an edge's, in a graph
         node = gpu.call("cuGraphAddKernelNode", self.handle, [], 0,
-                        kernel_parameters(gpu, self.launcher, work), doing=refused(work))
+                        kernel_parameters(gpu, self.launcher, work), doing=describe_refused(work))
         try:
             for name, value in values.items():
                 which = getattr(gpu.cu.CUkernelNodeAttrID, f"CU_LAUNCH_ATTRIBUTE_{name}")
-                gpu.call("cuGraphKernelNodeSetAttribute", node, which, value, doing=refused(work))
+                gpu.call("cuGraphKernelNodeSetAttribute", node, which, value, doing=describe_refused(work))
         except DriverError:
             gpu.call("cuGraphDestroyNode", node)
             raise
         return node
 
     def _edges(self, work: Work, handle: Any, before: tuple[int, ...]) -> None:
-        """Those that end at a new node."""
+        """Adds the edges that end at a new node."""
         if not before: return
         cu, gpu = self.gpu.cu, self.gpu
         data = cu.CUgraphEdgeData()
@@ -122,7 +122,7 @@ class CUDAExecutable(driver.Executable):
         self.gpu, self.launcher, self.graph = graph.gpu, graph.launcher, graph
         self.handle = self.gpu.call("cuGraphInstantiate", graph.handle, 0,
                                     doing=f"instantiating a graph of {len(graph.works)} nodes")
-        self.gpu.owned(self, "cuGraphExecDestroy", self.handle)
+        self.gpu.own(self, "cuGraphExecDestroy", self.handle)
         self.works, self.nodes, self.kept = list(graph.works), list(graph.nodes), list(graph.kept)
 
     def update(self, node: Node, work: Work) -> None:
@@ -134,9 +134,9 @@ class CUDAExecutable(driver.Executable):
         if isinstance(work, Launch):
             self.launcher.check_cluster(work)
             gpu.call("cuGraphExecKernelNodeSetParams", self.handle, at,
-                     kernel_parameters(gpu, self.launcher, work), doing=f"{doing}: {refused(work)}")
+                     kernel_parameters(gpu, self.launcher, work), doing=f"{doing}: {describe_refused(work)}")
         elif isinstance(work, LibraryCall):
-            child = captured(gpu, work)
+            child = capture_call(gpu, work)
             try: gpu.call("cuGraphExecChildGraphNodeSetParams", self.handle, at, child, doing=doing)
             finally: gpu.call("cuGraphDestroy", child)
         elif isinstance(work, Fill):
@@ -171,16 +171,16 @@ def changeable(node: Node, before: Work, work: Work) -> None:
 
 
 def holds(launcher: Launcher, work: Work) -> object:
-    """What must live as long as a node that does `work`."""
-    if isinstance(work, Launch): return launcher.prepared(work)[0].module.image
+    """Returns what must live as long as a node that does `work`."""
+    if isinstance(work, Launch): return launcher.prepare(work)[0].module.image
     if isinstance(work, LibraryCall): return work.holds()
     if isinstance(work, Upload): return work.source
     return work.target if isinstance(work, Download) else None
 
 
-def captured(gpu: CUDAContext, work: LibraryCall) -> Any:
-    """A CUgraph of what a library puts into a stream; the caller destroys it. A capture in relaxed mode, as
-    the library may allocate memory, and may do so in a thread of its own."""
+def capture_call(gpu: CUDAContext, work: LibraryCall) -> Any:
+    """Returns a CUgraph of what a library puts into a stream; the caller destroys it. A capture in relaxed
+    mode, as the library may allocate memory, and may do so in a thread of its own."""
     stream, mode = gpu.capture_stream, gpu.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     gpu.call("cuStreamBeginCapture", stream, mode, doing=work.what)
     try:
@@ -196,7 +196,7 @@ def captured(gpu: CUDAContext, work: LibraryCall) -> Any:
 
 def kernel_parameters(gpu: CUDAContext, launcher: Launcher, work: Launch) -> Any:
     """CUDA_KERNEL_NODE_PARAMS, with arguments in the thread's block."""
-    made, (loaded, array) = gpu.cu.CUDA_KERNEL_NODE_PARAMS(), launcher.prepared(work)
+    made, (loaded, array) = gpu.cu.CUDA_KERNEL_NODE_PARAMS(), launcher.prepare(work)
     made.func = loaded.handle
     made.gridDimX, made.gridDimY, made.gridDimZ = work.grid
     made.blockDimX, made.blockDimY, made.blockDimZ = work.block
@@ -231,14 +231,14 @@ def copy_parameters(gpu: CUDAContext, work: Copy | Upload | Download) -> Any:
     return made
 
 
-def described(work: Copy | Fill | Upload | Download) -> str:
-    """Work in words, for the error of what the driver does not take."""
+def describe(work: Copy | Fill | Upload | Download) -> str:
+    """Returns work in words, for the error of what the driver does not take."""
     target = work.target.address if isinstance(work.target, CUDAHostMemory) else work.target
     return f"a {type(work).__name__.lower()} of {work.nbytes} bytes at {target:#x}"
 
 
 def host_address(memory: driver.HostMemory, work: Upload | Download) -> int:
-    """Where the page-locked bytes of a copy lie."""
+    """Returns where the page-locked bytes of a copy lie."""
     name = type(work).__name__.lower()
     if not isinstance(memory, CUDAHostMemory):
         raise DriverError(f"an {name} with {type(memory).__name__}".replace("an down", "a down"),

@@ -68,7 +68,7 @@ class StreamOrderedPool:
         """Memory that every stream may use, or None when there is not so much."""
         status, *given = self.gpu.status("cuMemAllocFromPoolAsync", nbytes, self.handle, self.allocations)
         if status.name == "CUDA_ERROR_OUT_OF_MEMORY": return None
-        address = self.gpu.checked(status, *given, doing=f"allocating {nbytes} bytes")
+        address = self.gpu.check(status, *given, doing=f"allocating {nbytes} bytes")
         self.gpu.call("cuStreamSynchronize", self.allocations)
         return int(address)
 
@@ -80,7 +80,7 @@ class StreamOrderedPool:
     def free(self, address: int) -> None:
         if self.sizes.pop(address, None) is None:
             raise DriverError(f"address {address:#x} is freed", "what alloc returned and is not freed yet")
-        if self.gpu.lost or self.gpu.forked: return
+        if self.gpu.lost or self.gpu.is_forked: return
         for stream in tuple(self.gpu.streams):
             if stream.busy: self._after(stream)
         self.gpu.call("cuMemFreeAsync", address, self.frees)
@@ -123,9 +123,9 @@ class CUDAHostMemory(driver.HostMemory):
         if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
             raise MemoryError(f"{nbytes} bytes of page-locked memory asked for: the host has not so many")
         self.gpu = gpu
-        self.address = int(gpu.checked(status, *given, doing=f"page-locking {nbytes} bytes"))
+        self.address = int(gpu.check(status, *given, doing=f"page-locking {nbytes} bytes"))
         self.view = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
-        self.give_back = gpu.owned(self, "cuMemFreeHost", self.address, after_work=True)
+        self.give_back = gpu.own(self, "cuMemFreeHost", self.address, after_work=True)
 
     def free(self) -> None:
         self.view = memoryview(b"")
@@ -159,7 +159,8 @@ class Staging:
         self.head = start + nbytes
 
     def _room(self, nbytes: int) -> int:
-        """Where so many bytes may be put: pieces still to be read there are waited for, the oldest first."""
+        """Returns where so many bytes may be put: pieces still to be read there are waited for, the oldest
+        first."""
         start = self.head
         if start + nbytes > RING_BYTES:  # from the beginning: what is left of the last round ends first
             while self.pieces and self.pieces[0][0] >= start: self._wait()

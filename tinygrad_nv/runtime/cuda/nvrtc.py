@@ -58,7 +58,7 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def _checked(result: tuple[Any, ...], what: str) -> Any:
+def _check(result: tuple[Any, ...], what: str) -> Any:
     """The value behind NVRTC's status, if that is success."""
     status, *values = result
     if int(status) != 0: raise CompileError(f"NVRTC: {what} fails with {status.name}")
@@ -67,7 +67,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 
 def version() -> Release:
     """NVRTC's release of CUDA. Raises `ToolchainError` where there is none."""
-    major, minor = _checked(_nvrtc().nvrtcVersion(), "nvrtcVersion")
+    major, minor = _check(_nvrtc().nvrtcVersion(), "nvrtcVersion")
     return major, minor
 
 
@@ -83,21 +83,22 @@ def headers() -> str | None:
 
 
 def image_for(nvrtc: Release, driver: Release, native: bool = True) -> Image | None:
-    """What a driver of one release takes from NVRTC of another. `native`: the GPU is of the generation that
-    is compiled for, so that it runs the machine code."""
+    """Returns what a driver of one release takes from NVRTC of another. `native`: the GPU is of the
+    generation that is compiled for, so that it runs the machine code."""
     if driver >= nvrtc: return "ptx"
     return "cubin" if native and driver[0] == nvrtc[0] else None
 
 
 def image(arch: str) -> Image:
-    """What NVRTC makes for the driver and the first GPU of this machine. Raises `ToolchainError`."""
+    """Returns what NVRTC makes for the driver and the first GPU of this machine. Raises `ToolchainError`."""
     cu = cuda_api.bindings()
     driver = cuda_api.driver_version(cu)
     status, device = cu.cuDeviceGet(0)
     native = not status and cuda_api.capability(cu, device)[0] == int(arch.removeprefix("sm_")) // 10
     if (found := image_for(version(), driver, native)) is not None: return found
-    raise ToolchainError(f"NVRTC {cuda_api.dotted(version())} makes nothing that a driver for CUDA "
-                         f"{cuda_api.dotted(driver)} takes", f"a driver for CUDA {version()[0]} or later",
+    raise ToolchainError(f"NVRTC {cuda_api.format_version(version())} makes nothing that a driver for CUDA "
+                         f"{cuda_api.format_version(driver)} takes",
+                         f"a driver for CUDA {version()[0]} or later",
                          "update the NVIDIA driver, or render PTX (DEV=CUDA:PTX)")
 
 
@@ -106,10 +107,10 @@ class NVRTC(Compiler):
 
     def __init__(self, arch: str, image: Image = "ptx") -> None:
         nvrtc = _nvrtc()
-        known = _checked(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
+        known = _check(nvrtc.nvrtcGetSupportedArchs(), "nvrtcGetSupportedArchs")
         usable = [number for number in known if number <= int(arch.removeprefix("sm_"))]
         if not usable:
-            raise ToolchainError(f"NVRTC {cuda_api.dotted(version())} does not compile for {arch}",
+            raise ToolchainError(f"NVRTC {cuda_api.format_version(version())} does not compile for {arch}",
                                  f"one of {', '.join(f'sm_{number}' for number in known)}")
         if (include := headers()) is None:
             raise ToolchainError("cuda_bf16.h is not found", "the headers of the CUDA runtime",
@@ -119,12 +120,12 @@ class NVRTC(Compiler):
         self.options = [f"--gpu-architecture=sm_{max(usable)}", f"-I{include}"]
         if version() >= (12, 4): self.options.append("--minimal")
         digest = hashlib.sha256("\0".join(self.options).encode()).hexdigest()[:8]
-        super().__init__(f"compile_tinygrad_nv_nvrtc_{REVISION}_{cuda_api.dotted(version())}_{image}_{arch}_{digest}")
+        super().__init__(f"compile_tinygrad_nv_nvrtc_{REVISION}_{cuda_api.format_version(version())}_{image}_{arch}_{digest}")
 
     def compile(self, src: str) -> bytes:
         if PTX.search(src): return src.encode()
         nvrtc = _nvrtc()
-        program = _checked(nvrtc.nvrtcCreateProgram(src.encode(), b"kernel.cu", 0, [], []),
+        program = _check(nvrtc.nvrtcCreateProgram(src.encode(), b"kernel.cu", 0, [], []),
                            "nvrtcCreateProgram")
         try:
             options = [option.encode() for option in self.options]
@@ -139,18 +140,18 @@ class NVRTC(Compiler):
 
 def _read(program: Any, size: Callable[..., Any], fill: Callable[..., Any]) -> bytes:
     """Bytes that NVRTC copies to where it is told."""
-    taken = bytearray(_checked(size(program), size.__name__))
-    _checked(fill(program, taken), fill.__name__)
+    taken = bytearray(_check(size(program), size.__name__))
+    _check(fill(program, taken), fill.__name__)
     return bytes(taken)
 
 
-def _wrapped(x: UOp) -> UOp:
-    """A narrow integer's arithmetic in 32 bits, then cut to its own."""
+def _widen(x: UOp) -> UOp:
+    """Returns a narrow integer's arithmetic in 32 bits, then cut to its own."""
     return UOp(x.op, src=tuple(s.cast(WIDER[x.dtype]) if s.dtype == x.dtype else s for s in x.src),
                arg=x.arg).cast(x.dtype)
 
 
-_pm_narrow = PatternMatcher([(UPat(OVERFLOWING, dtype=tuple(WIDER), name="x"), _wrapped)])
+_pm_narrow = PatternMatcher([(UPat(OVERFLOWING, dtype=tuple(WIDER), name="x"), _widen)])
 
 
 class CUDARenderer(cstyle.CUDARenderer):

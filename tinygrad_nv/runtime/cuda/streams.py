@@ -31,7 +31,7 @@ class CUDAStream(driver.Stream):
 
 @dataclass(eq=False)
 class CUDAEvent(driver.Event):
-    """Where it was recorded last; in a capture, after which nodes."""
+    """Event: where it was recorded last; in a capture, after which nodes."""
     handle: Any
     stream: CUDAStream | None = None
     capture: Capture[Any] | None = None

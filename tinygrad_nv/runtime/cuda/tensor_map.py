@@ -40,7 +40,7 @@ def encoder(gpu: CUDAContext, name: str) -> Any:
     return SIGNATURES[name](int(address))
 
 
-def encoded(gpu: CUDAContext, encode: Callable[[str], Any], spec: TensorMapSpec) -> bytes:
+def encode_map(gpu: CUDAContext, encode: Callable[[str], Any], spec: TensorMapSpec) -> bytes:
     """The 128 bytes of a tensor map, by the function that `encode` looks up. Raises `TensorMapError`."""
     rank, steps = len(spec.dims), spec.element_strides or (1,) * len(spec.dims)
     _check(gpu, spec, steps)
@@ -59,7 +59,7 @@ def encoded(gpu: CUDAContext, encode: Callable[[str], Any], spec: TensorMapSpec)
               "NONE" if spec.l2_promotion == "none" else f"L2_{spec.l2_promotion}"),
         _code(gpu, "FloatOOBfill", "FLOAT_OOB_FILL", FILLS[spec.fill])))
     if status.name == "CUDA_ERROR_INVALID_VALUE": _explain(spec, steps)
-    gpu.checked(status, doing=f"encoding a tensor map of {spec}")
+    gpu.check(status, doing=f"encoding a tensor map of {spec}")
     return ctypes.string_at(place, TENSOR_MAP_BYTES)
 
 
@@ -69,7 +69,7 @@ def _code(gpu: CUDAContext, kind: str, prefix: str, name: str) -> int:
 
 
 def _check(gpu: CUDAContext, spec: TensorMapSpec, steps: tuple[int, ...]) -> None:
-    """What the C function cannot be asked: it would read past the lists."""
+    """Raises `TensorMapError` for what the C function cannot be asked: it would read past the lists."""
     if gpu.capability < (9, 0):
         raise TensorMapError(f"a tensor map on {gpu.properties.arch}", "sm_90 or later")
     if spec.dtype not in TYPES:

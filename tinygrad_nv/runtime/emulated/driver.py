@@ -41,7 +41,7 @@ from tinygrad_nv.runtime.driver import (
 )
 from tinygrad_nv.runtime.emulated.graph import EmulatedEvent, EmulatedGraph, EmulatedStream, EventMark
 from tinygrad_nv.runtime.emulated.host import EmulatedHostMemory
-from tinygrad_nv.runtime.emulated.module import EmulatedModule, described
+from tinygrad_nv.runtime.emulated.module import EmulatedModule, describe_finding
 from tinygrad_nv.runtime.emulated.moves import Moves
 from tinygrad_nv.runtime.emulated.order import Clock, Done, serial
 from tinygrad_nv.runtime.emulated.peers import PeerDevices, Steps
@@ -108,9 +108,9 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         if (buffer := self.held.pop(address, None)) is None:
             raise DriverError(f"address {address:#x} is freed", "what alloc returned and is not freed yet")
         self.used_bytes -= buffer.nbytes
-        self.play(self._freed(buffer))
+        self.play(self._free_steps(buffer))
 
-    def _freed(self, buffer: Buffer) -> Steps:
+    def _free_steps(self, buffer: Buffer) -> Steps:
         self.addresses.remove(buffer.ptr)
         del self.buffers[buffer.ptr]
         self.emulator.free(buffer)
@@ -128,13 +128,13 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         capture.not_captured(into, what)
         data = np.frombuffer(source, np.uint8)
         if self.among_peers: data = data.copy()
-        self.play(self._copied_in(address, data, into, what))
+        self.play(self._copy_in_steps(address, data, into, what))
 
-    def _copied_in(self, address: int, data: np.ndarray, into: EmulatedStream, what: str) -> Steps:
+    def _copy_in_steps(self, address: int, data: np.ndarray, into: EmulatedStream, what: str) -> Steps:
         into.advance()
         part = self._write(address, data, 1, data.nbytes, what)
         yield from self.by_kernel(Upload(address, EmulatedHostMemory(1), 0, data.nbytes), what, into)
-        self.enter(into, self._touched(what, part))
+        self.enter(into, self._footprint(what, part))
 
     @serial
     def copy_out(self, target: memoryview, address: int, stream: driver.Stream | None = None) -> None:
@@ -143,7 +143,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         into.advance()
         buffer, where = self._place(address, target.nbytes, what)
         np.frombuffer(target, np.uint8)[:] = buffer.data[where]
-        self.enter(into, self._touched(what, (buffer, where.start, where.stop, READ)))
+        self.enter(into, self._footprint(what, (buffer, where.start, where.stop, READ)))
         self.synchronize(into)
 
     @serial
@@ -157,17 +157,17 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         apart = source.peers is not self.peers
         if apart: source.peers.flush()
         begins, ends = EventMark(), EventMark()
-        source.play(source._recorded(begins, theirs))
-        self.play(self._copied_peer(work, source, into, begins, ends), at_once=apart)
-        source.play(source._waited(ends, theirs))
+        source.play(source._record_steps(begins, theirs))
+        self.play(self._copy_peer_steps(work, source, into, begins, ends), at_once=apart)
+        source.play(source._wait_steps(ends, theirs))
 
-    def _copied_peer(self, work: Copy, source: EmulatedDriver, into: EmulatedStream, begins: EventMark,
+    def _copy_peer_steps(self, work: Copy, source: EmulatedDriver, into: EmulatedStream, begins: EventMark,
                      ends: EventMark) -> Steps:
-        yield from self._waited(begins, into)
+        yield from self._wait_steps(begins, into)
         into.advance()
-        done = yield from self.moved(work, into, source)
+        done = yield from self.move_bytes(work, into, source)
         self.enter(into, Footprint("a copy from another device", done.footprint.runs))
-        yield from self._recorded(ends, into)
+        yield from self._record_steps(ends, into)
 
     @serial
     def reach(self, other: driver.Driver) -> bool:
@@ -220,9 +220,9 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         if (recorded := into.capture) is not None:
             recorded.tails[into] = (recorded.graph.add(work, recorded.tails[into]),)
             return
-        self.play(self._submitted(work, into), isinstance(work, LibraryCall))
+        self.play(self._submit_steps(work, into), isinstance(work, LibraryCall))
 
-    def _submitted(self, work: Work, into: EmulatedStream) -> Steps:
+    def _submit_steps(self, work: Work, into: EmulatedStream) -> Steps:
         ahead = into.advance()
         done = yield from self.run(work, into, ahead)
         if isinstance(work, Launch): into.ahead = done.beside(ahead)
@@ -234,7 +234,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         stream."""
         if isinstance(work, Launch): return (yield from self._launch(work, stream, ahead))
         if isinstance(work, LibraryCall): return Done(self._library_call(work, stream))
-        return (yield from self.moved(work, stream))
+        return (yield from self.move_bytes(work, stream))
 
     def _library_call(self, work: LibraryCall, stream: EmulatedStream) -> Footprint:
         given = [*((READ, *each) for each in work.reads), *((WRITE, *each) for each in work.writes)]
@@ -242,7 +242,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         with self.inside(): work.enqueue(stream.number)
         for (buffer, where), flags in parts:
             if flags == WRITE and buffer.valid is not None: buffer.valid[where] = 1
-        return self._touched(work.what, *((buffer, where.start, where.stop, flags)
+        return self._footprint(work.what, *((buffer, where.start, where.stop, flags)
                                           for (buffer, where), flags in parts))
 
     @contextlib.contextmanager
@@ -282,7 +282,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
                                  ahead=ahead if work.pdl else None, count=False)
         assert report is not None
         on = f" on GPU {self.emulator.ordinal}" if self.among_peers else ""
-        stream.findings += [described(work, module, finding, on) for finding in report.findings]
+        stream.findings += [describe_finding(work, module, finding, on) for finding in report.findings]
         return Done(report.footprint or Footprint(f"kernel {work.function.name}"), report.early)
 
     # order
@@ -313,9 +313,9 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         event.stream = into = self.into(stream)
         event.capture, event.mark = into.capture, EventMark()
         event.nodes = into.capture.tails[into] if into.capture is not None else ()
-        if into.capture is None: self.play(self._recorded(event.mark, into))
+        if into.capture is None: self.play(self._record_steps(event.mark, into))
 
-    def _recorded(self, mark: EventMark, into: EmulatedStream) -> Steps:
+    def _record_steps(self, mark: EventMark, into: EmulatedStream) -> Steps:
         mark.seconds, mark.clock = time.perf_counter(), into.now()
         yield Passed(mark.point)
 
@@ -323,11 +323,11 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
     def wait(self, event: driver.Event, stream: driver.Stream | None = None) -> None:
         assert isinstance(event, EmulatedEvent)
         into = self.into(stream)
-        capture.recorded(event, "a stream waits for")
+        capture.check_recorded(event, "a stream waits for")
         if event.capture is not None or into.capture is not None: capture.join(event, into)
-        else: self.play(self._waited(event.mark, into))
+        else: self.play(self._wait_steps(event.mark, into))
 
-    def _waited(self, mark: EventMark, into: EmulatedStream) -> Steps:
+    def _wait_steps(self, mark: EventMark, into: EmulatedStream) -> Steps:
         yield Awaited(mark.point)
         into.join(mark.clock)
 
@@ -338,9 +338,9 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         assert event.stream is not None
         capture.not_captured(event.stream, "synchronisation")
         self.peers.flush()
-        self._told([event.stream], event.mark.clock)
+        self._host_synced([event.stream], event.mark.clock)
 
-    def passed(self, event: driver.Event) -> bool:
+    def has_passed(self, event: driver.Event) -> bool:
         self.finish()
         return True
 
@@ -352,7 +352,7 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
     @serial
     def _flush(self) -> None: self.peers.flush()
 
-    def elapsed_ms(self, start: driver.Event, end: driver.Event) -> float:
+    def ms_between(self, start: driver.Event, end: driver.Event) -> float:
         assert isinstance(start, EmulatedEvent)
         assert isinstance(end, EmulatedEvent)
         for event in (start, end): capture.ran(event, "time is taken from")
@@ -364,10 +364,10 @@ class EmulatedDriver(Moves, Sharing, driver.Driver):
         streams = self.streams if stream is None else [self.into(stream)]
         for each in streams: capture.not_captured(each, "synchronisation")
         self.peers.flush()
-        self._told(streams, *(each.now() for each in streams))
+        self._host_synced(streams, *(each.now() for each in streams))
 
     @staticmethod
-    def _told(streams: Sequence[EmulatedStream], *clocks: Clock) -> None:
+    def _host_synced(streams: Sequence[EmulatedStream], *clocks: Clock) -> None:
         """The host knows these points to have come to pass; raises what these streams have found."""
         found = [one for each in streams for one in each.findings]
         for clock in clocks:

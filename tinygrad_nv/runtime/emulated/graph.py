@@ -39,7 +39,7 @@ class EventMark:
 
 @dataclass(eq=False)
 class EmulatedEvent(driver.Event):
-    """Where it was recorded, the last time; in a capture, after which nodes."""
+    """Event: where it was recorded, the last time; in a capture, after which nodes."""
     stream: EmulatedStream | None = None
     capture: Capture[EmulatedGraph] | None = None
     nodes: tuple[Node, ...] = ()
@@ -47,7 +47,7 @@ class EmulatedEvent(driver.Event):
 
 
 class GraphDevice(Protocol):
-    """What runs a graph's nodes: `EmulatedDriver`."""
+    """Device that runs a graph's nodes: `EmulatedDriver`."""
     check: bool
 
     def into(self, stream: driver.Stream | None) -> EmulatedStream: ...
@@ -138,17 +138,18 @@ class EmulatedExecutable(driver.Executable):
                               "capture the graph's work itself")
         self.launches += 1
         calls = any(isinstance(work, LibraryCall) for work in self.works)
-        self.device.play(self._launched(into, list(self.works)), calls)
+        self.device.play(self._launch_steps(into, list(self.works)), calls)
 
-    def _launched(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None, None]:
+    def _launch_steps(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None, None]:
         into.join(self.last)            # launches of one executable graph do not overlap
         into.advance()
         self.last = into.now()
-        if self.device.check: yield from self._checked(into, works)
+        if self.device.check: yield from self._checking_steps(into, works)
         else:
             for number in self.order: yield from self.device.run(works[number], into)
 
-    def _checked(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None, None]:
+    def _checking_steps(self, into: EmulatedStream, works: list[Work]) -> Generator[Asked, Report | None,
+                                                                                    None]:
         footprints = [Footprint("")] * len(works)
         # by node: what a programmatic launch right after it runs beside
         beside: dict[int, tuple[Footprint, ...]] = {}

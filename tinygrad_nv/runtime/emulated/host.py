@@ -61,7 +61,7 @@ class EmulatedHostMemory(driver.HostMemory):
         self.owned.clear()
 
     def array(self, start: int, stop: int) -> np.ndarray:
-        """These bytes of the view. Raises `DriverError` when they are not there."""
+        """Returns these bytes of the view. Raises `DriverError` when they are not there."""
         if not 0 <= start <= stop <= len(self.view):
             raise DriverError(f"bytes {start} to {stop} of page-locked memory", f"of its {len(self.view)}")
         return np.frombuffer(self.view, np.uint8)[start:stop]

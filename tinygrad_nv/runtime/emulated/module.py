@@ -36,8 +36,8 @@ class EmulatedModule(driver.Module):
     def unload(self) -> None: self.loaded = False
 
 
-def described(work: Launch, module: EmulatedModule, finding: Finding, on: str = "") -> str:
-    """A finding with the kernel's name, where it ran, and the line of PTX it means."""
+def describe_finding(work: Launch, module: EmulatedModule, finding: Finding, on: str = "") -> str:
+    """Returns a finding with the kernel's name, where it ran, and the line of PTX it means."""
     lines = module.text.splitlines()
     line = finding.ptx_line
     quoted = f"\n    {line}: {lines[line - 1].strip()}" if 0 < line <= len(lines) else ""

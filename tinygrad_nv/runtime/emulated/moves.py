@@ -20,7 +20,7 @@ from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.driver import Copy, Download, Fill, Upload
 from tinygrad_nv.runtime.emulated.graph import EmulatedStream
 from tinygrad_nv.runtime.emulated.host import Owned, host_memory
-from tinygrad_nv.runtime.emulated.order import Done, Part, touched
+from tinygrad_nv.runtime.emulated.order import Done, Part, footprint_of
 
 Move = Copy | Fill | Upload | Download
 THREADS, WIDE = 256, 16
@@ -75,7 +75,7 @@ class Moves:
         """Whether other GPUs' work runs beside this one's."""
         raise NotImplementedError
 
-    def moved(self, work: Move, stream: EmulatedStream,
+    def move_bytes(self, work: Move, stream: EmulatedStream,
               source: Moves | None = None) -> Generator[Asked, Report | None, Done]:
         """Does it; `source` is the device that a copy is from."""
         if isinstance(work, Copy): what, footprint = "a copy", self._copy(work, source or self, "a copy")
@@ -85,7 +85,7 @@ class Moves:
             what, footprint = "a download", self._download(work, stream, "a download")
         else:
             what = "a fill"
-            footprint = self._touched(what, self._write(work.target, work.value, 1, work.nbytes, what))
+            footprint = self._footprint(what, self._write(work.target, work.value, 1, work.nbytes, what))
         # memory of a device that is no peer is none that a kernel here could read
         if source is None or source.peers is self.peers: yield from self.by_kernel(work, what, stream)
         return Done(footprint)
@@ -129,7 +129,7 @@ class Moves:
         buffer, where = source._place(work.source, work.nbytes, what)
         valid = 1 if buffer.valid is None else buffer.valid[where]
         written = self._write(work.target, buffer.data[where], valid, work.nbytes, what)
-        return self._touched(what, (buffer, where.start, where.stop, READ), written)
+        return self._footprint(what, (buffer, where.start, where.stop, READ), written)
 
     def _upload(self, work: Upload, stream: EmulatedStream, what: str) -> Footprint:
         memory, stop = host_memory(work.source), work.offset + work.nbytes
@@ -137,7 +137,7 @@ class Moves:
         written = self._write(work.target, data, 1, work.nbytes, what)
         told = f"{what} of {work.nbytes} bytes in stream {stream.number}"
         if self.check: self._lend(stream, Owned(memory, stream.position, work.offset, data, False, told))
-        return self._touched(what, written, (memory, work.offset, stop, READ))
+        return self._footprint(what, written, (memory, work.offset, stop, READ))
 
     def _download(self, work: Download, stream: EmulatedStream, what: str) -> Footprint:
         memory, stop = host_memory(work.target), work.offset + work.nbytes
@@ -146,11 +146,11 @@ class Moves:
         if self.check: self._lend(stream, Owned(memory, stream.position, work.offset, data, True, what))
         else: memory.array(work.offset, stop)[:] = data
         read = buffer, where.start, where.stop, READ
-        return self._touched(what, read, (memory, work.offset, stop, WRITE))
+        return self._footprint(what, read, (memory, work.offset, stop, WRITE))
 
     def _lend(self, stream: EmulatedStream, owned: Owned) -> None:
         stream.findings += owned.memory.lend(owned)
         stream.owned.append(owned)
 
-    def _touched(self, what: str, *parts: Part) -> Footprint:
-        return touched(what, *parts) if self.check else Footprint(what)
+    def _footprint(self, what: str, *parts: Part) -> Footprint:
+        return footprint_of(what, *parts) if self.check else Footprint(what)

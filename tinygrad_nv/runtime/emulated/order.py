@@ -40,30 +40,31 @@ Part = tuple[object, int, int, int]     # allocation, first byte, last byte + 1,
 _turn = threading.RLock()  # finalizers free memory in the midst of anything
 
 
-def _forked() -> None:
+def _reset_after_fork() -> None:
     global _turn
     _turn = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def serial(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A method of the emulated driver that threads call one after the other, on all devices: the emulator
     itself releases the interpreter's lock."""
     @functools.wraps(method)
-    def called(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call_in_turn(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with _turn: return method(self, *args, **kwargs)
-    return called
+    return call_in_turn
 
 
 class Done(NamedTuple):
-    """What work touched; `early`: it let the next begin before it had itself waited for those ahead."""
+    """Footprint of work; `early`: it let the next begin before it had itself waited for those ahead."""
     footprint: Footprint
     early: bool = False
 
     def beside(self, ahead: tuple[Footprint, ...]) -> tuple[Footprint, ...]:
-        """Of a launch beside `ahead`: the kernels that a programmatic launch right after it runs beside."""
+        """Returns, of a launch beside `ahead`, the kernels that a programmatic launch right after it runs
+        beside."""
         return (self.footprint, *ahead) if self.early else (self.footprint,)
 
 
@@ -91,7 +92,7 @@ class StreamHistory:
         return {**self.clock, self: self.position}
 
     def join(self, clock: Clock) -> None:
-        """What comes next comes after this point."""
+        """Orders what comes next after this point."""
         for other, position in clock.items(): self.clock[other] = max(position, self.clock.get(other, 0))
 
     def advance(self) -> tuple[Footprint, ...]:
@@ -124,14 +125,14 @@ class StreamHistory:
             # an event after the last will do
             for entry in sorted(unordered, key=lambda each: -each.position):
                 if (overlap := runs.conflict(entry.runs)) is None: continue
-                yield (f"order: {told(memory, overlap, footprint.what, entry.what)}: record an event in "
-                       f"stream {self.number} after {entry.what}, and let stream {into.number} wait for it "
+                yield (f"order: {describe_overlap(memory, overlap, footprint.what, entry.what)}: record an event "
+                       f"in stream {self.number} after {entry.what}, and let stream {into.number} wait for it "
                        f"before {footprint.what}")
                 break
 
 
-def touched(what: str, *parts: Part) -> Footprint:
-    """The footprint of a copy or a fill."""
+def footprint_of(what: str, *parts: Part) -> Footprint:
+    """Returns the footprint of a copy or a fill."""
     runs: dict[object, Runs] = {}
     for memory, start, stop, flags in parts:
         if start == stop: continue
@@ -143,8 +144,8 @@ def touched(what: str, *parts: Part) -> Footprint:
 ALLOCATES, FREES = "cudaMallocAsync", "cudaFreeAsync"   # work that others on the bytes come after, or before
 
 
-def told(memory: object, overlap: Overlap, what: str, other: str) -> str:
-    """Two works that nothing orders, and the bytes."""
+def describe_overlap(memory: object, overlap: Overlap, what: str, other: str) -> str:
+    """Returns two works that nothing orders, and the bytes, in words."""
     where = f"the {memory.nbytes} allocated at {memory.ptr:#x}" if isinstance(memory, Buffer) \
         else "page-locked memory"
     deed, before = _deed(what, overlap.flags), _deed(other, overlap.other)
@@ -182,6 +183,6 @@ class GraphOrder:
             for (a, mine), (b, other) in combinations(each, 2):
                 if self.before[b] >> a & 1 or (a not in changed and b not in changed): continue
                 if (a, b) in found or (overlap := mine.conflict(other)) is None: continue
-                words = told(memory, overlap, footprints[a].what, footprints[b].what)
+                words = describe_overlap(memory, overlap, footprints[a].what, footprints[b].what)
                 found[a, b] = f"order: {words}: add an edge from node {a} to node {b}"
         return list(found.values())

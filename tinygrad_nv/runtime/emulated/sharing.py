@@ -21,8 +21,8 @@ from tinygrad_nv.ptx.emulator import Buffer, Emulator
 
 
 class Sharing:
-    """That part of an `EmulatedDriver`. `shared`: descriptors by address, and whether the memory is this
-    process's own."""
+    """Part of an `EmulatedDriver` that shares memory with other processes. `shared`: descriptors by address,
+    and whether the memory is this process's own."""
     emulator: Emulator
     buffers: dict[int, Buffer]
     held: dict[int, Buffer]
@@ -35,7 +35,7 @@ class Sharing:
     def share(self, nbytes: int) -> tuple[int, bytes]:
         descriptor = os.memfd_create("tinygrad_nv", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, nbytes)
-        address = self._mapped(descriptor, nbytes)
+        address = self._map_memory(descriptor, nbytes)
         self.shared[address] = descriptor, True
         return address, f"{nbytes} /proc/{os.getpid()}/fd/{descriptor}".encode()
 
@@ -47,7 +47,7 @@ class Sharing:
                               "processes of one user in one container") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            address = self._mapped(descriptor, int(nbytes))
+            address = self._map_memory(descriptor, int(nbytes))
         except BaseException:
             os.close(descriptor)
             raise
@@ -68,7 +68,7 @@ class Sharing:
         fcntl.flock(descriptor, fcntl.LOCK_UN)      # by name: the mapping has the descriptor, too
         os.close(descriptor)
 
-    def _mapped(self, descriptor: int, nbytes: int) -> int:
+    def _map_memory(self, descriptor: int, nbytes: int) -> int:
         if self.among_peers:
             raise DriverError("memory of other processes on a device that has peers in this one",
                               "a process for each device")

@@ -60,7 +60,7 @@ def trace(kernels: Sequence[KernelEvent], counters: Mapping[str, Sequence[GPUSam
         mine = [kernel for kernel in kernels if kernel.device == device]
         launches, copies = [k for k in mine if not k.is_copy], [k for k in mine if k.is_copy]
         tracks = {STREAM: [*_spans(launches, pid), *(_kernel(k, pid) for k in launches)],
-                  PREDICTED: list(_predicted(launches, pid)),
+                  PREDICTED: list(_forecast_events(launches, pid)),
                   COPIES: [_complete(k.name, "copy", pid, COPIES, k.begin_s, k.seconds, {"bytes": k.nbytes})
                            for k in copies]}
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": device}})
@@ -92,7 +92,7 @@ def _kernel(k: KernelEvent, pid: int) -> Event:
     return _complete(k.name, "kernel", pid, STREAM, k.begin_s, k.seconds, args)
 
 
-def _predicted(kernels: Iterable[KernelEvent], pid: int) -> Iterator[Event]:
+def _forecast_events(kernels: Iterable[KernelEvent], pid: int) -> Iterator[Event]:
     at = 0.0
     for k in kernels:
         if k.forecast is None: continue

@@ -42,12 +42,13 @@ def gpu_model_of(gpu: Properties) -> GPUModel | None:
 
 
 def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | None:
-    """Of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU without figures."""
+    """Returns the forecast of a kernel that does `flops` operations and moves `nbytes` bytes; None of a GPU
+    without figures."""
     gpu_model, note = gpu_model_of(gpu), note_of(body)
     if gpu_model is None: return None
     spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
     if not isinstance(schedule, Schedule): return roofline(flops, nbytes, gpu_model)
-    tried = _tried(spec, schedule, gpu)
+    tried = _tuned_entry(spec, schedule, gpu)
     if (cost := TABLE.of(schedule).cost) is None: found = roofline(flops, nbytes, gpu_model)
     else:
         if isinstance(spec, GemmSpec) and spec.symbolic:
@@ -57,9 +58,9 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
     return found if tried is None else replace(found, seconds=tried.seconds, model=tried.known_by)
 
 
-def _tried(spec: Any, schedule: Schedule, gpu: Properties) -> database.Entry | None:
-    """What tuning has predicted of a kernel whose integers are all fixed. A time that was measured once is no
-    prediction."""
+def _tuned_entry(spec: Any, schedule: Schedule, gpu: Properties) -> database.Entry | None:
+    """Returns what tuning has predicted of a kernel whose integers are all fixed. A time that was measured
+    once is no prediction."""
     if integers(spec): return None
     target = GPU(gpu.arch, gpu.sm_count, model=figures_of(gpu.arch, gpu.sm_count, gpu.name))
     entry = database.known(spec, gpu.arch, target)

@@ -25,7 +25,7 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LabelUsage:
-    """What a label holds: bytes and allocations now, and the most bytes it ever held."""
+    """Usage of a label: bytes and allocations now, and the most bytes it ever held."""
     label: str
     nbytes: int
     count: int
@@ -64,10 +64,10 @@ class MemoryReport:
                  ("outside this pool", human(self.outside), "", ""), ("free", human(self.free), "", "")]
         most = f"{human(self.limit)}, of {human(self.total)}"
         head = f"{self.device}: {human(self.held)} held of at most {most}"
-        lines = [head, *_aligned([("", "now", "count", "peak"), *rows])]
+        lines = [head, *_align_columns([("", "now", "count", "peak"), *rows])]
         if self.largest:
             single = [(held.label, human(held.nbytes), f"no. {held.number}") for held in self.largest]
-            lines += ["largest allocations", *_aligned(single)]
+            lines += ["largest allocations", *_align_columns(single)]
         return "\n".join(lines)
 
 
@@ -77,7 +77,7 @@ def human(nbytes: int) -> str:
     return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {UNITS[power]}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Lines of a table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -118,7 +118,7 @@ def _holders(report: MemoryReport) -> str:
 
 def _advice(report: MemoryReport, nbytes: int, room: int, sizes: Mapping[str, int],
             remedies: Mapping[str, Callable[[int], str]]) -> list[str]:
-    """What would help, of what the figures bear out."""
+    """Returns what would help, of what the figures bear out."""
     if not nbytes: return ["hold less (a smaller --gpu-memory-utilization): code and graphs need memory, too"]
     short, out = nbytes - room, []
     limited = report.limit - report.held < nbytes

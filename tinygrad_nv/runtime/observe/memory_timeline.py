@@ -27,7 +27,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Of a captured step."""
+    """Memory of a captured step over time."""
     at: tuple[Moment, ...]
     arena_bytes: int
 
@@ -38,7 +38,7 @@ class MemoryTimeline:
 
 
 def memory_timeline(jit: Any) -> MemoryTimeline:
-    """Of a TinyJit that has captured. Raises `HookError` of one that has not."""
+    """Returns the memory timeline of a TinyJit that has captured. Raises `HookError` of one that has not."""
     if getattr(jit, "captured", None) is None:
         raise HookError("a TinyJit that has captured nothing", "one that was called twice", "call it again")
     calls, ends = list(_calls(jit.captured._linear)), list[tuple[int, int, int]]()

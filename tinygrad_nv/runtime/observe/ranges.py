@@ -2,9 +2,10 @@
 
 Protocol. `with layer("layers.3"):` names what is built inside, and nests: with `layer("attention")` in it,
 `layers.3.attention`. Nothing is kept of that, and nothing costs anything, unless layers are tracked: inside
-`tracked()`, inside a timeline, or from the import on with NV_NVTX=1. Then `origin(call)` says of a scheduled
-call in which layer it was built, and by which Tensor method (`op`); both are "" where that is not known. What
-was built or captured before tracking began is not known. Gradients belong to the layer of what they are of.
+`track_layers()`, inside a timeline, or from the import on with NV_NVTX=1. Then `origin(call)` says of a
+scheduled call in which layer it was built, and by which Tensor method (`op`); both are "" where that is not
+known. What was built or captured before tracking began is not known. Gradients belong to the layer of what
+they are of.
 
 tinygrad notes the method that made a node of the tensor graph (all_metadata), and forgets it as soon as the
 graph is rewritten. Tracking adds the layer to the note, and carries notes along: each rewrite knows what it
@@ -49,7 +50,7 @@ _PASSIVE = {*GroupOp.Movement, Ops.CONTIGUOUS, Ops.STORE, Ops.END, Ops.INDEX, Op
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a kernel comes from."""
+    """Origin of a kernel."""
     layer: str = ""
     op: str = ""
 
@@ -86,11 +87,11 @@ _session: _Session | None = None
 
 def layer(name: str) -> AbstractContextManager[None]:
     """Names what is built inside."""
-    return _named(name) if _depth else _NOTHING
+    return _enter_scope(name) if _depth else _NOTHING
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
+def _enter_scope(name: str) -> Iterator[None]:
     global _scope
     before, _scope = _scope, f"{_scope}.{name}" if _scope else name
     tensors._METADATA.set(None)
@@ -104,12 +105,12 @@ def tracking() -> bool:
 
 
 def origin(call: UOp) -> Origin:
-    """Where a call of a schedule comes from."""
+    """Returns where a call of a schedule comes from."""
     return call.tag if isinstance(call.tag, Origin) else _UNKNOWN
 
 
 @contextlib.contextmanager
-def tracked() -> Iterator[None]:
+def track_layers() -> Iterator[None]:
     """Tracks layers inside the block."""
     start()
     try: yield
@@ -162,11 +163,11 @@ class _Carrying(ops.RewriteContext):
 
     def walk_rewrite(self, root: UOp) -> UOp:
         with _rewriting(self, root): made = super().walk_rewrite(root)
-        return _tagged(made) if root.op is made.op is Ops.LINEAR else made
+        return _tag_origins(made) if root.op is made.op is Ops.LINEAR else made
 
     def unified_rewrite(self, root: UOp) -> UOp:
         with _rewriting(self, root): made = super().unified_rewrite(root)
-        return _tagged(made) if root.op is made.op is Ops.LINEAR else made
+        return _tag_origins(made) if root.op is made.op is Ops.LINEAR else made
 
 
 _inside: list[list[tuple[UOp, Mapping[UOp, UOp]]]] = []  # of each rewrite that runs: what its rules rewrote
@@ -268,7 +269,7 @@ def _note(node: UOp, notes: Notes) -> None:
             _session.calls[node.src[0].call(*(s.buf_uop for s in sources))] = notes
 
 
-def _tagged(linear: UOp) -> UOp:
+def _tag_origins(linear: UOp) -> UOp:
     """A schedule whose calls say where they come from. They keep that through all that tinygrad does with
     them; and two calls that the memory planner gives the same places stay two."""
     if _session is None: return linear
@@ -281,8 +282,8 @@ def _tagged(linear: UOp) -> UOp:
 
 
 def _principal(store: UOp) -> Notes:
-    """Of a kernel that is about to be cut out. What a rule made beside what it put in a node's place is of
-    the node that uses it."""
+    """Returns the notes of a kernel that is about to be cut out. What a rule made beside what it put in a
+    node's place is of the node that uses it."""
     used: dict[UOp, Notes] = {}
     computed: Notes = ()
     for node in reversed(store.toposort(gate=lambda node: node.op not in _EDGE)):
@@ -312,7 +313,7 @@ def _range(name: str) -> Iterator[None]:
 
 
 def enable_nvtx() -> None:
-    """What NV_NVTX=1 asks for. Raises `ConfigError` where there is no nvtx."""
+    """Does what NV_NVTX=1 asks for. Raises `ConfigError` where there is no nvtx."""
     global _nvtx
     if not config.get("NV_NVTX") or _nvtx is not None: return
     try:
@@ -322,7 +323,7 @@ def enable_nvtx() -> None:
                           "pip install nvtx, or unset NV_NVTX") from error
     _nvtx = nvtx
     start()
-    hooks.add_execute("nvtx", _executed)
+    hooks.add_execute("nvtx", _execute)
 
 
 def disable_nvtx() -> None:
@@ -334,7 +335,7 @@ def disable_nvtx() -> None:
     _nvtx = None
 
 
-def _executed(call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
+def _execute(call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
     with _range(title(call)): return run(call, ctx)
 
 

@@ -36,8 +36,8 @@ REASONS = {0x1: "idle", 0x2: "application clocks are set", 0x4: "power cap", 0x8
 
 @dataclass(frozen=True)
 class GPUSample:
-    """One look at a GPU. `seconds` is of time.perf_counter; None is what NVML did not tell. `throttled` says
-    why clocks are below the highest, and is empty where nothing holds them back."""
+    """One look at a GPU. `seconds` is of time.perf_counter; None is what NVML did not tell.
+    `throttle_reasons` says why clocks are below the highest, and is empty where nothing holds them back."""
     seconds: float
     sm_mhz: int | None = None
     memory_mhz: int | None = None
@@ -57,13 +57,13 @@ class Spread:
 
 @dataclass
 class Samples:
-    """What was read during a block. Complete when the block has ended: the first reading is of its begin, the
-    last of its end. `counted_joules` is the energy counter's difference, None where there is none."""
+    """Readings during a block. Complete when the block has ended: the first reading is of its begin, the last
+    of its end. `counted_joules` is the energy counter's difference, None where there is none."""
     readings: list[GPUSample] = field(default_factory=list)
     counted_joules: float | None = None
 
     def spread(self, name: str) -> Spread | None:
-        """Of a field of the readings, over those that have it."""
+        """Returns the spread of a field of the readings, over those that have it."""
         values = [value for each in self.readings if (value := getattr(each, name)) is not None]
         return Spread(sum(values) / len(values), min(values), max(values)) if values else None
 
@@ -85,23 +85,23 @@ class Samples:
         return self.readings[-1].seconds - self.readings[0].seconds if self.readings else 0.0
 
     @property
-    def throttled(self) -> tuple[str, ...]:
+    def throttle_reasons(self) -> tuple[str, ...]:
         """All reasons that were seen, in the order of their first time."""
         return tuple(dict.fromkeys(reason for each in self.readings for reason in each.throttled or ()))
 
     @property
     def joules(self) -> float | None:
         """Energy of the block; `joules_from` says how it is known."""
-        return self.counted_joules if self.counted_joules is not None else self.integrated_joules
+        return self.counted_joules if self.counted_joules is not None else self.joules_from_watts
 
     @property
     def joules_from(self) -> str:
         """"energy counter", "watts over time", or "" where there are no joules."""
         if self.counted_joules is not None: return "energy counter"
-        return "watts over time" if self.integrated_joules is not None else ""
+        return "watts over time" if self.joules_from_watts is not None else ""
 
     @property
-    def integrated_joules(self) -> float | None:
+    def joules_from_watts(self) -> float | None:
         """Trapezoids under the watts that were read."""
         known = [(each.seconds, each.watts) for each in self.readings if each.watts is not None]
         if len(known) < 2: return None
@@ -112,25 +112,25 @@ class Samples:
         return count / joules if (joules := self.joules) else None
 
     def record(self) -> dict[str, Any]:
-        """What a result file keeps of it, plain values."""
+        """Returns what a result file keeps of it, plain values."""
         names = ("sm_mhz", "memory_mhz", "watts", "temperature_c", "memory_used_bytes")
         return {**{name: vars(spread) if (spread := self.spread(name)) else None for name in names},
                 "joules": self.joules, "joules_from": self.joules_from, "seconds": self.seconds,
-                "readings": len(self.readings), "throttled": list(self.throttled)}
+                "readings": len(self.readings), "throttled": list(self.throttle_reasons)}
 
     def __str__(self) -> str:
-        def told(name: str, unit: str) -> str:
+        def describe(name: str, unit: str) -> str:
             if (s := self.spread(name)) is None: return f"{unit} not read"
             return f"{s.mean:.0f} {unit} ({s.low:.0f} … {s.high:.0f})"
         joules = "joules not known"
         if self.joules is not None: joules = f"{self.joules:.3g} J ({self.joules_from})"
-        held = f"; held back by: {', '.join(self.throttled)}" if self.throttled else ""
-        clocks = f"SM {told('sm_mhz', 'MHz')}, memory {told('memory_mhz', 'MHz')}"
-        return f"{clocks}, {told('watts', 'W')}, {joules}{held}"
+        held = f"; held back by: {', '.join(self.throttle_reasons)}" if self.throttle_reasons else ""
+        clocks = f"SM {describe('sm_mhz', 'MHz')}, memory {describe('memory_mhz', 'MHz')}"
+        return f"{clocks}, {describe('watts', 'W')}, {joules}{held}"
 
 
 def missing() -> str:
-    """What telemetry lacks on this machine, in words; "" when it works."""
+    """Returns what telemetry lacks on this machine, in words; \"\" when it works."""
     return _nvml()[1]
 
 
@@ -148,32 +148,32 @@ class Telemetry:
 
     @property
     def name(self) -> str:
-        """What NVML calls the GPU; "" where that is not known."""
-        return self._asked(lambda nvml, gpu: _text(nvml.nvmlDeviceGetName(gpu))) or ""
+        """Name that NVML has for the GPU; \"\" where that is not known."""
+        return self._ask(lambda nvml, gpu: _text(nvml.nvmlDeviceGetName(gpu))) or ""
 
     @property
     def uuid(self) -> str:
         """The GPU's own name, the same in every order of devices."""
-        return self._asked(lambda nvml, gpu: _text(nvml.nvmlDeviceGetUUID(gpu))) or ""
+        return self._ask(lambda nvml, gpu: _text(nvml.nvmlDeviceGetUUID(gpu))) or ""
 
     def now(self) -> GPUSample:
         """One look. Takes from 10 µs to some milliseconds, by driver."""
         seconds = time.perf_counter()
         return GPUSample(
             seconds,
-            self._asked(lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))),
-            self._asked(lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM))),
+            self._ask(lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))),
+            self._ask(lambda nvml, gpu: int(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM))),
             self._watts(),
-            self._asked(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)),
-            self._asked(lambda nvml, gpu: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))),
-            self._asked(lambda nvml, gpu: _reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))))
+            self._ask(lambda nvml, gpu: int(nvml.nvmlDeviceGetMemoryInfo(gpu).used)),
+            self._ask(lambda nvml, gpu: int(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))),
+            self._ask(lambda nvml, gpu: _reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))))
 
     def energy_joules(self) -> float | None:
         """The energy counter, since the driver was loaded; None where the GPU has none."""
-        return self._asked(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) * 1e-3)
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) * 1e-3)
 
     @contextmanager
-    def sampled(self, period_s: float = 0.05) -> Iterator[Samples]:
+    def sample(self, period_s: float = 0.05) -> Iterator[Samples]:
         """Reads now, every `period_s` seconds, and when the block ends."""
         samples, stop = Samples(), threading.Event()
         def read() -> None:
@@ -191,16 +191,16 @@ class Telemetry:
             if before is not None and after is not None: samples.counted_joules = after - before
 
     def _watts(self) -> float | None:
-        """Of this moment; of the last second where the GPU tells only that (from Ampere on, without the
-        field)."""
+        """Returns the watts of this moment; of the last second where the GPU tells only that (from Ampere on,
+        without the field)."""
         def instant(nvml: Any, gpu: Any) -> float:
             value, = nvml.nvmlDeviceGetFieldValues(gpu, [nvml.NVML_FI_DEV_POWER_INSTANT])
             if value.nvmlReturn: raise nvml.NVMLError(value.nvmlReturn)
             return value.value.uiVal * 1e-3
-        if (watts := self._asked(instant)) is not None: return watts
-        return self._asked(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) * 1e-3)
+        if (watts := self._ask(instant)) is not None: return watts
+        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) * 1e-3)
 
-    def _asked(self, ask: Callable[[Any, Any], T]) -> T | None:
+    def _ask(self, ask: Callable[[Any, Any], T]) -> T | None:
         """NVML's answer, or None where it gives none."""
         if not self.available: return None
         try: return ask(self.nvml, self.handle)
@@ -224,7 +224,7 @@ def _handle(nvml: Any, device: int | str) -> Any:
         if device.upper().startswith(("GPU-", "MIG-")): return nvml.nvmlDeviceGetHandleByUUID(device)
         return nvml.nvmlDeviceGetHandleByPciBusId(device)
     except nvml.NVMLError as error:
-        raise DriverError(f"telemetry of GPU {device}: {error}", f"one of {_listed(nvml)}",
+        raise DriverError(f"telemetry of GPU {device}: {error}", f"one of {_list_gpus(nvml)}",
                           "an ordinal is CUDA's, after CUDA_VISIBLE_DEVICES") from error
 
 
@@ -257,7 +257,7 @@ def _reasons(bits: int) -> tuple[str, ...]:
     return (*known, f"reason {rest:#x}") if rest else known
 
 
-def _listed(nvml: Any) -> str:
+def _list_gpus(nvml: Any) -> str:
     """The GPUs there are, in NVML's order."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
     return ", ".join(_text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles) or "none: NVML sees no GPU"

@@ -71,7 +71,7 @@ again:
 
 @dataclass
 class Timeline:
-    """What was recorded. Complete when the block has ended. `begun` is time.perf_counter at its begin."""
+    """Record of a block. Complete when the block has ended. `begun` is time.perf_counter at its begin."""
     begun: float = field(default_factory=time.perf_counter)
     kernels: list[KernelEvent] = field(default_factory=list)
     samples: dict[str, Samples] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def timeline(path: str | Path | None = None, period_s: float = 0.02) -> Iterator
     except HookError as error:
         raise RequestError("a timeline inside a timeline", "one at a time", "end the other first") from error
     try:
-        with ranges.tracked(), recorder: yield recorder.timeline
+        with ranges.track_layers(), recorder: yield recorder.timeline
     finally:
         hooks.remove_execute(NAME)
         if path is not None: recorder.timeline.write(path)
@@ -233,7 +233,7 @@ class _CallRecorder:
     def launch(self, call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
         """A kernel, on each of its devices."""
         devices = to_tuple(call.src[1].device)
-        observed = [self.observed(device) for device in devices]
+        observed = [self.attach(device) for device in devices]
         before, self.call = self.call, _RunningCall(call, ctx)
         begin = time.perf_counter()
         try: seconds = run(call, ctx if all(observed) else replace(ctx, wait=True))
@@ -261,7 +261,7 @@ class _CallRecorder:
 
     # launches on our devices
 
-    def observed(self, name: str) -> bool:
+    def attach(self, name: str) -> bool:
         """Whether a device's launches come here; from now on, if they can."""
         if name in self.lanes: return True
         device = Device[name]
@@ -274,7 +274,7 @@ class _CallRecorder:
             self.timeline.notes.setdefault("empty_pair_us", {})[name] = _empty_pair(lane) * 1e6
             with suppress(DriverError):  # of a GPU that NVML does not have there is nothing to read
                 telemetry = Telemetry(int(name.partition(":")[2] or 0))
-                samples = self.stack.enter_context(telemetry.sampled(self.period_s))
+                samples = self.stack.enter_context(telemetry.sample(self.period_s))
                 self.timeline.samples[name] = samples
         gpu = driver.properties
         self.timeline.notes.setdefault("devices", {})[name] = gpu.name
@@ -291,7 +291,7 @@ class _CallRecorder:
         device = kernel.dev
         *fills, launch = works
         for work in fills: device.driver.submit(work)
-        if self.call is None: return device.timed(lambda: device.driver.submit(launch), True)
+        if self.call is None: return device.submit_timed(lambda: device.driver.submit(launch), True)
         lane = self.lanes[device.device]
         assert isinstance(launch, Launch)
         pair = _submit(lane, replace(launch, pdl=False))
@@ -308,8 +308,8 @@ class _CallRecorder:
         driver.wait_for(pending[-1][2])
         for made, start, end in pending:
             # a difference to an event long ago is coarse: nothing begins before what is ahead has ended
-            begin = max(lane.begin_s + driver.elapsed_ms(lane.base, start) * 1e-3, lane.last_s)
-            seconds = driver.elapsed_ms(start, end) * 1e-3
+            begin = max(lane.begin_s + driver.ms_between(lane.base, start) * 1e-3, lane.last_s)
+            seconds = driver.ms_between(start, end) * 1e-3
             lane.last_s = begin + seconds
             lane.spare += [start, end]
             self.timeline.kernels.append(replace(made, begin_s=begin, seconds=seconds))
@@ -339,6 +339,6 @@ def _empty_pair(lane: _Lane) -> float:
     for _ in range(5):
         start, end = _submit(lane, nothing)
         driver.wait_for(end)
-        found.append(driver.elapsed_ms(start, end) * 1e-3)
+        found.append(driver.ms_between(start, end) * 1e-3)
         lane.spare += [start, end]
     return min(found)
