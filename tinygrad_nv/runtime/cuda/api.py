@@ -67,8 +67,8 @@ def too_old(driver: tuple[int, int], ptx: tuple[int, int]) -> str:
     """Words for a driver that cannot compile PTX of a version, "" when it can."""
     if driver >= (needed := cuda_of_ptx(ptx)): return ""
     return (f"the NVIDIA driver supports CUDA {format_version(driver)} "
-            f"(PTX {format_version(ptx_of_cuda(driver))}); our kernels are PTX {format_version(ptx)}, which needs a "
-            f"driver for CUDA {format_version(needed)} or later")
+            f"(PTX {format_version(ptx_of_cuda(driver))}); our kernels are PTX {format_version(ptx)}, "
+            f"which needs a driver for CUDA {format_version(needed)} or later")
 
 
 # **** what is here ****
@@ -152,7 +152,8 @@ def failure(cu: Any, status: Any, doing: str) -> DriverError:
     """The error for a status, to be raised. `doing` says what was asked for."""
     if (cause := LOST.get(status.name)) is not None:
         return KernelError(f"{describe_status(cu, status)}, found while {doing}: {cause}; the context is "
-                           "lost, and every call after this one fails", "kernels that stay within their memory",
+                           "lost, and every call after this one fails",
+                           "kernels that stay within their memory",
                            "end this process; then run the same with DEV=EMU, which names the line, or under "
                            "compute-sanitizer")
     if status.name == "CUDA_ERROR_OUT_OF_MEMORY":

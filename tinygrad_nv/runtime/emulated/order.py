@@ -125,8 +125,9 @@ class StreamHistory:
             # an event after the last will do
             for entry in sorted(unordered, key=lambda each: -each.position):
                 if (overlap := runs.conflict(entry.runs)) is None: continue
-                yield (f"order: {describe_overlap(memory, overlap, footprint.what, entry.what)}: record an event "
-                       f"in stream {self.number} after {entry.what}, and let stream {into.number} wait for it "
+                yield (f"order: {describe_overlap(memory, overlap, footprint.what, entry.what)}: "
+                       f"record an event in stream {self.number} after {entry.what}, and let stream "
+                       f"{into.number} wait for it "
                        f"before {footprint.what}")
                 break
 
