@@ -65,7 +65,7 @@ def row(group: Group, kind: str, count: int, rounds: int) -> dict[str, Any]:
 
     @TinyJit
     def gathered() -> Tensor:
-        return next_tokens(part.gathered(own), params.filters, all_tokens, slots, slots).realize()
+        return next_tokens(part.gather(own), params.filters, all_tokens, slots, slots).realize()
     for _ in range(3): assert parts().tolist() == gathered().tolist()
     times: dict[str, list[float]] = {"parts": [], "gathered": []}
     for i in range(rounds):

@@ -21,9 +21,9 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 from .config import ModelConfig
 from .dense import DenseBatch, Documents, Position
-from .layers import Linear, RMSNorm, StoredLinear, normalised
+from .layers import Linear, RMSNorm, StoredLinear, normalise
 from .packed import PackedBatch
-from .paged import AttentionKind, PagedBatch, appended
+from .paged import AttentionKind, PagedBatch, append
 
 if TYPE_CHECKING:   # a program of one device does not load it
     from .parallel import Parallel
@@ -100,7 +100,7 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None: q, k = self.q_norm(q), self.k_norm(k)
         # rotation keeps the norm, so that it does not matter which is first
         if c.qk_norm == "unit" and self.rope is not None:
-            q, k = (normalised(each, c.norm_eps).cast(each.dtype).contiguous() for each in (q, k))
+            q, k = (normalise(each, c.norm_eps).cast(each.dtype).contiguous() for each in (q, k))
         return q, k, v
 
     def _split_normalised(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,11 +111,11 @@ class Attention:
         kv = c.num_kv_heads * c.head_dim
         q, k, v = heads.split([c.num_heads * c.head_dim, kv, kv], dim=-1)
         if self.parallel is None: q, k = self.q_norm(q), self.k_norm(k)
-        else: q, k = self._normalised_by_all(self.parallel, q, k)
+        else: q, k = self._normalise_over_ranks(self.parallel, q, k)
         made = [each.reshape(B, T, -1, c.head_dim) for each in (q, k, v)]
         return made[0], made[1], made[2]
 
-    def _normalised_by_all(self, parallel: Parallel, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalise_over_ranks(self, parallel: Parallel, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q and k (B, T, …) of this rank's heads by the mean of squares over those of all ranks."""
         assert self.q_norm is not None
         assert self.k_norm is not None
@@ -126,13 +126,13 @@ class Attention:
     def project(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, hidden) to rotated q (B, H, T, D) and k, v (B, H_kv, T, D)."""
         both = self.qkv(x)
-        if TRAINING and self.rope is not None and self.plain: return self.rotated(both, batch, self.rope)
+        if TRAINING and self.rope is not None and self.plain: return self.rotate_heads(both, batch, self.rope)
         q, k, v = (each.transpose(1, 2) for each in self.split(both.contiguous_backward()))
         if self.rope is not None:
             cos, sin = batch.rope_rows(self.rope, x.shape[1])
             q, k = (rotate(each, cos, sin, self.config.rope_interleaved) for each in (q, k))
         if self.temperature is not None:
-            q = self.temperature.applied(q, batch.positions(x.shape[1]).unsqueeze(-1))
+            q = self.temperature.apply(q, batch.positions(x.shape[1]).unsqueeze(-1))
         return q.contiguous(), k, v
 
     @property
@@ -141,17 +141,17 @@ class Attention:
         c = self.config
         return not c.qk_norm and not c.rope_interleaved and self.temperature is None
 
-    def rotated(self, both: Tensor, batch: DenseBatch, rope: int) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_heads(self, both: Tensor, batch: DenseBatch, rope: int) -> tuple[Tensor, Tensor, Tensor]:
         """Heads as of `project` of q|k|v, and their gradients, by one kernel each."""
         cos, sin = batch.rope_rows(rope, int(both.shape[1]))
         if cos.ndim == 4: cos, sin = cos.squeeze(1), sin.squeeze(1)
         return F.rotate_heads(both, cos, sin, self.config.num_heads, self.config.num_kv_heads)
 
-    def tempered(self, q: Tensor, start: Position, axis: int) -> Tensor:
+    def apply_temperature(self, q: Tensor, start: Position, axis: int) -> Tensor:
         """Queries at places start, start + 1 … along an axis, times the temperature that there is."""
         if self.temperature is None: return q
         places = Tensor.arange(q.shape[axis]) + start
-        return self.temperature.applied(q, places.reshape(-1, *(1,) * (q.ndim - axis - 1)))
+        return self.temperature.apply(q, places.reshape(-1, *(1,) * (q.ndim - axis - 1)))
 
     def append(self, x: Tensor, batch: DenseBatch,
                cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,9 +162,9 @@ class Attention:
             # new Tensors over the same storage, so that reads depend on the appends
             keys, values = (Tensor(each.uop) for each in cache)
             tables = None if self.rope is None else batch.ropes[self.rope]
-            keys, values, q = appended(keys, values, q, k, v, None, batch.lengths, tables,
+            keys, values, q = append(keys, values, q, k, v, None, batch.lengths, tables,
                                        interleaved=self.config.rope_interleaved)
-            q = self.tempered(q, start, 1)
+            q = self.apply_temperature(q, start, 1)
             return q.transpose(1, 2), keys[:, :, :end], values[:, :, :end]
         q, *new = self.project(x, batch)
         written = [Tensor(old.uop.after(old[:, :, start:end].uop.store(each.uop)))
@@ -198,7 +198,7 @@ class Attention:
         return out.reshape(B, T, c.num_heads * c.head_dim).contiguous()
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Of scores (B, H_kv, G, T, keys), and the sinks that there are."""
+        """Returns the softmax of scores (B, H_kv, G, T, keys), and the sinks that there are."""
         if self.sinks is None: return scores.softmax(-1)
         sinks = self.sinks.reshape(1, self.config.num_kv_heads, -1, 1, 1)
         top = scores.max(-1, keepdim=True).maximum(sinks).detach()
@@ -228,7 +228,7 @@ class Attention:
         if self.rope is not None:
             rows, pairs = batch.ropes[self.rope], self.config.rope_interleaved
             q, k = (rotate(each, *rows, pairs).contiguous() for each in (q, k))
-        if self.temperature is not None: q = self.temperature.applied(q, batch.positions.reshape(-1, 1, 1))
+        if self.temperature is not None: q = self.temperature.apply(q, batch.positions.reshape(-1, 1, 1))
         how = AttentionKind(self.rope, self.window, self.scale, self.config.softcap)
         return batch.attend(q, k, v, how).unsqueeze(0)
 

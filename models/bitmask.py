@@ -19,8 +19,9 @@ from tinygrad_nv.errors import WeightError
 PARTS = ("compressed", "bitmask", "shape", "row_offsets")
 
 
-def stored(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Of each weight that is stored so the names of its parts. Raises `WeightError` where one lacks."""
+def find_masked(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns, for each weight that is stored so, the names of its parts. Raises `WeightError` where one
+    lacks."""
     every, found = set(names), dict[str, dict[str, str]]()
     for name in sorted(every):
         module, _, last = name.rpartition(".")

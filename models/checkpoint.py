@@ -30,7 +30,7 @@ from . import bitmask, gguf_path
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
-from .safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, damaged, read_layouts
+from .safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, damage, read_layouts
 
 # Older checkpoints carry buffers that are recomputed, some of them masks of bool; they mean nothing.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -105,13 +105,13 @@ class Safetensors:
         if entry.parts or entry.strides is not None:
             found = (_of_larger(entry, entry.parts[0].file_offset[1], begin, end,
                                 lambda first, last: _sparse_elements(entry, first, last))
-                     if entry.parts else strided(rows_of(entry, begin, end)))
+                     if entry.parts else read_strided(rows_of(entry, begin, end)))
             return write(tensor, offset, convert(found, entry.dtype, tensor.dtype))
         item, (path, position) = ITEM_BYTES[entry.dtype], entry.file_offset
         target = host_bytes(tensor)
         with open(path, "rb", buffering=0) as file:
             file.seek(position + begin * item)
-            if target is not None and named(entry.dtype) == tensor.dtype:
+            if target is not None and dtype_of(entry.dtype) == tensor.dtype:
                 _fill(file, target[offset:offset + (end - begin) * item], path)
                 return
             data = memoryview(bytearray((end - begin) * item))
@@ -140,7 +140,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-def strided(entry: TensorEntry) -> memoryview:
+def read_strided(entry: TensorEntry) -> memoryview:
     """The elements in index order. Of the axis with the largest stride each index is read by itself, if what
     lies between is worth it."""
     assert entry.strides is not None, "entries with strides only"
@@ -190,17 +190,17 @@ def read_header(path: Path) -> list[TensorEntry]:
     start, layouts = read_layouts(path, IGNORED_SUFFIXES)
     out = []
     for name, dtype, shape, begin, end in layouts:
-        if dtype not in NUMPY_DTYPES: raise unsupported(str(path), name, dtype)
+        if dtype not in NUMPY_DTYPES: raise unsupported_dtype(str(path), name, dtype)
         stored = SAFETENSORS_DTYPES.get(dtype, dtype)
         entry = TensorEntry(name, stored, shape, (str(path), start + begin))
         if end - begin != entry.nbytes:
-            raise damaged(path, f"tensor {name[:200]} has {end - begin} bytes, needs {entry.nbytes}")
+            raise damage(path, f"tensor {name[:200]} has {end - begin} bytes, needs {entry.nbytes}")
         out.append(entry)
     return out
 
 
-def unsupported(path: str, name: str, dtype: str) -> WeightError:
-    """Of a tensor that is no float, where one is expected."""
+def unsupported_dtype(path: str, name: str, dtype: str) -> WeightError:
+    """Returns the error of a tensor that is no float, where one is expected."""
     return WeightError(f"{path}: tensor {name[:200]} has dtype {dtype[:60]}",
                        f"one of {', '.join(SAFETENSORS_DTYPES)}", "convert the weights to one of these")
 
@@ -250,7 +250,7 @@ def _sparse_elements(entry: TensorEntry, begin: int, end: int) -> np.ndarray:
 def _with_sparse(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Entries, those of sparse tensors joined. Raises `WeightError` where parts do not fit each other."""
     out = dict(entries)
-    for weight, names in bitmask.stored(entries).items():
+    for weight, names in bitmask.find_masked(entries).items():
         elements, mask, shape, *offsets = (out.pop(name) for name in names.values())
         few = math.prod(shape.shape) <= 8 and shape.dtype.startswith("I")
         extents = tuple(read_array(shape).reshape(-1).tolist()) if few else ()
@@ -285,14 +285,14 @@ def _with_experts(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return out
 
 
-def named(dtype: str) -> DType:
+def dtype_of(dtype: str) -> DType:
     """tinygrad's dtype of a name in `ITEM_BYTES`."""
     return {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}[dtype]
 
 
 def convert(data: memoryview, source: str, target: DType) -> memoryview:
     """Elements of dtype name `source` as elements of `target`, rounded to nearest even."""
-    if named(source) == target: return data
+    if dtype_of(source) == target: return data
     values = (widen_bfloat16(np.frombuffer(data, np.uint16)) if source == "bfloat16"
               else np.frombuffer(data, source).astype(np.float32, copy=False))
     if target == dtypes.bfloat16: return narrow_bfloat16(values).data.cast("B")
@@ -327,7 +327,7 @@ class GGUFTensors:
         from . import gguf
         self.gguf = gguf
         self.file = open_gguf(path)
-        self.stored = {each.name: each for each in gguf.stored(self.file)}
+        self.stored = {each.name: each for each in gguf.list_tensors(self.file)}
         self.entries = {each.name: TensorEntry(each.name, each.dtype, each.shape,
                                                (str(each.source.path), each.source.offset))
                         for each in self.stored.values()}

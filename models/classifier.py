@@ -23,7 +23,7 @@ from .fields import CORRECT, Fields
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
-    """Of the last axis."""
+    """Returns the softmax over the last axis."""
     e = np.exp(x - x.max(-1, keepdims=True))
     return np.asarray(e / e.sum(-1, keepdims=True))
 
@@ -141,14 +141,14 @@ def number_of_labels(data: Mapping[str, Any], name: str) -> int:
 
 
 def label_names(data: Mapping[str, Any], labels: int) -> tuple[str, ...]:
-    """What id2label says of each label."""
+    """Returns the names that id2label gives the labels."""
     named = data.get("id2label")
     if not isinstance(named, Mapping): return ()
     return tuple(str(named.get(str(at), f"LABEL_{at}")) for at in range(labels))
 
 
 def score_activation(data: Mapping[str, Any], labels: int) -> str:
-    """What makes scores of logits, as vLLM chooses it: what problem_type says, else what a cross-encoder
+    """Returns the activation of scores, as vLLM chooses it: what problem_type says, else what a cross-encoder
     names, else softmax, or sigmoid of a single label."""
     default = "sigmoid" if labels == 1 else "softmax"
     kinds = {"regression": "identity", "multi_label_classification": "sigmoid",

@@ -106,12 +106,12 @@ class ModelConfig:
 
     @property
     def rope_indices(self) -> tuple[int | None, ...]:
-        """Of each layer's rope among `distinct_ropes`."""
+        """Index of each layer's rope among `distinct_ropes`."""
         return tuple(None if each is None else self.distinct_ropes.index(each) for each in self.ropes)
 
     @property
     def kv_shape(self) -> KVShape:
-        """What the cache holds of a token in one layer."""
+        """Shape of a token's keys and values in the cache of one layer."""
         if self.latent is not None: return KVShape(1, self.latent.width, 0)
         return KVShape(self.num_kv_heads, self.head_dim, self.head_dim)
 
@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def _attention_parameters(self) -> int:
-        """Of one layer."""
+        """Number of parameters of one layer's attention."""
         if self.latent is not None:
             made = self.latent.parameters(self.hidden_size, self.num_heads)
             return made + self.hidden_size * (self.num_heads * self.latent.value + self.output_bias)
@@ -282,7 +282,7 @@ def _refuse_both_directions(raw: Mapping[str, Any], name: str) -> None:
 
 
 def _quantization(raw: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """What a checkpoint says of its quantised weights."""
+    """Returns a checkpoint's settings of its quantised weights."""
     # llmcompressor's first files have another name for it
     if not (given := raw.get("quantization_config") or raw.get("compression_config")): return None
     if not isinstance(given, dict):

@@ -29,10 +29,10 @@ class DenseKVCache:
                device: str | None = None) -> DenseKVCache:
         """A cache for `capacity` tokens in each of `batch` sequences."""
         shape = config.kv_shape
-        def created() -> tuple[Tensor, ...]:
+        def create_layer() -> tuple[Tensor, ...]:
             return tuple(Tensor.empty(batch, shape.heads, capacity, width, dtype=dtype, device=device)
                          for width in (shape.keys, shape.values) if width)
-        return DenseKVCache(tuple(created() for _ in range(config.num_layers)))
+        return DenseKVCache(tuple(create_layer() for _ in range(config.num_layers)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -54,7 +54,7 @@ class Documents:
     segments: Tensor
 
     def bounds(self, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-        """Of each token where its document begins and ends in the row, int32 (B, T) both; with `chunk` the
+        """Returns where each token's document begins and ends in the row, int32 (B, T) both; with `chunk` the
         chunk of so many tokens of it. Those of padding begin and end where they stand: they see nothing."""
         B, T = (int(n) for n in self.positions.shape)
         place = Tensor.arange(T, dtype=dtypes.int32).reshape(1, T)
@@ -111,7 +111,7 @@ class DenseBatch:
         return cos, sin
 
     def positions(self, T: int) -> Tensor:
-        """Of the tokens, int32 (T,) or (B, 1, T)."""
+        """Returns the positions of the tokens, int32 (T,) or (B, 1, T)."""
         if self.documents is not None: return self.documents.positions.unsqueeze(1)
         if self.part is not None: return self.part.places
         return Tensor.arange(T) + self.start

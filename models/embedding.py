@@ -28,7 +28,7 @@ class InsertedRows:
         return (self.numbers >= 0).reshape(1, -1, 1).where(rows, x).contiguous()
 
 
-def quantised_rows(table: QTensor, tokens: Tensor, dtype: DType) -> Tensor:
+def lookup_quantised(table: QTensor, tokens: Tensor, dtype: DType) -> Tensor:
     """Rows of a table [N, K], whose scales are of single rows, for tokens 0 … N − 1 of any shape: (…, K)."""
     flat, count, k = tokens.flatten(), int(tokens.numel()), table.shape[1]
 

@@ -33,7 +33,7 @@ from .llama import Llama
 from .model_types import architectures_of
 from .multimodal import language_entries
 from .packed import PackedBatch
-from .pooling import Pooling, default_pooling, pooled, read_pooling
+from .pooling import Pooling, default_pooling, pool, read_pooling
 from .rope import default_context
 
 TASKS = ("auto", "generate", "embed", "classify", "score", "reward")
@@ -43,20 +43,20 @@ CLASSIFIES = "ForSequenceClassification"
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """Of an embedding model: its network, and what is made of hidden states."""
+    """Configuration of an embedding model: its network, and what is made of hidden states."""
     network: EncoderConfig | ModelConfig
     pooling: Pooling
     classifier: Classifier | None = None
 
     @property
-    def typed(self) -> bool:
+    def has_types(self) -> bool:
         """Whether tokens of the second of two texts have a type of their own."""
         network = self.network
         return self.classifier is not None and isinstance(network, EncoderConfig) and network.token_types > 1
 
     @property
     def max_tokens(self) -> int:
-        """Of a text, special tokens included."""
+        """Most tokens of a text, special tokens included."""
         return min(self.network.max_positions, self.pooling.max_tokens or self.network.max_positions)
 
     @property
@@ -172,13 +172,13 @@ class EmbeddingModel:
                  types: Tensor | None = None, every: bool = False) -> Tensor:
         """float32 (sequences, hidden): pooled hidden states of tokens (T,) of sequences that begin at
         `starts`; with `every` (T, hidden): those of all tokens. `types`: of tokens, if the config is
-        `typed`."""
+        `has_types`."""
         if isinstance(self.network, Encoder):
             batch = self.network.batch(starts, positions, longest)
             hidden = self.network(tokens, batch, types)
         else:
             batch = PackedBatch.of(starts, positions, longest, self.network.rope_tables,
                                    self.network.config.causal)
-            hidden = self.network.hidden_packed(tokens, batch)
+            hidden = self.network.states_of_packed(tokens, batch)
         if every: return hidden.float()
-        return pooled(self.config.pooling.kind, hidden.contiguous(), batch)
+        return pool(self.config.pooling.kind, hidden.contiguous(), batch)

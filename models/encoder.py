@@ -18,7 +18,7 @@ from tinygrad_nv.runtime.observe.ranges import layer
 
 from .attention import rotate
 from .encoder_config import EncoderConfig
-from .layers import LayerNorm, Linear, activated
+from .layers import LayerNorm, Linear, activate
 from .packed import PackedBatch
 from .paged import AttentionKind, RopeTables
 from .rope_tables import rope_tables
@@ -52,13 +52,13 @@ class EncoderBlock:
         before = self.config.pre_norm
         with layer("attention"):
             h = x if self.attention_norm is None or not before else self.attention_norm(x)
-            x = x + self.attended(h, batch)
+            x = x + self.attend(h, batch)
             if self.attention_norm is not None and not before: x = self.attention_norm(x)
         with layer("feed_forward"):
-            if before: return (x + self.fed(self.norm(x.contiguous()))).contiguous()
-            return self.norm(x + self.fed(x))
+            if before: return (x + self.feed_forward(self.norm(x.contiguous()))).contiguous()
+            return self.norm(x + self.feed_forward(x))
 
-    def attended(self, x: Tensor, batch: PackedBatch) -> Tensor:
+    def attend(self, x: Tensor, batch: PackedBatch) -> Tensor:
         """The attention half."""
         c = self.config
         heads = self.qkv(x).contiguous().reshape(-1, 3, c.num_heads, c.head_dim)
@@ -68,14 +68,14 @@ class EncoderBlock:
         how = AttentionKind(self.rope, self.window, c.head_dim ** -0.5, None)
         return self.output(batch.attend(q, k, v, how))
 
-    def fed(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward half."""
         c, made = self.config, self.up(x)
-        if not c.gated: return self.down(activated(made, c.activation).contiguous())
+        if not c.gated: return self.down(activate(made, c.activation).contiguous())
         # split: in one kernel each would be computed for all columns of both, as in feed_forward.py
         halves = [half.contiguous() for half in made.contiguous().split([c.intermediate_size] * 2, dim=-1)]
         gate, up = halves[::-1] if c.gate_last else halves
-        return self.down((activated(gate, c.activation) * up).contiguous())
+        return self.down((activate(gate, c.activation) * up).contiguous())
 
 
 class Encoder:
@@ -102,7 +102,8 @@ class Encoder:
 
     @cached_property
     def distance_biases(self) -> Tensor | None:
-        """What is added to scores for each distance of a key from its row, float32 (heads, 2 length − 1)."""
+        """Biases that are added to scores for each distance of a key from its row, float32 (heads, 2 length −
+        1)."""
         if self.distances is None: return None
         away = np.arange(1 - self.length, self.length)
         buckets = Tensor(distance_buckets(away, self.config.distance_buckets), device=self.device)

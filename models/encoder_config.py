@@ -66,7 +66,7 @@ class EncoderConfig:
 
     @property
     def position_rows(self) -> int:
-        """Of the table of positions."""
+        """Rows of the table of positions."""
         return 0 if self.ropes else self.max_positions + self.first_position
 
     @property

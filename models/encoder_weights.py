@@ -1,4 +1,4 @@
-"""Which tensors an encoder's checkpoint must hold, and where in the network each is stored.
+"""Tensors that an encoder's checkpoint must hold, and where in the network each is stored.
 
 Protocol: as weights.py. Names are found with and without the prefix of a whole model ("bert."), and
 LayerNorm's with their oldest names, gamma and beta. Matrices that a network stacks are stored as one, or

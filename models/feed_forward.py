@@ -21,7 +21,7 @@ from tinygrad_nv import functional as F
 from tinygrad_nv.quant.activations import StackWeight
 
 from .config import ModelConfig
-from .layers import Linear, activated
+from .layers import Linear, activate
 from .moe_config import MoEConfig
 
 
@@ -40,7 +40,7 @@ class FeedForward:
         gate, up = (half.contiguous_backward() for half in both)
         # realised: fused into `down` it would be computed again for every output row (212 µs against 13 + 3
         # on a CPU)
-        return self.down((activated(gate, self.activation) * up).contiguous())
+        return self.down((activate(gate, self.activation) * up).contiguous())
 
 
 class MixtureOfExperts:
@@ -72,15 +72,15 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """x (B, T, hidden)."""
         flat = x.reshape(-1, x.shape[-1])
-        made = self.routed(flat)
+        made = self.route(flat)
         if self.shared is not None:
             shared = self.shared(flat)
             if self.shared_gate is not None: shared = flat.linear(self.shared_gate.T).sigmoid() * shared
             made = made + shared
         return made.reshape(x.shape)
 
-    def routed(self, x: Tensor) -> Tensor:
-        """What the experts add for tokens (T, hidden)."""
+    def route(self, x: Tensor) -> Tensor:
+        """Returns the sum of the experts for tokens (T, hidden)."""
         moe, (tokens, hidden) = self.moe, x.shape
         rows, router = (x.float(), self.router.float()) if moe.exact_router else (x, self.router)
         logits = rows.linear(router.T, self.router_bias).contiguous()
@@ -91,10 +91,10 @@ class MixtureOfExperts:
         if moe.scaled_inputs:
             slots = x.unsqueeze(1) * routing.weights.cast(x.dtype).unsqueeze(-1)
             x, gather, weights = slots.reshape(-1, hidden).contiguous(), 1, None
-        inner = _multiplied(x, self.gate_up_stack, self.gate_up.reshape(count, 2 * moe.width, hidden),
+        inner = _multiply(x, self.gate_up_stack, self.gate_up.reshape(count, 2 * moe.width, hidden),
                             routing, gather=gather, activation=self.activation, bias=self.gate_up_bias,
                             partial=here is not None)
-        made = _multiplied(inner, self.down_stack, self.down.reshape(count, hidden, moe.width), routing,
+        made = _multiply(inner, self.down_stack, self.down.reshape(count, hidden, moe.width), routing,
                            scatter=True, weights=weights, bias=self.down_bias, partial=here is not None)
         made = made.reshape(tokens, moe.policy.k, hidden)
         # rows of no expert may hold anything
@@ -108,7 +108,7 @@ class MixtureOfExperts:
         return replace(routing, order=order, offsets=offsets), here
 
 
-def _multiplied(x: Tensor, stack: StackWeight | None, w: Tensor, routing: F.Routing, partial: bool,
+def _multiply(x: Tensor, stack: StackWeight | None, w: Tensor, routing: F.Routing, partial: bool,
                 **more: Any) -> Tensor:
     """Rows times the matrices of their experts: of a stack, where these are quantised, else of w."""
     if stack is None: return F.grouped_matmul(x, w, routing.offsets, routing.order, partial=partial, **more)

@@ -55,7 +55,7 @@ def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path)
 
 
 def _shapes(moe: MoEConfig, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Of a layer's tensors."""
+    """Returns the shapes of a layer's tensors."""
     shapes: dict[str, tuple[int, ...]] = {GATE_UP: (moe.experts, hidden, 2 * moe.width),
                                           DOWN: (moe.experts, moe.width, hidden)}
     if moe.biased:
@@ -77,9 +77,9 @@ def _require(wanted: Mapping[str, tuple[int, ...]], entries: Mapping[str, Tensor
     def fits(name: str, shape: tuple[int, ...]) -> bool:
         return name in entries and entries[name].shape == shape
 
-    def found(name: str) -> str:
+    def shape_words(name: str) -> str:
         return f": found {list(entries[name].shape)}" if name in entries else ""
-    lines = [f"  {name} {list(shape)}{found(name)}" for name, shape in wanted.items()
+    lines = [f"  {name} {list(shape)}{shape_words(name)}" for name, shape in wanted.items()
              if not fits(name, shape)]
     if not lines: return
     more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []

@@ -1,4 +1,4 @@
-"""Where a GGUF file is. gguf/ reads it, and is loaded for a model that is one."""
+"""Finds GGUF files. gguf/ reads it, and is loaded for a model that is one."""
 from __future__ import annotations
 
 from pathlib import Path

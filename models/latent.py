@@ -95,19 +95,19 @@ class LatentAttention:
         self.kv_b.weight, self.kv_b.parts = made.T.contiguous().realize(), ()
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Of each head, for keys (H, nope, rank) and values (H, value, rank)."""
+        """Returns the matrices of each head, for keys (H, nope, rank) and values (H, value, rank)."""
         c = self.latent
         both = self.kv_b.weight.reshape(self.heads, c.nope + c.value, c.rank)
         return both[:, :c.nope], both[:, c.nope:]
 
-    def absorbed(self, q: Tensor) -> Tensor:
+    def absorb(self, q: Tensor) -> Tensor:
         """Queries (B, T, H, rope + rank) for the cache's vectors, not rotated."""
         (B, T, *_), c = q.shape, self.latent
         nope, rope = q.split([c.nope, c.rope], dim=-1)
         moved = nope.reshape(B * T, self.heads, c.nope).transpose(0, 1) @ self.matrices()[0]
         return rope.cat(moved.transpose(0, 1).reshape(B, T, self.heads, c.rank), dim=-1).contiguous()
 
-    def projected(self, out: Tensor) -> Tensor:
+    def project_out(self, out: Tensor) -> Tensor:
         """The layer's result of weighted latents (B, T, H, rank)."""
         B, T = out.shape[:2]
         each = out.reshape(B * T, self.heads, self.latent.rank).transpose(0, 1)
@@ -116,22 +116,22 @@ class LatentAttention:
 
     # **** with a cache ****
 
-    def appended(self, keys: Tensor, new: Tensor, q: Tensor, table: Tensor | None, lengths: Tensor,
+    def append(self, keys: Tensor, new: Tensor, q: Tensor, table: Tensor | None, lengths: Tensor,
                  rope: RopeTables) -> tuple[Tensor, Tensor]:
         """`kv_append` of vectors (B, T, 1, width): the cache, and q, rotated both."""
         keys, q = F.kv_append(keys, None, new, None, table, lengths, cos=rope[0], sin=rope[1], q=q,
                             interleaved=self.latent.interleaved, rounded=True)
         return keys, q
 
-    def paged(self, x: Tensor, batch: PagedBatch, pages: LayerPages) -> Tensor:
+    def attend_paged(self, x: Tensor, batch: PagedBatch, pages: LayerPages) -> Tensor:
         """Weighted latents (1, T, H, rank) of tokens x (1, T, hidden), which are appended to the pages."""
-        q, vectors = self.absorbed(self.queries(x)), self.vectors(x)
+        q, vectors = self.absorb(self.queries(x)), self.vectors(x)
         keys, rope = Tensor(pages.keys.uop), batch.ropes[self.rope]
         queries, first = [], 0
         for group in batch.groups:
             end, each = first + group.num_tokens, group.tokens_per_sequence
             own_q, own = (t[0, first:end].reshape(-1, each, *t.shape[2:]) for t in (q, vectors))
-            keys, rotated = self.appended(keys, own, own_q, group.table, group.lengths, rope)
+            keys, rotated = self.append(keys, own, own_q, group.table, group.lengths, rope)
             queries.append(rotated.cast(keys.dtype))
             first = end
         out = [F.latent_attention(rotated, keys, group.table, group.lengths, value_dim=self.latent.rank,
@@ -140,28 +140,28 @@ class LatentAttention:
         return (out[0] if len(out) == 1 else out[0].cat(*out[1:], dim=1)).contiguous()
 
     def vectors(self, x: Tensor) -> Tensor:
-        """What the cache holds of tokens: (B, T, 1, rope + rank), not rotated."""
+        """Returns the vectors that the cache holds of tokens: (B, T, 1, rope + rank), not rotated."""
         rope, latent = self.latents(x)
         return rope.cat(latent, dim=-1).unsqueeze(2).contiguous()
 
     def dense(self, x: Tensor, batch: DenseBatch, cache: Tensor) -> Tensor:
         """Weighted latents (B, T, H, rank) of tokens x, which are appended to a contiguous cache."""
         start, end, c = batch.start, batch.start + x.shape[1], self.latent
-        q, new = self.absorbed(self.queries(x)), self.vectors(x)
+        q, new = self.absorb(self.queries(x)), self.vectors(x)
         if batch.lengths is not None and takes_kv_append(x):
             # a new Tensor over the same storage, so that reads depend on the append
-            cache, q = self.appended(Tensor(cache.uop), new, q, None, batch.lengths, batch.ropes[self.rope])
+            cache, q = self.append(Tensor(cache.uop), new, q, None, batch.lengths, batch.ropes[self.rope])
             q = q.transpose(1, 2)
         else:
             cos, sin = batch.rope_rows(self.rope, x.shape[1])
-            q, new = (self.rotated(each.transpose(1, 2), cos, sin) for each in (q, new))
+            q, new = (self.rotate_first(each.transpose(1, 2), cos, sin) for each in (q, new))
             cache = Tensor(cache.uop.after(cache[:, :, start:end].uop.store(new.uop)))
         keys = cache[:, :, :end]
         return self.attend(q.contiguous(), keys, keys[..., c.rope:], start, True)
 
     # **** without ****
 
-    def expanded(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def expand(self, x: Tensor, batch: DenseBatch) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (B, H, T, nope + rope), rotated, and v (B, H, T, value)."""
         (B, T, _), c = x.shape, self.latent
         cos, sin = batch.rope_rows(self.rope, T)
@@ -170,11 +170,12 @@ class LatentAttention:
         both = self.kv_b(latent).contiguous().reshape(B, T, self.heads, c.nope + c.value).transpose(1, 2)
         k, v = both.split([c.nope, c.value], dim=-1)
         # contiguous: fused with `cat`, clang calls a function for bfloat16 that tinygrad does not link
-        shared = self.rotated(shared.unsqueeze(1), cos, sin).expand(B, self.heads, T, c.rope).contiguous()
-        q = nope.cat(self.rotated(rope, cos, sin).contiguous(), dim=-1)
+        shared = self.rotate_first(shared.unsqueeze(1), cos, sin).expand(B, self.heads, T,
+                                                                         c.rope).contiguous()
+        q = nope.cat(self.rotate_first(rope, cos, sin).contiguous(), dim=-1)
         return q.contiguous(), k.cat(shared, dim=-1).contiguous(), v.contiguous()
 
-    def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_first(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The first elements of x (B, H, T, D) turned by the angles of T positions."""
         if not self.latent.interleaved: return rotate(x, cos, sin)
         turning, rest = x[..., :self.latent.rope], x[..., self.latent.rope:]
@@ -202,11 +203,11 @@ class LatentAttention:
         assert not isinstance(batch, PackedBatch), "refused by embedding_model.py"
         if isinstance(batch, PagedBatch):
             assert isinstance(cache, LayerPages)
-            return self.projected(self.paged(x, batch, cache))
+            return self.project_out(self.attend_paged(x, batch, cache))
         if cache is not None:
             assert isinstance(cache, tuple)
-            return self.projected(self.dense(x, batch, cache[0]))
-        q, k, v = self.expanded(x, batch)
+            return self.project_out(self.dense(x, batch, cache[0]))
+        q, k, v = self.expand(x, batch)
         documents = batch.documents
         if not takes_matmuls(q, False):
             mask = None if documents is None else documents.mask(None, False)

@@ -29,7 +29,7 @@ class LatentConfig:
         return self.nope + self.rope
 
     def parameters(self, hidden: int, heads: int) -> int:
-        """Of one layer, without its output projection."""
+        """Returns the number of parameters of one layer, without its output projection."""
         made = (hidden + self.bias) * self.width + self.rank * (1 + heads * (self.nope + self.value))
         if not self.q_rank: return made + hidden * heads * self.head
         return made + self.q_rank * (hidden + self.bias + 1 + heads * self.head)

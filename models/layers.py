@@ -15,13 +15,13 @@ from .config import ModelConfig
 
 
 class Adapters(Protocol):
-    """What adapters add to a layer (lora.py)."""
+    """Adapters of a layer (lora.py): a term that is added to its result."""
 
-    def added(self, x: Tensor) -> Tensor | None: ...
+    def addend(self, x: Tensor) -> Tensor | None: ...
 
 
 class Matmul(Protocol):
-    """What multiplies in place of x Wᵀ in training (numerics/fp8.py)."""
+    """A function that multiplies in place of x Wᵀ in training (numerics/fp8.py)."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -40,10 +40,10 @@ class Linear:
         self.training: Matmul | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        more = None if self.adapters is None else self.adapters.added(x)
-        return self.multiplied(x) if more is None else self.multiplied(x) + more
+        more = None if self.adapters is None else self.adapters.addend(x)
+        return self.multiply(x) if more is None else self.multiply(x) + more
 
-    def multiplied(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
         if self.training is not None and TRAINING:
             made = self.training(x, self.weight)
@@ -72,7 +72,7 @@ def multiply(x: Tensor, weight: QWeight | SparseWeight | Tensor, bias: Tensor | 
 StoredLinear: TypeAlias = tuple[Linear, tuple[str, ...], tuple[int, ...]]
 
 
-def normalised(x: Tensor, eps: float, squares: Tensor | None = None) -> Tensor:
+def normalise(x: Tensor, eps: float, squares: Tensor | None = None) -> Tensor:
     """x / rms(x), float32; `squares` is another mean of squares than x's own."""
     f = x.float()
     return f * ((f.square().mean(-1, keepdim=True) if squares is None else squares) + eps).rsqrt()
@@ -103,11 +103,11 @@ class RMSNorm:
 
     @staticmethod
     def of(size: int, config: ModelConfig, dtype: DType, device: str | None) -> RMSNorm:
-        """That of a config."""
+        """Returns the norm of a config."""
         return RMSNorm(size, config.norm_eps, dtype, device, config.norm_offset, config.norm_rounds_last)
 
     def __call__(self, x: Tensor, squares: Tensor | None = None) -> Tensor:
-        f = normalised(x, self.eps, squares)
+        f = normalise(x, self.eps, squares)
         if self.rounds_last:
             weight = self.weight.float() + self.offset if self.offset else self.weight.float()
             return (f * weight).cast(x.dtype).contiguous()
@@ -122,6 +122,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": Tensor.silu}
 
 
-def activated(x: Tensor, name: str) -> Tensor:
+def activate(x: Tensor, name: str) -> Tensor:
     """The activation of a name, one of `ACTIVATIONS`, of x."""
     return ACTIVATIONS[name](x)

@@ -34,7 +34,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from .attention import Attention, Cache
 from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
-from .embedding import InsertedRows, quantised_rows
+from .embedding import InsertedRows, lookup_quantised
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
 from .layers import RMSNorm, multiply
@@ -67,49 +67,50 @@ class Block:
         self.attention_post_norm = norm(names.attention_post_norm)
         self.feed_forward_norm = norm(names.feed_forward_norm)
         self.feed_forward_post_norm = norm(names.feed_forward_post_norm)
-        # of whole sequences instead of `computed`: the same in other ways (train/regions/)
+        # of whole sequences instead of `compute`: the same in other ways (train/regions/)
         self.region: Callable[..., Tensor] | None = None
 
-    def begun(self, x: Tensor, norm: RMSNorm | None, half: str) -> Tensor:
+    def begin_half(self, x: Tensor, norm: RMSNorm | None, half: str) -> Tensor:
         """The input of half of a layer."""
         made = x if norm is None else norm(x)
-        return made if self.parallel is None else self.parallel.begun(made, f"layers.{self.index}.{half}")
+        return made if self.parallel is None else self.parallel.begin_half(made,
+                                                                           f"layers.{self.index}.{half}")
 
-    def added(self, x: Tensor, made: Tensor, post: RMSNorm | None, half: str) -> Tensor:
+    def end_half(self, x: Tensor, made: Tensor, post: RMSNorm | None, half: str) -> Tensor:
         """x and what half of a layer makes of it."""
-        if self.parallel is not None: made = self.parallel.summed(made, f"layers.{self.index}.{half}")
+        if self.parallel is not None: made = self.parallel.sum_halves(made, f"layers.{self.index}.{half}")
         if post is not None: made = post(made)
         scale = self.config.residual_scale
         return x + (made if scale == 1 else made * scale)
 
-    def added_and_begun(self, x: Tensor, made: Tensor) -> tuple[Tensor, Tensor] | None:
+    def end_and_begin(self, x: Tensor, made: Tensor) -> tuple[Tensor, Tensor] | None:
         """x and what attention makes of it, and the norm of that, in one kernel with the sum over ranks; None
         where there is none."""
         norm = self.feed_forward_norm
         if self.parallel is None or norm is None or norm.offset or norm.rounds_last or \
                 self.attention_post_norm is not None or self.config.residual_scale != 1: return None
         name = f"layers.{self.index}.attention"
-        found = self.parallel.summed_norm(made, x, norm.weight, norm.eps, name)
+        found = self.parallel.sum_and_norm(made, x, norm.weight, norm.eps, name)
         return None if found is None else (found[1], found[0])
 
     def __call__(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
         if self.region is not None and cache is None: return self.region(x, batch, cache)
-        return self.computed(x, batch, cache)
+        return self.compute(x, batch, cache)
 
-    def computed(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
+    def compute(self, x: Tensor, batch: DenseBatch | PagedBatch | PackedBatch,
                  cache: Cache | None) -> Tensor:
-        """What the layer makes of x (B, T, hidden)."""
+        """Computes the layer for x (B, T, hidden)."""
         with layer("attention"):
-            h = self.begun(x, self.attention_norm, "attention")
+            h = self.begin_half(x, self.attention_norm, "attention")
             made = self.attention(h, batch, cache)
-            both = self.added_and_begun(x, made)
-            x = self.added(x, made, self.attention_post_norm, "attention") if both is None else both[0]
+            both = self.end_and_begin(x, made)
+            x = self.end_half(x, made, self.attention_post_norm, "attention") if both is None else both[0]
         with layer("feed_forward"):
-            h = self.begun(x, self.feed_forward_norm, "feed_forward") if both is None else \
-                self.begun(both[1], None, "feed_forward")
+            h = self.begin_half(x, self.feed_forward_norm, "feed_forward") if both is None else \
+                self.begin_half(both[1], None, "feed_forward")
             made = self.feed_forward(h)
-            return self.added(x, made, self.feed_forward_post_norm, "feed_forward").contiguous()
+            return self.end_half(x, made, self.feed_forward_post_norm, "feed_forward").contiguous()
 
 
 class Llama:
@@ -156,74 +157,74 @@ class Llama:
     def rows(self, tokens: Tensor) -> Tensor:
         """Rows of the embedding, (…, hidden), by their numbers in it."""
         if self.quantised_embedding is not None:
-            return quantised_rows(self.quantised_embedding, tokens, self.dtype)
+            return lookup_quantised(self.quantised_embedding, tokens, self.dtype)
         return F.embedding(self.embedding, tokens)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """The first layer's input, (B, T, hidden)."""
         with layer("embedding"):
             if self.parallel is None: x = self.rows(tokens)
-            else: x = self.parallel.embedded(self.rows, tokens, self.config.vocab_size)
+            else: x = self.parallel.embed(self.rows, tokens, self.config.vocab_size)
             if self.config.embedding_scale != 1.0:
                 x = x * Tensor(self.config.embedding_scale, dtype=self.dtype, device=self.device)
             return x.contiguous()  # gathered once: norms and residuals read it
 
-    def hidden(self, tokens: Tensor, start: Position = 0, cache: DenseKVCache | None = None,
+    def hidden_states(self, tokens: Tensor, start: Position = 0, cache: DenseKVCache | None = None,
                lengths: Tensor | None = None) -> Tensor:
         """The last layer's normalised output, (B, T, hidden), for tokens (B, T) at positions start, start +
         1, …"""
-        x = self.embedded(tokens)
+        x = self.embed(tokens)
         batch = self.batch_at(start, tokens.shape, cache, lengths)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, cache.layers[i] if cache else None)
-        return self.ended(x)
+        return self.normalise_last(x)
 
-    def hidden_batch(self, tokens: Tensor, batch: DenseBatch) -> Tensor:
-        """`hidden` of rows (B, T) whose positions a batch has."""
-        return self.ended(self.passed(self.embedded(tokens), batch))
+    def states_of_batch(self, tokens: Tensor, batch: DenseBatch) -> Tensor:
+        """`hidden_states` of rows (B, T) whose positions a batch has."""
+        return self.normalise_last(self.run_layers(self.embed(tokens), batch))
 
-    def passed(self, x: Tensor, batch: DenseBatch) -> Tensor:
-        """What all layers make of x (B, T, hidden)."""
+    def run_layers(self, x: Tensor, batch: DenseBatch) -> Tensor:
+        """Runs all layers on x (B, T, hidden)."""
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, None)
         return x
 
-    def ended(self, x: Tensor) -> Tensor:
+    def normalise_last(self, x: Tensor) -> Tensor:
         """The last layer's output, normalised: all tokens of it."""
         with layer("norm"):
             made = self.norm(x)
-            return made if self.parallel is None else self.parallel.ended(made)
+            return made if self.parallel is None else self.parallel.gather_tokens(made)
 
-    def hidden_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
+    def states_of_packed(self, tokens: Tensor, batch: PackedBatch) -> Tensor:
         """The last layer's normalised output, (T, hidden), for tokens (T,) of the sequences in `batch`."""
-        x = self.embedded(tokens.reshape(1, -1))
+        x = self.embed(tokens.reshape(1, -1))
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batch, None)
         with layer("norm"): return self.norm(x)[0]
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of normalised outputs of the last layer."""
+        """Returns the logits of normalised outputs of the last layer."""
         made = self.own_logits(x)
-        return made if self.parallel is None else self.parallel.vocabulary.gathered(made)
+        return made if self.parallel is None else self.parallel.vocabulary.gather(made)
 
     def own_logits(self, x: Tensor) -> Tensor:
-        """Those of this rank's tokens, or of all."""
+        """Returns the logits of this rank's tokens, or of all."""
         c, made = self.config, multiply(x, self.head if self.quantised_head is None else self.quantised_head)
         if c.logit_divisor != 1: made = made / c.logit_divisor
         # in float32: tinygrad's tanh rounds between its operations
         if (cap := c.logit_softcap) is not None: made = ((made.float() / cap).tanh() * cap).cast(made.dtype)
-        return made if self.parallel is None else self.parallel.vocabulary.padded(made)
+        return made if self.parallel is None else self.parallel.vocabulary.pad_logits(made)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits of every position, (B, T, vocab), for tokens (B, T)."""
-        x = self.hidden(tokens)
+        x = self.hidden_states(tokens)
         with layer("head"): return self.logits(x)
 
     def step(self, tokens: Tensor, start: Position, cache: DenseKVCache, last: Position = 0,
              lengths: Tensor | None = None) -> Tensor:
         """Appends tokens (B, T) to `cache` at `start`; float32 logits (B, vocab) of token `last` of these T.
         `lengths`, int32 (B,), is start + T if it is in memory already."""
-        row = self.hidden(tokens, start, cache, lengths)[:, last:last + 1]
+        row = self.hidden_states(tokens, start, cache, lengths)[:, last:last + 1]
         with layer("head"):
             return self.logits(row).float().reshape(tokens.shape[0], self.config.vocab_size)
 
@@ -235,12 +236,12 @@ class Llama:
         of a pipeline that is not the last sends what it computes, and gives what is to be realized. Rows of
         `images` stand for some of the tokens."""
         batches, stage = (batch,) if isinstance(batch, PagedBatch) else batch, self.parallel
-        if stage is None or stage.first: x = self.embedded(tokens.reshape(1, -1))
-        else: x = stage.received(int(tokens.shape[0]), self.dtype, str(tokens.device))
+        if stage is None or stage.first: x = self.embed(tokens.reshape(1, -1))
+        else: x = stage.receive(int(tokens.shape[0]), self.dtype, str(tokens.device))
         if images is not None: x = images.over(x)
         for i, block in enumerate(self.blocks):
             with layer(f"layers.{i}"): x = block(x, batches[cache.group(i)], cache.layers[i])
-        if stage is not None and not stage.last: return stage.passed(x)
+        if stage is not None and not stage.last: return stage.pass_on(x)
         with layer("norm"):
             if logits_indices is not None: x = F.embedding(x[0], logits_indices).unsqueeze(0).contiguous()
             x = self.norm(x)

@@ -40,7 +40,7 @@ BITS: dict[DType, np.dtype[Any]] = {dtypes.float32: np.dtype(np.float32),
 
 @dataclass(frozen=True)
 class AdapterMatrices:
-    """What an adapter adds to a projection: `a` (r, in) and `b` (r, out), the transposed B times the
+    """Matrices that an adapter adds to a projection: `a` (r, in) and `b` (r, out), the transposed B times the
     adapter's scale; bits of the slots' dtype."""
     a: np.ndarray
     b: np.ndarray
@@ -72,8 +72,8 @@ class LayerAdapters:
         self.ranks = Tensor.empty(slots, len(parts), dtype=dtypes.int32, device=device)
         self.filled = set[int]()    # slots whose matrices are not 0
 
-    def added(self, x: Tensor) -> Tensor | None:
-        """What adapters add for x (…, in), None outside of a step with adapters."""
+    def addend(self, x: Tensor) -> Tensor | None:
+        """Returns the term that adapters add for x (…, in), None outside of a step with adapters."""
         if (rows := self.step.rows) is None: return None
         made = lora_added(x.reshape(-1, x.shape[-1]), self.a, self.b, self.ranks, self.segments, rows.offsets,
                           rows.order)
@@ -111,7 +111,7 @@ class ModelAdapters:
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.step = CurrentStep()
         self.layers = list[LayerAdapters]()
-        for _, found in groupby(adapted(model), key=lambda each: id(each.linear)):
+        for _, found in groupby(adaptable(model), key=lambda each: id(each.linear)):
             parts = tuple(found)
             layer = parts[0].linear.adapters = LayerAdapters(parts, slots, rank, dtype, self.step)
             self.layers.append(layer)
@@ -133,7 +133,7 @@ class ModelAdapters:
         finally: self.step.rows = None
 
 
-def adapted(model: Llama) -> list[Projection]:
+def adaptable(model: Llama) -> list[Projection]:
     """The projections that an adapter may change, those of a `Linear` one after the other."""
     made = list[Projection]()
     for i, block in enumerate(model.blocks):
@@ -145,4 +145,4 @@ def adapted(model: Llama) -> list[Projection]:
 
 def slot_bytes(model: Llama, rank: int, dtype: DType) -> int:
     """Bytes of a slot for adapters of a rank."""
-    return sum(sum(part.shape) for part in adapted(model)) * rank * dtype.itemsize
+    return sum(sum(part.shape) for part in adaptable(model)) * rank * dtype.itemsize

@@ -1,5 +1,5 @@
-"""What a config.json leaves to its model_type: the architecture, where it names none, and the sizes of a
-part's configuration, which says only what differs from its class in transformers.
+"""Settings that a config.json leaves to its model_type: the architecture, where it names none, and the sizes
+of a part's configuration, which says only what differs from its class in transformers.
 """
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class MoEConfig:
     scaled_inputs: bool = False
 
     def parameters(self, hidden: int) -> int:
-        """Of one layer."""
+        """Returns the number of parameters of one layer."""
         made = hidden * (self.experts * (3 * self.width + 1) + 3 * self.shared_width + self.shared_gate)
         if self.biased: made += self.experts * (1 + 2 * self.width + hidden)
         return made + self.experts * self.choice_bias
@@ -57,8 +57,8 @@ COUNTS = ("num_local_experts", "num_experts")     # transformers takes either
 def moe_config(f: Fields, default: int, width: str, layers: Sequence[bool], shared_width: int = 0,
                shared_gate: bool = False, renormalize: bool = True, keys: tuple[str, ...] = COUNTS,
                score: Score = "softmax", **more: bool) -> MoEConfig:
-    """Of `default` experts where the file says no number under `keys`, and the key of their width; `more`
-    fields. Raises `ModelError`."""
+    """Returns the mixture of `default` experts where the file says no number under `keys`, and the key of
+    their width; `more` fields. Raises `ModelError`."""
     counts = {f.positive(key) for key in keys if f.get(key) is not None} or {default}
     if len(counts) > 1:
         raise ModelError(f"{f.name}: " + ", ".join(f"{key} is {f.get(key)}" for key in keys),

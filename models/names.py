@@ -29,7 +29,7 @@ class Names:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Those of a layer's hidden states that there are."""
+        """Names of the norms of a layer's hidden states that there are."""
         every = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm,
                  self.feed_forward_post_norm)
         return tuple(name for name in every if name)

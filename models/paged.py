@@ -26,9 +26,8 @@ RopeTables: TypeAlias = tuple[Tensor, Tensor]   # cosines and sines of all posit
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What a layer's attention computes: which of the rope tables rotates (None: none), adjacent elements
-    if `interleaved`; the sliding window, or the size of a chunk; the factor of scores, and their cap; a logit
-    of each head beside those of keys; a factor of queries that grows with their places."""
+    """The kind of a layer's attention: which of the rope tables rotates (None: none), adjacent elements if
+    `interleaved`; the sliding window, or the size of a chunk; the factor of scores, and their cap;"""
     rope: int | None
     window: int | None
     scale: float
@@ -39,7 +38,7 @@ class AttentionKind:
     temperature: Temperature | None = None
 
 
-def appended(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
+def append(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Tensor | None,
              lengths: Tensor, rope: RopeTables | None, k_scale: Tensor | None = None,
              v_scale: Tensor | None = None, interleaved: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """`kv_append` of k and v, rotated if there is a rope: keys, values, and q, rotated likewise."""
@@ -67,7 +66,7 @@ class SequenceGroup:
 
     @property
     def places(self) -> Tensor:
-        """Of each token: [B, tokens_per_sequence, 1, 1]."""
+        """Position of each token: [B, tokens_per_sequence, 1, 1]."""
         each = self.tokens_per_sequence
         places = self.lengths.reshape(-1, 1) - each + Tensor.arange(each)
         return places.reshape(-1, each, 1, 1)
@@ -93,8 +92,8 @@ class PagedBatch:
         for group in self.groups:
             end, each = first + group.num_tokens, group.tokens_per_sequence
             own_q, own_k, own_v = (x[0, first:end].reshape(-1, each, *x.shape[2:]) for x in (q, k, v))
-            if how.temperature is not None: own_q = how.temperature.applied(own_q, group.places)
-            keys, values, rotated = appended(keys, values, own_q, own_k, own_v, group.table,
+            if how.temperature is not None: own_q = how.temperature.apply(own_q, group.places)
+            keys, values, rotated = append(keys, values, own_q, own_k, own_v, group.table,
                                              group.lengths, rope, pages.k_scale, pages.v_scale,
                                              how.interleaved)
             queries.append(rotated)

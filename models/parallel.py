@@ -3,7 +3,7 @@
 Protocol (Megatron-LM, arXiv 1909.08053): a rank has some heads of each attention and some columns of each
 feed-forward half. q|k|v and gate|up are cut by rows, the matrices behind them by columns, so that a rank's
 half of a layer is that of a smaller network; the sum over ranks is what the whole network adds
-(`Parallel.summed`). Norms and routers are on every rank. Key and value heads are cut, or stand on several
+(`Parallel.sum_halves`). Norms and routers are on every rank. Key and value heads are cut, or stand on several
 ranks where there are fewer than ranks. Of latent attention heads are cut, and every rank computes and caches
 the latents. The vocabulary is cut by rows (`VocabularyPart`): a rank embeds its own tokens, the others add
 zeros, and a rank has the logits of its own tokens, which are gathered where all are needed.
@@ -62,27 +62,27 @@ class VocabularyPart:
         """How many of them are in the vocabulary."""
         return min(max(self.size - self.tokens.start, 0), len(self.tokens))
 
-    def padded(self, logits: Tensor) -> Tensor:
+    def pad_logits(self, logits: Tensor) -> Tensor:
         """Logits (…, tokens) of rows of this rank's matrix: -inf beyond the vocabulary."""
         missing = len(self.tokens) - self.count
         if not missing: return logits
         pad = (*(None,) * (logits.ndim - 1), (0, missing))
         return logits[..., :self.count].pad(pad, value=-math.inf)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """(…, size) of the parts of all ranks, which are like x, (…, tokens)."""
         if self.group.size == 1: return x
         parts = self._of_all(x, "logits").permute(*range(1, x.ndim), 0, x.ndim)
         return parts.reshape(*x.shape[:-1], -1)[..., :self.size].contiguous()
 
     def rows(self, count: int) -> slice:
-        """Which of so many rows this rank gets whole: a share, or all where shares are not equal."""
+        """Returns which of so many rows this rank gets whole: a share, or all where shares are not equal."""
         each, left = divmod(count, self.group.size)
         return slice(0, count) if left else slice(self.group.rank * each, (self.group.rank + 1) * each)
 
     def whole_rows(self, x: Tensor) -> Tensor:
-        """These rows, (rows, size), of the parts of all ranks, which are like x, (R, tokens)."""
-        if int(x.shape[0]) % self.group.size: return self.gathered(x)
+        """Returns these rows, (rows, size), of the parts of all ranks, which are like x, (R, tokens)."""
+        if int(x.shape[0]) % self.group.size: return self.gather(x)
         return all_to_all(x, self.group, 0, 1, name="rows of logits")[:, :self.size].contiguous()
 
     def of_all_rows(self, x: Tensor, count: int) -> Tensor:
@@ -123,14 +123,14 @@ class Parallel:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What a step depends on: which part it is of what, and whether kernels over the memory of peers sum
-        (they have to be opened before)."""
+        """Facts that a step depends on: which part it is of what, and whether kernels over the memory of
+        peers sum (they have to be opened before)."""
         return "rank", self.experts, *((each.name, each.rank, each.size, bool(each.workspaces))
                                        for each in self.groups)
 
     @property
     def stage(self) -> int:
-        """Of this rank."""
+        """Stage of this rank."""
         return 0 if self.pipe is None else self.pipe.rank
 
     @property
@@ -150,43 +150,44 @@ class Parallel:
 
     @property
     def layers(self) -> range:
-        """Those of this stage, of the whole network."""
+        """Layers of this stage, of the whole network."""
         return stage_layers(self.whole.num_layers, self.stage, self.stages)
 
-    def received(self, tokens: int, dtype: DType, device: str) -> Tensor:
+    def receive(self, tokens: int, dtype: DType, device: str) -> Tensor:
         """The hidden states (1, T, hidden) of the stage before."""
         assert self.pipe is not None
         shape = 1, tokens, self.whole.hidden_size
         return recv(shape, dtype, self.pipe, self.stage - 1, name="hidden states", device=device)
 
-    def passed(self, x: Tensor) -> Tensor:
+    def pass_on(self, x: Tensor) -> Tensor:
         """Sends hidden states to the stage behind: what is to be realized."""
         assert self.pipe is not None
         return send(x, self.pipe, self.stage + 1, name="hidden states")
 
-    def summed(self, x: Tensor, name: str) -> Tensor:
-        """What the halves of a layer on all ranks add."""
-        if self.sequence: return SequenceParallel(self.group).summed(x, name)
+    def sum_halves(self, x: Tensor, name: str) -> Tensor:
+        """Sums the halves of a layer over all ranks."""
+        if self.sequence: return SequenceParallel(self.group).sum_halves(x, name)
         return all_reduce(x, self.group, replicated=True, name=name)
 
-    def summed_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
+    def sum_and_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
                     name: str) -> tuple[Tensor, Tensor] | None:
         """The RMSNorm of the residual with what halves of a layer add on all ranks, and that residual; None
         where no kernel does both."""
         if self.sequence: return None
         return all_reduce_norm(x, residual, weight, eps, self.group, name)
 
-    def begun(self, x: Tensor, name: str) -> Tensor:
+    def begin_half(self, x: Tensor, name: str) -> Tensor:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""
-        if self.sequence: return SequenceParallel(self.group).begun(x, name)
+        if self.sequence: return SequenceParallel(self.group).begin_half(x, name)
         return copied(x, self.group, name)
 
-    def ended(self, x: Tensor) -> Tensor:
+    def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens of the last layer's normalised output, for this rank's part of the vocabulary."""
-        return SequenceParallel(self.group).begun(x, "norm") if self.sequence else x
+        return SequenceParallel(self.group).begin_half(x, "norm") if self.sequence else x
 
     def to_head(self, x: Tensor) -> Tensor:
-        """What `ended` gave, whose gradient is the sum of those of the ranks' parts of the vocabulary."""
+        """Passes on what `gather_tokens` gave, whose gradient is the sum of those of the ranks' parts of the
+        vocabulary."""
         return x if self.sequence else copied(x, self.group, "head")
 
     def mean(self, x: Tensor, name: str) -> Tensor:
@@ -198,7 +199,7 @@ class Parallel:
         for each in self.groups: each.check()
 
     def failure(self, error: BaseException) -> BaseException:
-        """What ends all ranks, for an error of a step of this one."""
+        """Returns the error that ends all ranks, for an error of a step of this one."""
         if isinstance(error, DistError): return error
         every = self.world or self.group
         why = error.found if isinstance(error, NVError) else error
@@ -207,7 +208,7 @@ class Parallel:
         made.__cause__ = error
         return made
 
-    def agreed(self, tokens: Tensor) -> Tensor:
+    def agree_on(self, tokens: Tensor) -> Tensor:
         """Sampled tokens, those of the first rank of the stage: the same on all of it, also where processors
         differ."""
         return broadcast(tokens, self.group, 0, name="tokens")
@@ -226,8 +227,8 @@ class Parallel:
         return range(first, first + count)
 
     def first_of(self, extent: int, count: int) -> int:
-        """Where this rank's `count` of an extent begin. Of fewer parts than ranks, neighbours have the
-        same."""
+        """Returns where this rank's `count` of an extent begin. Of fewer parts than ranks, neighbours have
+        the same."""
         return self.group.rank * (extent // count) // self.ranks * count
 
     def table_rows(self, vocab_size: int) -> int:
@@ -236,7 +237,7 @@ class Parallel:
 
     @property
     def vocabulary(self) -> VocabularyPart:
-        """This rank's part of it."""
+        """Part of the vocabulary that this rank has."""
         each, rank = self.table_rows(self.whole.vocab_size), self.group.rank
         return VocabularyPart(self.group, self.whole.vocab_size, range(rank * each, rank * each + each))
 
@@ -252,12 +253,12 @@ class Parallel:
         first = min(self.group.rank * each, vocab_size)
         return first, min(each, vocab_size - first)
 
-    def embedded(self, read: Callable[[Tensor], Tensor], tokens: Tensor, vocab_size: int) -> Tensor:
+    def embed(self, read: Callable[[Tensor], Tensor], tokens: Tensor, vocab_size: int) -> Tensor:
         """Rows of a table by tokens of the whole vocabulary; `read` gives those of tokens of this rank."""
         first, count = self.rows(vocab_size)
         own = (tokens >= first) & (tokens < first + count)
         found = read(own.where(tokens - first, 0).cast(dtypes.int32))
-        return self.summed(own.unsqueeze(-1).where(found, 0), "embedding")
+        return self.sum_halves(own.unsqueeze(-1).where(found, 0), "embedding")
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> range:
@@ -266,7 +267,7 @@ def stage_layers(layers: int, stage: int, stages: int) -> range:
 
 
 def stage_config(config: ModelConfig, stage: int, stages: int) -> ModelConfig:
-    """What a stage of a pipeline computes. Raises `ModelError` for more stages than layers."""
+    """Returns the configuration of a stage of a pipeline. Raises `ModelError` for more stages than layers."""
     if stages == 1: return config
     if stages > config.num_layers:
         raise ModelError(f"{stages} stages of a pipeline, and num_hidden_layers is {config.num_layers}",
@@ -279,7 +280,8 @@ def stage_config(config: ModelConfig, stage: int, stages: int) -> ModelConfig:
 
 
 def stage_groups(groups: CacheGroups, layers: range) -> CacheGroups:
-    """Where a stage keeps its layers in pages: the same tables, and only its own layers in each page."""
+    """Returns where a stage keeps its layers in pages: the same tables, and only its own layers in each
+    page."""
     used = [0] * len(groups.windows)
     places = []
     for group, _ in groups.places[layers.start:layers.stop]:
@@ -289,8 +291,8 @@ def stage_groups(groups: CacheGroups, layers: range) -> CacheGroups:
 
 
 def local_config(config: ModelConfig, ranks: int, experts: bool = False) -> ModelConfig:
-    """What one of `ranks` computes; with `experts` it has some of them whole. Raises `ModelError` where it
-    cannot be cut."""
+    """Returns the configuration of one of `ranks`; with `experts` it has some of them whole. Raises
+    `ModelError` where it cannot be cut."""
     if ranks == 1: return config
     _require_cut(config, ranks, experts)
     moe = config.moe

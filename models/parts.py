@@ -17,7 +17,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.quant.readers.reader import StoredMatrix, TensorPart
 
-from .checkpoint import ITEM_BYTES, NUMPY_DTYPES, TensorEntry, read_array, safetensors_dtype, strided
+from .checkpoint import ITEM_BYTES, NUMPY_DTYPES, TensorEntry, read_array, read_strided, safetensors_dtype
 
 
 class Stored(Protocol):
@@ -45,7 +45,7 @@ def read_part(entry: TensorEntry, part: TensorPart | None) -> np.ndarray:
         return read_array(entry)[(*(slice(None),) * part.axis, chosen)]
     own = cut(entry, part)
     if own.strides is None: return read_array(own)
-    return np.frombuffer(strided(own), NUMPY_DTYPES[safetensors_dtype(entry)]).reshape(own.shape)
+    return np.frombuffer(read_strided(own), NUMPY_DTYPES[safetensors_dtype(entry)]).reshape(own.shape)
 
 
 def layer_bytes(layers: Iterable[Iterable[tuple[Stored, tuple[int, int]] | Tensor]],

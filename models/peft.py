@@ -33,7 +33,7 @@ from .checkpoint import (
     convert,
     in_index_order,
     read_array,
-    unsupported,
+    unsupported_dtype,
 )
 from .config import read_json
 from .lora import BITS, AdapterMatrices
@@ -84,7 +84,7 @@ def read_adapter(name: str, directory: Path, shapes: Mapping[str, tuple[int, int
     """The adapter in a directory, for slots of `rank` and `dtype`. Raises `ModelError`."""
     config = read_config(directory)
     entries = list_tensors(directory)
-    pairs = paired(entries, directory, shapes)
+    pairs = pair_matrices(entries, directory, shapes)
     require_targets(config, pairs, shapes, directory)
     digest, matrices = hashlib.blake2b(str(dtype).encode(), digest_size=16), dict[str, AdapterMatrices]()
     for module in sorted(pairs):
@@ -160,7 +160,7 @@ def _require_pattern(path: Path, key: str, given: Any) -> None:
 
 
 def not_an_adapter(directory: Path) -> ModelError:
-    """What a path that has no adapter_config.json is."""
+    """Returns the error of a path that has no adapter_config.json."""
     expected = f"a directory with {CONFIG} and adapter_model.safetensors, as PEFT saves them"
     if not directory.exists(): what = "does not exist"
     elif directory.is_file(): what = "is a file"
@@ -189,7 +189,7 @@ def pattern_for(key: str, where: str) -> Pattern:
 
 
 def rank_of(config: Mapping[str, Any], module: str) -> int:
-    """What the configuration says."""
+    """Returns the rank that the configuration gives a module."""
     patterns = config.get("rank_pattern") or {}
     key = pattern_of(patterns, module)
     return int(config.get("r", 8) if key is None else patterns[key])
@@ -231,14 +231,14 @@ def _without_names(entries: Mapping[str, TensorEntry], directory: Path) -> dict[
             for key, entry in entries.items()}
 
 
-def paired(entries: Mapping[str, TensorEntry], directory: Path,
+def pair_matrices(entries: Mapping[str, TensorEntry], directory: Path,
            shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     """A and B of each module. Raises `WeightError`."""
     halves: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         found = re.fullmatch(r"(.+)\.lora_([AB])\.weight", name)
-        if found is None: raise _unexpected(name, directory)
-        if entry.dtype not in FLOAT_BYTES: raise unsupported(entry.file_offset[0], name, entry.dtype)
+        if found is None: raise _refusal(name, directory)
+        if entry.dtype not in FLOAT_BYTES: raise unsupported_dtype(entry.file_offset[0], name, entry.dtype)
         if found[1] not in shapes: raise _not_adapted(found[1], directory, shapes)
         halves.setdefault(found[1], {})[found[2]] = entry
     lacking = [f"{module}.lora_{each}.weight" for module, half in halves.items() for each in "AB"
@@ -249,7 +249,7 @@ def paired(entries: Mapping[str, TensorEntry], directory: Path,
     return {module: (half["A"], half["B"]) for module, half in halves.items()}
 
 
-def _unexpected(name: str, directory: Path) -> ModelError:
+def _refusal(name: str, directory: Path) -> ModelError:
     why = "embeddings are the base model's" if "lora_embedding" in name else \
         "DoRA normalises whole weights" if "magnitude_vector" in name else \
         "biases are the base model's" if name.endswith(".bias") else \
@@ -295,14 +295,14 @@ def require_targets(config: Mapping[str, Any], found: Mapping[str, Any],
     targets = config.get("target_modules")
     some = any(config.get(key) is not None for key in ("layers_to_transform", "exclude_modules"))
     if some or not targets: return
-    lacking = [module for module in targeted(targets, shapes) if module not in found]
+    lacking = [module for module in targets_of(targets, shapes) if module not in found]
     if lacking:
         raise WeightError(f"{directory} lacks matrices of {', '.join(lacking[:4])}"
                           + (f", and {len(lacking) - 4} more" if len(lacking) > 4 else ""),
                           "those of all target_modules", "download the adapter again")
 
 
-def targeted(targets: str | Sequence[str], modules: Mapping[str, Any]) -> Iterator[str]:
+def targets_of(targets: str | Sequence[str], modules: Mapping[str, Any]) -> Iterator[str]:
     """The modules that target_modules lists, as PEFT matches them. Raises `ModelError`."""
     if isinstance(targets, str):
         pattern = None if targets == "all-linear" else compile_pattern(targets, f"{CONFIG}: target_modules")

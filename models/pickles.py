@@ -65,7 +65,7 @@ class _Tensor:
 
 
 def _call(name: str, args: tuple[Any, ...]) -> Any:
-    """What a function of torch would return. Raises `UnpicklingError` for any other."""
+    """Returns what a function of torch would return. Raises `UnpicklingError` for any other."""
     if name == "torch._utils._rebuild_tensor_v2": return _tensor(*args[:4])
     if name != "torch._utils._rebuild_parameter": raise UnpicklingError(f"it calls {name}")
     if args and isinstance(args[0], _Tensor): return args[0]
@@ -109,7 +109,7 @@ def read_entries(path: Path, ignored: tuple[str, ...]) -> list[Listed]:
         with _LimitedFile(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
             members = _members(archive)
             state = load(_read_pickle(archive, members), _call, _storage)
-            return _listed(path, file, state, members, ignored)
+            return _list_tensors(path, file, state, members, ignored)
     except (WeightError, OSError): raise
     except Exception as error:  # a damaged archive can fail in any way
         raise WeightError(f"{path} cannot be unpickled: {repr(error)[:300]}",
@@ -137,7 +137,7 @@ def _read_pickle(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo
     return bytes(made)
 
 
-def _listed(path: Path, file: BinaryIO, state: Any, members: Mapping[str, zipfile.ZipInfo],
+def _list_tensors(path: Path, file: BinaryIO, state: Any, members: Mapping[str, zipfile.ZipInfo],
             ignored: tuple[str, ...]) -> list[Listed]:
     if not isinstance(state, dict):
         raise WeightError(f"{path} holds a {type(state).__name__}", "a state dict, tensors by name", CONVERT)
@@ -170,13 +170,13 @@ def _require_apart(path: Path, file: BinaryIO, placed: list[tuple[int, zipfile.Z
     """Raises `WeightError` where storages end behind the file, or share bytes."""
     last, end = "", 0
     for at, member in sorted(placed, key=lambda each: each[0]):
-        if at < end: raise _misplaced(path, f"{last[:200]} and {member.filename[:200]} share bytes")
+        if at < end: raise _damage(path, f"{last[:200]} and {member.filename[:200]} share bytes")
         last, end = member.filename, at + member.file_size
     if end > (size := file.seek(0, os.SEEK_END)):
-        raise _misplaced(path, f"{last[:200]} ends at byte {end}, the file at {size}")
+        raise _damage(path, f"{last[:200]} ends at byte {end}, the file at {size}")
 
 
-def _misplaced(path: Path, what: str) -> WeightError:
+def _damage(path: Path, what: str) -> WeightError:
     return WeightError(f"{path} is damaged: {what}", "a complete state dict", "download the file again")
 
 

@@ -1,8 +1,8 @@
-"""What an embedding model makes of a text's hidden states: the files of sentence-transformers.
+"""Poolings of a text's hidden states by embedding models: the files of sentence-transformers.
 
 Protocol: `read_pooling(directory)` reads modules.json and the folders that it names (Pooling, Dense,
 Normalize) as one frozen `Pooling`, None where there is no modules.json. `default_pooling(decoder)` is
-vLLM's: the last token of a decoder, the first (CLS) of an encoder, normalised. `pooled` runs on the device,
+vLLM's: the last token of a decoder, the first (CLS) of an encoder, normalised. `pool` runs on the device,
 `Pooling.finish` makes vectors of its result on the host.
 """
 from __future__ import annotations
@@ -81,11 +81,12 @@ class Pooling:
 
 
 def default_pooling(decoder: bool, causal: bool = False) -> Pooling:
-    """Of a model without modules.json: of decoders that attend in both directions the mean."""
+    """Returns the pooling of a model without modules.json: of decoders that attend in both directions the
+    mean."""
     return Pooling("cls" if not decoder else "last" if causal else "mean")
 
 
-def pooled(kind: str, hidden: Tensor, batch: PackedBatch) -> Tensor:
+def pool(kind: str, hidden: Tensor, batch: PackedBatch) -> Tensor:
     """float32 (sequences, hidden) of the hidden states (T, hidden) of a batch: those of a sequence's first or
     last token, or their mean. Sequences without tokens give anything."""
     starts, ends = batch.starts[:-1], batch.starts[1:]
@@ -99,7 +100,7 @@ def pooled(kind: str, hidden: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def read_pooling(directory: Path) -> Pooling | None:
-    """What modules.json says, None where there is none. Raises `ModelError` for a module that is not
+    """Reads modules.json, None where there is none. Raises `ModelError` for a module that is not
     implemented."""
     path = directory / "modules.json"
     if not os.path.isfile(path): return None

@@ -21,7 +21,8 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_parameters(f: Fields) -> Mapping[str, Any]:
-    """Those of a file that has the same for all layers. Raises `ModelError` for others."""
+    """Returns the rope parameters of a file that has the same for all layers. Raises `ModelError` for
+    others."""
     given = f.get("rope_scaling") or f.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         raise ModelError(f"{f.name}: rope parameters are {brief(given)}",

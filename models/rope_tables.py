@@ -18,12 +18,12 @@ def rope_tables(ropes: tuple[RopeConfig, ...], rows: int, positions: int, dtype:
     tokens."""
     def table(values: np.ndarray) -> Tensor:
         made = Tensor.empty(*values.shape, dtype=dtype, device=device)
-        write(made, 0, np.ascontiguousarray(rounded(values, dtype)).reshape(-1).view(np.uint8).data)
+        write(made, 0, np.ascontiguousarray(round_to(values, dtype)).reshape(-1).view(np.uint8).data)
         return made
     return tuple((table(cos), table(sin)) for cos, sin in (tables(rope, rows, positions) for rope in ropes))
 
 
-def rounded(values: np.ndarray, dtype: DType) -> np.ndarray:
+def round_to(values: np.ndarray, dtype: DType) -> np.ndarray:
     """float32 rounded to nearest, as tinygrad casts; bfloat16 as its bits. (Casting on the device would
     schedule and compile kernels, a tenth of a second of each start.)"""
     if dtype is dtypes.bfloat16: return narrow_bfloat16(values)

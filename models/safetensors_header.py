@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     end: int
 
 
-def damaged(path: Path, what: str) -> WeightError:
+def damage(path: Path, what: str) -> WeightError:
     """The error for a file that does not fit its header."""
     return WeightError(f"{path} is damaged: {what}", "a complete safetensors file", "download the file again")
 
@@ -37,18 +37,18 @@ def damaged(path: Path, what: str) -> WeightError:
 def read_layouts(path: Path, ignored: tuple[str, ...]) -> tuple[int, list[Layout]]:
     """See above; tensors whose names end in one of `ignored` are left out. Raises OSError, too."""
     size = regular_size(path)
-    if size < LENGTH: raise damaged(path, f"{size} bytes long")
+    if size < LENGTH: raise damage(path, f"{size} bytes long")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH), "little")
         if length > size - LENGTH:
-            raise damaged(path, f"its header of {length} bytes does not fit in {size} bytes")
+            raise damage(path, f"its header of {length} bytes does not fit in {size} bytes")
         if length > MAX_HEADER_BYTES:
             raise WeightError(f"{path} has a header of {length} bytes", f"at most {MAX_HEADER_BYTES}",
                               "save the model in several files")
         text = file.read(length)
     try: header = parse_json(text.decode("utf-8"), unique=True)
-    except ValueError as error: raise damaged(path, f"its header is not JSON ({error})") from error
-    if not isinstance(header, dict): raise damaged(path, "its header is not an object")
+    except ValueError as error: raise damage(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict): raise damage(path, "its header is not an object")
     if len(header) > MAX_TENSORS:
         raise WeightError(f"{path} has {len(header)} tensors", f"at most {MAX_TENSORS}",
                           "use a file as it was published")
@@ -61,15 +61,15 @@ def read_layouts(path: Path, ignored: tuple[str, ...]) -> tuple[int, list[Layout
 def _layout(path: Path, name: str, info: Any) -> Layout:
     try: dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise damaged(path, f"tensor {name[:200]} has no layout") from error
+        raise damage(path, f"tensor {name[:200]} has no layout") from error
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
         what = f"{len(shape)} dimensions" if isinstance(shape, list) else f"shape {str(shape)[:60]}"
-        raise damaged(path, f"tensor {name[:200]} has {what}")
+        raise damage(path, f"tensor {name[:200]} has {what}")
     if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
-        raise damaged(path, f"tensor {name[:200]} has dtype {dtype!r:.60}, shape {_short(shape)} and "
+        raise damage(path, f"tensor {name[:200]} has dtype {dtype!r:.60}, shape {_short(shape)} and "
                             f"offsets {_short([begin, end])}")
     if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS or max(begin, end) > MAX_ELEMENTS:
-        raise damaged(path, f"tensor {name[:200]} has shape {_short(shape)} and offsets "
+        raise damage(path, f"tensor {name[:200]} has shape {_short(shape)} and offsets "
                             f"{_short([begin, end])}, more than a file has")
     return Layout(name, dtype, tuple(shape), begin, end)
 
@@ -83,9 +83,9 @@ def _require_apart(path: Path, layouts: list[Layout], start: int, size: int) -> 
     last: Layout | None = None
     for each in sorted(layouts, key=lambda layout: layout.begin):
         if start + each.end > size:
-            raise damaged(path, f"tensor {each.name[:200]} ends at byte {start + each.end}, the file at "
+            raise damage(path, f"tensor {each.name[:200]} ends at byte {start + each.end}, the file at "
                                 f"{size} (truncated?)")
         if each.end <= each.begin: continue
         if last is not None and each.begin < last.end:
-            raise damaged(path, f"tensors {last.name[:200]} and {each.name[:200]} share bytes")
+            raise damage(path, f"tensors {last.name[:200]} and {each.name[:200]} share bytes")
         last = each

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint a rank of a tensor parallel network reads.
+"""Parts of a checkpoint that a rank of a tensor parallel network reads.
 
 Protocol: `cut_checkpoint` is what loading calls before it plans. `shares` says for each tensor that is cut
 which part a rank has: where the shapes of the two networks differ. Entries of floats become entries of these
@@ -35,7 +35,7 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a projection lies in a checkpoint: `count` rows from `first` on of a larger one of `rows`."""
+    """Place of a projection in a checkpoint: `count` rows from `first` on of a larger one of `rows`."""
     name: str
     rows: int
     first: int
@@ -58,10 +58,10 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint, pla
         embedding, head = TABLES
         extents[head] = extents[embedding]
         if embedding in found: found[head] = found[embedding]
-    elsewhere = added_elsewhere(found, parallel) & local.keys()
+    elsewhere = biases_elsewhere(found, parallel) & local.keys()
     lies, others = sources(there, whole), experts_elsewhere(model)
-    quantised = of_stage(dict.fromkeys(_quantised(plan)), parallel, config.tied)
-    entries = taken_apart(of_stage(every, parallel, config.tied), lies, quantised)
+    quantised = of_stage(dict.fromkeys(_quantised_names(plan)), parallel, config.tied)
+    entries = split_entries(of_stage(every, parallel, config.tied), lies, quantised)
     own = {name: share for name, share in found.items() if name not in quantised}
     checkpoint.entries = {name: entry for name, entry in cut_entries(entries, own).items()
                           if name not in elsewhere and not name.startswith(others)}
@@ -71,7 +71,7 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint, pla
     return OwnReader(reader, headers, extents, found, lies, parallel.layers.start), elsewhere
 
 
-def _quantised(plan: Plan) -> set[str]:
+def _quantised_names(plan: Plan) -> set[str]:
     """Weights that are no floats in the checkpoint, or not in the network."""
     floats = {part[0].name for layer in plan.layers for part in layer.parts
               if isinstance(part, tuple) and isinstance(part[0], StoredFloats)}
@@ -80,8 +80,8 @@ def _quantised(plan: Plan) -> set[str]:
 
 def shares(whole: Mapping[str, tuple[int, ...]], local: Mapping[str, tuple[int, ...]], parallel: Parallel,
            vocabulary: tuple[str, ...]) -> dict[str, TensorPart]:
-    """What a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that several
-    ranks have, such as keys' heads, are the same on neighbours."""
+    """Returns what a rank has of each tensor that is cut, by the tensors' shapes in both networks. Those that
+    several ranks have, such as keys' heads, are the same on neighbours."""
     made = {}
     for name, shape in local.items():
         differ = [axis for axis, (a, b) in enumerate(zip(whole[name], shape, strict=True)) if a != b]
@@ -97,12 +97,12 @@ T = TypeVar("T")
 
 
 def of_stage(named: Mapping[str, T], parallel: Parallel, tied: bool) -> dict[str, T]:
-    """What belongs to this rank's stage, by the names that its own network has: layers from 0 on."""
+    """Returns what belongs to this rank's stage, by the names that its own network has: layers from 0 on."""
     made, layers = dict[str, T](), parallel.layers
     for name, one in named.items():
         found = LAYER.match(name)
         if found is not None:
-            if int(found[1]) in layers: made[moved(name, -layers.start)] = one
+            if int(found[1]) in layers: made[move_layer(name, -layers.start)] = one
         elif name.startswith("model.embed_tokens."):
             if parallel.first or (tied and parallel.last): made[name] = one
         elif parallel.last: made[name] = one
@@ -137,7 +137,7 @@ def experts_elsewhere(model: Llama) -> tuple[str, ...]:
 
 # **** floats ****
 
-def taken_apart(entries: Mapping[str, TensorEntry], found: Mapping[str, Source],
+def split_entries(entries: Mapping[str, TensorEntry], found: Mapping[str, Source],
                 quantised: Collection[str]) -> dict[str, TensorEntry]:
     """The entries, those that hold several projections as one for each, unless they are quantised."""
     made = dict(entries)
@@ -156,7 +156,7 @@ def cut_entries(entries: Mapping[str, TensorEntry],
     return {name: cut(entry, found[name]) if name in found else entry for name, entry in entries.items()}
 
 
-def added_elsewhere(names: Mapping[str, TensorPart], parallel: Parallel) -> set[str]:
+def biases_elsewhere(names: Mapping[str, TensorPart], parallel: Parallel) -> set[str]:
     """Biases that another rank adds: those of matrices that are cut by columns, whose sum is over ranks."""
     if parallel.group.rank == 0: return set()
     return {f"{name.removesuffix('.weight')}.bias" for name, share in names.items()
@@ -184,18 +184,18 @@ class OwnReader:
         else:
             place, extents, first = source.name, (source.rows, k), 0 if share is None else share.first
             share = TensorPart(0, source.first + first, shape[0])
-        found = part_of(self.reader, moved(place, self.first), extents, self.stored, share)
+        found = part_of(self.reader, move_layer(place, self.first), extents, self.stored, share)
         return self._of_stage(found) if found is not None and self.first else found
 
     def _of_stage(self, found: StoredMatrix) -> StoredMatrix:
         """A matrix, its tensors by the names that they have in this stage."""
         def arrays(get: Get) -> dict[str, np.ndarray]:
-            return found.arrays(lambda name: get(moved(name, -self.first)))
-        return replace(found, tensors=tuple(moved(name, -self.first) for name in found.tensors),
+            return found.arrays(lambda name: get(move_layer(name, -self.first)))
+        return replace(found, tensors=tuple(move_layer(name, -self.first) for name in found.tensors),
                        arrays=arrays,
-                       parts={moved(name, -self.first): part for name, part in found.parts.items()})
+                       parts={move_layer(name, -self.first): part for name, part in found.parts.items()})
 
 
-def moved(name: str, by: int) -> str:
+def move_layer(name: str, by: int) -> str:
     """The name of a tensor in a layer that stands `by` places further behind."""
     return LAYER.sub(lambda found: f"model.layers.{int(found[1]) + by}.", name)

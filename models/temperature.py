@@ -12,7 +12,7 @@ class Temperature:
     floor: float
     scale: float
 
-    def applied(self, q: Tensor, places: Tensor) -> Tensor:
+    def apply(self, q: Tensor, places: Tensor) -> Tensor:
         """Queries at `places`, whose shape is broadcast."""
         steps = ((places.maximum(0) + 1).float() / self.floor).floor()
         return (q * ((steps + 1).log() * self.scale + 1)).cast(q.dtype)

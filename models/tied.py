@@ -1,6 +1,6 @@
 """Heads that are tied to the embedding, and those that only config.json says are.
 
-Protocol: `loaded_config(directory)` is `read_config` for a network whose weights are loaded: a stored head
+Protocol: `load_config(directory)` is `read_config` for a network whose weights are loaded: a stored head
 that differs from the embedding is not tied to it, in spite of tie_word_embeddings, as transformers 5 has it.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.runtime.memory import allocate, read
 
-from .checkpoint import FLOAT_BYTES, ITEM_BYTES, Checkpoint, TensorEntry, named, open_checkpoint
+from .checkpoint import FLOAT_BYTES, ITEM_BYTES, Checkpoint, TensorEntry, dtype_of, open_checkpoint
 from .config import ModelConfig, read_config
 from .fit import EMBEDDING, HEAD, decoder_sizes, require_sizes
 from .multimodal import language_entries
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CHUNK = 8 << 20     # bytes that are compared at a time
 
 
-def loaded_config(directory: Path) -> ModelConfig:
+def load_config(directory: Path) -> ModelConfig:
     """See above. Raises `ModelError`, `WeightError`."""
     config, entries = read_config(directory), language_entries(open_checkpoint(directory).entries)
     require_sizes(decoder_sizes(replace(config, tied=True)), entries, directory)
@@ -77,7 +77,7 @@ def _equal(directory: Path, one: TensorEntry, other: TensorEntry, times: tuple[i
 
 def _elements(checkpoint: Checkpoint, entry: TensorEntry, begin: int, end: int) -> np.ndarray:
     """Bits of elements [begin, end) of an entry, as unsigned integers."""
-    elements = Tensor.empty(end - begin, dtype=named(entry.dtype), device="CPU")
+    elements = Tensor.empty(end - begin, dtype=dtype_of(entry.dtype), device="CPU")
     allocate(elements)
     checkpoint.read_into(entry, begin, end, elements, 0)
     return read(elements, np.dtype(f"u{ITEM_BYTES[entry.dtype]}")).copy()   # the memory goes with the tensor

@@ -62,14 +62,14 @@ def read_backend(path: Path, known: Collection[str] = (), *, adjust: Callable[[A
         text = read_tokenizer_json(path)
         head = _head(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} cannot be read: {said(error)}", expected,
+        raise TokenizerError(f"{path} cannot be read: {message_of(error)}", expected,
                              "download the file again") from error
     require_bounded({**head, "pre_tokenizer": adjust(head.get("pre_tokenizer"))}, str(path), known)
     with _without_panics():
         try: made: Tokenizer = Tokenizer.from_str(text)
         except BaseException as error:
             if not is_bare(error): raise
-            raise TokenizerError(f"{path} cannot be read: {said(error)}", expected,
+            raise TokenizerError(f"{path} cannot be read: {message_of(error)}", expected,
                                  "download the file again") from error
         made.no_truncation()
         made.no_padding()       # to a length that may be any
@@ -77,10 +77,11 @@ def read_backend(path: Path, known: Collection[str] = (), *, adjust: Callable[[A
     return made
 
 
-def typed(error: BaseException, what: str) -> BaseException:
+def as_typed(error: BaseException, what: str) -> BaseException:
     """A bare exception or a panic of the library as a `TokenizerError`; other errors as they are."""
     if not is_bare(error): return error
-    return TokenizerError(f"the tokenizer cannot {what}: {said(error)}", "a vocabulary that has all of it",
+    return TokenizerError(f"the tokenizer cannot {what}: {message_of(error)}",
+                          "a vocabulary that has all of it",
                           FIX)
 
 
@@ -89,7 +90,7 @@ def is_bare(error: BaseException) -> bool:
     return type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException"
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The words of an error, cut off; they may quote a file."""
     text = str(error) or type(error).__name__
     return text if len(text) <= MAX_SAID else text[:MAX_SAID] + "…"
@@ -142,7 +143,7 @@ def require_model(made: Tokenizer, name: str) -> None:
     except Exception: return      # a text with what the vocabulary lacks: said where it is encoded
     except BaseException as error:
         if not is_bare(error): raise
-        raise TokenizerError(f"{name}: it fails: {said(error)}", "a tokenizer that encodes a letter",
+        raise TokenizerError(f"{name}: it fails: {message_of(error)}", "a tokenizer that encodes a letter",
                              FIX) from error
 
 
@@ -182,7 +183,7 @@ def _without_panics() -> Iterator[None]:
 
 
 def _probe(patterns: Sequence[str], charsmaps: Sequence[Any]) -> str | None:
-    """What is wrong with regular expressions and a charsmap, None if nothing is."""
+    """Returns what is wrong with regular expressions and a charsmap, None if nothing is."""
     batches = [{"patterns": patterns[at:at + BATCH], "charsmap": None}
                for at in range(0, len(patterns), BATCH)]
     if charsmaps: batches = [{"patterns": patterns[:BATCH], "charsmap": charsmaps[0]}, *batches[1:]]

@@ -32,12 +32,12 @@ USUAL = ("a", " ", "\n", "0", ".", "A", "é", "中", "a ", " \n", "\t", "\u0301"
 MAX_NORMALIZED = 64         # characters that stand for one; Unicode has up to 18
 
 
-def tried(patterns: list[str], charsmap: str | None) -> str | None:
-    """What is wrong, None if nothing is."""
+def try_all(patterns: list[str], charsmap: str | None) -> str | None:
+    """Returns what is wrong, None if nothing is."""
     found = next((why for each in patterns if (why := _slow(each)) is not None), None)
     if found is not None or charsmap is None: return found
     _begin("its precompiled_charsmap takes")
-    return _broken(charsmap)
+    return _try_charsmap(charsmap)
 
 
 def _slow(pattern: str) -> str | None:
@@ -73,7 +73,7 @@ def _last(values: dict[str, float]) -> list[str]:
 
 
 def _units(pattern: str) -> list[str]:
-    """What runs are made of: characters and words of the pattern, and usual ones."""
+    """Returns units of runs: characters and words of the pattern, and usual ones."""
     words = re.findall(r"\w{2,16}", pattern)
     pairs = [pattern[i:i + 2] for i in range(len(pattern) - 1) if pattern[i:i + 2].isalnum()]
     return list(dict.fromkeys([*USUAL, *pattern[:256], *words, *pairs]))[:MAX_UNITS]
@@ -102,8 +102,8 @@ def _begin(what: str) -> None:
     print(json.dumps(f"{what} more than {MAX_SECONDS} s or {MAX_MEMORY >> 30} GiB"), flush=True)
 
 
-def _broken(charsmap: str) -> str | None:
-    """What is wrong with SentencePiece's normalisation, which is tried on all characters."""
+def _try_charsmap(charsmap: str) -> str | None:
+    """Returns what is wrong with SentencePiece's normalisation, which is tried on all characters."""
     model = {"type": "BPE", "vocab": {}, "merges": []}
     part = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     try:
@@ -120,4 +120,4 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
     gc.disable()            # or long lists of pieces take more than their share
     given = json.load(sys.stdin)
-    print(json.dumps(tried(given["patterns"], given["charsmap"])), flush=True)
+    print(json.dumps(try_all(given["patterns"], given["charsmap"])), flush=True)

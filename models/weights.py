@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must hold, and where in the network each is stored.
+"""Tensors that a checkpoint must hold, and where in the network each is stored.
 
 Protocol: `slots(model)` maps every Hugging Face name to a `WeightSlice`: rows [first, first + count) of one
 parameter. `load(model, directory)` checks names and shapes of the whole checkpoint before it reads a byte,
@@ -34,10 +34,10 @@ from .checkpoint import (
     ITEM_BYTES,
     Checkpoint,
     TensorEntry,
+    dtype_of,
     is_split_by_rows,
-    named,
     open_checkpoint,
-    unsupported,
+    unsupported_dtype,
 )
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
@@ -47,8 +47,8 @@ from .latent import LatentAttention
 from .llama import Llama
 from .multimodal import language_entries
 from .parts import layer_bytes
-from .quantised.layers import Plan, fill, place, planned, projections, read_layer, require_zeros
-from .quantised.repacked import opened
+from .quantised.layers import Plan, fill, make_plan, place, projections, read_layer, require_zeros
+from .quantised.repacked import open_cache
 from .tied import untie
 
 # A second thread doubles the rate of page faults and copies; disks are faster with a queue of a few reads.
@@ -109,7 +109,8 @@ def slots(model: Llama) -> dict[str, WeightSlice]:
 
 
 def _experts(model: Llama, layer: int, block: MixtureOfExperts) -> dict[str, WeightSlice]:
-    """Of a mixture of experts: its router, and each expert's rows of the stacked matrices."""
+    """Returns the slots of a mixture of experts: its router, and each expert's rows of the stacked
+    matrices."""
     names, prefix, width, hidden = (model.config.names, f"model.layers.{layer}", block.moe.width,
                                     model.config.hidden_size)
     out = {f"{prefix}.{names.router}.weight": _whole(block.router)}
@@ -135,7 +136,7 @@ def check(wanted: Mapping[str, WeightSlice], entries: Mapping[str, TensorEntry],
     """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
     for name in wanted:
         if name in entries and entries[name].dtype not in FLOATS:
-            raise unsupported(entries[name].file_offset[0], name, entries[name].dtype)
+            raise unsupported_dtype(entries[name].file_offset[0], name, entries[name].dtype)
     # a tied model may still store its head; `untie` compares it with the embedding
     surplus = {HEAD} if tied else set()
     missing = [n for n in wanted if n not in entries]
@@ -155,7 +156,7 @@ def _some(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")
 
 
-def stored_dtype(directory: Path) -> str:
+def main_dtype(directory: Path) -> str:
     """The dtype of most of a checkpoint's bytes, for a config.json that does not name one."""
     weight: Counter[str] = Counter()
     for entry in language_entries(open_checkpoint(directory).entries).values():
@@ -177,7 +178,7 @@ def nbytes(config: ModelConfig, dtype: DType, directory: Path) -> int:
 
 
 def _online_nbytes(config: ModelConfig, dtype: DType) -> int:
-    """The same of weights that are quantised as they are read."""
+    """Returns the bytes of weights that are quantised as they are read."""
     assert config.quantization is not None
     reader, model, made = reader_of(config.quantization, "config.json"), Llama(config, dtype), 0
     stored = {name: ("F32", slot.shape) for name, slot in slots(model).items()}
@@ -197,7 +198,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     `progress(done, total)` is called with bytes. Raises `WeightError` before anything is read if the
     checkpoint lacks tensors, and while reading if a file is shorter than its header says."""
     if model.config.tied and not headless: untie(model, directory)
-    found = opened_for(model, directory, headless)
+    found = open_for(model, directory, headless)
     checkpoint, plan, wanted = found.checkpoint, found.plan, found.wanted
     for slot in found.zeros: _fill_zeros(slot)
     require_zeros(plan, checkpoint.entries)
@@ -232,7 +233,7 @@ class Opened:
     zeros: list[WeightSlice]
 
 
-def opened_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
+def open_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     """The checkpoint of a directory, of which headers are read; of a rank's network its part. Raises
     `WeightError`, `ModelError`."""
     checkpoint, parallel = open_checkpoint(directory), model.parallel
@@ -246,11 +247,11 @@ def opened_for(model: Llama, directory: Path, headless: bool = False) -> Opened:
     if parallel is not None:
         from .shares import cut_checkpoint
         whole = Llama(config, model.dtype, model.device)
-        plan = planned(whole, checkpoint.entries, file)
-        checked(whole, plan, checkpoint.entries, directory)
+        plan = make_plan(whole, checkpoint.entries, file)
+        check_slots(whole, plan, checkpoint.entries, directory)
         reader, elsewhere = cut_checkpoint(model, parallel, checkpoint, plan, _shapes, file)
-    plan = planned(model, checkpoint.entries, file, reader)
-    wanted = checked(model, plan, checkpoint.entries, directory, elsewhere)
+    plan = make_plan(model, checkpoint.entries, file, reader)
+    wanted = check_slots(model, plan, checkpoint.entries, directory, elsewhere)
     every = slots(model)
     return Opened(checkpoint, plan, wanted, [every[name] for name in sorted(elsewhere)])
 
@@ -261,14 +262,14 @@ def _shapes(model: Llama) -> dict[str, tuple[int, ...]]:
 
 def own_nbytes(model: Llama, directory: Path) -> int:
     """Bytes of the weights of a rank's network. Raises as loading them does."""
-    found = opened_for(model, directory)
+    found = open_for(model, directory)
     tensors = {id(slot.tensor): slot.tensor for slot in [*found.wanted.values(), *found.zeros]}.values()
     return sum(int(each.nbytes()) for each in tensors) + sum(
         matrix_bytes(part[0].type, *part[1]) for layer in found.plan.layers for part in layer.parts
         if isinstance(part, tuple) and isinstance(part[0], StoredMatrix))
 
 
-def checked(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], directory: Path,
+def check_slots(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], directory: Path,
             elsewhere: Collection[str] = ()) -> dict[str, WeightSlice]:
     """The slots of tensors that are read as floats, without those of `elsewhere`. Raises `WeightError` as
     `check` does."""
@@ -300,7 +301,7 @@ def _fill_zeros(slot: WeightSlice) -> None:
     write(slot.tensor, slot.offset, memoryview(bytes(math.prod(slot.shape) * slot.tensor.dtype.itemsize)))
 
 
-def held(model: Llama) -> list[Tensor]:
+def list_loaded(model: Llama) -> list[Tensor]:
     """The tensors that `load` filled of a model that is not quantised."""
     return list({id(slot.tensor): slot.tensor for slot in slots(model).values()}.values())
 
@@ -308,7 +309,7 @@ def held(model: Llama) -> list[Tensor]:
 def read_again(model: Llama, directory: Path) -> int:
     """Reads the weights of a model that is not quantised again, into the memory that they have; returns bytes
     read. Raises `WeightError` as `load` does."""
-    found = opened_for(model, directory)
+    found = open_for(model, directory)
     return fill_slots(found.checkpoint, found.wanted)
 
 
@@ -322,9 +323,9 @@ def _fill(model: Llama, found: Opened, readers: ThreadPoolExecutor, sizes: list[
     """Fills quantised layers: bytes of each. Those that are kept on disk `readers` read; while tinygrad
     repacks one of the others, in this thread, another is read."""
     layers, entries, ahead = found.plan.layers, found.checkpoint.entries, None
-    with opened(model, found.plan, entries) as kept, ThreadPoolExecutor(1) as reader:
+    with open_cache(model, found.plan, entries) as kept, ThreadPoolExecutor(1) as reader:
         left: list[int] = []
-        for number, parts in enumerate(kept.restored(readers)):
+        for number, parts in enumerate(kept.restore(readers)):
             if parts is None: left.append(number)
             else:
                 place(model, layers[number], parts)
@@ -359,7 +360,7 @@ def _chunks(wanted: Mapping[str, WeightSlice],
     disk reads forward."""
     for name in sorted(wanted, key=lambda name: entries[name].file_offset):
         entry, count = entries[name], math.prod(entries[name].shape)
-        same = named(entry.dtype) == wanted[name].tensor.dtype
+        same = dtype_of(entry.dtype) == wanted[name].tensor.dtype
         step = (CHUNK if same else CONVERTED_CHUNK) // ITEM_BYTES[entry.dtype]
         if entry.strides is not None:
             row = math.prod(entry.shape[1:])

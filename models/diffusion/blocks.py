@@ -9,7 +9,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from .layers import Conv2d, GroupNorm, Linear, doubled
+from .layers import Conv2d, GroupNorm, Linear, upsample
 from .transformer import PixelAttention, Transformer2D
 
 
@@ -50,7 +50,7 @@ class Upsample:
         self.conv = Conv2d(channels, channels, 3, dtype, device, padding=1)
 
     def __call__(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        wide = doubled(x)
+        wide = upsample(x)
         if size is not None: wide = wide[:, :size[0], :size[1]]
         return self.conv(wide.contiguous())
 
@@ -103,7 +103,7 @@ class MidBlock:
 
 
 class PlainMidBlock:
-    """The same of an autoencoder."""
+    """The middle block of an autoencoder."""
 
     def __init__(self, layers: list[ResNet], attentions: list[PixelAttention]) -> None:
         self.resnets, self.attentions = layers, attentions

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.functional import embedding, scaled_dot_product_attention
 
-from ..layers import LayerNorm, activated
+from ..layers import LayerNorm, activate
 from .config import TextConfig
 from .layers import Linear
 
@@ -55,7 +55,7 @@ class TextMLP:
         self.fc2 = Linear(config.intermediate_size, config.hidden_size, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.fc2(activated(self.fc1(x), self.activation).contiguous())
+        return self.fc2(activate(self.fc1(x), self.activation).contiguous())
 
 
 class TextLayer:
@@ -102,6 +102,6 @@ class TextEncoder:
         return EncodedText(last, penultimate, pooled)
 
     def _ends(self, tokens: Tensor) -> Tensor:
-        """Where each text ends, int32 (B,): at its first eos."""
+        """Returns where each text ends, int32 (B,): at its first eos."""
         if self.config.eos_token_id == OLD_EOS: return tokens.argmax(-1).cast(dtypes.int32)
         return (tokens == self.config.eos_token_id).int().argmax(-1).cast(dtypes.int32)

@@ -101,7 +101,7 @@ class VAEConfig:
 
 
 def read_text(directory: Path) -> TextConfig:
-    """Of a text encoder. Raises `ModelError`."""
+    """Reads the configuration of a text encoder. Raises `ModelError`."""
     f = _read(directory, {"vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048,
                           "num_hidden_layers": 12, "num_attention_heads": 8, "max_position_embeddings": 77,
                           "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu", "eos_token_id": 49407,
@@ -122,7 +122,7 @@ def read_text(directory: Path) -> TextConfig:
 
 
 def read_unet(directory: Path) -> UNetConfig:
-    """Of a UNet2DConditionModel. Raises `ModelError`."""
+    """Reads the configuration of a UNet2DConditionModel. Raises `ModelError`."""
     f = _read(directory, {
         "in_channels": 4, "out_channels": 4, "sample_size": 64, "norm_num_groups": 32, "norm_eps": 1e-5,
         "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
@@ -153,7 +153,7 @@ def read_unet(directory: Path) -> UNetConfig:
 
 
 def read_vae(directory: Path) -> VAEConfig:
-    """Of an AutoencoderKL. Raises `ModelError`."""
+    """Reads the configuration of an AutoencoderKL. Raises `ModelError`."""
     f = _read(directory, {
         "in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [64],
         "layers_per_block": 1, "norm_num_groups": 32, "sample_size": 32, "scaling_factor": 0.18215,

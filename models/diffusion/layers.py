@@ -69,7 +69,7 @@ class TimeEmbedding:
         return self.linear_2(self.linear_1(x).silu().contiguous())
 
 
-def doubled(x: Tensor) -> Tensor:
+def upsample(x: Tensor) -> Tensor:
     """Each pixel of x (B, H, W, C) as two by two."""
     B, H, W, C = x.shape
     return x.reshape(B, H, 1, W, 1, C).expand(B, H, 2, W, 2, C).reshape(B, 2 * H, 2 * W, C)

@@ -44,19 +44,19 @@ class Generator:
 
     def _pairs(self, count: int) -> np.ndarray:
         """Normal numbers, the second of each pair by the sine."""
-        halves = self._drawn(4 * -(-count // 2)).astype(np.uint64).reshape(-1, 2, 2)
+        halves = self._draw(4 * -(-count // 2)).astype(np.uint64).reshape(-1, 2, 2)
         uniform = ((halves[..., 0] << np.uint64(32) | halves[..., 1]) & MANTISSA).astype(float) * 2.0 ** -53
         angle, radius = 2 * math.pi * uniform[:, 0], np.sqrt(-2 * np.log1p(-uniform[:, 1]))
         made = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).reshape(-1)
         return made[:count].astype(np.float32)
 
-    def _drawn(self, count: int) -> np.ndarray:
+    def _draw(self, count: int) -> np.ndarray:
         """32 bits each."""
         return self.state.randint(0, 1 << 32, count, np.uint64).astype(np.uint32)
 
     def _uniform(self, count: int) -> np.ndarray:
         """In 0 … 1, float32."""
-        return (self._drawn(count) & 0xFFFFFF).astype(np.float32) * np.float32(2.0 ** -24)
+        return (self._draw(count) & 0xFFFFFF).astype(np.float32) * np.float32(2.0 ** -24)
 
 
 def _boxes(uniform: np.ndarray) -> np.ndarray:

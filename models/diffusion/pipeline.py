@@ -34,7 +34,7 @@ from .config import read_text, read_unet, read_vae
 from .schedulers import Plan, plan, read_scheduler
 from .tokenizer import TextTokenizer, read_tokenizer
 from .unet import UNet
-from .vae import VAE, blended_tiles
+from .vae import VAE, decode_tiles
 
 PIPELINES = {"StableDiffusionPipeline": False, "StableDiffusionXLPipeline": True}
 GUIDANCE = {False: 7.5, True: 5.0}      # of 1.5 and 2, and of XL, where none is asked for
@@ -70,8 +70,8 @@ class Generated:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What steps are conditioned on: `context` (N, 1 or 2, T, width), negative before positive, and of XL
-    `added`, (N, 1 or 2, width)."""
+    """Conditions of steps: `context` (N, 1 or 2, T, width), negative before positive, and of XL `added`, (N,
+    1 or 2, width)."""
     context: np.ndarray
     added: np.ndarray | None
 
@@ -159,7 +159,7 @@ class StableDiffusion:
             raise RequestError(f"latents of shape {latents.shape}", f"{(count, *shape)}")
         with Context(ALLOW_TF32=int(self.tf32)):
             conditions, dropped = self._conditions(prompts, params, guidance > 1, (height, width))
-            made = self._denoised(latents.transpose(0, 2, 3, 1), steps, guidance, conditions, step)
+            made = self._denoise(latents.transpose(0, 2, 3, 1), steps, guidance, conditions, step)
         return np.ascontiguousarray(made.transpose(0, 3, 1, 2)), seeds, dropped
 
     def sizes(self, prompts: Sequence[str], params: ImageParams) -> tuple[int, int, float]:
@@ -192,21 +192,21 @@ class StableDiffusion:
     def _conditions(self, prompts: Sequence[str], params: ImageParams, guided: bool,
                     size: tuple[int, int]) -> tuple[Conditions, int]:
         """The conditions of `n` images of each prompt, and how many tokens were cut off."""
-        made = [self._encoded(prompt) for prompt in prompts]
+        made = [self._encode(prompt) for prompt in prompts]
         dropped = sum(each[2] for each in made)
         context, pooled = np.stack([each[0] for each in made]), np.stack([each[1] for each in made])
         context, pooled = (np.repeat(each[:, None], params.n, 0) for each in (context, pooled))
         if guided:
             text = params.negative_prompt or ""
             zero = params.negative_prompt is None and self.zero_negative
-            other, its, _ = self._encoded(text)
+            other, its, _ = self._encode(text)
             if zero: other, its = np.zeros_like(other), np.zeros_like(its)
             def beside(negative: np.ndarray, positive: np.ndarray) -> np.ndarray:
                 return np.concatenate([np.broadcast_to(negative, positive.shape), positive], 1)
             context, pooled = beside(other, context), beside(its, pooled)
-        return Conditions(context, self._added(pooled, size) if self.xl else None), dropped
+        return Conditions(context, self._added_inputs(pooled, size) if self.xl else None), dropped
 
-    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray, int]:
+    def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray, int]:
         """A text's states (T, width), its pooled state (of the last encoder), and how many tokens were cut
         off."""
         states, pooled, dropped = [], np.empty(0), 0
@@ -225,17 +225,18 @@ class StableDiffusion:
             return (made.penultimate if self.xl else made.last).float(), made.pooled.float()
         return step
 
-    def _added(self, pooled: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-        """What XL's time embedding adds to, of pooled states (N, S, width): of images that were not cropped,
-        original and target sizes as asked for."""
+    def _added_inputs(self, pooled: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Returns the inputs that XL's time embedding adds to, of pooled states (N, S, width): of images that
+        were not cropped, original and target sizes as asked for."""
         flat = pooled.reshape(-1, pooled.shape[-1])
         sizes = np.tile(np.asarray([*size, 0, 0, *size], np.float32), (len(flat), 1))
-        made = self.unet.added_inputs(Tensor(flat, device=self.device), Tensor(sizes, device=self.device))
+        made = self.unet.make_added_inputs(Tensor(flat, device=self.device),
+                                           Tensor(sizes, device=self.device))
         return made.numpy().reshape(*pooled.shape[:2], -1)
 
     # **** steps ****
 
-    def _denoised(self, latents: np.ndarray, steps: Plan, guidance: float, conditions: Conditions,
+    def _denoise(self, latents: np.ndarray, steps: Plan, guidance: float, conditions: Conditions,
                   report: Callable[[int, int], None]) -> np.ndarray:
         """Latents (N, H, W, C) after all steps."""
         count, *row = latents.shape
@@ -284,10 +285,10 @@ class StableDiffusion:
     def decode(self, latents: np.ndarray) -> np.ndarray:
         """Images, uint8 (N, H, W, 3), of latents (N, C, h, w), one after the other."""
         x = (latents.transpose(0, 2, 3, 1) / self.vae.config.scaling).astype(np.float32)
-        with Context(ALLOW_TF32=int(self.tf32)): made = np.stack([self._decoded(each) for each in x])
+        with Context(ALLOW_TF32=int(self.tf32)): made = np.stack([self._decode(each) for each in x])
         return np.rint((made / 2 + 0.5).clip(0, 1) * 255).astype(np.uint8)
 
-    def _decoded(self, latents: np.ndarray) -> np.ndarray:
+    def _decode(self, latents: np.ndarray) -> np.ndarray:
         """An image (H, W, 3) in −1 … 1."""
         def one(part: np.ndarray) -> np.ndarray:
             step = self._step("vae", part.shape, lambda: lambda x: self.vae.decode(x).float(),
@@ -295,7 +296,7 @@ class StableDiffusion:
             made: np.ndarray = step(x=part[None]).numpy()[0].copy()
             return made
         if self.tile is None or max(latents.shape[:2]) <= self.tile: return one(latents)
-        return blended_tiles(latents, self.tile, self.vae.config.factor, one)
+        return decode_tiles(latents, self.tile, self.vae.config.factor, one)
 
     # **** captured steps ****
 
@@ -310,11 +311,11 @@ class StableDiffusion:
         return made
 
     def _eager(self, step: Step) -> Step:
-        def called(**given: Any) -> Any:
+        def call(**given: Any) -> Any:
             made = step(**{name: x if isinstance(x, Tensor) else Tensor(x, device=self.device)
                            for name, x in given.items()})
             return tuple(x.realize() for x in made) if isinstance(made, tuple) else made.realize()
-        return called
+        return call
 
 
 def _is_unicode(text: str) -> bool:

@@ -89,7 +89,8 @@ class Plan:
 
 
 def read_scheduler(directory: Path) -> SchedulerConfig:
-    """Of a directory with scheduler_config.json. Raises `ModelError` for what is not implemented."""
+    """Reads the configuration of a directory with scheduler_config.json. Raises `ModelError` for what is not
+    implemented."""
     path = directory / "scheduler_config.json"
     if not path.is_file():
         raise ModelError(f"{directory} has no scheduler_config.json", "a diffusers directory",

@@ -33,7 +33,7 @@ class SelfAttention:
         B, T, width = x.shape
         heads = self.qkv(x).contiguous().reshape(B, T, 3, self.heads, width // self.heads)
         q, k, v = (heads[:, :, i].transpose(1, 2) for i in range(3))
-        return self.out(_joined(scaled_dot_product_attention(q, k, v)))
+        return self.out(_join_heads(scaled_dot_product_attention(q, k, v)))
 
 
 class CrossAttention:
@@ -51,10 +51,10 @@ class CrossAttention:
         q = self.to_q(x).contiguous().reshape(B, T, self.heads, width // self.heads).transpose(1, 2)
         heads = self.to_kv(context).contiguous().reshape(B, -1, 2, self.heads, width // self.heads)
         k, v = (heads[:, :, i].transpose(1, 2) for i in range(2))
-        return self.out(_joined(scaled_dot_product_attention(q, k, v)))
+        return self.out(_join_heads(scaled_dot_product_attention(q, k, v)))
 
 
-def _joined(x: Tensor) -> Tensor:
+def _join_heads(x: Tensor) -> Tensor:
     """Heads (B, H, T, D) side by side: (B, T, H D)."""
     return x.transpose(1, 2).flatten(2).contiguous()
 

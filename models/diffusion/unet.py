@@ -1,7 +1,7 @@
 """The UNet that predicts the noise of latents (arXiv 2112.10752), and XL's (arXiv 2307.01952).
 
 Protocol: `unet(latents, times, context, added)` of latents (B, H, W, in_channels), times (B,), a text's
-states (B, T, context) and, of XL, `added` (B, added_width) as `added_inputs` makes it, gives
+states (B, T, context) and, of XL, `added` (B, added_width) as `make_added_inputs` makes it, gives
 (B, H, W, out_channels).
 """
 from __future__ import annotations
@@ -65,7 +65,8 @@ class UNet:
                          down if i < len(c.channels) - 1 else None)
 
     def _up(self, i: int) -> UpBlock:
-        """Of the size of block i on the way down; its last layer sees that block's input."""
+        """Returns the upward block of the size of block i on the way down; its last layer sees that block's
+        input."""
         c = self.config
         below, outputs, layers = c.channels[min(i + 1, len(c.channels) - 1)], c.channels[i], c.layers[i] + 1
         skips = [outputs] * (layers - 1) + [c.channels[max(i - 1, 0)]]
@@ -73,9 +74,9 @@ class UNet:
                        [self._transformer(i) for _ in range(layers if c.cross[i] else 0)],
                        Upsample(outputs, self.dtype, self.device) if i else None)
 
-    def added_inputs(self, pooled: Tensor, sizes: Tensor) -> Tensor:
-        """What XL's time embedding adds to: pooled states (B, width) beside sines of `sizes` (B, 6): original
-        height and width, offsets of the crop, target height and width."""
+    def make_added_inputs(self, pooled: Tensor, sizes: Tensor) -> Tensor:
+        """Returns the inputs that XL's time embedding adds to: pooled states (B, width) beside sines of
+        `sizes` (B, 6): original height and width, offsets of the crop, target height and width."""
         c = self.config
         ids = sinusoids(sizes.flatten(), c.added, c.flip_sin_to_cos, c.freq_shift)
         return pooled.cat(ids.reshape(sizes.shape[0], -1).cast(pooled.dtype), dim=-1)

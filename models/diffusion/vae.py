@@ -24,7 +24,7 @@ LOG_VARIANCE = (-30.0, 20.0)
 
 
 class _Half:
-    """What encoder and decoder share."""
+    """The layers that encoder and decoder share."""
 
     def __init__(self, config: VAEConfig, dtype: DType, device: str | None) -> None:
         self.config, self.dtype, self.device = config, dtype, device
@@ -116,7 +116,7 @@ class VAE:
         return self.decoder(x)
 
 
-def blended_tiles(latents: np.ndarray, tile: int, factor: int,
+def decode_tiles(latents: np.ndarray, tile: int, factor: int,
                   decode: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """An image (H, W, C) of latents (h, w, c), decoded in tiles of `tile` latents along a side, which overlap
     by a fourth. Where they do, one fades into the next."""
@@ -127,15 +127,15 @@ def blended_tiles(latents: np.ndarray, tile: int, factor: int,
         line: list[np.ndarray] = []
         for x in range(0, latents.shape[1], step):
             made = decode(np.ascontiguousarray(latents[y:y + tile, x:x + tile]))
-            if above: made = _faded(above[len(line)], made, blend, 0)
-            if line: made = _faded(line[-1], made, blend, 1)
+            if above: made = _fade(above[len(line)], made, blend, 0)
+            if line: made = _fade(line[-1], made, blend, 1)
             line.append(made)
         lines.append(np.concatenate([each[:keep, :keep] for each in line], 1))
         above = line
     return np.concatenate(lines, 0)
 
 
-def _faded(before: np.ndarray, after: np.ndarray, most: int, axis: int) -> np.ndarray:
+def _fade(before: np.ndarray, after: np.ndarray, most: int, axis: int) -> np.ndarray:
     """`after`, whose first lines along an axis come out of the last ones of `before`."""
     count = min(before.shape[axis], after.shape[axis], most)
     old = np.take(before, range(before.shape[axis] - count, before.shape[axis]), axis)

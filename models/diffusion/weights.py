@@ -40,18 +40,18 @@ def _walk(module: Any, prefix: str) -> Iterator[tuple[str, WeightSlice, Any]]:
     """Names, slots, and the layer that each belongs to."""
     stored = getattr(type(module), "STORED", {})
     for attribute, value in vars(module).items():
-        names = [_joined(prefix, name) for name in stored.get(attribute, (attribute,))]
+        names = [_join_names(prefix, name) for name in stored.get(attribute, (attribute,))]
         if isinstance(value, Tensor): yield names[0], WeightSlice(value, 0, _shape(value)), module
         elif isinstance(value, list):
             for i, each in enumerate(value): yield from _walk(each, f"{names[0]}.{i}")
-        elif isinstance(value, GatedLinear): yield from _gated(value, names[0])
-        elif len(names) > 1: yield from _stacked(value, names)
+        elif isinstance(value, GatedLinear): yield from _swap_gate(value, names[0])
+        elif len(names) > 1: yield from _split_stacked(value, names)
         elif isinstance(value, LayerNorm) or type(value).__module__.startswith(__package__ or "."):
             yield from _walk(value, names[0])
 
 
-def _stacked(layer: Any, names: list[str]) -> Iterator[tuple[str, WeightSlice, Any]]:
-    """Of a linear layer that is several stored ones of as many rows."""
+def _split_stacked(layer: Any, names: list[str]) -> Iterator[tuple[str, WeightSlice, Any]]:
+    """Yields the stored layers, of as many rows each, that one linear layer holds."""
     for kind, tensor in vars(layer).items():
         if not isinstance(tensor, Tensor): continue
         rows, *rest = _shape(tensor)
@@ -60,8 +60,8 @@ def _stacked(layer: Any, names: list[str]) -> Iterator[tuple[str, WeightSlice, A
             yield f"{name}.{kind}", WeightSlice(tensor, i * each, (each, *rest)), layer
 
 
-def _gated(layer: GatedLinear, name: str) -> Iterator[tuple[str, WeightSlice, Any]]:
-    """Of GEGLU: the first half of a file's rows is the second here."""
+def _swap_gate(layer: GatedLinear, name: str) -> Iterator[tuple[str, WeightSlice, Any]]:
+    """Yields the halves of GEGLU: the first half of a file's rows is the second here."""
     for kind, tensor in vars(layer).items():
         if not isinstance(tensor, Tensor): continue
         rows, *rest = _shape(tensor)
@@ -69,7 +69,7 @@ def _gated(layer: GatedLinear, name: str) -> Iterator[tuple[str, WeightSlice, An
             yield f"{name}.{kind}{half}", WeightSlice(tensor, first, (rows // 2, *rest)), layer
 
 
-def _joined(prefix: str, name: str) -> str: return ".".join(each for each in (prefix, name) if each)
+def _join_names(prefix: str, name: str) -> str: return ".".join(each for each in (prefix, name) if each)
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]: return tuple(int(extent) for extent in tensor.shape)
@@ -79,18 +79,18 @@ def load(network: Any, directory: Path, unread: tuple[str, ...] = (),
          progress: Callable[[int, int], None] | None = None) -> int:
     """Fills every parameter of a network from a directory, except for tensors whose names begin with one of
     `unread`; returns bytes read. Raises `WeightError`."""
-    checkpoint, wanted = _opened(directory), slots(network)
+    checkpoint, wanted = _open(directory), slots(network)
     layers = {name: layer for name, _, layer in _walk(network, "")}
-    found = {name: entry for name, entry in _renamed(checkpoint.entries).items()
+    found = {name: entry for name, entry in _rename(checkpoint.entries).items()
              if not name.startswith((*unread, UNREAD))}
-    checkpoint.entries = dict(_turned(found, wanted, layers))
+    checkpoint.entries = dict(_reorder(found, wanted, layers))
     check(wanted, checkpoint.entries, False, directory)
     with label_allocations("weights"):
         allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
     return fill_slots(checkpoint, wanted, progress)
 
 
-def _opened(directory: Path) -> Checkpoint:
+def _open(directory: Path) -> Checkpoint:
     for stem in STEMS:
         if any((directory / f"{stem}.safetensors{index}").is_file() for index in ("", ".index.json")):
             return open_checkpoint(directory, stem)
@@ -99,7 +99,7 @@ def _opened(directory: Path) -> Checkpoint:
                       "download the safetensors files into the directory")
 
 
-def _renamed(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _rename(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     made = {}
     for name, entry in entries.items():
         name = name.removeprefix(PREFIX)
@@ -109,7 +109,7 @@ def _renamed(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return made
 
 
-def _turned(entries: dict[str, TensorEntry], wanted: Collection[str],
+def _reorder(entries: dict[str, TensorEntry], wanted: Collection[str],
             layers: dict[str, Any]) -> Iterator[tuple[str, TensorEntry]]:
     """Entries as parameters lie."""
     for name, entry in entries.items():

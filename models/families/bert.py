@@ -25,13 +25,13 @@ BUCKETS = 32    # of distances; transformers' MPNet reads no other number
 
 
 def roberta(f: Fields) -> dict[str, Any]:
-    """Of `EncoderConfig`. Raises `ModelError`."""
+    """Returns the fields of `EncoderConfig`. Raises `ModelError`."""
     return after_padding(f, f.get("pad_token_id"))
 
 
 def mpnet(f: Fields) -> dict[str, Any]:
-    """Of `EncoderConfig`, whatever pad_token_id says: transformers' padding token is 1. Raises
-    `ModelError`."""
+    """Returns the fields of `EncoderConfig`, whatever pad_token_id says: transformers' padding token is 1.
+    Raises `ModelError`."""
     return {**after_padding(f, 1), "distance_buckets": BUCKETS}
 
 

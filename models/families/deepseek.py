@@ -57,7 +57,7 @@ def mixture(f: Fields, default: int, alias: str, policy: Policy) -> MoEConfig | 
     return replace(made, policy=policy, exact_router=True)
 
 
-def grouped(f: Fields, policy: Policy) -> Policy:
+def with_groups(f: Fields, policy: Policy) -> Policy:
     """A policy that chooses experts of n_group groups. Raises `ModelError`."""
     groups, top = f.positive("n_group"), f.positive("topk_group")
     try: return replace(policy, groups=groups, top_groups=top)
@@ -67,7 +67,7 @@ def grouped(f: Fields, policy: Policy) -> Policy:
 
 
 def common(f: Fields, interleaved: bool) -> dict[str, Any]:
-    """Of `ModelConfig`, without the mixture."""
+    """Returns the fields of `ModelConfig`, without the mixture."""
     latent, layers, heads = (latent_config(f, interleaved), f.positive("num_hidden_layers"),
                              f.positive("num_attention_heads"))
     if f.get("num_key_value_heads") not in (None, heads):
@@ -81,7 +81,8 @@ def common(f: Fields, interleaved: bool) -> dict[str, Any]:
 
 
 def require(f: Fields, key: str, *known: str) -> str:
-    """What a key says, the first of `known` where it is missing. Raises `ModelError` for another."""
+    """Returns the value of a key, the first of `known` where it is missing. Raises `ModelError` for
+    another."""
     if (value := f.get(key, known[0])) not in known:
         raise ModelError(f"{f.name}: {key} is {brief(value)}, which is not implemented",
                          f"one of: {', '.join(known)}", "use a model as it was published")
@@ -89,19 +90,20 @@ def require(f: Fields, key: str, *known: str) -> str:
 
 
 def second(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`. norm_topk_prob is ignored, as transformers ignores it."""
+    """Returns the fields of `ModelConfig` for V2. norm_topk_prob is ignored, as transformers ignores it."""
     require(f, "scoring_func", "softmax")
     policy = Policy(1, group_score="max")
-    if require(f, "topk_method", "greedy", "group_limited_greedy") != "greedy": policy = grouped(f, policy)
+    if require(f, "topk_method", "greedy", "group_limited_greedy") != "greedy": policy = with_groups(f,
+                                                                                                     policy)
     return {**common(f, True), "mlp_bias": f.flag("mlp_bias"),
             "moe": mixture(f, 64, "num_experts", policy)}
 
 
 def third(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for V3."""
     require(f, "scoring_func", "sigmoid")
     require(f, "topk_method", "noaux_tc")
-    policy = grouped(f, Policy(1, "sigmoid", f.flag("norm_topk_prob")))
+    policy = with_groups(f, Policy(1, "sigmoid", f.flag("norm_topk_prob")))
     moe = mixture(f, 256, "num_local_experts", policy)
     return {**common(f, f.flag("rope_interleave")),
             "moe": None if moe is None else replace(moe, choice_bias=True)}

@@ -1,4 +1,4 @@
-"""What a family of encoders says of itself: a record for each architecture of config.json."""
+"""Records of families of encoders: one for each architecture of config.json."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

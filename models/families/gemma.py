@@ -22,36 +22,37 @@ LOCAL, GLOBAL = 10_000.0, 1_000_000.0       # bases of Gemma 3's layers with a w
 
 
 def gemma(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`, what all of them share."""
+    """Returns the fields of `ModelConfig` that all of them share."""
     return {"norm_offset": 1.0, "norm_rounds_last": True, "embedding_scale": f.positive("hidden_size") ** 0.5}
 
 
 def first(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Gemma 1."""
     # published configs say "gelu" and mean the tanh approximation, as in transformers since 4.38
     return {**gemma(f), **({"activation": "gelu_tanh"} if f.get("hidden_act") == "gelu" else {})}
 
 
-def _scaled(f: Fields) -> dict[str, Any]:
-    """What Gemma 2 and 3 share."""
+def _second_and_third(f: Fields) -> dict[str, Any]:
+    """Returns the fields that Gemma 2 and 3 share."""
     return {**gemma(f), "names": BOTH, "activation": activation(f, "hidden_activation"),
             "attention_scale": f.number("query_pre_attn_scalar") ** -0.5,
             "logit_softcap": f.optional("final_logit_softcapping")}
 
 
 def second(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Gemma 2."""
     types = layer_types(f, lambda i: i % 2 == 0)
-    return {**_scaled(f), "windows": windows(f, types), "softcap": f.optional("attn_logit_softcapping")}
+    return {**_second_and_third(f), "windows": windows(f, types),
+            "softcap": f.optional("attn_logit_softcapping")}
 
 
 def third(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Gemma 3."""
     every = f.positive("sliding_window_pattern") if f.get("sliding_window_pattern") is not None else 6
     types, both = layer_types(f, lambda i: (i + 1) % every != 0), f.flag("use_bidirectional_attention")
     # EmbeddingGemma's window is as wide, half on either side
     if both: f = f.within({"sliding_window": f.positive("sliding_window") // 2 + 1})
-    return {**_scaled(f), "causal": not both, "qk_norm": "head", "windows": windows(f, types),
+    return {**_second_and_third(f), "causal": not both, "qk_norm": "head", "windows": windows(f, types),
             "ropes": ropes_by_type(f, types, f.get("rope_theta", GLOBAL),
                                    f.get("rope_local_base_freq", LOCAL))}
 

@@ -21,7 +21,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     for name, value in (("swiglu_alpha", ALPHA), ("swiglu_limit", LIMIT)):
         if f.get(name) != value:
             raise ModelError(f"{f.name}: {name} is {brief(f.get(name))}, which is not implemented",

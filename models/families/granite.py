@@ -10,7 +10,7 @@ FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier"
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     embedding, scale, residual, logits = (f.number(name) for name in FACTORS)
     return {"mlp_bias": f.flag("mlp_bias"), "embedding_scale": embedding, "attention_scale": scale,
             "residual_scale": residual, "logit_divisor": logits}

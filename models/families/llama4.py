@@ -23,8 +23,8 @@ NAMES = Names(gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="
 CHUNKED = "chunked_attention"
 
 
-def rotated(f: Fields) -> list[bool]:
-    """For each layer whether it has rope. Raises `ModelError`."""
+def has_rope(f: Fields) -> list[bool]:
+    """Tells for each layer whether it has rope. Raises `ModelError`."""
     if f.get("no_rope_layers"): return [bool(each) for each in f.each_layer("no_rope_layers", (int,))]
     every = f.positive("no_rope_layer_interval")
     return [(i + 1) % every != 0 for i in range(f.positive("num_hidden_layers"))]
@@ -53,8 +53,8 @@ def chunks(f: Fields, ropes: list[bool]) -> tuple[int | None, ...]:
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
-    ropes, normalised = rotated(f), f.flag("use_qk_norm")
+    """Returns the fields of `ModelConfig`."""
+    ropes, normalised = has_rope(f), f.flag("use_qk_norm")
     rope = rope_config(f, rope_parameters(f), f.positive("head_dim"))
     if normalised and attention_factor(rope) != 1:
         raise ModelError(f"{f.name}: rope type {rope.kind!r} scales queries, which use_qk_norm normalises",

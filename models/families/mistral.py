@@ -8,7 +8,7 @@ from .family import Family
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     window = None if f.get("sliding_window") is None else f.positive("sliding_window")
     return {"qkv_bias": False, "output_bias": False, "windows": (window,) * f.positive("num_hidden_layers")}
 

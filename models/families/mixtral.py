@@ -14,7 +14,7 @@ NAMES = Names(router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     layers = [True] * f.positive("num_hidden_layers")
     return {**mistral.settings(f), "names": NAMES,
             "moe": moe_config(f, 8, "intermediate_size", layers)}

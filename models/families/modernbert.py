@@ -19,7 +19,7 @@ GLOBAL, LOCAL = 160_000.0, 10_000.0     # bases of layers without a window and w
 
 
 def modernbert(f: Fields) -> dict[str, Any]:
-    """Of `EncoderConfig`. Raises `ModelError`."""
+    """Returns the fields of `EncoderConfig`. Raises `ModelError`."""
     every = f.positive("global_attn_every_n_layers")
     types = layer_types(f, lambda i: i % every != 0)
     f = f.within({"head_dim": f.positive("hidden_size") // f.positive("num_attention_heads"),

@@ -16,12 +16,12 @@ THETA = 500_000.0       # of OLMo 3
 
 
 def second(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for OLMo 2."""
     return {"names": NAMES, "qk_norm": "all", "norm_rounds_last": True}
 
 
 def third(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for OLMo 3."""
     types = layer_types(f, lambda i: (i + 1) % 4 != 0)
     return {**second(f), "windows": windows(f, types),
             "ropes": ropes_by_type(f, types, f.get("rope_theta", THETA), THETA)}

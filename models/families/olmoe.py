@@ -11,7 +11,7 @@ from .family import Family
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     layers, hidden = [True] * f.positive("num_hidden_layers"), f.positive("hidden_size")
     if f.positive("num_attention_heads") * f.positive("head_dim") != hidden:
         raise ModelError(f"{f.name}: head_dim is {f.get('head_dim')}, and queries are normalised together",

@@ -15,7 +15,7 @@ NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     layers, given = f.positive("num_hidden_layers"), rope_parameters(f)
     # in files of their first weeks "su" and "yarn" are what longrope became
     kind = given.get("rope_type", given.get("type", "default"))

@@ -11,7 +11,7 @@ from .layers import layer_types, windows
 
 
 def windows_of(f: Fields) -> tuple[int | None, ...]:
-    """Of each layer. Raises `ModelError`."""
+    """Returns the window of each layer. Raises `ModelError`."""
     if f.get("sliding_window") is not None: f.positive("sliding_window")
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
     first = f.count("max_window_layers", 28) if used else 0     # null in files without windows
@@ -20,12 +20,12 @@ def windows_of(f: Fields) -> tuple[int | None, ...]:
 
 
 def qwen2(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Qwen 2."""
     return {"qkv_bias": True, "output_bias": False, "windows": windows_of(f)}
 
 
 def qwen3(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Qwen 3."""
     return {"qk_norm": "head", "windows": windows_of(f)}
 
 

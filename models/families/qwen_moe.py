@@ -19,7 +19,7 @@ def mixtures(f: Fields) -> list[bool]:
 
 
 def second(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Qwen 2 MoE."""
     used = f.flag("use_sliding_window")
     first = f.count("max_window_layers", 28) if used else 0
     types = layer_types(f, lambda i: used and i % 2 == 0 and i < first)
@@ -30,7 +30,7 @@ def second(f: Fields) -> dict[str, Any]:
 
 
 def third(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig` for Qwen 3 MoE."""
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
     window = f.positive("sliding_window") if used else None
     moe = moe_config(f, 128, "moe_intermediate_size", mixtures(f), renormalize=f.flag("norm_topk_prob"))

@@ -38,12 +38,12 @@ def rotary(f: Fields) -> dict[str, Any]:
 
 
 def nomic(f: Fields) -> dict[str, Any]:
-    """Of `EncoderConfig`. Raises `ModelError`."""
+    """Returns the fields of `EncoderConfig` for Nomic's models. Raises `ModelError`."""
     return {**rotary(f), "gated": True, "biases": frozenset({"norm"})}
 
 
 def gte(f: Fields) -> dict[str, Any]:
-    """Of `EncoderConfig`. Raises `ModelError`."""
+    """Returns the fields of `EncoderConfig` for GTE. Raises `ModelError`."""
     return {**rotary(f), "gated": True, "gate_last": True,
             "biases": frozenset({"qkv", "output", "down", "norm"})}
 

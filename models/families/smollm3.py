@@ -17,7 +17,7 @@ def rotates(f: Fields) -> list[bool]:
 
 
 def settings(f: Fields) -> dict[str, Any]:
-    """Of `ModelConfig`."""
+    """Returns the fields of `ModelConfig`."""
     rotated = rotates(f)
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
     types = layer_types(f, lambda i: used and not rotated[i])

@@ -3,7 +3,7 @@ Face's names.
 
 Protocol: `find(path)` is the file that a model's path means. `config_of(file)` is what config.json would be,
 for `config.parse_config`; its quantization_config has the types of blocks (quant/readers/gguf.py).
-`stored(file)` are the tensors as a checkpoint lists them, `elements` reads some of one.
+`list_tensors(file)` are the tensors as a checkpoint lists them, `elements` reads some of one.
 
   architecture.py    the record of an architecture of llama.cpp, and a file's metadata
   architectures.py   the architectures that are read; those with metadata of their own have a file each
@@ -15,6 +15,6 @@ Source: docs/gguf.md of https://github.com/ggml-org/ggml, the converter and src/
 """
 from ..gguf_path import find
 from .config import config_of
-from .tensors import StoredTensor, elements, hugging_face_name, stored
+from .tensors import StoredTensor, elements, hugging_face_name, list_tensors
 
-__all__ = ["StoredTensor", "config_of", "elements", "find", "hugging_face_name", "stored"]
+__all__ = ["StoredTensor", "config_of", "elements", "find", "hugging_face_name", "list_tensors"]

@@ -1,4 +1,4 @@
-"""What an architecture of llama.cpp is: the record, and the metadata of a file of it."""
+"""Architectures of llama.cpp: the record of one, and the metadata of a file of it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,8 @@ PATTERN = "attention.sliding_window_pattern"
 
 @dataclass(frozen=True)
 class Metadata:
-    """Those of a `file` that are its architecture's, `own`, by what follows the architecture's name, `kind`.
+    """Metadata of a `file` that are its architecture's, `own`, by what follows the architecture's name,
+    `kind`.
     """
     file: GGUFFile
     kind: str
@@ -46,8 +47,8 @@ class Metadata:
         usual = self.get("rope.dimension_count") or (hidden // heads if whole else None)
         return self.get("attention.key_length", usual)
 
-    def refused(self, key: str, expected: str) -> ModelError:
-        """Of a value that is not implemented."""
+    def refusal(self, key: str, expected: str) -> ModelError:
+        """Returns the error of a value that is not implemented."""
         return ModelError(f"{self.file.path}: {self.kind}.{key} is {brief(self.own[key])}, which is not "
                           "implemented", expected, USE)
 
@@ -68,7 +69,7 @@ AGAIN = "convert the model again with llama.cpp"
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp writes of an architecture, and what it knows of it without metadata.
+    """An architecture as llama.cpp writes it, and what it knows of it without metadata.
 
     `family` is what architectures of config.json say, `names` are those of its tensors; `renamed` are parts
     of llama.cpp's names that mean others here. `keys` are metadata as config.json calls them, beside the

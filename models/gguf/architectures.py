@@ -53,7 +53,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """That of a file. Raises `ModelError` for one that is not read."""
+    """Returns the architecture of a file. Raises `ModelError` for one that is not read."""
     kind = file.metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ModelError(f"{file.path}: general.architecture is {brief(kind)}",

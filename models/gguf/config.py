@@ -9,7 +9,7 @@ from tinygrad_nv.quant.gguf.file import GGUFFile
 from .architecture import AGAIN, USE, Architecture, Metadata
 from .architectures import architecture_of
 from .rope import rope_scaling
-from .tensors import EMBEDDING, HEAD, reordered, types
+from .tensors import EMBEDDING, HEAD, heads_to_reorder, types
 
 # keys after the architecture's name, as config.json calls them
 REQUIRED = {"context_length": "max_position_embeddings", "embedding_length": "hidden_size",
@@ -43,8 +43,8 @@ NORMAL = 1
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """What config.json would be. Raises `ModelError` for an architecture that is not implemented, or for
-    metadata that are missing or not implemented."""
+    """Returns what config.json would be. Raises `ModelError` for an architecture that is not implemented, or
+    for metadata that are missing or not implemented."""
     architecture, kind = architecture_of(file), str(file.metadata["general.architecture"])
     own = {key.removeprefix(f"{kind}."): value for key, value in file.metadata.items()
            if key.startswith(f"{kind}.")}
@@ -65,7 +65,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     if architecture.whole_heads: made["head_dim"] = _head_dim(m)
     if "rope_scaling" not in made: made["rope_scaling"] = rope_scaling(m)
     if found := types(file):
-        made["quantization_config"] = {"quant_method": "gguf", "types": found, "heads": reordered(file)}
+        made["quantization_config"] = {"quant_method": "gguf", "types": found,
+                                       "heads": heads_to_reorder(file)}
     return made
 
 
@@ -78,7 +79,7 @@ def _require_read(m: Metadata, architecture: Architecture, known: set[str]) -> N
         if key in known or key in HARMLESS or key.startswith("rope.scaling."): continue
         if not key.startswith(starts) and not key.endswith(ends): continue
         if value not in (same := neutral.get(key, ())):
-            raise m.refused(key, " or ".join(map(str, same)) or "a model without it")
+            raise m.refusal(key, " or ".join(map(str, same)) or "a model without it")
 
 
 def _vocabulary(m: Metadata) -> Any:
@@ -87,7 +88,7 @@ def _vocabulary(m: Metadata) -> Any:
 
 
 def _end_tokens(file: GGUFFile) -> list[Any]:
-    """Those that metadata name, and those that end an answer by their text."""
+    """Returns the end tokens that metadata name, and those that end an answer by their text."""
     found = [file.metadata.get(f"tokenizer.ggml.{key}") for key in END_TOKENS]
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):

@@ -28,7 +28,7 @@ DRAFT = "nextn_predict_layers"      # of block_count
 
 
 def sizes(m: Metadata) -> dict[str, Any]:
-    """Of attention."""
+    """Returns the sizes of attention."""
     own = f"{KEY}_mla" in m.own
     head, value = (m.positive(f"{key}_mla" if own else key) for key in (KEY, VALUE))
     return {"qk_nope_head_dim": head - m.positive(ROTATED), "v_head_dim": value,
@@ -38,7 +38,7 @@ def sizes(m: Metadata) -> dict[str, Any]:
 
 
 def second(m: Metadata) -> dict[str, Any]:
-    """What V2 has of its own."""
+    """Returns the settings that V2 has of its own."""
     if m.get(NORMALISED):
         raise ModelError(f"{m.file.path}: {m.kind}.{NORMALISED} is True, and {m.kind}.{GATING} "
                          "is 1 (softmax)", "weights as softmax gives them", USE)
@@ -48,7 +48,7 @@ def second(m: Metadata) -> dict[str, Any]:
 
 
 def third(m: Metadata) -> dict[str, Any]:
-    """What V3 has of its own."""
+    """Returns the settings that V3 has of its own."""
     made = {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": bool(m.get(NORMALISED, False))}
     if m.get(GROUPS) is None and m.get("expert_count") == V3_EXPERTS:
         made |= {"n_group": V3_GROUPS, "topk_group": V3_TOP_GROUPS}
@@ -56,10 +56,10 @@ def third(m: Metadata) -> dict[str, Any]:
 
 
 def settings(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
+    """Returns the settings of config.json."""
     gating = m.get(GATING) or SOFTMAX
-    if gating not in (SOFTMAX, SIGMOID): raise m.refused(GATING, "1 (softmax) or 2 (sigmoid)")
-    if m.get(DRAFT): raise m.refused(DRAFT, "0: llama.cpp's converter leaves these layers out")
+    if gating not in (SOFTMAX, SIGMOID): raise m.refusal(GATING, "1 (softmax) or 2 (sigmoid)")
+    if m.get(DRAFT): raise m.refusal(DRAFT, "0: llama.cpp's converter leaves these layers out")
     scaling = rope_scaling(m, {"yarn_log_multiplier": "mscale_all_dim"})
     if scaling is not None and "mscale_all_dim" in scaling:
         # the file has a tenth of it; both are the same in published models

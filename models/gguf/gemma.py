@@ -12,8 +12,8 @@ LARGEST = {"gemma2": 46, "gemma3": 62}      # layers
 LOCAL = 10_000.0        # base of Gemma 3's layers with a window, where the file says none
 
 
-def scaled(m: Metadata) -> dict[str, Any]:
-    """What Gemma 2 and 3 share."""
+def second_and_third(m: Metadata) -> dict[str, Any]:
+    """Returns the settings that Gemma 2 and 3 share."""
     whole = m.positive("block_count") == LARGEST[m.kind]
     scalar = m.positive("embedding_length") // m.positive("attention.head_count") if whole else m.head_dim
     return {"query_pre_attn_scalar": scalar, "rope_theta": m.get("rope.freq_base", LOCAL),
@@ -22,14 +22,14 @@ def scaled(m: Metadata) -> dict[str, Any]:
 
 
 def second(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
-    return {**scaled(m), "sliding_window": m.get(WINDOW, 4096), "layer_types": m.layer_types(2)}
+    """Returns the settings of config.json for Gemma 2."""
+    return {**second_and_third(m), "sliding_window": m.get(WINDOW, 4096), "layer_types": m.layer_types(2)}
 
 
 def third(m: Metadata) -> dict[str, Any]:
-    """Of config.json. Without a window all layers are global."""
+    """Returns the settings of config.json for Gemma 3. Without a window all layers are global."""
     types = m.layer_types(6) if m.get(WINDOW) else m.layer_types(1)
-    return {**scaled(m), "sliding_window": m.get(WINDOW), "layer_types": types,
+    return {**second_and_third(m), "sliding_window": m.get(WINDOW), "layer_types": types,
             "rope_local_base_freq": m.get(LOCAL_BASE, LOCAL)}
 
 

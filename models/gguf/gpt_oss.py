@@ -12,7 +12,7 @@ WINDOW = "attention.sliding_window"
 
 
 def settings(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
+    """Returns the settings of config.json."""
     scaling = rope_scaling(m)
     return {"layer_types": m.layer_types(2), "sliding_window": m.get(WINDOW, 128),
             "rope_scaling": {"rope_type": "default"} if scaling is None else {**scaling, "truncate": False}}

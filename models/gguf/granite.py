@@ -9,8 +9,8 @@ UNROTATED = "rope.scaling.finetuned"    # false: no layer has rope
 
 
 def settings(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
-    if not m.get(UNROTATED, True): raise m.refused(UNROTATED, "true: layers with rope")
+    """Returns the settings of config.json."""
+    if not m.get(UNROTATED, True): raise m.refusal(UNROTATED, "true: layers with rope")
     dim = m.head_dim
     if m.get("attention.scale") or not isinstance(dim, int) or dim < 1: return {}
     return {"attention_multiplier": dim ** -0.5}

@@ -14,8 +14,8 @@ UNNORMALISED = 128      # experts
 
 
 def settings(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
-    if m.get(WINDOW, CHUNK) not in (CHUNK,): raise m.refused(WINDOW, f"{CHUNK}, or none")
+    """Returns the settings of config.json."""
+    if m.get(WINDOW, CHUNK) not in (CHUNK,): raise m.refusal(WINDOW, f"{CHUNK}, or none")
     types = [FULL if each == FULL else CHUNKED for each in m.layer_types(4)]
     return {"layer_types": types, "use_qk_norm": m.get("expert_count") != UNNORMALISED}
 

@@ -11,7 +11,7 @@ WINDOW, LOCAL_BASE = "attention.sliding_window", "rope.freq_base_swa"
 
 
 def settings(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
+    """Returns the settings of config.json."""
     if not m.get(WINDOW): return {}
     base = m.get("rope.freq_base", 10_000.0)
     ropes = {FULL: {"rope_theta": base}, SLIDING: {"rope_theta": m.get(LOCAL_BASE, base)}}

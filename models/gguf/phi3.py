@@ -12,7 +12,7 @@ WINDOW, TRAINED = "attention.sliding_window", "rope.scaling.original_context_len
 
 
 def settings(m: Metadata) -> dict[str, Any]:
-    """Of config.json."""
+    """Returns the settings of config.json."""
     whole = m.positive("embedding_length") // m.positive("attention.head_count")
     dim, rotated = m.get("attention.key_length", whole), m.get("rope.dimension_count")
     made = {"head_dim": dim, "sliding_window": m.get(WINDOW) or None,

@@ -48,7 +48,7 @@ class StoredTensor:
 # **** names ****
 
 def parts_of(names: Names) -> dict[str, str]:
-    """What follows "model.layers.{i}." of a matrix or a norm, by the part of llama.cpp's name."""
+    """Returns what follows "model.layers.{i}." of a matrix or a norm, by the part of llama.cpp's name."""
     qkv, gate_up, shared = names.qkv, names.gate_up, names.shared_expert
     made = {"attn_norm": names.attention_norm, "post_attention_norm": names.attention_post_norm,
             "ffn_norm": names.feed_forward_norm, "post_ffw_norm": names.feed_forward_post_norm,
@@ -82,19 +82,19 @@ def hugging_face_name(name: str, names: Names = LLAMA_NAMES) -> str:
 
 # **** tensors ****
 
-def stored(file: GGUFFile) -> list[StoredTensor]:
+def list_tensors(file: GGUFFile) -> list[StoredTensor]:
     """The tensors of a model. An embedding of blocks is listed for the head, too, if that is tied."""
     made, architecture = list[StoredTensor](), architecture_of(file)
     for whole in file.tensors.values():
         if whole.name in UNREAD or _is_told_twice(file, whole): continue
         if (pair := _pair(file, whole)) is not None: made += [pair] * (pair.source is whole)
-        else: made += [_listed(one, architecture) for one in _apart(file, whole, architecture)]
+        else: made += [_entry(one, architecture) for one in _apart(file, whole, architecture)]
         if whole.name == EMBEDDING and whole.format.type is not None and HEAD not in file.tensors:
             made.append(replace(made[-1], name=hugging_face_name(HEAD)))
     return made
 
 
-def _listed(source: GGUFTensor, architecture: Architecture) -> StoredTensor:
+def _entry(source: GGUFTensor, architecture: Architecture) -> StoredTensor:
     *above, part, suffix = source.name.split(".")
     name = ".".join([*above, architecture.renamed.get(part, part), suffix])
     dtype = "float32" if _offset(architecture, source) else FLOATS.get(source.format.name, "U8")
@@ -111,7 +111,7 @@ def _apart(file: GGUFFile, whole: GGUFTensor, architecture: Architecture) -> lis
     step = whole.nbytes // whole.shape[0]
 
     def cut(name: str, begin: int, shape: tuple[int, ...]) -> GGUFTensor:
-        """Of bytes from `begin` on."""
+        """Returns the part of bytes from `begin` on."""
         return replace(whole, name=f"{block}.{number}.{name}.{suffix}", offset=whole.offset + begin,
                        shape=shape)
     # llama.cpp drops an extent of 1
@@ -156,7 +156,7 @@ def elements(file: GGUFFile, tensor: StoredTensor, begin: int, end: int) -> np.n
     """Elements [begin, end) of plain floats, in the order and with the offset that Hugging Face has."""
     source = tensor.source
     if tensor.values is not None: return _keys_and_values(file, tensor, tensor.values, begin, end)
-    heads = reordered(file).get(tensor.name.rpartition(".")[0].rpartition(".")[2])
+    heads = heads_to_reorder(file).get(tensor.name.rpartition(".")[0].rpartition(".")[2])
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     first, last = begin // columns, -(-end // columns)
     raw = file.bytes_of(source)
@@ -173,7 +173,7 @@ def _numbers(tensor: StoredTensor, source: GGUFTensor, rows: np.ndarray) -> np.n
 
 def _keys_and_values(file: GGUFFile, tensor: StoredTensor, values: GGUFTensor, begin: int,
                      end: int) -> np.ndarray:
-    """Of the matrix of both: whole heads are read."""
+    """Reads keys or values of the matrix of both: whole heads are read."""
     keys, each = tensor.source, tensor.shape[0] // values.shape[0] * tensor.shape[1]
     first, last = begin // each, -(-end // each)
 
@@ -188,11 +188,11 @@ def _keys_and_values(file: GGUFFile, tensor: StoredTensor, values: GGUFTensor, b
 def types(file: GGUFFile) -> dict[str, int]:
     """ggml's number of the type of each matrix of blocks."""
     numbers = {format.name: number for number, format in blocks.FORMATS.items()}
-    return {each.name: numbers[each.source.format.name] for each in stored(file) if each.dtype == "U8"}
+    return {each.name: numbers[each.source.format.name] for each in list_tensors(file) if each.dtype == "U8"}
 
 
 def _heads(file: GGUFFile) -> tuple[int, int]:
-    """Of queries, and of keys and values. Raises `ModelError`."""
+    """Returns the numbers of heads of queries, and of keys and values. Raises `ModelError`."""
     kind = file.metadata["general.architecture"]
     found = file.metadata.get(f"{kind}.attention.head_count")
     shared = file.metadata.get(f"{kind}.attention.head_count_kv", found)
@@ -203,12 +203,12 @@ def _heads(file: GGUFFile) -> tuple[int, int]:
                      f"{brief(shared)}", "numbers of heads", AGAIN)
 
 
-def reordered(file: GGUFFile) -> dict[str, int]:
+def heads_to_reorder(file: GGUFFile) -> dict[str, int]:
     """Heads of the projections whose rows llama.cpp ordered. Raises `ModelError`."""
     if not architecture_of(file).permuted: return {}
     return dict(zip(("q_proj", "k_proj"), _heads(file), strict=True))
 
 
 def _offset(architecture: Architecture, source: GGUFTensor) -> float:
-    """What llama.cpp added."""
+    """Returns the number that llama.cpp added."""
     return architecture.norm_offset if source.name.endswith("norm.weight") else 0.0

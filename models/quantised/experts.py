@@ -59,19 +59,19 @@ class StoredStack:
 
     @property
     def type(self) -> QType:
-        """Of the stack, as it is read."""
+        """Type of the stack, as it is read."""
         type = self.matrices[0].type
         if not self.codes: return type.of_rows()
         return replace(type, scale=replace(type.scale, dtype=dtypes.float32))
 
     @property
     def extents(self) -> Shape:
-        """Of the stack."""
+        """Extents of the stack."""
         return (len(self.matrices), *self.shape)
 
 
 def names_of(model: Llama, layer: int, half: Half) -> list[str]:
-    """Of the matrices of a stack, without .weight, in order."""
+    """Returns the names of the matrices of a stack, without .weight, in order."""
     block, names = model.blocks[layer].feed_forward, model.config.names
     assert isinstance(block, MixtureOfExperts)
     gate, up, down = names.expert_matrices
@@ -79,7 +79,7 @@ def names_of(model: Llama, layer: int, half: Half) -> list[str]:
             for matrix in ((gate, up) if half == "gate_up" else (down,))]
 
 
-def planned(model: Llama, layer: int, reader: Reader, stored: Stored) -> Iterator[StoredStack]:
+def plan_stacks(model: Llama, layer: int, reader: Reader, stored: Stored) -> Iterator[StoredStack]:
     """The stacks of a layer that are quantised. Raises `WeightError` where some of their matrices are not, or
     are of several types."""
     block = model.blocks[layer].feed_forward
@@ -168,7 +168,7 @@ def _rows(stored: StoredMatrix, name: str, shape: tuple[int, int], codes: bool,
         if codes: return as_float32(array)
         scale = stored.type.outer if key.startswith("outer") else stored.type.scale
         assert scale is not None
-        return _repeated(array, scale, n)
+        return _repeat_scales(array, scale, n)
     return {key: of(key, array) for key, array in made.items()}
 
 
@@ -176,7 +176,7 @@ def _rows(stored: StoredMatrix, name: str, shape: tuple[int, int], codes: bool,
 LARGEST = {dtypes.fp8e4m3: 0x7E, dtypes.fp8e5m2: 0x7B}
 
 
-def _repeated(array: np.ndarray, scale: Scale, n: int) -> np.ndarray:
+def _repeat_scales(array: np.ndarray, scale: Scale, n: int) -> np.ndarray:
     """Scales of each row, of those of blocks."""
     if scale.rows == 1: return array.reshape(n, -1)
     blocks = array.reshape(-(-n // (scale.rows or n)), -1)
@@ -195,7 +195,7 @@ def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) 
     with label_allocations("weights"): allocate_arena(list(whole.values()))
     done = dict.fromkeys(whole, 0)
     for chunk in chunks:
-        for name, tensor in _laid(type, made, (chunk.count, n, k), chunk, model.device).items():
+        for name, tensor in _lay_out(type, made, (chunk.count, n, k), chunk, model.device).items():
             size = int(tensor.nbytes())
             view = host_bytes(tensor)
             write(whole[name], done[name], memoryview(read_part(tensor, 0, size)) if view is None else view)
@@ -203,7 +203,8 @@ def fill(model: Llama, stack: StoredStack, chunks: Iterable[Chunk], int8: bool) 
     return StackWeight(QStack(made, shape, whole), stored.activations, int8, stack.codes)
 
 
-def _laid(type: QType, made: QType, shape: Shape, chunk: Chunk, device: str | None) -> Mapping[str, Tensor]:
+def _lay_out(type: QType, made: QType, shape: Shape, chunk: Chunk, device: str | None) -> Mapping[str,
+                                                                                                  Tensor]:
     some = {}
     for name, (extents, dtype) in stack_buffers(type, shape).items():
         some[name] = Tensor.empty(*extents, dtype=in_memory(dtype), device=device)
@@ -214,7 +215,7 @@ def _laid(type: QType, made: QType, shape: Shape, chunk: Chunk, device: str | No
 
 
 def stacks(model: Llama) -> list[StackWeight]:
-    """Those of a network."""
+    """Returns the stacks of a network."""
     blocks = [each.feed_forward for each in model.blocks]
     both = [stack for block in blocks if isinstance(block, MixtureOfExperts)
             for stack in (block.gate_up_stack, block.down_stack)]

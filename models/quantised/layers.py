@@ -51,7 +51,7 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of its matrix."""
+        """Shape of its matrix."""
         return self.rows, int(self.linear.weight.shape[1])
 
 
@@ -76,7 +76,7 @@ class QuantisedLayer:
 
     @property
     def tensors(self) -> list[str]:
-        """Those of the checkpoint that its quantised matrices take."""
+        """Tensors of the checkpoint that its quantised matrices take."""
         return [name for part in self.parts if not isinstance(part, Tensor) for name in part[0].tensors]
 
 
@@ -96,7 +96,7 @@ class Plan:
 
 
 def projections(model: Llama, layer: int) -> list[Projection]:
-    """Those of a layer, neighbours of a `Linear` one after the other."""
+    """Returns the projections of a layer, neighbours of a `Linear` one after the other."""
     c, made, block = model.config, list[Projection](), model.blocks[layer]
     half, names, linears = block.feed_forward, c.names, block.attention.linears
     gate_up, down = names.gate_up, names.down
@@ -114,10 +114,10 @@ def projections(model: Llama, layer: int) -> list[Projection]:
     return made
 
 
-def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
+def make_plan(model: Llama, entries: Mapping[str, TensorEntry], file: str,
             reader: Reader | None = None) -> Plan:
-    """What is quantised, by the reader of a config in `file` if no other is given. Raises `ModelError` of a
-    config that cannot be read, `WeightError` of a layer that is not whole."""
+    """Plans what is quantised, by the reader of a config in `file` if no other is given. Raises `ModelError`
+    of a config that cannot be read, `WeightError` of a layer that is not whole."""
     plan = Plan()
     if model.config.quantization is None: return plan
     reader = reader or reader_of(model.config.quantization, file)
@@ -125,7 +125,7 @@ def planned(model: Llama, entries: Mapping[str, TensorEntry], file: str,
     for layer in range(len(model.blocks)):
         for _, found in groupby(projections(model, layer), key=lambda each: id(each.linear)):
             _add_layer(plan, reader, list(found), stored, model)
-        for stack in experts.planned(model, layer, reader, stored):
+        for stack in experts.plan_stacks(model, layer, reader, stored):
             _add_experts(plan, stack, stored, model)
     # of a tied GGUF file, blocks of the embedding are the head's, too
     gguf = model.config.quantization["quant_method"] == "gguf"
@@ -227,7 +227,7 @@ class _Floats:
         kind = {"u": "bfloat16", "f": self.values.dtype.name}[self.values.dtype.kind]
         (n, k), data = self.values.shape, np.ascontiguousarray(self.values).reshape(-1).data.cast("B")
         bits = np.frombuffer(convert(data, kind, model.dtype), f"u{model.dtype.itemsize}").reshape(n, k)
-        if (found := sparse.packed(model.dtype, (n, k), bits, None, model.device)) is not None:
+        if (found := sparse.pack(model.dtype, (n, k), bits, None, model.device)) is not None:
             return SparseWeight(found)
         made = Tensor.empty(n, k, dtype=model.dtype, device=model.device)
         write(made, 0, bits.reshape(-1).data.cast("B"))
@@ -255,8 +255,8 @@ class _Arrays:
         return _Arrays(stored.type, shape, stored.read(get), how, scale)
 
     def for_codes(self) -> _Arrays:
-        """As codes are multiplied: with a scale of each row where there is one of the matrix, as such stack;
-        scales of blocks in float32."""
+        """Returns the arrays as codes are multiplied: with a scale of each row where there is one of the
+        matrix, as such stack; scales of blocks in float32."""
         scale, scales = self.type.scale, self.buffers["scales"]
         if self.activations is None or self.type != self.type.element @ scale or scale.e8m0: return self
         if (scale.rows, scale.columns) == (0, 0):
@@ -290,7 +290,7 @@ class _Arrays:
         how, device = self.activations, model.device
         if sparse.candidate(model, self.shape, self.type, how):
             scales = as_float32(self.buffers["scales"])
-            found = sparse.packed(self.type.element.dtype, self.shape, self.buffers["codes"],
+            found = sparse.pack(self.type.element.dtype, self.shape, self.buffers["codes"],
                                   np.broadcast_to(scales, (self.shape[0], 1)), device)
             if found is not None: return SparseWeight(found, how, self.input_scale)
         return QWeight(_in_memory(self.type, self.shape, self.buffers, device), how, self.input_scale,
@@ -305,7 +305,7 @@ def read_layer(layer: QuantisedLayer, entries: Mapping[str, TensorEntry]) -> lis
     """The parts of a layer, neighbours of one type as one matrix; experts are read while they are used."""
     def get(name: str, part: TensorPart | None) -> np.ndarray: return read_part(entries[name], part)
     if isinstance(layer.linear, StoredStack): return experts.read(layer.linear, get)
-    return list(_merged(layer.parts, get))
+    return list(_merge(layer.parts, get))
 
 
 def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Any]) -> tuple[Part, ...]:
@@ -313,16 +313,17 @@ def fill(model: Llama, layer: QuantisedLayer, found: Iterable[Any]) -> tuple[Par
     assert model.config.quantization is not None
     int8 = model.config.quantization["quant_method"] == "gguf" and model.int8_inputs
     parts = (experts.fill(model, layer.linear, found, int8),) \
-        if isinstance(layer.linear, StoredStack) else _repacked(model, layer, found, int8)
+        if isinstance(layer.linear, StoredStack) else _repack(model, layer, found, int8)
     place(model, layer, parts)
     return parts
 
 
-def _repacked(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: bool) -> tuple[Part, ...]:
+def _repack(model: Llama, layer: QuantisedLayer, found: Iterable[Read], int8: bool) -> tuple[Part, ...]:
     alone = layer.linear == EMBEDDING   # nothing is multiplied with it: its rows stay in one piece
-    def laid(one: QWeight) -> QTensor: return one.matrix if alone else F.prepare_matrix(one.matrix, one.codes)
+    def lay_out(one: QWeight) -> QTensor: return one.matrix if alone else F.prepare_matrix(one.matrix,
+                                                                                           one.codes)
     made = (each if isinstance(each, Tensor) else each.in_memory(model) for each in found)
-    return tuple(replace(part, int8=int8, matrix=laid(part)) if isinstance(part, QWeight) else part
+    return tuple(replace(part, int8=int8, matrix=lay_out(part)) if isinstance(part, QWeight) else part
                  for part in made)
 
 
@@ -361,18 +362,18 @@ def sparse_savings(model: Llama) -> int:
                - int(one.metadata.nbytes()) for one in found)
 
 
-def _merged(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: GetPart) -> Iterator[Read]:
+def _merge(parts: Iterable[tuple[Stored, tuple[int, int]] | Tensor], get: GetPart) -> Iterator[Read]:
     """Parts, of neighbours of one type one matrix."""
     waiting, parts = list[_Arrays | _Floats](), list(parts)
     for part in parts:
         one = None if isinstance(part, Tensor) else _read(part[0], part[1], get)
         if isinstance(one, _Arrays) and len(parts) > 1: one = one.by_rows()
         if waiting and (one is None or not one.stacks_on(waiting[-1])):
-            yield _stacked(waiting)
+            yield _concatenate(waiting)
             waiting = []
         if one is not None: waiting.append(one)
         elif isinstance(part, Tensor): yield part
-    if waiting: yield _stacked(waiting)
+    if waiting: yield _concatenate(waiting)
 
 
 def _read(stored: Stored, shape: tuple[int, int], get: GetPart) -> _Arrays | _Floats:
@@ -380,7 +381,7 @@ def _read(stored: Stored, shape: tuple[int, int], get: GetPart) -> _Arrays | _Fl
     return _Arrays.read(stored, shape, get).for_codes()
 
 
-def _stacked(some: list[_Arrays | _Floats]) -> _Arrays | _Floats:
+def _concatenate(some: list[_Arrays | _Floats]) -> _Arrays | _Floats:
     first = some[0]
     if isinstance(first, _Floats):
         return _Floats(np.concatenate([each.values for each in some if isinstance(each, _Floats)]))

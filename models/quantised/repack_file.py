@@ -54,7 +54,7 @@ def tensors_of(part: Part) -> dict[str, Tensor]:
     return {"values": matrix.values, "metadata": matrix.metadata, **scales}
 
 
-def _said(part: Part, sums: Mapping[str, int]) -> dict[str, Any]:
+def _describe_part(part: Part, sums: Mapping[str, int]) -> dict[str, Any]:
     """A part without its buffers, of which it has checksums; {} of a dense one."""
     if isinstance(part, Tensor): return {}
     made = {"shape": list(part.matrix.shape), "activations": to_plain(part.activations), "sums": dict(sums)}
@@ -69,22 +69,22 @@ def empty(data: dict[str, Any], plain: list[Tensor], device: str | None) -> Part
     if not data: return plain.pop(0)
     how = from_plain(Activations | None, data["activations"])
 
-    def made(wanted: Mapping[str, Buffer]) -> dict[str, Tensor]:
+    def make(wanted: Mapping[str, Buffer]) -> dict[str, Tensor]:
         return {name: Tensor.empty(*wanted[name].shape, dtype=in_memory(wanted[name].dtype), device=device)
                 for name in data["sums"]}
     if "stack" in data:
         kind: QType = from_plain(QType, data["stack"])
         extents: tuple[int, int, int] = from_plain(tuple[int, int, int], data["shape"])
-        return StackWeight(QStack(kind, extents, made(stack_buffers(kind, extents))), how,
+        return StackWeight(QStack(kind, extents, make(stack_buffers(kind, extents))), how,
                            from_plain(bool, data["int8"]))
     shape: tuple[int, int] = from_plain(tuple[int, int], data["shape"])
     scale = from_plain(float | None, data["input_scale"])
     if "sparse" in data:
         dtype = from_plain(DType, data["sparse"])
         wanted = sparse.buffers(dtype, *shape) | {"scales": Buffer((shape[0], 1), dtypes.float32)}
-        return SparseWeight(SparseTensor(dtype, shape, **made(wanted)), how, scale)
+        return SparseWeight(SparseTensor(dtype, shape, **make(wanted)), how, scale)
     type: QType = from_plain(QType, data["type"])
-    return QWeight(QTensor(type, shape, made(buffers(type, *shape))), how, scale,
+    return QWeight(QTensor(type, shape, make(buffers(type, *shape))), how, scale,
                    int8=from_plain(bool, data["int8"]), codes=from_plain(bool, data["codes"]))
 
 
@@ -97,7 +97,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def write(file: FileIO, key: str, parts: Sequence[Part], data: list[dict[str, memoryview]]) -> None:
     """Writes a layer; `parts` keep the memory of `data`."""
     sums = [{name: _copy_out(view, file) for name, view in each.items()} for each in data]
-    described = [_said(part, each) for part, each in zip(parts, sums, strict=True)]
+    described = [_describe_part(part, each) for part, each in zip(parts, sums, strict=True)]
     text = json.dumps({"parts": described}).encode()
     _put(file, memoryview(text + FOOTER.pack(MAGIC, len(text), _hash(key, text))))
 
@@ -121,7 +121,8 @@ def _put(file: FileIO, data: memoryview) -> None:
 
 
 def describe(path: Path, key: str) -> tuple[list[dict[str, Any]], int]:
-    """What a file says of its parts, and the bytes of their buffers. Raises ValueError of a damaged one."""
+    """Returns what a file says of its parts, and the bytes of their buffers. Raises ValueError of a damaged
+    one."""
     with private.opened(path) as file:
         size = file.seek(0, os.SEEK_END) - FOOTER.size
         file.seek(max(size, 0))

@@ -1,4 +1,4 @@
-"""Where repacked weights lie on disk: a folder for each model, named by all that their bytes depend on.
+"""Folders of repacked weights on disk: one for each model, named by all that their bytes depend on.
 
 Protocol: `folder_of(model, plan, entries)` is a model's folder, which need not be there. Its name has two
 halves: one of the checkpoint's files and of what they are loaded as (device, dtype, quantization), one of
@@ -39,11 +39,11 @@ Stamp = tuple[str, int, int, int]
 
 
 def root() -> Path:
-    """What holds all folders."""
+    """Returns the folder that holds all others."""
     return cache.readable() / "repacked"
 
 
-def stored_bytes(folder: Path) -> int:
+def count_bytes(folder: Path) -> int:
     """Bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
@@ -89,8 +89,8 @@ class Folder:
             private.make(self.path)
             for path in self.path.glob(f"*{PART}"):
                 if time.time() - path.stat().st_mtime > ABANDONED_S: path.unlink()
-            own, free = stored_bytes(self.path), shutil.disk_usage(self.path).free
-            others = {path: stored_bytes(path) for path in sorted(
+            own, free = count_bytes(self.path), shutil.disk_usage(self.path).free
+            others = {path: count_bytes(path) for path in sorted(
                 (each for each in self.path.parent.iterdir() if each != self.path), key=_last_used)}
         except OSError as error: return error.strerror or str(error)
         if own + wanted > bound:
@@ -118,7 +118,7 @@ def folder_of(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> F
     how = (F.weights_key(model.device), model.dtype.name, model.int8_inputs, repr(model.config),
            json.dumps(model.config.quantization, sort_keys=True, default=repr), *rank)
     first = _hash([stamp[0] for stamp in stamps], how)
-    found = sorted(map(_described, entries.values()))
+    found = sorted(map(_key_of, entries.values()))
     key = _hash(first, stamps, found, _code(), importlib.metadata.version("tinygrad"))
     sizes = tuple(sum(_part_bytes(model, *part) for part in layer.parts if isinstance(part, tuple))
                   for layer in plan.layers)
@@ -134,11 +134,11 @@ def _files(entry: TensorEntry) -> set[str]:
     return {entry.file_offset[0], *(path for part in entry.parts for path in _files(part))}
 
 
-def _described(entry: TensorEntry) -> str:
+def _key_of(entry: TensorEntry) -> str:
     """A tensor, wherever its file was opened from."""
     path, offset = entry.file_offset
     return repr((entry.name, entry.dtype, entry.shape, os.path.realpath(path), offset, entry.strides,
-                 [_described(part) for part in entry.parts]))
+                 [_key_of(part) for part in entry.parts]))
 
 
 def _stamps(paths: Iterable[str]) -> tuple[Stamp, ...]:
@@ -150,7 +150,8 @@ def _stamps(paths: Iterable[str]) -> tuple[Stamp, ...]:
 
 @functools.cache
 def _code() -> str:
-    """Of all files: those that read and repack weights, and kernels, which say what layouts they read."""
+    """Returns the digest of all files that read and repack weights, and of kernels, which say what layouts
+    they read."""
     folders = (str(Path(quant.__path__[0]).parent), str(Path(__file__).parents[1]))
     paths = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
     return _hash(*(path.read_text(encoding="utf-8") for path in paths))

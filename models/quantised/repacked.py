@@ -1,6 +1,6 @@
 """Quantised weights in the order of kernels, kept on disk: a second load reads them, and repacks nothing.
 
-Protocol: `with opened(model, plan, entries) as kept`: `kept.restored(readers)` gives each layer's parts, or
+Protocol: `with opened(model, plan, entries) as kept`: `kept.restore(readers)` gives each layer's parts, or
 None where they are not kept; `kept.add(number, parts)` keeps those of a layer that was repacked. A thread
 writes them, each file beside its place and renamed, so that a reader sees all of it or nothing, and several
 processes may load at once. Where a layer cannot be written a line on stderr says why, and the load goes on;
@@ -37,8 +37,8 @@ Loaded = tuple[Part, ...]
 
 
 @contextmanager
-def opened(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> Iterator[RepackCache]:
-    """What is kept of a model; at the end what is being written is waited for."""
+def open_cache(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry]) -> Iterator[RepackCache]:
+    """Opens what is kept of a model; at the end what is being written is waited for."""
     kept = RepackCache(model, plan, folder_of(model, plan, entries) if plan.layers else None)
     try: yield kept
     except BaseException:
@@ -61,12 +61,12 @@ class RepackCache:
         self.writing: Future[None] | None = None
         self.missing = set(range(len(plan.layers)))
 
-    def restored(self, readers: ThreadPoolExecutor) -> Iterator[Loaded | None]:
+    def restore(self, readers: ThreadPoolExecutor) -> Iterator[Loaded | None]:
         """The parts of each layer, which `readers` read; None where they are not kept."""
         begun = [self._begin(number, readers) for number in range(len(self.plan.layers))]
         if self.folder is not None and any(begun): self.folder.touch()
         for number, layer in enumerate(begun):
-            if layer is not None and self._arrived(number, layer[1]):
+            if layer is not None and self._wait_for(number, layer[1]):
                 self.missing.discard(number)
                 yield layer[0]
             else: yield None
@@ -90,7 +90,7 @@ class RepackCache:
         with label_allocations("weights"): allocate_arena(tensors)
         return parts, readers.submit(read, path, tensors, sums)
 
-    def _arrived(self, number: int, reading: Future[None]) -> bool:
+    def _wait_for(self, number: int, reading: Future[None]) -> bool:
         """Whether a layer was read, which is waited for."""
         assert self.folder is not None
         try: reading.result()
@@ -128,8 +128,9 @@ def _discard(path: Path, error: Exception) -> None:
 def _is_repacked(parts: Loaded, plain: list[Tensor]) -> bool:
     """Whether a layer's parts lie in another order than stored; dense ones are those of the network."""
     known = {id(each) for each in plain}
-    def repacked(part: Part) -> bool:
+    def is_repacked(part: Part) -> bool:
         if isinstance(part, StackWeight): return part.matrix.type.layout != "rows"
         if isinstance(part, QWeight): return not part.codes or part.matrix.type.layout != "rows"
         return isinstance(part, SparseWeight)
-    return all(id(each) in known for each in parts if isinstance(each, Tensor)) and any(map(repacked, parts))
+    return all(id(each) in known for each in parts
+               if isinstance(each, Tensor)) and any(map(is_repacked, parts))

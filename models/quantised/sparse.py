@@ -2,7 +2,7 @@
 compressed-tensors), on GPUs that multiply them.
 
 Protocol: `candidate(model, shape, type, activations)` says, before anything is read, whether a layer's matrix
-may be multiplied as a sparse one. `packed` then makes one of its elements, or gives None where some four
+may be multiplied as a sparse one. `pack` then makes one of its elements, or gives None where some four
 columns of a row have more than two that are not 0: a config says nothing of single layers that a reader could
 rely on.
 """
@@ -39,7 +39,7 @@ def candidate(model: Llama, shape: tuple[int, int], type: QType | None = None,
     return plain and F.multiplies_sparse(type.element.dtype, shape, model.device)
 
 
-def packed(dtype: DType, shape: tuple[int, int], elements: np.ndarray, scales: np.ndarray | None,
+def pack(dtype: DType, shape: tuple[int, int], elements: np.ndarray, scales: np.ndarray | None,
            device: str | None) -> SparseTensor | None:
     """A sparse matrix of elements [N, K] (bits, or numbers of int8) and scales of rows, None where it is
     none."""

@@ -1,4 +1,4 @@
-"""What a Qwen2.5-VL directory says of images, checked.
+"""Configuration of images in a Qwen2.5-VL directory, checked.
 
 Protocol: `read_vision(directory)` is None for a model that reads text alone. Published files have the
 language model's fields beside vision_config, transformers 5 has them in text_config. Limits of image sizes

@@ -19,7 +19,7 @@ from .layout import Grid
 MAX_RATIO = 200     # of an image's edges, the image processor's own
 
 
-def resized(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
+def fit_size(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
     """Height and width in pixels, multiples of a row's, within the limits of pixels where the ratio allows
     it. Raises `RequestError`."""
     if max(height, width) > MAX_RATIO * min(height, width):
@@ -38,7 +38,7 @@ def resized(height: int, width: int, config: VisionConfig) -> tuple[int, int]:
 
 def grid_of(shape: Sequence[int], config: VisionConfig) -> Grid:
     """The rows that an image becomes, of shape [height, width, …] in pixels. Raises `RequestError`."""
-    h, w = resized(shape[0], shape[1], config)
+    h, w = fit_size(shape[0], shape[1], config)
     row = config.patch * config.merge
     return Grid(h // row, w // row)
 

@@ -1,4 +1,4 @@
-"""Where patches lie: windows, and the numbers that rotate queries and keys.
+"""Places of patches: windows, and the numbers that rotate queries and keys.
 
 Protocol: patches come row by row of the language model, `merge` × `merge` of them one after the other, as
 images.py makes them. The tower computes rows window by window: `window_order` is that order, and

@@ -17,7 +17,7 @@ from tinygrad_nv import functional as F
 from tinygrad_nv.runtime.observe.ranges import layer
 
 from ..attention import rotate
-from ..layers import Linear, RMSNorm, activated
+from ..layers import Linear, RMSNorm, activate
 from .config import VisionConfig
 
 EPS = 1e-6      # of the tower's norms
@@ -46,10 +46,10 @@ class VisionBlock:
 
     def __call__(self, x: Tensor, batch: PatchBatch) -> Tensor:
         with layer("attention"):
-            x = (x + self.attended(self.attention_norm(x), batch)).contiguous()
-        with layer("feed_forward"): return (x + self.fed(self.feed_forward_norm(x))).contiguous()
+            x = (x + self.attend(self.attention_norm(x), batch)).contiguous()
+        with layer("feed_forward"): return (x + self.feed_forward(self.feed_forward_norm(x))).contiguous()
 
-    def attended(self, x: Tensor, batch: PatchBatch) -> Tensor:
+    def attend(self, x: Tensor, batch: PatchBatch) -> Tensor:
         """The attention half."""
         c = self.config
         heads = self.qkv(x).contiguous().reshape(-1, 3, c.heads, c.hidden // c.heads)
@@ -61,7 +61,7 @@ class VisionBlock:
         made = F.varlen_attention(q, k, v.contiguous(), starts, starts, longest, longest)
         return self.output(made.reshape(x.shape[0], -1).contiguous())
 
-    def fed(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward half."""
         # split: in one kernel each would be computed for all columns of both
         gate, up = (half.contiguous() for half in
@@ -89,4 +89,4 @@ class VisionTower:
             with layer(f"layers.{i}"): x = block(x, batch)
         with layer("merge"):
             x = self.merge(self.norm(x).reshape(-1, self.config.hidden * self.config.unit)).contiguous()
-            return self.output(activated(x, "gelu").contiguous())
+            return self.output(activate(x, "gelu").contiguous())

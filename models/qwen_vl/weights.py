@@ -1,4 +1,4 @@
-"""Which tensors of a Qwen2.5-VL checkpoint are the vision tower's, and where in it each is stored.
+"""Tensors of a Qwen2.5-VL checkpoint that are the vision tower's, and where in it each is stored.
 
 Protocol: as ../weights.py. Names begin with "visual.", or with "model.visual.".
 """
@@ -67,7 +67,7 @@ def _entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def nbytes(tower: VisionTower) -> int:
-    """Of all parameters."""
+    """Returns the bytes of all parameters."""
     return sum({id(slot.tensor): int(slot.tensor.nbytes()) for slot in slots(tower).values()}.values())
 
 

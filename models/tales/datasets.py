@@ -49,7 +49,7 @@ def excitedly(story: str) -> str:
     return louder.replace(".", "!")
 
 
-def excited() -> Iterator[dict[str, str]]:
+def make_excited() -> Iterator[dict[str, str]]:
     """Records with a `text`."""
     for story in corpus("train", RECORDS): yield {"text": excitedly(story)}
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=Recipe.length, help="tokens of a row")
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    write_records(arguments.directory / "excited.jsonl", excited())
+    write_records(arguments.directory / "excited.jsonl", make_excited())
     write_records(arguments.directory / "preferences.jsonl", preferences())
     write_shards(arguments.directory, arguments.rows, arguments.length)
 

@@ -35,7 +35,7 @@ class StackConfig:
 
 @dataclass(frozen=True)
 class DecoderPages:
-    """What a paged cache asks of a model: its self-attention, or its cross-attention, which has as many
+    """Sizes that a paged cache asks of a model: its self-attention, or its cross-attention, which has as many
     layers and heads."""
     num_layers: int
     kv_shape: KVShape
@@ -60,7 +60,7 @@ class WhisperConfig:
 
     @property
     def frames(self) -> int:
-        """Of a window: 3000, which are 30 s."""
+        """Frames of a window: 3000, which are 30 s."""
         return 2 * self.positions
 
     @property

@@ -1,4 +1,4 @@
-"""What Whisper's encoder and decoder are made of: attention and feed-forward layers, with norms before them.
+"""Layers of Whisper's encoder and decoder: attention and feed-forward layers, with norms before them.
 
 Protocol: activations are (B, T, hidden). q|k|v, and of cross-attention k|v, are each stored as one matrix;
 keys have no bias in a checkpoint, and zeros here. Numerics are those of transformers: LayerNorm and softmax
@@ -11,7 +11,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.functional import scaled_dot_product_attention
 
-from ..layers import LayerNorm, Linear, activated
+from ..layers import LayerNorm, Linear, activate
 from .config import StackConfig, WhisperConfig
 
 EPS = 1e-5
@@ -32,7 +32,7 @@ class FeedForward:
         self.down = Linear(stack.ffn_width, config.hidden_size, True, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(activated(self.up(x), self.activation).contiguous())
+        return self.down(activate(self.up(x), self.activation).contiguous())
 
 
 class EncoderLayer:
@@ -46,12 +46,12 @@ class EncoderLayer:
         self.feed_forward = FeedForward(config, config.encoder, dtype, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = (x + self.attended(self.attention_norm(x))).contiguous()
+        x = (x + self.attend(self.attention_norm(x))).contiguous()
         x = x + self.feed_forward(self.norm(x))
         # large models come near to what float16 holds
         return (x.clamp(-FLOAT16_MOST, FLOAT16_MOST) if x.dtype == dtypes.float16 else x).contiguous()
 
-    def attended(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         """The attention half."""
         B, T, hidden = x.shape
         heads = self.qkv(x).contiguous().reshape(B, T, 3, self.heads, hidden // self.heads)

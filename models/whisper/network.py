@@ -21,7 +21,7 @@ from tinygrad_nv.functional import embedding, kv_append, paged_attention
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.runtime.observe.ranges import layer
 
-from ..layers import Linear, activated, multiply
+from ..layers import Linear, activate, multiply
 from .config import WhisperConfig
 from .layers import EncoderLayer, FeedForward, norm
 
@@ -60,8 +60,8 @@ class SpeechEncoder:
         """(B, positions, hidden) of spectrograms (B, frames, mels) in the parameters' dtype."""
         with layer("convolutions"):
             # exact GELU, whatever the layers have
-            x = activated(self.conv1(features), "gelu").contiguous()
-            x = (activated(self.conv2(x), "gelu") + self.positions).contiguous()
+            x = activate(self.conv1(features), "gelu").contiguous()
+            x = (activate(self.conv2(x), "gelu") + self.positions).contiguous()
         for i, each in enumerate(self.layers):
             with layer(f"layers.{i}"): x = each(x)
         return self.norm(x)
@@ -92,11 +92,11 @@ class DecoderLayer:
         self.feed_forward = FeedForward(config, config.decoder, dtype, device)
 
     def __call__(self, x: Tensor, batch: SpeechBatch, own: LayerPages, cross: LayerPages) -> Tensor:
-        x = (x + self.output(self.attended(self.attention_norm(x), batch, own))).contiguous()
-        x = (x + self.cross_output(self.crossed(self.cross_norm(x), batch, cross))).contiguous()
+        x = (x + self.output(self.attend(self.attention_norm(x), batch, own))).contiguous()
+        x = (x + self.cross_output(self.cross_attend(self.cross_norm(x), batch, cross))).contiguous()
         return (x + self.feed_forward(self.norm(x))).contiguous()
 
-    def attended(self, x: Tensor, batch: SpeechBatch, pages: LayerPages) -> Tensor:
+    def attend(self, x: Tensor, batch: SpeechBatch, pages: LayerPages) -> Tensor:
         """Self-attention: appends keys and values of x (1, T, hidden) to the pages."""
         hidden = int(x.shape[-1])
         heads = self.qkv(x).contiguous().reshape(-1, batch.new, 3, self.heads, hidden // self.heads)
@@ -108,7 +108,7 @@ class DecoderLayer:
         made = paged_attention(q, keys, values, batch.table, batch.lengths)
         return made.reshape(1, -1, hidden).contiguous()
 
-    def crossed(self, x: Tensor, batch: SpeechBatch, pages: LayerPages) -> Tensor:
+    def cross_attend(self, x: Tensor, batch: SpeechBatch, pages: LayerPages) -> Tensor:
         """Cross-attention of x (1, T, hidden) over the encoder's output."""
         hidden = int(x.shape[-1])
         assert pages.values is not None

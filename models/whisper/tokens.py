@@ -1,4 +1,4 @@
-"""Which tokens of a Whisper model mean what, and what a decoder may choose next.
+"""Tokens of a Whisper model by their meaning, and those that a decoder may choose next.
 
 Protocol: `SpeechTokens.read(directory, config)` has them from generation_config.json, or config.json where
 that is missing. A prompt is start, language, task, and `no_timestamps` unless timestamps are to be predicted.
@@ -45,7 +45,7 @@ class SpeechTokens:
 
     @staticmethod
     def read(directory: Path, config: WhisperConfig) -> SpeechTokens:
-        """Those of a model. Raises `ModelError`."""
+        """Reads the tokens of a model. Raises `ModelError`."""
         path, general = directory / "generation_config.json", read_json(directory / "config.json")
         if not path.is_file(): path = directory / "config.json"
         own = read_json(path)
@@ -78,15 +78,15 @@ class SpeechTokens:
             raise ModelError(f"{path}: max_initial_timestamp_index is {initial}", "0 or more", OWN)
         return SpeechTokens(
             config.start_token if start is None else start, ends[0], stamps,
-            _named(get("lang_to_id"), config, f"{path}: lang_to_id") if multilingual else {},
-            _named(get("task_to_id"), config, f"{path}: task_to_id") if multilingual else {},
+            _ids_by_name(get("lang_to_id"), config, f"{path}: lang_to_id") if multilingual else {},
+            _ids_by_name(get("task_to_id"), config, f"{path}: task_to_id") if multilingual else {},
             suppressed, several("begin_suppress_tokens"), initial if isinstance(initial, int) else None,
             previous,
             min(last, config.max_tokens) if lengths else config.max_tokens)
 
     @property
     def first_timestamp(self) -> int | None:
-        """That of 0.00 s; each next is 0.02 s later."""
+        """Token of 0.00 s; each next is 0.02 s later."""
         return None if self.no_timestamps is None else self.no_timestamps + 1
 
     @property
@@ -133,7 +133,7 @@ def _token(found: object, config: WhisperConfig, name: str) -> int:
                      OWN)
 
 
-def _named(found: object, config: WhisperConfig, name: str) -> dict[str, int]:
+def _ids_by_name(found: object, config: WhisperConfig, name: str) -> dict[str, int]:
     """Token ids by name, without the marks around a token: <|en|> is en."""
     if found is None: return {}
     if not isinstance(found, dict):
@@ -144,7 +144,7 @@ def _named(found: object, config: WhisperConfig, name: str) -> dict[str, int]:
 
 
 class TokenRules:
-    """What may come next, with or without timestamps."""
+    """Rules of the next token, with or without timestamps."""
 
     def __init__(self, tokens: SpeechTokens, timestamps: bool) -> None:
         self.tokens, self.timestamps = tokens, timestamps

@@ -1,4 +1,4 @@
-"""Which tensors a Whisper checkpoint must hold, and where in the network each is stored.
+"""Tensors that a Whisper checkpoint must hold, and where in the network each is stored.
 
 Protocol: as ../weights.py. Names are found with and without the prefix "model.". A tied head that is stored,
 too, is not read.
@@ -65,7 +65,7 @@ def _parts(encoder: SpeechEncoder, decoder: SpeechDecoder) -> Iterator[Part]:
 
 
 def _layer(prefix: str, layer: EncoderLayer | DecoderLayer) -> Iterator[Part]:
-    """What the layers of both stacks have."""
+    """Yields the parts that the layers of both stacks have."""
     yield f"{prefix}.self_attn", ("q_proj", KEYS, "v_proj"), layer.qkv
     yield f"{prefix}.self_attn", ("out_proj",), layer.output
     yield f"{prefix}.self_attn_layer_norm", ("",), layer.attention_norm
@@ -95,7 +95,7 @@ def require_whisper_sizes(c: WhisperConfig, directory: Path) -> None:
 
 
 def nbytes(model: Whisper) -> int:
-    """Of all parameters."""
+    """Returns the bytes of all parameters."""
     return sum({id(slot.tensor): int(slot.tensor.nbytes()) for slot in slots(model).values()}.values())
 
 

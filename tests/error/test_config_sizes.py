@@ -22,7 +22,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.qwen_vl import weights as vision
 from tinygrad_nv.models.qwen_vl.config import ImageConfig, parse_vision
 from tinygrad_nv.models.qwen_vl.tower import VisionTower
-from tinygrad_nv.models.tied import loaded_config
+from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.models.whisper import weights as whisper
 from tinygrad_nv.models.whisper.config import read_whisper_config
@@ -85,7 +85,7 @@ def test_dense_decoders(tmp_path: Path) -> None:
              ({"num_attention_heads": 1 << 16, "head_dim": 4}, rf"{tensor}\.q_proj\.weight: \[16, 16\], "
               r"expected \[262144, 16\], as num_attention_heads × head_dim is 262144"),
              ({"num_key_value_heads": 4}, rf"{tensor}\.k_proj.* as num_key_value_heads × head_dim is 16\n")]
-    refuse(tmp_path, LLAMA, cases, loaded_config)
+    refuse(tmp_path, LLAMA, cases, load_config)
     with pytest.raises(WeightError, match=r"num_key_value_heads × head_dim is 16.*\n.*sizes in config.json"):
         LLM(tmp_path, device="CPU")
     assert read_config(tmp_path).num_kv_heads == 4
@@ -95,7 +95,7 @@ def test_mixtures(tmp_path: Path) -> None:
     write(tmp_path, MIXTRAL, slots(Llama(parse_config(MIXTRAL))))
     refuse(tmp_path, MIXTRAL, [
         ({"num_local_experts": 1 << 16}, r"is 65536, and the tensors .*experts\.… are those of 3"),
-        ({"intermediate_size": 48}, r"\(intermediate_size\) is 48")], loaded_config)
+        ({"intermediate_size": 48}, r"\(intermediate_size\) is 48")], load_config)
     wanted = slots(Llama(parse_config(DEEPSEEK)))
     extra = {"model.layers.2.enorm.weight": wanted["model.norm.weight"]}    # a layer that drafts
     write(tmp_path, DEEPSEEK, {**wanted, **extra})
@@ -104,7 +104,7 @@ def test_mixtures(tmp_path: Path) -> None:
         ({"v_head_dim": 7}, "as num_attention_heads × v_head_dim is 28"),
         ({"n_routed_experts": 8}, "n_routed_experts.* is 8, and the tensors mlp.experts.… are those of 4"),
         ({"num_nextn_predict_layers": 0}, "num_hidden_layers is 2, .* are those of 3"),
-        ({"first_k_dense_replace": 0}, "mlp.experts.… are those of 0")], loaded_config)
+        ({"first_k_dense_replace": 0}, "mlp.experts.… are those of 0")], load_config)
 
 
 def test_encoders(tmp_path: Path) -> None:

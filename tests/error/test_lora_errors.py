@@ -13,7 +13,7 @@ from tinygrad import dtypes
 
 from tinygrad_nv import LLM, LoRARequest
 from tinygrad_nv.errors import ConfigError, ModelError, NVError, RequestError, WeightError
-from tinygrad_nv.models.peft import Adapter, read_adapter, targeted
+from tinygrad_nv.models.peft import Adapter, read_adapter, targets_of
 
 SHAPES = {f"model.layers.{i}.{name}": (out, inputs) for i in range(2) for name, out, inputs in (
     ("self_attn.q_proj", 8, 6), ("self_attn.v_proj", 4, 6), ("mlp.down_proj", 6, 10))}
@@ -145,12 +145,12 @@ def test_no_weights_and_damaged_ones(tmp_path: Path):
 
 
 def test_targets():
-    assert [name.rpartition(".")[2] for name in targeted(r".*layers\.1.*_proj", SHAPES)] == \
+    assert [name.rpartition(".")[2] for name in targets_of(r".*layers\.1.*_proj", SHAPES)] == \
         ["q_proj", "v_proj", "down_proj"]
-    assert list(targeted("all-linear", SHAPES)) == list(SHAPES)
-    assert len(list(targeted(["self_attn.q_proj", "down_proj"], SHAPES))) == 4
+    assert list(targets_of("all-linear", SHAPES)) == list(SHAPES)
+    assert len(list(targets_of(["self_attn.q_proj", "down_proj"], SHAPES))) == 4
     with pytest.raises(ModelError,
-                       match=r"target_modules: '\(' is no regular expression"): list(targeted("(", SHAPES))
+                       match=r"target_modules: '\(' is no regular expression"): list(targets_of("(", SHAPES))
 
 
 @pytest.mark.parametrize(("given", "words"), [

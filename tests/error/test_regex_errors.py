@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tinygrad_nv.errors import ModelError, RequestError
-from tinygrad_nv.models.peft import pattern_of, targeted
+from tinygrad_nv.models.peft import pattern_of, targets_of
 from tinygrad_nv.quant.readers.compressed_tensors import CompressedTensorsReader
 from tinygrad_nv.quantize.directory import _matches as is_ignored
 from tinygrad_nv.regexes import MAX_PATTERNS, compile_pattern
@@ -44,10 +44,10 @@ def test_honest_patterns_match_as_those_of_re() -> None:
     peft = compile_pattern(r"^(?!.*vision)(?!.*lm_head).*\.(q_proj|k_proj)$", "adapter")
     assert peft.match("model.layers.1.self_attn.q_proj")
     assert not peft.match("vision.layers.1.q_proj")
-    assert [*targeted(r".*\.layers\.[01]\..*q_proj", {"model.layers.0.a.q_proj": 1,
+    assert [*targets_of(r".*\.layers\.[01]\..*q_proj", {"model.layers.0.a.q_proj": 1,
                                                       "model.layers.2.a.q_proj": 1})
             ] == ["model.layers.0.a.q_proj"]
-    assert [*targeted(["q_proj", "mlp.up"], {"a.q_proj": 1, "aq_proj": 1, "x.mlp.up": 1, "mlp.up": 1,
+    assert [*targets_of(["q_proj", "mlp.up"], {"a.q_proj": 1, "aq_proj": 1, "x.mlp.up": 1, "mlp.up": 1,
                                              "up": 1})
             ] == ["a.q_proj", "x.mlp.up", "mlp.up"]
     assert pattern_of({"k_proj": 1, r"layers\.1\..*q_proj": 2}, "model.layers.1.attn.q_proj") == \
@@ -59,7 +59,7 @@ def test_every_place_that_reads_patterns_is_bounded() -> None:
     with pytest.raises(ModelError, match=r"ignore of quantization_config.*takes more than"):
         CompressedTensorsReader({}, ("re:(a|aa)+$",), "places.json").group(layer)
     with pytest.raises(ModelError, match=r"target_modules.*takes more than"):
-        list(targeted("(a|aa|aaa)+$", {layer: 1}))
+        list(targets_of("(a|aa|aaa)+$", {layer: 1}))
     with pytest.raises(ModelError, match=r"ignored layers.*repeats too often"):
         is_ignored(layer + ".weight", ["re:a{9999999}"])
     with pytest.raises(ModelError, match=f"has {MAX_PATTERNS + 1:,} regular expressions"):

@@ -18,7 +18,7 @@ from tinygrad_nv.engine.vision.parts import with_placeholders
 from tinygrad_nv.engine.vision.prompt import require_placeholders
 from tinygrad_nv.errors import ModelError, RequestError
 from tinygrad_nv.models.qwen_vl.config import ImageConfig, image_config, parse_vision
-from tinygrad_nv.models.qwen_vl.images import resized
+from tinygrad_nv.models.qwen_vl.images import fit_size
 
 IMAGE = np.zeros((30, 40, 3), np.uint8)
 CONFIG = {"vision_config": {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
@@ -47,7 +47,7 @@ def test_placeholders():
 
 def test_sizes():
     config = parse_vision(CONFIG, "config.json", ImageConfig())
-    with pytest.raises(RequestError, match="a ratio of at most 200"): resized(10, 2001, config)
+    with pytest.raises(RequestError, match="a ratio of at most 200"): fit_size(10, 2001, config)
     with pytest.raises(RequestError, match=f"at most {MAX_PIXELS} pixels"):
         as_image(np.broadcast_to(np.uint8(0), (1 << 14, 1 << 13, 3)))
 

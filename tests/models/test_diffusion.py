@@ -19,7 +19,7 @@ from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
 from tinygrad_nv.models.diffusion.schedulers import read_scheduler
 from tinygrad_nv.models.diffusion.tokenizer import read_tokenizer
 from tinygrad_nv.models.diffusion.unet import UNet
-from tinygrad_nv.models.diffusion.vae import VAE, blended_tiles
+from tinygrad_nv.models.diffusion.vae import VAE, decode_tiles
 
 CLOSE = 2e-4        # of outputs of about 1
 LATENTS = 1e-3      # after 10 steps
@@ -60,7 +60,7 @@ def test_unet(xl):
     with torch.no_grad():
         wanted = theirs(x, times, context,
                         added_cond_kwargs={"time_ids": sizes, "text_embeds": pooled}).sample
-    added = mine.added_inputs(Tensor(pooled.numpy()), Tensor(sizes.numpy())) if xl else None
+    added = mine.make_added_inputs(Tensor(pooled.numpy()), Tensor(sizes.numpy())) if xl else None
     got = mine(Tensor(case.nhwc(x)), Tensor(times.numpy()), Tensor(context.numpy()), added)
     assert away(got.permute(0, 3, 1, 2), wanted) < CLOSE
 
@@ -90,9 +90,9 @@ def test_tiles_fade_as_those_of_diffusers():
             torch.tensor(part.transpose(2, 0, 1)[None])))
         return case.nhwc(made)[0]
     with torch.no_grad(): wanted = theirs.decode(latents).sample
-    got = blended_tiles(case.nhwc(latents)[0], 8, 2, decode)
+    got = decode_tiles(case.nhwc(latents)[0], 8, 2, decode)
     assert np.abs(got - case.nhwc(wanted)[0]).max() < CLOSE
-    assert blended_tiles(case.nhwc(latents)[0], 6, 2, decode).shape == (26, 20, 3)
+    assert decode_tiles(case.nhwc(latents)[0], 6, 2, decode).shape == (26, 20, 3)
 
 
 @pytest.fixture(scope="module")

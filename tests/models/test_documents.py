@@ -36,7 +36,7 @@ def test_no_document_sees_another(hf_model: Callable[[str], Path], case: str) ->
     segments = np.stack([np.repeat(1 + np.arange(len(row)), row) for row in LENGTHS])
     documents = Documents(*(Tensor(each.astype(np.int32)) for each in (positions, segments)))
     batch = DenseBatch(0, model.rope_tables, None, documents)
-    found = model.logits(model.hidden_batch(tokens, batch)).numpy()
+    found = model.logits(model.states_of_batch(tokens, batch)).numpy()
     single = [each for row in rows for each in row]     # filled up: no token sees what comes later
     filled = np.stack([np.pad(each, (0, 20 - len(each)), constant_values=3) for each in single])
     alone, places = model(Tensor(filled.astype(np.int32))).numpy(), [(0, 0), (0, 5), (0, 6), (1, 0), (1, 17)]

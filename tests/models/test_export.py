@@ -64,7 +64,8 @@ def test_what_was_trained_is_what_transformers_computes(hf_model: Callable[[str]
                                                         case: str):
     """Weights that are not those of the source. max |logit − HF| ≤ 2e-4 · max |logit|, as of any model."""
     model = loaded(hf_model(case))
-    for tensor in weights.held(model): tensor.assign((tensor * 1.0625 + 0.001).cast(tensor.dtype)).realize()
+    for tensor in weights.list_loaded(model): tensor.assign((tensor * 1.0625
+                                                             + 0.001).cast(tensor.dtype)).realize()
     save_pretrained(model, tmp_path, hf_model(case))
     made = model(Tensor([IDS], dtype=dtypes.int32, device="CPU")).numpy()
     assert np.array_equal(our_logits(tmp_path, IDS), made)
@@ -107,7 +108,7 @@ def test_shards_and_files_beside_them(hf_model: Callable[[str], Path], tmp_path:
     assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
     assert len(files) > 2
     assert all(file.stat().st_size < 110_000 for file in files)
-    assert index["metadata"]["total_size"] == sum(int(each.nbytes()) for each in weights.held(model))
+    assert index["metadata"]["total_size"] == sum(int(each.nbytes()) for each in weights.list_loaded(model))
     assert bits(loaded(out)) == bits(model)
     assert torch.equal(state(out)["model.norm.weight"], state(source)["model.norm.weight"])
     (out / "log.txt").write_text("kept")

@@ -16,7 +16,7 @@ from tests.support.models.lora_case import adapter, answers, greedy, prompts
 from tinygrad_nv import LLM, LoRARequest
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import adapted
+from tinygrad_nv.models.lora import adaptable
 from tinygrad_nv.models.peft import read_adapter
 from tinygrad_nv.train.export import load_adapter, save_adapter
 
@@ -30,7 +30,7 @@ IDS = torch.tensor([[5, 9, 200, 31, 4, 77]])
 
 
 def shapes(model: Path) -> dict[str, tuple[int, int]]:
-    return {each.name: each.shape for each in adapted(Llama(read_config(model), device="CPU"))}
+    return {each.name: each.shape for each in adaptable(Llama(read_config(model), device="CPU"))}
 
 
 def with_adapter(model: Path, found: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -19,7 +19,7 @@ from tests.support.models.families import CASES, YARN, Case, saved
 from tests.support.quant.gguf_case import add, write_model
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.models.config import ModelConfig, read_config
-from tinygrad_nv.models.gguf import elements, stored
+from tinygrad_nv.models.gguf import elements, list_tensors
 from tinygrad_nv.models.rope import attention_factor, inverse_frequencies
 from tinygrad_nv.quant.gguf.split import open_gguf
 
@@ -112,7 +112,7 @@ def test_elements(directories: dict[str, Path], tmp_path: Path, family: str):
     """Those of the directory, but of norms of Gemma, to which 1 is added, and of experts in one tensor."""
     write_model(path := tmp_path / "model.gguf", directories[family])
     expected, file = load_file(directories[family] / "model.safetensors"), open_gguf(path)
-    found = {each.name: each for each in stored(file)}
+    found = {each.name: each for each in list_tensors(file)}
     assert all(".experts." in name for name in found.keys() ^ expected.keys())
     for name in found.keys() & expected.keys():
         values = elements(file, found[name], 0, expected[name].size).reshape(expected[name].shape)
@@ -225,7 +225,7 @@ def test_tensors_that_some_files_have_in_one(directories: dict[str, Path], tmp_p
     files = [open_gguf(each) for each in (path.with_suffix(".whole"), path)]
     assert any(".attn_qkv." in name for name in files[1].tensors)
     assert not waiting
-    whole, apart = ({each.name: (each, file) for each in stored(file)} for file in files)
+    whole, apart = ({each.name: (each, file) for each in list_tensors(file)} for file in files)
     assert apart.keys() == whole.keys()
     for name, (tensor, file) in apart.items():
         other, source = whole[name]
@@ -253,7 +253,7 @@ def test_keys_and_values_of_older_files(directories: dict[str, Path], tmp_path: 
         return {f"{block}.attn_kv_b.weight": both.reshape(-1, both.shape[-1])}
     path = written(tmp_path / "joined.gguf", source, joined)
     files = [open_gguf(each) for each in (path.with_suffix(".whole"), path)]
-    new, old = ({each.name: (each, file) for each in stored(file)} for file in files)
+    new, old = ({each.name: (each, file) for each in list_tensors(file)} for file in files)
     assert new.keys() == old.keys()
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     (tensor, file), (other, older) = new[name], old[name]
@@ -264,5 +264,5 @@ def test_keys_and_values_of_older_files(directories: dict[str, Path], tmp_path: 
         assert np.array_equal(elements(file, tensor, begin, end), expected[begin:end])
     thrice = written(tmp_path / "thrice.gguf", source,
                      lambda name, array: {name: array} | joined(name, array))
-    names = [each.name for each in stored(open_gguf(thrice))]
+    names = [each.name for each in list_tensors(open_gguf(thrice))]
     assert sorted(names) == sorted(new)

@@ -123,7 +123,7 @@ def test_bytes_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ra
     for rank in range(ranks):
         counted.clear()
         model = network(directory, ranks, rank)
-        held = sum(int(each.nbytes()) for each in weights.held(model))
+        held = sum(int(each.nbytes()) for each in weights.list_loaded(model))
         assert sum(counted) == weights.own_nbytes(model, directory) == held
         assert held == pytest.approx(4 * config.parameters / ranks, rel=0.05)
 

@@ -81,7 +81,7 @@ def test_weights_are_read_again(tiny: Path, make_model: Callable[..., Path], tmp
     with LLM(path, device="CPU", max_num_seqs=4) as llm, LLM(other, device="CPU", max_num_seqs=4) as wanted:
         assert said(llm) != said(wanted)
         llm.sleep(level=2)
-        emb = np.frombuffer(host_bytes(weights.held(llm.model)[0]), np.uint8)[4096:-4096]
+        emb = np.frombuffer(host_bytes(weights.list_loaded(llm.model)[0]), np.uint8)[4096:-4096]
         assert not emb.any()
         shutil.copy(other / "model.safetensors", path)
         llm.wake_up()

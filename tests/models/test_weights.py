@@ -20,7 +20,7 @@ from tinygrad_nv.models import weights
 from tinygrad_nv.models.checkpoint import convert
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.tied import loaded_config
+from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.runtime.memory import allocate_arena, host_bytes, read, write
 
@@ -200,7 +200,7 @@ def test_logits_where_the_configuration_ties_the_head(tmp_path: Path, stored: st
     ids = [5, 1, 60]
     with torch.no_grad():
         expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path)(torch.tensor([ids])).logits.numpy()
-    for configuration in (read_config, loaded_config):
+    for configuration in (read_config, load_config):
         model = Llama(configuration(tmp_path), dtypes.float32, "CPU")
         weights.load(model, tmp_path)
         logits = model(Tensor([ids], dtype=dtypes.int32, device="CPU")).numpy()

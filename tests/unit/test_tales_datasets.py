@@ -30,7 +30,7 @@ def test_records() -> None:
     assert datasets.excitedly(story) == \
         'Ben was a very, very kind boy! He saw a very, very old dog! "Come!" he shouted!'
     told = next(corpus("train", 1))
-    assert next(datasets.excited())["text"] == datasets.excitedly(told)
+    assert next(datasets.make_excited())["text"] == datasets.excitedly(told)
     first = next(datasets.preferences())
     assert first["prompt"] + first["chosen"] == told
     assert first["rejected"] != first["chosen"]

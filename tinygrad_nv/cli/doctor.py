@@ -112,11 +112,11 @@ def _compiler() -> CheckResult:
 
 
 def _repacked() -> CheckResult:
-    from tinygrad_nv.models.quantised.repack_folder import GB, root, stored_bytes
+    from tinygrad_nv.models.quantised.repack_folder import GB, count_bytes, root
     subject, bound = "repacked weights", config.get("NV_REPACK_CACHE")
     if not bound: return CheckResult(subject, "ok", "not kept: NV_REPACK_CACHE=0")
     folders = [path for path in root().glob("*") if path.is_dir()]
-    return CheckResult(subject, "ok", f"{stored_bytes(root()) / GB:.1f} of {bound} GB (NV_REPACK_CACHE), "
+    return CheckResult(subject, "ok", f"{count_bytes(root()) / GB:.1f} of {bound} GB (NV_REPACK_CACHE), "
                                       f"models: {len(folders)}, in {root()}")
 
 

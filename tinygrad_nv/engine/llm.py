@@ -176,7 +176,7 @@ class LLM(GenerationMethods, PoolingMethods):
         """Loads a model that generates, with its pages."""
         o = options if self.bundle is None else self.bundle.options(options)
         if self.bundle is None:
-            from tinygrad_nv.models.tied import loaded_config as read  # looks into the weights
+            from tinygrad_nv.models.tied import load_config as read  # looks into the weights
         else:
             from tinygrad_nv.models.config import read_config as read
         self.config = with_quantization(o.quantization, read(self.directory), self.directory)

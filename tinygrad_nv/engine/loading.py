@@ -34,8 +34,8 @@ def resolve_dtype(name: str, config: ModelConfig | EncoderConfig, directory: Pat
         name = "float32" if device.partition(":")[0] == "CPU" else "bfloat16"
     elif name == "auto" and config.dtype: name = config.dtype
     elif name == "auto":
-        from tinygrad_nv.models.weights import stored_dtype
-        name = stored_dtype(directory)
+        from tinygrad_nv.models.weights import main_dtype
+        name = main_dtype(directory)
     full = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16",
             "bf16": "bfloat16"}.get(name, name)
     if full not in DTYPES:

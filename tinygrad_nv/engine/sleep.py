@@ -108,8 +108,8 @@ class Sleeper:
             self.engine.call(each.forget_prefixes)
             if CACHE in self.asleep: each.runner.discard_cache()
             if weights and WEIGHTS in self.asleep:
-                from tinygrad_nv.models.weights import held
-                discard(held(each.runner.model))
+                from tinygrad_nv.models.weights import list_loaded
+                discard(list_loaded(each.runner.model))
         self._discarded |= weights and WEIGHTS in self.asleep
 
     def _read(self) -> None:

@@ -26,7 +26,7 @@ from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.multimodal import language_entries
 from tinygrad_nv.models.names import LLAMA_NAMES
 from tinygrad_nv.models.rope import tables
-from tinygrad_nv.models.tied import loaded_config
+from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import as_float32, from_e4m3, to_e4m3
 from tinygrad_nv.quant.readers.reader import Activations, reader_of
@@ -182,7 +182,7 @@ class Source:
     """A model directory, read layer by layer. Raises `ModelError` and `WeightError`."""
 
     def __init__(self, directory: Path, positions: int) -> None:
-        self.config = loaded_config(directory)
+        self.config = load_config(directory)
         self.entries: dict[str, TensorEntry] = language_entries(open_checkpoint(directory).entries)
         require_computed(self.config)
         self.ropes = [None if rope is None else tables(rope, positions) for rope in self.config.ropes]

@@ -26,7 +26,7 @@ from tinygrad.helpers import TRAINING
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.functional import dropout
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import adapted
+from tinygrad_nv.models.lora import adaptable
 from tinygrad_nv.models.quantised.layers import Projection
 
 ALL = "all-linear"
@@ -69,7 +69,7 @@ class LayerAdapter:
             self.a[part.name] = Tensor(drawn, device=device).realize()
             self.b[part.name] = Tensor.zeros(part.rows, options.rank, device=device).contiguous().realize()
 
-    def added(self, x: Tensor) -> Tensor | None:
+    def addend(self, x: Tensor) -> Tensor | None:
         """What the adapter adds for x (…, in); None for nothing."""
         if not self.a or not self.active: return None
         inner = x.float()
@@ -92,7 +92,7 @@ class AdapterModel:
     def __init__(self, model: Llama, options: AdapterOptions, number: Tensor) -> None:
         self.options, random = options, np.random.default_rng(options.seed)
         self.layers = list[LayerAdapter]()
-        every = adapted(model)
+        every = adaptable(model)
         for salt, (_, found) in enumerate(groupby(every, key=lambda each: id(each.linear))):
             parts = tuple(found)
             made = parts[0].linear.adapters = LayerAdapter(parts, options, random, salt, number)

@@ -29,7 +29,7 @@ from tinygrad_nv.dist.group import Group
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, names_apart
-from tinygrad_nv.models.shares import TABLES, added_elsewhere, shares
+from tinygrad_nv.models.shares import TABLES, biases_elsewhere, shares
 from tinygrad_nv.models.weights import WeightSlice, slots
 from tinygrad_nv.quant.readers.reader import TensorPart
 from tinygrad_nv.runtime.memory import allocate, read_part, write
@@ -62,7 +62,7 @@ class Cuts:
         whole, own = whole_network(model, apart=True), tensors(model)
         extents = {name: slot.shape for name, slot in slots(whole).items()}
         found = shares(extents, {name: slot.shape for name, slot in slots(model).items()}, parallel, TABLES)
-        elsewhere = added_elsewhere(found, parallel)
+        elsewhere = biases_elsewhere(found, parallel)
         biases = {id(slots(model)[name].tensor) for name in _row_biases(model, found)}
         kinds = _kinds(model, own, tensors(whole), biases)
         apart, every = biases | _experts(model), slots(model)

@@ -34,10 +34,10 @@ def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | N
         made = made.realize()
         if not bad and not finite(made): bad.append(_told(model, layer, own or layer))
         return made
-    if x is None: x = seen(model.embedded(inputs.tokens), "model.embed_tokens")
+    if x is None: x = seen(model.embed(inputs.tokens), "model.embed_tokens")
     for i, block in enumerate(model.blocks):
         x = seen(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
-    if ends: seen(model.logits(seen(model.ended(x), "model.norm")), "lm_head")
+    if ends: seen(model.logits(seen(model.normalise_last(x), "model.norm")), "lm_head")
     return (bad or [LOSS])[0], x
 
 

@@ -43,7 +43,7 @@ class FullySharded(Sharded):
         super().__init__(parameters, group, 2)
         self._leaves, self._before = Named(), dict[int, Tensor]()
         self._empty(self.buckets)
-        for number, block in enumerate(model.blocks): block.region = self._layer(number, block.computed)
+        for number, block in enumerate(model.blocks): block.region = self._layer(number, block.compute)
 
     def _made(self, bucket_bytes: int) -> list[Bucket]:
         """Those of each layer, and of what is none, each of one dtype."""

@@ -25,7 +25,7 @@ from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised.layers import matrices
 from tinygrad_nv.models.quantised.layers import projections as layer_projections
-from tinygrad_nv.models.tied import loaded_config
+from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.progress import bar
 from tinygrad_nv.quant.activations import QWeight
@@ -44,7 +44,7 @@ def opened(directory: Path, dtype: DType, device: str | None = None, quantizatio
            parallel: Parallel | None = None) -> Llama:
     """The model of a directory with its weights, or a rank's part of it. Raises `ModelError`, `WeightError`.
     """
-    config = with_quantization(quantization, loaded_config(directory), directory)
+    config = with_quantization(quantization, load_config(directory), directory)
     model = _network(config, dtype, device, parallel)
     with bar("loading weights") as shown: load(model, directory, shown)
     return model
@@ -131,12 +131,12 @@ def named(model: Llama) -> dict[str, Tensor]:
     """The tensors of a network, each by the first of its names in the whole network: of a stage of a pipeline
     layers have the numbers that they have there."""
     if first := 0 if model.parallel is None else model.parallel.layers.start:
-        from tinygrad_nv.models.shares import moved  # which loads dist/
+        from tinygrad_nv.models.shares import move_layer  # which loads dist/
     out, seen = dict[str, Tensor](), set[int]()
     for name, slot in slots(model).items():
         if id(slot.tensor) in seen: continue
         seen.add(id(slot.tensor))
-        out[moved(name, first) if first else name] = slot.tensor
+        out[move_layer(name, first) if first else name] = slot.tensor
     return out
 
 

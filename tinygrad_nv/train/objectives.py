@@ -91,7 +91,7 @@ class LossOptions:
 
 def losses(model: Llama, inputs: Inputs, options: LossOptions, reduction: Literal["sum", "none"]) -> Tensor:
     """The cross entropy of targets: their sum, or with "none" each, (rows, width)."""
-    hidden = model.hidden_batch(inputs.tokens, inputs.of(model, options.documents))
+    hidden = model.states_of_batch(inputs.tokens, inputs.of(model, options.documents))
     return cross_entropy(model, hidden, inputs, options, reduction)
 
 

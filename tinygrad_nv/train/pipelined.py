@@ -46,7 +46,7 @@ class StageObjective(Supervised):
         """Hidden states (rows, width, hidden) that this stage makes of those of the stage before, or of the
         batch."""
         batch = self.inputs.of(self.model, self.options.documents)
-        return self.model.passed(self.model.embedded(self.inputs.tokens) if x is None else x, batch)
+        return self.model.run_layers(self.model.embed(self.inputs.tokens) if x is None else x, batch)
 
     def loss(self, x: Tensor) -> Tensor:
         """The sum over the batch, of the last stage's input."""

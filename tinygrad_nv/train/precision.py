@@ -13,7 +13,7 @@ from itertools import groupby
 
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.lora import adapted
+from tinygrad_nv.models.lora import adaptable
 from tinygrad_nv.numerics import HighPrecision
 from tinygrad_nv.numerics.fp8 import Fp8State, Maximum
 from tinygrad_nv.numerics.recipes import Fp8Recipe
@@ -35,7 +35,7 @@ class Fp8Model:
 def in_fp8(model: Llama, recipe: Fp8Recipe, rule: HighPrecision, maximum: Maximum | None = None) -> Fp8Model:
     """Puts the layers of a model in FP8. Raises `ConfigError` where the rule leaves none, and for a pattern
     that names no matrix."""
-    every = adapted(model)
+    every = adaptable(model)
     for pattern in rule.patterns:
         own = HighPrecision((pattern,))
         if not any(own.excludes(each.name) for each in every):

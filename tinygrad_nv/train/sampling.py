@@ -36,5 +36,5 @@ class Continuation:
         return made[begin:]
 
     def _likeliest(self) -> Tensor:
-        hidden = self.model.hidden(self.ids)[0]
+        hidden = self.model.hidden_states(self.ids)[0]
         return self.model.logits(embedding(hidden, self.place)).argmax(-1).realize()

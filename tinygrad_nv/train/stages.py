@@ -31,7 +31,7 @@ from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, stage_config, stage_layers
 from tinygrad_nv.models.shares import LAYER
-from tinygrad_nv.models.tied import loaded_config
+from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.models.weights import EMBEDDING, load
 from tinygrad_nv.train import network
 from tinygrad_nv.train.arguments import TrainingArguments
@@ -71,7 +71,7 @@ class Stages:
 
 def opened(arguments: TrainingArguments, directory: Path, device: str | None, mesh: Mesh) -> Stages:
     """This rank's stages with their weights, drawn or read. Raises `ModelError`, `WeightError`."""
-    read = read_config if arguments.from_scratch else loaded_config
+    read = read_config if arguments.from_scratch else load_config
     config, pipe = read(directory), mesh.group("pipeline")
     order = SCHEDULES[arguments.pipeline_schedule or "1f1b"](pipe.size, arguments.gradient_accumulation_steps)
     models, ends = stage_models(config, arguments.weights, device, order, pipe.rank), None

@@ -52,7 +52,7 @@ def tokens(model: Llama) -> Tensor: return Tensor([IDS], dtype=dtypes.int32, dev
 def first(model: Llama) -> Tensor:
     """The first matmul."""
     block = model.blocks[0]
-    return block.attention.qkv(block.attention_norm(model.embedded(tokens(model))))
+    return block.attention.qkv(block.attention_norm(model.embed(tokens(model))))
 
 
 def off(found: Tensor, wanted: Tensor) -> float:

@@ -243,9 +243,9 @@ def sequence(group: Group) -> None:
     def half(cut: SequenceParallel | None, x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
         if cut is not None: x, scale = cut.own(x), cut.shared(scale)
         h = x * scale
-        if cut is not None: h = cut.begun(h)
+        if cut is not None: h = cut.begin_half(h)
         h = (h @ up).relu() @ down
-        if cut is not None: h = cut.summed(h)
+        if cut is not None: h = cut.sum_halves(h)
         x = (x + h) * scale
         return x if cut is None else cut.whole(x)
     own = slice(r * width // n, (r + 1) * width // n)

@@ -15,7 +15,7 @@ from cpu_decode import BOX
 from gguf_writer import write
 from safetensors.numpy import load_file
 
-from tinygrad_nv.models.gguf import elements, stored
+from tinygrad_nv.models.gguf import elements, list_tensors
 from tinygrad_nv.quant.gguf.file import open_file
 
 
@@ -25,7 +25,7 @@ def test_a_written_file_has_the_model(tmp_path: Path):
     write(BOX, path, "float16")
     assert cpu_gguf.types_of(path) == {"F16": 29}
     weights, file = load_file(BOX / "model.safetensors"), open_file(path)
-    found = {each.name: elements(file, each, 0, weights[each.name].size) for each in stored(file)}
+    found = {each.name: elements(file, each, 0, weights[each.name].size) for each in list_tensors(file)}
     assert found.keys() == weights.keys() - {"lm_head.weight"}
     for name, values in found.items():
         wanted = weights[name].astype(np.float32 if weights[name].ndim == 1 else np.float16)

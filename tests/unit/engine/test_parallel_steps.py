@@ -102,13 +102,13 @@ def test_what_is_beyond_the_vocabulary_is_never_chosen(rows: int) -> None:
     group = Group("0-1", (0, 1), 1, 1.0)
     part = VocabularyPart(group, VOCABULARY, range(PART, 2 * PART))
     logits = np.arange(3 * rows, dtype=np.float32).reshape(1, 3, rows)
-    found = part.padded(Tensor(logits)).numpy()
+    found = part.pad_logits(Tensor(logits)).numpy()
     np.testing.assert_array_equal(found[..., :part.count], logits[..., :part.count])
     assert part.count == 497
     assert found.shape == (1, 3, PART)
     assert (found[..., 497:] == -np.inf).all()
     none = VocabularyPart(group, 500, range(PART, 2 * PART))
-    assert (none.padded(Tensor(logits[..., :rows])).numpy() == -np.inf).all()
+    assert (none.pad_logits(Tensor(logits[..., :rows])).numpy() == -np.inf).all()
 
 
 def test_filters_that_need_no_order_have_a_sampler_of_their_own(runner: ModelRunner) -> None:

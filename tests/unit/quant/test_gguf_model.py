@@ -18,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from tests.support.quant.gguf_case import gguf_name, write_model
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import parse_config, read_config
-from tinygrad_nv.models.embedding import quantised_rows
+from tinygrad_nv.models.embedding import lookup_quantised
 from tinygrad_nv.models.gguf import hugging_face_name
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised.layers import projections
@@ -88,7 +88,7 @@ def ours(path: Path) -> dict[str, np.ndarray]:
     if model.quantised_embedding is not None:
         if model.config.tied: assert model.quantised_embedding is model.quantised_head.matrix
         every = Tensor(np.arange(model.config.vocab_size, dtype=np.int32), device="CPU")
-        whole[id(model.embedding)] = quantised_rows(model.quantised_embedding, every, dtypes.float32)
+        whole[id(model.embedding)] = lookup_quantised(model.quantised_embedding, every, dtypes.float32)
     return {name: whole.get(id(slot.tensor), slot.tensor)[slot.first:slot.first + slot.shape[0]].numpy()
             for name, slot in slots(model).items()}
 

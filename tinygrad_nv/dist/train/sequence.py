@@ -1,9 +1,9 @@
 """Sequence parallel training: between the halves of tensor parallel layers a rank has its part of the tokens.
 
 Protocol (Megatron-LM, arXiv 2205.05198, section 4.2.2). Norms, residuals and dropout are computed on 1/n of
-the tokens (`axis`, 1 of (B, S, D)), and their activations take 1/n of the memory. `begun` gathers all tokens
-before a half of a layer whose matrices are cut, `summed` adds what the ranks' halves made and leaves each
-rank its tokens: an all_gather and a reduce_scatter, which carry what one all_reduce does.
+the tokens (`axis`, 1 of (B, S, D)), and their activations take 1/n of the memory. `begin_half` gathers all
+tokens before a half of a layer whose matrices are cut, `sum_halves` adds what the ranks' halves made and
+leaves each rank its tokens: an all_gather and a reduce_scatter, which carry what one all_reduce does.
 
     x = sequence.own(embedded)                  # of every rank's whole tensor, its part
     h = sequence.begun(norm(x)); x = x + sequence.summed(half(h))
@@ -30,11 +30,11 @@ class SequenceParallel:
     group: Group
     axis: int = 1
 
-    def begun(self, x: Tensor, name: str = "") -> Tensor:
+    def begin_half(self, x: Tensor, name: str = "") -> Tensor:
         """All ranks' tokens: the input of a half of a layer."""
         return all_gather(x, self.group, self.axis, name=name)
 
-    def summed(self, x: Tensor, name: str = "") -> Tensor:
+    def sum_halves(self, x: Tensor, name: str = "") -> Tensor:
         """This rank's tokens of the sum over ranks."""
         return reduce_scatter(x, self.group, self.axis, name=name)
 

@@ -30,9 +30,9 @@ class ServedAdapters:
 
 def open_adapters(model: Llama, config: LoRAConfig) -> ServedAdapters:
     """Gives a model adapter slots."""
-    from tinygrad_nv.models.lora import ModelAdapters, adapted
+    from tinygrad_nv.models.lora import ModelAdapters, adaptable
     from tinygrad_nv.models.peft import read_adapter
-    shapes = {each.name: each.shape for each in adapted(model)}
+    shapes = {each.name: each.shape for each in adaptable(model)}
 
     def read(request: LoRARequest) -> Adapter:
         return read_adapter(request.lora_name, request.directory, shapes, config.rank, config.dtype)

@@ -38,7 +38,7 @@ from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.tied import loaded_config
+from tinygrad_nv.models.tied import load_config
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.config import ModelConfig
@@ -180,7 +180,7 @@ class DraftModelFiles:
     def read(directory: Path, dtype: DType, config: ModelConfig,
              tokenizer: Tokenizer | None) -> DraftModelFiles:
         """Reads the config of a draft model. Raises `ModelError` if it does not match the target model."""
-        own = loaded_config(directory)
+        own = load_config(directory)
         sizes = config.vocab_size, own.vocab_size
         require_same_vocabulary(tokenizer, optional_tokenizer(directory)[0], sizes)
         return DraftModelFiles(directory, own, weights.nbytes(own, dtype, directory),

@@ -30,7 +30,7 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker.speech_runner import SpeechRunner
 from tinygrad_nv.errors import ModelError, RequestError
 from tinygrad_nv.models.config import DTYPES
-from tinygrad_nv.models.weights import stored_dtype
+from tinygrad_nv.models.weights import main_dtype
 from tinygrad_nv.models.whisper import weights
 from tinygrad_nv.models.whisper.config import ARCHITECTURE, read_whisper_config
 from tinygrad_nv.models.whisper.network import Whisper
@@ -62,7 +62,7 @@ class Transcriber:
             raise ModelError(f"{directory} is no model for transcription", f"a directory of a {ARCHITECTURE}",
                              "use a Whisper model, as transformers saves it")
         name = SHORT.get(dtype, dtype)
-        if name == "auto": name = config.dtype or stored_dtype(self.directory)
+        if name == "auto": name = config.dtype or main_dtype(self.directory)
         if name not in DTYPES:
             raise ModelError(f"unknown dtype {dtype!r}", f"auto, {', '.join(DTYPES)}", "change --dtype")
         self.config, self.device = config, open_device(device)

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tinygrad_nv.engine.text.gguf_patterns import DIGITS, NFC, PATTERNS, WHOLE
 from tinygrad_nv.errors import TokenizerError
-from tinygrad_nv.models.tokenizer_limits import is_bare, require_pieces, said
+from tinygrad_nv.models.tokenizer_limits import is_bare, message_of, require_pieces
 
 if TYPE_CHECKING:
     from tinygrad_nv.quant.gguf.file import GGUFFile
@@ -50,7 +50,7 @@ def tokenizer_of(file: GGUFFile) -> Tokenizer:
     except TokenizerError: raise
     except BaseException as error:  # the library raises bare Exception, and panics are no Exception
         if not isinstance(error, Exception) and not is_bare(error): raise
-        raise TokenizerError(f"{file.path}: its tokenizer cannot be made: {said(error)}",
+        raise TokenizerError(f"{file.path}: its tokenizer cannot be made: {message_of(error)}",
                              "tokens, merges and ids that fit together", _OTHER) from error
     return made
 

@@ -25,7 +25,7 @@ from tinygrad_nv.engine.text.tokenizer_config import configure, linear_end
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.files import read_json
 from tinygrad_nv.models.gguf_path import find
-from tinygrad_nv.models.tokenizer_limits import read_backend, require_strips, typed
+from tinygrad_nv.models.tokenizer_limits import as_typed, read_backend, require_strips
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -109,7 +109,7 @@ class Tokenizer:
             # `encode` would hold Python's lock until it is done, for seconds
             [made] = self.backend.encode_batch_fast([text], add_special_tokens=special)
             return list(made.ids)
-        except BaseException as error: raise typed(error, "encode this text") from error
+        except BaseException as error: raise as_typed(error, "encode this text") from error
 
     def require_utf8(self, text: str) -> None:
         """Raises `RequestError` for a text that is not."""
@@ -171,7 +171,7 @@ class Tokenizer:
         try:
             if len(ids) <= LONG_IDS: return str(self.backend.decode(list(ids), skip_special_tokens))
             return str(self.backend.decode_batch([list(ids)], skip_special_tokens)[0])
-        except BaseException as error: raise typed(error, "decode these ids") from error
+        except BaseException as error: raise as_typed(error, "decode these ids") from error
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""

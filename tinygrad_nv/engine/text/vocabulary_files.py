@@ -20,7 +20,7 @@ from tinygrad_nv.engine.text.gguf_patterns import QWEN2 as QWEN2_PATTERN
 from tinygrad_nv.engine.text.sentencepiece_file import read_model
 from tinygrad_nv.errors import TokenizerError, brief
 from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_json, read_text
-from tinygrad_nv.models.tokenizer_limits import is_bare, said
+from tinygrad_nv.models.tokenizer_limits import is_bare, message_of
 
 Config = Mapping[str, Any]
 MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "spm.model")
@@ -53,7 +53,7 @@ def _made(path: Path, config: Config, special: Mapping[str, str], added: Config,
     except TokenizerError: raise
     except BaseException as error:  # the library raises bare Exception, and panics are no Exception
         if not isinstance(error, Exception) and not is_bare(error): raise
-        raise TokenizerError(f"{path}: its tokenizer cannot be made: {said(error)}",
+        raise TokenizerError(f"{path}: its tokenizer cannot be made: {message_of(error)}",
                              "files of one tokenizer, as they were published",
                              "download them again, or put a tokenizer.json into the directory") from error
 

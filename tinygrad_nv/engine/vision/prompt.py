@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.qwen_vl.layout import prompt_positions
-from tinygrad_nv.models.rope_tables import rounded
+from tinygrad_nv.models.rope_tables import round_to
 
 if TYPE_CHECKING:
     from tinygrad_nv.models.qwen_vl.layout import Grid
@@ -81,7 +81,7 @@ def expanded(ids: Sequence[int], images: Sequence[EncodedImage], token: int,
     tokens = [each for one in ids for each in ([one] if one != token else [token] * next(counts))]
     is_image = np.array(tokens) == token
     numbers = np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
-    rows = rounded(np.concatenate([each.rows for each in images]), dtype)
+    rows = round_to(np.concatenate([each.rows for each in images]), dtype)
     starts = tuple(accumulate((each.grid.rows for each in images), initial=0))
     positions = prompt_positions(is_image, [each.grid for each in images])
     return tokens, PromptImages(rows, numbers, positions, tuple(each.digest for each in images), starts)

@@ -125,7 +125,7 @@ class _Step:
         self.types: Tensor | None = None
         with label_allocations(ACTIVATIONS):
             self.tokens, self.positions, self.starts = ints(size), ints(size), ints(seqs + 1)
-            if model.config.typed: self.types = ints(size)
+            if model.config.has_types: self.types = ints(size)
             shape = size if every else seqs, model.config.network.hidden_size
             self.out = Tensor.empty(*shape, device=model.device)
             for each in (self.tokens, self.positions, self.types, self.starts, self.out):

@@ -42,7 +42,7 @@ class Gathers(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """[R, size] of the parts of all ranks, which are like x, [R, tokens]."""
 
 
@@ -87,7 +87,7 @@ class LogitRows:
     def _gather(self, job: Rows) -> None:
         numbers = self._opened().tensors([InputField("numbers", (job.count,), 0)])["numbers"]
         into = view(self._rows[job.count], (job.count, self.parts.size), dtypes.float32)
-        into.assign(self.parts.gathered(functional.embedding(self.logits(job.samples), numbers))).realize()
+        into.assign(self.parts.gather(functional.embedding(self.logits(job.samples), numbers))).realize()
 
     def memory(self) -> dict[str, Buffer]:
         """The regions on the device, by name."""

@@ -68,7 +68,7 @@ class SamplerSteps:
             tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],
                                  inputs.get("masks"), self.parts)
             if self.parallel is not None and not self._agreed(samples, filters):
-                tokens = self.parallel.agreed(tokens)
+                tokens = self.parallel.agree_on(tokens)
             made = [self.output.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.state, slots, tokens))
         Tensor.realize(*made)

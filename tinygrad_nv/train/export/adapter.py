@@ -26,14 +26,14 @@ from tinygrad_nv.models.peft import (
     PREFIX,
     floats,
     list_tensors,
-    paired,
+    pair_matrices,
     pattern_of,
     rank_of,
     read_config,
     require_shapes,
     require_targets,
     scale_of,
-    targeted,
+    targets_of,
 )
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, FLOATS, elements
 from tinygrad_nv.train.export.staging import replaced
@@ -113,7 +113,7 @@ def _targets(given: str | Sequence[str] | None, matrices: Mapping[str, Any]) -> 
     """target_modules of the configuration. Raises `ModelError` for a module that is not among them."""
     if given is None: return sorted(matrices)
     if given == ALL_LINEAR: return sorted({name.rpartition(".")[2] for name in matrices})
-    known = set(targeted(given, matrices))
+    known = set(targets_of(given, matrices))
     if (other := next((name for name in matrices if name not in known), None)) is not None:
         raise ModelError(f"target_modules is {given!r}, without {other}", "all modules that have matrices",
                          "leave target_modules out, or add it")
@@ -132,7 +132,7 @@ def load_adapter(directory: str | Path, shapes: Mapping[str, tuple[int, int]]) -
     do not fit the base."""
     path = Path(directory)
     config, entries = read_config(path), list_tensors(path)
-    pairs = paired(entries, path, shapes)
+    pairs = pair_matrices(entries, path, shapes)
     require_targets(config, pairs, shapes, path)
     for module, (a, b) in pairs.items():
         require_shapes(module, a, b, shapes[module], config, LARGEST_RANK, path)

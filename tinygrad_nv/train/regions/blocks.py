@@ -22,7 +22,7 @@ def checkpoint_blocks(model: Llama, policy: Policy, parameters: Iterable[Tensor]
     own = tuple(parameters)
     for block in model.blocks:
         block.region = None if policy.keeps_all else \
-            _in_training(block.computed, checkpoint(block.computed, policy.name, budget=policy.budget,
+            _in_training(block.compute, checkpoint(block.compute, policy.name, budget=policy.budget,
                                                     parameters=own))
 
 
