@@ -70,6 +70,7 @@ Spoil = Callable[..., Path]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what chooses tests, and writes how long they took."""
     parser.addoption("--sample-seed", metavar="SEED", help="draw cases of sweeps as this commit does")
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of each, in a random order")
     parser.addoption("--shard", metavar="I/N", help="run part I of N of the files, as long as each other")
     parser.addoption("--store-durations", action="store_true", help="write tests/durations.json")
 
@@ -90,6 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if item.nodeid.partition("::")[0] not in mine]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item.nodeid.partition("::")[0] in mine]
+    if seed := config.option.shuffle: items[:] = sampling.shuffle(items, seed)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

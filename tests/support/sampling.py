@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -57,3 +59,12 @@ def mark_slow(items: Iterable[pytest.Item], seed: str, always: Collection[str]) 
         for case in rest[:draws]: case.user_properties.append((DRAWN, seed))
         for case in rest[draws:]:
             if case.nodeid not in always: case.add_marker(pytest.mark.slow)
+
+
+def shuffle(items: Sequence[pytest.Item], seed: str) -> list[pytest.Item]:
+    """Returns the tests file by file, in a random order of files and of the tests of each."""
+    random, files = Random(seed), dict[str, list[pytest.Item]]()
+    for item in items: files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    order = [*files.values()]
+    for tests in (order, *order): random.shuffle(tests)
+    return [*chain(*order)]

@@ -12,7 +12,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXCLUDED = {"torch"}    # its build (CPU, CUDA) is the machine's
-LOCKS = {"tests": ("cpu", "test", "bench", "docs"), "serve": ("cpu", "image", "audio")}
+LOCKS = {"tests": ("cpu", "test", "bench", "docs"), "serve": ("cpu", "image", "audio"),
+         "cuda": ("cpu", "image", "audio", "cuda")}
 # versions that the advisories of these packages name as mended
 FLOORS = {"starlette": "0.49.0", "h11": "0.15.0", "pillow": "12.1.1", "cryptography": "46.0.6",
           "jinja2": "3.1.5", "python-multipart": "0.0.25", "pyarrow": "23.0.0", "pytest": "9.0.2"}

@@ -142,3 +142,13 @@ def test_collections_of_garbage_are_on_and_modules_are_imported_on_use():
     assert not hasattr(lazy("antigravity"), "__wrapped__")      # pytest asks this of everything in a module
     assert "antigravity" not in sys.modules
     assert lazy("json").dumps([1]) == "[1]"
+
+
+def test_a_shuffled_run_has_the_files_in_another_order_and_the_tests_of_each():
+    cases = [Case(f"test_{file}.py::test_{i}") for file in "abcdef" for i in range(6)]
+    names = [[case.nodeid for case in sampling.shuffle(cases, seed)] for seed in ("1", "1", "2")]
+    assert names[0] == names[1] != names[2]
+    assert sorted(names[0]) == sorted(case.nodeid for case in cases)
+    files = [name.partition("::")[0] for name in names[0]]
+    assert files == [file for file in dict.fromkeys(files) for _ in range(6)] != sorted(files)
+    assert names[0][:6] != sorted(names[0][:6])
