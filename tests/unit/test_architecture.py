@@ -222,6 +222,13 @@ def test_an_exception_is_one(every: list[Import], pattern: str):
     assert any(not any(fnmatch(one.target, each) for each in USERS) for one in mine), f"{pattern} needs none"
 
 
+def test_what_tests_share_is_in_their_support():
+    folder = ROOT / "tests"
+    names = {path.name for path in folder.rglob("*.py") if folder / "support" not in path.parents}
+    assert {name for name in names if not name.startswith("test_")} == {"conftest.py", "__init__.py"}
+    assert len(names) > 400
+
+
 def test_patterns_do_not_ask_which_target_they_have():
     files = sorted((ROOT / "tinygrad_nv" / "patterns").rglob("*.py"))
     assert len(files) > 40
