@@ -184,10 +184,10 @@ def test_a_method_that_tinygrad_has_elsewhere_and_notes_no_names_of():
 # **** mistakes ****
 
 def test_another_tinygrad_version_is_refused(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.15.0")
+    monkeypatch.setattr("tinygrad_nv.hooks.replaced.TINYGRAD_VERSION", "0.15.0")
     with pytest.raises(HookError) as caught: hooks.enable()
-    assert str(caught.value).splitlines() == ["tinygrad 0.15.0 is installed", "  expected: tinygrad 0.14.0",
-                                              "  to fix:   pip install tinygrad==0.14.0"]
+    assert str(caught.value).splitlines() == ["tinygrad 0.14.0 is installed", "  expected: tinygrad 0.15.0",
+                                              "  to fix:   pip install tinygrad==0.15.0"]
 
 
 @WHEEL_ONLY
