@@ -64,3 +64,25 @@ def test_a_matmul_opens_few_files(device: str, matmul: int, every: int):
     others = {*TABLE.specs.values()} - {"gemm", "norm", "attention", "column_sum"}     # whose specs are read
     folders = tuple(f"tinygrad_nv.{kind}.{family}" for kind in ("tile", "cpu") for family in others)
     assert [name for name in names if name.startswith(("tinygrad_nv.quant", *folders))] == []
+
+
+STORY = """
+import sys
+from pathlib import Path
+from tinygrad_nv import LLM, SamplingParams, models
+with LLM(Path(models.__file__).parent / "tales", max_num_seqs=1, max_model_len=32) as llm:
+    assert llm.generate("Once", SamplingParams(temperature=0, max_tokens=2))[0].outputs[0].token_ids
+print(*(name for name in sys.modules if name.startswith("tinygrad_nv.")))
+"""
+
+
+def test_a_text_model_opens_no_other_architectures():
+    """Neither towers of images, nor encoders, experts, GGUF, or what writes kernels for GPUs."""
+    done = subprocess.run([sys.executable, "-c", STORY], capture_output=True, text=True, check=True,
+                          env={**os.environ, "DEV": "CPU", "NV_SPEC": "0"})
+    names = done.stdout.split()
+    assert "tinygrad_nv.models.llama" in names
+    others = ("models.qwen_vl", "models.encoder", "models.embedding_model", "models.gguf.",
+              "models.classifier", "engine.vision", "engine.embedding.embedder", "patterns.router.named", "patterns.quant_grouped",
+              "patterns.scaled_gemm", "ptx.builder", "cpu.quant_gemm", "cpu.grouped_gemm", "cpu.attention")
+    assert [name for name in names if name.startswith(tuple(f"tinygrad_nv.{each}" for each in others))] == []
