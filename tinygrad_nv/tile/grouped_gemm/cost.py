@@ -37,6 +37,11 @@ class Prediction:
         each = self.computing, self.hbm, self.l2
         return (1 - BESIDE) * max(each) + BESIDE * sum(each) + self.launch
 
+    @property
+    def bound(self) -> str:
+        """The resource that takes most of the time."""
+        return max((self.computing, "arithmetic"), (self.hbm, "HBM"), (self.l2, "L2"), (self.launch, "launch"))[1]
+
 
 @lru_cache(4096)
 def cheapest(templates: tuple[AnyTemplate, ...], spec: Any, gpu: GPU) -> Schedule | None:
