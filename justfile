@@ -51,12 +51,12 @@ monitored MODEL:
 
 # measurements of a GPU, or with --emulate of none: bench/README.md
 bench *OPTIONS:
-    python bench/gpu.py {{OPTIONS}}
+    python bench/gpu/run.py {{OPTIONS}}
 
 # servers under everything at once for so many hours: bench/README.md
 soak HOURS='1' *OPTIONS:
-    python bench/soak.py --hours {{HOURS}} --json soak.json --plot soak.png {{OPTIONS}}
+    python bench/serving/soak.py --hours {{HOURS}} --json soak.json --plot soak.png {{OPTIONS}}
 
 # 10⁸ operations of the KV cache's pages against a model
 pages OPERATIONS='1e8':
-    python bench/page_operations.py --operations {{OPERATIONS}}
+    python bench/serving/page_operations.py --operations {{OPERATIONS}}

@@ -21,13 +21,11 @@ import textwrap
 from pathlib import Path
 from statistics import median
 
-import report_cpu
-import report_gpu
-import report_serving
-import report_status
-import report_summary
-from measure import RESULTS, spread
-from report_cpu import NOT_MEASURED, Record, read
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.lib import report_cpu, report_gpu, report_serving, report_status, report_summary
+from bench.lib.measure import RESULTS, spread
+from bench.lib.report_cpu import NOT_MEASURED, Record, read
 
 BY = "written by bench/report.py"
 WIDTH = 118
@@ -35,8 +33,8 @@ WIDTH = 118
 
 def loading(record: Record | None) -> str:
     """Reading a model."""
-    if record is None: return f"Loading (`bench/load.py`): {NOT_MEASURED}."
-    return (f"Loading (`bench/load.py`, {record['gb']:.0f} GB in shards, {record['dtype']}, "
+    if record is None: return f"Loading (`bench/cpu/load.py`): {NOT_MEASURED}."
+    return (f"Loading (`bench/cpu/load.py`, {record['gb']:.0f} GB in shards, {record['dtype']}, "
             f"{'cold' if record['cold'] else 'warm'} page cache): {record['ratio']:.1f} times the rate of a "
             "plain single-threaded read of the files, with a peak of "
             f"{record['peak_over_model']:.2f} times the model in memory.")
@@ -44,36 +42,37 @@ def loading(record: Record | None) -> str:
 
 def emulator(record: Record | None) -> str:
     """What the emulator takes."""
-    if record is None: return f"The emulator (`bench/emulator.py`): {NOT_MEASURED}."
+    if record is None: return f"The emulator (`bench/cpu/emulator.py`): {NOT_MEASURED}."
     said = [f"{name}: {median(found['on']['seconds']):.2f} / {median(found['off']['seconds']):.2f} s"
             for name, found in list(record["results"].items())[:2]]
-    return (f"The emulator (`bench/emulator.py`, {record['cores']} core, checks on / off, parsing and "
+    return (f"The emulator (`bench/cpu/emulator.py`, {record['cores']} core, checks on / off, parsing and "
             f"lowering included), kernels that Triton compiled: {'; '.join(said)}.")
 
 
 def producing(record: Record | None) -> str:
     """Time to produce a kernel."""
-    if record is None: return f"Time to produce a kernel (`bench/compile_time.py`): {NOT_MEASURED}."
+    if record is None: return f"Time to produce a kernel (`bench/timing/compile_time.py`): {NOT_MEASURED}."
     ours = [median(each["ours"]["whole"]) for each in record["results"].values()]
     theirs = [median(each["triton"]["whole"]) for each in record["results"].values()]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return (f"Time to produce a matmul's kernel, ptxas included (`bench/compile_time.py`): "
+    return (f"Time to produce a matmul's kernel, ptxas included (`bench/timing/compile_time.py`): "
             f"{1e3 * min(ours):.0f} … {1e3 * max(ours):.0f} ms, {median(ratios):.2f} ({spread(ratios)}) of "
             f"Triton {record['triton']}'s.")
 
 
 def matching(record: Record | None) -> str:
     """Time to find matmuls in a graph."""
-    if record is None: return f"Time to find matmuls in a graph (`bench/match_time.py`): {NOT_MEASURED}."
-    return (f"Finding matmuls in the graph of a model of {record['layers']} layers (`bench/match_time.py`): "
-            f"{median(record['rewrite_s']):.2f} s, {record['rewrite_share']:.0%} of its scheduling; "
+    if record is None: return f"Time to find matmuls in a graph (`bench/cpu/match_time.py`): {NOT_MEASURED}."
+    return (f"Finding matmuls in the graph of a model of {record['layers']} layers "
+            f"(`bench/cpu/match_time.py`): {median(record['rewrite_s']):.2f} s, "
+            f"{record['rewrite_share']:.0%} of its scheduling; "
             f"{record['ours']} of {record['kernels_with']} kernels are of tinygrad_nv (tinygrad alone: "
             f"{record['kernels']}).")
 
 
 def host(record: Record | None) -> str:
     """What a replayed step costs the CPU."""
-    if record is None: return f"A replayed step on the host (`bench/host_overhead.py`): {NOT_MEASURED}."
+    if record is None: return f"A replayed step on the host (`bench/cpu/host_overhead.py`): {NOT_MEASURED}."
     us = record["us"]
     def told(name: str) -> str:
         return f"{us[name]['median']:.0f} µs ({us[name]['p10']:.0f} … {us[name]['p90']:.0f})"
@@ -81,7 +80,7 @@ def host(record: Record | None) -> str:
              "NULL, TinyJit, Tensors that are there": "TinyJit alone, on a device that launches nothing"}
     said = ", ".join(f"{words} {told(name)}" for name, words in names.items() if name in us)
     return (f"What a replayed step of {record['kernels']} kernels costs the CPU, launches stubbed out "
-            f"(`bench/host_overhead.py`, median, in brackets the 10th and 90th of a hundred): {said}.")
+            f"(`bench/cpu/host_overhead.py`, median, in brackets the 10th and 90th of a hundred): {said}.")
 
 
 def performance(folder: Path) -> str:
@@ -93,9 +92,9 @@ def performance(folder: Path) -> str:
              "brackets is the range, from smallest to largest. What has no result says so. What hardware "
              "disproved, and how it was mended, is in [H100 results](hardware.md).",
              "## In short", report_summary.table(folder)]
-    if not gpus: parts.append("On a GPU nothing has been measured yet (`bench/gpu.py`).")
+    if not gpus: parts.append("On a GPU nothing has been measured yet (`bench/gpu/run.py`).")
     for record in gpus:
-        parts += [f"## {record['gpu']}", report_gpu.head(record) + " (`bench/gpu.py`, [how to run it]"
+        parts += [f"## {record['gpu']}", report_gpu.head(record) + " (`bench/gpu/run.py`, [how to run it]"
                   "(../bench/README.md)). Medians over the rows of a kind, in brackets the range of rows:",
                   *report_gpu.tables(record)]
         plot = folder / f"{report_gpu.slug(record)}_gemm.png"

@@ -1,7 +1,7 @@
 """Collectives between two processes of this machine, beside plain mpi4py: bandwidth, and what a call costs.
 
-    mpiexec -n 2 python3 bench/collectives.py                  # MPI, beside mpi4py
-    tinygrad-nv launch -n 2 bench/collectives.py               # shared memory, alone
+    mpiexec -n 2 python3 bench/cpu/collectives.py                  # MPI, beside mpi4py
+    tinygrad-nv launch -n 2 bench/cpu/collectives.py               # shared memory, alone
 
 Calls are interleaved: one of each contender in turn, many times; medians, and the ratio's quartiles. "graph"
 is a call in a replayed TinyJit: the time of a graph of 64 calls that depend on each other, over 64. Rank 0
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,12 @@ os.environ.setdefault("NUM_CPU_THREADS", "1")
 import numpy as np
 from tinygrad import Tensor, TinyJit, dtypes
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from tinygrad_nv.dist.collectives.functions import all_reduce
 from tinygrad_nv.dist.group import Group, World, close, init
 
-RESULTS = Path(__file__).parent / "results" / "collectives.json"
+RESULTS = Path(__file__).parents[1] / "results" / "collectives.json"
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)     # bytes
 CALLS = 64      # of a graph
 

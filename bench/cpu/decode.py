@@ -1,7 +1,7 @@
 """Decoding on the CPU beside transformers, and llama.cpp where it is installed: same weights, same dtype,
 same prompt, in one interleaved run.
 
-    python bench/cpu_decode.py [MODEL ...] [--models box 37M …] [--tokens 64] [--repeat 7] [--plot]
+    python bench/cpu/decode.py [MODEL ...] [--models box 37M …] [--tokens 64] [--repeat 7] [--plot]
 
 MODEL is a directory; without one, the model in the box and random Llamas made on the spot (`MODELS`). Each
 engine is a process that loads, warms up, and then answers one repetition of a mode, so that only one of them
@@ -34,13 +34,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
 
 MODES = ("greedy", "sampled", "prefill")
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 ENGINES = ("tinygrad_nv", "transformers", "llama.cpp")
 OURS, THEIRS, LLAMA_CPP = ENGINES
-BOX = Path(__file__).parent.parent / "models" / "tales"
+BOX = Path(__file__).parents[2] / "models" / "tales"
 PROMPT = [0, *range(20, 51)]                                   # 32 ids that every vocabulary has
 LONG = [0, *(20 + i * 37 % 1900 for i in range(511))]          # 512
 # random models: dtype, and what makes the configuration; Llamas, the 1B in the shape of Llama 3.2 1B, and
@@ -127,8 +129,8 @@ def work_theirs(directory: str, tokens: int, dtype: str) -> None:
 
 def work_llama_cpp(directory: str, tokens: int, dtype: str) -> None:
     """The llama.cpp process."""
-    from gguf_peer import Session
-    from gguf_writer import write
+    from bench.cpu.gguf_peer import Session
+    from bench.cpu.gguf_writer import write
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write(Path(directory), path, dtype)

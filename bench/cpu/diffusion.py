@@ -1,6 +1,6 @@
 """A step of the UNet beside torch's: float32 on CPUs, networks of random weights, one interleaved run.
 
-    python bench/diffusion.py [--size 256] [--threads 2] [--out bench/results/diffusion.json]
+    python bench/cpu/diffusion.py [--size 256] [--threads 2] [--out bench/results/diffusion.json]
 
 Both run the UNet of Stable Diffusion 1.5, or one of its proportions with `--channels`, on the same latents,
 twice an image (with guidance), on as many threads, one after the other in turn; the median of each is kept.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 from tinygrad import Device, Tensor, dtypes
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tinygrad_nv
 from tinygrad_nv.functional import convolution, group_norm, scaled_dot_product_attention

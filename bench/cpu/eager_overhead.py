@@ -1,6 +1,6 @@
 """What the hooks cost an eager program in which there is nothing of ours.
 
-    python bench/eager_overhead.py [--repeat 300] [--dry]
+    python bench/cpu/eager_overhead.py [--repeat 300] [--dry]
 
 Small tensors, so that the host's part is nearly all there is. Each repetition runs a program once with the
 hooks and once with `hooks.disabled()`, one after the other; the figure is the ratio of the medians. Times are
@@ -15,14 +15,18 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
-from measure import each, save, table
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each, save, table
 from tinygrad_nv import hooks
 
 TARGET = 1.10

@@ -1,6 +1,6 @@
 """How fast are embeddings, beside transformers? Texts of 5 to 60 words in one interleaved run.
 
-    python bench/embeddings.py [MODEL] [--texts 256] [--rounds 5]
+    python bench/cpu/embeddings.py [MODEL] [--texts 256] [--rounds 5]
 
 MODEL is a BERT-like directory; without it, a random one of MiniLM-L6's shape. transformers runs as
 sentence-transformers calls it: batches of 32 texts, sorted by length and padded, mean pooling, normalised.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from measure import save
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save
 from tinygrad_nv.engine.llm import LLM
 
 MINILM = {"vocab_size": 30522, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6,

@@ -1,6 +1,6 @@
 """The emulated GPU's speed on one core: warp-instructions a second, and whole launches, checks on and off.
 
-    python bench/emulator.py [--repeat 5]
+    python bench/cpu/emulator.py [--repeat 5]
 
 The kernels are Triton's, from the emulator's tests, at sizes of their own; Triton's compilation is not part
 of any time. A launch is timed end to end on a new machine: memory allocated and copied, PTX parsed and
@@ -21,11 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import save, spread, table
 from numpy.random import default_rng
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
+
 CASES = "tests.support.ptx.triton"
-ROOT = Path(__file__).parents[1]
 ARCHS = {80: "sm_80", 90: "sm_90a"}
 # seconds asked for with checks on and off
 WANTED = {"GEMM 256x256x256 bf16, TMA, wgmma": (2.0, 1.0), "attention B1 H2 S256 D64, TMA, wgmma": (6.0, 3.0)}
@@ -33,7 +35,6 @@ WANTED = {"GEMM 256x256x256 bf16, TMA, wgmma": (2.0, 1.0), "attention B1 H2 S256
 
 def workloads() -> dict[str, Any]:
     """Cases by title."""
-    sys.path.insert(0, str(ROOT))
     case, points, sums, products, maps, attention = (import_module(f"{CASES}_{name}") for name in (
         "case", "pointwise", "reductions", "matmul", "tma", "attention"))
     brain = maps.BF16

@@ -1,6 +1,7 @@
 """GGUF files on the CPU beside llama.cpp, and transformers: the same prompts, in one interleaved run.
 
-    python bench/cpu_gguf.py FILE.gguf … [--tokens 129] [--prompt 512] [--repeat 9] [--peer PYTHON] [--save]
+    python bench/cpu/gguf_decode.py FILE.gguf … [--tokens 129] [--prompt 512] [--repeat 9] [--peer PYTHON]
+    [--save]
 
 gguf_models.py makes files of random models. Each engine is a process that loads, warms up, and then answers
 one repetition of a mode, so that only one of them computes at a time. Both use as many threads as the machine
@@ -34,7 +35,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
 
 MODES, ENGINES = ("tg", "pp"), ("tinygrad_nv", "llama.cpp", "transformers")
 OURS, THEIRS, FLOATS = ENGINES
@@ -88,7 +91,7 @@ def work_ours(path: str, arguments: argparse.Namespace) -> Callable[[str], float
 
 def work_theirs(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
     """The llama.cpp process."""
-    from gguf_peer import Session
+    from bench.cpu.gguf_peer import Session
     session = Session(path, arguments.prompt + arguments.tokens + 256, 1 if arguments.cpu_time else None)
     return timed(lambda prompt, count: session.greedy(prompt, count)[1:], arguments)
 

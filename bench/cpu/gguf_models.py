@@ -1,9 +1,9 @@
-"""GGUF files for benches: the model in the box and random ones (cpu_decode.py) in formats of llama.cpp.
+"""GGUF files for benches: the model in the box and random ones (cpu/decode.py) in formats of llama.cpp.
 
-    python bench/gguf_models.py 37M 38M --formats q4_0 q4_K_M q8_0 --out FOLDER [--peer PYTHON]
+    python bench/cpu/gguf_models.py 37M 38M --formats q4_0 q4_K_M q8_0 --out FOLDER [--peer PYTHON]
 
 Writes FOLDER/MODEL-FORMAT.gguf without a tokenizer: ids go in and come out; and FOLDER/MODEL, the directory
-that cpu_gguf.py runs in transformers. llama.cpp quantises a file of float16, so that a format is what
+that cpu/gguf_decode.py runs in transformers. llama.cpp quantises a file of float16, so that a format is what
 llama.cpp makes of it: q4_K_M has q6_K for some matrices, and q5_0 and q8_0 for those whose rows are no
 multiple of 256. The types of each file are printed. `--peer` is the Python that has llama-cpp-python
 (gguf_peer.py); this one needs gguf and torch.
@@ -16,9 +16,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cpu_decode import MODELS, made
-from cpu_gguf import types_of
-from gguf_writer import write
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.cpu.decode import MODELS, made
+from bench.cpu.gguf_decode import types_of
+from bench.cpu.gguf_writer import write
 
 FORMATS = ("q4_0", "q4_K_M", "q8_0")
 

@@ -9,7 +9,7 @@ Built with GCC 12, ggml 0.25.3 ends with SIGSEGV in its AMX matmul: the compiler
 configuration in front of `_tile_loadconfig` (ggml-cpu/amx/mmq.cpp). The results are of a build with
 `asm volatile("" : : "r"(&tc) : "memory")` in front of it.
 
-    python bench/gguf_peer.py quantise SOURCE PATH FORMAT      a file of float16 in another format
+    python bench/cpu/gguf_peer.py quantise SOURCE PATH FORMAT      a file of float16 in another format
 """
 from __future__ import annotations
 

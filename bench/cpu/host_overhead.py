@@ -1,6 +1,6 @@
 """What a step of many kernels costs the CPU: a pooled step beside TinyJit's replay, in one run.
 
-    python bench/host_overhead.py [--kernels 300] [--repeat 500] [--dry]
+    python bench/cpu/host_overhead.py [--kernels 300] [--repeat 500] [--dry]
 
 The device is the emulated driver with every call that reaches a GPU stubbed out (submit, launch and update of
 graphs, record and wait of events do nothing), so what is left is Python: ours, and tinygrad's. The driver's
@@ -24,16 +24,20 @@ import argparse
 import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from measure import each, save, spread, table
 from tinygrad import Tensor, TinyJit, UOp, Variable, dtypes
 from tinygrad.helpers import JIT, Context
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv import hooks
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.device import NVDevice

@@ -1,6 +1,6 @@
 """Kernels for the CPU beside torch: GEMV, products, attention and decode attention, in one interleaved run.
 
-    python bench/cpu_kernels.py [--part gemv …] [--dtype float32 …] [--repeat 15] [--only WORDS] [--plot]
+    python bench/cpu/kernel_times.py [--part gemv …] [--dtype float32 …] [--repeat 15] [--only WORDS] [--plot]
 
 Both sides compute the same from operands of the same dtype on as many threads as tinygrad's NUM_CPU_THREADS
 says; ours is a TinyJit that is replayed, torch's a call. They take turns; figures are medians of the turns,
@@ -17,18 +17,22 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from measure import each, save, spread, table
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.helpers import Context
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import scaled_dot_product_attention
 

@@ -1,6 +1,6 @@
 """How fast a checkpoint loads: a sharded directory against a plain read of the same files, interleaved.
 
-    python bench/load.py [--gb 2] [--repeat 5] [--dtype float32]
+    python bench/cpu/load.py [--gb 2] [--repeat 5] [--dtype float32]
 
 Each measurement is a process of its own, so that its peak memory is its own. "read" reads every shard whole
 into fresh memory and drops it; "load" brings the same bytes into the parameters of the model. With --cold
@@ -21,7 +21,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from measure import save, spread, table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
 
 HIDDEN, SHARDS = 1024, 4
 

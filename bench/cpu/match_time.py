@@ -1,7 +1,7 @@
 """How much longer a decode step's graph takes to schedule with the search for named functions, attention and
 matmuls.
 
-    python bench/match_time.py [--layers 32] [--repeat 9] [--dry]
+    python bench/cpu/match_time.py [--layers 32] [--repeat 9] [--dry]
 
 A LLaMA of small dimensions and real depth on DEV=EMU; nothing runs. Each repetition schedules the same graph
 anew (no schedule cache) by tinygrad alone and with the rewrites, one after the other. Three times: tinygrad's
@@ -14,16 +14,20 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
-from measure import each, save, spread, table
 from tinygrad import Tensor, UOp, Variable, dtypes
 from tinygrad.helpers import Context
 from tinygrad.schedule import create_linear_with_vars
 from tinygrad.tensor import transform_to_call
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv import hooks
 from tinygrad_nv.models.config import ModelConfig, RopeConfig
 from tinygrad_nv.models.dense import DenseKVCache

@@ -1,6 +1,6 @@
 """Matmuls of mixtures of experts on a CPU beside torch's, by tokens and shapes, in one run.
 
-    python bench/cpu_moe.py [--tokens 1 256] [--repeat 9] [--only WORDS]
+    python bench/cpu/moe.py [--tokens 1 256] [--repeat 9] [--only WORDS]
 
 "up" gathers rows and has the activation, "down" weights and scatters them. torch's sides are a loop over
 experts of linear, and `_grouped_mm`, which transformers calls, each with gathers, activation and scatter.
@@ -10,18 +10,22 @@ come from memory. Bandwidth counts the matrices of experts that have rows. Ours 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from cpu_kernels import Run, captured, rested
-from measure import each, save, spread, table
 from tinygrad import Tensor, dtypes
 from torch.nn.functional import linear, silu
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.cpu.kernel_times import Run, captured, rested
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import grouped_matmul
 

@@ -1,6 +1,6 @@
 """A layer of experts as tinygrad's llm writes it, with kernels of ours and without, and its training step.
 
-    python bench/moe_graphs.py [--tokens 1 32 128] [--repeat 5] [--step 512]
+    python bench/cpu/moe_graphs.py [--tokens 1 32 128] [--repeat 5] [--step 512]
 
 "gathered" is tinygrad's spelling: gate, up and down, each a batched matmul with gathered matrices. Both sides
 are a TinyJit that is replayed, by turns; results must agree. The step is that of `dispatch`: the gradients of
@@ -9,15 +9,19 @@ tokens and weights, ours alone.
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import numpy as np
-from cpu_kernels import Run, captured, rested
-from measure import spread, table
 from tinygrad import Tensor, dtypes
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.cpu.kernel_times import Run, captured, rested
+from bench.lib.measure import spread, table
 from tinygrad_nv import disabled
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import Experts, dispatch

@@ -1,18 +1,22 @@
 """AdamW of a 37M model in float32 on the CPU: ours beside torch's fused one, turn about in one process.
 
-    python bench/cpu_optimizer.py [steps]
+    python bench/cpu/optimizer.py [steps]
 
 Both clip by the global norm, ours in the captured step, torch with clip_grad_norm_; and both without.
 """
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tinygrad_nv import Tensor, TinyJit
 from tinygrad_nv.runtime.cpu.threads import threads
@@ -59,7 +63,9 @@ def theirs(clip: float | None) -> Callable[[], None]:
 
 def main() -> None:
     """Medians of steps that take turns."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 15
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("steps", nargs="?", type=int, default=15, help="of each side (default 15)")
+    steps = parser.parse_args().steps
     torch.set_num_threads(threads())
     count = sum(int(np.prod(shape)) for shape in shapes().values())
     print(f"{count / 1e6:.1f}M parameters, float32, {threads()} threads")

@@ -1,6 +1,6 @@
 """Attention of packed rows on the CPU, forward and backward: documents, a mask, and torch's SDPA with one.
 
-    python bench/packed_attention.py [--rounds 7] [--tokens 1024]
+    python bench/cpu/packed_attention.py [--rounds 7] [--tokens 1024]
 
 One row of 4 heads over 2 key heads of 64, float32, causal, of documents of one length (and of 5 times 100
 tokens, the rest padding): `documents` is `document_attention`, `mask` is `scaled_dot_product_attention` with
@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
-from measure import processor, save, spread, table
 from tinygrad import Tensor, TinyJit
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import processor, save, spread, table
 from tinygrad_nv.functional import document_attention, scaled_dot_product_attention
 from tinygrad_nv.models.dense import Documents
 

@@ -1,5 +1,5 @@
 """Does FP8 learn what bfloat16 learns?
-`python bench/precision_recipes.py [--steps N] [--seed N | --continued] [RECIPE …]`.
+`python bench/cpu/precision_recipes.py [--steps N] [--seed N | --continued] [RECIPE …]`.
 
 Protocol: the model in the box from scratch (models/tales, its configuration and its hyperparameters), with
 the same stories and the same seed for each recipe: what `tinygrad-nv train --from-scratch --precision RECIPE`
@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import RESULTS, save, table
 from tinygrad import Device
 from tokenizers import Tokenizer
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import RESULTS, save, table
 from tinygrad_nv.models import tales
 from tinygrad_nv.models.tales.train import Recipe, rows
 from tinygrad_nv.numerics import RECIPES

@@ -1,6 +1,6 @@
 """Matmuls with quantised matrices on the CPU beside bfloat16's of the same shape, in one interleaved run.
 
-    python bench/cpu_quant.py [--rows 1 16 256] [--types Q4_0 Q4_K …] [--repeat 15] [--as-stored] [--floats]
+    python bench/cpu/quant.py [--rows 1 16 256] [--types Q4_0 Q4_K …] [--repeat 15] [--as-stored] [--floats]
 
 Every side is a TinyJit that is replayed, of bfloat16 activations and of so many matrices that they come from
 memory, as in a model; figures are of one. Sides take turns, so that what else the machine does meets all.
@@ -12,17 +12,21 @@ codes of rows, "W8A8 rounded" inputs that were rounded to them.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
-from cpu_kernels import Run, captured, timed
-from measure import each, save, spread, table
 from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.cpu.kernel_times import Run, captured, timed
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import prepare_matrix, quant_matmul, quantize, scaled_matmul
 from tinygrad_nv.quant import types

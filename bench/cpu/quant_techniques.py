@@ -1,12 +1,12 @@
 """What quantisation gains and costs, a technique a row: tokens/s, GB/s, perplexity.
 
-    python bench/quant_techniques.py MODEL --work DIR [--repeat 5] [--only NAME …] [--save]
+    python bench/cpu/quant_techniques.py MODEL --work DIR [--repeat 5] [--only NAME …] [--save]
 
 Speed is that of MODEL, decoding one sequence on the CPU, quantised to the nearest into DIR (kept for another
-run; random weights will do): processes of all techniques answer in turn, as cpu_gguf.py's do, so that ratios
-are of neighbouring repetitions. "GB/s" are bytes of the directory's weights times tokens/s: of a model whose
-head is its embedding. Perplexity is of the model in the box, over its held-out stories, quantised by the
-technique itself.
+run; random weights will do): processes of all techniques answer in turn, as cpu/gguf_decode.py's do, so that
+ratios are of neighbouring repetitions. "GB/s" are bytes of the directory's weights times tokens/s: of a model
+whose head is its embedding. Perplexity is of the model in the box, over its held-out stories, quantised by
+the technique itself.
 """
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import argparse
 import contextlib
 import io
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cpu_gguf import OURS, QUIET, Worker, pair
-from measure import each, save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.cpu.gguf_decode import OURS, QUIET, Worker, pair
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cli import DEFAULT_MODEL, main
 
 PLAIN = "unquantised"

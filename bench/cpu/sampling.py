@@ -1,25 +1,29 @@
 """The sampler on a CPU beside torch doing the same, by filters, vocabularies and rows, in one run.
 
-    python bench/cpu_sampling.py [--size 32000 …] [--rows 16 …] [--repeat 9] [--only WORDS]
+    python bench/cpu/sampling.py [--size 32000 …] [--rows 16 …] [--repeat 9] [--only WORDS]
 
 torch's side is what vLLM does without kernels of its own: a sort for top-p, exponential noise, argmax; its
 noise is another, so tokens are not compared, but what either keeps is. Ours is a TinyJit that is replayed.
-cpu_kernels.py says how turns are taken.
+cpu/kernel_times.py says how turns are taken.
 """
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from cpu_kernels import Run, captured, rested, timed
-from measure import each, save, spread, table
 from tinygrad import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.cpu.kernel_times import Run, captured, rested, timed
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import apply_filters, next_tokens

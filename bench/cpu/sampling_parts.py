@@ -1,6 +1,6 @@
 """Sampling where ranks have parts of the vocabulary, beside gathering all logits: milliseconds a step.
 
-    tinygrad-nv launch -n 2 bench/sampling_parts.py
+    tinygrad-nv launch -n 2 bench/cpu/sampling_parts.py
 
 Both are replayed TinyJits of the same logits and requests, interleaved; "gathered" sends every rank all rows,
 each of which samples from all of them. Tokens are compared first. Rank 0 prints medians and the ratio's
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +23,15 @@ os.environ.setdefault("NUM_CPU_THREADS", "1")
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from tinygrad_nv.dist.group import Group, close, init
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.models.parallel import ALIGNED, VocabularyPart
 
-RESULTS = Path(__file__).parent / "results" / "sampling_parts.json"
+RESULTS = Path(__file__).parents[1] / "results" / "sampling_parts.json"
 SIZE = 128256       # Llama 3
 KINDS = {"greedy": SamplingParams(temperature=0), "drawn": SamplingParams(seed=1),
          "min-p, penalties": SamplingParams(seed=1, min_p=0.05, presence_penalty=1.0),

@@ -1,6 +1,6 @@
 """What sentinels cost: steps with and without, one after the other, on the CPU.
 
-    python bench/sentinels.py [--rounds 7]
+    python bench/cpu/sentinels.py [--rounds 7]
 
 A decoder of 4 layers, width 512, in float32: a training step (forward, backward, SGD) of 4 x 128 tokens, a
 forward pass of those, and of one token, each captured by TinyJit. Rounds alternate between both; medians are
@@ -11,12 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 from tinygrad import Tensor, TinyJit
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tinygrad_nv import layer
 from tinygrad_nv.numerics.verify import sentinels

@@ -1,6 +1,6 @@
 """Decode of one sequence by two ranks of one thread each, beside one process with two threads.
 
-    python bench/tensor_parallel.py [MODEL] [--ranks 2] [--device CPU]
+    python bench/cpu/tensor_parallel.py [MODEL] [--ranks 2] [--device CPU]
 
 Both are loaded at the start, each in a process of its own, and take turns: `--tokens` tokens, `--rounds`
 times. MODEL is a directory; without it, one of 1.2 billion random weights (startup_model.py) is made. Times
@@ -20,8 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import startup_model
-from measure import save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
+from bench.serving import startup_model
 
 REPEATS = 32    # of a step's collectives, in one graph
 PROMPT = [5] * 16

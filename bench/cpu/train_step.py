@@ -1,6 +1,6 @@
 """A training step beside torch's: time, and peak memory of the process.
 
-    python bench/train_step.py [--rounds 7] [--case tales-float32 …]
+    python bench/cpu/train_step.py [--rounds 7] [--case tales-float32 …]
 
 Models are Llamas with random weights: the bundled one's shape (1.05M), one of 37M, and one with a vocabulary
 of 131072 (its loss alone is what fills memory). torch is transformers' model with SDPA attention and its own
@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import RESULTS, end_with_parent, processor, save, spread, table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import RESULTS, end_with_parent, processor, save, spread, table
 
 SHAPES: dict[str, dict[str, int]] = {
     "tales": {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,

@@ -1,6 +1,6 @@
 """How fast is Whisper, beside transformers? Encoder, one recording and several, in one interleaved run.
 
-    python bench/whisper.py [MODEL] [--recordings 4] [--tokens 48] [--rounds 5] [--dtype float32]
+    python bench/cpu/whisper.py [MODEL] [--recordings 4] [--tokens 48] [--rounds 5] [--dtype float32]
 
 MODEL is a directory; without it, a random model of whisper-tiny's shape. Recordings have 30 s, and each gets
 the same number of tokens from both sides, greedily, with the same weights: they must be the same tokens.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,9 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from measure import save, spread, table
 from tinygrad import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.transcriber import Transcriber
 

@@ -1,4 +1,5 @@
-"""The part "all_reduce" of bench/gpu.py: all-reduce over the memory of peers, of 2, 4 and 8 ranks on one GPU.
+"""The part "all_reduce" of bench/gpu/run.py: all-reduce over the memory of peers, of 2, 4 and 8 ranks on one
+GPU.
 
 Ranks are streams of the GPU, all of whose CTAs run at once: what is shown is that kernels are right on
 hardware, and what they take by the GPU's own memory, not by NVLink. A row is a template, a number of ranks, a
@@ -22,9 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_parts import Measure, Options, Part, Row, register
 from tinygrad.dtype import dtypes
 
+from bench.gpu.parts import Measure, Options, Part, Row, register
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.runtime.all_reduce import AllReduceGroup
 from tinygrad_nv.runtime.driver import Driver, Executable, Fill, Launch, Node, Stream, Work, integer, pointer

@@ -1,4 +1,4 @@
-"""The part "attention" of bench/gpu.py: TFLOP/s of the forward pass beside torch (cuDNN,
+"""The part "attention" of bench/gpu/run.py: TFLOP/s of the forward pass beside torch (cuDNN,
 FlashAttention-2), Triton and FlashAttention-3.
 
 FlashAttention's protocol (arXiv 2205.14135): bfloat16, 16384 tokens and 2048 elements of width in all, heads
@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from attention_launch import submitted
-from gpu_compare import emulated as on_emulator
-from gpu_compare import spaced
-from gpu_parts import (
+from tinygrad.dtype import dtypes
+
+from bench.gpu.attention_launch import submitted
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.compare import spaced
+from bench.gpu.parts import (
     MOST_SETS,
     Column,
     NotMeasured,
@@ -34,8 +36,6 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-from tinygrad.dtype import dtypes
-
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
@@ -174,7 +174,8 @@ def bound(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
 def ours(workload: Forward, given: Sets, options: Options) -> Run:
     """Our kernel, by the default schedule."""
     import torch
-    from gemm_contenders import device
+
+    from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
     kept = [[each[name] for name in ("out", "q", "k", "v")] for each in given]
@@ -186,7 +187,7 @@ def ours(workload: Forward, given: Sets, options: Options) -> Run:
 @about("attention")
 def chosen(workload: Forward) -> dict[str, Any]:
     """The schedule that `ours` takes."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
 
 
@@ -235,7 +236,7 @@ def flash(workload: Forward, given: Sets, options: Options) -> Run:
 @contender("attention", "FlashAttention-3")
 def flash3(workload: Forward, given: Sets, options: Options) -> Run:
     """FlashAttention-3's kernel, or its package where it is installed."""
-    import fa3
+    from bench.gpu import fa3
     return fa3.contender(workload, given, options)
 
 
@@ -243,9 +244,10 @@ def flash3(workload: Forward, given: Sets, options: Options) -> Run:
 def triton(workload: Forward, given: Sets, options: Options) -> Run:
     """The tutorial's kernel, with descriptors on Hopper."""
     import torch
-    from attention_peers import Flash, forward_kernel
-    from gemm_contenders import device
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from bench.gpu.gemm_contenders import device
+    from bench.lib.attention_peers import Flash, forward_kernel
     if workload.kv_heads: raise NotMeasured("its tutorial has as many heads of keys")
     hopper = device().properties.arch == "sm_90a"
     block, warps, stages = TRITON_TILES[workload.d] if hopper else ((128, 64), 4 + 4 * (workload.d > 64), 2)

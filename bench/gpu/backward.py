@@ -1,7 +1,7 @@
-"""The part "backward" of bench/gpu.py: TFLOP/s of the backward pass beside torch (cuDNN,
+"""The part "backward" of bench/gpu/run.py: TFLOP/s of the backward pass beside torch (cuDNN,
 FlashAttention-2) and Triton.
 
-The shapes of gpu_attention.py; the work is 2.5 times the forward's (five products for two). Ours is all that
+The shapes of gpu/attention.py; the work is 2.5 times the forward's (five products for two). Ours is all that
 a gradient takes: delta, the kernel, and dq's rounding; the first and the last are torch's kernels here. torch
 is asked for dq, dk and dv of a forward pass that has been done.
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from attention_launch import submitted
-from gpu_attention import LENGTHS, TOKENS, WIDTH, Forward
-from gpu_compare import emulated as on_emulator
-from gpu_parts import (
+from bench.gpu.attention import LENGTHS, TOKENS, WIDTH, Forward
+from bench.gpu.attention_launch import submitted
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.parts import (
     Column,
     NotMeasured,
     Options,
@@ -32,7 +32,6 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
@@ -191,7 +190,8 @@ def bound(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
 def ours(workload: Backward, given: Sets, options: Options) -> Run:
     """delta, our kernel by the default schedule, dq's rounding."""
     import torch
-    from gemm_contenders import device
+
+    from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
     kept = [dict(each) for each in given]
@@ -210,7 +210,7 @@ def ours(workload: Backward, given: Sets, options: Options) -> Run:
 @about("backward")
 def chosen(workload: Backward) -> dict[str, Any]:
     """The schedule that `ours` takes."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
 
 
@@ -267,7 +267,8 @@ def flash(workload: Backward, given: Sets, options: Options) -> Run:
 def triton(workload: Backward, given: Sets, options: Options) -> Run:
     """The tutorial's two kernels, and torch's delta."""
     import torch
-    from attention_peers import KERNELS, Flash
+
+    from bench.lib.attention_peers import KERNELS, Flash
     one = workload.forward
     if one.kv_heads or workload.deterministic: raise NotMeasured("its tutorial has as many heads of keys")
     root = 1 / math.sqrt(one.d)

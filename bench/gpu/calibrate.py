@@ -1,8 +1,8 @@
 """Measures the figures of a GPU that the timing model needs (ptx/timing/gpus/): one command, eight minutes.
 
-    python3 bench/gpu_calibrate.py --base h200                  # on the GPU
-    python3 bench/gpu_calibrate.py --base h200 --from FILE      # figures from an earlier run's measurements
-    python3 bench/gpu_calibrate.py --base h200 --against h100   # the model plays a GPU: finds these figures
+    python3 bench/gpu/calibrate.py --base h200                  # on the GPU
+    python3 bench/gpu/calibrate.py --base h200 --from FILE      # figures from an earlier run's measurements
+    python3 bench/gpu/calibrate.py --base h200 --against h100   # the model plays a GPU: finds these figures
 
 Some 110 microbenchmarks (calibrate_sm.py, calibrate_memory.py; what they are: calibrate_probe.py) run one
 after the other. Each is in the result file, JSON, as soon as it is measured, and a later call goes on where
@@ -30,10 +30,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from calibrate_constants import MEASURES, Found, Measure, calibrated
-from calibrate_players import GPUPlayer, ModelPlayer, Player
-from measure import RESULTS, each, git, processor, sources, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.gpu.calibrate_constants import MEASURES, Found, Measure, calibrated
+from bench.gpu.calibrate_players import GPUPlayer, ModelPlayer, Player
+from bench.lib.measure import RESULTS, each, git, processor, sources, table
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures, list_gpus
 from tinygrad_nv.runtime.cuda import driver as cuda
@@ -132,7 +133,7 @@ def toml(base: str, gpu: GPUFigures, found: Mapping[str, Found], commit: str) ->
     """The base's file with these figures: each with what told it, or the base's own comment."""
     file = Path(base) if base.endswith(".toml") else GPUS / f"{base}.toml"
     lines = file.read_text().splitlines()
-    head = [f"# {gpu.name}, measured by bench/gpu_calibrate.py of commit {commit or 'unknown'}. What was not",
+    head = [f"# {gpu.name}, measured by bench/gpu/calibrate.py of commit {commit or 'unknown'}. What was not",
             f"# measured is that of {Path(base).name}, whose sources stand below.", "#"]
     return "\n".join([*head, *(_line(line, gpu, found) for line in lines)]) + "\n"
 

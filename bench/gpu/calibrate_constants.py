@@ -1,4 +1,4 @@
-"""What bench/gpu_calibrate.py measures, and the figures of ptx/timing/gpus/ that follow from it.
+"""What bench/gpu/calibrate.py measures, and the figures of ptx/timing/gpus/ that follow from it.
 
 Protocol. A `Measure` has a value on any player (calibrate_players.py). A `Constant` is a figure of the model,
 and the measure that tells it. Where the measure has it pure, such as a clock, that is it. Else the model
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
 
-import calibrate_memory  # noqa: F401 (registers its probes)
-import calibrate_sm  # noqa: F401
-from calibrate_players import ModelPlayer, Player
-from calibrate_probe import PROBES, Loop, Probe, fits
-
+from bench.gpu import (
+    calibrate_memory,  # noqa: F401 (registers its probes)
+    calibrate_sm,  # noqa: F401
+)
+from bench.gpu.calibrate_players import ModelPlayer, Player
+from bench.gpu.calibrate_probe import PROBES, Loop, Probe, fits
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 

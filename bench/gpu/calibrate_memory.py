@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from calibrate_probe import ROW_BYTES, Body, Loop, Probe, added, filled, folded, register, words
-
+from bench.gpu.calibrate_probe import ROW_BYTES, Body, Loop, Probe, added, filled, folded, register, words
 from tinygrad_nv.ptx.builder import Kernel, Value
 
 MIB = 1 << 20

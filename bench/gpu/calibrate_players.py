@@ -1,4 +1,4 @@
-"""What runs the microbenchmarks of bench/gpu_calibrate.py: a GPU, the emulated one, or the timing model.
+"""What runs the microbenchmarks of bench/gpu/calibrate.py: a GPU, the emulated one, or the timing model.
 
 Protocol. A player runs a probe (calibrate_probe.py) and says what it took: `cycles` of a CTA's loop, or
 `seconds` of a whole launch by itself. `row` gives the seconds of many empty launches in a row: in a stream,
@@ -16,8 +16,8 @@ from functools import cached_property, lru_cache
 from statistics import median
 
 import numpy as np
-from calibrate_probe import CLOCKS, ENTRY, ROW_BYTES, WORDS, Probe, program
 
+from bench.gpu.calibrate_probe import CLOCKS, ENTRY, ROW_BYTES, WORDS, Probe, program
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.timing.gpu import GPUFigures

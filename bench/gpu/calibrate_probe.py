@@ -1,4 +1,4 @@
-"""What a microbenchmark of bench/gpu_calibrate.py is, and the kernel that all of them share.
+"""What a microbenchmark of bench/gpu/calibrate.py is, and the kernel that all of them share.
 
 Protocol. A `Probe` is a loop: `body(kb, memory, tensor)` writes what comes before it, and returns what writes
 a round, the values to keep, and what comes behind the loop. Clocks are read around the loop, by each warp;

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from calibrate_probe import Body, Loop, Probe, filled, folded, register, words
-
+from bench.gpu.calibrate_probe import Body, Loop, Probe, filled, folded, register, words
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from tinygrad_nv.runtime.driver import TensorMapSpec
 
-DEFAULT = Path(__file__).parent / "results" / "cache" / "cases.sqlite"
+DEFAULT = Path(__file__).parents[1] / "results" / "cache" / "cases.sqlite"
 Triple = tuple[int, int, int]
 
 

@@ -1,7 +1,7 @@
-"""The part "chains" of bench/gpu.py: recorded launches again, among kernels that each begin before the one
-ahead has ended (programmatic dependent launch).
+"""The part "chains" of bench/gpu/run.py: recorded launches again, among kernels that each begin before the
+one ahead has ended (programmatic dependent launch).
 
-Rows are tests of gpu_record.py with a kernel that waits (griddepcontrol.wait). A launch of one is made
+Rows are tests of gpu/record.py with a kernel that waits (griddepcontrol.wait). A launch of one is made
 `ROUNDS` times, as kernels in a row, every one of them programmatic:
 
     spoil       fills all that the kernel can reach with ones
@@ -10,17 +10,16 @@ Rows are tests of gpu_record.py with a kernel that waits (griddepcontrol.wait). 
     keep        copies all of it away
 
 once in a stream, once as nodes of a graph. A kernel that reads before it has waited meets spoiled memory, one
-that is read before it has ended leaves spoiled answers. What was kept must be what gpu_correct.py asks for.
+that is read before it has ended leaves spoiled answers. What was kept must be what gpu/correct.py asks for.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 
-from gpu_cases import Case, Cases, moved
-from gpu_correct import arguments, opened, readable, rows_of, shown
-from gpu_parts import Options, Part, register
-
+from bench.gpu.cases import Case, Cases, moved
+from bench.gpu.correct import arguments, opened, readable, rows_of, shown
+from bench.gpu.parts import Options, Part, register
 from tinygrad_nv.runtime.driver import Driver, Launch, Node, Work, integer, pointer
 
 ROUNDS = 3

@@ -1,4 +1,4 @@
-"""The part "conv" of bench/gpu.py: TFLOP/s of convolutions beside torch's (cuDNN), channels last.
+"""The part "conv" of bench/gpu/run.py: TFLOP/s of convolutions beside torch's (cuDNN), channels last.
 
 Convolutions of Stable Diffusion 1.5: its UNet at two images of 512 x 512, and the decoder of its VAE at one.
 Images (B, H, W, C) and filters (O, KH, KW, C) are uniform in [-1, 1]; torch has them as channels_last views,
@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention_launch import Submit, loaded, submitted
-from gpu_compare import emulated as on_emulator
-from gpu_compare import spaced
-from gpu_parts import (
+from tinygrad.dtype import DType, dtypes
+
+from bench.gpu.attention_launch import Submit, loaded, submitted
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.compare import spaced
+from bench.gpu.parts import (
     MOST_SETS,
     Bursts,
     Column,
@@ -34,8 +36,6 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-from tinygrad.dtype import DType, dtypes
-
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.conv.spec import ConvSpec
@@ -201,7 +201,8 @@ def target(driver: Driver) -> GPU:
 def launched(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
     """Our kernel with a schedule."""
     import torch
-    from gemm_contenders import device
+
+    from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
     bind = binds(gpu, workload, schedule)
@@ -213,14 +214,14 @@ def launched(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
 @contender("conv", "ours")
 def ours(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the default schedule."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     return launched(workload, default(workload, target(device())), given)
 
 
 @about("conv")
 def chosen(workload: ConvWorkload) -> dict[str, Any]:
     """The schedules of `ours` and of `tuned`."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     return {"schedule": str(default(workload, target(device()))), "tuned": TUNED.get(workload.name, "")}
 
 
@@ -278,7 +279,7 @@ def compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run:
 @contender("conv", "tuned")
 def tuned(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the quickest of the schedules that the cost model likes best."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     gpu = target(device())
     trials = {s: launched(workload, s, given) for each in TABLE.templates(gpu.kind, workload.spec)
               for s in [*each.candidates(workload.spec, gpu)][:TRIED]

@@ -1,6 +1,7 @@
-"""The part "correctness" of bench/gpu.py: recorded launches on the hardware, against the emulator's answers.
+"""The part "correctness" of bench/gpu/run.py: recorded launches on the hardware, against the emulator's
+answers.
 
-A row is a test of tests/emu with all its launches (gpu_record.py). A launch ends in one of these:
+A row is a test of tests/emu with all its launches (gpu/record.py). A launch ends in one of these:
 
     same        every byte as the emulator has it
     close       not every bit, but within the bound of the exact value that the suite itself allows
@@ -24,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from gpu_cases import DEFAULT, Case, Cases, Judged, moved
-from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
-from measure import table
 
+from bench.gpu.cases import DEFAULT, Case, Cases, Judged, moved
+from bench.gpu.parts import Measure, NotMeasured, Options, Part, Row, register
+from bench.lib.measure import table
 from tinygrad_nv.errors import NVError, PTXError
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.runtime.driver import Driver, Launch
@@ -206,7 +207,7 @@ def rows(options: Options) -> list[str]:
 def rows_of(options: Options, names_of: Callable[[Cases], list[str]]) -> list[str]:
     """The same of some of the launches."""
     if not _path(options).exists():
-        raise NotMeasured(f"no recorded launches in {_path(options)}: bench/gpu_record.py makes them, "
+        raise NotMeasured(f"no recorded launches in {_path(options)}: bench/gpu/record.py makes them, "
                           "without a GPU")
     names = names_of(Cases(_path(options)))
     if "#" in options.only: return [name for name in names if options.only in name]
@@ -248,7 +249,8 @@ def opened(options: Options, part: str = "correctness", names_of: Callable[[Case
                                    f"{type(error).__name__}: {error}") from error
             counts[said.kind] += 1
             if said.text:
-                texts.append(f"{said.text}\n    again: python3 bench/gpu.py --part {part} --only '{name}'")
+                texts.append(f"{said.text}\n    again: python3 bench/gpu/run.py --part {part} "
+                             f"--only '{name}'")
         if counts["elsewhere"] == len(names): raise NotMeasured("its kernels are for another architecture")
         row_: Row = {"status": "disagrees" if texts else "emulated" if options.emulate else "measured",
                      "launches": len(names), **counts, "texts": texts[:SHOWN], "recorded_at": recorded_at}

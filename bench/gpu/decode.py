@@ -1,4 +1,4 @@
-"""The part "decode" of bench/gpu.py: whole decode steps of Llama-3.2-1B and Llama-3.1-8B, bfloat16,
+"""The part "decode" of bench/gpu/run.py: whole decode steps of Llama-3.2-1B and Llama-3.1-8B, bfloat16,
 weights by a formula, beside torch (a CUDA graph), torch.compile (another) and tinygrad without us.
 
 Each side is a process (decode_side.py); they take turns, some steps each. Seconds are the host's, of some
@@ -23,9 +23,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from gpu_parts import LEAST_BURSTS, Column, Measure, NotMeasured, Options, Part, Row, Timings, register
-from measure import table
-
+from bench.gpu.parts import LEAST_BURSTS, Column, Measure, NotMeasured, Options, Part, Row, Timings, register
+from bench.lib.measure import table
 from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.runtime.observe.telemetry import Telemetry
 

@@ -1,6 +1,6 @@
-"""One side of bench/gpu.py --part decode: decode steps of a LLaMA, in a process of its own.
+"""One side of bench/gpu/run.py --part decode: decode steps of a LLaMA, in a process of its own.
 
-    python bench/decode_side.py tinygrad|torch '{"hidden_size": …}' BATCH CONTEXT DEVICE
+    python bench/gpu/decode_side.py tinygrad|torch '{"hidden_size": …}' BATCH CONTEXT DEVICE
 
 Protocol: the first line of standard output says what the step gives: {"logits": {name: […]}} of the first
 sequence, some of them, and {"notes": {name: why it is not there}}. Then each line of standard input, a
@@ -17,15 +17,18 @@ Weights are the same numbers everywhere: element i of parameter number p is
 """
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
-from measure import end_with_parent
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.lib.measure import end_with_parent
 from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
@@ -179,10 +182,16 @@ def _replays(run: Callable[[], None], device: str) -> Callable[[int], None]:
 
 def main() -> None:
     """Says the first logits, then times steps as it is asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("side", choices=("tinygrad", "torch"))
+    parser.add_argument("config", type=json.loads, help="the model's config.json, as text")
+    for name in ("batch", "context"): parser.add_argument(name, type=int)
+    parser.add_argument("device")
+    given = parser.parse_args()
     end_with_parent()
-    who, raw, batch, context, device = sys.argv[1:]
-    made = tinygrad_steps if who == "tinygrad" else torch_steps
-    steps, said = made(parse_config(json.loads(raw)), int(batch), int(context), device)
+    device = given.device
+    made = tinygrad_steps if given.side == "tinygrad" else torch_steps
+    steps, said = made(parse_config(given.config), given.batch, given.context, device)
     for run in steps.values(): run(3)
     print(json.dumps(said), flush=True)
     gpu = Telemetry(0) if device.lower().startswith("cuda") else None

@@ -1,4 +1,5 @@
-"""The part "memory" of bench/gpu.py: norms, softmax, silu·mul and rows of an embedding, GB/s beside torch's.
+"""The part "memory" of bench/gpu/run.py: norms, softmax, silu·mul and rows of an embedding, GB/s beside
+torch's.
 
 bfloat16, rows of Llama 3 8B's hidden size and of its feed-forward network, from a decode step's few to those
 of training. GB/s count what must move: operands and result once. "torch" is its own functions as they are
@@ -14,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention_launch import submitted
-from gpu_compare import Partly
-from gpu_compare import emulated as on_emulator
-from gpu_parts import (
+from tinygrad.dtype import dtypes
+
+from bench.gpu.attention_launch import submitted
+from bench.gpu.compare import Partly
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.parts import (
     MOST_SETS,
     Column,
     NotMeasured,
@@ -30,8 +33,6 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-from tinygrad.dtype import dtypes
-
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
@@ -203,7 +204,8 @@ def bound(driver: Driver, workload: ElementwiseWorkload, addresses: dict[str, in
 def ours(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """Our kernel."""
     import torch
-    from gemm_contenders import device
+
+    from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
     runs = [bound(gpu, workload, {name: x.data_ptr() for name, x in each.items()}) for each in given]

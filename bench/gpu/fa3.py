@@ -1,7 +1,7 @@
 """FlashAttention-3 as a contender: its forward kernel, compiled from its sources by nvcc and called without
 torch's extensions, or its package flash_attn_interface where that is installed.
 
-    python3 bench/fa3.py hopper/ [--cutlass include/] [--out DIR] [--head 64 128 256]
+    python3 bench/gpu/fa3.py hopper/ [--cutlass include/] [--out DIR] [--head 64 128 256]
 
 builds a library for each head size, without a GPU, to be carried to one. `gpu.py --fa3 PATH` takes the folder
 of them, or builds them where PATH has the sources. Of the kernel's features what the rows do not ask for is
@@ -22,9 +22,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_compare import Run
-from gpu_parts import NotMeasured, Options
-from measure import RESULTS
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.gpu.compare import Run
+from bench.gpu.parts import NotMeasured, Options
+from bench.lib.measure import RESULTS
 
 HEADS = (64, 128, 256)
 CACHE = RESULTS / "cache"

@@ -1,4 +1,4 @@
-"""The part "gemm" of bench/gpu.py: TFLOP/s of ours, torch (cuBLAS), Triton, torch.compile, tinygrad.
+"""The part "gemm" of bench/gpu/run.py: TFLOP/s of ours, torch (cuBLAS), Triton, torch.compile, tinygrad.
 
 x @ w.T, bfloat16, operands uniform in [-1, 1]: cubes, the layers of Llama 8B and 70B, and few rows; then gate
 and up with silu between them, which torch.compile fuses too; then operands of 8 bits (e4m3, scales of 1; or
@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import gemm_contenders  # noqa: F401 (registers them)
-from gpu_compare import emulated as on_emulator
-from gpu_compare import spaced
-from gpu_parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from tinygrad.dtype import dtypes
 
+from bench.gpu import gemm_contenders  # noqa: F401 (registers them)
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.compare import spaced
+from bench.gpu.parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.cost import predict
@@ -163,8 +163,7 @@ def shapes() -> Iterator[GemmWorkload]:
 @emulated("gemm")
 def counted(shape: Any, options: Options) -> Row:
     """The product scaled down on the emulated driver."""
-    from gemm_launch import GemmLauncher
-
+    from bench.gpu.gemm_launch import GemmLauncher
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, arch = shape.scaled(), options.arch
     schedule, whole = choose(small.spec, GPU(arch)), choose(shape.spec, GPU(arch))

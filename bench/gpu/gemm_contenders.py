@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gpu_parts import NotMeasured, Options, Run, about, alone, contender
-
+from bench.gpu.parts import NotMeasured, Options, Run, about, alone, contender
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.template import GPU
@@ -50,7 +49,8 @@ def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
 def launched(spec: Any, buffers: Buffers) -> Run:
     """The kernel of a spec, by the default schedule."""
     import torch
-    from gemm_launch import GemmLauncher
+
+    from bench.gpu.gemm_launch import GemmLauncher
     gpu = device()
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
     if (schedule := choose(spec, GPU(arch, sm_count))) is None:
@@ -118,7 +118,7 @@ def compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
 @contender("gemm", "Triton")
 def triton(shape: Any, buffers: Buffers, options: Options) -> Run:
     """The quickest of a few tiles, as its own tuner would try."""
-    from gpu_parts import Bursts
+    from bench.gpu.parts import Bursts
     if shape.gated or shape.fp8: raise NotMeasured("its tutorial has no such product")
     runs = triton_runs(shape, buffers, device().properties.arch)
     if not runs: raise NotMeasured("no tile for this product")
@@ -128,8 +128,9 @@ def triton(shape: Any, buffers: Buffers, options: Options) -> Run:
 
 def triton_runs(shape: Any, buffers: Buffers, arch: str) -> dict[str, Run]:
     """Triton's kernel with each of a few tiles, by what the tile is."""
-    from gemm_peers import KERNELS, Peer, blocks, constants
     from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from bench.lib.gemm_peers import KERNELS, Peer, blocks, constants
     runs: dict[str, Run] = {}
     for kind, tile, warps, stages in TRITON_TILES["sm_90a" if arch == "sm_90a" else "sm_80"]:
         if tile[0] > 2 * max(shape.m, 16) or shape.k % tile[2]: continue

@@ -22,8 +22,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from measure import each, save, spread, table
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.runtime.driver import Driver, Function, Launch, Properties, Window, integer, pointer
 from tinygrad_nv.runtime.emulated.driver import properties

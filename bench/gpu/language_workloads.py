@@ -1,5 +1,5 @@
-"""What the part "language" of bench/gpu.py times (gpu_language.py): matmuls, attention, rows and 4-bit
-weights, each with its kernel in the tile language, our template, Triton's and torch's."""
+"""What the part "language" of bench/gpu/run.py times (gpu/tile_language.py): matmuls, attention, rows and
+4-bit weights, each with its kernel in the tile language, our template, Triton's and torch's."""
 from __future__ import annotations
 
 import functools
@@ -12,31 +12,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import emitted_specs as specs
-import gpu_attention
-import gpu_elementwise
-import kernels_language
-import kernels_language_rows as kernels
-from gemm_contenders import device, launched
-from gpu_gemm import GemmWorkload
-from gpu_parts import (
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from bench.gpu import attention as gpu_attention
+from bench.gpu import elementwise as gpu_elementwise
+from bench.gpu.gemm import GemmWorkload
+from bench.gpu.gemm_contenders import device, launched
+from bench.gpu.parts import (
     Bursts,
     NotMeasured,
     Options,
     Run,
     Workload,
 )
-from quant_contenders import packed_rows
-from quant_data import buffers_of, dequantised, in_tiles
-from quant_workloads import compared, sets
-from tinygrad import Tensor, dtypes
-from tinygrad.dtype import DType
-
+from bench.gpu.quant_contenders import packed_rows
+from bench.gpu.quant_data import buffers_of, dequantised, in_tiles
+from bench.gpu.quant_workloads import compared, sets
+from bench.lib import kernels_language, specs
+from bench.lib import kernels_language_rows as kernels
 from tinygrad_nv.language.kernels import Kernel
 from tinygrad_nv.stdlib import attention as flash
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
-MODELLED = Path(__file__).parent / "results" / "language_gpu_model.json"
+MODELLED = Path(__file__).parents[1] / "results" / "language_gpu_model.json"
 SCHEDULE = re.compile(r"(\d+)x(\d+), k (\d+), (\d+) warps, (\d+) stages")
 GROUP, SPLIT, FEW = 128, 8, 64      # of 4-bit weights: elements of a scale; parts of K, for so many rows
 EMULATED_SMS = 3                    # fewer than programs, whose number it does not divide
@@ -49,7 +48,7 @@ Sets = Sequence[dict[str, Any]]
 
 
 class LanguageWorkload(Workload, Protocol):
-    """A workload of gpu_parts.py. `case` is that of language_gpu_model.py whose schedule it has; `names` says
+    """A workload of gpu/parts.py. `case` is that of language_gpu_model.py whose schedule it has; `names` says
     which storages the kernel's tensors are that are not called so."""
     @property
     def names(self) -> Mapping[str, str]: ...
@@ -191,9 +190,10 @@ class Matmul:
     def triton(self, given: Sets, options: Options) -> Run:
         """With descriptors, the quickest tile that fits. Its results are bfloat16, for which there is room
         in shared memory."""
-        from gemm_peers import KERNELS, Peer, blocks, constants
-        from language_triton import promoted
         from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from bench.lib.gemm_peers import KERNELS, Peer, blocks, constants
+        from bench.timing.language_triton import promoted
         for one in given: one["out"] = one["out"].bfloat16()
         found: list[tuple[float, Run]] = []
         why = ""
@@ -310,7 +310,7 @@ class Rows(gpu_elementwise.ElementwiseWorkload):
 
     def triton(self, given: Sets, options: Options) -> Run:
         """A row in a program; persistent programs."""
-        import memory_peers
+        from bench.lib import memory_peers
         if self.form == "rms":
             norm = memory_peers.rms_norm[(self.m,)]
             return lambda i: norm(given[i]["out"], given[i]["x"], given[i]["w"], N=self.n, num_warps=4)
@@ -414,7 +414,7 @@ class Quantised:
 
     def triton(self, given: Sets, options: Options) -> Run:
         """With the model's tiles: words of columns, for few rows words of rows and parts of K."""
-        from language_triton import w4a16, w4a16_turned
+        from bench.timing.language_triton import w4a16, w4a16_turned
         split = SPLIT if self.zeroed else 1
         bm, bn, bk, warps, stages = (16, 64, 128, 4, 3) if self.zeroed else (256, 128, 64, 8, 3)
         kernel = (w4a16_turned if self.zeroed else w4a16)[-(-self.m // bm), -(-self.n // bn), split]

@@ -1,4 +1,4 @@
-"""The part "moe" of bench/gpu.py: layers of mixtures of experts, TFLOP/s and GB/s.
+"""The part "moe" of bench/gpu/run.py: layers of mixtures of experts, TFLOP/s and GB/s.
 
 Both grouped matmuls of a layer, and whole layers after the router, at the shapes of DeepSeek-V3, Qwen3-235B,
 Mixtral and gpt-oss-20b, all with silu, in bfloat16: decode of 1, 16 and 64 sequences, and prefill of 1024 and
@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_compare import emulated as on_emulator
-from gpu_parts import Column, Options, Row, emulated, timing_part, workloads
-from moe_contenders import Launcher, added
-from moe_workloads import MODELS, MoEWorkload
-
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.moe_contenders import Launcher, added
+from bench.gpu.moe_workloads import MODELS, MoEWorkload
+from bench.gpu.parts import Column, Options, Row, emulated, timing_part, workloads
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 

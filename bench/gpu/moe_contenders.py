@@ -15,11 +15,10 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-from gemm_contenders import Buffers, device
-from gpu_compare import Partly
-from gpu_parts import NotMeasured, Options, Run, about, contender
-from moe_workloads import MoEWorkload
-
+from bench.gpu.compare import Partly
+from bench.gpu.gemm_contenders import Buffers, device
+from bench.gpu.moe_workloads import MoEWorkload
+from bench.gpu.parts import NotMeasured, Options, Run, about, contender
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, map_spec, pointer
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.kernel import TileKernel

@@ -1,13 +1,13 @@
-"""Mixtures of experts as workloads of the part "moe" of bench/gpu.py."""
+"""Mixtures of experts as workloads of the part "moe" of bench/gpu/run.py."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_compare import spaced
 from tinygrad.dtype import dtypes
 
+from bench.gpu.compare import spaced
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 
 SETS = 4                # routings, over the same matrices: what one reads exceeds twice the L2 cache

@@ -1,4 +1,4 @@
-"""The part "paged" of bench/gpu.py: decode attention over pages, GB/s beside what a copy moves.
+"""The part "paged" of bench/gpu/run.py: decode attention over pages, GB/s beside what a copy moves.
 
 Llama 3 8B's layer, bfloat16: 32 query heads of 8 of keys, d 128, one new row for each request, pages of 16
 tokens in random order, every request as long as the row says. GB/s count keys and values once. "copy" moves
@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention_launch import submitted
-from gpu_compare import Partly
-from gpu_compare import emulated as on_emulator
-from gpu_parts import (
+from tinygrad.dtype import dtypes
+
+from bench.gpu.attention_launch import submitted
+from bench.gpu.compare import Partly
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.parts import (
     MOST_SETS,
     Column,
     NotMeasured,
@@ -31,8 +33,6 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-from tinygrad.dtype import dtypes
-
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages
@@ -148,7 +148,8 @@ def bound(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
 def ours(workload: Paged, given: Sets, options: Options) -> Run:
     """Our kernels, by the default schedule."""
     import torch
-    from gemm_contenders import device
+
+    from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
     runs = [bound(gpu, workload, {name: each[name].data_ptr() for name in NAMES}) for each in given]
@@ -159,7 +160,7 @@ def ours(workload: Paged, given: Sets, options: Options) -> Run:
 @about("paged")
 def chosen(workload: Paged) -> dict[str, Any]:
     """The schedule that `ours` takes."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
 
 

@@ -1,4 +1,4 @@
-"""Parts of bench/gpu.py: what a part is, how one joins, and how contenders are timed beside each other.
+"""Parts of bench/gpu/run.py: what a part is, how one joins, and how contenders are timed beside each other.
 
 Protocol. A `Part` has rows, found without a GPU, and `opened(options)`, which runs in a worker process and
 gives a function that measures a row and returns what JSON can hold. `status` in it is one of:
@@ -17,7 +17,7 @@ graphs of all contenders warmed until power is steady (3 s at least, at first), 
 run, a burst each, another one first in each round. Bursts are CUDA graphs of as many runs as take `BURST_S`,
 so that the host's launches are not what is timed. Clocks are read during each burst, and kept by contender.
 
-Results are compared twice (gpu_compare.py): of single runs before, and of one more burst on poisoned memory
+Results are compared twice (gpu/compare.py): of single runs before, and of one more burst on poisoned memory
 after the timed ones. Each contender has the inputs in common and a record of its own of where results are.
 """
 from __future__ import annotations
@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from gpu_compare import Run, compared_sets, differs, poison, wrong
-from measure import spread, table
-
+from bench.gpu.compare import Run, compared_sets, differs, poison, wrong
+from bench.lib.measure import spread, table
 from tinygrad_nv.runtime.observe.telemetry import GPUSample, Samples, Telemetry
 
 Options = argparse.Namespace

@@ -1,4 +1,4 @@
-"""The part "quant" of bench/gpu.py: matmuls with quantised matrices, TFLOP/s and GB/s.
+"""The part "quant" of bench/gpu/run.py: matmuls with quantised matrices, TFLOP/s and GB/s.
 
 Weight-only: x @ w.T of bfloat16 activations and int4 (groups of 128), int8 and e4m3 (a scale for each output)
 at the layers of Llama 8B and 70B, from one row to 4096; and other types at one layer: zero points (AWQ),
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import quant_contenders  # noqa: F401 (registers them)
-from gpu_compare import emulated as on_emulator
-from gpu_gemm import LLAMA, GemmWorkload
-from gpu_parts import Column, NotMeasured, Options, Row, emulated, timing_part, workloads
-from quant_workloads import TYPES, CodesWorkload, WeightOnly
-from sparse_workloads import SparseWorkload
 from tinygrad.dtype import dtypes
 
+from bench.gpu import quant_contenders  # noqa: F401 (registers them)
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.gemm import LLAMA, GemmWorkload
+from bench.gpu.parts import Column, NotMeasured, Options, Row, emulated, timing_part, workloads
+from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
+from bench.gpu.sparse_workloads import SparseWorkload
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.types import QType, per_group_scale
 from tinygrad_nv.tile.choose import choose
@@ -63,8 +63,7 @@ def shapes() -> Iterator[WeightOnly | CodesWorkload | GemmWorkload | SparseWorkl
 @emulated("quant")
 def counted(shape: Any, options: Options) -> Row:
     """The matmul scaled down on the emulated driver."""
-    from gemm_launch import GemmLauncher
-
+    from bench.gpu.gemm_launch import GemmLauncher
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, arch = shape.scaled(), options.arch
     schedule, whole = choose(small.spec, GPU(arch)), choose(shape.spec, GPU(arch))

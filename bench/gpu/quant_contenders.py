@@ -17,12 +17,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from gemm_contenders import Buffers, device, launched
-from gpu_parts import NotMeasured, Options, Run, about, contender
-from quant_data import dequantised
-from quant_workloads import TYPES, CodesWorkload, WeightOnly
-from sparse_workloads import SparseWorkload
-
+from bench.gpu.gemm_contenders import Buffers, device, launched
+from bench.gpu.parts import NotMeasured, Options, Run, about, contender
+from bench.gpu.quant_data import dequantised
+from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
+from bench.gpu.sparse_workloads import SparseWorkload
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 

@@ -1,15 +1,15 @@
-"""Matmuls with quantised matrices as workloads of the part "quant" of bench/gpu.py."""
+"""Matmuls with quantised matrices as workloads of the part "quant" of bench/gpu/run.py."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpu_compare import spaced
-from gpu_gemm import AT_ONCE, CHECKED
-from gpu_parts import MOST_SETS
-from quant_data import buffers_of, dequantised
 from tinygrad.dtype import dtypes
 
+from bench.gpu.compare import spaced
+from bench.gpu.gemm import AT_ONCE, CHECKED
+from bench.gpu.parts import MOST_SETS
+from bench.gpu.quant_data import buffers_of, dequantised
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.types import QType, per_channel_scale, per_group_scale
 from tinygrad_nv.quant.types import nbytes as nbytes_of
@@ -134,7 +134,7 @@ class CodesWorkload:
         wide = torch.float64 if self.int8 else torch.float32
         left, right = (one[name].view(rows, self.k).to(wide) * one[scale].to(wide)[:, None]
                        for name, scale, rows in (("a", "x1", self.m), ("b", "x0", self.n)))
-        # tensor cores sum int8 exactly; of e4m3 they keep 13 bits of sums (gpu_gemm.py)
+        # tensor cores sum int8 exactly; of e4m3 they keep 13 bits of sums (gpu/gemm.py)
         return compared(self, one["out"], left, right,
                         2.0**-10 if self.int8 else 1.5**2 * (self.k / 128)**0.5 * 2.0**-7)
 

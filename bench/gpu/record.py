@@ -1,6 +1,6 @@
-"""Records what the emulator's tests launch, with its answers, for bench/gpu.py --part correctness.
+"""Records what the emulator's tests launch, with its answers, for bench/gpu/run.py --part correctness.
 
-    python bench/gpu_record.py [--times 3] [--out FILE] [tests/emu/ptx/test_mma.py …]
+    python bench/gpu/record.py [--times 3] [--out FILE] [tests/emu/ptx/test_mma.py …]
 
 Runs tests/emu under pytest with this file as a plugin: every launch in which the emulator finds nothing is
 kept: hand-written PTX, the cured kernels of the pairs, what nvcc and Triton compiled, products that the
@@ -28,9 +28,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gpu_cases import DEFAULT, Case, Cases, Judged, Memory
-from gpu_correct import APPROXIMATE
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.gpu.cases import DEFAULT, Case, Cases, Judged, Memory
+from bench.gpu.correct import APPROXIMATE
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap, emulator
 from tinygrad_nv.ptx.emulator.arguments import pack_argument, triple
 from tinygrad_nv.runtime.driver import TensorMapSpec
@@ -43,7 +45,7 @@ try:
 except ImportError as error: sys.exit(f"{error.name} is not installed, and the tests need it: "
                                       "pip install -e '.[cpu,test]'")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MOST, MOST_BYTES = 24, 16 << 20
 SCANNED = 1 << 16       # larger memory is not scanned for addresses
 MAP_BYTES, MAP_ALIGN = 128, 64
@@ -281,8 +283,8 @@ def record(path: Path, times: int, tests: Sequence[str]) -> int:
                           check=False, cwd=ROOT).stdout.strip()
     cases = Cases(path, write=True)
     cases.note("commit", head)
-    where = os.pathsep.join([str(ROOT / "bench"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-p", "gpu_record", "-p", "no:cacheprovider", "-m",
+    where = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-p", "bench.gpu.record", "-p", "no:cacheprovider", "-m",
                "not slow and not gpu", "-q", *(tests or ["tests/emu"])]
     done = subprocess.run(command, cwd=ROOT, check=False,
                           env={**os.environ, "PYTHONPATH": where, "GPU_CASES": str(path.resolve()),

@@ -1,9 +1,9 @@
 """One command that measures everything on a GPU: bounded, resumable, correctness first.
 
-    python3 bench/gpu.py --call first                      # then second, third: ten minutes each at most
-    python3 bench/gpu.py --minutes 9                       # all parts, in the order of --list
-    python3 bench/gpu.py --part gemm --only "8B" --minutes 5 --resume
-    python3 bench/gpu.py --part correctness --only test_mma
+    python3 bench/gpu/run.py --call first                      # then second, third: ten minutes each at most
+    python3 bench/gpu/run.py --minutes 9                       # all parts, in the order of --list
+    python3 bench/gpu/run.py --part gemm --only "8B" --minutes 5 --resume
+    python3 bench/gpu/run.py --part correctness --only test_mma
 
 Rows are measured by a worker process of each part. A row that hangs or kills its process is reported as such,
 and a new worker goes on with the next. Every finished row is in the result file at once; `--resume` leaves
@@ -31,10 +31,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gpu_all  # noqa: F401 (registers the parts)
-from gpu_parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
-from measure import RESULTS, each, end_with_parent, git, processor, sources
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.gpu import all_parts as gpu_all  # noqa: F401 (registers the parts)
+from bench.gpu.parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
+from bench.lib.measure import RESULTS, each, end_with_parent, git, processor, sources
 from tinygrad_nv.runtime.observe import telemetry
 
 # parts of a call and when each is to end, in minutes from the call's beginning: estimates. What a part leaves
@@ -206,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--emulate", action="store_true", help="without a GPU: small shapes, no times")
     made.add_argument("--arch", default="sm_90a", help="of --emulate (default sm_90a)")
     made.add_argument("--seed", type=int, default=0, help="of the random values (default 0)")
-    made.add_argument("--cases", type=Path, metavar="FILE", help="launches that gpu_record.py recorded")
+    made.add_argument("--cases", type=Path, metavar="FILE", help="launches that gpu/record.py recorded")
     made.add_argument("--fa3", type=Path, metavar="PATH", help="hopper/ of FlashAttention's sources, built "
                       "by nvcc, or a folder of what fa3.py built (default: its package, where installed)")
     made.add_argument("--cutlass", type=Path, metavar="PATH", help="CUTLASS's include/ for --fa3 (default "

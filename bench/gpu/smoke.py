@@ -1,5 +1,5 @@
-"""The part "smoke" of bench/gpu.py, the first thing on a GPU: what graphs of kernels take for granted and no
-document of CUDA's says.
+"""The part "smoke" of bench/gpu/run.py, the first thing on a GPU: what graphs of kernels take for granted and
+no document of CUDA's says.
 
 Kernel nodes are added to a graph one by one, with a cluster as an attribute (cuGraphKernelNodeSetAttribute),
 and an instantiated graph gets other arguments by cuGraphExecKernelNodeSetParams, whose struct has no cluster.
@@ -14,8 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpu_parts import Measure, NotMeasured, Options, Part, Row, register
-
+from bench.gpu.parts import Measure, NotMeasured, Options, Part, Row, register
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, map_spec, pointer
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Wgmma

@@ -1,4 +1,4 @@
-"""Matmuls with 2:4 sparse matrices as workloads of the part "quant" of bench/gpu.py.
+"""Matmuls with 2:4 sparse matrices as workloads of the part "quant" of bench/gpu/run.py.
 
 A set's buffers are those of tinygrad_nv/quant/sparse.py, and "dense", the whole matrix [n, k] with its zeros,
 for contenders and comparisons. The data are made in torch: which two of each four columns are kept is random.
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quant_data import torch_dtype
-from quant_workloads import compared, sets, smaller
 from tinygrad.dtype import DType, dtypes
 
+from bench.gpu.quant_data import torch_dtype
+from bench.gpu.quant_workloads import compared, sets, smaller
 from tinygrad_nv.quant.sparse import FIRST_TWO, UNIT, buffers
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.expression import Sum

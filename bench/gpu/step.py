@@ -1,5 +1,5 @@
-"""The part "step" of bench/gpu.py: whole steps of training, bfloat16 with float32 master weights and AdamW,
-beside torch's, with its compiler and without.
+"""The part "step" of bench/gpu/run.py: whole steps of training, bfloat16 with float32 master weights and
+AdamW, beside torch's, with its compiler and without.
 
 Each side is a process (step_side.py); they take turns, some steps each, as in the part "decode". All begin
 with the same random weights, and the losses of the first steps must agree. A run's work is its tokens; MFU
@@ -16,10 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_decode import StepProcess, in_turns, opened_sides
-from gpu_parts import Column, Measure, NotMeasured, Options, Part, Row, Timings, register
-from measure import table
-
+from bench.gpu.decode import StepProcess, in_turns, opened_sides
+from bench.gpu.parts import Column, Measure, NotMeasured, Options, Part, Row, Timings, register
+from bench.lib.measure import table
 from tinygrad_nv.dist.plan.layout import Training
 from tinygrad_nv.dist.plan.training import operations
 from tinygrad_nv.models.config import parse_config

@@ -1,6 +1,6 @@
-"""One side of bench/gpu.py --part step: steps of training, in a process of its own.
+"""One side of bench/gpu/run.py --part step: steps of training, in a process of its own.
 
-    python bench/step_side.py ours|torch|torch.compile DIRECTORY ROWS TOKENS DEVICE
+    python bench/gpu/step_side.py ours|torch|torch.compile DIRECTORY ROWS TOKENS DEVICE
 
 Protocol: as decode_side.py, where the numbers that are compared are the losses of the first `FIRST` steps. A
 step takes the next of `FIRST` batches of random tokens, the same everywhere; loss and norm of gradients are
@@ -12,6 +12,7 @@ fused AdamW; `torch.compile` compiles the network.
 """
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode_side import measured
-from measure import end_with_parent
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.gpu.decode_side import measured
+from bench.lib.measure import end_with_parent
 from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
 FIRST, RATE, NORM = 6, 1e-3, 1.0
@@ -70,12 +73,17 @@ def torch_step(directory: Path, size: tuple[int, int], device: str, compiled: bo
 
 def main() -> None:
     """Says the first losses, then times steps as it is asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("side", choices=("ours", "torch", "torch.compile"))
+    parser.add_argument("directory", type=Path, help="of the model")
+    for name in ("rows", "tokens"): parser.add_argument(name, type=int, help="of a step")
+    parser.add_argument("device")
+    given = parser.parse_args()
     end_with_parent()
-    who, directory, rows, tokens, device = sys.argv[1:]
-    size = int(rows), int(tokens)
-    if who == "ours": step = ours(Path(directory), size, device)
-    else: step = torch_step(Path(directory), size, device, who == "torch.compile")
-    vocabulary = json.loads((Path(directory) / "config.json").read_text())["vocab_size"]
+    who, size, device = given.side, (given.rows, given.tokens), given.device
+    if who == "ours": step = ours(given.directory, size, device)
+    else: step = torch_step(given.directory, size, device, who == "torch.compile")
+    vocabulary = json.loads((given.directory / "config.json").read_text())["vocab_size"]
     random = np.random.default_rng(0)
     batches = [random.integers(3, vocabulary, size).astype(np.int32) for _ in range(FIRST)]
     print(json.dumps({"logits": {who: [step(ids) for ids in batches]}, "notes": {}}), flush=True)

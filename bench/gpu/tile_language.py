@@ -1,5 +1,5 @@
-"""The part "language" of bench/gpu.py: kernels in the tile language beside our templates for the same thing,
-Triton and torch.
+"""The part "language" of bench/gpu/run.py: kernels in the tile language beside our templates for the same
+thing, Triton and torch.
 
 The kernels are those of language_gpu_model.py, with the schedules that the timing model chose there and left
 in results/language_gpu_model.json: nothing is searched. Rows say what the model predicted of ours
@@ -18,11 +18,22 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import gpu_elementwise
-from attention_launch import Submit, loaded, submitted
-from gemm_contenders import device
-from gpu_compare import emulated as on_emulator
-from gpu_parts import (
+from bench.gpu import elementwise as gpu_elementwise
+from bench.gpu.attention_launch import Submit, loaded, submitted
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.gemm_contenders import device
+from bench.gpu.language_workloads import (
+    EMULATED_SMS,
+    Flash,
+    LanguageWorkload,
+    Matmul,
+    Quantised,
+    Rows,
+    Sets,
+    modelled,
+    schedule_of,
+)
+from bench.gpu.parts import (
     Column,
     NotMeasured,
     Options,
@@ -34,19 +45,7 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-from language_workloads import (
-    EMULATED_SMS,
-    Flash,
-    LanguageWorkload,
-    Matmul,
-    Quantised,
-    Rows,
-    Sets,
-    modelled,
-    schedule_of,
-)
-from quant_contenders import _int4pack
-
+from bench.gpu.quant_contenders import _int4pack
 from tinygrad_nv.language.building import build
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.kernel import TileKernel

@@ -1,8 +1,8 @@
-"""The part "train" of bench/gpu.py: what a step of training does beside matmuls and attention, GB/s.
+"""The part "train" of bench/gpu/run.py: what a step of training does beside matmuls and attention, GB/s.
 
 Shapes are those of a step of GPT-2 124M (16 x 1024 tokens) and of Llama 3.1 8B (1 x 8192), as
-bench/train_gpu_model.py predicts them: cross entropy with its gradient, of the rows that a step has at once;
-AdamW of all parameters, and the norm of their gradients; gradients of a table's rows, of biases and of
+bench/timing/train_gpu_model.py predicts them: cross entropy with its gradient, of the rows that a step has at
+once; AdamW of all parameters, and the norm of their gradients; gradients of a table's rows, of biases and of
 norms' weights; rotary positions and gated activations, backwards. GB/s count what must move: operands and
 results once; "of 3.35 TB/s" is the share of what an H100's memory is said to move.
 
@@ -22,10 +22,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from attention_launch import submitted
-from gpu_compare import Partly, raw
-from gpu_compare import emulated as on_emulator
-from gpu_parts import (
+from bench.gpu.attention_launch import submitted
+from bench.gpu.compare import Partly, raw
+from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.parts import (
     Column,
     NotMeasured,
     Options,
@@ -37,9 +37,8 @@ from gpu_parts import (
     timing_part,
     workloads,
 )
-from measure import RESULTS
-from train_updates import Squares, Update, gpt2, llama
-from train_workloads import (
+from bench.gpu.train_updates import Squares, Update, gpt2, llama
+from bench.gpu.train_workloads import (
     BETA1,
     BETA2,
     BF16,
@@ -56,7 +55,7 @@ from train_workloads import (
     Rope,
     Workload,
 )
-
+from bench.lib.measure import RESULTS
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.kernel import Chain
 from tinygrad_nv.tile.norm.spec import NormSpec
@@ -117,7 +116,8 @@ def finished(one: One) -> None:
 def ours(workload: Any, given: Sets, options: Options) -> Run:
     """Our kernels by the default schedule."""
     import torch
-    from gemm_contenders import device
+
+    from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
     runs = [bound(gpu, workload, {name: one[name].data_ptr() for name in workload.names}) for one in given]
@@ -140,7 +140,7 @@ def stepping(given: Sets, run: Run, t: Callable[[], float]) -> None:
 @about("train")
 def chosen(workload: Any) -> dict[str, Any]:
     """The schedule of `ours`, and what was predicted."""
-    from gemm_contenders import device
+    from bench.gpu.gemm_contenders import device
     gpu = GPU(device().properties.arch, device().properties.sm_count)
     return {"schedule": str(TABLE.choose(workload.spec, gpu)), **modelled(workload)}
 
@@ -217,7 +217,7 @@ def torch_compiled(workload: Workload, given: Sets, options: Options) -> Run:
 def triton(workload: Any, given: Sets, options: Options) -> Run:
     """Liger-Kernel's way; of cross entropy alone."""
     if not isinstance(workload, CrossEntropy): raise NotMeasured("of cross entropy alone")
-    from cross_entropy_peer import launch
+    from bench.lib.cross_entropy_peer import launch
     kept = [dict(one) for one in given]
 
     def run(i: int) -> None:

@@ -1,4 +1,4 @@
-"""Workloads of the part "train" (gpu_train.py) that are of optimisers: AdamW over all parameters, and the
+"""Workloads of the part "train" (gpu/train.py) that are of optimisers: AdamW over all parameters, and the
 norm of gradients. The protocol is that of train_workloads.py.
 
 A step of AdamW changes its own operands, so results of one run say nothing after several: `Update.unlike`
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType
-from train_workloads import (
+
+from bench.gpu.train_workloads import (
     BETA1,
     BETA2,
     BF16,
@@ -26,12 +27,12 @@ from train_workloads import (
     Workload,
     torch_dtype,
 )
-
 from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 
 
 def gpt2() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Extents of the parameters of GPT-2 124M as bench/train_gpu_model.py has it, those with decay first."""
+    """Extents of the parameters of GPT-2 124M as bench/timing/train_gpu_model.py has it, those with decay
+    first."""
     layer = (2304 * 768, 768 * 768, 4096 * 768, 768 * 2048)
     return (50304 * 768, *layer * 12), (768,) * 25
 

@@ -1,4 +1,4 @@
-"""Workloads of the part "train" (gpu_train.py): what a step of training does beside matmuls and attention.
+"""Workloads of the part "train" (gpu/train.py): what a step of training does beside matmuls and attention.
 
 Protocol: a workload has a `spec`, and its `names` are those of storages in the order of the kernel's
 pointers, without scratch memory. `theirs(one)` is the same in torch's functions: results by name.
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from gpu_parts import MOST_SETS
 from tinygrad.dtype import DType, dtypes
 
+from bench.gpu.parts import MOST_SETS
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, Tokens

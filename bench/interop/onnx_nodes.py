@@ -1,8 +1,8 @@
 """onnx's node tests on this package: how many pass, by op, and which do not.
 
-    DEV=CPU python bench/onnx_nodes.py                 # all, a few minutes
-    DEV=CPU python bench/onnx_nodes.py attention lstm  # those with these words in their names
-    DEV=EMU python bench/onnx_nodes.py --every 8       # a sample
+    DEV=CPU python bench/interop/onnx_nodes.py                 # all, a few minutes
+    DEV=CPU python bench/interop/onnx_nodes.py attention lstm  # those with these words in their names
+    DEV=EMU python bench/interop/onnx_nodes.py --every 8       # a sample
 
 Protocol: the package `onnx` makes the cases (model, inputs, outputs, tolerances) in this process. An output
 must have the type of elements, the shape and, within the case's tolerances, the values that the case has.
@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 
 KNOWN = Path(__file__).parent / "onnx_node_failures.json"
 

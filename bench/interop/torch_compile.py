@@ -1,6 +1,6 @@
 """LLaMA decode through torch.compile: this backend beside inductor and eager torch, on the CPU.
 
-    python bench/torch_compile.py [--hidden 1024] [--layers 4] [--heads 16] [--cache 512] [--steps 40]
+    python bench/interop/torch_compile.py [--hidden 1024] [--layers 4] [--heads 16] [--cache 512] [--steps 40]
 
 Each is the same model of transformers, random weights, float32, batch 1, with a static cache of keys and
 values, in steps of one token. Steps are timed in turn, one of each after the other, so that what else the
@@ -13,10 +13,14 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 
 # threads: 0 leaves torch's own number
 DEFAULTS = {"hidden": 1024, "layers": 4, "heads": 16, "cache": 512, "steps": 40, "threads": 0}

@@ -1,10 +1,11 @@
 """Runs tinygrad's own tests out of a checkout of tinygrad 0.14.0, plain and with the hooks on, and compares.
 
-    python bench/upstream_tests.py PATH [--device CPU|EMU] [--only test_ops …] [--jobs N] [--resume] [--quick]
+    python bench/interop/upstream_tests.py PATH [--device CPU|EMU] [--only test_ops …] [--jobs N] [--resume]
+    [--quick]
 
 A test that passes plain and does not pass hooked is a difference. The exit code is 1 when there is one that
-bench/upstream_known.json does not list (tests that count kernels, with reasons and the words they fail in),
-or when no test passes on either side.
+bench/interop/upstream_known.json does not list (tests that count kernels, with reasons and the words they
+fail in), or when no test passes on either side.
 Tests that fail plain do not count. The tests meet the installed tinygrad: of the checkout only its test files
 are used. Plain is NV=0: tinygrad's schedules and kernels, with this package's compiler and emulated GPU.
 
@@ -34,7 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import tinygrad
-from measure import RESULTS, save, table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import RESULTS, save, table
 
 KNOWN = Path(__file__).parent / "upstream_known.json"
 FOLDERS = ("backend", "unit")
@@ -115,7 +119,7 @@ def in_process(run: Run, file: str, side: str, log: Path) -> tuple[str, str]:
     """Runs a file's tests that the log has not, until they end or one takes too long. How it ended: "" when
     all was well, "timeout", or in words; and the end of what was printed."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("NV")}
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:], str(RESULTS.parents[1])])
     env = {**kept, "NV": SIDES[side], "NV_STRICT": "1", "DEV": run.device, "UPSTREAM_LOG": str(log),
            "DERANDOMIZE_CI": "1", "RUN_SLOW": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "upstream_plugin", "-p", "no:cacheprovider",

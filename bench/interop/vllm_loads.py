@@ -1,6 +1,6 @@
 """What `tinygrad-nv train` saved, in vLLM: the same greedy tokens?
 
-    python bench/vllm_loads.py MODEL [--adapter DIR] [--python OTHER/bin/python] [--tokens 24]
+    python bench/interop/vllm_loads.py MODEL [--adapter DIR] [--python OTHER/bin/python] [--tokens 24]
 
 Protocol: MODEL is a directory that was saved, or with `--adapter` the base of the adapter in DIR. This
 interpreter generates with tinygrad_nv; `--python`, one that has vLLM (by default this one), with vLLM, on
@@ -14,6 +14,10 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 
 MARK = "TOKENS "
 PROMPTS = ["Once upon a time", "One day a little girl", "The"]

@@ -13,9 +13,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from gemm_peers import ARCHS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from bench.lib.gemm_peers import ARCHS
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tinygrad_nv.runtime.programs import programs_hash
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SOURCES = (".py", ".c", ".h")
 T = TypeVar("T")
 
@@ -74,7 +74,8 @@ def sources() -> str:
     """A digest of the package's, the models' and the benches' sources: of what is measured and how, also
     where there is no git."""
     whole, root = hashlib.sha256(), RESULTS.parents[1]
-    for folder, pattern in (("tinygrad_nv", "**/*"), ("models", "*.py"), ("bench", "*.py")):
+    for folder, pattern in (("tinygrad_nv", "**/*"), ("models", "*.py"), ("bench", "*.py"),
+                            ("bench", "*/*.py")):
         for path in sorted(root.joinpath(folder).glob(pattern)):
             if path.suffix not in SOURCES: continue
             whole.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")

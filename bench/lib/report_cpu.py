@@ -1,4 +1,4 @@
-"""What was measured on a CPU, for report.py: decoding (cpu_decode.py) and kernels (cpu_kernels.py)."""
+"""What was measured on a CPU, for report.py: decoding (cpu/decode.py) and kernels (cpu/kernel_times.py)."""
 from __future__ import annotations
 
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import spread
+from bench.lib.measure import spread
 
 Record = dict[str, Any]
 OURS, THEIRS, LLAMA_CPP = "tinygrad_nv", "transformers", "llama.cpp"
@@ -28,13 +28,13 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def decode(record: Record | None) -> str:
     """Whole models beside transformers, and llama.cpp."""
-    if record is None: return f"Decoding on a CPU (`bench/cpu_decode.py`): {NOT_MEASURED}."
+    if record is None: return f"Decoding on a CPU (`bench/cpu/decode.py`): {NOT_MEASURED}."
     there = any(LLAMA_CPP in runs for result in record["results"] for runs in result["runs"].values())
     engines = [OURS, THEIRS, *[LLAMA_CPP] * there]
     lines = [line for result in record["results"] for line in _model(result, engines)]
     header = [f"tokens/s, {record['machine']}", *engines, *(f"/ {name} (spread)" for name in engines[1:])]
     return (f"Decoding on a CPU beside {' and '.join(engines[1:])}, in one interleaved run "
-            f"(`bench/cpu_decode.py`: a prompt of 32 tokens and {record['tokens']} after it; prefill: a "
+            f"(`bench/cpu/decode.py`: a prompt of 32 tokens and {record['tokens']} after it; prefill: a "
             "prompt of 512):\n\n" + markdown(header, lines))
 
 
@@ -60,7 +60,7 @@ def _model(result: Record, engines: list[str]) -> list[list[str]]:
 
 def gguf(record: Record | None) -> str:
     """GGUF files beside llama.cpp."""
-    if record is None: return f"GGUF files on a CPU (`bench/cpu_gguf.py`): {NOT_MEASURED}."
+    if record is None: return f"GGUF files on a CPU (`bench/cpu/gguf_decode.py`): {NOT_MEASURED}."
     names = {"tg": f"decode, {record['tokens'] - 1} tokens", "pp": f"prefill, {record['prompt']} tokens"}
     lines = []
     for result in record["results"]:
@@ -71,26 +71,27 @@ def gguf(record: Record | None) -> str:
                           f"{median(theirs):.0f}", f"{median(ratios):.2f} ({spread(ratios)})",
                           f"{result['others'][mode]:.0%}"])
     header = [f"tokens/s, {record['machine']}", OURS, LLAMA_CPP, "ratio (spread)", "other load, at most"]
-    return ("GGUF files on a CPU beside llama.cpp, in one interleaved run (`bench/cpu_gguf.py`); other load "
-            "is the share of the cores that other processes took:\n\n" + markdown(header, lines))
+    return ("GGUF files on a CPU beside llama.cpp, in one interleaved run (`bench/cpu/gguf_decode.py`); "
+            "other load is the share of the cores that other processes took:\n\n" + markdown(header, lines))
 
 
 def tinygrad(record: Record | None) -> str:
     """Decoding a GGUF file beside tinygrad's own engine."""
-    if record is None: return f"Decoding beside tinygrad's engine (`bench/cpu_tinygrad.py`): {NOT_MEASURED}."
+    if record is None:
+        return f"Decoding beside tinygrad's engine (`bench/cpu/tinygrad_engine.py`): {NOT_MEASURED}."
     ours, theirs = record["tokens_per_s"][OURS], record["tokens_per_s"]["tinygrad"]
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     same = "" if record["same_tokens"] else ("; the texts differ, as activations are rounded to int8 "
                                              "here and weights to float16 there")
     return (f"Decoding {record['file']} beside tinygrad's own engine, `tinygrad.llm`, without BEAM, in one "
-            f"interleaved run on a busy machine (`bench/cpu_tinygrad.py`, {record['machine']}): "
+            f"interleaved run on a busy machine (`bench/cpu/tinygrad_engine.py`, {record['machine']}): "
             f"{median(ours):.0f} and {median(theirs):.1f} tokens/s, {median(ratios):.0f} times as fast "
             f"({min(ratios):.0f} … {max(ratios):.0f}){same}.")
 
 
 def kernels(record: Record | None) -> str:
     """Kernels beside torch: of each part and dtype the range of its ratios."""
-    if record is None: return f"CPU kernels beside torch (`bench/cpu_kernels.py`): {NOT_MEASURED}."
+    if record is None: return f"CPU kernels beside torch (`bench/cpu/kernel_times.py`): {NOT_MEASURED}."
     lines = []
     for part, dtype in dict.fromkeys((done["part"], done["dtype"]) for done in record["results"]):
         mine = [done for done in record["results"] if (done["part"], done["dtype"]) == (part, dtype)]
@@ -100,7 +101,7 @@ def kernels(record: Record | None) -> str:
         lines.append([f"{part}, {dtype}, {len(mine)} shapes", f"{min(rates):.0f} … {max(rates):.0f} {unit}",
                       f"{median(ratios):.2f} ({spread(ratios)})"])
     return (f"CPU kernels beside torch {record['torch']} on {record['threads']} threads, {record['isa']} "
-            f"(`bench/cpu_kernels.py`, {record['machine']}):\n\n"
+            f"(`bench/cpu/kernel_times.py`, {record['machine']}):\n\n"
             + markdown(["", "tinygrad_nv", "times as fast as torch: middle (range over shapes)"], lines))
 
 

@@ -1,6 +1,6 @@
 """What the engine's bookkeeping costs: the host's part of a step, with a device that does nothing.
 
-    python bench/engine_overhead.py [--running 1,16,64,256] [--steps 600] [--dry]
+    python bench/serving/engine_overhead.py [--running 1,16,64,256] [--steps 600] [--dry]
 
 A step is `EngineCore.step`: the next batch is scheduled and launched, and the tokens of the one before are
 handed to their requests. Times are of the thread's processor (`time.thread_time`), so that others who use the
@@ -17,15 +17,19 @@ import argparse
 import gc
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import numpy as np
-from measure import each, save, table
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each, save, table
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams

@@ -1,6 +1,6 @@
 """Block operations a second of the page allocator: what the engine's bookkeeping of pages costs.
 
-    python bench/kv_pages.py [--sequences 64] [--tokens 1024] [--rounds 15] [--dry]
+    python bench/serving/kv_pages.py [--sequences 64] [--tokens 1024] [--rounds 15] [--dry]
 
 Pure Python, no device. An operation is one page taken, shared, given back, evicted, copied on write, moved to
 the host or back; of "append" a token of one sequence (reserved and advanced over), of which every sixteenth
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 
-from measure import each, save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.pool import PagePool
 

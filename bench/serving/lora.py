@@ -1,7 +1,8 @@
 """What adapters cost: generated tokens a second of a batch whose sequences have 8 different ones, beside that
 of the same batch without.
 
-    python bench/lora.py [--adapters 8] [--ranks 8,16] [--sequences 8,16] [--rounds 5] [--dtype float32]
+    python bench/serving/lora.py [--adapters 8] [--ranks 8,16] [--sequences 8,16] [--rounds 5] [--dtype
+    float32]
 
 The model is random, of some 110 million parameters (12 layers of 768, 2048 columns of feed-forward, 8192
 tokens), in a directory made for this. Adapters change every linear layer. Each round generates 32 tokens of
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from statistics import median
 
 import numpy as np
 from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.lora.request import LoRARequest

@@ -1,6 +1,6 @@
 """Page operations at random, as many as asked for, against a model of what each page is for.
 
-    python bench/page_operations.py --operations 100000000 --seed 1
+    python bench/serving/page_operations.py --operations 100000000 --seed 1
 
 Pure Python, no device. An operation is one page taken, shared, dropped, or looked up without being found. A
 small engine (`Load`) opens sequences whose prompts have common prefixes, and does with them what the engine
@@ -25,11 +25,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from checked_pages import CheckedPages
-from measure import save, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.lib.measure import save, table
+from bench.serving.checked_pages import CheckedPages
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.kvcache.pool import PagePool

@@ -1,6 +1,6 @@
 """Pictures of the server's page, with the model in the box: docs/page-*.png.
 
-    python bench/page_screenshots.py [--out docs] [--seconds 45]
+    python bench/serving/page_screenshots.py [--out docs] [--seconds 45]
 
 It starts `tinygrad-nv serve`, keeps it busy for so many seconds before each set of pictures, so that the
 plots have something to show, and drives a headless Chromium (chromium and chromedriver in PATH) at 390, 820
@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COLOURS = 256
 # Chromium has a mouse: it hovers (2), its pointer is fine (4)
 MOUSE = "--blink-settings=" + ",".join(f"{kind}{name}Type{end}={value}" for name, value in (

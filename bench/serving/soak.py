@@ -1,7 +1,7 @@
 """Servers under everything at once, for hours: adapters, structured output, drafts, samples, embeddings, and
 clients that leave.
 
-    python bench/soak.py --hours 1 --json soak.json --plot soak.png
+    python bench/serving/soak.py --hours 1 --json soak.json --plot soak.png
 
 Clients ask what soak_requests.py has, of the three servers in soak_servers.py, with few pages and two slots
 for three adapters. What each case gives alone is known before the load. Checked:
@@ -32,9 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import git, processor, table
-from soak_requests import WRONG, Answer, Case, cases, varied
-from soak_servers import Running, ask, figures, servers
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import git, processor, table
+from bench.serving.soak_requests import WRONG, Answer, Case, cases, varied
+from bench.serving.soak_servers import Running, ask, figures, servers
 
 LIMIT_S = 120.0         # for one request
 PAUSE_S = 60.0          # between two looks at idle servers

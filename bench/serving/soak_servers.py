@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cpu_decode import BOX
 from safetensors.numpy import load_file, save_file
+
+from bench.cpu.decode import BOX
 
 CAPTURE_S = 600.0       # for a server's start, and for its steps
 FOLLOWS_S = 12.0        # until a server says that steps follow

@@ -1,6 +1,7 @@
 """How long a server takes from an empty cache to ready, and whether a request compiles anything afterwards.
 
-    python bench/startup.py [--model DIR | --billion] [--no-prebuilt] [--device CPU] [-- OPTIONS OF serve]
+    python bench/serving/startup.py [--model DIR | --billion] [--no-prebuilt] [--device CPU] [-- OPTIONS OF
+    serve]
 
 It starts `tinygrad-nv serve` twice in one cache directory, which is empty at first ("cold"), and each time
 reports the stages up to ready, CPU seconds of all its processes until then, kernels that were compiled, the
@@ -28,8 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import startup_model
-from measure import save, table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, table
+from bench.serving import startup_model
 
 PROMPT, CLIENTS = "Once upon a time", 100
 # one of each kind that has kernels of its own, or a step of another shape

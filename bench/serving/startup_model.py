@@ -1,13 +1,13 @@
 """Writes a model of 1.2 billion random weights in bfloat16, with a tokenizer of 128,256 tokens: the shapes of
 Llama 3.2 1B, for timings that do not depend on what weights say.
 
-    python bench/startup_model.py DIR
+    python bench/serving/startup_model.py DIR
 """
 from __future__ import annotations
 
+import argparse
 import json
 import struct
-import sys
 from itertools import count
 from pathlib import Path
 
@@ -94,4 +94,7 @@ def write(directory: Path) -> None:
     write_weights(directory / "model.safetensors")
 
 
-if __name__ == "__main__": write(Path(sys.argv[1]))
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("directory", type=Path, help="where it goes")
+    write(parser.parse_args().directory)

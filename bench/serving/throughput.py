@@ -1,7 +1,7 @@
 """Throughput of our server beside transformers' `generate` in batches, and both one request at a time.
 
-    python bench/serving.py                     # the model in the box
-    python bench/serving.py DIR --requests 64 --repeats 5
+    python bench/serving/throughput.py                     # the model in the box
+    python bench/serving/throughput.py DIR --requests 64 --repeats 5
 
 One load, prompts and answers of mixed lengths: the server gets all requests at once, over HTTP, and one after
 the other; transformers gets them in batches, padded on the left, and one by one. Contenders take turns, and
@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import each, end_with_parent, save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.lib.measure import each, end_with_parent, save, spread, table
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import Transformers
 from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total

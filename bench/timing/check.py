@@ -1,14 +1,14 @@
 """Predicted times beside published ones, of kernels that others wrote.
 
-    python bench/timing_check.py [--fast-cu DIR] [--deepgemm DIR] [--flash-attention DIR] [--small]
+    python bench/timing/check.py [--fast-cu DIR] [--deepgemm DIR] [--flash-attention DIR] [--small]
                                  [--include DIR ...] [--plot FILE.png] [--dry]
 
-DIRs are checkouts of public repositories, at the commits that timing_fast_cu.py, timing_deepgemm.py and
-timing_fa3.py name. Each kernel is compiled by nvcc (in PATH, or of NVIDIA's wheels), its launch predicted
+DIRs are checkouts of public repositories, at the commits that timing/fast_cu.py, timing/deepgemm.py and
+timing/fa3.py name. Each kernel is compiled by nvcc (in PATH, or of NVIDIA's wheels), its launch predicted
 (ptx/timing/), and compared with what its authors published. Headers that a repository has as submodules, and
 CCCL where nvcc lacks it, come by `--include`; of two with one name the first counts, so each repository may
 be judged in a run of its own: rows of the others are kept. Nothing runs on a GPU, and nothing of the
-repositories is kept. `--small`: Triton's tutorial and microbenchmarks (timing_small_judges.py), which
+repositories is kept. `--small`: Triton's tutorial and microbenchmarks (timing/small_judges.py), which
 need no checkout. Rows that are "fitted" were used to choose figures in ptx/timing/gpus/h100.toml, and
 judge nothing. """
 from __future__ import annotations
@@ -16,15 +16,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import timing_deepgemm
-import timing_fa3
-import timing_fast_cu
-import timing_small_judges
-from measure import RESULTS, save, table
-from timing_judges import Judged, agreement
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import RESULTS, save, table
+from bench.timing import deepgemm as timing_deepgemm
+from bench.timing import fa3 as timing_fa3
+from bench.timing import fast_cu as timing_fast_cu
+from bench.timing import small_judges as timing_small_judges
+from bench.timing.judges import Judged, agreement
 
 RECORD = "timing_check"
 FAMILIES = ("fast.cu", "DeepGEMM", "FlashAttention-3", "Triton", "microbenchmarks")

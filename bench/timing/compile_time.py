@@ -22,13 +22,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import gemm_peers
-import sass_gemm
 import triton
-from gemm_peers import Peer
-from measure import each, save, spread, table
 from triton.backends.nvidia.compiler import get_ptxas
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib import gemm_peers
+from bench.lib.gemm_peers import Peer
+from bench.lib.measure import each, save, spread, table
+from bench.timing import sass_gemm
 from tinygrad_nv.ptx.assemble import assemble, require_ptxas
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma

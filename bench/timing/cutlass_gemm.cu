@@ -1,5 +1,5 @@
 // A matmul of CUTLASS's, out = a @ b.T in bfloat16 with sums in float32, by -DSCHEDULE (KernelTmaWarpSpecialized...),
-// -DROWS, -DCOLUMNS, -DCLUSTER: built by timing_rows_gemm.py. Arguments: m, n, k.
+// -DROWS, -DCOLUMNS, -DCLUSTER: built by timing/rows_gemm.py. Arguments: m, n, k.
 #include <cstdio>
 #include <cstdlib>
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 """What templates emit, and whether two commits emit the same but for names and comments.
 
-    python bench/emitted.py --write FILE.json        every kernel of emitted_cases.py
-    python bench/emitted.py --compare A.json B.json  exit code 1 where any differ
+    python bench/timing/emitted.py --write FILE.json        every kernel of emitted_cases.py
+    python bench/timing/emitted.py --compare A.json B.json  exit code 1 where any differ
 
 Before a change, write one file; after it, another; compare. No compiler, GPU or particular CPU is needed, and
 neither the environment, nor tuned schedules, nor BEAM matters. Of each case the file has its schedule, the
@@ -32,10 +32,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from emitted_cases import Case, cases, emitted
-from measure import each
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tinygrad_nv
+from bench.lib.measure import each
+from bench.timing.emitted_cases import Case, cases, emitted
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.tile.kernel import BackwardKernel, GemmKernel, TileKernel

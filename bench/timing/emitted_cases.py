@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from emitted_specs import (
+from bench.lib.specs import (
     BF16,
     E4M3,
     E5M2,
@@ -42,7 +42,6 @@ from emitted_specs import (
     sparse,
     tables,
 )
-
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.kernel import CPUKernel

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from timing_judges import CACHE, Judged
-from timing_programs import launches, program
-
+from bench.timing.judges import CACHE, Judged
+from bench.timing.programs import launches, program
 from tinygrad_nv.ptx.timing.model import Timing
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)

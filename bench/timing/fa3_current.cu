@@ -1,5 +1,5 @@
 // FlashAttention-3's kernels as they are now, for one head size (-DHEAD_DIM), from its sources (hopper/): the
-// backward pass of float16 (-DBACKWARD), or the forward pass of e4m3. Built by timing_rows_attention.py.
+// backward pass of float16 (-DBACKWARD), or the forward pass of e4m3. Built by timing/rows_attention.py.
 // Arguments: tokens, and 1 for causal. As in its paper's tables 16384 tokens in all, 2048 columns.
 #include <cmath>
 #include <cstdlib>

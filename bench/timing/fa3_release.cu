@@ -1,5 +1,5 @@
 // FlashAttention-3's forward kernel as it was released (July 2024), for one head size (-DHEAD_DIM), from its
-// sources: built by timing_fa3.py, whose headers take ATen's place. Arguments: tokens, and 1 for causal. As in
+// sources: built by timing/fa3.py, whose headers take ATen's place. Arguments: tokens, and 1 for causal. As in
 // its paper's tables 16384 tokens in all, 2048 columns, float16.
 #include <cmath>
 #include <cstdlib>

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from timing_judges import Judged, to_ptx
 
+from bench.timing.judges import Judged, to_ptx
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.ptx.timing.model import Timing

@@ -1,4 +1,4 @@
-"""What timing_gates.py watches: of each template of GPUs, specs at the sizes of models, with its default
+"""What timing/gates.py watches: of each template of GPUs, specs at the sizes of models, with its default
 schedule. `cases()` has them by name; those whose name ends with "*" are left out of the default run of the
 tests, which is to take less than a minute of one core."""
 from __future__ import annotations
@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from emitted_specs import (
+from tinygrad.dtype import DType, dtypes
+
+from bench.lib.specs import (
     BF16,
     E4M3,
     F32,
@@ -34,8 +36,6 @@ from emitted_specs import (
     softmax,
     sparse,
 )
-from tinygrad.dtype import DType, dtypes
-
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec

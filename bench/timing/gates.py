@@ -1,9 +1,9 @@
 """Predicted times of every template's kernels beside those of the last accepted commit. No GPU is needed.
 
-    python bench/timing_gates.py [PATTERN ...]              compares; exit code 1 where a kernel got worse
-    python bench/timing_gates.py --refresh [PATTERN ...]    accepts what there is now, and says what changed
+    python bench/timing/gates.py [PATTERN ...]              compares; exit code 1 where a kernel got worse
+    python bench/timing/gates.py --refresh [PATTERN ...]    accepts what there is now, and says what changed
 
-Each case of timing_gate_cases.py is built, assembled, and predicted on an H100, or an L40S where its
+Each case of timing/gate_cases.py is built, assembled, and predicted on an H100, or an L40S where its
 template is of sm_89 (tinygrad_nv/ptx/timing/).
 timing_baseline.json has, of each of its kernels, the predicted time, how busy the units are, registers, what
 SASS spends on its tensor-core instructions, and by lines of PTX the cycles of the critical path, and those
@@ -29,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import each
-from timing_gate_cases import GPU_NAME, GateCase, cases, contents
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import each
+from bench.timing.gate_cases import GPU_NAME, GateCase, cases, contents
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.sass import Loop, main_loop
 from tinygrad_nv.ptx.timing.critical import PARTS
@@ -43,7 +45,7 @@ from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.templates import TABLE
 
-BASELINE = Path(__file__).parent / "timing_baseline.json"
+BASELINE = Path(__file__).parent / "baseline.json"
 LIMIT = 0.03
 KEPT, SHOWN = 16, 4     # lines of a kernel
 LEAST = 0.002           # of a launch's cycles, below which a line is not shown
@@ -164,7 +166,7 @@ def grown(words: str, old: Sequence[Spent], new: Sequence[Spent], cycles: int) -
 def judged(case: GateCase, baseline: Mapping[str, Sequence[Record]]) -> list[str]:
     """Lines of a report on a case that got worse; empty where it did not."""
     if (known := baseline.get(case.name)) is None:
-        return [f"{case.name}: not in {BASELINE.name}: python bench/timing_gates.py --refresh"]
+        return [f"{case.name}: not in {BASELINE.name}: python bench/timing/gates.py --refresh"]
     try: lines = compared(case.name, known, records(case))
     except NVError as error: return [f"{case.name}: {error.found}"]
     other = json.loads(BASELINE.read_text())["toolchain"] if lines else toolchain()

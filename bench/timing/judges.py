@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from measure import RESULTS
 
+from bench.lib.measure import RESULTS
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import find_program
 

@@ -1,7 +1,7 @@
 """Kernels in the tile language beside our templates, and Triton's kernels, on a GPU, by the timing model:
 nothing here is measured.
 
-    python bench/language_gpu_model.py [--gpu h100] [--only flash] [--triton] [--json]
+    python bench/timing/language_gpu_model.py [--gpu h100] [--only flash] [--triton] [--json]
 
 Protocol: a row is the least of a few schedules' predicted times, and that of the template with the schedule
 that it has without tuning. `ratio` is template / language: 0.9 is what the language is to reach. With
@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from emitted_specs import attention, matmul
-from kernels_language import matmul as language_matmul
-from language_rows import Case, Timed, beside, best, empty, more, row, template, triton
 from tinygrad import dtypes
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.kernels_language import matmul as language_matmul
+from bench.lib.specs import attention, matmul
+from bench.timing.language_rows import Case, Timed, beside, best, empty, more, row, template, triton
 from tinygrad_nv.stdlib import attention as flash
 
-RESULTS = Path(__file__).parent / "results" / "language_gpu_model.json"
+RESULTS = Path(__file__).parents[1] / "results" / "language_gpu_model.json"
 SCHEDULES = {
     "h100": ((128, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 128, 64, 4, 4)),
     "a100": ((128, 128, 32, 4, 4), (128, 64, 32, 4, 4), (128, 128, 64, 8, 3), (128, 256, 32, 8, 3))}

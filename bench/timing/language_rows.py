@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import emitted_specs as specs
-import kernels_language_rows as kernels
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from bench.lib import kernels_language_rows as kernels
+from bench.lib import specs
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.language.kernels import Kernel
 from tinygrad_nv.patterns.target import choose
@@ -77,7 +77,7 @@ def template(spec: Any, gpu: str) -> float:
 def triton(name: str, *given: Any) -> Callable[[str], Timed]:
     """A function of language_triton.py, which is imported where it is asked for."""
     def timed(gpu: str) -> Timed:
-        import language_triton
+        from bench.timing import language_triton
         found: Timed = getattr(language_triton, name)(gpu, *given)
         return found
     return timed

@@ -13,14 +13,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-import gemm_peers
-import memory_peers
 import triton
 import triton.language as tl
-from attention_peers import KERNELS, Flash
-from gemm_peers import Peer
-from timing_triton import Array, Given, predicted
 
+from bench.lib import gemm_peers, memory_peers
+from bench.lib.attention_peers import KERNELS, Flash
+from bench.lib.gemm_peers import Peer
+from bench.timing.triton_times import Array, Given, predicted
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing

@@ -1,27 +1,31 @@
 """What adapters are predicted to cost on an H100: decode steps of LLaMA 3.1 8B in bfloat16 whose sequences
 have 8 different ones, beside those without. No GPU is needed; figures are modelled, not measured.
 
-    python bench/lora_modelled.py [--adapters 8] [--ranks 16] [--batches 8,16] [--context 1024]
+    python bench/timing/lora_modelled.py [--adapters 8] [--ranks 16] [--batches 8,16] [--context 1024]
 
 Launches are those that models/llama.py lowers to on the emulated device, found by `explain`, as in
-timing_rows_step.py; each spec is predicted once, then all of a step stand in a row with PDL. A step is one of
+timing/rows_step.py; each spec is predicted once, then all of a step stand in a row with PDL. A step is one of
 two layers, and the second layer as often as the model has more. Left out are some small kernels of tinygrad's
 that sort rows by adapter, once a step.
 """
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from gpu_decode import MODELS
-from timing_gate_cases import GPU_NAME
-from timing_rows import taken
-from timing_rows_step import DEVICE, PAGE, timed
 from tinygrad import Tensor, dtypes
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.gpu.decode import MODELS
+from bench.timing.gate_cases import GPU_NAME
+from bench.timing.rows import taken
+from bench.timing.rows_step import DEVICE, PAGE, timed
 from tinygrad_nv.explain import explain
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.models.config import parse_config

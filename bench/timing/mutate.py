@@ -1,7 +1,7 @@
 """How much of what can be wrong with a kernel's synchronisation the emulator finds: breaks each synchronising
 instruction of a PTX file, one at a time, and runs every broken kernel.
 
-    python bench/mutate.py FILE.ptx --grid 2 --arg map:64x64:128B:random:f16:256x64 --arg empty:1024
+    python bench/timing/mutate.py FILE.ptx --grid 2 --arg map:64x64:128B:random:f16:256x64 --arg empty:1024
 
 The launch is given as to `tinygrad-nv ptx check`. The kernel as it stands must have no findings. A mutant is
 
@@ -25,6 +25,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx import command

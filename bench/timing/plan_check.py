@@ -1,7 +1,7 @@
 """Plans beside published rows (plan_rows.py): `tinygrad-nv plan` is a model, and this is how far off it is.
 No GPU is needed.
 
-    python bench/plan_check.py [--fit] [--page FILE.md] [--plot] [PATTERN ...]
+    python bench/timing/plan_check.py [--fit] [--page FILE.md] [--plot] [PATTERN ...]
 
 The record is results/plan_check.json, with every row, its source, what was published and what is modelled.
 Errors are of rows that no constant was fitted to: median and worst of each group. `--fit` prints the shares
@@ -11,6 +11,7 @@ of figures.toml that the other rows give; `--page` writes the summary between th
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from math import log
@@ -19,8 +20,10 @@ from statistics import median
 from typing import Any
 from zlib import crc32
 
-from measure import RESULTS, save, table
-from plan_rows import SHARES, Row, Shares, latencies, rows, throughputs, training
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import RESULTS, save, table
+from bench.timing.plan_rows import SHARES, Row, Shares, latencies, rows, throughputs, training
 
 RECORD, MARK = "plan_check", "<!-- plan_check -->"
 ROOT = RESULTS.parents[1]

@@ -1,4 +1,5 @@
-"""Published rows that plans are judged by: bench/plan_check.py. Each has its source; none was measured here.
+"""Published rows that plans are judged by: bench/timing/plan_check.py. Each has its source; none was measured
+here.
 
 torchtitan: github.com/pytorch/torchtitan, benchmarks/ at commit b5bcd76c. Its H100s have 96 GB of HBM2e (2.4
 TB/s) and a power limit of 500 W (llama3_h100_202412_torchtitan.md,

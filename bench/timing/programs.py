@@ -12,9 +12,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from timing_gate_cases import GPU_NAME
-from timing_judges import CACHE, errors, nvcc
-
+from bench.timing.gate_cases import GPU_NAME
+from bench.timing.judges import CACHE, errors, nvcc
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.host import run_program
 from tinygrad_nv.ptx.timing.model import Timing

@@ -1,4 +1,4 @@
-"""What a row of timing_table.py is: a problem, our kernels for it, and those of others that solve it.
+"""What a row of timing/table.py is: a problem, our kernels for it, and those of others that solve it.
 
 Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `taken` is their
 time as nodes of a graph, without PDL unless the row says so. A peer that needs a checkout names its option in
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from timing_gate_cases import GPU_NAME, HOPPER
-
+from bench.timing.gate_cases import GPU_NAME, HOPPER
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.ptx.timing.sequence import in_row, seconds
@@ -34,7 +33,7 @@ Launches = Sequence[Timing]
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel of others: `needs` is the option of timing_table.py that gives its checkout, "" for none."""
+    """A kernel of others: `needs` is the option of timing/table.py that gives its checkout, "" for none."""
     name: str
     launched: Callable[[Checkouts], Launches]
     needs: str = ""

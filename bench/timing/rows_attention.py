@@ -1,8 +1,8 @@
-"""Rows of timing_table.py: attention and its gradient beside FlashAttention-3's and Triton's.
+"""Rows of timing/table.py: attention and its gradient beside FlashAttention-3's and Triton's.
 
 Problems are those of FlashAttention-3's paper: 16384 tokens in all, 2048 columns of all heads, float16 as
 [batch, tokens, heads, d], with l; its figures count half the work for a causal mask. FlashAttention-3: its
-release of July 2024 (timing_fa3.py) for the forward pass of 16 bits; what the release has not yet, e4m3 and
+release of July 2024 (timing/fa3.py) for the forward pass of 16 bits; what the release has not yet, e4m3 and
 a backward pass of its own, as in 2025 (fa3_current.cu: hopper/ with CUTLASS 4.x). Of e4m3 a head has one
 scale. Of a gradient the main kernel counts: delta is given, and dq is left in float32, which is zero before.
 Triton: attention_peers.py, bfloat16 as [batch, heads, tokens, d], beside some rows without a mask alone: a
@@ -14,14 +14,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import timing_fa3
-import timing_programs
-from attention_peers import KERNELS, Flash
-from emitted_specs import BF16, F16, attention, backward, scaled
-from timing_gate_cases import CAUSAL
-from timing_rows import Checkouts, Launches, Peer, Row
-from timing_triton import Array, predicted
-
+from bench.lib.attention_peers import KERNELS, Flash
+from bench.lib.specs import BF16, F16, attention, backward, scaled
+from bench.timing import fa3 as timing_fa3
+from bench.timing import programs as timing_programs
+from bench.timing.gate_cases import CAUSAL
+from bench.timing.rows import Checkouts, Launches, Peer, Row
+from bench.timing.triton_times import Array, predicted
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec

@@ -1,4 +1,4 @@
-"""Rows of timing_table.py of paged decode attention, beside Triton's of decode_peers.py: 8 key heads of 4
+"""Rows of timing/table.py of paged decode attention, beside Triton's of decode_peers.py: 8 key heads of 4
 query heads each, d 128, bf16, pages of 16 tokens, wherever keys and values take 80 GB at most."""
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import decode_peers as kernels
-from emitted_specs import decode
-from timing_rows import Checkouts, Launches, Peer, Row
-from timing_triton import Array, predicted
+from bench.lib import decode_peers as kernels
+from bench.lib.specs import decode
+from bench.timing.rows import Checkouts, Launches, Peer, Row
+from bench.timing.triton_times import Array, predicted
 
 HEADS, GROUP, D, PAGE = 8, 4, 128, 16
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)

@@ -1,6 +1,6 @@
-"""Rows of timing_table.py: matmuls beside CUTLASS's, fast.cu's, DeepGEMM's and Triton's.
+"""Rows of timing/table.py: matmuls beside CUTLASS's, fast.cu's, DeepGEMM's and Triton's.
 
-CUTLASS: bench/cutlass_gemm.cu, ping-pong and cooperative, by tile and cluster, on main of 2025 (4.x).
+CUTLASS: bench/timing/cutlass_gemm.cu, ping-pong and cooperative, by tile and cluster, on main of 2025 (4.x).
 fast.cu: kernels 10 and 11. DeepGEMM at a6d97a1: its fp8 matmul has block scales; it stands beside ours with
 the same, and beside ours without. All promote sums to float32 every 128 of K.
 """
@@ -11,15 +11,15 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-import gemm_peers
-import timing_deepgemm
-import timing_fast_cu
-import timing_programs
-from emitted_specs import E4M3, blocks, matmul
-from gemm_peers import Peer as TritonGemm
-from timing_gate_cases import GPU_NAME
-from timing_rows import Checkouts, Launches, Peer, Row
-from timing_triton import Array, predicted
+from bench.lib import gemm_peers
+from bench.lib.gemm_peers import Peer as TritonGemm
+from bench.lib.specs import E4M3, blocks, matmul
+from bench.timing import deepgemm as timing_deepgemm
+from bench.timing import fast_cu as timing_fast_cu
+from bench.timing import programs as timing_programs
+from bench.timing.gate_cases import GPU_NAME
+from bench.timing.rows import Checkouts, Launches, Peer, Row
+from bench.timing.triton_times import Array, predicted
 
 SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), *((m, 8192, 8192) for m in (16, 32, 64, 128, 256, 512)))
 FP8, FP8_BLOCKS = (4096, 7168, 16384), ((4096, 4096, 7168), (4096, 7168, 2048), (128, 7168, 16384),

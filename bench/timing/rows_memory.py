@@ -1,4 +1,4 @@
-"""Rows of timing_table.py that memory bounds: few-row matmuls, norms, elements, sampling, embeddings, and
+"""Rows of timing/table.py that memory bounds: few-row matmuls, norms, elements, sampling, embeddings, and
 appends with rotation, beside Triton's kernels of memory_peers.py.
 
 Bytes are those that a kernel must read and write once; results may stay in L2, so that a share of HBM's
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
-import memory_peers as kernels
 import numpy as np
-from emitted_specs import BF16, F32, argmax, elements, layer, matmul, rms, softmax
-from timing_rows import Checkouts, Launches, Peer, Row
-from timing_triton import Array, Given, predicted
 from tinygrad.dtype import DType, dtypes
 
+from bench.lib import memory_peers as kernels
+from bench.lib.specs import BF16, F32, argmax, elements, layer, matmul, rms, softmax
+from bench.timing.rows import Checkouts, Launches, Peer, Row
+from bench.timing.triton_times import Array, Given, predicted
 from tinygrad_nv.tile.decode.spec import Pages
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope

@@ -1,4 +1,4 @@
-"""Rows of timing_table.py: both matmuls of mixtures of experts beside Triton's (moe_peers.py) and DeepGEMM's.
+"""Rows of timing/table.py: both matmuls of mixtures of experts beside Triton's (moe_peers.py) and DeepGEMM's.
 
 Tokens are dealt at random, k different experts each. Ours gathers, activates, weights and scatters in the two
 kernels. Triton's gathers and scatters; its activation is not counted. DeepGEMM's first release (a6d97a1)
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-import moe_peers
 import numpy as np
-import timing_deepgemm
-from emitted_specs import BF16
-from moe_peers import Tile
-from timing_gate_cases import GPU_NAME, experts_of
-from timing_rows import Checkouts, Launches, Peer, Row
-from timing_triton import Array, predicted
 
+from bench.lib import moe_peers
+from bench.lib.moe_peers import Tile
+from bench.lib.specs import BF16
+from bench.timing import deepgemm as timing_deepgemm
+from bench.timing.gate_cases import GPU_NAME, experts_of
+from bench.timing.rows import Checkouts, Launches, Peer, Row
+from bench.timing.triton_times import Array, predicted
 from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec

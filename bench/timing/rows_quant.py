@@ -1,4 +1,4 @@
-"""Rows of timing_table.py: float16 times matrices of 4- and 8-bit integers.
+"""Rows of timing/table.py: float16 times matrices of 4- and 8-bit integers.
 
 They have no peer: of a launch a few CTAs are recorded, and those of Marlin (Frantar et al. 2024) wait in a
 loop for CTAs that are not. sass_quant.py has its main loop's instructions beside ours.
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emitted_specs import F16, QTYPES, quantised
-from timing_rows import Row
-
+from bench.lib.specs import F16, QTYPES, quantised
+from bench.timing.rows import Row
 from tinygrad_nv.quant.types import nbytes
 
 FEW = 64           # rows up to which the matrix's bytes bound it

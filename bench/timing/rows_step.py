@@ -1,4 +1,4 @@
-"""Rows of timing_table.py of whole decode steps of LLaMA 3.2 1B and 3.1 8B, as graphs.
+"""Rows of timing/table.py of whole decode steps of LLaMA 3.2 1B and 3.1 8B, as graphs.
 
 Ours are the launches that models/llama.py lowers to on the emulated device, with a greedy token, found by
 `explain` without running them; each spec is predicted once, then all stand in a row with PDL. Peers: the same
@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-import memory_peers as kernels
-import timing_rows_decode as decoding
-import timing_rows_memory as memory
-from gpu_decode import MODELS
-from timing_gate_cases import GPU_NAME, HOPPER
-from timing_rows import Checkouts, Launches, Peer, Row, taken
-from timing_triton import Array, predicted
 from tinygrad import Tensor, dtypes
 
+from bench.gpu.decode import MODELS
+from bench.lib import memory_peers as kernels
+from bench.timing import rows_decode as decoding
+from bench.timing import rows_memory as memory
+from bench.timing.gate_cases import GPU_NAME, HOPPER
+from bench.timing.rows import Checkouts, Launches, Peer, Row, taken
+from bench.timing.triton_times import Array, predicted
 from tinygrad_nv.explain import explain
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.models.config import ModelConfig, parse_config

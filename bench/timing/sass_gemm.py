@@ -9,16 +9,20 @@ HGMMA.64x256x16. Registers, spills and shared memory are those of the whole kern
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import asdict, dataclass
 from itertools import product as pairs
+from pathlib import Path
 from typing import Any
 
-import gemm_peers
 import triton
-from gemm_peers import Peer
-from measure import each, save, table
 from tinygrad.dtype import DType, dtypes
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib import gemm_peers
+from bench.lib.gemm_peers import Peer
+from bench.lib.measure import each, save, table
 from tinygrad_nv.ptx.assemble import Assembly, assemble
 from tinygrad_nv.ptx.sass import TENSOR, disassemble, functions, main_loop
 from tinygrad_nv.tile.gemm.schedules import Mma, RingSchedule, Wgmma

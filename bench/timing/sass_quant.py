@@ -1,6 +1,6 @@
 """Instructions of main loops that multiply with quantised matrices, for each weight that becomes an operand.
 
-    python bench/sass_quant.py [--marlin DIR[:INCLUDE…]]
+    python bench/timing/sass_quant.py [--marlin DIR[:INCLUDE…]]
 
 Nothing runs on a GPU: kernels are assembled by ptxas, and the innermost loop with tensor-core instructions is
 found in the listings, as sass_gemm.py does. "around" are the fewest instructions that a warp executes in an
@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from emitted_specs import BF16, F16, QTYPES, quantised
-from measure import save, table
-from timing_judges import to_ptx
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.lib.measure import save, table
+from bench.lib.specs import BF16, F16, QTYPES, quantised
+from bench.timing.judges import to_ptx
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import Loop, disassemble, functions, main_loop
 from tinygrad_nv.tile.expression import short

@@ -1,6 +1,6 @@
 """Writes tinygrad_nv/tile/shipped.json: schedules of matmuls of common models, by the timing model.
 
-    python bench/shipped_schedules.py [--gpu NAME …] [--beam N]
+    python bench/timing/shipped_schedules.py [--gpu NAME …] [--beam N]
 
 Matmuls of Llama 3.1 8B in bfloat16, of a batch of 16 requests and of 2048 tokens of prompts. An entry is
 modelled for one GPU, nothing is measured; about a minute each. Entries that the file has are not made again.
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.tile import database

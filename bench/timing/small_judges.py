@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attention_peers import Flash
-from calibrate_constants import MEASURES
-from calibrate_players import ModelPlayer
-from timing_gate_cases import GPU_NAME
-from timing_judges import Judged
-from timing_rows_attention import ALL, COLUMNS, of_flash
-
+from bench.gpu.calibrate_constants import MEASURES
+from bench.gpu.calibrate_players import ModelPlayer
+from bench.lib.attention_peers import Flash
+from bench.timing.gate_cases import GPU_NAME
+from bench.timing.judges import Judged
+from bench.timing.rows_attention import ALL, COLUMNS, of_flash
 from tinygrad_nv.ptx.timing.gpu import figures
 
 TRITON = {512: 328.882, 1024: 389.723, 2048: 433.721, 4096: 458.359, 8192: 470.732, 16384: 476.753}
 FLASHES = (((128, 128), 8, 3), ((128, 64), 4, 3), ((128, 32), 4, 4))
-# what gpu_calibrate.py measures: operations of a warpgroup's or an SM's instruction, and cycles of it, of
+# what gpu/calibrate.py measures: operations of a warpgroup's or an SM's instruction, and cycles of it, of
 # Johnsonms/NVIDIA-Hopper-Benchmark (H100), W. Luo et al. 2024 (H800), and a H200
 K16, K32 = 2 * 64 * 16, 2 * 64 * 32
 MICRO = {"wgmma m64n8k16 bf16 SS": (8 * K16, 18.9), "wgmma m64n16k16 bf16 SS": (16 * K16, 20.9),

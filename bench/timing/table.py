@@ -1,6 +1,6 @@
 """Ours beside the best public kernels: predicted times on one model, in one run. No GPU is needed.
 
-    python bench/timing_table.py [--fast-cu DIR[:INCLUDE…]] [--cutlass DIR[:INCLUDE…]]
+    python bench/timing/table.py [--fast-cu DIR[:INCLUDE…]] [--cutlass DIR[:INCLUDE…]]
                                  [--deepgemm DIR[:INCLUDE…]] [--flash-attention DIR[:INCLUDE…]]
                                  [--flash-attention-2025 DIR[:INCLUDE…]]
                                  [--dry] [--page FILE.md] [PATTERN ...]
@@ -25,21 +25,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import timing_rows_attention
-import timing_rows_decode
-import timing_rows_gemm
-import timing_rows_memory
-import timing_rows_moe
-import timing_rows_quant
-import timing_rows_step
-from measure import RESULTS, each, save, table
-from timing_gate_cases import GPU_NAME
-from timing_rows import Checkout, Checkouts, Row, ours, taken
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.lib.measure import RESULTS, each, save, table
+from bench.timing import rows_attention as timing_rows_attention
+from bench.timing import rows_decode as timing_rows_decode
+from bench.timing import rows_gemm as timing_rows_gemm
+from bench.timing import rows_memory as timing_rows_memory
+from bench.timing import rows_moe as timing_rows_moe
+from bench.timing import rows_quant as timing_rows_quant
+from bench.timing import rows_step as timing_rows_step
+from bench.timing.gate_cases import GPU_NAME
+from bench.timing.rows import Checkout, Checkouts, Row, ours, taken
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
 
-RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[1]
+RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[2]
 MODULES = (timing_rows_gemm, timing_rows_quant, timing_rows_attention, timing_rows_memory, timing_rows_decode,
            timing_rows_step, timing_rows_moe)
 HBM = figures(GPU_NAME).hbm_bytes_per_s / 1e9   # GB/s that reads reach

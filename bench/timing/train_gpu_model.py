@@ -1,7 +1,7 @@
 """What training steps are predicted to take on an H100, kernel by kernel. Nothing is measured; no GPU is
 needed.
 
-    python bench/train_gpu_model.py [gpt2-124m] [llama-3.1-8b] [--rows 16] [--checkpointing full]
+    python bench/timing/train_gpu_model.py [gpt2-124m] [llama-3.1-8b] [--rows 16] [--checkpointing full]
 
 The steps are those of `tinygrad-nv train` in bfloat16 with AdamW (train/step.py), scheduled for the emulated
 H100 and not run, as `tinygrad-nv train --plan` does. GPT-2's shapes are those of a LLaMA: there is no family
@@ -21,17 +21,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from timing_gate_cases import GPU_NAME, HOPPER
-from timing_rows import taken
 from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops, UOp
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.timing.gate_cases import GPU_NAME, HOPPER
+from bench.timing.rows import taken
 from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Device, device
 from tinygrad_nv.dist.plan.layout import Training
@@ -49,7 +52,7 @@ from tinygrad_nv.train.arguments import made
 from tinygrad_nv.train.plan.layers import shortened
 from tinygrad_nv.train.plan.memory import step_programs
 
-RESULTS = Path(__file__).parent / "results" / "train_gpu_model"
+RESULTS = Path(__file__).parents[1] / "results" / "train_gpu_model"
 EMULATED = "EMU"
 LARGEST = 2 << 30       # bytes of a kernel's arguments that the emulator is given
 WHOLE = 12              # layers that are scheduled one by one

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import triton
-from gemm_peers import ARCHS
-from timing_gate_cases import GPU_NAME
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.lib.gemm_peers import ARCHS
+from bench.timing.gate_cases import GPU_NAME
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing

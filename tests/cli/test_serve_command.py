@@ -289,9 +289,9 @@ def test_no_page_is_left_behind_by_clients_that_leave(server: Process):
 
 @pytest.mark.slow
 def test_a_load_of_everything(tmp_path: Path):
-    """bench/soak.py, for some seconds: too few for its slope of memory."""
-    command = [sys.executable, "bench/soak.py", "--seconds", "20", "--warm-up", "5", "--clients", "12",
-               "--slope", "1000", "--json", str(tmp_path / "soak.json")]
+    """bench/serving/soak.py, for some seconds: too few for its slope of memory."""
+    command = [sys.executable, "bench/serving/soak.py", "--seconds", "20", "--warm-up", "5",
+               "--clients", "12", "--slope", "1000", "--json", str(tmp_path / "soak.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "soak.json").read_text())

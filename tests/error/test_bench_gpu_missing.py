@@ -1,4 +1,4 @@
-"""bench/gpu.py where there is no GPU: one line, exit code 2."""
+"""bench/gpu/run.py where there is no GPU: one line, exit code 2."""
 from __future__ import annotations
 
 import subprocess
@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_without_a_gpu_one_line_says_what_is_missing():
-    code = ("import sys; sys.path.insert(0, 'bench'); import gpu; gpu.missing = lambda: 'no NVIDIA GPU'; "
-            "sys.exit(gpu.main())")
+    code = ("import sys; from bench.gpu import run; run.missing = lambda: 'no NVIDIA GPU'; "
+            "sys.exit(run.main())")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == ""

@@ -6,16 +6,13 @@ place in gemm_case.py.
 """
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import torch
-from gemm_launch import GemmLauncher
 
+from bench.gpu.gemm_launch import GemmLauncher
 from tests.support.tile import gemm_case
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.cuda import driver as cuda

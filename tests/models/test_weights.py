@@ -110,13 +110,14 @@ def test_progress_counts_every_byte_once(hf_model: Callable[[str], Path]):
 
 
 def loaded_in_a_process(directory: Path, dtype: str) -> dict[str, float]:
-    """Makes 0.4 GB of shards and loads them, each in a process of its own: bench/load.py's measurement."""
-    bench = str(Path(__file__).parents[2] / "bench")
-    head = f"import json, sys; sys.path.insert(0, {bench!r}); import load; from pathlib import Path\n"
+    """Makes 0.4 GB of shards and loads them, each in a process of its own: bench/cpu/load.py's
+    measurement."""
+    head = "import json; from bench.cpu import load; from pathlib import Path\n"
     head += f"directory = Path({str(directory)!r})\n"
-    subprocess.run([sys.executable, "-c", head + "load.make_directory(directory, 0.4)"], check=True)
-    script = head + f"print(json.dumps(load.work('load', directory, {dtype!r})))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for script in ("load.make_directory(directory, 0.4)",
+                   f"print(json.dumps(load.work('load', directory, {dtype!r})))"):
+        done = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True,
+                              check=True, cwd=Path(__file__).parents[2])
     return dict(json.loads(done.stdout))
 
 

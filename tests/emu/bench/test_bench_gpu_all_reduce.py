@@ -1,17 +1,15 @@
-"""The part "all_reduce" of bench/gpu.py on emulated GPUs: its rows are those of the committed results, and it
-finds kernels that sum wrongly."""
+"""The part "all_reduce" of bench/gpu/run.py on emulated GPUs: its rows are those of the committed results,
+and it finds kernels that sum wrongly."""
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_all_reduce
+from bench.gpu import all_reduce as gpu_all_reduce
 
 BENCH = Path(__file__).parents[3] / "bench"
 OPTIONS = Namespace(emulate=True, arch="sm_90a", seed=1, only="")

@@ -1,19 +1,16 @@
-"""The parts "attention", "backward" and "paged" of bench/gpu.py on the emulator, and that they notice what is
-wrong."""
+"""The parts "attention", "backward" and "paged" of bench/gpu/run.py on the emulator, and that they notice
+what is wrong."""
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_attention
-import gpu_backward
-import gpu_paged
+from bench.gpu import attention as gpu_attention
+from bench.gpu import backward as gpu_backward
+from bench.gpu import paged as gpu_paged
 
 OPTIONS = [Namespace(arch=arch, seed=1) for arch in ("sm_80", "sm_90a")]
 

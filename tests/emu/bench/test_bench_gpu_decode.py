@@ -1,17 +1,15 @@
-"""bench/gpu.py --part decode, on DEV=EMU: the same network in models/llama.py and in torch, side by side."""
+"""bench/gpu/run.py --part decode, on DEV=EMU: the same network in models/llama.py and in torch, side by
+side."""
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_decode
-from gpu_decode import TINY, DecodeWorkload, StepProcess
-from gpu_parts import NotMeasured
+from bench.gpu import decode as gpu_decode
+from bench.gpu.decode import TINY, DecodeWorkload, StepProcess
+from bench.gpu.parts import NotMeasured
 
 
 @pytest.mark.sampled(1)

@@ -1,16 +1,13 @@
-"""The part "memory" of bench/gpu.py on the emulator, and that it notices what is wrong."""
+"""The part "memory" of bench/gpu/run.py on the emulator, and that it notices what is wrong."""
 from __future__ import annotations
 
 import re
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_elementwise
-from gpu_elementwise import OPERANDS, ElementwiseWorkload
+from bench.gpu import elementwise as gpu_elementwise
+from bench.gpu.elementwise import OPERANDS, ElementwiseWorkload
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

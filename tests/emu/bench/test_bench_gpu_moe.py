@@ -1,18 +1,14 @@
-"""The part "moe" of bench/gpu.py: our kernels on the emulator, its peers' arithmetic on a CPU."""
+"""The part "moe" of bench/gpu/run.py: our kernels on the emulator, its peers' arithmetic on a CPU."""
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_moe
-from gpu_parts import NotMeasured
-from moe_contenders import deep_gemm, fused_experts, grouped_mm, padded
-
+from bench.gpu import moe as gpu_moe
+from bench.gpu.moe_contenders import deep_gemm, fused_experts, grouped_mm, padded
+from bench.gpu.parts import NotMeasured
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 

@@ -1,5 +1,5 @@
-"""The part "quant" of bench/gpu.py: matrices as kernels and contenders take them, kernels on the emulator,
-what is wrong, and recorded launches of quantised matmuls."""
+"""The part "quant" of bench/gpu/run.py: matrices as kernels and contenders take them, kernels on the
+emulator, what is wrong, and recorded launches of quantised matmuls."""
 from __future__ import annotations
 
 import sys
@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_gemm
-import gpu_quant
-import gpu_record
-import quant_contenders
-from gpu_cases import Cases
-from gpu_correct import verdict
-from gpu_parts import CONTENDERS, NotMeasured
-from quant_data import buffers_of, dequantised, torch_dtype
-from quant_workloads import TYPES, CodesWorkload, WeightOnly
-from sparse_workloads import SparseWorkload, sparse
-
+from bench.gpu import gemm as gpu_gemm
+from bench.gpu import quant as gpu_quant
+from bench.gpu import quant_contenders
+from bench.gpu import record as gpu_record
+from bench.gpu.cases import Cases
+from bench.gpu.correct import verdict
+from bench.gpu.parts import CONTENDERS, NotMeasured
+from bench.gpu.quant_data import buffers_of, dequantised, torch_dtype
+from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
+from bench.gpu.sparse_workloads import SparseWorkload, sparse
 from tests.support.tile import reference_case
 from tests.support.tile.quant_case import BF16, F32, matmul, storages
 from tests.support.tile.quant_case import TYPES as TESTED

@@ -1,25 +1,21 @@
-"""Bugs in what a kernel left, each with its cure: bench/gpu.py's comparisons find the former, on the emulator
-as --emulate runs them, and let the latter pass."""
+"""Bugs in what a kernel left, each with its cure: bench/gpu/run.py's comparisons find the former, on the
+emulator as --emulate runs them, and let the latter pass."""
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_attention
-import gpu_backward
-import gpu_compare
-import gpu_elementwise
-import gpu_gemm
-import gpu_paged
-from gpu_attention import Forward
-
+from bench.gpu import attention as gpu_attention
+from bench.gpu import backward as gpu_backward
+from bench.gpu import compare as gpu_compare
+from bench.gpu import elementwise as gpu_elementwise
+from bench.gpu import gemm as gpu_gemm
+from bench.gpu import paged as gpu_paged
+from bench.gpu.attention import Forward
 from tinygrad_nv.runtime.driver import Launch
 from tinygrad_nv.runtime.emulated import driver as emulated
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

@@ -1,17 +1,16 @@
-"""bench/l2.py: its kernel reads every byte once, its contenders carry the windows they name, and without a
-GPU it says so."""
+"""bench/gpu/l2.py: its kernel reads every byte once, its contenders carry the windows they name, and without
+a GPU it says so."""
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from bench.gpu import l2
+from bench.lib import measure
 from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.cuda import api as cuda_api
@@ -20,25 +19,12 @@ from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.driver import Launch, Window
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
-BENCH = Path(__file__).parents[3] / "bench"
 CTAS, KIB = 3, 1 << 10
-
-
-@pytest.fixture(scope="module")
-def l2() -> ModuleType:
-    """The bench as a module."""
-    sys.path.insert(0, str(BENCH))  # for `measure`
-    spec = importlib.util.spec_from_file_location("bench_l2", BENCH / "l2.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["bench_l2"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("pieces", [0, 1, 255, 3 * 768, 4 * 768, 4 * 768 + 1, 11 * 768 - 5])
-def test_the_kernel_reads_every_byte_once(l2: ModuleType, arch: str, pieces: int):
+def test_the_kernel_reads_every_byte_once(arch: str, pieces: int):
     emu = Emulator(arch=arch, check=True, seed=0)
     words = np.random.default_rng(pieces).integers(0, 1 << 32, 4 * max(pieces, 1), np.uint32)
     source, out = emu.alloc(words), emu.alloc(np.zeros(CTAS * l2.THREADS, np.uint32))
@@ -49,7 +35,7 @@ def test_the_kernel_reads_every_byte_once(l2: ModuleType, arch: str, pieces: int
     assert found == np.bitwise_xor.reduce(words[:4 * pieces], initial=np.uint32(0))
 
 
-def test_contenders_carry_their_windows(l2: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_contenders_carry_their_windows(monkeypatch: pytest.MonkeyPatch):
     gpu = EmulatedDriver()
     limit = gpu.properties.persisting_l2_limit
     launches: list[tuple[Window | None, int]] = []
@@ -74,21 +60,21 @@ def test_contenders_carry_their_windows(l2: ModuleType, monkeypatch: pytest.Monk
     assert gpu.used_bytes == 0
 
 
-def test_a_wrong_answer_ends_the_bench(l2: ModuleType):
+def test_a_wrong_answer_ends_the_bench():
     bench = l2.L2Bench(EmulatedDriver(), 64 * KIB, 0, CTAS)
     bench.words[5] ^= 1
     with pytest.raises(SystemExit, match="32768 bytes, none: a wrong answer"):
         bench.block("none", 32 * KIB, 1)
 
 
-def test_the_crossover(l2: ModuleType):
+def test_the_crossover():
     def gained(*ratios: float) -> dict[int, object]:
         return {nbytes: {"ratios": {"policy": [ratio]}} for nbytes, ratio in enumerate(ratios)}
     assert l2.crossover(gained(1.0, 1.2, 1.9, 1.1, 1.04)) == (1, 3)
     assert l2.crossover(gained(1.0, 0.9)) is None
 
 
-def test_the_prediction_is_called_one(l2: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_the_prediction_is_called_one(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert l2.main(["--model", "--arch", "sm_80", "--plot", str(tmp_path / "l2.png")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("PREDICTED, not measured: A100 SXM 80GB, 80 MiB of other memory between reads\n")
@@ -103,7 +89,7 @@ def test_the_prediction_is_called_one(l2: ModuleType, capsys: pytest.CaptureFixt
     assert all(float(row[-1]) > 1 for row in rows if float(row[0]) > 40)
 
 
-def test_without_a_gpu_nothing_is_measured(l2: ModuleType, capsys: pytest.CaptureFixture[str],
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str],
                                           monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_api, "missing", lambda ordinal: "no NVIDIA GPU")
     assert l2.main([]) == 2
@@ -113,9 +99,9 @@ def test_without_a_gpu_nothing_is_measured(l2: ModuleType, capsys: pytest.Captur
                             "policy predicts\n")
 
 
-def test_all_of_a_gpu_run_but_the_times(l2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_all_of_a_gpu_run_but_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                         capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys.modules["measure"], "RESULTS", tmp_path / "bench" / "results")
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "bench" / "results")
     (tmp_path / "bench" / "results").mkdir(parents=True)
     monkeypatch.setattr(l2, "CTAS_OF_SM", 1)
     monkeypatch.setattr(l2, "WARM_S", 0.0)
@@ -132,7 +118,7 @@ def test_all_of_a_gpu_run_but_the_times(l2: ModuleType, tmp_path: Path, monkeypa
     assert list((tmp_path / "bench" / "results").glob("*.png"))
 
 
-def test_a_gpu_that_sets_nothing_aside(l2: ModuleType, capsys: pytest.CaptureFixture[str],
+def test_a_gpu_that_sets_nothing_aside(capsys: pytest.CaptureFixture[str],
                                        monkeypatch: pytest.MonkeyPatch):
     with installed():
         made = replace(CUDADriver().properties, persisting_l2_limit=0)

@@ -1,11 +1,10 @@
-"""bench/gpu_calibrate.py: its microbenchmarks measure what they claim, which the timing model shows: it plays
+"""bench/gpu/calibrate.py: its microbenchmarks measure what they claim, which the timing model shows: it plays
 a GPU, and what is found are its figures. On the emulator they run without findings; runs go on where they
 ended."""
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import calibrate_players
-import gpu_calibrate
-from calibrate_constants import CONSTANTS, MEASURES, calibrated
-from calibrate_players import GPUPlayer, ModelPlayer
-from calibrate_probe import PROBES, fits, program
-
+from bench.gpu import calibrate as gpu_calibrate
+from bench.gpu import calibrate_players
+from bench.gpu.calibrate_constants import CONSTANTS, MEASURES, calibrated
+from bench.gpu.calibrate_players import GPUPlayer, ModelPlayer
+from bench.gpu.calibrate_probe import PROBES, fits, program
 from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import assemble
@@ -154,7 +151,7 @@ def test_a_run_writes_measurements_and_figures(command, tmp_path: Path, capsys: 
 def test_a_figure_says_where_it_is_from(command, tmp_path: Path):
     command("--brief", "--only", "SMs")
     lines = (tmp_path / "found.toml").read_text().splitlines()
-    assert lines[0].startswith("# emulated sm_90a, measured by bench/gpu_calibrate.py")
+    assert lines[0].startswith("# emulated sm_90a, measured by bench/gpu/calibrate.py")
     line, = (line for line in lines if line.startswith("sms = "))
     assert line == "sms = 2                         # measured: SMs, spread 0.0%; was 132"
     assert figures(str(tmp_path / "found.toml")).sms == 2

@@ -1,4 +1,4 @@
-"""bench/mutate.py on a kernel of the pairs: what it breaks, and what the emulator says of it."""
+"""bench/timing/mutate.py on a kernel of the pairs: what it breaks, and what the emulator says of it."""
 from __future__ import annotations
 
 import sys
@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import mutate
+from bench.timing import mutate
 
 RING = """.version 8.6
 .target sm_90a

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import timing_gates as gates
-from timing_gate_cases import GateCase, cases
 
+from bench.timing import gates
+from bench.timing.gate_cases import GateCase, cases
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.tile.templates import TABLE
 
@@ -74,7 +74,7 @@ def test_what_ptxas_serialises_is_reported(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gates, "records", serialised)
     assert gates.judged(MATMUL, KNOWN) == ["wgmma: bf16: ptxas changed the kernel: (C7510)"]
     assert gates.judged(MATMUL, {}) == ["wgmma: bf16: not in timing_baseline.json: python "
-                                        "bench/timing_gates.py --refresh"]
+                                        "bench/timing/gates.py --refresh"]
 
 
 EXPONENTIALS = "exponentials while a wgmma is under way"

@@ -1,9 +1,9 @@
-"""bench/train_gpu_model.py: the launches of many layers from those of few."""
+"""bench/timing/train_gpu_model.py: the launches of many layers from those of few."""
 from __future__ import annotations
 
 import pytest
-import train_gpu_model
 
+from bench.timing import train_gpu_model
 from tinygrad_nv.models.config import parse_config
 
 SMALL = train_gpu_model.GPT2 | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2,

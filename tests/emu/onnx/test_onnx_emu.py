@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnx
-import onnx_nodes
 import pytest
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
+from bench.interop import onnx_nodes
 from tinygrad_nv import explain
 from tinygrad_nv.onnx import OnnxRunner
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emitted_specs import BF16, attention, matmul, rms
 
+from bench.lib.specs import BF16, attention, matmul, rms
 from tests.emu.ptx.test_predicted import predicted
 from tinygrad_nv.ptx.timing import model
 from tinygrad_nv.ptx.timing.gpu import figures

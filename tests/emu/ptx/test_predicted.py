@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emitted_specs import BF16, E4M3, attention, matmul, rms
 
+from bench.lib.specs import BF16, E4M3, attention, matmul, rms
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator import Emulator

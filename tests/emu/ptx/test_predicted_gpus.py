@@ -1,15 +1,10 @@
 """Predictions on GPUs with published figures: reads on an H200, matmuls on an A100 and an L40S."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-from l2 import reader
-
+from bench.gpu.l2 import reader
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing

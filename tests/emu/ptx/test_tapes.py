@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from emitted_specs import BF16, attention, matmul
 
+from bench.lib.specs import BF16, attention, matmul
 from tests.support.tile.gemm_case import bits, tensor_map
 from tests.support.tile.reference_case import storages
 from tinygrad_nv.ptx.emulator import Emulator

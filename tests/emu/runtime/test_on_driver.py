@@ -1,12 +1,8 @@
 """What tests/gpu/test_attention_on_gpu.py puts in the emulator's place, with the emulated driver."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 from tests.support.runtime import on_driver
 from tests.support.tile import attention_case, backward_case, decode_case
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver

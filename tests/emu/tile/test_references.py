@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import emitted_specs as specs
 import pytest
 import torch
-from emitted_specs import BF16, E4M3, E5M2, F16, F32, S8, S32, U8, attention, backward, matmul
 
+from bench.lib import specs
+from bench.lib.specs import BF16, E4M3, E5M2, F16, F32, S8, S32, U8, attention, backward, matmul
 from tests.support.tile.reference_case import right, run, same, storages
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.target import CPU, host

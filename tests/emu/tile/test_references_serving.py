@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import emitted_specs as specs
 import pytest
 import torch
-from emitted_specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
 from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 
+from bench.lib import specs
+from bench.lib.specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
 from tests.emu.tile.test_references import HERE, schedules
 from tests.support.tile.reference_case import GUARD, Given, answer, right, run, same, storages
 from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from emitted_specs import decode as paged
 from tinygrad.helpers import Context
 
+from bench.lib.specs import decode as paged
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import ConfigError, PTXError, ToolchainError
 from tinygrad_nv.runtime.clock import DriverClock

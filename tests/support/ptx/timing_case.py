@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from emitted_cases import cases, emitted
-from gemm_peers import OURS_PTX
+
+from bench.lib.gemm_peers import OURS_PTX
+from bench.timing.emitted_cases import cases, emitted
 
 NVCC = Path(__file__).parents[2] / "emu" / "ptx" / "nvcc"
 OURS = {"gemm": "gemm: bf16 4096 | sm_90a | default",

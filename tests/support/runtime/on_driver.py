@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_launch import submitted
 
+from bench.gpu.attention_launch import submitted
 from tests.support.tile import attention_case, backward_case, decode_case
 from tests.support.tile.gemm_case import GUARD, TORCH, bits
 from tinygrad_nv.ptx.emulator.report import Report

@@ -1,18 +1,14 @@
-"""bench/emitted.py: names and comments are no difference, anything else is; and how two files differ."""
+"""bench/timing/emitted.py: names and comments are no difference, anything else is; and how two files
+differ."""
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import emitted
-import emitted_cases
-from emitted_cases import cases
-
+from bench.timing import emitted, emitted_cases
+from bench.timing.emitted_cases import cases
 from tinygrad_nv.cpu.target import CPU
 
 PTX = """.version 8.7

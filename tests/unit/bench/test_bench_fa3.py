@@ -1,4 +1,4 @@
-"""FlashAttention-3 as a contender of bench/gpu.py: how it is built, what its kernel is given, and what is
+"""FlashAttention-3 as a contender of bench/gpu/run.py: how it is built, what its kernel is given, and what is
 said where it cannot be."""
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import fa3
-import gpu_compare
-from gpu_attention import Forward
-from gpu_parts import NotMeasured
-
+from bench.gpu import compare as gpu_compare
+from bench.gpu import fa3
+from bench.gpu.attention import Forward
+from bench.gpu.parts import NotMeasured
 from tinygrad_nv.toolchain import find_compiler
 
 # writes its arguments, in order, into `out`

@@ -1,4 +1,4 @@
-"""bench/cpu_gguf.py and what makes its files, without llama.cpp."""
+"""bench/cpu/gguf_decode.py and what makes its files, without llama.cpp."""
 from __future__ import annotations
 
 import sys
@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import cpu_gguf
-from cpu_decode import BOX
-from gguf_writer import write
 from safetensors.numpy import load_file
 
+from bench.cpu import gguf_decode as cpu_gguf
+from bench.cpu.decode import BOX
+from bench.cpu.gguf_writer import write
 from tinygrad_nv.models.gguf import elements, list_tensors
 from tinygrad_nv.quant.gguf.file import open_file
 

@@ -1,4 +1,5 @@
-"""bench/gpu.py: rows in worker processes, what is kept, resumed and left out, contenders that are wrong."""
+"""bench/gpu/run.py: rows in worker processes, what is kept, resumed and left out, contenders that are
+wrong."""
 from __future__ import annotations
 
 import json
@@ -14,19 +15,19 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu
-import gpu_parts
-import measure
+from bench.gpu import parts as gpu_parts
+from bench.gpu import run as gpu
+from bench.lib import measure
 
-BENCH = Path(__file__).parents[3] / "bench"
+ROOT = Path(__file__).parents[3]
+RUN = str(ROOT / "bench" / "gpu" / "run.py")
 
 # a part whose rows do what their names say
 TOY = """
 import os, sys, threading
-sys.path.insert(0, {bench!r})
-import gpu, gpu_parts
-from gpu_parts import NotMeasured, Part
+sys.path.insert(0, {root!r})
+from bench.gpu import parts, run
+from bench.gpu.parts import NotMeasured, Part
 
 def opened(options):
     def measure(name, budget_s):
@@ -41,11 +42,11 @@ def opened(options):
         return {{"status": "emulated", "value": 1}}
     return measure
 
-gpu_parts.PARTS.clear()
-gpu_parts.register(Part("toy", "a toy", lambda options: {rows!r}, opened,
+parts.PARTS.clear()
+parts.register(Part("toy", "a toy", lambda options: {rows!r}, opened,
                         lambda rows: "TABLE " + str(len(rows)), expected_s={expected}, limit_s={limit}))
-gpu_parts.register(Part("later", "what comes later", absent="no template yet"))
-sys.exit(gpu.main())
+parts.register(Part("later", "what comes later", absent="no template yet"))
+sys.exit(run.main())
 """
 
 
@@ -57,7 +58,7 @@ class Toy:
 
     def script(self, *rows: str, limit: float = 60, expected: float = 0.01) -> list[str]:
         path = self.folder / "toy.py"
-        path.write_text(TOY.format(bench=str(BENCH), log=str(self.log), rows=list(rows), limit=limit,
+        path.write_text(TOY.format(root=str(ROOT), log=str(self.log), rows=list(rows), limit=limit,
                                    expected=expected))
         return [sys.executable, str(path), "--emulate", "--out", str(self.out)]
 
@@ -164,7 +165,7 @@ def test_rows_of_other_sources_are_measured_again(toy: Toy):
 
 
 @pytest.mark.parametrize("name", ["tinygrad_nv/tile/choose.py", "tinygrad_nv/ptx/emulator/csrc/core.h",
-                                  "models/llama.py", "bench/gpu.py"])
+                                  "models/llama.py", "bench/report.py", "bench/gpu/run.py"])
 def test_the_digest_is_of_package_models_and_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      name: str):
     path = tmp_path / name
@@ -179,7 +180,7 @@ def test_the_digest_is_of_package_models_and_benches(tmp_path: Path, monkeypatch
 
 
 def test_the_digest_is_of_files_there_are():
-    root = Path(measure.__file__).parents[1]
+    root = Path(measure.__file__).parents[2]
     assert all((root / folder).is_dir() for folder in ("tinygrad_nv", "models", "bench"))
     assert measure.sources() == measure.sources()
 
@@ -248,7 +249,7 @@ def test_what_it_does_without(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(names=NOT_NEEDED, said=str(tmp_path / "said")))
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = ("--emulate", "--part", "smoke", "--only", "tensor maps", "--out", str(tmp_path / "out.json"))
-    done = subprocess.run([sys.executable, str(BENCH / "gpu.py"), *words], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, RUN, *words], capture_output=True, text=True,
                           check=False, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     assert "emulated: as it must be" in done.stdout

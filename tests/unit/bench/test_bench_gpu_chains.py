@@ -1,9 +1,8 @@
-"""The parts "smoke" and "chains" of bench/gpu.py on the emulated driver, and on drivers with a bug, each of
-which a row of theirs finds."""
+"""The parts "smoke" and "chains" of bench/gpu/run.py on the emulated driver, and on drivers with a bug, each
+of which a row of theirs finds."""
 from __future__ import annotations
 
 import struct
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_chains
-import gpu_correct
-import gpu_record
-import gpu_smoke
-from gpu_cases import Case, Cases, Memory
-from gpu_parts import PARTS, NotMeasured
-
+from bench.gpu import chains as gpu_chains
+from bench.gpu import correct as gpu_correct
+from bench.gpu import record as gpu_record
+from bench.gpu import smoke as gpu_smoke
+from bench.gpu.cases import Case, Cases, Memory
+from bench.gpu.parts import PARTS, NotMeasured
 from tests.support.runtime import cuda_fake
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.driver import Launch

@@ -1,21 +1,18 @@
-"""bench/gpu_parts.py: contenders that are wrong, fail or do not apply; bursts as graphs or in turns."""
+"""bench/gpu/parts.py: contenders that are wrong, fail or do not apply; bursts as graphs or in turns."""
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_compare
-import gpu_parts
 import torch
-from gpu_parts import Bursts, Column, NotMeasured, Timings
+
+from bench.gpu import compare as gpu_compare
+from bench.gpu import parts as gpu_parts
+from bench.gpu.parts import Bursts, Column, NotMeasured, Timings
 
 
 class Work:
@@ -221,9 +218,8 @@ def test_places_that_are_compared(count: int):
 
 def test_matmuls_are_timed_with_the_grid_that_users_get(monkeypatch: pytest.MonkeyPatch):
     """As many clusters as the GPU says it has room for."""
-    import gemm_contenders
-    import gpu_gemm
-
+    from bench.gpu import gemm as gpu_gemm
+    from bench.gpu import gemm_contenders
     from tinygrad_nv.tile.template import GPU
     gpu = Namespace(properties=Namespace(arch="sm_90a", sm_count=132), clusters=((2, 60), (4, 28), (8, 13)))
     built = []

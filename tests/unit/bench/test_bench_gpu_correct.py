@@ -12,24 +12,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gemm_contenders
-import gpu_compare
-import gpu_correct
-import gpu_gemm
-import gpu_record
 import torch
-from gpu_cases import Case, Cases, Judged, moved
-from gpu_correct import replayed, verdict
 
+from bench.gpu import compare as gpu_compare
+from bench.gpu import correct as gpu_correct
+from bench.gpu import gemm as gpu_gemm
+from bench.gpu import gemm_contenders
+from bench.gpu import record as gpu_record
+from bench.gpu.cases import Case, Cases, Judged, moved
+from bench.gpu.correct import replayed, verdict
 from tests.support.runtime import cuda_fake
 from tinygrad_nv.ptx.assemble import assemble, sass
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 
-BENCH = Path(__file__).parents[3] / "bench"
+ROOT = Path(__file__).parents[3]
+RUN = str(ROOT / "bench" / "gpu" / "run.py")
 
 HEAD = ".version 9.4\n.target sm_80\n.address_size 64\n"
 N = 64
@@ -290,7 +289,7 @@ def test_exact_sums_must_be_the_same_whatever_the_instruction(recorder: object, 
 # **** the command ****
 
 def command(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, str(BENCH / "gpu.py"), "--emulate", "--part", "correctness", "--cases", str(path),
+    line = [sys.executable, RUN, "--emulate", "--part", "correctness", "--cases", str(path),
             "--out", str(path.parent / "out.json"), *options]
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
 
@@ -306,7 +305,7 @@ def test_the_command_counts_launches_and_finds_the_one_that_disagrees(recorder: 
     done = command(tmp_path / "cases.sqlite")
     assert done.returncode == 1
     assert f"either the kernel or the emulator is wrong: {name}" in done.stdout
-    assert f"again: python3 bench/gpu.py --part correctness --only '{name}'" in done.stdout
+    assert f"again: python3 bench/gpu/run.py --part correctness --only '{name}'" in done.stdout
     row = json.loads((tmp_path / "out.json").read_text())["parts"]["correctness"]["test_here::test_it"]
     assert (row["launches"], row["same"], row["disagrees"]) == (2, 1, 1)
     alone = command(tmp_path / "cases.sqlite", "--only", name)
@@ -317,7 +316,7 @@ def test_the_command_counts_launches_and_finds_the_one_that_disagrees(recorder: 
 @pytest.mark.slow
 def test_without_recorded_launches_the_part_says_how_to_make_them(tmp_path: Path):
     done = command(tmp_path / "none.sqlite")
-    assert "bench/gpu_record.py makes them" in done.stdout
+    assert "bench/gpu/record.py makes them" in done.stdout
     assert done.returncode == 2
 
 
@@ -396,7 +395,7 @@ def test_ours_runs_in_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_recording_without_pytest_says_what_to_do():
-    code = f"import sys; sys.modules['pytest'] = None; sys.path.insert(0, {str(BENCH)!r}); import gpu_record"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = "import sys; sys.modules['pytest'] = None; from bench.gpu import record"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr == "pytest is not installed, and the tests need it: pip install -e '.[cpu,test]'\n"

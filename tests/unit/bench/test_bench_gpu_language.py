@@ -1,16 +1,14 @@
-"""The parts "conv" and "language" of bench/gpu.py on the emulated driver, and what their comparisons find."""
+"""The parts "conv" and "language" of bench/gpu/run.py on the emulated driver, and what their comparisons
+find."""
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_conv
-import gpu_language
-from gpu_compare import differs, wrong
+from bench.gpu import conv as gpu_conv
+from bench.gpu import tile_language as gpu_language
+from bench.gpu.compare import differs, wrong
 
 OPTIONS = Namespace(emulate=True, arch="sm_90a", seed=0)
 CONVS = {each.name: each for each in gpu_conv.shapes()}

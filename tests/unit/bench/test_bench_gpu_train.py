@@ -1,19 +1,16 @@
-"""The part "train" of bench/gpu.py: torch's functions agree with float64, what is wrong is found, and what is
-predicted has a row."""
+"""The part "train" of bench/gpu/run.py: torch's functions agree with float64, what is wrong is found, and
+what is predicted has a row."""
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import gpu_compare
-import gpu_train
 import torch
-from train_updates import Update
+
+from bench.gpu import compare as gpu_compare
+from bench.gpu import train as gpu_train
+from bench.gpu.train_updates import Update
 
 ROWS = {each.name: each for each in gpu_train.shapes()}
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import report
+from bench import report
 
 TELEMETRY = {"sm_mhz": {"mean": 1755.0, "low": 1700.0, "high": 1980.0}, "watts": {"mean": 640.0}}
 

@@ -1,4 +1,4 @@
-"""bench/upstream_tests.py, on a folder of tests made up here: what it reports, and its exit code."""
+"""bench/interop/upstream_tests.py, on a folder of tests made up here: what it reports, and its exit code."""
 from __future__ import annotations
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "bench" / "upstream_tests.py"
+SCRIPT = Path(__file__).parents[3] / "bench" / "interop" / "upstream_tests.py"
 TESTS = '''
 import os, time
 from tinygrad_nv import enabled

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import json
 
-import gpu_all  # noqa: F401 (registers the workloads)
 import pytest
-from gpu_parts import all_workloads
-from measure import RESULTS
 
+from bench.gpu import all_parts as gpu_all  # noqa: F401 (registers the workloads)
+from bench.gpu.parts import all_workloads
+from bench.lib.measure import RESULTS
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 

@@ -2,8 +2,6 @@
 emulated GPU."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +9,8 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
+from bench.lib import kernels_language_rows as kernels
 from tinygrad_nv.tile.language.schedule import TileSchedule
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import kernels_language_rows as kernels
 
 SCHEDULE = TileSchedule(block=(16, 32), k=32, warps=4, stages=3)
 GROUP = 32

@@ -1,13 +1,14 @@
-"""bench/plan_check.py: plans beside published rows, and how far off they may be."""
+"""bench/timing/plan_check.py: plans beside published rows, and how far off they may be."""
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from statistics import median
 
-import plan_check
 import pytest
-from plan_rows import SHARES, Row, collectives, latencies, rows, training
+
+from bench.timing import plan_check
+from bench.timing.plan_rows import SHARES, Row, collectives, latencies, rows, training
 
 RECORD = json.loads((plan_check.RESULTS / f"{plan_check.RECORD}.json").read_text())
 RECORDED = [Row(**{key: value for key, value in row.items() if key != "error"}) for row in RECORD["rows"]]
@@ -18,7 +19,7 @@ STATED = {"training": (6, 24), "memory": (13, 27), "few sequences": (26, 127), "
 
 def same(found: Row) -> None:
     (known,) = [row for row in RECORDED if (row.group, row.name) == (found.group, found.name)]
-    assert found.modelled == pytest.approx(known.modelled, rel=1e-6), "run bench/plan_check.py again"
+    assert found.modelled == pytest.approx(known.modelled, rel=1e-6), "run bench/timing/plan_check.py again"
     assert (found.published, found.source, found.fitted) == (known.published, known.source, known.fitted)
 
 

@@ -1,4 +1,5 @@
-"""bench/soak.py on a server whose engine needs no model: each fault that is planted is told, and no other."""
+"""bench/serving/soak.py on a server whose engine needs no model: each fault that is planted is told, and no
+other."""
 from __future__ import annotations
 
 import asyncio
@@ -10,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import soak
-from soak_requests import KINDS, Answer, cases
-from soak_servers import Running
 
+from bench.serving import soak
+from bench.serving.soak_requests import KINDS, Answer, cases
+from bench.serving.soak_servers import Running
 from tests.support.server.serve_case import FakeEngine, FakeModel, FakeStats, fake_service, live
 from tinygrad_nv.engine.outputs import Delta
 

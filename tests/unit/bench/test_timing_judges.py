@@ -1,15 +1,15 @@
-"""Agreement of predicted and published times: bench/timing_judges.py."""
+"""Agreement of predicted and published times: bench/timing/judges.py."""
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
 import pytest
-import timing_check
-import timing_deepgemm
-import timing_fa3
-from timing_judges import Judged, agreement, rank_correlation, to_ptx
 
+from bench.timing import check as timing_check
+from bench.timing import deepgemm as timing_deepgemm
+from bench.timing import fa3 as timing_fa3
+from bench.timing.judges import Judged, agreement, rank_correlation, to_ptx
 from tinygrad_nv.errors import NVError
 
 
@@ -59,5 +59,5 @@ def test_what_nvcc_refuses_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     script.write_text("#!/bin/sh\necho 'k.cu(1): error: no such thing' >&2\nexit 1\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("timing_judges.CACHE", tmp_path)
+    monkeypatch.setattr("bench.timing.judges.CACHE", tmp_path)
     with pytest.raises(NVError, match=r"k.cu\(1\): error: no such thing"): to_ptx("void", [])

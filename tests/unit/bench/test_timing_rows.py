@@ -1,14 +1,14 @@
-"""Rows of bench/timing_table.py: each has a name of its own, peers, a spec that a template takes."""
+"""Rows of bench/timing/table.py: each has a name of its own, peers, a spec that a template takes."""
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-import timing_rows_step
-import timing_table
-from timing_gate_cases import HOPPER
-from timing_rows import Row
 
+from bench.timing import rows_step as timing_rows_step
+from bench.timing import table as timing_table
+from bench.timing.gate_cases import HOPPER
+from bench.timing.rows import Row
 from tinygrad_nv.tile.templates import TABLE
 
 ROWS = [row for module in timing_table.MODULES for row in module.rows()]

@@ -1,4 +1,4 @@
-"""bench/timing_table.py: its table, and the page that has it."""
+"""bench/timing/table.py: its table, and the page that has it."""
 from __future__ import annotations
 
 import json
@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import timing_table
-from timing_rows import Peer, Row
+
+from bench.timing import table as timing_table
+from bench.timing.rows import Peer, Row
 
 
 def record(us: float, **peers: float) -> dict[str, object]:

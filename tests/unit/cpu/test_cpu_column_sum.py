@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from emitted_specs import bias_sum, norm_weight
 from tinygrad import Tensor, TinyJit, dtypes, nn
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
+from bench.lib.specs import bias_sum, norm_weight
 from tests.support.tile.reference_case import right, run, same, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa

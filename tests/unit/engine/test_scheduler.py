@@ -361,7 +361,7 @@ def test_a_prompt_that_others_had_is_not_computed_again():
 # **** what it costs ****
 
 def test_the_bench_times_steps():
-    script = Path(__file__).parents[3] / "bench" / "engine_overhead.py"
+    script = Path(__file__).parents[3] / "bench" / "serving" / "engine_overhead.py"
     done = subprocess.run([sys.executable, script, "--running", "1,4", "--steps", "20", "--dry"],
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,12 +1,12 @@
-"""bench/page_operations.py: a quick slice of its 10⁸ operations, and faults that it must find."""
+"""bench/serving/page_operations.py: a quick slice of its 10⁸ operations, and faults that it must find."""
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import page_operations
 import pytest
 
+from bench.serving import page_operations
 from tinygrad_nv.kvcache.block_table import BlockTable
 from tinygrad_nv.kvcache.page_allocator import PageAllocator
 from tinygrad_nv.kvcache.pool import PagePool

@@ -299,7 +299,7 @@ def test_conservation_is_looked_at(spoil: str):
 
 def test_the_bench_counts_what_it_says():
     """And it is fast: a million operations a second on one core, in seconds of the processor."""
-    script = Path(__file__).parents[3] / "bench" / "kv_pages.py"
+    script = Path(__file__).parents[3] / "bench" / "serving" / "kv_pages.py"
     done = subprocess.run([sys.executable, script, "--sequences", "16", "--tokens", "256", "--rounds", "3",
                            "--dry"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

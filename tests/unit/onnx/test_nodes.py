@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import onnx_nodes
 import pytest
 from tinygrad.helpers import Context
+
+from bench.interop import onnx_nodes
 
 PARTS = 40
 

@@ -1,17 +1,13 @@
 """How a kernel is launched: what templates say of it, what cannot be, and the tensor maps it gets."""
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tinygrad.dtype import dtypes
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-from attention_launch import submitted
-from gemm_launch import GemmLauncher
-
+from bench.gpu.attention_launch import submitted
+from bench.gpu.gemm_launch import GemmLauncher
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import clock, program
 from tinygrad_nv.runtime.driver import TensorMapSpec
@@ -103,7 +99,7 @@ class Asked(EmulatedDriver):
 
 
 def test_every_way_to_launch_has_the_same_tensor_maps():
-    """A program of a user's, the tuner, and both launchers of bench/gpu.py."""
+    """A program of a user's, the tuner, and both launchers of bench/gpu/run.py."""
     spec = dense(128, 64, 128)
     kernel = TABLE.build(spec, Wgmma().block(128, 64).k(64), GPU("sm_90a"))
     gpu = Asked()

@@ -8,12 +8,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from emitted_specs import attention as emitted_attention
-from emitted_specs import ragged, scaled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
+from bench.lib.specs import attention as emitted_attention
+from bench.lib.specs import ragged, scaled
 from tinygrad_nv.errors import NVError, ScheduleError, SpecError
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.attention import dense as attention

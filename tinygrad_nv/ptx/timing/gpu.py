@@ -1,7 +1,7 @@
 """GPUs in figures: gpus/*.toml, each figure with its source.
 
 Protocol: `figures("h100")` reads one; names are those of the files. `figures("my.toml")` reads one that
-bench/gpu_calibrate.py wrote.
+bench/gpu/calibrate.py wrote.
 """
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def figures(name: str) -> GPUFigures:
     if not file.is_file():
         raise ConfigError(f"no figures of a GPU {name!r}",
                           f"one of {', '.join(list_gpus())}, or a .toml file",
-                          "measure it with bench/gpu_calibrate.py")
+                          "measure it with bench/gpu/calibrate.py")
     data = _data(name, file)
     if missing := [each.name for each in fields(GPUFigures) if each.name not in data]:
         raise ConfigError(f"{name} has no {', '.join(missing)}", "all figures of ptx/timing/gpu.py",

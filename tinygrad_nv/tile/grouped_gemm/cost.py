@@ -18,7 +18,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate
 
-BESIDE = 0.04       # fitted to predictions of launches (bench/timing_rows_moe.py), within 10 %
+BESIDE = 0.04       # fitted to predictions of launches (bench/timing/rows_moe.py), within 10 %
 TIE, NEAR = 1.02, 1.003     # predictions as near as this are the same: of templates, within one
 MANY = 4096         # rows of a group above which a partial tile is half of one
 

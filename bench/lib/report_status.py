@@ -1,8 +1,8 @@
 """What ran on which GPU at which commit, from the results: docs/status.json, and its table in docs/status.md.
 
 A subject is right on a GPU where launches recorded from its tests ran there (parts "correctness" and "chains"
-of bench/gpu.py), and timed there where a row was measured. tests/unit/test_claims.py holds the pages to it.
-"""
+of bench/gpu/run.py), and timed there where a row was measured. tests/unit/test_claims.py holds the pages to
+it."""
 from __future__ import annotations
 
 import json
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import report_gpu
-from report_cpu import Record, markdown
+from bench.lib import report_gpu
+from bench.lib.report_cpu import Record, markdown
 
 PARTS_OF_LAUNCHES = ("correctness", "chains")
 
@@ -22,8 +22,8 @@ PARTS_OF_LAUNCHES = ("correctness", "chains")
 @dataclass(frozen=True)
 class Subject:
     """What a page may say something of. `tests`: a pattern of the names of test files whose launches were
-    recorded. `timed`: a part of bench/gpu.py, or part and a pattern of rows, or the part of a schedules file
-    (`schedules:quant`)."""
+    recorded. `timed`: a part of bench/gpu/run.py, or part and a pattern of rows, or the part of a schedules
+    file (`schedules:quant`)."""
     title: str
     page: str
     tests: str = "(?!)"

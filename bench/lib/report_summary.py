@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-import report_gpu
-from report_cpu import NOT_MEASURED, Record, markdown, read
+from bench.lib import report_gpu
+from bench.lib.report_cpu import NOT_MEASURED, Record, markdown, read
 
 HEADER = ["", "tinygrad_nv", "÷ vLLM", "÷ Triton", "÷ tinygrad", "÷ best other"]
 GEMM, ATTENTION = "8192³", "d 128 causal 16384 tokens, 16 heads x 1"

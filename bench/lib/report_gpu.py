@@ -1,4 +1,4 @@
-"""What was measured on a GPU, for report.py: parts of bench/gpu.py, tables of ratios, and plots."""
+"""What was measured on a GPU, for report.py: parts of bench/gpu/run.py, tables of ratios, and plots."""
 from __future__ import annotations
 
 import json
@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu_parts import ratios_of
-from measure import spread
-from report_cpu import NOT_MEASURED, Record, markdown, read
+from bench.gpu.parts import ratios_of
+from bench.lib.measure import spread
+from bench.lib.report_cpu import NOT_MEASURED, Record, markdown, read
 
 PARTS = {"smoke": "graphs of kernels with clusters, whose arguments change",
          "correctness": "recorded launches against the emulator's answers",
@@ -20,12 +20,12 @@ PARTS = {"smoke": "graphs of kernels with clusters, whose arguments change",
 KINDS = {"gemm": "matmuls", "attention": "attention, forward", "backward": "attention, backward",
          "paged": "decode attention over pages", "moe": "mixtures of experts",
          "decode": "decode"}    # parts whose kinds have a table
-L2 = "L2 access-policy windows (`bench/l2.py`)"
+L2 = "L2 access-policy windows (`bench/gpu/l2.py`)"
 FEW = ("M=1", "M=2", "M=4", "M=8", "M=16", "M=32", "M=64")
 
 
 def gpus(folder: Path) -> list[Record]:
-    """Results of bench/gpu.py on hardware."""
+    """Results of bench/gpu/run.py on hardware."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("gpu_*.json"))]
     return [each for each in found if "parts" in each and not each["gpu"].startswith("emulated")]
 
