@@ -5,7 +5,7 @@
 
 Each case of timing/gate_cases.py is built, assembled, and predicted on an H100, or an L40S where its
 template is of sm_89 (tinygrad_nv/ptx/timing/).
-timing_baseline.json has, of each of its kernels, the predicted time, how busy the units are, registers, what
+baseline.json has, of each of its kernels, the predicted time, how busy the units are, registers, what
 SASS spends on its tensor-core instructions, and by lines of PTX the cycles of the critical path, and those
 that a warp waits on average. Worse is, of a kernel:
 

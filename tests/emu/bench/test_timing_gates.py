@@ -73,7 +73,7 @@ def test_what_ptxas_serialises_is_reported(monkeypatch: pytest.MonkeyPatch):
     def serialised(*_: object): raise PTXError("ptxas changed the kernel: (C7510)")
     monkeypatch.setattr(gates, "records", serialised)
     assert gates.judged(MATMUL, KNOWN) == ["wgmma: bf16: ptxas changed the kernel: (C7510)"]
-    assert gates.judged(MATMUL, {}) == ["wgmma: bf16: not in timing_baseline.json: python "
+    assert gates.judged(MATMUL, {}) == ["wgmma: bf16: not in baseline.json: python "
                                         "bench/timing/gates.py --refresh"]
 
 
