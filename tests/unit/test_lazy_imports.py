@@ -83,6 +83,7 @@ def test_a_text_model_opens_no_other_architectures():
     names = done.stdout.split()
     assert "tinygrad_nv.models.llama" in names
     others = ("models.qwen_vl", "models.encoder", "models.embedding_model", "models.gguf.",
-              "models.classifier", "engine.vision", "engine.embedding.embedder", "patterns.router.named", "patterns.quant_grouped",
-              "patterns.scaled_gemm", "ptx.builder", "cpu.quant_gemm", "cpu.grouped_gemm", "cpu.attention")
+              "models.classifier", "engine.vision", "engine.embedding.embedder", "patterns.router.named",
+              "patterns.quant_grouped", "patterns.scaled_gemm", "ptx.builder", "cpu.quant_gemm",
+              "cpu.grouped_gemm", "cpu.attention")
     assert [name for name in names if name.startswith(tuple(f"tinygrad_nv.{each}" for each in others))] == []
