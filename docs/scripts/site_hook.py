@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 # paths in the repository, and of their pages
 OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "reporting.md",
-           "bench/README.md": "benchmarks.md"}
+           "bench/README.md": "benchmarks.md", "deploy/README.md": "containers.md"}
 SITE = {**OUTSIDE, "README.md": "index.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
