@@ -175,7 +175,8 @@ def read_json_value(path: Path, most: int = MAX_JSON_BYTES) -> Any:
 def read_architectures(directory: Path) -> list[Any]:
     """The architectures that config.json names, none where there is no such file. Raises `ModelError`."""
     path = directory / "config.json"
-    return architectures_of(read_json(path)) if path.is_file() else []
+    # unlike Path.is_file, False for a name too long for the system
+    return architectures_of(read_json(path)) if os.path.isfile(path) else []
 
 
 def is_generative(directory: Path) -> bool:
@@ -183,7 +184,7 @@ def is_generative(directory: Path) -> bool:
     embedding model."""
     found = read_architectures(directory)
     return bool(found) and all(each in FAMILIES for each in found) \
-        and not (directory / "modules.json").is_file()
+        and not os.path.isfile(directory / "modules.json")
 
 
 def read_config(directory: Path, embeds: bool = False) -> ModelConfig:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jinja2
+import jinja2.debug  # jinja2 imports it as a template fails, again and again where the stack has no room left
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
