@@ -84,7 +84,7 @@ def compile_pattern(text: str, name: str, error: type[NVError] = ModelError,
     if math.prod(max(int(each[:12]), 1) for each in COUNTS.findall(text)) > MAX_REPEATS:
         raise error(f"{name}: the regular expression {_brief(text)} repeats too often",
                     f"counts whose product is at most {MAX_REPEATS:,}", FIX)
-    import regex    # few models have patterns
+    import regex  # few models have patterns
     try:
         with warnings.catch_warnings():     # of sets that look nested
             warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.gpcs import Clusters
@@ -77,6 +77,14 @@ class GPU:
         return figures_of(self.arch, self.sm_count) if self.model is None else self.model
 
 
+class Predicted(Protocol):
+    """What a cost model says of a launch: its seconds, and the resource that takes most of them."""
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bound(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Template(Generic[S, C, T]):
     """One way to make kernels. All functions take (spec, schedule, target), `candidates` no schedule.
@@ -90,7 +98,7 @@ class Template(Generic[S, C, T]):
     problems: Callable[[S, C, T], Sequence[str]]
     candidates: Callable[[S, T], Iterable[C]]
     build: Callable[..., Any]
-    cost: Callable[[S, C, T], Any] | None = None
+    cost: Callable[[S, C, T], Predicted] | None = None
 
 
 AnyTemplate = Template[Any, Any, Any]
