@@ -106,7 +106,7 @@ def quantised(w: Weights) -> dict[str, Tensor | Quantised]:
     """Matrices of products as int8."""
     def one(name: str, each: Tensor) -> Tensor | Quantised:
         if each.ndim != 2 or name in ("tokens", "positions"): return each
-        return Quantised(*(part.contiguous().realize() for part in stdlib.quantised_int8(each)))
+        return Quantised(*(part.contiguous().realize() for part in stdlib.quantise_int8(each)))
     return {name: one(name, each) for name, each in w.items()}
 
 

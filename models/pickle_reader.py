@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any
 
-from tinygrad_nv.collection import paused
+from tinygrad_nv.collection import pause
 
 MAX_OPS = 2_000_000     # limit: instructions of data.pkl; torch.save writes about 30 for a tensor
 MAX_NAME = 200          # characters of a function's name
@@ -36,7 +36,7 @@ class Name(str):
 def load(data: bytes, call: Callable[[str, tuple[Any, ...]], Any], persistent: Callable[[Any], Any]) -> Any:
     """See above."""
     try:
-        with paused(): return _Machine(data, call, persistent).run()
+        with pause(): return _Machine(data, call, persistent).run()
     except (IndexError, struct.error) as error: raise UnpicklingError("it ends early") from error
 
 

@@ -45,7 +45,8 @@ if interrupt.is_command(): collection.seldom()
 
 
 def __getattr__(name: str) -> object:
-    """What `LATER` has, loaded when asked for: importing tinygrad_nv stays as fast as tinygrad."""
+    """Returns a name that `LATER` has, loaded when asked for: importing tinygrad_nv stays as fast as
+    tinygrad."""
     if (module := LATER.get(name)) is not None: return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -29,22 +29,22 @@ _PREFIX = "tinygrad_nv-"
 _unwritable: dict[Path, Path] = {}      # places that are named, by the directories in their place
 
 
-def named() -> Path:
-    """Where the environment puts it, whether or not it can be written."""
+def configured_path() -> Path:
+    """Returns where the environment puts it, whether or not it can be written."""
     if chosen := str(config.get("NV_CACHE_DIR")): return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tinygrad_nv"
 
 
 def readable() -> Path:
-    """Where what was kept is read: the place that is named, also where it cannot be written and another is
-    used, unless others may write it."""
-    place = _unwritable.get(named(), named())
+    """Returns where what was kept is read: the place that is named, also where it cannot be written and
+    another is used, unless others may write it."""
+    place = _unwritable.get(configured_path(), configured_path())
     return directory() if private.refusal(place) else place
 
 
 def directory() -> Path:
     """A directory that exists and can be written."""
-    with LOCK: return _usable(named())
+    with LOCK: return _usable(configured_path())
 
 
 def folder(name: str) -> Path:
@@ -124,13 +124,14 @@ def _temporary() -> list[str]:
     except OSError: return []
 
 
-def _forked() -> None:
-    """A child of fork has one thread: the one that held the lock may be another."""
+def _reset_after_fork() -> None:
+    """Makes a new lock in a child of fork, which has one thread: the one that held the lock may be
+    another."""
     global LOCK
     LOCK = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _remove(made: Path, owner: int) -> None:

@@ -22,7 +22,7 @@ def as_usual() -> None: gc.set_threshold(*USUAL)
 
 
 @contextlib.contextmanager
-def paused() -> Iterator[None]:
+def pause() -> Iterator[None]:
     """Begins no collection in any thread. While 10^5 objects are made that all stay, collections take up to
     two thirds of the time, and hold up all threads. Of several pauses the last one ends it."""
     global _pauses, _collects

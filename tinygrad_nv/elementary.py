@@ -23,10 +23,10 @@ LN2 = math.log(2)
 def _wide(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The function in float32 or float64, its result in the dtype of floats that it was given."""
     @functools.wraps(function)
-    def called(x: Tensor) -> Tensor:
+    def compute(x: Tensor) -> Tensor:
         dtype = x.dtype if dtypes.is_float(x.dtype) else dtypes.float32
         return function(x.cast(dtype if dtype == dtypes.float64 else dtypes.float32)).cast(dtype)
-    return called
+    return compute
 
 
 def _series(x: Tensor, coefficients: Callable[[int], float], single: int, double: int) -> Tensor:

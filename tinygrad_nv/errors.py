@@ -48,13 +48,13 @@ def as_well(error: NVError, other: Exception) -> NVError:
 
 
 def _both(ours: type[NVError], theirs: type[Exception], *words: str) -> NVError:
-    return _joined(ours, theirs)(*words)
+    return _join_types(ours, theirs)(*words)
 
 
 _types: dict[tuple[type[NVError], type[Exception]], type[NVError]] = {}
 
 
-def _joined(ours: type[NVError], theirs: type[Exception]) -> type[NVError]:
+def _join_types(ours: type[NVError], theirs: type[Exception]) -> type[NVError]:
     def reduce(error: NVError) -> tuple[object, ...]:
         return _both, (ours, theirs, error.found, error.expected, error.fix)
     if issubclass(ours, theirs): return ours
@@ -103,7 +103,7 @@ class AudioError(RequestError):
 
 
 class QueueFull(RequestError):
-    """As many requests wait as may: come again."""
+    """Refusal of a request, as many as may wait already: come again."""
 
 
 class DataError(NVError):

@@ -94,7 +94,7 @@ def parse_json(text: str, unique: bool = False) -> Any:
     ValueError, also where it is too deep."""
     require_few_values(text)
     try:
-        with collection.paused(): value = json.loads(text, object_pairs_hook=_unique if unique else None)
+        with collection.pause(): value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error: raise ValueError(str(error)) from error
     _require_shallow(value)
     return value

@@ -159,7 +159,7 @@ PLACES = {name: (f"tinygrad_nv.{module}", there or name) for module, names in LA
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
-        """What `LATER` has."""
+        """Returns a name that `LATER` has."""
         if name not in PLACES: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, there = PLACES[name]
         globals()[name] = found = getattr(importlib.import_module(module), there)

@@ -32,7 +32,7 @@ def ending() -> None:
     if _own: signal.signal(signal.SIGINT, _end)
 
 
-def caught() -> None:
+def forget_interrupt() -> None:
     """Forgets a KeyboardInterrupt that was caught outside of `exec` of a text, such as a dataclass's: CPython
     (3.10 to 3.13, `python -m`) remembers that it left one, and ends by SIGINT whatever the exit code is. The
     next text that runs clears that."""

@@ -20,14 +20,14 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}",
                           "a UTF-8 file that can be read", "correct its name") from error
-    found = _parsed(path, text)
+    found = _parse(path, text)
     if not isinstance(found, Mapping):
         raise ConfigError(f"--config {path} is a {type(found).__name__}", "options and their values",
                           "write one `option: value` a line")
     return {str(key).replace("-", "_"): value for key, value in found.items()}
 
 
-def _parsed(path: Path, text: str) -> Any:
+def _parse(path: Path, text: str) -> Any:
     try:
         found = parse_json(text) if path.suffix == ".json" else _load_yaml(path, text)
         _count_values(found, {})

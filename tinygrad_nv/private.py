@@ -43,13 +43,13 @@ def refusal(place: Path) -> str:
     place = place.absolute()
     real = Path(os.path.realpath(place))
     for link in (place, *place.parents):
-        if (found := _lstat(link)) is not None and stat.S_ISLNK(found.st_mode) and not _trusted(found):
+        if (found := _lstat(link)) is not None and stat.S_ISLNK(found.st_mode) and not _is_trusted(found):
             return f"the link {link} belongs to {owner(found)}"
     # the owner of the root of the file system is trusted: in a user namespace that is not always number 0
     system = os.stat("/").st_uid
     for parent in real.parents:
         if (found := _lstat(parent)) is None: continue
-        if not _trusted(found) and found.st_uid != system: return f"{parent} belongs to {owner(found)}"
+        if not _is_trusted(found) and found.st_uid != system: return f"{parent} belongs to {owner(found)}"
         if found.st_mode & OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
             return f"everyone may rename it: {parent} has mode {_mode(found)}, without the sticky bit"
     found = _lstat(real)
@@ -57,8 +57,8 @@ def refusal(place: Path) -> str:
 
 
 def _writers(place: Path, found: os.stat_result) -> str:
-    """Who else may write a directory."""
-    if not _trusted(found): return f"it belongs to {owner(found)}"
+    """Returns who else may write a directory."""
+    if not _is_trusted(found): return f"it belongs to {owner(found)}"
     if not found.st_mode & (OTHERS_WRITE | GROUP_WRITES): return ""
     if found.st_mode & OTHERS_WRITE: return f"{EVERYONE}: its mode is {_mode(found)}"
     why = f"its group may write it: its mode is {_mode(found)}"
@@ -92,7 +92,7 @@ def owner(found: os.stat_result) -> str:
     except (ImportError, KeyError): return f"uid {found.st_uid}"
 
 
-def _trusted(found: os.stat_result) -> bool:
+def _is_trusted(found: os.stat_result) -> bool:
     return not hasattr(os, "getuid") or found.st_uid in (0, os.getuid())
 
 
@@ -106,19 +106,19 @@ def _lstat(path: Path) -> os.stat_result | None:
 
 # **** files ****
 
-def opened(path: str | Path) -> BufferedReader:
+def open_private(path: str | Path) -> BufferedReader:
     """Opens a file to read it. Raises OSError for a link, for what is no regular file (a FIFO would wait for
     a writer), and for one of another user."""
     found = os.fstat(handle := os.open(path, os.O_RDONLY | NO_LINK))
-    if stat.S_ISREG(found.st_mode) and _trusted(found): return os.fdopen(handle, "rb")
+    if stat.S_ISREG(found.st_mode) and _is_trusted(found): return os.fdopen(handle, "rb")
     os.close(handle)
     if not stat.S_ISREG(found.st_mode): raise OSError(errno.EINVAL, "it is no regular file", str(path))
     raise PermissionError(errno.EACCES, f"it belongs to {owner(found)}", str(path))
 
 
 def read(path: str | Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a file that `opened` opens. Raises OSError for a larger one."""
-    with opened(path) as file:
+    """The content of a file that `open_private` opens. Raises OSError for a larger one."""
+    with open_private(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most} are read", str(path))
         return file.read(most)
@@ -147,7 +147,7 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Held by one process at a time, where the system has file locks; the system gives it up where that
     process ends."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)

@@ -1,4 +1,4 @@
-"""What importing tinygrad_nv does: registers rewrites, methods and devices; and the names it gives."""
+"""Registration at import: rewrites, methods and devices; and the names that tinygrad_nv gives."""
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def _lowerings() -> None:
     hooks.add_check("building", building.builds_all)
 
 
-def _finalized(linear: UOp, inner: hooks.Compile) -> UOp:
+def _finalize(linear: UOp, inner: hooks.Compile) -> UOp:
     from tinygrad_nv.patterns.finalize import finalize
     return finalize(linear, inner)
 
@@ -58,7 +58,7 @@ dlpack.register()
 types.register()
 hooks.add_later(_lowerings)
 hooks.add_compile("programs", programs.compile_cached)
-hooks.add_compile("program", _finalized)
+hooks.add_compile("program", _finalize)
 cpu_device.install()
 hooks.install_threads()
 hooks.install_captures()

@@ -105,12 +105,13 @@ def find_compiler(any_c: bool = False) -> CCompiler:
             raise ToolchainError(f"CC={cc}: no such executable", "a clang, by path or by a name in PATH",
                                  "correct CC, or unset it to let tinygrad_nv look for clang and the ziglang "
                                  "wheel")
-        return _made((found, *command[1:]), "CC")
-    if (clang := _clang()) is not None: return _made((clang,), "PATH")
-    if (zig := zig_binary()) is not None: return _made((str(zig), "cc"), "ziglang")
+        return _make_compiler((found, *command[1:]), "CC")
+    if (clang := _clang()) is not None: return _make_compiler((clang,), "PATH")
+    if (zig := zig_binary()) is not None: return _make_compiler((str(zig), "cc"), "ziglang")
     others = [path for name in ("gcc", "cc") if (path := shutil.which(name)) is not None]
     for other in others:
-        if any_c or "clang" in _version((other,), os.stat(other).st_mtime_ns): return _made((other,), "PATH")
+        if any_c or "clang" in _version((other,), os.stat(other).st_mtime_ns):
+            return _make_compiler((other,), "PATH")
     raise ToolchainError("no C compiler for the CPU device" + (f": {others[0]} {LACKS}" if others else ""),
                          "a clang in PATH, or the ziglang wheel",
                          "pip install 'tinygrad-nv[cpu]', which brings that wheel, or install clang with the "
@@ -126,7 +127,7 @@ def _clang() -> str | None:
     return named[max(named)] if named else None
 
 
-def _made(command: tuple[str, ...], origin: Origin) -> CCompiler:
+def _make_compiler(command: tuple[str, ...], origin: Origin) -> CCompiler:
     return CCompiler(command, origin, _identity(command, origin))
 
 
@@ -162,7 +163,7 @@ def extra_flags() -> tuple[str, ...]:
     return tuple(shlex.split(str(config.get("NV_C_FLAGS"))))
 
 
-def shared_library(folder: Path, main: str, flags: Sequence[str], name: str, what: str,
+def build_shared_library(folder: Path, main: str, flags: Sequence[str], name: str, what: str,
                    libraries: Sequence[str] = ()) -> Path:
     """The C of `folder`, of which `main` includes the rest, as a shared library: compiled when sources,
     flags, compiler or, with -march=native, the processor are new, and kept by content under `name` in the
@@ -193,7 +194,7 @@ def shared_library(folder: Path, main: str, flags: Sequence[str], name: str, wha
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Returns what -march=native depends on."""
     try: text = Path("/proc/cpuinfo").read_text()
     except OSError: return platform.machine() + platform.processor()
     return platform.machine() + next((line for line in text.splitlines() if line.startswith("flags")), "")

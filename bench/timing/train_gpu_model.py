@@ -41,11 +41,11 @@ from tinygrad_nv.dist.plan.layout import Training
 from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.training import operations
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.explain import counted
+from tinygrad_nv.explain import count_work
 from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.progress import bar
 from tinygrad_nv.runtime.note import note_of
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.templates import TABLE
 from tinygrad_nv.train.arguments import made
@@ -107,7 +107,7 @@ def calls_of(config: ModelConfig, options: dict[str, Any]) -> list[Call]:
 
 
 def _call(call: UOp) -> Call:
-    note, (name, estimates) = note_of(call.src[0]), counted(call, EMULATED)
+    note, (name, estimates) = note_of(call.src[0]), count_work(call, EMULATED)
     flops, nbytes = int(estimates.ops), int(estimates.mem)
     if note is None:
         return Call("copy" if call.src[0].op is Ops.COPY else name, "", None, None, flops, nbytes)
@@ -192,7 +192,7 @@ def text(found: dict[str, Any], most: int = 30) -> str:
             f"{found['predicted_s'] * 1e3:.1f} ms, {found['tokens_per_s']:,.0f} tokens/s, MFU "
             f"{found['mfu']:.1%}; {found['launches']} launches, {found['tinygrad_launches']} of them "
             f"tinygrad's own ({found['tinygrad_share']:.1%} of the time)")
-    return "\n".join([head, *aligned(rows, (1, 2, 3))])
+    return "\n".join([head, *align_columns(rows, (1, 2, 3))])
 
 
 def plot(found: Sequence[dict[str, Any]], path: Path) -> None:

@@ -123,7 +123,7 @@ def _put(file: FileIO, data: memoryview) -> None:
 def describe(path: Path, key: str) -> tuple[list[dict[str, Any]], int]:
     """Returns what a file says of its parts, and the bytes of their buffers. Raises ValueError of a damaged
     one."""
-    with private.opened(path) as file:
+    with private.open_private(path) as file:
         size = file.seek(0, os.SEEK_END) - FOOTER.size
         file.seek(max(size, 0))
         footer = file.read(FOOTER.size)
@@ -138,7 +138,7 @@ def describe(path: Path, key: str) -> tuple[list[dict[str, Any]], int]:
 
 def read(path: Path, tensors: list[Tensor], sums: list[int]) -> None:
     """Reads buffers into place. Raises ValueError where one has another checksum."""
-    with private.opened(path) as file:
+    with private.open_private(path) as file:
         for tensor, wanted in zip(tensors, sums, strict=True):
             if _copy_in(file, tensor) != wanted: raise ValueError("a buffer has another checksum")
 

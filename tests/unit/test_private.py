@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv import cache, private
-from tinygrad_nv.toolchain import shared_library
+from tinygrad_nv.toolchain import build_shared_library
 
 OTHER = 54321
 
@@ -91,7 +91,7 @@ def test_programs_go_on_with_another_directory(tmp_path: Path, monkeypatch: pyte
     made = cache.readable()
     assert cache.is_temporary(made)
     assert mode(made) == 0o700
-    assert cache.directory() == cache.named() == cache.readable() == made
+    assert cache.directory() == cache.configured_path() == cache.readable() == made
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tinygrad-nv: nothing is read from or kept in {place} (everyone may write it: "
                            "its mode is 0777); ")
@@ -124,7 +124,7 @@ def test_what_is_no_file_of_ours_is_not_read(tmp_path: Path, monkeypatch: pytest
     for name in ("fifo", "link", "zero", "huge", "folder", "none"):
         with pytest.raises(OSError, match=r"regular file|Too many levels|bytes|No such|directory"):
             private.read(tmp_path / name)
-    monkeypatch.setattr(private, "_trusted", lambda found: found.st_uid == OTHER)
+    monkeypatch.setattr(private, "_is_trusted", lambda found: found.st_uid == OTHER)
     with pytest.raises(PermissionError, match="it belongs to "): private.read(tmp_path / "file")
 
 
@@ -138,9 +138,9 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_lock_follows_no_link(tmp_path: Path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="Too many levels"), private.locked(tmp_path / "lock"): pass
+    with pytest.raises(OSError, match="Too many levels"), private.lock_file(tmp_path / "lock"): pass
     assert (tmp_path / "victim").read_text() == "precious"
-    with private.locked(tmp_path / "victim"): assert (tmp_path / "victim").read_text() == "precious"
+    with private.lock_file(tmp_path / "victim"): assert (tmp_path / "victim").read_text() == "precious"
 
 
 # **** seals ****
@@ -193,7 +193,7 @@ def test_a_library_that_was_not_compiled_here_is_not_loaded(tmp_path: Path, monk
     source.mkdir()
     (source / "a.c").write_text("int f(void) { return 7; }")
 
-    def library() -> Path: return shared_library(source, "a.c", ("-shared", "-fPIC"), "tests", "a test")
+    def library() -> Path: return build_shared_library(source, "a.c", ("-shared", "-fPIC"), "tests", "a test")
     path = library()
     made = path.stat().st_mtime_ns
     assert library().stat().st_mtime_ns == made, "it is kept"

@@ -88,7 +88,7 @@ def parsed(data: bytes, what: str) -> Any:
     """JSON of a bundle. Raises `BundleError`."""
     try:
         require_few_values(data)
-        with collection.paused(): return json.loads(data.decode(), parse_constant=_no_number)
+        with collection.pause(): return json.loads(data.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{what} is no JSON: {shown(error)}", "what tinygrad-nv compile wrote",
                           FIX) from error

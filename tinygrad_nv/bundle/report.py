@@ -13,7 +13,7 @@ from tinygrad_nv.bundle.container import Bundle
 from tinygrad_nv.bundle.manifest import FIX, field, shown
 from tinygrad_nv.errors import BundleError
 from tinygrad_nv.runtime.observe.memory_report import human
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 KERNELS_SHOWN = 6
 
@@ -34,7 +34,7 @@ def inspected(bundle: Bundle, steps: bool = False) -> str:
               for name, size in sizes.items()]
     if referred := [each for each in parts if each.ranges]:
         lines.append(("referred to", f"{human(sum(each.nbytes for each in referred))} in {bundle.weights}"))
-    text = aligned(lines)
+    text = align_columns(lines)
     for name in _sets(bundle): text.append(_of_set(bundle, name, steps))
     return "\n".join(text)
 
@@ -90,7 +90,7 @@ def _of_set(bundle: Bundle, name: str, steps: bool) -> str:
     templates = Counter(row["note"][0] if "note" in row else "tinygrad" for row in rows)
     kinds = ", ".join(f"{count} {kind}" for kind, count in templates.most_common())
     lines = [f"{name}: {len(found)} steps, {len(rows)} kernels ({kinds})"]
-    if steps: lines += aligned([(f"  {step}", digest[:16]) for step, digest in found.items()])
+    if steps: lines += align_columns([(f"  {step}", digest[:16]) for step, digest in found.items()])
     return "\n".join(lines)
 
 

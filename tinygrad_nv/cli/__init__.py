@@ -52,7 +52,7 @@ def _main(argv: Sequence[str] | None) -> int:
         finally: sys.stdout.flush()  # inside the try, so that its errors are reported
     except NVError as error: return _say_error(error)
     except KeyboardInterrupt:
-        interrupt.caught()
+        interrupt.forget_interrupt()
         print(file=sys.stderr)
         interrupt.leave()
         return 130

@@ -75,7 +75,7 @@ class Conversation:
                 done = self.llm.complete(ids, self.params, push, lora_request=self.lora)
         except KeyboardInterrupt:
             if not sys.stdin.isatty(): raise
-            interrupt.caught()
+            interrupt.forget_interrupt()
             return "".join(pieces), None
         return done.text, done
 
@@ -217,7 +217,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
             except (NVError, OSError) as error: tell(f"tinygrad-nv: {error}")
             except KeyboardInterrupt:   # around an answer: while its prompt is made, or once it is whole
                 if not sys.stdin.isatty(): raise
-                interrupt.caught()
+                interrupt.forget_interrupt()
     return 0
 
 
@@ -228,7 +228,7 @@ def _ask(conversation: Conversation) -> str | None:
         try: return console.ask()
         except KeyboardInterrupt:
             if not sys.stdin.isatty(): raise
-            interrupt.caught()
+            interrupt.forget_interrupt()
             tell("")
             if time.monotonic() > conversation.answered_s + LATE_S: return None
             tell("[the answer has ended; Ctrl-C again or /bye ends the chat]")

@@ -10,7 +10,7 @@ from tinygrad_nv.cli.doctor_finding import CheckResult
 from tinygrad_nv.cpu import isa, measure
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.explain.levels import scaled
+from tinygrad_nv.explain.levels import with_prefix
 from tinygrad_nv.patterns.target import why_no_cpu
 from tinygrad_nv.runtime.cpu import threads
 
@@ -61,6 +61,6 @@ def speed() -> CheckResult:
     here = host()
     try: found = measure.rates(here)
     except NVError as error: return CheckResult("CPU rates", "missing", error.found, error.fix)
-    per = ", ".join(f"{scaled(getattr(found, name), 'FLOP/s')} {name}" for name in ("f32", "bf16"))
-    return CheckResult("CPU rates", "ok", f"{scaled(found.bandwidth, 'B/s')} read, {per}, "
-                   f"{scaled(found.s8, 'OP/s')} s8 on {measure.processor()}; kept in {measure.path()}")
+    per = ", ".join(f"{with_prefix(getattr(found, name), 'FLOP/s')} {name}" for name in ("f32", "bf16"))
+    return CheckResult("CPU rates", "ok", f"{with_prefix(found.bandwidth, 'B/s')} read, {per}, "
+                   f"{with_prefix(found.s8, 'OP/s')} s8 on {measure.processor()}; kept in {measure.path()}")

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from tinygrad.helpers import DEV
 
 from tinygrad_nv.errors import RequestError, SpecError, ToolchainError
-from tinygrad_nv.explain.levels import shortened
+from tinygrad_nv.explain.levels import shorten
 from tinygrad_nv.files import read_text
 from tinygrad_nv.progress import bar
 from tinygrad_nv.ptx.assemble import ARCHITECTURES
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.gpu import list_gpus as known_gpus
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.attention import dense as attention
 from tinygrad_nv.tile.decode import dense as decode
@@ -234,13 +234,13 @@ def _table(tried: Sequence[Candidate]) -> list[str]:
     columns = {"schedule": [str(one.schedule) for one in tried],
                "predicted us": [us(cost and cost.seconds) for cost in costs],
                "modelled us": [us(one.modelled) for one in tried],
-               f"{how} us": [us(one.seconds) if not one.why else shortened(one.why, 32) for one in tried],
+               f"{how} us": [us(one.seconds) if not one.why else shorten(one.why, 32) for one in tried],
                "bound": [cost.bound if cost else "-" for cost in costs],
                "registers": [str(one.registers or "-") for one in tried],
                "shared bytes": [f"{one.smem_bytes:,}" for one in tried]}
     kept = {name: cells for name, cells in columns.items() if {*cells} != {"-"}}
     rows = [tuple(kept), *zip(*kept.values(), strict=True)]
-    return aligned(rows, tuple(i for i, name in enumerate(kept) if name not in ("schedule", "bound")))
+    return align_columns(rows, tuple(i for i, name in enumerate(kept) if name not in ("schedule", "bound")))
 
 
 def _tune_cpu(spec: Any, arguments: argparse.Namespace) -> None:
@@ -267,9 +267,9 @@ def _tune_cpu(spec: Any, arguments: argparse.Namespace) -> None:
         return
 
     def row(one: CPUCandidate) -> tuple[str, ...]:
-        measured = shortened(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
+        measured = shorten(one.why, 32) if one.seconds is None else f"{one.seconds * 1e6:.2f}"
         return str(one.schedule), f"{predicted[one.schedule] * 1e6:.2f}", measured
-    print("\n".join(aligned([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
+    print("\n".join(align_columns([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
     if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", best.why)
     print(f"\n{_shown(spec, arguments)} on {here.arch}: {best.schedule}\n"
           f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e9:.1f} GFLOP/s; kept in "
@@ -308,10 +308,10 @@ def _list(arguments: argparse.Namespace) -> None:
         return
     rows = [("spec", "arch", "toolchain", "schedule", "us", "bound", "how", "origin")]
     for entry in entries:
-        rows.append((shortened(str(entry.spec), 60), entry.arch, entry.toolchain,
+        rows.append((shorten(str(entry.spec), 60), entry.arch, entry.toolchain,
                      str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.known_by,
                      entry.origin or "-"))
-    print("\n".join(aligned(rows, (4,))))
+    print("\n".join(align_columns(rows, (4,))))
 
 
 def _bound(entry: database.Entry) -> str:

@@ -27,12 +27,12 @@ from tinygrad import Tensor
 
 if TYPE_CHECKING:
     from tinygrad_nv.explain.lowering import KernelRecord, Lowering, repetitions
-    from tinygrad_nv.explain.scheduled import counted
+    from tinygrad_nv.explain.scheduled import count_work
 
-__all__ = ["KernelRecord", "Lowering", "counted", "explain", "repetitions"]
+__all__ = ["KernelRecord", "Lowering", "count_work", "explain", "repetitions"]
 
 LATER = {"KernelRecord": "lowering", "Lowering": "lowering", "repetitions": "lowering",
-         "counted": "scheduled"}
+         "count_work": "scheduled"}
 
 
 def explain(*tensors: Tensor) -> Lowering:
@@ -43,6 +43,6 @@ def explain(*tensors: Tensor) -> Lowering:
 
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
-        """What `LATER` has."""
+        """Returns a name that `LATER` has."""
         if name not in LATER: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)

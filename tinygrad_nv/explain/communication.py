@@ -15,7 +15,8 @@ NAMES = {"broadcast": "all_gather", "recv": "send", "shift": "send"}
 
 
 def seconds(kind: str, nbytes: int, ranks: int, arch: str, by_peers: bool = False) -> float | None:
-    """Of a collective of this many bytes, by NCCL, or where it is faster by a kernel over peer memory."""
+    """Returns the seconds of a collective of this many bytes, by NCCL, or where it is faster by a kernel over
+    peer memory."""
     if arch not in GPUS or ranks > PER_NODE: return None
     whole = max(moved_bytes(kind, nbytes, ranks))
     machine = cluster(f"{ranks}x{GPUS[arch]}")

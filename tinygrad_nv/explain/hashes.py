@@ -10,13 +10,13 @@ import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 DIGITS = 16
 
 
 class Hashed(Protocol):
-    """What is hashed of a `KernelRecord`."""
+    """Fields of a `KernelRecord` that are hashed."""
 
     @property
     def name(self) -> str: ...
@@ -34,17 +34,17 @@ class Hashed(Protocol):
 
 def graph_hash(kernel: Hashed) -> str:
     """A hash of what a kernel computes."""
-    return kernel.graph if kernel.spec is None else _hashed(kernel.template, repr(kernel.spec))
+    return kernel.graph if kernel.spec is None else _hash(kernel.template, repr(kernel.spec))
 
 
 def schedule_hash(kernel: Hashed) -> str:
     """A hash of how a kernel of this package computes it; "" of another."""
-    return "" if kernel.template is None else _hashed(repr(kernel.schedule), kernel.source)
+    return "" if kernel.template is None else _hash(repr(kernel.schedule), kernel.source)
 
 
 def step_hash(kernels: Sequence[Hashed]) -> str:
     """A hash of all kernels in their order."""
-    return _hashed(*(each for kernel in kernels
+    return _hash(*(each for kernel in kernels
                      for each in (kernel.name, graph_hash(kernel), schedule_hash(kernel))))
 
 
@@ -55,8 +55,8 @@ def hash_table(kernels: Sequence[Hashed]) -> str:
         key = kernel.name, graph_hash(kernel)[:DIGITS], schedule_hash(kernel)[:DIGITS] or "-"
         times[key] = times.get(key, 0) + 1
     rows = [("kernel", "graph", "schedule", "times"), *((*key, str(count)) for key, count in times.items())]
-    return "\n".join([*aligned(rows, (3,)), f"step {step_hash(kernels)[:DIGITS]}"])
+    return "\n".join([*align_columns(rows, (3,)), f"step {step_hash(kernels)[:DIGITS]}"])
 
 
-def _hashed(*words: str | None) -> str:
+def _hash(*words: str | None) -> str:
     return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()

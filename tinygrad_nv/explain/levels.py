@@ -23,7 +23,7 @@ from tinygrad_nv.patterns.target import Chosen
 from tinygrad_nv.ptx.assemble import Assembly, Resources, assemble, find_program
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassemble, functions, main_loop
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.expression import Apply, Expression, loads, short, walk
 from tinygrad_nv.tile.expression import show as written
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction, predict
@@ -54,18 +54,18 @@ class ScheduledGemm:
     clusters: Clusters = ()
 
     @property
-    def chosen(self) -> Chosen:
-        """What makes the kernel."""
+    def choice(self) -> Chosen:
+        """Spec and schedule that make the kernel."""
         return Chosen(self.spec, self.schedule, GPU(self.arch, self.sm_count, self.clusters))
 
     @property
     def kernel(self) -> GemmKernel:
         """The kernel. Raises `ScheduleError` for an impossible schedule."""
-        return cast(GemmKernel, self.chosen.build())
+        return cast(GemmKernel, self.choice.build())
 
     @property
     def prediction(self) -> Prediction:
-        """What the cost model says of it."""
+        """Prediction of the cost model."""
         return predict(self.spec, self.schedule, gpu_model_for(self.arch, self.sm_count))
 
 
@@ -86,7 +86,7 @@ def check(level: str) -> None:
         raise RequestError(f"level {level!r}", f"one of {', '.join(LEVELS)}", "choose one of these")
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """At most so many characters of a text; where some are left out, the last is …"""
     return text if len(text) <= most else f"{text[:most - 1]}…"
 
@@ -98,9 +98,9 @@ def table(matmuls: Sequence[tuple[str, ScheduledGemm]]) -> list[str]:
     for words, matmul in matmuls:
         prediction = matmul.prediction
         rows.append((words, str(matmul.schedule), seconds(prediction.seconds), prediction.bound,
-                     _registers(matmul), nbytes(shared_bytes(matmul)),
-                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuning_note))
-    return aligned(with_tuned(rows), numbers=(2, 4, 5))
+                     _registers(matmul), nbytes(smem_bytes(matmul)),
+                     shorten(str(matmul.spec), WIDEST), matmul.choice.tuning_note))
+    return align_columns(with_tuned(rows), numbers=(2, 4, 5))
 
 
 def with_tuned(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -111,10 +111,10 @@ def with_tuned(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def resources(matmul: ScheduledGemm) -> Resources | None:
     """Registers and spills of the kernel; None without ptxas."""
     if find_program("ptxas") is None: return None
-    return _assembled(matmul).kernels[matmul.kernel.name]
+    return _assemble(matmul).kernels[matmul.kernel.name]
 
 
-def _assembled(matmul: ScheduledGemm) -> Assembly: return assemble(matmul.kernel.ptx, matmul.arch)
+def _assemble(matmul: ScheduledGemm) -> Assembly: return assemble(matmul.kernel.ptx, matmul.arch)
 
 
 def _registers(matmul: ScheduledGemm) -> str:
@@ -126,25 +126,26 @@ def _registers(matmul: ScheduledGemm) -> str:
 # **** spec ****
 
 def spec_text(matmul: ScheduledGemm) -> str:
-    """What is computed."""
+    """Returns what is computed."""
     return spec_of(matmul.spec)
 
 
 def spec_of(spec: GemmSpec) -> str:
-    """What a matmul is, whatever computes it."""
+    """Returns what a matmul is, whatever computes it."""
     batch = f", batch {'x'.join(map(str, spec.batch))}" if spec.batch else ""
     rows = [("extents", f"m {'at most ' if spec.symbolic else ''}{spec.m}, n {spec.n}, k {spec.k}{batch}")]
     if spec.parts > 1: rows.append(("parts", f"{spec.parts} of b, {spec.part} elements apart"))
     rows += [("a", _operand(spec.a, "m")), ("b", _operand(spec.b, "n")), ("out", _result(spec.out))]
     cut = ", operands cut to 10 bits of mantissa (tf32)" if spec.tf32 else ""
     rows.append(("sums", f"{short(spec.accumulate)}{cut}"))
-    rows.append(("work", f"{_scaled(spec.flops, 1000, 'FLOP')}, at least {nbytes(least_bytes(spec))} moved"))
+    rows.append(("work",
+                 f"{_with_prefix(spec.flops, 1000, 'FLOP')}, at least {nbytes(least_bytes(spec))} moved"))
     for load in loads(spec.epilogue):
         strides = _strides([("m", load.m), ("n", load.n)], load.batch, load.offset)
         rows.append((f"x{load.parameter}", f"{short(load.dtype)}, {strides}"))
     steps = _steps(spec.epilogue)
     rows += [("epilogue" if i == 0 else "", line) for i, line in enumerate(steps)]
-    return "\n".join([shortened(str(spec), 110), "", *aligned(rows)])
+    return "\n".join([shorten(str(spec), 110), "", *align_columns(rows)])
 
 
 def _operand(operand: Operand, rows: str) -> str:
@@ -199,7 +200,7 @@ def tile_text(matmul: ScheduledGemm) -> str:
     """How it is computed."""
     spec, s, kernel = matmul.spec, matmul.schedule, matmul.kernel
     gpu_model, prediction = gpu_model_for(matmul.arch, matmul.sm_count), matmul.prediction
-    rate = _scaled(spec.flops / prediction.seconds, 1000, "FLOP/s")
+    rate = _with_prefix(spec.flops / prediction.seconds, 1000, "FLOP/s")
     rows = [*_tiles(matmul), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
@@ -210,7 +211,7 @@ def tile_text(matmul: ScheduledGemm) -> str:
                  f"{found.registers} a thread, {found.spill_store_bytes} bytes spilled"))
     rows += [("outline" if i == 0 else "", line) for i, line in enumerate(outline(kernel.ptx))]
     return "\n".join([f"{s} on {matmul.arch} ({gpu_model.name}, {gpu_model.sm_count} SMs)", "",
-                      *aligned(rows)])
+                      *align_columns(rows)])
 
 
 def _tiles(matmul: ScheduledGemm) -> list[tuple[str, str]]:
@@ -242,9 +243,11 @@ def _launch(kernel: GemmKernel, prediction: Prediction) -> list[tuple[str, str]]
 
 def _memory(kernel: GemmKernel) -> list[tuple[str, str]]:
     """Shared memory, and tensor maps."""
-    rows = [("shared", f"{nbytes(_shared(kernel.ptx))}, {'dynamic' if kernel.dynamic_smem else 'static'}")]
-    places = aligned([(f"{start}", name, f"{size} B") for start, name, size in shared_map(kernel.ptx)],
-                     numbers=(0, 2)) if shared_map(kernel.ptx) else []
+    rows = [("shared",
+             f"{nbytes(_smem_bytes(kernel.ptx))}, {'dynamic' if kernel.dynamic_smem else 'static'}")]
+    places = align_columns([(f"{start}", name, f"{size} B") for start, name,
+                            size in map_shared_memory(kernel.ptx)],
+                     numbers=(0, 2)) if map_shared_memory(kernel.ptx) else []
     rows += [("", f"  {line}") for line in places]
     names = MAP.findall(kernel.ptx)
     for i, (name, m) in enumerate(zip(names, kernel.maps, strict=True)):
@@ -256,7 +259,7 @@ def _memory(kernel: GemmKernel) -> list[tuple[str, str]]:
     return rows
 
 
-def shared_map(ptx: str) -> list[tuple[int, str, int]]:
+def map_shared_memory(ptx: str) -> list[tuple[int, str, int]]:
     """Start, name and bytes of each piece of a kernel's shared memory."""
     if placed := DYNAMIC.findall(ptx): return [(int(start), name, int(size)) for start, name, size in placed]
     made, at = [], 0
@@ -266,12 +269,13 @@ def shared_map(ptx: str) -> list[tuple[int, str, int]]:
     return made
 
 
-def _shared(ptx: str) -> int: return max((start + size for start, _, size in shared_map(ptx)), default=0)
+def _smem_bytes(ptx: str) -> int: return max((start + size for start, _, size in map_shared_memory(ptx)),
+                                             default=0)
 
 
-def shared_bytes(matmul: ScheduledGemm) -> int:
+def smem_bytes(matmul: ScheduledGemm) -> int:
     """Shared memory of a CTA."""
-    return _shared(matmul.kernel.ptx)
+    return _smem_bytes(matmul.kernel.ptx)
 
 
 def outline(ptx: str) -> list[str]:
@@ -296,7 +300,7 @@ def ptx_text(matmul: ScheduledGemm) -> str:
 
 
 def sass_text(matmul: ScheduledGemm) -> str:
-    """What ptxas makes of the kernel. Raises `ToolchainError` without ptxas or a disassembler."""
+    """Returns what ptxas makes of the kernel. Raises `ToolchainError` without ptxas or a disassembler."""
     return sass_of(matmul.kernel.ptx, matmul.kernel.name, matmul.arch)
 
 
@@ -311,7 +315,7 @@ def sass_of(ptx: str, name: str, arch: str) -> str:
         head.append(f"// main loop: {len(main.instructions)} instructions, {main.tensor} on tensor cores")
     rows = [(f"/*{each.address:04x}*/", each.guard,
              f"{each.opcode}{each.modifiers} {each.operands}".rstrip() + ";") for each in code]
-    return "\n".join([*head, *aligned(rows)])
+    return "\n".join([*head, *align_columns(rows)])
 
 
 # **** figures ****
@@ -326,10 +330,10 @@ def seconds(value: float) -> str:
 
 def nbytes(value: float) -> str:
     """Bytes in binary units."""
-    return f"{value:.0f} B" if value < 1024 else _scaled(value, 1024, "iB").replace("k", "K")
+    return f"{value:.0f} B" if value < 1024 else _with_prefix(value, 1024, "iB").replace("k", "K")
 
 
-def _scaled(value: float, base: int, unit: str) -> str:
+def _with_prefix(value: float, base: int, unit: str) -> str:
     for prefix in ("", "k", "M", "G", "T", "P"):
         if value < base or prefix == "P": break
         value /= base
@@ -337,6 +341,6 @@ def _scaled(value: float, base: int, unit: str) -> str:
     return f"{text} {prefix}{unit}"
 
 
-def scaled(value: float, unit: str) -> str:
+def with_prefix(value: float, unit: str) -> str:
     """A figure in the thousands of a unit that suit it."""
-    return _scaled(value, 1000, unit)
+    return _with_prefix(value, 1000, unit)

@@ -24,14 +24,14 @@ from tinygrad_nv.explain.levels import (
     WIDEST,
     least_bytes,
     nbytes,
-    scaled,
     seconds,
-    shortened,
+    shorten,
     spec_of,
+    with_prefix,
     with_tuned,
 )
 from tinygrad_nv.patterns.target import Chosen
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 
 LEVELS = ("spec", "tile", "c")
@@ -45,23 +45,23 @@ class CPUMatmul:
     target: CPU
 
     @property
-    def chosen(self) -> Chosen:
-        """What makes the kernel."""
+    def choice(self) -> Chosen:
+        """Spec and schedule that make the kernel."""
         return Chosen(self.spec, self.schedule, self.target)
 
     @property
     def kernel(self) -> CPUKernel:
         """The kernel."""
-        return cast(CPUKernel, self.chosen.build())
+        return cast(CPUKernel, self.choice.build())
 
     @property
     def seconds(self) -> float:
         """How long it takes at best."""
-        return predicted(self.spec, self.schedule, self.spec.flops, least_bytes(self.spec),
+        return predict(self.spec, self.schedule, self.spec.flops, least_bytes(self.spec),
                          measure.rates(self.target))
 
 
-def predicted(spec: Hashable, schedule: Hashable, flops: float, moved: float, rates: Rates) -> float:
+def predict(spec: Hashable, schedule: Hashable, flops: float, moved: float, rates: Rates) -> float:
     """How long a kernel takes at best."""
     return rates.seconds(flops, moved, _rate(spec, schedule, rates))
 
@@ -121,9 +121,9 @@ def table(matmuls: Sequence[tuple[str, CPUMatmul]]) -> list[str]:
     """A line for each of several matmuls, each with the words before it."""
     rows = [("", "schedule", "predicted", "bound", "matmul", "tuned")]
     for words, matmul in matmuls:
-        rows.append((words, str(matmul.schedule), seconds(matmul.seconds), _bound(matmul),
-                     shortened(str(matmul.spec), WIDEST), matmul.chosen.tuning_note))
-    return aligned(with_tuned(rows), numbers=(2,))
+        rows.append((words, str(matmul.schedule), seconds(matmul.seconds), _limiting_resource(matmul),
+                     shorten(str(matmul.spec), WIDEST), matmul.choice.tuning_note))
+    return align_columns(with_tuned(rows), numbers=(2,))
 
 
 def _times(matmul: CPUMatmul) -> dict[str, float]:
@@ -133,7 +133,7 @@ def _times(matmul: CPUMatmul) -> dict[str, float]:
             "launch": LAUNCH_SECONDS}
 
 
-def _bound(matmul: CPUMatmul) -> str:
+def _limiting_resource(matmul: CPUMatmul) -> str:
     times = _times(matmul)
     return max(times, key=lambda name: times[name])
 
@@ -147,9 +147,9 @@ def tile_text(matmul: CPUMatmul) -> str:
     rows.append(("block", f"{schedule.block} (m, n, k) in the caches of a core"))
     if any(held := schedule.registers): rows.append(("registers", f"{held[0]} x {held[1]} of the result"))
     if kernel.workspace_bytes: rows.append(("workspace", nbytes(kernel.workspace_bytes)))
-    reached = scaled(matmul.spec.flops / matmul.seconds, "FLOP/s")
-    rows += [("predicted", f"{seconds(matmul.seconds)}, {reached}, bound: {_bound(matmul)}"),
+    reached = with_prefix(matmul.spec.flops / matmul.seconds, "FLOP/s")
+    rows += [("predicted", f"{seconds(matmul.seconds)}, {reached}, bound: {_limiting_resource(matmul)}"),
              ("", ", ".join(f"{name} {seconds(part)}" for name, part in times.items())),
-             ("measured", f"{scaled(found.bandwidth, 'B/s')} read, {scaled(rate, 'FLOP/s')}"),
+             ("measured", f"{with_prefix(found.bandwidth, 'B/s')} read, {with_prefix(rate, 'FLOP/s')}"),
              ("caches", ", ".join(nbytes(n) for n in (target.l1_bytes, target.l2_bytes, target.l3_bytes)))]
-    return "\n".join([f"{schedule} on {measure.processor()}", "", *aligned(rows)])
+    return "\n".join([f"{schedule} on {measure.processor()}", "", *align_columns(rows)])

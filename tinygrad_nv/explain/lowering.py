@@ -1,4 +1,4 @@
-"""What explain() gives: a record for each kernel, and all of them as a table, or at a level."""
+"""Results of explain(): a record for each kernel, and all of them as a table, or at a level."""
 from __future__ import annotations
 
 from collections import Counter
@@ -10,7 +10,7 @@ from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.ptx.gpcs import Clusters
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -128,7 +128,7 @@ class Lowering:
         """The kernels in order, those that run again and again one after the other once, and how often: equal
         layers of a model are one block."""
         return [(self.kernels[start:start + length], times)
-                for start, length, times in repetitions([_told(k) for k in self.kernels])]
+                for start, length, times in repetitions([_table_key(k) for k in self.kernels])]
 
     def show(self, level: str, kernel: str | int | None = None) -> str:
         """Each distinct kernel of ours at a level: spec, tile, ptx, sass, or c as it reads well (that of a
@@ -137,7 +137,7 @@ class Lowering:
         from tinygrad_nv.explain.levels import check
         from tinygrad_nv.explain.levels_cpu import legible
         check(level)
-        found = self._selected(kernel)
+        found = self._select(kernel)
         sections = []
         for number, record, times in found:
             often = f", {times} times" if times > 1 else ""
@@ -146,7 +146,7 @@ class Lowering:
             sections.append(f"{head}\n{legible(text) if level == 'c' else text}")
         return "\n\n".join(sections) or "no kernel of ours"
 
-    def _selected(self, kernel: str | int | None) -> list[tuple[int, KernelRecord, int]]:
+    def _select(self, kernel: str | int | None) -> list[tuple[int, KernelRecord, int]]:
         every = [(i, record, times) for i, (record, times) in enumerate(self.distinct, 1)]
         if kernel is None: return every
         found = [each for each in every if str(kernel) in (str(each[0]), each[1].name)]
@@ -189,7 +189,7 @@ class Lowering:
                 "layer": any(k.layer for k in self.kernels)}
         kept = [i for i, name in enumerate(head) if told.get(name, True)]
         right = tuple(kept.index(i) for i in kept if head[i] in ("parts", "flops", "bytes", "predicted"))
-        lines = aligned([[row[i] for i in kept] for row in rows], numbers=right)
+        lines = align_columns([[row[i] for i in kept] for row in rows], numbers=right)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes), *self._products()])
 
     def _products(self) -> list[str]:
@@ -224,12 +224,12 @@ def repetitions(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _told(kernel: KernelRecord) -> Hashable:
-    """What a table tells of a kernel, less its layer."""
+def _table_key(kernel: KernelRecord) -> Hashable:
+    """Returns what a table tells of a kernel, less its layer."""
     return (_identity(kernel), kernel.template, kernel.device, kernel.isa, kernel.parts, kernel.flops,
             kernel.bytes, kernel.reason)
 
 
 def _identity(kernel: KernelRecord) -> Hashable:
-    """What kernels have in common that differ in their buffers alone."""
+    """Returns what kernels have in common that differ in their buffers alone."""
     return kernel.name, kernel.source, kernel.launch, kernel.spec, kernel.schedule, kernel.arch

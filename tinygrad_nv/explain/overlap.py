@@ -1,9 +1,8 @@
-"""What runs beside a collective: kernels of a schedule that neither need it nor are needed by it.
+"""Overlap: kernels of a schedule that run beside a collective, as they neither need it nor are needed by it.
 
-Protocol: `told` says it of a collective, `beside(calls, number)` are the numbers of a schedule's calls. What
-a call writes is what its body stores to; calls that touch the same memory, one of them writing, follow one
-another, as in a graph of the driver.
-"""
+Protocol: `describe_overlap` says it of a collective, `beside(calls, number)` are the numbers of a schedule's
+calls. What a call writes is what its body stores to; calls that touch the same memory, one of them writing,
+follow one another, as in a graph of the driver. """
 from __future__ import annotations
 
 from collections import Counter
@@ -20,7 +19,7 @@ from tinygrad_nv.runtime.observe.forecast import forecast
 
 
 class Kernel(Protocol):
-    """What is known of a call (`KernelRecord`)."""
+    """Facts that are known of a call (`KernelRecord`)."""
     @property
     def name(self) -> str: ...
     @property
@@ -33,7 +32,7 @@ class Kernel(Protocol):
     def bytes(self) -> int: ...
 
 
-def told(calls: Sequence[UOp], kernels: Sequence[Kernel], number: int) -> str:
+def describe_overlap(calls: Sequence[UOp], kernels: Sequence[Kernel], number: int) -> str:
     """The kernels beside a collective in words, with the time that they are predicted to take."""
     others = [i for i in beside(calls, number) if not isinstance(kernels[i].spec, Communicates)]
     names = Counter(" ".join(kernels[i].name.split()) for i in others)
@@ -57,7 +56,7 @@ def beside(calls: Sequence[UOp], number: int) -> list[int]:
     writer: dict[UOp, int] = {}                 # of memory, the last
     readers: dict[UOp, list[int]] = {}          # and those since
     for i, call in enumerate(calls):
-        follows, writes, used = set[int](), written(call), _memories(call.src[1:])
+        follows, writes, used = set[int](), outputs_of(call), _memories(call.src[1:])
         for memory in used:
             if memory in writer: follows.add(writer[memory])
             if memory in writes: follows.update(readers.get(memory, ()))
@@ -71,7 +70,7 @@ def beside(calls: Sequence[UOp], number: int) -> list[int]:
             and not before[number] >> i & 1]
 
 
-def written(call: UOp) -> set[UOp]:
+def outputs_of(call: UOp) -> set[UOp]:
     """The memory that a call writes."""
     body, arguments = call.src[0], call.src[1:]
     if body.op not in (Ops.SINK, Ops.PROGRAM): return set(_memories(arguments[:1]))
@@ -81,5 +80,5 @@ def written(call: UOp) -> set[UOp]:
 
 
 def _memories(arguments: Sequence[UOp]) -> list[UOp]:
-    """What arguments are memory of; variables are of none."""
+    """Returns what arguments are memory of; variables are of none."""
     return [each.base for each in arguments if not each.is_bound_var]

@@ -26,7 +26,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.explain.lowering import KernelRecord, Lowering
-from tinygrad_nv.explain.overlap import forecast_seconds, told
+from tinygrad_nv.explain.overlap import describe_overlap, forecast_seconds
 from tinygrad_nv.hooks import threads
 from tinygrad_nv.patterns import program, target
 from tinygrad_nv.runtime.driver import Driver
@@ -42,7 +42,7 @@ UNMATCHED = "no pattern matched"
 
 
 def lowering(*tensors: Tensor) -> Lowering:
-    """As explain()."""
+    """Returns what explain() returns."""
     if others := [t for t in tensors if not isinstance(t, Tensor)]:
         raise NVError(f"explain() was given a {type(others[0]).__name__}",
                       "tensors, each an argument of its own", "call explain(a, b)")
@@ -80,21 +80,21 @@ def _time_at_best(kernel: KernelRecord, call: UOp) -> float | None:
     """Seconds by operations and bytes, or as a cost model has them; None on a device without figures."""
     if kernel.predicted_s is not None: return kernel.predicted_s
     if (cpu := target.cpu_of(kernel.device)) is not None:
-        return _predicted(cpu, kernel.spec, kernel.schedule, kernel.flops, kernel.bytes)
+        return _predict(cpu, kernel.spec, kernel.schedule, kernel.flops, kernel.bytes)
     return forecast_seconds(call, kernel)
 
 
 def _beside(kernels: list[KernelRecord], calls: Sequence[UOp]) -> list[KernelRecord]:
     """The records, those of collectives with what runs beside them where it can."""
     if not any(isinstance(each.spec, Communicates) for each in kernels): return kernels
-    return [replace(each, reason=f"{each.reason}; beside it: {told(calls, kernels, i)}")
+    return [replace(each, reason=f"{each.reason}; beside it: {describe_overlap(calls, kernels, i)}")
             if isinstance(each.spec, Communicates) else each for i, each in enumerate(kernels)]
 
 
 def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[program.Miss]) -> KernelRecord:
     note = note_of(call.src[0])
-    name, estimates = counted(call, device)
-    template, reason = _unlowered(call, misses) if note is None else \
+    name, estimates = count_work(call, device)
+    template, reason = _explain_miss(call, misses) if note is None else \
         (note.template, note.reason + _imbalance(call, note))
     values = {**var_vals, "_device_num": to_tuple(call.src[1].device).index(device)}
     try: flops, bytes = (int(sym_infer(x, values)) for x in (estimates.ops, estimates.mem))
@@ -110,7 +110,7 @@ def _record(call: UOp, device: str, var_vals: dict[str, int], misses: list[progr
     arch, sm_count = ("", 0) if gpu is None else (gpu.arch, gpu.sm_count)
     clusters = driver.clusters if isinstance(driver, Driver) else ()
     cpu = target.cpu_of(device)
-    taken = _predicted(cpu, note.spec, note.schedule, flops, bytes) if cpu is not None else \
+    taken = _predict(cpu, note.spec, note.schedule, flops, bytes) if cpu is not None else \
         _moving(note.spec, arch) if isinstance(note.spec, Communicates) else None
     return KernelRecord(name, template, reason, device, note.spec, note.schedule, flops, bytes,
                         call.src[0].src[2].arg, arch, sm_count, layer, cpu,
@@ -133,11 +133,11 @@ def _imbalance(call: UOp, note: Note | KeptNote) -> str:
     return f"; {imbalance(Tensor(offsets).tolist())}"
 
 
-def _predicted(cpu: CPU, spec: Hashable, schedule: Hashable, flops: int, bytes: int) -> float | None:
+def _predict(cpu: CPU, spec: Hashable, schedule: Hashable, flops: int, bytes: int) -> float | None:
     """How long a kernel on a CPU takes at best; None where that cannot be measured."""
     from tinygrad_nv.cpu.measure import rates
-    from tinygrad_nv.explain.levels_cpu import predicted
-    try: return predicted(spec, schedule, flops, bytes, rates(cpu))
+    from tinygrad_nv.explain.levels_cpu import predict
+    try: return predict(spec, schedule, flops, bytes, rates(cpu))
     except NVError: return None
 
 
@@ -147,7 +147,7 @@ def _parts(body: UOp) -> int:
     return int(cores[0].vmax) + 1 if cores else 1
 
 
-def _unlowered(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
+def _explain_miss(call: UOp, misses: list[program.Miss]) -> tuple[str | None, str]:
     """Template and reason of a call that no template of a rewrite made."""
     body = call.src[0]
     if body.op is Ops.COPY: return None, "copy"
@@ -170,10 +170,11 @@ def _computes(call: UOp, miss: program.Miss) -> bool:
     nodes = call.src[0].toposort()
     written = {u.src[0].buf_uop.arg.slot for u in nodes if u.op is Ops.STORE}
     sizes = [arg.max_numel() for slot, arg in enumerate(get_call_arg_uops(call)) if slot in written]
-    return miss.numel in sizes and any(u.op is miss.op and _reduced(u) == miss.reduced for u in nodes)
+    return miss.numel in sizes and any(u.op is miss.op and _reduction_extent(u) == miss.reduced
+                                       for u in nodes)
 
 
-def _reduced(node: UOp) -> int:
+def _reduction_extent(node: UOp) -> int:
     """How many values a REDUCE of a kernel makes one of; 1 for other operations."""
     if node.op is not Ops.REDUCE: return 1
     return prod(int(r.vmax) + 1 for r in node.src[1:])
@@ -184,7 +185,7 @@ def _reduced(node: UOp) -> int:
 _generated: dict[tuple[Hashable, ...], tuple[str, Estimates]] = {}
 
 
-def counted(call: UOp, device: str) -> tuple[str, Estimates]:
+def count_work(call: UOp, device: str) -> tuple[str, Estimates]:
     """Name and counts of a call: of a kernel of tinygrad's without rendering it."""
     body = call.src[0]
     if body.op is Ops.SINK: return _of_generated(body, device)

@@ -145,7 +145,7 @@ class Bucket:
     def launch(self, values: dict[str, int]) -> None:
         """Runs the step once, with these values of the variables."""
         assert self.replay is not None
-        if self.graph is None or DEBUG >= 2 or PROFILE or hooks.watched():
+        if self.graph is None or DEBUG >= 2 or PROFILE or hooks.is_watched():
             self.values = None  # it updates nodes
             realize.run_linear(self.replay, values, jit=True)
             return

@@ -72,15 +72,15 @@ from tinygrad_nv.hooks.replaced import (
 )
 from tinygrad_nv.hooks.rewrites import (
     configuration,
-    flattened,
-    inlined,
+    flatten,
+    inline,
     keep_functions,
     load_later,
     rewriting,
     rewritten,
 )
 
-__all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flattened", "inlined", "install_decomposition",
+__all__ = ["TINYGRAD_VERSION", "add_device", "configuration", "flatten", "inline", "install_decomposition",
            "keep_functions", "load_later", "official", "remove_cpu", "remove_device", "rewriting",
            "rewritten"]
 
@@ -181,7 +181,7 @@ def add_execute(name: str, fn: Callable[[UOp, realize.ExecContext, Run], Seconds
     _apply()
 
 
-def watched() -> bool:
+def is_watched() -> bool:
     """Whether any `add_execute` is there: code that launches without tinygrad then launches through it."""
     return bool(_executes)
 
@@ -307,13 +307,13 @@ def _apply() -> None:
         if _enabled and layouts.shard_rules: replace(owner, attribute, ours)
         else: put_back(owner, attribute)
     if official():
-        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and rewrites.wanted())
-        _list(realize.pre_compile, _compiled, _enabled and bool(_compiles))
+        _list(schedule.pre_schedule, (rewritten, configuration), _enabled and rewrites.has_rewrites())
+        _list(realize.pre_compile, _compile, _enabled and bool(_compiles))
         return
     # hcq2 is imported by the first device that uses it, and takes what is in realize then
     users = [realize, jit, *filter(None, [sys.modules.get("tinygrad.runtime.support.hcq2")])]
     for wanted, attributes in (
-        (_enabled and rewrites.wanted(), [(schedule, "pm_schedule", rewrites.pm_schedule())]),
+        (_enabled and rewrites.has_rewrites(), [(schedule, "pm_schedule", rewrites.pm_schedule())]),
         (_enabled and bool(_compiles), [(realize, "compile_linear", _compile_linear),
                                         (jit, "compile_linear", _compile_linear)]),
         (bool(_functions), [*((owner, "get_call_name", _call_name) for owner in users if owner is not jit),
@@ -331,24 +331,24 @@ def _list(point: list[Any], entry: Any, wanted: bool) -> None:
 
 # **** around the compilation of a schedule ****
 
-def _compiled(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
+def _compile(linear: UOp, beam: int, inner: Callable[[UOp], UOp]) -> UOp:
     for fn in reversed(tuple(_compiles.values())):
-        inner = functools.partial(_wrapped, fn, Compile(beam, inner))
+        inner = functools.partial(_run_hook, fn, Compile(beam, inner))
     with threads.LOWERING: return inner(linear)
 
 
-def _wrapped(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> UOp: return fn(linear, inner)
+def _run_hook(fn: Callable[[UOp, Compile], UOp], inner: Compile, linear: UOp) -> UOp: return fn(linear, inner)
 
 
 def _compile_linear(linear: UOp, beam: int | None = None, *args: Any, **kwargs: Any) -> UOp:
     def inner(linear: UOp) -> UOp: return theirs(realize, "compile_linear")(linear, beam, *args, **kwargs)
-    return _compiled(linear, BEAM.value if beam is None else beam, inner)
+    return _compile(linear, BEAM.value if beam is None else beam, inner)
 
 
 # **** execution, and custom functions ****
 
 def custom_function(body: UOp) -> CustomFunction | None:
-    """What is registered for a call's body, if that is a CUSTOM_FUNCTION."""
+    """Returns what is registered for a call's body, if that is a CUSTOM_FUNCTION."""
     return _functions.get(body.arg.partition(":")[0]) if body.op is Ops.CUSTOM_FUNCTION else None
 
 

@@ -30,9 +30,9 @@ _own = threading.local()    # `first`: the arguments that are prepared next are 
 
 
 def install() -> None:
-    """As hooks.install_captures."""
-    replace(jit, "_prepare_jit_inputs", _prepared)
-    replace(jit._TinyJit, "__call__", functools.wraps(jit._TinyJit.__call__)(_called))
+    """Installs the captures, for hooks.install_captures."""
+    replace(jit, "_prepare_jit_inputs", _prepare)
+    replace(jit._TinyJit, "__call__", functools.wraps(jit._TinyJit.__call__)(_call))
 
 
 def remove() -> None:
@@ -41,8 +41,8 @@ def remove() -> None:
     put_back(jit._TinyJit, "__call__")
 
 
-def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[UOp], Any, Any, list[Any]]:
-    """What tinygrad's own says of arguments, each with its size."""
+def _prepare(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[UOp], Any, Any, list[Any]]:
+    """Returns what tinygrad's own says of arguments, each with its size."""
     prepare = theirs(jit, "_prepare_jit_inputs")
     first, _own.first = getattr(_own, "first", False), False
     try: places, variables, names, kinds = prepare(args, kwargs)
@@ -66,11 +66,11 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     deeper."""
     named = [given for _, given in sorted(kwargs.items())]
     outer = [given for given in (*args, *named) if given.__class__ is Tensor]
-    inner = {id(each): each for given in (*args, *kwargs.values()) for each in _contained(given)}
+    inner = {id(each): each for given in (*args, *kwargs.values()) for each in _tensors_in(given)}
     return [*outer, *(each for each in inner.values() if not any(each is other for other in outer))]
 
 
-def _contained(given: Any) -> Iterator[Tensor]:
+def _tensors_in(given: Any) -> Iterator[Tensor]:
     inner = given.values() if isinstance(given, dict) else given if isinstance(given, list | tuple) else ()
     yield from (each for each in inner if each.__class__ is Tensor)
 
@@ -84,9 +84,9 @@ def _are_different(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len(set(uops)) == len(uops)
 
 
-def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = theirs(jit._TinyJit, "__call__")
-    if not JIT or self.fxn is None: return _told(call, self, args, kwargs)
+    if not JIT or self.fxn is None: return _explain_mismatch(call, self, args, kwargs)
     if self.cnt == 0:
         self.kinds_before, self.moving = _kinds(args, kwargs), ()
         _own.first = True
@@ -94,45 +94,45 @@ def _called(self: Any, *args: Any, **kwargs: Any) -> Any:
         finally: _own.first = False
     if self.cnt == 1 and (before := self.__dict__.pop("kinds_before", None)) is not None:
         self.moving = _moving(before, _kinds(args, kwargs))
-    if not getattr(self, "moving", ()): return _told(call, self, args, kwargs)
+    if not getattr(self, "moving", ()): return _explain_mismatch(call, self, args, kwargs)
     tensors = _tensors(args, kwargs)
     views = {i: tensors[i] for i in self.moving if i < len(tensors)}
     copies = {i: each.clone() for i, each in views.items()}
     Tensor.realize(*copies.values())
     copied = {id(views[i]): each for i, each in copies.items()}
-    made = _told(call, self, tuple(_exchanged(each, copied) for each in args),
-                 {name: _exchanged(each, copied) for name, each in kwargs.items()})
-    if written := [views[i].assign(copies[i]) for i in _written(self.captured) & views.keys()]:
+    made = _explain_mismatch(call, self, tuple(_exchange_views(each, copied) for each in args),
+                 {name: _exchange_views(each, copied) for name, each in kwargs.items()})
+    if written := [views[i].assign(copies[i]) for i in _find_written(self.captured) & views.keys()]:
         Tensor.realize(*written)
     return made
 
 
-def _told(call: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call, with words of ours where arguments differ from the captured ones."""
+def _explain_mismatch(call: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls, with words of ours where arguments differ from the captured ones."""
     try: return call(self, *args, **kwargs)
     except jit.JitError as error:
         if not str(error).startswith("args mismatch"): raise
-        raise jit.JitError(_difference(self.captured, *_prepared(args, kwargs)[2:])) from error
+        raise jit.JitError(_difference(self.captured, *_prepare(args, kwargs)[2:])) from error
 
 
 # **** views that move ****
 
 def _kinds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What each argument is, also where two are parts of one Tensor."""
-    return [kind for each in _tensors(args, kwargs) for kind in _prepared((each,), {})[3]]
+    """Returns the kind of each argument, also where two are parts of one Tensor."""
+    return [kind for each in _tensors(args, kwargs) for kind in _prepare((each,), {})[3]]
 
 
 def _moving(before: list[Any], now: list[Any]) -> tuple[int, ...]:
     """The arguments that are of one shape, dtype and device in two calls, and lie at different places."""
     if len(before) != len(now): return ()
     return tuple(i for i, (old, new) in enumerate(zip(before, now, strict=True))
-                 if old[0] is not new[0] and _described(*old) == _described(*new))
+                 if old[0] is not new[0] and _facts_of(*old) == _facts_of(*new))
 
 
-def _exchanged(given: Any, copied: Mapping[int, Tensor]) -> Any:
+def _exchange_views(given: Any, copied: Mapping[int, Tensor]) -> Any:
     """An argument with copies for views; a container that has none is the same one."""
     if given.__class__ is Tensor: return copied.get(id(given), given)
-    if not any(id(each) in copied for each in _contained(given)): return given
+    if not any(id(each) in copied for each in _tensors_in(given)): return given
     if isinstance(given, tuple):
         items = [copied.get(id(each), each) for each in given]
         return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
@@ -142,7 +142,7 @@ def _exchanged(given: Any, copied: Mapping[int, Tensor]) -> Any:
     return made
 
 
-def _written(captured: Any) -> set[int]:
+def _find_written(captured: Any) -> set[int]:
     """The arguments that the launches of a capture write, by position."""
     if (found := getattr(captured, "written_arguments", None)) is None:
         found = set[int]()
@@ -158,7 +158,7 @@ def _written(captured: Any) -> set[int]:
 # **** words ****
 
 def _difference(captured: Any, names: list[Any], kinds: list[Any]) -> str:
-    """What is not as it was at the capture, and what to do."""
+    """Returns what is not as it was at the capture, and what to do."""
     before, after = captured.expected_input_info, kinds
     if captured.expected_names != names or len(before) != len(after):
         return (f"TinyJit has captured the arguments {captured.expected_names}, and is called with {names}: "
@@ -166,13 +166,13 @@ def _difference(captured: Any, names: list[Any], kinds: list[Any]) -> str:
     number = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
     named = repr(names[number]) if number < len(names) else f"number {number}"
     found = [f"{what} {old} then, {new} now" for (what, old), (_, new) in
-             zip(_described(*before[number]), _described(*after[number]), strict=True) if old != new]
+             zip(_facts_of(*before[number]), _facts_of(*after[number]), strict=True) if old != new]
     return (f"TinyJit is called with another argument {named} than it has captured: "
             + (", ".join(found) or "a view of another place of a larger Tensor")
             + "; give Tensors of one shape, dtype and device, a part of a larger one as its `.clone()`, or "
               "take tinygrad_nv.transforms.jit, which captures each kind of arguments")
 
 
-def _described(view: UOp, _: Any, dtype: Any, device: Any, size: Any) -> tuple[tuple[str, Any], ...]:
-    """What an argument is, but for its place."""
+def _facts_of(view: UOp, _: Any, dtype: Any, device: Any, size: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the facts of an argument, but for its place."""
     return ("shape", view.shape if view._shape else size), ("dtype", dtype), ("device", device)

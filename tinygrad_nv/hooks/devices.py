@@ -114,7 +114,7 @@ def _close(name: str) -> None:
 
 # **** the default device ****
 
-def _chosen(theirs: functools.cached_property[str]) -> functools.cached_property[str]:
+def _prefer_ours(theirs: functools.cached_property[str]) -> functools.cached_property[str]:
     """tinygrad's choice of a device, the first of its own that opens, after the preferred ones. It hides why
     each does not open: with none left, the CPU says why. And NV=1 is a switch of ours; tinygrad would refuse
     it as an old way to ask for its NV device."""
@@ -146,13 +146,13 @@ def _absent(name: str, root: Path = Path("/")) -> bool:
     """Whether Linux lists nothing that the device could be. (CUDA serves below WSL, too: /dev/dxg.)"""
     def present(*patterns: str) -> bool: return any(any(root.glob(each)) for each in patterns)
 
-    def listed(bus: str, file: str, *vendors: str) -> bool:
+    def is_listed(bus: str, file: str, *vendors: str) -> bool:
         return any(_line(each) in vendors for each in root.glob(f"sys/bus/{bus}/devices/*/{file}"))
     match name:
-        case "NV": return not present("dev/nvidia*") and not listed("pci", "vendor", "0x10de")
+        case "NV": return not present("dev/nvidia*") and not is_listed("pci", "vendor", "0x10de")
         case "CUDA": return _absent("NV", root) and not present("dev/dxg")
-        case "AMD": return not present("dev/kfd") and not listed("pci", "vendor", "0x1002") \
-            and not listed("usb", "idVendor", "add1", "3801")
+        case "AMD": return not present("dev/kfd") and not is_listed("pci", "vendor", "0x1002") \
+            and not is_listed("usb", "idVendor", "add1", "3801")
         case "QCOM": return not present("dev/kgsl-3d0")
     return False
 
@@ -179,11 +179,11 @@ _ours_of_cpu: dict[str, Callable[[Any, Enabled], Any]] = {}
 
 def install_cpu(ours: Mapping[str, Callable[[Any, Enabled], Any]], graph: Callable[[], type],
                 enabled: Enabled) -> None:
-    """As hooks.install_cpu; graphs while `enabled()`."""
+    """Installs the CPU, for hooks.install_cpu; graphs while `enabled()`."""
     check_version()
     _ours_of_cpu.update(ours)
     wait_for_cpu(functools.partial(_join_cpu, graph, enabled))
-    replace(type(Device), "_select_device", _chosen(theirs(type(Device), "_select_device")))
+    replace(type(Device), "_select_device", _prefer_ours(theirs(type(Device), "_select_device")))
 
 
 def remove_cpu() -> None:
@@ -231,7 +231,7 @@ class _CPUFinder(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            with _loaded_later(): load(module)
+            with _load_on_call(): load(module)
             self.then(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ SELDOM = {"tinygrad.renderer.nir": "LVPRenderer", "tinygrad.renderer.isa.x86": "
 
 
 @contextlib.contextmanager
-def _loaded_later() -> Iterator[None]:
+def _load_on_call() -> Iterator[None]:
     """Inside, the modules of `SELDOM` have a class that loads the module when it is called."""
     made = {name: types.ModuleType(name) for name in SELDOM if name not in sys.modules}
     for name, module in made.items(): setattr(module, SELDOM[name], _later(name, SELDOM[name]))

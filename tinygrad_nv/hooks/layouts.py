@@ -25,7 +25,7 @@ MARK = "_nv_layout"  # in a node's __dict__: whether one of its sources has such
 
 
 def add_shard_rules(name: str, rules: PatternMatcher) -> None:
-    """As hooks.add_shard_rules."""
+    """Adds rules, for hooks.add_shard_rules."""
     add(shard_rules, "shard rules", name, rules)
     resolving.cache_clear()
 
@@ -38,7 +38,7 @@ def remove_shard_rules(name: str) -> None:
 
 @functools.cache
 def resolving() -> PatternMatcher:
-    """What resolves shards."""
+    """Returns the matcher that resolves shards."""
     return functools.reduce(lambda after, before: before + after, shard_rules.values(), multi_pm)
 
 
@@ -89,6 +89,6 @@ _GRADIENT = PatternMatcher([(UPat(Ops.UNSHARD, name="ret"), _no_gradient)])
 
 @functools.cache
 def replacements() -> list[tuple[Any, str, Any]]:
-    """What stands in tinygrad's places while there are rules."""
+    """Returns what stands in tinygrad's places while there are rules."""
     return [(UOp, "axis", axis), (UOp, "empty_like", _empty_like),
             (gradient, "pm_gradient", _GRADIENT + theirs(gradient, "pm_gradient"))]

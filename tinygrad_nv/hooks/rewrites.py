@@ -47,7 +47,7 @@ _loading = False
 
 
 def add_later(register: Callable[[], None]) -> None:
-    """As hooks.add_later."""
+    """Adds rewrites that are loaded later, for hooks.add_later."""
     _later.append(register)
 
 
@@ -65,14 +65,14 @@ def load_later() -> None:
         finally: _loading = False
 
 
-def wanted() -> bool:
+def has_rewrites() -> bool:
     """Whether a rewrite is registered, or may be once it is loaded."""
     return bool(rewrites or _later)
 
 
 def add_rewrite(name: str, fn: Callable[[UOp], UOp], *keys: Callable[[], Hashable],
                 needs: Iterable[Collection[Ops]] = ()) -> None:
-    """As hooks.add_rewrite."""
+    """Adds a rewrite, for hooks.add_rewrite."""
     load_later()
     add(rewrites, "rewrite", name, Rewrite(name, fn, keys, tuple(map(frozenset, needs))))
 
@@ -117,22 +117,22 @@ def keep_functions(kind: type) -> None:
     _kept.add(kind)
 
 
-def inlined(function: UOp) -> UOp | None:
+def inline(function: UOp) -> UOp | None:
     """The body of a FUNCTION over its arguments."""
     load_later()  # which says what is kept
     if type(function.arg.aux) in _kept:
-        function = function.replace(src=(flattened(function.src[0]), *function.src[1:]))
+        function = function.replace(src=(flatten(function.src[0]), *function.src[1:]))
     return rangeify.resolve_function(function)
 
 
-def flattened(graph: UOp) -> UOp:
+def flatten(graph: UOp) -> UOp:
     """A graph as the rewrites see it: functions inlined, but for those kept, and nothing detached."""
     load_later()
     return graph_rewrite(graph, _inline, bottom_up=True, name="nv: inline functions")
 
 
 _inline = PatternMatcher([
-    (UPat(Ops.FUNCTION, name="c"), lambda c: None if type(c.arg.aux) in _kept else inlined(c)),
+    (UPat(Ops.FUNCTION, name="c"), lambda c: None if type(c.arg.aux) in _kept else inline(c)),
     (UPat(Ops.GETTUPLE, src=(UPat(Ops.TUPLE, name="t"),), name="g"), lambda g, t: t.src[g.arg]),
     (UPat((Ops.DETACH, Ops.CONTIGUOUS_BACKWARD), name="x"), lambda x: x.src[0]),
 ])
@@ -162,7 +162,7 @@ def _rewritten(sink: UOp) -> tuple[UOp, bool]:
     if Ops.FUNCTION not in ops and not any(has(ops, each.needs) for each in rewrites.values()):
         return sink, False
     if not PREPARED.isdisjoint(ops):
-        sink = flattened(graph_rewrite(sink, layouts.resolving(), name="nv: shards"))
+        sink = flatten(graph_rewrite(sink, layouts.resolving(), name="nv: shards"))
         ops = ops_of(sink)
     outer, _own.rewriting = rewriting(), True
     try:
@@ -196,10 +196,10 @@ def configuration() -> Hashable:
     """Everything about the registered rewrites that a schedule depends on."""
     load_later()
     keys = dict.fromkeys(key for rewrite in rewrites.values() for key in rewrite.keys)
-    return (_registered(), *(key() for key in keys))
+    return (_registration_key(), *(key() for key in keys))
 
 
-def _registered() -> Hashable:
+def _registration_key() -> Hashable:
     """The registered rewrites, and whether sums have one order."""
     load_later()
     return (config.get("NV_DETERMINISTIC"), *layouts.shard_rules,
@@ -211,12 +211,13 @@ class _ConfiguredCache(dict[Any, UOp]):
     takes 20 to 40 µs to find; where no rewrite was called, to the registered ones only."""
 
     def get(self, key: Any, default: UOp | None = None) -> UOp | None:
-        if (known := super().get((_registered(), key))) is not None: return known
+        if (known := super().get((_registration_key(), key))) is not None: return known
         return super().get((configuration(), key), default)
 
     def __setitem__(self, key: Any, value: UOp) -> None:
         # whether a rewrite was called for the schedule that this thread has made last
-        super().__setitem__((configuration() if getattr(_own, "called", True) else _registered(), key), value)
+        super().__setitem__((configuration() if getattr(_own, "called", True) else _registration_key(), key),
+                            value)
 
 
 configured_cache = _ConfiguredCache()
@@ -235,7 +236,7 @@ def in_order(sink: UOp) -> UOp:
     return graph_rewrite(made, _as_written, name="nv: loops as written")
 
 
-def _unoptimised(call: UOp) -> UOp | None:
+def _leave_unoptimised(call: UOp) -> UOp | None:
     body = call.src[0]
     if not isinstance(body.arg, KernelInfo) or body.arg.opts_to_apply is not None: return None
     if not any(node.op is Ops.REDUCE and node.arg[0] is Ops.ADD and dtypes.is_float(node.dtype)
@@ -244,7 +245,7 @@ def _unoptimised(call: UOp) -> UOp | None:
 
 
 _as_written = PatternMatcher([(UPat(Ops.CALL, src=(UPat(Ops.SINK),), allow_any_len=True, name="call"),
-                              _unoptimised)])
+                              _leave_unoptimised)])
 
 
 @functools.cache

@@ -98,7 +98,7 @@ def _place() -> None:
             if os.path.exists(made): _check(made)
             # other processes may be there: none finds half of it
             if not refused and not os.path.exists(made):
-                with private.opened(before) as file: private.write(Path(made), file)
+                with private.open_private(before) as file: private.write(Path(made), file)
         if not cache.is_temporary(place):
             verb = "is not used" if refused else "cannot be written"
             print(f"tinygrad-nv: {before} {verb} ({why}); {made} is used", file=sys.stderr)
@@ -110,7 +110,7 @@ def _place() -> None:
 def _refusal(database: str) -> str:
     """Why a file is not used as tinygrad's database; "" of one that is, or is not there."""
     try:
-        with private.opened(database) as file: head = file.read(len(SQLITE))
+        with private.open_private(database) as file: head = file.read(len(SQLITE))
     except FileNotFoundError: return ""
     except OSError as error: return error.strerror or str(error)
     return "" if head in (b"", SQLITE) else "it is no database"
@@ -167,9 +167,9 @@ def _set_aside(database: str, why: Exception) -> None:
 
 
 class _SealedPickles:
-    """What tinygrad's database takes for `pickle`: values have a keyed hash behind them, which pickle leaves
-    alone, and one whose hash does not fit is absent. So nothing is unpickled that this user's processes did
-    not write, and machine code whose bits changed is compiled again."""
+    """Replacement of `pickle` for tinygrad's database: values have a keyed hash behind them, which pickle
+    leaves alone, and one whose hash does not fit is absent. So nothing is unpickled that this user's
+    processes did not write, and machine code whose bits changed is compiled again."""
 
     def dumps(self, value: Any) -> bytes:
         """A pickle, and its seal."""
@@ -190,10 +190,10 @@ def _key() -> bytes | None:
 
 def _connection() -> Any:
     _place()
-    return _Guarded(_opened())
+    return _Guarded(_open())
 
 
-def _opened() -> Any:
+def _open() -> Any:
     opened = theirs(helpers, "db_connection")
     if threading.current_thread() is threading.main_thread(): return opened()
     made = getattr(_own, "opened", None)
@@ -232,7 +232,7 @@ def _fresh(context: Any) -> Any:
 
 
 class _Capturing(list[Any]):
-    """What captures in this thread."""
+    """Capture of this thread."""
 
     @property
     def here(self) -> list[Any]:

@@ -36,7 +36,7 @@ class Function:
     kinds: tuple[str, ...]
 
     def arguments(self, call: Call, wire: Wire) -> list[Any]:
-        """As the calling convention of x86-64 has them."""
+        """Returns the arguments as the calling convention of x86-64 has them."""
         registers, stack, found = list(call.registers), list(call.stack), []
 
         def words(count: int, in_memory: bool = False) -> list[int]:
@@ -47,11 +47,11 @@ class Function:
 
         for kind in self.kinds:
             values = words(MEMORY_WORDS.get(kind, 2 if kind == "Dim3" else 1), kind in MEMORY_WORDS)
-            found.append(converted(kind, values, wire))
+            found.append(convert(kind, values, wire))
         return found
 
 
-def converted(kind: str, values: list[int], wire: Wire) -> Any:
+def convert(kind: str, values: list[int], wire: Wire) -> Any:
     """An argument of a kind."""
     if kind == "Word": return values[0]
     if kind == "Unsigned": return values[0] & 0xffffffff
@@ -74,6 +74,6 @@ def api(*names: str) -> Callable[[Callable[..., int | None]], Callable[..., int 
 
 
 def function_of(name: str) -> Function | None:
-    """Who serves a name."""
+    """Returns who serves a name."""
     if (found := FUNCTIONS.get(name)) is not None: return found
     return FUNCTIONS.get(name.removesuffix("_ptsz").removesuffix("_ptds"))

@@ -18,18 +18,18 @@ from tinygrad_nv.host.works import (
 )
 
 
-def waited(s: Session, work: Work) -> None:
-    """Work in the default stream, for which the host waits."""
+def submit_and_wait(s: Session, work: Work) -> None:
+    """Submits work in the default stream, for which the host waits."""
     stream = s.stream(0)
     s.streams.submit(work, stream)
-    s.streams.completed(stream)
+    s.streams.complete(stream)
 
 
 # **** copies ****
 
 @api("cudaMemcpy")
 def memcpy(s: Session, target: Word, source: Word, nbytes: Word, kind: Int) -> None:
-    waited(s, Copy(Rows(target, nbytes), Rows(source, nbytes), kind))
+    submit_and_wait(s, Copy(Rows(target, nbytes), Rows(source, nbytes), kind))
 
 
 @api("cudaMemcpyAsync")
@@ -77,7 +77,7 @@ def _plane(target: int, target_pitch: int, source: int, source_pitch: int, width
 @api("cudaMemcpy2D")
 def memcpy_2d(s: Session, target: Word, target_pitch: Word, source: Word, source_pitch: Word, width: Word,
               height: Word, kind: Int) -> None:
-    waited(s, _plane(target, target_pitch, source, source_pitch, width, height, kind))
+    submit_and_wait(s, _plane(target, target_pitch, source, source_pitch, width, height, kind))
 
 
 @api("cudaMemcpy2DAsync")
@@ -88,7 +88,7 @@ def memcpy_2d_async(s: Session, target: Word, target_pitch: Word, source: Word, 
 
 
 def box(s: Session, parameters: int) -> Copy:
-    """What cudaMemcpy3DParms says. Raises `CudaError` for arrays."""
+    """Returns the copy that cudaMemcpy3DParms describes. Raises `CudaError` for arrays."""
     values = struct.unpack("<19Qi4x", s.wire.read(parameters, 160))
     source_array, *source = values[:8]
     target_array, *target = values[8:16]
@@ -110,7 +110,7 @@ def _box(side: list[int], extent: tuple[int, ...]) -> Rows:
 
 
 @api("cudaMemcpy3D")
-def memcpy_3d(s: Session, parameters: Word) -> None: waited(s, box(s, parameters))
+def memcpy_3d(s: Session, parameters: Word) -> None: submit_and_wait(s, box(s, parameters))
 
 
 @api("cudaMemcpy3DAsync")
@@ -124,7 +124,7 @@ HOST_SIDE, ARRAY_SIDE = 1, 3    # CUmemorytype
 
 
 def driver_box(s: Session, parameters: int, deep: bool) -> Copy:
-    """What CUDA_MEMCPY2D or 3D says. Raises `CudaError` for arrays."""
+    """Returns the copy that CUDA_MEMCPY2D or 3D describes. Raises `CudaError` for arrays."""
     side = SIDE.format(*(("QQ", "Q", "Q") if deep else ("", "", "")))
     form = struct.Struct("<" + 2 * side + "QQ" + "Q" * deep)
     values = form.unpack(s.wire.read(parameters, form.size))
@@ -147,7 +147,8 @@ def _driver_side(side: tuple[int, ...], extent: tuple[int, ...], deep: bool) -> 
 
 
 @api("cuMemcpy2D_v2", "cuMemcpy2DUnaligned_v2")
-def memcpy_2d_driver(s: Session, parameters: Word) -> None: waited(s, driver_box(s, parameters, False))
+def memcpy_2d_driver(s: Session, parameters: Word) -> None: submit_and_wait(s,
+                                                                            driver_box(s, parameters, False))
 
 
 @api("cuMemcpy2DAsync_v2")
@@ -156,7 +157,8 @@ def memcpy_2d_driver_async(s: Session, parameters: Word, stream: Word) -> None:
 
 
 @api("cuMemcpy3D_v2")
-def memcpy_3d_driver(s: Session, parameters: Word) -> None: waited(s, driver_box(s, parameters, True))
+def memcpy_3d_driver(s: Session, parameters: Word) -> None: submit_and_wait(s,
+                                                                            driver_box(s, parameters, True))
 
 
 @api("cuMemcpy3DAsync_v2")

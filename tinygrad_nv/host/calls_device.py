@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.host.api import Int, Text, Word, api
-from tinygrad_nv.host.errors import CudaError, Status, described, driver_name, runtime_name
+from tinygrad_nv.host.errors import CudaError, Status, describe, driver_name, runtime_name
 from tinygrad_nv.host.gpus import UUID, VERSION, properties
 from tinygrad_nv.host.session import Session
 
@@ -120,7 +120,7 @@ def version(s: Session, into: Word) -> None: s.put(into, VERSION, size=4)
 
 
 @api("cudaDeviceSynchronize", "cuCtxSynchronize", "cudaThreadSynchronize")
-def synchronize(s: Session) -> None: s.streams.completed(None)
+def synchronize(s: Session) -> None: s.streams.complete(None)
 
 
 @api("cudaDeviceReset", "cudaThreadExit")
@@ -193,7 +193,7 @@ def error_name(s: Session, error: Int) -> int: return s.text(runtime_name(error)
 
 
 @api("cudaGetErrorString")
-def error_string(s: Session, error: Int) -> int: return s.text(described(error))
+def error_string(s: Session, error: Int) -> int: return s.text(describe(error))
 
 
 @api("cuGetErrorName")
@@ -201,12 +201,12 @@ def driver_error_name(s: Session, error: Int, into: Word) -> None: s.put(into, s
 
 
 @api("cuGetErrorString")
-def driver_error_string(s: Session, error: Int, into: Word) -> None: s.put(into, s.text(described(error)))
+def driver_error_string(s: Session, error: Int, into: Word) -> None: s.put(into, s.text(describe(error)))
 
 
 @api("cuGetExportTable", "cudaGetExportTable")
 def export_table(s: Session, into: Word, table: Word) -> None:
-    """What a runtime of NVIDIA's asks for that could not be redirected."""
+    """Answers a runtime of NVIDIA's that asks for what could not be redirected."""
     raise CudaError(Status.NOT_SUPPORTED, "NVIDIA's CUDA runtime is in the program, and no symbols to "
                     "redirect it by: do not strip the program, or link it with nvcc -cudart shared",
                     refused=True)

@@ -19,14 +19,14 @@ TYPES: dict[type, int] = {Kernel: 0, Copy: 1, Fill: 2, HostCall: 3, Nothing: 5, 
 SAME_TOPOLOGY, OTHER_TOPOLOGY = 0, 2
 
 
-def added(s: Session, into: int, graph: int, after: int, count: int, work: Work) -> None:
-    """A node."""
+def add_node(s: Session, into: int, graph: int, after: int, count: int, work: Work) -> None:
+    """Adds a node."""
     s.put(into, s.handle(s.object(graph, Graph).add(work, nodes_of(s, after, count))))
 
 
 def kernel_of(s: Session, parameters: int) -> Kernel:
-    """What cudaKernelNodeParams says; CUDA_KERNEL_NODE_PARAMS lies the same, and may have a kernel's handle
-    behind it."""
+    """Returns the kernel that cudaKernelNodeParams describes; CUDA_KERNEL_NODE_PARAMS lies the same, and may
+    have a kernel's handle behind it."""
     function, *extents, smem, arguments, extra = struct.unpack("<Q7I4xQQ", s.wire.read(parameters, 56))
     if not function and s.name.startswith("cu") and not s.name.startswith("cuda"):
         function, = struct.unpack("<Q", s.wire.read(parameters + 56, 8))
@@ -34,7 +34,7 @@ def kernel_of(s: Session, parameters: int) -> Kernel:
 
 
 def fill_of(s: Session, parameters: int) -> Fill:
-    """What cudaMemsetParams says."""
+    """Returns the fill that cudaMemsetParams describes."""
     target, pitch, value, size, width, height = struct.unpack("<QQIIQQ", s.wire.read(parameters, 40))
     if size not in (1, 2, 4):
         raise CudaError(Status.INVALID_VALUE, f"elements of {size} bytes; 1, 2 or 4 is allowed")
@@ -52,30 +52,30 @@ def graph_destroy(s: Session, graph: Word) -> None: s.drop(graph, Graph)
 
 @api("cudaGraphClone", "cuGraphClone")
 def graph_clone(s: Session, into: Word, graph: Word) -> None:
-    s.put(into, s.handle(s.object(graph, Graph).copied()[0]))
+    s.put(into, s.handle(s.object(graph, Graph).copy_graph()[0]))
 
 
 # **** nodes ****
 
 @api("cudaGraphAddKernelNode", "cuGraphAddKernelNode_v2")
 def add_kernel(s: Session, into: Word, graph: Word, after: Word, count: Word, parameters: Word) -> None:
-    added(s, into, graph, after, count, kernel_of(s, parameters))
+    add_node(s, into, graph, after, count, kernel_of(s, parameters))
 
 
 @api("cudaGraphAddMemcpyNode")
 def add_memcpy(s: Session, into: Word, graph: Word, after: Word, count: Word, parameters: Word) -> None:
-    added(s, into, graph, after, count, box(s, parameters))
+    add_node(s, into, graph, after, count, box(s, parameters))
 
 
 @api("cudaGraphAddMemcpyNode1D")
 def add_memcpy_1d(s: Session, into: Word, graph: Word, after: Word, count: Word, target: Word, source: Word,
                   nbytes: Word, kind: Int) -> None:
-    added(s, into, graph, after, count, Copy(Rows(target, nbytes), Rows(source, nbytes), kind))
+    add_node(s, into, graph, after, count, Copy(Rows(target, nbytes), Rows(source, nbytes), kind))
 
 
 @api("cudaGraphAddMemsetNode")
 def add_memset(s: Session, into: Word, graph: Word, after: Word, count: Word, parameters: Word) -> None:
-    added(s, into, graph, after, count, fill_of(s, parameters))
+    add_node(s, into, graph, after, count, fill_of(s, parameters))
 
 
 @api("cuGraphAddMemsetNode")
@@ -87,19 +87,19 @@ def add_memset_driver(s: Session, into: Word, graph: Word, after: Word, count: W
 @api("cudaGraphAddHostNode", "cuGraphAddHostNode")
 def add_host(s: Session, into: Word, graph: Word, after: Word, count: Word, parameters: Word) -> None:
     function, data = struct.unpack("<QQ", s.wire.read(parameters, 16))
-    added(s, into, graph, after, count, HostCall(function, (data,)))
+    add_node(s, into, graph, after, count, HostCall(function, (data,)))
 
 
 @api("cudaGraphAddEmptyNode", "cuGraphAddEmptyNode")
 def add_empty(s: Session, into: Word, graph: Word, after: Word, count: Word) -> None:
-    added(s, into, graph, after, count, Nothing())
+    add_node(s, into, graph, after, count, Nothing())
 
 
 @api("cudaGraphAddChildGraphNode", "cuGraphAddChildGraphNode")
 def add_child(s: Session, into: Word, graph: Word, after: Word, count: Word, child: Word) -> None:
     """The nodes of the child as they are now, and one that is done when they are."""
     target, before = s.object(graph, Graph), nodes_of(s, after, count)
-    made, _ = s.object(child, Graph).copied()
+    made, _ = s.object(child, Graph).copy_graph()
     for node in made.nodes: node.after = node.after or list(before)
     target.nodes += made.nodes
     s.put(into, s.handle(target.add(Nothing(), made.nodes or before)))
@@ -151,16 +151,16 @@ def node_type(s: Session, node: Word, into: Word) -> None:
 
 @api("cudaGraphGetNodes", "cuGraphGetNodes")
 def graph_nodes(s: Session, graph: Word, nodes: Word, count: Word) -> None:
-    _told(s, s.object(graph, Graph).nodes, nodes, count)
+    _put_nodes(s, s.object(graph, Graph).nodes, nodes, count)
 
 
 @api("cudaGraphGetRootNodes", "cuGraphGetRootNodes")
 def graph_roots(s: Session, graph: Word, nodes: Word, count: Word) -> None:
-    _told(s, [node for node in s.object(graph, Graph).nodes if not node.after], nodes, count)
+    _put_nodes(s, [node for node in s.object(graph, Graph).nodes if not node.after], nodes, count)
 
 
-def _told(s: Session, found: Sequence[Node], nodes: int, count: int) -> None:
-    """A list of nodes, or, with a null pointer, how many there are."""
+def _put_nodes(s: Session, found: Sequence[Node], nodes: int, count: int) -> None:
+    """Writes a list of nodes, or, with a null pointer, how many there are."""
     if nodes:
         room, = struct.unpack("<Q", s.wire.read(count, 8))
         found = found[:room]
@@ -198,28 +198,28 @@ def executable_update(s: Session, executable: Word, graph: Word, result: Word) -
 
 @api("cudaGraphExecKernelNodeSetParams", "cuGraphExecKernelNodeSetParams_v2")
 def executable_set_kernel(s: Session, executable: Word, node: Word, parameters: Word) -> None:
-    replaced(s, executable, node, kernel_of(s, parameters))
+    replace_work(s, executable, node, kernel_of(s, parameters))
 
 
 @api("cudaGraphExecMemsetNodeSetParams")
 def executable_set_memset(s: Session, executable: Word, node: Word, parameters: Word) -> None:
-    replaced(s, executable, node, fill_of(s, parameters))
+    replace_work(s, executable, node, fill_of(s, parameters))
 
 
 @api("cudaGraphExecMemcpyNodeSetParams1D")
 def executable_set_memcpy(s: Session, executable: Word, node: Word, target: Word, source: Word, nbytes: Word,
                           kind: Int) -> None:
-    replaced(s, executable, node, Copy(Rows(target, nbytes), Rows(source, nbytes), kind))
+    replace_work(s, executable, node, Copy(Rows(target, nbytes), Rows(source, nbytes), kind))
 
 
 @api("cudaGraphExecHostNodeSetParams", "cuGraphExecHostNodeSetParams")
 def executable_set_host(s: Session, executable: Word, node: Word, parameters: Word) -> None:
     function, data = struct.unpack("<QQ", s.wire.read(parameters, 16))
-    replaced(s, executable, node, HostCall(function, (data,)))
+    replace_work(s, executable, node, HostCall(function, (data,)))
 
 
-def replaced(s: Session, executable: int, node: int, work: Work) -> None:
-    """Other work of the same kind in an instantiated graph."""
+def replace_work(s: Session, executable: int, node: int, work: Work) -> None:
+    """Sets other work of the same kind in an instantiated graph."""
     found, place = s.object(executable, Executable), s.object(node, Node)
     if place not in found.places: raise CudaError(Status.INVALID_VALUE, "a node of another graph")
     number = found.places[place]

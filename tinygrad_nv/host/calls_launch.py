@@ -30,7 +30,7 @@ def launch_of(s: Session, handle: int, grid: Sequence[int], block: Sequence[int]
     """A launch as the program states it. Raises `CudaError` where CUDA refuses it."""
     kernel = s.kernel(handle)
     cluster: Sequence[int] = kernel.function.directives.get("reqnctapercluster", (1, 1, 1))
-    given = packed(s, kernel, extra) if extra and not arguments else parameters(s, kernel, arguments)
+    given = pack_block(s, kernel, extra) if extra and not arguments else parameters(s, kernel, arguments)
     found = Launch(kernel, triple(grid), triple(block), triple(cluster), smem, given)
     return KernelWork(with_attributes(found, attributes, s.gpu.arch))
 
@@ -60,7 +60,7 @@ def parameters(s: Session, kernel: Kernel, pointers: int) -> tuple[bytes, ...]:
     return tuple(s.wire.read(address, nbytes) for address, nbytes in zip(found, wanted, strict=True))
 
 
-def packed(s: Session, kernel: Kernel, extra: int) -> tuple[bytes, ...]:
+def pack_block(s: Session, kernel: Kernel, extra: int) -> tuple[bytes, ...]:
     """The bytes of each parameter in one block, which a list of names and values tells."""
     values: dict[int, int] = {}
     while (name := struct.unpack("<Q", s.wire.read(extra, 8))[0]) != END:

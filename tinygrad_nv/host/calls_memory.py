@@ -21,13 +21,13 @@ class Pool:
     attributes: dict[int, int] = field(default_factory=dict)
 
 
-def allocated(s: Session, nbytes: int, kind: Kind = Kind.DEVICE, flags: int = 0) -> int:
-    """The address of new memory; 0 for none."""
+def allocate(s: Session, nbytes: int, kind: Kind = Kind.DEVICE, flags: int = 0) -> int:
+    """Returns the address of new memory; 0 for none."""
     return s.memory.alloc(nbytes, kind, flags).address if nbytes else 0
 
 
 @api("cudaMalloc", "cuMemAlloc_v2")
-def malloc(s: Session, pointer: Word, nbytes: Word) -> None: s.put(pointer, allocated(s, nbytes))
+def malloc(s: Session, pointer: Word, nbytes: Word) -> None: s.put(pointer, allocate(s, nbytes))
 
 
 @api("cudaMallocAsync", "cuMemAllocAsync")
@@ -46,24 +46,24 @@ def malloc_from_pool(s: Session, pointer: Word, nbytes: Word, pool: Word, stream
 
 @api("cudaMallocHost", "cuMemAllocHost_v2")
 def malloc_host(s: Session, pointer: Word, nbytes: Word) -> None:
-    s.put(pointer, allocated(s, nbytes, Kind.HOST))
+    s.put(pointer, allocate(s, nbytes, Kind.HOST))
 
 
 @api("cudaHostAlloc", "cuMemHostAlloc")
 def host_alloc(s: Session, pointer: Word, nbytes: Word, flags: Unsigned) -> None:
-    s.put(pointer, allocated(s, nbytes, Kind.HOST, flags))
+    s.put(pointer, allocate(s, nbytes, Kind.HOST, flags))
 
 
 @api("cudaMallocManaged", "cuMemAllocManaged")
 def malloc_managed(s: Session, pointer: Word, nbytes: Word, flags: Unsigned) -> None:
     if not nbytes: raise CudaError(Status.INVALID_VALUE, "0 bytes of managed memory")
-    s.put(pointer, allocated(s, nbytes, Kind.MANAGED))
+    s.put(pointer, allocate(s, nbytes, Kind.MANAGED))
 
 
 @api("cudaMallocPitch")
 def malloc_pitch(s: Session, pointer: Word, pitch: Word, width: Word, height: Word) -> None:
     rows = -(-width // PITCH) * PITCH
-    s.put(pointer, allocated(s, rows * height))
+    s.put(pointer, allocate(s, rows * height))
     s.put(pitch, rows)
 
 
@@ -77,13 +77,13 @@ def malloc_pitch_driver(s: Session, pointer: Word, pitch: Word, width: Word, hei
 def malloc_3d(s: Session, pitched: Word, extent: Extent) -> None:
     width, height, depth = extent
     rows = -(-width // PITCH) * PITCH
-    s.put(pitched, allocated(s, rows * height * depth), rows, width, height)
+    s.put(pitched, allocate(s, rows * height * depth), rows, width, height)
 
 
 @api("cudaFree", "cuMemFree_v2")
 def free(s: Session, pointer: Word) -> None:
     if not pointer: return
-    s.streams.completed(None)       # as CUDA does
+    s.streams.complete(None)       # as CUDA does
     s.streams.forget(s.memory.free(pointer, (Kind.DEVICE, Kind.MANAGED)).buffer)
 
 
@@ -125,7 +125,7 @@ def pointer_attributes(s: Session, into: Word, pointer: Word) -> None:
 @api("cuPointerGetAttribute")
 def pointer_attribute(s: Session, into: Word, attribute: Int, pointer: Word) -> None:
     found = s.memory.find(pointer)
-    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is {s.memory.said(pointer)}")
+    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is {s.memory.describe(pointer)}")
     values = {2: (4, 1 if found.kind == Kind.HOST else 2), 3: (8, pointer),
               4: (8, pointer if found.kind != Kind.DEVICE else 0), 8: (4, found.kind == Kind.MANAGED),
               9: (4, 0), 11: (8, found.address), 12: (8, found.nbytes)}      # CUpointer_attribute
@@ -136,7 +136,7 @@ def pointer_attribute(s: Session, into: Word, attribute: Int, pointer: Word) -> 
 @api("cuMemGetAddressRange_v2")
 def address_range(s: Session, base: Word, size: Word, pointer: Word) -> None:
     found = s.memory.find(pointer)
-    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is {s.memory.said(pointer)}")
+    if found is None: raise CudaError(Status.INVALID_VALUE, f"{pointer:#x} is {s.memory.describe(pointer)}")
     s.fill_in(base, found.address)
     s.fill_in(size, found.nbytes)
 

@@ -70,10 +70,10 @@ def register_managed(s: Session, handle: Word, host: Word, device: Word, name: T
 
 # **** modules and libraries of the driver, which are the same here ****
 
-def loaded(s: Session, into: int, image: bytes) -> None:
-    """A module; its PTX is read at once, as the driver does."""
+def load_module(s: Session, into: int, image: bytes) -> None:
+    """Loads a module; its PTX is read at once, as the driver does."""
     module = Module(image, s.gpu.arch)
-    try: _ = module.parsed
+    try: _ = module.ptx_module
     except PTXError as error:
         if image.startswith(fatbin.ELF) or int.from_bytes(image[:4], "little") == fatbin.HEADER: raise
         raise CudaError(Status.INVALID_PTX, str(error)) from None
@@ -82,14 +82,14 @@ def loaded(s: Session, into: int, image: bytes) -> None:
 
 @api("cuModuleLoadData", "cuModuleLoadDataEx", "cuModuleLoadFatBinary", "cuLibraryLoadData",
      "cudaLibraryLoadData")
-def module_load_data(s: Session, into: Word, image: Word) -> None: loaded(s, into, image_at(s, image))
+def module_load_data(s: Session, into: Word, image: Word) -> None: load_module(s, into, image_at(s, image))
 
 
 @api("cuModuleLoad", "cuLibraryLoadFromFile", "cudaLibraryLoadFromFile")
 def module_load(s: Session, into: Word, name: Text) -> None:
     try: image = Path(f"/proc/{s.wire.pid}/cwd", name).read_bytes()
     except OSError as error: raise CudaError(Status.FILE_NOT_FOUND, str(error)) from None
-    loaded(s, into, image)
+    load_module(s, into, image)
 
 
 @api("cuModuleUnload", "cuLibraryUnload", "cudaLibraryUnload")
@@ -120,13 +120,13 @@ def module_variable(s: Session, pointer: Word, size: Word, module: Word, name: T
 
 @api("cuModuleGetFunctionCount", "cuLibraryGetKernelCount", "cudaLibraryGetKernelCount")
 def function_count(s: Session, count: Word, module: Word) -> None:
-    s.put(count, len(s.object(module, Module).parsed.functions), size=4)
+    s.put(count, len(s.object(module, Module).ptx_module.functions), size=4)
 
 
 @api("cuModuleEnumerateFunctions", "cuLibraryEnumerateKernels", "cudaLibraryEnumerateKernels")
 def enumerate_functions(s: Session, into: Word, count: Unsigned, module: Word) -> None:
     found = s.object(module, Module)
-    s.put(into, *[s.handle(found.kernel(name)) for name in found.parsed.functions][:count])
+    s.put(into, *[s.handle(found.kernel(name)) for name in found.ptx_module.functions][:count])
 
 
 @api("cuModuleGetLoadingMode")
@@ -182,8 +182,8 @@ def runtime_address(s: Session, name: Text, function: Word) -> None: entry_point
 
 
 def address_of(s: Session, name: str) -> int:
-    """Where a function is in the program; 0: there is none of that name. Of its versions the newest that is
-    emulated is meant."""
+    """Returns where a function is in the program; 0: there is none of that name. Of its versions the newest
+    that is emulated is meant."""
     known = names()
     versions = [each for each in (f"{name}_v4", f"{name}_v3", f"{name}_v2", name) if each in known]
     served = [each for each in versions if function_of(each) is not None] or versions

@@ -25,7 +25,7 @@ def stream_create_with_flags(s: Session, into: Word, flags: Unsigned) -> None:
 
 @api("cudaStreamCreateWithPriority", "cuStreamCreateWithPriority")
 def stream_create_with_priority(s: Session, into: Word, flags: Unsigned, priority: Int) -> None:
-    stream = s.streams.made(flags, priority)
+    stream = s.streams.make_stream(flags, priority)
     s.put(into, s.handle(stream))
 
 
@@ -34,7 +34,7 @@ def stream_destroy(s: Session, handle: Word) -> None: s.drop(handle, Stream)
 
 
 @api("cudaStreamSynchronize", "cuStreamSynchronize", "cudaStreamQuery", "cuStreamQuery")
-def stream_synchronize(s: Session, stream: Word) -> None: s.streams.completed(s.stream(stream))
+def stream_synchronize(s: Session, stream: Word) -> None: s.streams.complete(s.stream(stream))
 
 
 @api("cudaStreamWaitEvent", "cuStreamWaitEvent")
@@ -145,7 +145,7 @@ def exchange_mode(s: Session, mode: Word) -> None: ...
 @api("cudaStreamGetCaptureInfo", "cuStreamGetCaptureInfo_v3", "cudaStreamGetCaptureInfo_v3")
 def capture_info(s: Session, stream: Word, status: Word, number: Word, graph: Word, nodes: Word, edges: Word,
                  count: Word) -> None:
-    found, tails = told(s, s.stream(stream), status, number, graph)
+    found, tails = put_capture(s, s.stream(stream), status, number, graph)
     if edges: s.put(edges, 0)
     tell_nodes(s, tails if found else (), nodes, count)
 
@@ -153,11 +153,11 @@ def capture_info(s: Session, stream: Word, status: Word, number: Word, graph: Wo
 @api("cudaStreamGetCaptureInfo_v2", "cuStreamGetCaptureInfo_v2")
 def capture_info_2(s: Session, stream: Word, status: Word, number: Word, graph: Word, nodes: Word,
                    count: Word) -> None:
-    found, tails = told(s, s.stream(stream), status, number, graph)
+    found, tails = put_capture(s, s.stream(stream), status, number, graph)
     tell_nodes(s, tails if found else (), nodes, count)
 
 
-def told(s: Session, stream: Stream, status: int, number: int, graph: int) -> tuple[Capture | None,
+def put_capture(s: Session, stream: Stream, status: int, number: int, graph: int) -> tuple[Capture | None,
                                                                                     tuple[Node, ...]]:
     """Says whether a stream is captured, and to which graph."""
     found = stream.capture

@@ -68,7 +68,7 @@ def write_ptx(result: Result, folder: Path) -> None:
 
 
 def exit_status(result: Result) -> int:
-    """What the command ends with; as a shell has it, 128 and the number of a signal."""
+    """Returns what the command ends with; as a shell has it, 128 and the number of a signal."""
     if result.status < 0: return 128 - result.status
     wrong = result.refused or result.order or any(launch.findings for launch in result.launches)
     return result.status or int(bool(wrong))
@@ -105,7 +105,7 @@ def as_text(result: Result) -> str:
              for row in zip(*columns, strict=True)] if result.launches else ["no kernel was launched"]
     if any(launch.timing for launch in result.launches):
         lines.append("predicted times are modelled, not measured")
-    lines += [*_found(result), *result.order]
+    lines += [*_first_findings(result), *result.order]
     lines += [f"not emulated: {text}" for text in result.refused]
     lines += [f"note: {text}" for text in result.notes]
     return "\n".join(lines)
@@ -134,7 +134,7 @@ def _short(name: str) -> str:
     return name if len(name) <= NAME_WIDTH else name[:NAME_WIDTH - 1] + "…"
 
 
-def _found(result: Result) -> list[str]:
+def _first_findings(result: Result) -> list[str]:
     """The first finding of each kind at each line of a kernel, with the PTX and the source line that it
     means."""
     places: dict[tuple[str, str, int], list[tuple[int, Finding]]] = {}

@@ -17,9 +17,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 @functools.lru_cache(1024)
-def demangled(name: str) -> str:
-    """The name; itself where it is no C++ name. Where the system's C++ library is not there, or does not know
-    it, only its beginning is told."""
+def demangle(name: str) -> str:
+    """Returns the name without mangling; itself where it is no C++ name. Where the system's C++ library is
+    not there, or does not know it, only its beginning is told."""
     if not name.startswith("_Z"): return name
     library, status = _library(), ctypes.c_int()
     found = library and getattr(library, "__cxa_demangle")(name.encode(), None, None, ctypes.byref(status))

@@ -20,7 +20,7 @@ from tinygrad_nv.ptx.timing.model import Timing
 
 @dataclass
 class Results:
-    """What came of a program. `refused`: calls and device code that are not emulated; `order`: work that
+    """Results of a program. `refused`: calls and device code that are not emulated; `order`: work that
     nothing orders; `notes`: why calls returned errors."""
     launches: list[LaunchReport] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Device:
     timings: dict[object, Timing] = field(default_factory=dict)
 
     def print(self, text: str) -> None:
-        """What kernels print comes out of the program's own printf, in order with its own lines."""
+        """Prints what kernels print by the program's own printf, in order with its own lines."""
         data = b"%s\0" + text.encode() + b"\0"
         place = self.memory.alloc(len(data), Kind.HOST)
         place.buffer.data[:] = np.frombuffer(data, np.uint8)

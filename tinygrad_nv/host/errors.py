@@ -85,7 +85,7 @@ def driver_name(error: int) -> str:
     return "CUDA_ERROR_" + DRIVER.get(Status(error), Status(error).name)
 
 
-def described(error: int) -> str:
-    """A few words."""
+def describe(error: int) -> str:
+    """Returns a few words for an error."""
     if error not in list(Status): return "unrecognized error code"
     return WORDS.get(Status(error), Status(error).name.lower().replace("_", " "))

@@ -1,5 +1,5 @@
-"""What CUDA says of a GPU: its properties and attributes, from the figures of the timing model and CUDA's
-limits of the architecture."""
+"""Properties and attributes that CUDA has of a GPU, from the figures of the timing model and CUDA's limits of
+the architecture."""
 from __future__ import annotations
 
 import struct

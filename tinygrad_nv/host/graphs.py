@@ -30,7 +30,7 @@ class Graph:
         return self.nodes[-1]
 
     def before(self, nodes: Iterable[Node]) -> set[Node]:
-        """These nodes, and all that come before them."""
+        """Returns these nodes, and all that come before them."""
         found: set[Node] = set()
         left = list(nodes)
         while left:
@@ -51,8 +51,8 @@ class Graph:
             left = [node for node in left if node not in out]
         return list(out)
 
-    def copied(self) -> tuple[Graph, dict[Node, Node]]:
-        """Another graph with the same work, and which node became which."""
+    def copy_graph(self) -> tuple[Graph, dict[Node, Node]]:
+        """Returns another graph with the same work, and which node became which."""
         same: dict[Node, Node] = {}
         out = Graph()
         for node in self.in_order(): same[node] = out.add(node.work, [same[each] for each in node.after])

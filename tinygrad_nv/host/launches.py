@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from tinygrad_nv.host.demangle import demangled
+from tinygrad_nv.host.demangle import demangle
 from tinygrad_nv.host.errors import CudaError, Status
 from tinygrad_nv.host.modules import STATIC_LIMIT, Kernel
 from tinygrad_nv.ptx.emulator import Emulator, Finding, Report, Stats
@@ -28,7 +28,7 @@ STATUS = {"out-of-bounds": Status.ILLEGAL_ADDRESS, "misaligned": Status.MISALIGN
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for: findings of all checks, predicted times."""
+    """Options that are asked for: findings of all checks, predicted times."""
     check: bool = False
     time: bool = False
 
@@ -52,8 +52,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """What came of a launch. `kernel` is its name in the PTX, `name` that in C++; `status` what CUDA says of
-    it; `seconds`: of the emulation. `timing` is a prediction, None where it was not asked for."""
+    """Report of a launch. `kernel` is its name in the PTX, `name` that in C++; `status` what CUDA says of it;
+    `seconds`: of the emulation. `timing` is a prediction, None where it was not asked for."""
     kernel: str
     grid: Triple
     block: Triple
@@ -69,7 +69,7 @@ class LaunchReport:
     ptx: str = field(default="", repr=False)
 
     @property
-    def name(self) -> str: return demangled(self.kernel)
+    def name(self) -> str: return demangle(self.kernel)
 
 
 def check(launch: Launch, arch: str) -> None:
@@ -108,7 +108,7 @@ def most_threads(kernel: Kernel) -> int:
     return min(1024, prod(directives.get("reqntid") or directives.get("maxntid") or (1024,)))
 
 
-def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str, known: dict[object, Timing],
+def run_launch(emulator: Emulator, launch: Launch, options: Options, gpu: str, known: dict[object, Timing],
              ahead: Sequence[Footprint] = ()) -> tuple[LaunchReport, Report]:
     """Runs it, or predicts its time, or both; a programmatic launch beside the kernels `ahead`."""
     shape = launch.kernel.name, launch.grid, launch.block, launch.cluster, launch.dynamic_smem
@@ -134,7 +134,7 @@ def launched(emulator: Emulator, launch: Launch, options: Options, gpu: str, kno
 
 
 def status_of(findings: list[Finding]) -> Status:
-    """What CUDA says after a launch with these findings; of a race it says nothing."""
+    """Returns what CUDA says after a launch with these findings; of a race it says nothing."""
     for finding in findings:
         if finding.kind in STATUS: return STATUS[finding.kind]
         if finding.message.startswith("trap"): return Status.LAUNCH_FAILURE

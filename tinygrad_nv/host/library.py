@@ -1,7 +1,7 @@
 """The C part of `ptx run` (csrc/host.c), and stub libraries in place of NVIDIA's: compiled once, kept by
 content.
 
-Protocol: `built()` gives a folder with host.so, which the dynamic linker loads into the program as an
+Protocol: `build_library()` gives a folder with host.so, which the dynamic linker loads into the program as an
 auditor, and with libcuda.so.1 and libcudart.so.N, which have every function of names.txt. What stubs contain
 never runs: host.so redirects them all.
 """
@@ -42,7 +42,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def built() -> Path:
+def build_library() -> Path:
     """The folder. Raises `ToolchainError` on another system, without a compiler, or when that fails."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ToolchainError(f"ptx run on {sys.platform} {platform.machine()}", "Linux on x86-64",
@@ -71,7 +71,7 @@ def _root(place: Path) -> Path: return place.parent.parent
 
 
 def _build(command: Sequence[str], environment: dict[str, str] | None, into: Path) -> None:
-    def compiled(out: str, *arguments: str) -> None:
+    def compile_part(out: str, *arguments: str) -> None:
         done = subprocess.run([*command, *FLAGS, *extra_flags(), *arguments, "-o", str(into / out)],
                               capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
@@ -80,13 +80,13 @@ def _build(command: Sequence[str], environment: dict[str, str] | None, into: Pat
                                  "unset CC, or point it at a clang")
 
     (into / "names.h").write_text("".join(f"NAME({name})\n" for name in names()))
-    compiled(AUDITOR, f"-I{into}", f"-DNAME_COUNT={len(names())}", str(SOURCE))
+    compile_part(AUDITOR, f"-I{into}", f"-DNAME_COUNT={len(names())}", str(SOURCE))
     source, versions = into / "stub.c", into / "versions"
     for library in (DRIVER, *RUNTIMES):
         functions = [name for name in names() if _of_driver(name) == (library == DRIVER)]
         source.write_text("".join(map(_stub, functions)))
         versions.write_text(f"{library} {{ global: *; }};\n")
-        compiled(library, str(source), f"-Wl,-soname,{library}",
+        compile_part(library, str(source), f"-Wl,-soname,{library}",
                  *([] if library == DRIVER else [f"-Wl,--version-script={versions}"]))
 
 

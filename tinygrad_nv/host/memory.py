@@ -23,7 +23,7 @@ GRANULE = 1 << 16       # addresses of allocations are multiples, and so much of
 
 
 class Kind(Enum):
-    """Where memory is: on the device alone, page-locked on the host, or managed (both)."""
+    """Place of memory: on the device alone, page-locked on the host, or managed (both)."""
     DEVICE = 2
     HOST = 1
     MANAGED = 3
@@ -84,12 +84,12 @@ class Memory:
         valid = np.zeros(nbytes, np.uint8) if self.emulator.check and kind == Kind.DEVICE else None
         data = self.bytes[offset:offset + nbytes]
         buffer = self.emulator.adopt(Buffer(BASE + offset, data, valid, data.shape, data.dtype,
-                                            lambda: self._copied(offset, nbytes)))
+                                            lambda: self._map_copy(offset, nbytes)))
         if kind != Kind.HOST: self.used += nbytes
         pages = HostPages(data) if kind == Kind.HOST and self.emulator.check else None
         return self.enter(Allocation(buffer.ptr, nbytes, kind, buffer, flags=flags, pages=pages))
 
-    def _copied(self, offset: int, nbytes: int) -> np.ndarray:
+    def _map_copy(self, offset: int, nbytes: int) -> np.ndarray:
         """The bytes, of which pages are copied as they are written."""
         if not nbytes: return np.zeros(0, np.uint8)
         made = mmap.mmap(self.file, _whole(nbytes), mmap.MAP_PRIVATE, offset=offset)
@@ -105,7 +105,7 @@ class Memory:
         """The allocation that begins at an address. Raises `CudaError` where none of these kinds does."""
         found = self.by_address.get(address)
         if found is None or not found.own or found.kind not in kinds:
-            raise CudaError(Status.INVALID_VALUE, f"address {address:#x} is freed: {self.said(address)}")
+            raise CudaError(Status.INVALID_VALUE, f"address {address:#x} is freed: {self.describe(address)}")
         return found
 
     def free(self, address: int, kinds: tuple[Kind, ...]) -> Allocation:
@@ -132,13 +132,13 @@ class Memory:
         found = self.by_address[self.addresses[at]] if at >= 0 else None
         if found is not None and address < found.address + max(found.nbytes, 1):
             if address + nbytes <= found.address + found.nbytes: return found
-            raise CudaError(Status.INVALID_VALUE, f"{nbytes} bytes at {address:#x}: {self.said(address)}")
+            raise CudaError(Status.INVALID_VALUE, f"{nbytes} bytes at {address:#x}: {self.describe(address)}")
         if BASE <= address < BASE + SIZE:
-            raise CudaError(Status.INVALID_VALUE, f"{nbytes} bytes at {address:#x}: {self.said(address)}")
+            raise CudaError(Status.INVALID_VALUE, f"{nbytes} bytes at {address:#x}: {self.describe(address)}")
         return None
 
-    def said(self, address: int) -> str:
-        """What is at an address, in words."""
+    def describe(self, address: int) -> str:
+        """Returns what is at an address, in words."""
         at = bisect_right(self.addresses, address) - 1
         found = self.by_address[self.addresses[at]] if at >= 0 else None
         if found is not None and address < found.address + found.nbytes + GRANULE:

@@ -34,12 +34,12 @@ class Kernel:
     attributes: dict[int, int] = field(default_factory=dict)
 
     @property
-    def function(self) -> PTXFunction: return self.module.parsed.functions[self.name]
+    def function(self) -> PTXFunction: return self.module.ptx_module.functions[self.name]
 
     @cached_property
     def static_bytes(self) -> int:
         """Shared memory that it always has."""
-        return int(lay_out_shared(self.module.parsed, self.function)[1])
+        return int(lay_out_shared(self.module.ptx_module, self.function)[1])
 
     @cached_property
     def registers(self) -> int:
@@ -55,7 +55,7 @@ class Kernel:
 
     @cached_property
     def assembly(self) -> Assembly | None:
-        """What ptxas makes of it; None without ptxas."""
+        """Assembly that ptxas makes of it; None without ptxas."""
         if find_program("ptxas") is None: return None
         return assemble(self.module.text, self.module.arch, (*LINES, "--entry", self.name), strict=False)
 
@@ -70,18 +70,18 @@ class Module:
     @cached_property
     def text(self) -> str:
         """Its PTX. Raises `CudaError` where there is none that the GPU runs."""
-        return known_to_ptxas(chosen(self.image, self.arch))
+        return lower_version(choose_ptx(self.image, self.arch))
 
     @cached_property
-    def parsed(self) -> PTXModule: return parse(self.text)
+    def ptx_module(self) -> PTXModule: return parse(self.text)
 
     def kernel(self, name: str) -> Kernel:
         """Raises `CudaError` for a name that no entry function has."""
-        if name not in self.parsed.functions: raise CudaError(Status.SYMBOL_NOT_FOUND)
+        if name not in self.ptx_module.functions: raise CudaError(Status.SYMBOL_NOT_FOUND)
         return self.kernels.setdefault(name, Kernel(self, name))
 
 
-def chosen(image: bytes, arch: str) -> str:
+def choose_ptx(image: bytes, arch: str) -> str:
     """The PTX of an image that a GPU runs."""
     if int.from_bytes(image[:4], "little") != fatbin.HEADER:
         if image[:4] == fatbin.ELF: raise only_machine_code([], arch)
@@ -109,7 +109,7 @@ def no_image(found: str, expected: str, fix: str) -> CudaError:
     return CudaError(Status.NO_KERNEL_IMAGE_FOR_DEVICE, str(PTXError(found, 0, expected, fix)), refused=True)
 
 
-def known_to_ptxas(text: str) -> str:
+def lower_version(text: str) -> str:
     """The PTX, its version no newer than ptxas's: parts of nvcc may be of different releases."""
     found, newest = VERSION.search(text), release()
     if found is None or newest is None: return text

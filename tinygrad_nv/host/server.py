@@ -32,7 +32,7 @@ from tinygrad_nv.host.device import Device, Results
 from tinygrad_nv.host.errors import CudaError, Status, runtime_name
 from tinygrad_nv.host.gpus import HostGPU, gpu_named
 from tinygrad_nv.host.launches import LaunchReport, Options
-from tinygrad_nv.host.library import AUDITOR, built, names
+from tinygrad_nv.host.library import AUDITOR, build_library, names
 from tinygrad_nv.host.memory import Memory, new_file
 from tinygrad_nv.host.session import Session, Thread
 from tinygrad_nv.host.wire import Call, Gone, Wire
@@ -47,7 +47,7 @@ GRACE_S = 5.0       # that calls may take which a program has not waited for at 
 
 @dataclass(frozen=True)
 class Result:
-    """What a program did: its exit status (negative: the signal that ended it) and its launches in order.
+    """Result of a program: its exit status (negative: the signal that ended it) and its launches in order.
     `refused`: calls and device code that are not emulated; `order`: work of streams and graphs that nothing
     orders, and touches the same bytes; `notes`: why calls returned errors."""
     status: int
@@ -61,7 +61,7 @@ def run_program(argv: Sequence[str], gpu: str = "h100", check: bool = False, tim
                 stdout: int | None = None) -> Result:
     """Runs a program to its end. Raises `NVError` for one that cannot be started, `ConfigError` for an
     unknown GPU, `ToolchainError` without a C compiler."""
-    options, target, place = Options(check, time), gpu_named(gpu), built()
+    options, target, place = Options(check, time), gpu_named(gpu), build_library()
     if shutil.which(argv[0]) is None:
         raise NVError(f"no program {argv[0]!r}", "an executable file, by its path or in PATH")
     with tempfile.TemporaryDirectory(prefix="tinygrad-nv-") as folder:
@@ -126,11 +126,11 @@ class Server:
             session = Session(Device(wire, self.gpu, emulator, memory, self.options, self.results))
             while True:
                 call = wire.call()
-                wire.result(served(session, names()[call.function], call))
+                wire.result(serve_call(session, names()[call.function], call))
         finally: os.close(file)
 
 
-def served(s: Session, name: str, call: Call) -> int:
+def serve_call(s: Session, name: str, call: Call) -> int:
     """The result of a call."""
     s.thread = s.threads.setdefault(call.thread, Thread(call.thread))
     s.name, s.per_thread = name, name.endswith(("_ptsz", "_ptds"))

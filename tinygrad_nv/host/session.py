@@ -20,7 +20,8 @@ Kept = TypeVar("Kept")
 
 @dataclass
 class Thread:
-    """What each thread of the program has of its own. `configurations`: of <<<…>>>; `contexts`: pushed."""
+    """State that each thread of the program has of its own. `configurations`: of <<<…>>>; `contexts`:
+    pushed."""
     number: int
     error: Status = Status.SUCCESS
     configurations: list[tuple[tuple[int, int, int], tuple[int, int, int], int, int]] = field(
@@ -59,14 +60,14 @@ class Session:
         return self.handles[what]
 
     def object(self, handle: int, kind: type[Kept]) -> Kept:
-        """What a handle stands for. Raises `CudaError` for another's."""
+        """Returns what a handle stands for. Raises `CudaError` for another's."""
         found = self.objects.get(handle)
         if not isinstance(found, kind):
             raise CudaError(Status.INVALID_RESOURCE_HANDLE, f"{handle:#x} is no {kind.__name__.lower()}")
         return found
 
     def drop(self, handle: int, kind: type[Kept]) -> Kept:
-        """What a handle stood for."""
+        """Forgets a handle, and returns what it stood for."""
         found = self.object(handle, kind)
         del self.objects[handle], self.handles[found]
         return found

@@ -66,7 +66,7 @@ class Streams:
         self.others: list[Stream] = []
         self.per_thread: dict[int, Stream] = {}
 
-    def made(self, flags: int, priority: int) -> Stream:
+    def make_stream(self, flags: int, priority: int) -> Stream:
         self.others.append(Stream(flags, priority, 0.0, StreamHistory(len(self.others) + 1)))
         return self.others[-1]
 
@@ -76,11 +76,11 @@ class Streams:
 
     def of_thread(self, thread: int) -> Stream:
         """The default stream of a thread, where the program is compiled to have one each."""
-        if thread not in self.per_thread: self.per_thread[thread] = self.made(0, 0)
+        if thread not in self.per_thread: self.per_thread[thread] = self.make_stream(0, 0)
         return self.per_thread[thread]
 
     def join_default(self, stream: Stream) -> None:
-        """What the semantics of the default stream order before the next work of a stream."""
+        """Orders what the semantics of the default stream order before the next work of a stream."""
         if not stream.blocking: return
         for each in self if stream is self.default else (self.default,):
             if each is stream or not each.blocking: continue
@@ -146,17 +146,17 @@ class Streams:
 
     # **** the host waits ****
 
-    def completed(self, stream: Stream | None) -> None:
-        """The host knows that a stream, or None: everything, is done. Raises `CudaError` for one that is
-        captured."""
+    def complete(self, stream: Stream | None) -> None:
+        """Notes that the host knows that a stream, or None: everything, is done. Raises `CudaError` for one
+        that is captured."""
         if stream is not None and stream.capture is not None:
             stream.capture.broken = True
             raise CudaError(Status.STREAM_CAPTURE_UNSUPPORTED, "a stream that is captured is waited for")
         if stream is not None: self.join_default(stream)
         for each in self if stream is None else (stream,):
-            if each.capture is None: self._reached(each.history.now())
+            if each.capture is None: self._reach(each.history.now())
 
-    def _reached(self, clock: Clock) -> None:
+    def _reach(self, clock: Clock) -> None:
         for history, position in clock.items(): self.results.order += history.complete(position)
 
     # **** events ****
@@ -171,7 +171,7 @@ class Streams:
         event.at = stream.seconds if self.device.options.time else time.perf_counter()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What comes next in a stream comes after the event."""
+        """Orders what comes next in a stream after the event."""
         if event.capture is not None or stream.capture is not None: return _join(stream, event)
         stream.history.join(event.clock)
         if event.at is not None and self.device.options.time: stream.seconds = max(stream.seconds, event.at)
@@ -179,7 +179,7 @@ class Streams:
     def wait_for(self, event: Event) -> None:
         """The host waits. Raises `CudaError` for an event of a capture."""
         if event.capture is not None: raise CudaError(Status.CAPTURED_EVENT)
-        self._reached(event.clock)
+        self._reach(event.clock)
 
     # **** capture ****
 

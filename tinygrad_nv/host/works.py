@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinygrad_nv.host.demangle import demangled
+from tinygrad_nv.host.demangle import demangle
 from tinygrad_nv.host.device import Device
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.host.launches import Launch, LaunchReport, launched
+from tinygrad_nv.host.launches import Launch, LaunchReport, run_launch
 from tinygrad_nv.host.memory import Allocation, HostPages, Kind
 from tinygrad_nv.host.wire import BASE
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint
@@ -28,7 +28,7 @@ ADDRESS = re.compile(r"bytes at (0x[0-9a-f]+)")
 
 @dataclass(frozen=True)
 class Ran:
-    """What work did, and how long a GPU takes for it: launches alone are predicted. `lent`: page-locked
+    """Footprint of work, and how long a GPU takes for it: launches alone are predicted. `lent`: page-locked
     memory that it reads or, of a download, writes, until the host knows that it is done."""
     done: Done
     seconds: float = 0.0
@@ -41,21 +41,21 @@ class Kernel:
     launch: Launch
 
     def run(self, d: Device, ahead: Beside = ()) -> Ran:
-        known, report = launched(d.emulator, self.launch, d.options, d.gpu.key, d.timings, ahead)
-        what = f"launch {len(d.results.launches)} ({demangled(self.launch.kernel.name):.40})"
+        known, report = run_launch(d.emulator, self.launch, d.options, d.gpu.key, d.timings, ahead)
+        what = f"launch {len(d.results.launches)} ({demangle(self.launch.kernel.name):.40})"
         d.results.launches.append(known)
         d.sticky = known.status         # told by the next call
-        d.results.notes += told_freed(d, what, known)
+        d.results.notes += find_freed(d, what, known)
         if report.printed: d.print(report.printed)
         runs = report.footprint.runs if report.footprint is not None else {}
         return Ran(Done(Footprint(what, runs), report.early), known.timing.seconds if known.timing else 0.0)
 
 
-def told_freed(d: Device, what: str, launch: LaunchReport) -> list[str]:
-    """Which of the addresses that a launch should not have touched are of memory that was freed."""
+def find_freed(d: Device, what: str, launch: LaunchReport) -> list[str]:
+    """Returns which of the addresses that a launch should not have touched are of memory that was freed."""
     outside = [at for each in launch.findings if each.kind == "out-of-bounds"
                for at in ADDRESS.findall(each.message)[:1]]
-    said = {at: d.memory.said(int(at, 16)) for at in outside}
+    said = {at: d.memory.describe(int(at, 16)) for at in outside}
     return [f"{what} uses {at}: {words}" for at, words in said.items() if words.endswith("freed")]
 
 
@@ -189,7 +189,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Where an allocation's life begins or ends in a stream's order: `what` is ALLOCATES or FREES."""
+    """Moment where an allocation's life begins or ends in a stream's order: `what` is ALLOCATES or FREES."""
     memory: Allocation
     what: str
 
@@ -202,7 +202,7 @@ Work = Kernel | Copy | Fill | HostCall | Lifetime | Nothing
 
 
 def footprint(d: Device, what: str, parts: list[tuple[Rows, Allocation, int]]) -> Footprint:
-    """What rows of allocations were touched, when that is checked."""
+    """Returns what rows of allocations were touched, when that is checked."""
     if not d.options.check: return Footprint(what)
     found: list[Part] = []
     for rows, where, flags in parts:

@@ -59,7 +59,7 @@ class Bound:
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a grid may be made of: sizes of names, and constants."""
+        """Names that a grid may be made of: sizes of names, and constants."""
         return {**self.sizes, **self.constants}
 
     @property
@@ -71,16 +71,16 @@ class Bound:
         return {**self.constants, **caches, **{name: ref for name, ref in refs.items() if "." not in name}}
 
 
-def bound(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+def bind_arguments(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any],
           schedule: TileSchedule) -> Bound:
-    """One call's arguments. Raises `LanguageError`, and `ShapeError` for shapes that do not fit."""
-    given = _given(name, own, args, kwargs, schedule)
+    """Returns one call's arguments. Raises `LanguageError`, and `ShapeError` for shapes that do not fit."""
+    given = _collect(name, own, args, kwargs, schedule)
     made, bindings = Bound(), Bindings()
     for key, value in given.items():
         if type(value) is int and key in own.symbols: bindings.scalar(key, value, f"{key}={value}")
     for key, value in given.items():
         annotation = type_of(own.annotations.get(key))
-        if annotation is not None: made.deterministic |= _checked(name, key, annotation)
+        if annotation is not None: made.deterministic |= _is_exact(name, key, annotation)
         if annotation is not None and annotation.kind == OUT and value is None: continue
         _take(name, key, value, annotation, made, bindings)
     made.sizes = dict(bindings.sizes)
@@ -93,15 +93,15 @@ def bound(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str,
     return made
 
 
-def placed_together(made: Bound) -> Bound:
-    """Constants of tinygrad, which are on no device, where the other tensors are."""
+def place_together(made: Bound) -> Bound:
+    """Puts constants of tinygrad, which are on no device, where the other tensors are."""
     devices = [x.device for x in made.tensors.values() if x.device is not None]
     for key, x in made.tensors.items():
         if x.device is None: made.tensors[key] = x.clone(device=devices[0] if devices else Device.DEFAULT)
     return made
 
 
-def _given(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+def _collect(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any],
            schedule: TileSchedule) -> dict[str, Any]:
     parameters, defaults = own.parameters.parameters, dict[str, Any]()
     for key, each in parameters.items():
@@ -111,7 +111,7 @@ def _given(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str
             defaults[key] = schedule.numbers[key]
     try: found = own.parameters.bind_partial(*args, **kwargs)
     except TypeError as error:
-        raise LanguageError(f"kernel {name}: {error}", f"the arguments {_shown(own)}") from error
+        raise LanguageError(f"kernel {name}: {error}", f"the arguments {_signature_text(own)}") from error
     made = dict(found.arguments)
     for key, each in parameters.items():
         if key not in defaults and each.default is not each.empty: made.setdefault(key, each.default)
@@ -124,10 +124,10 @@ def _given(name: str, own: Signature, args: tuple[Any, ...], kwargs: Mapping[str
 
 def _missing(name: str, own: Signature, keys: Sequence[str]) -> LanguageError:
     return LanguageError(f"kernel {name} called without {', '.join(keys)}",
-                         f"the arguments {_shown(own)}")
+                         f"the arguments {_signature_text(own)}")
 
 
-def _shown(own: Signature) -> str:
+def _signature_text(own: Signature) -> str:
     bare = [each.replace(annotation=each.empty) for each in own.parameters.parameters.values()]
     return str(own.parameters.replace(parameters=bare, return_annotation=own.parameters.empty))
 
@@ -186,11 +186,12 @@ def _outputs(name: str, own: Signature, given: Mapping[str, Any], made: Bound, b
         found = type_of(annotation)
         if found is None or found.kind != OUT or key == "return": continue
         if key in made.tensors: shape, dtype = tuple(made.tensors[key].shape), made.tensors[key].dtype
-        else: shape, dtype = _declared(name, key, found, made.sizes)
+        else: shape, dtype = _shape_and_dtype(name, key, found, made.sizes)
         made.outputs[key] = TensorParameter(key, dtype, shape, True, *stores(found))
 
 
-def _declared(name: str, key: str, found: TensorType, sizes: Mapping[str, int]) -> tuple[tuple[int, ...],
+def _shape_and_dtype(name: str, key: str, found: TensorType,
+                     sizes: Mapping[str, int]) -> tuple[tuple[int, ...],
                                                                                          DType]:
     shape, dtype = found.shape(sizes), found.element
     if found.leading or shape is None:
@@ -204,13 +205,13 @@ def _declared(name: str, key: str, found: TensorType, sizes: Mapping[str, int]) 
 
 
 def stores(found: TensorType) -> tuple[bool, int | None]:
-    """What policies say of stores: whether they saturate, and the seed of stochastic rounding."""
+    """Returns what policies say of stores: whether they saturate, and the seed of stochastic rounding."""
     policies = getattr(found.dtype, "policies", ())
     seeds = [each.seed or 0 for each in policies if isinstance(each, StochasticRound)]
     return any(isinstance(each, Saturate) for each in policies), seeds[0] if seeds else None
 
 
-def _checked(name: str, key: str, found: TensorType) -> bool:
+def _is_exact(name: str, key: str, found: TensorType) -> bool:
     """Whether bits are asked for that depend on no order. Raises `NumericsError` for sums that the tile
     language does not keep."""
     policies = getattr(found.dtype, "policies", ())
@@ -225,12 +226,12 @@ def _checked(name: str, key: str, found: TensorType) -> bool:
 def _result(name: str, own: Signature, made: Bound) -> TensorParameter | None:
     found = type_of(own.result)
     if found is None: return None
-    made.deterministic |= _checked(name, "the result", found)
+    made.deterministic |= _is_exact(name, "the result", found)
     first = next(iter(made.tensors.values()))
     if found.leading:
-        tail = _declared(name, "result", TensorType(found.kind, found.dims, found.dtype), made.sizes)
+        tail = _shape_and_dtype(name, "result", TensorType(found.kind, found.dims, found.dtype), made.sizes)
         shape, dtype = (*first.shape[:first.ndim - len(found.dims)], *tail[0]), tail[1]
-    else: shape, dtype = _declared(name, "the result", found, made.sizes)
+    else: shape, dtype = _shape_and_dtype(name, "the result", found, made.sizes)
     return TensorParameter(RESULT, dtype, shape, True, *stores(found))
 
 

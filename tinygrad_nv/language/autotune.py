@@ -55,20 +55,20 @@ class Autotuned(Kernel):
                  space: Mapping[str, Sequence[Any]], metric: str, budget_ms: float,
                  cache: str | Path | None) -> None:
         super().__init__(fn, grid, schedule)
-        self.space, self.metric, self.budget_ms = checked(self.fn, space), metric, budget_ms
+        self.space, self.metric, self.budget_ms = check_space(self.fn, space), metric, budget_ms
         if metric not in METRICS: raise ConfigError(f"metric={metric!r}", f"one of {', '.join(METRICS)}")
         self.file = Path(cache).expanduser() / "schedules.json" if cache is not None else None
         self.winners: dict[tuple[KernelSpec, str], Entry] = {}
 
     @property
     def name(self) -> str:
-        """What its entries are of."""
+        """Name that its entries have."""
         return f"{self.fn.__module__}.{self.fn.__qualname__}"
 
     def choice(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
         """The numbers of the winner for these arguments, which is searched for if it is not known."""
         own = Choice(self.chosen, {})
-        given = self.bind(args, self.filled(own, kwargs), self.chosen)
+        given = self.bind(args, self.fill_constants(own, kwargs), self.chosen)
         device = next(iter(given.tensors.values())).device
         if (target := target_of(device)) is None: return own
         if order.wanted():
@@ -127,8 +127,8 @@ class Autotuned(Kernel):
     def _time(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], choice: Choice, target: Target,
               known: dict[Any, tuple[float, How]]) -> tuple[float, How]:
         """Seconds, and how they are known. Programs that are the same have the same time."""
-        given = self.bind(args, self.filled(choice, kwargs), choice.schedule)
-        program = self.written(given, choice.schedule)
+        given = self.bind(args, self.fill_constants(choice, kwargs), choice.schedule)
+        program = self.trace_program(given, choice.schedule)
         # a CPU's kernel depends on nothing of a schedule but what the program shows
         key = program.key if target.kind == "cpu" else (program.key, choice.schedule)
         if key not in known: known[key] = seconds(program, choice.schedule, target)
@@ -183,8 +183,8 @@ def candidates(space: Mapping[str, Sequence[Any]], own: Numbers,
         yield left.pop(key)
 
 
-def checked(fn: FunctionType, space: Any) -> dict[str, list[Any]]:
-    """A space, its values as lists. Raises `ConfigError` for names that nothing has."""
+def check_space(fn: FunctionType, space: Any) -> dict[str, list[Any]]:
+    """Returns a space, its values as lists. Raises `ConfigError` for names that nothing has."""
     if not isinstance(space, Mapping) or not space:
         raise ConfigError(f"space={space!r}", "a dict of lists: dict(BM=[64, 128], warps=[4, 8])")
     known = {name for name, each in inspect.signature(fn).parameters.items()

@@ -1,10 +1,9 @@
 """Numbers that a kernel's function reads from around it: globals, and variables of the functions around it.
 
-Protocol: `captured(fn)` is hashable, and another one when one of these has another value, so that a kernel is
-read again; functions of the user's that the function names count with theirs. Of attributes and of other
-objects than numbers (Python's and NumPy's), texts, dtypes, and tuples, lists and dicts of them, it sees which
-object it is, and keeps it: another object may have the address of one that is gone.
-"""
+Protocol: `capture_values(fn)` is hashable, and another one when one of these has another value, so that a
+kernel is read again; functions of the user's that the function names count with theirs. Of attributes and of
+other objects than numbers (Python's and NumPy's), texts, dtypes, and tuples, lists and dicts of them, it sees
+which object it is, and keeps it: another object may have the address of one that is gone. """
 from __future__ import annotations
 
 import dis
@@ -21,8 +20,8 @@ from tinygrad_nv.tile.language.source import is_library
 PLAIN = (int, bool, str, type(None), DType)
 
 
-def captured(fn: FunctionType) -> tuple[Any, ...]:
-    """The values by which a function's program depends on what is around it."""
+def capture_values(fn: FunctionType) -> tuple[Any, ...]:
+    """Returns the values by which a function's program depends on what is around it."""
     found: dict[FunctionType, tuple[Any, ...]] = {}
     _visit(fn, found)
     return tuple(found.values())

@@ -1,4 +1,4 @@
-"""What users give a kernel besides tensors, checked: its grid, the gradients of its defvjp.
+"""Checks of what users give a kernel besides tensors: its grid, the gradients of its defvjp.
 
 Protocol: `label(fn)` is how errors name a kernel, with the file and line of its function.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import LanguageError
-from tinygrad_nv.shapes.types import shown_dtype
+from tinygrad_nv.shapes.types import dtype_text
 
 
 def label(fn: FunctionType) -> str:
@@ -22,7 +22,7 @@ def label(fn: FunctionType) -> str:
 def grid_of(kernel: str, grid: Any, names: Mapping[str, Any]) -> tuple[int, ...]:
     """How many programs there are. `grid` is numbers, or a function of dimensions and constants by name.
     Raises `LanguageError`."""
-    made = _computed(kernel, grid, names) if callable(grid) else grid
+    made = _compute_grid(kernel, grid, names) if callable(grid) else grid
     counts = tuple(made) if isinstance(made, (tuple, list)) else (made,)
     if not 1 <= len(counts) <= 3 or any(type(each) is not int for each in counts):
         raise LanguageError(f"the grid of kernel {kernel} is {made!r}", "one to three integers",
@@ -34,7 +34,7 @@ def grid_of(kernel: str, grid: Any, names: Mapping[str, Any]) -> tuple[int, ...]
     return counts
 
 
-def _computed(kernel: str, grid: Any, names: Mapping[str, Any]) -> Any:
+def _compute_grid(kernel: str, grid: Any, names: Mapping[str, Any]) -> Any:
     code = grid.__code__
     wanted = code.co_varnames[:code.co_argcount]
     if missing := [each for each in wanted if each not in names]:
@@ -49,14 +49,14 @@ def _computed(kernel: str, grid: Any, names: Mapping[str, Any]) -> Any:
 
 
 def gradients_of(kernel: str, found: Any, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """What a defvjp gives: a Tensor or None for each input, of its shape. Raises `LanguageError`."""
+    """Returns what a defvjp gives: a Tensor or None for each input, of its shape. Raises `LanguageError`."""
     made = list(found) if isinstance(found, (tuple, list)) else [found]
     if len(made) > len(inputs):
         raise LanguageError(f"defvjp of kernel {kernel} gives {len(made)} gradients",
                             f"at most {len(inputs)}, one for each input")
     for i, (each, x) in enumerate(zip(made, inputs, strict=False)):
         if each is None or (isinstance(each, Tensor) and each.shape == x.shape): continue
-        what = f"{shown_dtype(each.dtype)} of shape {each.shape}" if isinstance(each, Tensor) else repr(each)
+        what = f"{dtype_text(each.dtype)} of shape {each.shape}" if isinstance(each, Tensor) else repr(each)
         raise LanguageError(f"defvjp of kernel {kernel} gives {what} for input {i}",
                             f"a Tensor of shape {x.shape}, or None")
     return made + [None] * (len(inputs) - len(made))

@@ -1,4 +1,4 @@
-"""Where tensors are, and when they move: `device`, `prefetch`, `offload`, `donate`.
+"""Effects: places of tensors, and when they move: `device`, `prefetch`, `offload`, `donate`.
 
 Protocol. Each says something that is kept, or raises `EffectError`; `kernel.explain` and the kernel's note
 show it.
@@ -66,18 +66,18 @@ gpu = _GPU()
 
 
 def constraints() -> list[Constraint]:
-    """Those of the blocks that this thread is in."""
+    """Returns the constraints of the blocks that this thread is in."""
     made: list[Constraint] = getattr(_here, "constraints", [])
     return made
 
 
 def follow(old: Tensor, new: Tensor) -> None:
-    """What is asked of a tensor is asked of the one that takes its place in a cache."""
+    """Asks what is asked of a tensor of the one that takes its place in a cache, too."""
     for each in constraints():
         if any(one.uop.base is old.uop.base for one in each.tensors): each.tensors.append(new)
 
 
-def placed() -> str | None:
+def block_device() -> str | None:
     """The device of the innermost block."""
     made: str | None = getattr(_here, "device", None)
     return made
@@ -91,7 +91,7 @@ def device(where: Any) -> Iterator[str]:
     name = Device.canonicalize(str(where))
     if not takes(name):
         raise EffectError(f"device({where!r})", "a device with kernels of ours: CPU, EMU, CUDA, or gpu")
-    before = placed()
+    before = block_device()
     _here.device = name
     try:
         with Context(DEV=name): yield name
@@ -107,11 +107,11 @@ def prefetch(obj: Any, into: str = "smem", overlap: str | None = "compute") -> I
     if overlap not in ("compute", None):
         raise EffectError(f"prefetch(overlap={overlap!r})", '"compute" or None')
     if into == "hbm":
-        _copied(tensors, wait=overlap is None)
+        _copy_to_block(tensors, wait=overlap is None)
         yield obj
         return
     own = Constraint(list(tensors), into)
-    with _kept_in_l2(tensors) if into == "l2" else contextlib.nullcontext():
+    with _keep_in_l2(tensors) if into == "l2" else contextlib.nullcontext():
         _here.constraints = [*constraints(), own]
         try: yield obj
         finally: _here.constraints = [each for each in constraints() if each is not own]
@@ -130,7 +130,7 @@ def tensors_of(obj: Any) -> tuple[Tensor, ...]:
 
 
 @contextlib.contextmanager
-def _kept_in_l2(tensors: tuple[Tensor, ...]) -> Iterator[None]:
+def _keep_in_l2(tensors: tuple[Tensor, ...]) -> Iterator[None]:
     from tinygrad_nv.runtime import l2
     places = {str(each.device) for each in tensors}
     if len(places) != 1 or kind_of(name := places.pop()) not in GPUS:
@@ -141,9 +141,9 @@ def _kept_in_l2(tensors: tuple[Tensor, ...]) -> Iterator[None]:
     with l2.persisting(opened, made): yield
 
 
-def _copied(tensors: tuple[Tensor, ...], wait: bool) -> None:
+def _copy_to_block(tensors: tuple[Tensor, ...], wait: bool) -> None:
     """To the block's device, in place."""
-    name = placed() or Device.DEFAULT
+    name = block_device() or Device.DEFAULT
     for each in tensors:
         if each.device != name: each.replace(each.to(name))
     Tensor.realize(*tensors)
@@ -162,9 +162,9 @@ def donate(x: Tensor) -> Donated:
     return Donated(x)
 
 
-def honoured(program: Program, schedule: TileSchedule, tensors: dict[str, Tensor]) -> str:
-    """Checks a call against the blocks that it is in: words for its note. Raises `EffectError`."""
-    name = placed()
+def check_effects(program: Program, schedule: TileSchedule, tensors: dict[str, Tensor]) -> str:
+    """Checks a call against the blocks that it is in; returns words for its note. Raises `EffectError`."""
+    name = block_device()
     for key, each in tensors.items():
         if name is not None and each.device != name:
             raise EffectError(f"kernel {program.name} in device({name}): {key} is on {each.device}",
@@ -174,11 +174,11 @@ def honoured(program: Program, schedule: TileSchedule, tensors: dict[str, Tensor
         for key, each in tensors.items():
             if not any(each.uop.base is one.uop.base for one in constraint.tensors): continue
             words.append(f"{key} is kept in L2" if constraint.place == "l2"
-                         else _loaded_ahead(program, schedule, key, each))
+                         else _check_prefetch(program, schedule, key, each))
     return "; ".join(words)
 
 
-def _loaded_ahead(program: Program, schedule: TileSchedule, key: str, tensor: Tensor) -> str:
+def _check_prefetch(program: Program, schedule: TileSchedule, key: str, tensor: Tensor) -> str:
     if not _in_loop(program.body, key, False):
         raise EffectError(f'prefetch({key}, into="smem"): kernel {program.name} does not load it in a loop',
                           "loads in a loop of tile.range_n, range_k or range",

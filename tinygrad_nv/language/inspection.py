@@ -1,4 +1,4 @@
-"""What a kernel does, for a reader: `kernel.explain(…)`, `kernel.check(…)`, `kernel.time(…)`.
+"""Inspection of a kernel for a reader: `kernel.explain(…)`, `kernel.check(…)`, `kernel.time(…)`.
 
 Protocol: each takes the arguments of a call and runs nothing on the device. `explain` prints every level:
 arguments, schedule, Tile IR, text. `check` runs the PTX on the emulator and gives its findings and counters
@@ -35,7 +35,7 @@ class Checked:
 
     @property
     def findings(self) -> list[Any]:
-        """What is wrong; empty when nothing is."""
+        """Findings; empty when nothing is wrong."""
         return [finding for report in self.reports for finding in report.findings]
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def _array(data: np.ndarray[Any, Any], dtype: DType, shape: tuple[int, ...]) -> 
     return (made.cast(dtypes.float32) if dtypes.is_float(dtype) else made).numpy().reshape(shape)
 
 
-def predicted(program: Program, schedule: TileSchedule, name: str) -> float:
+def predict_us(program: Program, schedule: TileSchedule, name: str) -> float:
     """Microseconds of a program on a GPU of the timing model."""
     from tinygrad_nv.tile.modelled import ModelledClock, clock_of
     if name not in figures.list_gpus():
@@ -90,8 +90,8 @@ def predicted(program: Program, schedule: TileSchedule, name: str) -> float:
     except KernelError as error: raise ScheduleError(f"no time of {program.name}: {error}") from error
 
 
-def explained(program: Program, schedule: TileSchedule, text: str, device: str, full: bool) -> str:
-    """All levels as text: the Tile IR, and with `full` what is compiled."""
+def explain_levels(program: Program, schedule: TileSchedule, text: str, device: str, full: bool) -> str:
+    """Returns all levels as text: the Tile IR, and with `full` what is compiled."""
     head = [f"kernel {program.name} on {device}", f"schedule   {schedule}",
             f"programs   {' x '.join(map(str, program.grid))}"]
     parts = ["\n".join(head), str(program)]

@@ -11,8 +11,8 @@ from tinygrad_nv.tile.language.interpret import run
 from tinygrad_nv.tile.language.ir import Program
 
 
-def interpreted(program: Program, tensors: Mapping[str, Tensor]) -> Any:
-    """The outputs, as arrays: one, or a tuple. Floats of 16 bits and fewer are float32."""
+def interpret(program: Program, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the outputs, as arrays: one, or a tuple. Floats of 16 bits and fewer are float32."""
     arrays = {name: _array(x) for name, x in tensors.items()}
     made = list(run(program, arrays).values())
     return made[0] if len(made) == 1 else tuple(made)

@@ -30,11 +30,11 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import EffectError, LanguageError, NumericsError, ScheduleError, ShapeError
-from tinygrad_nv.language.arguments import Bound, bound, placed_together
+from tinygrad_nv.language.arguments import Bound, bind_arguments, place_together
 from tinygrad_nv.language.building import build
-from tinygrad_nv.language.captured import captured, exact
+from tinygrad_nv.language.captured import capture_values, exact
 from tinygrad_nv.language.checking import gradients_of, grid_of, label
-from tinygrad_nv.language.effects import honoured
+from tinygrad_nv.language.effects import check_effects
 from tinygrad_nv.patterns import named, program
 from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.runtime.note import Note
@@ -51,7 +51,7 @@ KEPT = 512   # programs of one kernel
 
 @dataclass(frozen=True)
 class Call:
-    """What is computed: a program, on a target, and the gradient's function."""
+    """Call of a kernel: a program, on a target, and the gradient's function."""
     name: str
     key: str
     program: Program = field(compare=False)
@@ -104,13 +104,13 @@ class Kernel:
         self._promised: dict[str, Program] = {}     # with NV_DEBUG=1, by the key of the one that is built
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, given, outputs = self._prepared(args, kwargs)
-        results = self._called(call, given, outputs)
+        call, given, outputs = self._prepare(args, kwargs)
+        results = self._call(call, given, outputs)
         # a call runs again for each result that is realized by itself: once alone where memory is written
         if call.donated: Tensor.realize(*results)
         return results[0] if outputs == 1 else results
 
-    def _called(self, call: Call, given: list[Tensor], outputs: int) -> tuple[Tensor, ...]:
+    def _call(self, call: Call, given: list[Tensor], outputs: int) -> tuple[Tensor, ...]:
         """The results in the graph."""
         if outputs == 1: return named.call(call, body, *given, grad=_gradient)
         made = named.call(call, body, *given)
@@ -118,9 +118,9 @@ class Kernel:
         return tuple(named.call(Output(call, i, len(given)), _output, *given, *made, grad=_gradient)[0]
                      for i in range(outputs))
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, list[Tensor], int]:
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, list[Tensor], int]:
         """The call, the tensors that it takes, and how many it gives."""
-        given, made, schedule = self._traced(args, kwargs)
+        given, made, schedule = self._trace(args, kwargs)
         if made.key in self._promised and not jit.capturing: self._keep_promises(made, given)
         outputs = [each for each in made.tensors if each.output]
         first = next(iter(given.tensors.values()))
@@ -132,27 +132,27 @@ class Kernel:
                           if name in given.constants and own[name].kind is own[name].KEYWORD_ONLY)
         if given.deterministic or order.wanted(): _one_order(made)
         _alone(given, self.label)
-        words = honoured(made, schedule, given.tensors)
+        words = check_effects(made, schedule, given.tensors)
         call = Call(self.fn.__name__, made.key, made, schedule, self.vjp, constants, words, tuple(initial),
                     frozenset(given.donated), self.label)
         return call, [*inputs, *initial.values()], len(outputs)
 
     def _keep_promises(self, made: Program, given: Bound) -> None:
         """Raises `NumericsError` where a tile is not what `verify.numerics` says."""
-        from tinygrad_nv.language.interpreted import interpreted
-        if config.get("NV_DEBUG"): interpreted(self._promised[made.key], given.tensors)
+        from tinygrad_nv.language.interpreted import interpret
+        if config.get("NV_DEBUG"): interpret(self._promised[made.key], given.tensors)
 
-    def _traced(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Bound, Program,
+    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Bound, Program,
                                                                                  TileSchedule]:
         choice = self.choice(args, kwargs)
-        given = self.bind(args, self.filled(choice, kwargs), choice.schedule)
-        return given, self.written(given, choice.schedule), choice.schedule
+        given = self.bind(args, self.fill_constants(choice, kwargs), choice.schedule)
+        return given, self.trace_program(given, choice.schedule), choice.schedule
 
     def choice(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Choice:
-        """What a call is computed with."""
+        """Returns what a call is computed with."""
         return Choice(self.chosen, {})
 
-    def filled(self, choice: Choice, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def fill_constants(self, choice: Choice, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keyword arguments with the choice's values for those that a call does not give."""
         return {**choice.constants, **kwargs}
 
@@ -163,13 +163,14 @@ class Kernel:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], schedule: TileSchedule) -> Bound:
         """The arguments of a call."""
-        try: return placed_together(bound(self.label, self.signature, args, kwargs, schedule))
+        try: return place_together(bind_arguments(self.label, self.signature, args, kwargs, schedule))
         except ShapeError as error:
             raise ShapeError(f"kernel {self.label}: {error.found}", error.expected, error.fix) from error
 
-    def written(self, given: Bound, schedule: TileSchedule) -> Program:
+    def trace_program(self, given: Bound, schedule: TileSchedule) -> Program:
         """The program of bound arguments."""
-        key = (schedule, tuple(given.parameters), exact(given.constants), given.result, captured(self.fn),
+        key = (schedule, tuple(given.parameters), exact(given.constants), given.result,
+               capture_values(self.fn),
                config.get("NV_DEBUG"))
         if (made := self._programs.get(key)) is None:
             if len(self._programs) >= KEPT: self._programs.pop(next(iter(self._programs)))
@@ -190,41 +191,41 @@ class Kernel:
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The Tile IR of a call: print it, or look at its operations."""
-        return self._traced(args, kwargs)[1]
+        return self._trace(args, kwargs)[1]
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """The text that a call compiles: PTX, or C."""
-        call, given, _ = self._prepared(args, kwargs)
+        call, given, _ = self._prepare(args, kwargs)
         target = target_of(given[0].device)
         if target is None: raise _no_target(call, given[0].device)
         return "\n".join(each.text for each in build(call.program, call.schedule, target).kernels)
 
     def interpret(self, *args: Any, **kwargs: Any) -> Any:
         """The results of a call as NumPy computes them from the Tile IR, slowly: for finding errors."""
-        from tinygrad_nv.language.interpreted import interpreted
-        given, made, _ = self._traced(args, kwargs)
-        return interpreted(made, given.tensors)
+        from tinygrad_nv.language.interpreted import interpret
+        given, made, _ = self._trace(args, kwargs)
+        return interpret(made, given.tensors)
 
     def explain(self, *args: Any, full: bool = False, **kwargs: Any) -> str:
         """A call at every level: schedule, grid, Tile IR, and with `full` the text that is compiled."""
-        from tinygrad_nv.language.inspection import explained
-        given, made, schedule = self._traced(args, kwargs)
+        from tinygrad_nv.language.inspection import explain_levels
+        given, made, schedule = self._trace(args, kwargs)
         device = next(iter(given.tensors.values())).device
-        return explained(made, schedule, self.source(*args, **kwargs), str(device), full)
+        return explain_levels(made, schedule, self.source(*args, **kwargs), str(device), full)
 
     def check(self, *args: Any, arch: str = "sm_90a", emulator_seed: int = 0, **kwargs: Any) -> Any:
         """Runs a call's PTX on the emulator: findings (races, bank conflicts and the like), counters,
         outputs.
         `emulator_seed` orders asynchronous work."""
         from tinygrad_nv.language.inspection import check
-        given, made, schedule = self._traced(args, kwargs)
+        given, made, schedule = self._trace(args, kwargs)
         return check(made, schedule, given.tensors, arch, emulator_seed)
 
     def time(self, *args: Any, gpu: str = "h100", **kwargs: Any) -> float:
         """Microseconds that the timing model predicts of a call on a GPU: a model, not a measurement."""
-        from tinygrad_nv.language.inspection import predicted
-        _, made, schedule = self._traced(args, kwargs)
-        return predicted(made, schedule, gpu)
+        from tinygrad_nv.language.inspection import predict_us
+        _, made, schedule = self._trace(args, kwargs)
+        return predict_us(made, schedule, gpu)
 
     # **** derived kernels ****
 
@@ -256,10 +257,10 @@ class Scheduled:
         change = getattr(self.kernel.chosen, name)
         if name.startswith("_") or not callable(change): raise AttributeError(name)
 
-        def changed(*args: Any, **kwargs: Any) -> Scheduled:
+        def set_schedule(*args: Any, **kwargs: Any) -> Scheduled:
             self.kernel.chosen = change(*args, **kwargs)
             return self
-        return changed
+        return set_schedule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: return self.kernel(*args, **kwargs)
 
@@ -289,7 +290,7 @@ def _one_order(program: Program) -> None:
 # **** a call in the graph ****
 
 def _initial(output: Any, given: Bound, made: Program, first: Tensor) -> Tensor | None:
-    """What an output contains before the kernel: a Tensor that was given, zeros, or nothing."""
+    """Returns what an output contains before the kernel: a Tensor that was given, zeros, or nothing."""
     if output.name in given.tensors: return given.tensors[output.name]
     if output.name == RESULT or not _is_read(made, output.name): return None
     return Tensor.zeros(*output.shape, dtype=output.dtype, device=first.device).contiguous()
@@ -301,7 +302,7 @@ def _is_read(made: Program, name: str) -> bool:
                for op in made.body.walk())
 
 
-def _lowered(call: Call, target: Target, *given: UOp) -> tuple[UOp, ...]:
+def _lower(call: Call, target: Target, *given: UOp) -> tuple[UOp, ...]:
     """The kernel's call where the graph is rewritten: outputs are storage of each call's own."""
     device = given[0].device
 
@@ -309,7 +310,7 @@ def _lowered(call: Call, target: Target, *given: UOp) -> tuple[UOp, ...]:
         if name in call.donated and program.is_whole(value): return value
         room = program.storage(program.Output(value.shape, value.dtype), device)
         return room.after(room.store(value))
-    return _called(call, target, given, contents)
+    return _call_kernels(call, target, given, contents)
 
 
 def body(call: Call, *given: Tensor) -> tuple[Tensor, ...]:
@@ -317,10 +318,10 @@ def body(call: Call, *given: Tensor) -> tuple[Tensor, ...]:
     if (target := target_of(given[0].device)) is None: raise _no_target(call, given[0].device)
 
     def contents(_: str, value: UOp) -> UOp: return value.alu(Ops.MUL, value.const_like(1)).contiguous()
-    return tuple(map(Tensor, _called(call, target, [each.uop for each in given], contents)))
+    return tuple(map(Tensor, _call_kernels(call, target, [each.uop for each in given], contents)))
 
 
-def _called(call: Call, target: Target, given: Sequence[UOp],
+def _call_kernels(call: Call, target: Target, given: Sequence[UOp],
             contents: Callable[[str, UOp], UOp]) -> tuple[UOp, ...]:
     kernels = build(call.program, call.schedule, target)
     count = sum(not each.output for each in call.program.tensors)
@@ -363,4 +364,4 @@ def _gradient(gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
     return (*(None if each is None else each.uop for each in made), *[None] * (len(given) - len(inputs)))
 
 
-named.lower(Call, "tile", _lowered)
+named.lower(Call, "tile", _lower)

@@ -56,7 +56,7 @@ class CacheState:
         return self.values
 
     @property
-    def offloaded(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether it is in the host's memory, away from its device."""
         return str(self.keys.device) != self.home
 
@@ -108,7 +108,7 @@ class CacheState:
 
     def _here(self, name: str) -> None:
         self._live(name)
-        if self.offloaded:
+        if self.is_offloaded:
             raise EffectError(f"{name} of a cache that is offloaded", "a cache on its device",
                               "cache = cache.prefetch() first")
 

@@ -155,7 +155,7 @@ def _lower_call(function: UOp, users: Users, new: Callable[[UOp], UOp]) -> dict[
         if wanted and target and (made := building.attempt(lowering.name, value, run_lowering)) is not None:
             return made if isinstance(made, dict) else _results(function, made)
     except Unsupported as no: program.miss(lowering.name, value, str(no))
-    body = hooks.inlined(function.replace(src=(function.src[0], *arguments)))
+    body = hooks.inline(function.replace(src=(function.src[0], *arguments)))
     assert body is not None
     return _results(function, body.src)
 

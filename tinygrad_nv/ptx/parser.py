@@ -35,7 +35,7 @@ IGNORED_LINES = {".loc", ".file", ".section"}
 
 
 @functools.lru_cache(8)  # of some MB each
-@collection.paused()
+@collection.pause()
 def parse(text: str) -> PTXModule:
     """The module of a PTX text; equal texts share it. Raises `PTXError` at the first line it does not
     understand."""

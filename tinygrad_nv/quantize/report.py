@@ -17,7 +17,7 @@ from tinygrad_nv.quantize.directory import Result
 from tinygrad_nv.quantize.files import unwritable
 from tinygrad_nv.quantize.quality import Quality
 from tinygrad_nv.quantize.schemes import Scheme
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 NAME = "quantization_report.json"
 WORST = 5   # layers that are shown
@@ -37,14 +37,14 @@ def lines(result: Result, quality: Quality | None) -> list[str]:
     """A table of the quality, and one of the worst layers."""
     made: list[str] = []
     if quality is not None:
-        made += aligned([(f"{quality.tokens} held-out tokens", "before", "after", "change"),
+        made += align_columns([(f"{quality.tokens} held-out tokens", "before", "after", "change"),
                          ("perplexity", f"{quality.before:.4f}", f"{quality.after:.4f}",
                           f"{quality.change:+.2%}"),
                          ("KL divergence, nats", "", f"{quality.divergence:.5f}", ""),
                          ("same likeliest token", "", f"{quality.same:.2%}", "")], (1, 2, 3))
         made.append("")
     rows = [(each.layer, f"{each.error:.2%}") for each in result.layers[:WORST]]
-    return made + aligned([("worst layers", "error"), *rows], (1,))
+    return made + align_columns([("worst layers", "error"), *rows], (1,))
 
 
 def write(path: Path, made: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ class Peers:
         def submit() -> None:
             for each, given, into in every:
                 for work in given: each.driver.submit(work, into)
-        with _turn, collection.paused(): return device.submit_timed(submit, wait)
+        with _turn, collection.pause(): return device.submit_timed(submit, wait)
 
 
 _own = threading.local()

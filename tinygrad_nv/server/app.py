@@ -158,7 +158,7 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         async def large() -> Response:
             def parsed() -> dict[str, Any]:
                 require_bounded(body, service.limits)
-                with collection.paused(): return parse(body)
+                with collection.pause(): return parse(body)
             return await answer(request, service, record, await aside(record.size, parsed))
         # reading it takes long enough for the client to leave
         return await until_disconnect(request, large())

@@ -254,7 +254,7 @@ class Service:
     async def read(self, record: Record, task: Callable[[], T], more: int = 0) -> T:
         """`task()`, which reads the fields of a body, and `more` bytes: in a thread for many."""
         def read() -> T:
-            with collection.paused(): return task()
+            with collection.pause(): return task()
         return await aside(record.size + more, read, INLINE_BYTES)
 
     async def aside(self, size: int, task: Callable[[], T]) -> T:

@@ -28,7 +28,8 @@ LATER = {"checked": "checking", "AbstractCache": "inference", "Line": "inference
 
 
 def __getattr__(name: str) -> Any:
-    """What `LATER` has, loaded when asked for: `import tinygrad_nv` loads annotations alone."""
+    """Returns a name that `LATER` has, loaded when asked for: `import tinygrad_nv` loads annotations
+    alone."""
     if name not in LATER: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
     return getattr(importlib.import_module(f"tinygrad_nv.shapes.{LATER[name]}"), name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tinygrad_nv.errors import ShapeError
 from tinygrad_nv.shapes.dims import Dim
-from tinygrad_nv.shapes.types import TensorType, dtype_of, shown_dtype
+from tinygrad_nv.shapes.types import TensorType, dtype_of, dtype_text
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Bindings:
                              f"{type}: {n}{' or more' if type.leading else ''}")
         wanted, own = type.element, dtype_of(dtype)
         if wanted is not None and own is not None and own != wanted:
-            raise ShapeError(f"{what} is of {shown_dtype(own)}", f"{shown_dtype(wanted)}, as {type} says",
+            raise ShapeError(f"{what} is of {dtype_text(own)}", f"{dtype_text(wanted)}, as {type} says",
                              f"cast it: .cast({wanted})")
         for index, size in enumerate(shape[len(shape) - n:]):
             # a symbolic extent of tinygrad's has no number yet
@@ -73,7 +73,7 @@ class Bindings:
         if (known := dim.value(self.sizes)) is not None:
             if known != size: raise self._differs(place, size, known)
             return True
-        try: found = dim.solved(size, self.sizes)
+        try: found = dim.solve(size, self.sizes)
         except ArithmeticError: raise self._impossible(place, size) from None
         except ZeroDivisionError: found = None
         if found is not None:
@@ -85,7 +85,7 @@ class Bindings:
         return False
 
     def _resume(self) -> None:
-        """What waits is tried again, as long as names are found."""
+        """Tries what waits again, as long as names are found."""
         before = -1
         while self.waiting and before != len(self.sizes):
             before = len(self.sizes)
@@ -109,7 +109,7 @@ class Bindings:
                           f"{self._why(place, '')}")
 
     def _why(self, place: Place, origin: str) -> str:
-        """Where the sizes of a dimension's names are from."""
+        """Returns where the sizes of a dimension's names are from."""
         names = [name for name in place.type.dims[place.index].symbols if name in self.origins]
         if not names: return f", from {origin}" if origin else ""
         return ": " + "; ".join(f"{name}={self.sizes[name]} from {self.origins[name]}" for name in names)

@@ -79,7 +79,7 @@ def _arguments(own: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _inside(plain: Callable[..., Any], own: Signature, args: tuple[Any, ...], kwargs: dict[str, Any],
             error: Exception) -> Exception:
-    """What did not fit inside a function: it is called again, and its lines are followed."""
+    """Returns what did not fit inside a function: it is called again, and its lines are followed."""
     if not all(_is_data(each) for each in (*args, *kwargs.values())): return error
     failure = run(plain, args, kwargs).failure
     if failure is None: return error

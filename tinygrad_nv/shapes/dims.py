@@ -106,12 +106,13 @@ class Dim:
         if (exact := _exact(self, other)) is not None: return exact
         return Dim.of([((Quotient(self, other),), 1)])
 
-    def replaced(self, sizes: Mapping[str, int]) -> Dim:
-        """With numbers in the place of names that are known. Raises ZeroDivisionError."""
+    def substitute(self, sizes: Mapping[str, int]) -> Dim:
+        """Returns the dimension with numbers in the place of names that are known. Raises
+        ZeroDivisionError."""
         total = Dim(())
         for atoms, number in self.terms:
             product = Dim.number(number)
-            for atom in atoms: product = product * _replaced(atom, sizes)
+            for atom in atoms: product = product * _substitute(atom, sizes)
             total = total + product
         return total
 
@@ -126,13 +127,13 @@ class Dim:
             total += number
         return total
 
-    def solved(self, number: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-        """The one name that is not known, and its size where this dimension is `number`; None where that does
-        not follow. Raises `ArithmeticError` where no size gives `number`."""
+    def solve(self, number: int, sizes: Mapping[str, int]) -> tuple[str, int] | None:
+        """Returns the one name that is not known, and its size where this dimension is `number`; None where
+        that does not follow. Raises `ArithmeticError` where no size gives `number`."""
         if self.name is not None:   # most of them
             if number < 0: raise ArithmeticError
             return None if self.name in sizes else (self.name, number)
-        left = self.replaced(sizes)
+        left = self.substitute(sizes)
         if len(left.symbols) != 1: return None
         name, = left.symbols
         powers = {len(atoms): each for atoms, each in left.terms}
@@ -145,10 +146,10 @@ class Dim:
         if root ** degree != rest // factor: raise ArithmeticError
         return name, root
 
-    def __str__(self) -> str: return self.written()
+    def __str__(self) -> str: return self.to_text()
 
-    def written(self, order: Callable[[str], int] | None = None) -> str:
-        """As it would be written, names of a product in an order."""
+    def to_text(self, order: Callable[[str], int] | None = None) -> str:
+        """Returns the dimension as it would be written, names of a product in an order."""
         out = ""
         for atoms, number in self.terms:
             size = abs(number)
@@ -162,9 +163,9 @@ class Dim:
         return out or "0"
 
 
-def _replaced(atom: Atom, sizes: Mapping[str, int]) -> Dim:
+def _substitute(atom: Atom, sizes: Mapping[str, int]) -> Dim:
     if isinstance(atom, str): return Dim.number(sizes[atom]) if atom in sizes else Dim.symbol(atom)
-    return atom.over.replaced(sizes) // atom.under.replaced(sizes)
+    return atom.over.substitute(sizes) // atom.under.substitute(sizes)
 
 
 def _exact(over: Dim, under: Dim) -> Dim | None:
@@ -188,8 +189,8 @@ def parse(text: str) -> Dim:
     """The dimension that a text states. Raises `ShapeError`."""
     reader = _Reader(text)
     try: made = reader.sum()
-    except ZeroDivisionError: raise reader.refused("a division by 0") from None
-    if reader.peek() is not None: raise reader.refused(f"{reader.peek()!r} where it should end")
+    except ZeroDivisionError: raise reader.refusal("a division by 0") from None
+    if reader.peek() is not None: raise reader.refusal(f"{reader.peek()!r} where it should end")
     return made
 
 
@@ -202,18 +203,18 @@ class _Reader:
         place = 0
         while place < len(text.rstrip()):
             if (found := TOKEN.match(text, place)) is None:
-                raise self.refused(f"{text[place:].strip()[:1]!r}" + " (// divides)" * (text[place] == "/"))
+                raise self.refusal(f"{text[place:].strip()[:1]!r}" + " (// divides)" * (text[place] == "/"))
             self.tokens.append(found[1])
             self.glued.append(found.start(1) == place)
             place = found.end()
 
-    def refused(self, what: str) -> ShapeError:
+    def refusal(self, what: str) -> ShapeError:
         return ShapeError(f"the dimension {self.text!r} has {what}", WRITTEN, "one dimension for each string")
 
     def peek(self) -> str | None: return self.tokens[self.at] if self.at < len(self.tokens) else None
 
     def take(self) -> str:
-        if (token := self.peek()) is None: raise self.refused("no end" if self.tokens else "nothing in it")
+        if (token := self.peek()) is None: raise self.refusal("no end" if self.tokens else "nothing in it")
         self.at += 1
         return token
 
@@ -240,7 +241,7 @@ class _Reader:
         if token.isdigit(): return Dim.number(int(token))
         if token.isidentifier(): return Dim.symbol(token)
         if token == "-": return self.factor() * Dim.number(-1)
-        if token != "(": raise self.refused(f"{token!r} where a name or a number should be")
+        if token != "(": raise self.refusal(f"{token!r} where a name or a number should be")
         inner = self.sum()
-        if self.take() != ")": raise self.refused("a parenthesis that is not closed")
+        if self.take() != ")": raise self.refusal("a parenthesis that is not closed")
         return inner

@@ -41,8 +41,8 @@ def assignments(names: Sequence[str], scalars: Sequence[str],
         yield made
 
 
-def fitted(numbers: Sequence[int], sizes: Sequence[Sizes], written: Mapping[str, Dim]) -> str | None:
-    """The dimension, as text; `written` are those of annotations."""
+def fit_dim(numbers: Sequence[int], sizes: Sequence[Sizes], written: Mapping[str, Dim]) -> str | None:
+    """The dimension, as text; `to_text` are those of annotations."""
     for text, dim in written.items():
         if dim.symbols and all(dim.value(at) == number for at, number in zip(sizes, numbers, strict=True)):
             return text
@@ -52,7 +52,7 @@ def fitted(numbers: Sequence[int], sizes: Sequence[Sizes], written: Mapping[str,
                 for names_ in itertools.combinations_with_replacement(names, degree)]
     found = _quotient(numbers, sizes, products) or _sums(numbers, sizes, products)
     if found is None: return None
-    return found.written(lambda name: names.index(name) if name in names else len(names))
+    return found.to_text(lambda name: names.index(name) if name in names else len(names))
 
 
 def _quotient(numbers: Sequence[int], sizes: Sequence[Sizes], products: list[Dim]) -> Dim | None:
@@ -82,14 +82,14 @@ def _sums(numbers: Sequence[int], sizes: Sequence[Sizes], products: list[Dim]) -
     bases += [(*pair, one) for pair in itertools.combinations(small, 2)]
     for basis in bases:
         rows = [[dim.value(at) or 0 for dim in basis] for at in sizes]
-        if (factors := _solved(rows, numbers)) is None: continue
+        if (factors := _solve(rows, numbers)) is None: continue
         total = Dim(())
         for dim, factor in zip(basis, factors, strict=True): total = total + dim * Dim.number(factor)
         return total
     return None
 
 
-def _solved(rows: list[list[int]], numbers: Sequence[int]) -> list[int] | None:
+def _solve(rows: list[list[int]], numbers: Sequence[int]) -> list[int] | None:
     """Whole coefficients with rows · coefficients = numbers in all rows, of which there are more."""
     n = len(rows[0])
     matrix = [[Fraction(each) for each in (*row, number)] for row, number in zip(rows, numbers, strict=True)]

@@ -25,10 +25,10 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.errors import ShapeError
 from tinygrad_nv.shapes.binding import Bindings
 from tinygrad_nv.shapes.dims import Dim
-from tinygrad_nv.shapes.fit import Sizes, assignments, fitted
-from tinygrad_nv.shapes.signature import Signature, declared, fields, inner, leaves, signature, type_of
+from tinygrad_nv.shapes.fit import Sizes, assignments, fit_dim
+from tinygrad_nv.shapes.signature import Signature, fields, inner, leaves, signature, type_of, types_in
 from tinygrad_nv.shapes.tracing import Failure, Operand, Run, run
-from tinygrad_nv.shapes.types import TensorType, shown_dtype
+from tinygrad_nv.shapes.types import TensorType, dtype_text
 
 LEADING_SIZE = 2    # of the one dimension that stands for "..."
 
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What does not fit: where, the expression, the operands and where each is from, what was expected."""
+    """Mismatch of shapes: where, the expression, the operands and where each is from, what was expected."""
     line: int
     text: str
     reason: str
@@ -57,7 +57,8 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Report:
-    """Of a function: `lines` in the order of execution, `mismatches`, and the names with fixed sizes."""
+    """Report on a function: `lines` in the order of execution, `mismatches`, and the names with fixed
+    sizes."""
     function: str
     file: str
     lines: tuple[Line, ...]
@@ -150,7 +151,7 @@ def _case(plain: Any, own: Signature, at: Sizes, outside: Bindings, values: Mapp
 
 
 def _argument(name: str, parameter: inspect.Parameter, annotation: Any, at: Sizes) -> Any:
-    if (made := _placed(annotation, at)) is not None: return made
+    if (made := _make_abstract(annotation, at)) is not None: return made
     if parameter.default is not parameter.empty: return parameter.default
     if name in at: return at[name]
     if annotation in (float, bool): return {float: 0.5, bool: False}[annotation]
@@ -160,21 +161,21 @@ def _argument(name: str, parameter: inspect.Parameter, annotation: Any, at: Size
                      f"--set {name}=…, values={{{name!r}: …}}")
 
 
-def _placed(annotation: Any, at: Sizes) -> Any:
+def _make_abstract(annotation: Any, at: Sizes) -> Any:
     """A value without elements for an annotation with dimensions; None for another."""
     if (own := type_of(annotation)) is not None:
         made = _empty(own, at)
         return AbstractCache(made, _empty(own, at)) if own.kind == "KVCache" else made
-    if not declared(annotation): return None
+    if not types_in(annotation): return None
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
         args = args[:1] * 2 if args[-1] is ... else args
-        return tuple(_placed(each, at) for each in args)
-    if isinstance(origin, type) and issubclass(origin, Sequence): return [_placed(args[0], at)] * 2
+        return tuple(_make_abstract(each, at) for each in args)
+    if isinstance(origin, type) and issubclass(origin, Sequence): return [_make_abstract(args[0], at)] * 2
     if origin is typing.Union or isinstance(annotation, types.UnionType):
-        return _placed(next(each for each in args if declared(each)), at)
-    if (members := fields(annotation)) and all(declared(each) for _, each in members):
-        return annotation(**{name: _placed(each, at) for name, each in members})
+        return _make_abstract(next(each for each in args if types_in(each)), at)
+    if (members := fields(annotation)) and all(types_in(each) for _, each in members):
+        return annotation(**{name: _make_abstract(each, at) for name, each in members})
     return None
 
 
@@ -191,7 +192,7 @@ def _empty(own: TensorType, at: Sizes) -> Tensor:
 def _report(plain: Any, own: Signature, cases: list[_Case], fixed: Bindings,
             others: list[TensorType]) -> Report:
     code = getattr(plain, "__func__", plain).__code__
-    own_types = [one for each in (*own.annotations.values(), own.result) for one in declared(each)]
+    own_types = [one for each in (*own.annotations.values(), own.result) for one in types_in(each)]
     written = {one.text(i): dim for one in (*own_types, *others) for i, dim in enumerate(one.dims)}
     written = dict(sorted(written.items(), key=lambda item: len(item[1].terms[0][0]) if item[1].terms else 0))
     runs = [case.run for case in cases]
@@ -199,7 +200,7 @@ def _report(plain: Any, own: Signature, cases: list[_Case], fixed: Bindings,
     for i, first in enumerate(runs[0].assigned):
         same = [each.assigned[i].shape if i < len(each.assigned) and each.assigned[i].name == first.name
                 and each.assigned[i].line == first.line else None for each in runs]
-        made = Line(first.line, first.name, _shape(same, cases, written), shown_dtype(first.value.dtype))
+        made = Line(first.line, first.name, _shape(same, cases, written), dtype_text(first.value.dtype))
         if made not in lines: lines.append(made)
     found = []
     if (failure := runs[0].failure) is not None: found.append(_mismatch(failure, cases, own, written))
@@ -216,7 +217,7 @@ def _shape(shapes: list[tuple[Any, ...] | None], cases: list[_Case], written: Ma
     whole = [each for each in shapes if each is not None]
     columns = [[shape[axis] for shape in whole] for axis in range(len(first))]
     if not all(isinstance(each, int) for column in columns for each in column): return plain_shape(first)
-    return f"[{', '.join(fitted(column, sizes, written) or '?' for column in columns)}]"
+    return f"[{', '.join(fit_dim(column, sizes, written) or '?' for column in columns)}]"
 
 
 def plain_shape(shape: Sequence[Any]) -> str:
@@ -243,7 +244,7 @@ def origin(operand: Operand, shape: str, own: Signature) -> str:
     made = ("computed from " if operand.computed else "of ") if text != source.name else ""
     name = f"{source.name}, " if made else ""
     if source.line: return f"{text} is {shape}: {made}{name}assigned in line {source.line}"
-    given = declared(own.annotations.get(source.name.partition("[")[0].partition(".")[0]))
+    given = types_in(own.annotations.get(source.name.partition("[")[0].partition(".")[0]))
     return f"{text} is {shape}: {made}argument {source.name}, {', '.join(map(str, given)) or 'as given'}"
 
 
@@ -253,6 +254,6 @@ def _of_result(cases: list[_Case], own: Signature, lines: list[Line]) -> Mismatc
     assert wrong is not None
     found = [line for line in lines if line.name.startswith("return")]
     origins = [f"{line.name} is {line.shape} of {line.dtype}" for line in found]
-    origins.append(f"the annotation says {', '.join(map(str, declared(own.result)))}")
+    origins.append(f"the annotation says {', '.join(map(str, types_in(own.result)))}")
     return Mismatch(found[0].line if found else 0, "the result is not what its annotation says",
                     f"{wrong.found}; expected: {wrong.expected}", tuple(origins))

@@ -86,5 +86,5 @@ def _any(context: AnalyzeTypeContext) -> Type: return AnyType(TypeOfAny.explicit
 
 
 def plugin(version: str) -> type[Plugin]:
-    """What mypy asks for."""
+    """Returns the plugin, as mypy asks for it."""
     return Shapes

@@ -1,4 +1,4 @@
-"""What a function's annotations say of its arguments and results.
+"""Signatures: arguments and results of a function, by its annotations.
 
 Protocol. `signature(fn)` reads them once; those that are texts (`from __future__ import annotations`) are
 evaluated where the function was defined, with what it closes over. `leaves(annotation, value, where)` are the
@@ -21,7 +21,7 @@ from typing import Any
 
 from tinygrad_nv.errors import ShapeError
 from tinygrad_nv.shapes.dims import Dim, parse
-from tinygrad_nv.shapes.types import KTile, OTile, QTile, TensorType, Tile, parsed
+from tinygrad_nv.shapes.types import KTile, OTile, QTile, TensorType, Tile, parse_type
 
 BARE = (Tile, KTile, QTile, OTile)    # without brackets: of any shape and dtype
 NAMES = ("Tensor[", "Tile[", "Dims[", "KVCache[")
@@ -47,13 +47,13 @@ class Signature:
         """The names in all types, in the order in which they come."""
         found = dict[str, None]()
         for each in (*self.annotations.values(), self.result):
-            for one in declared(each): found.update(dict.fromkeys(one.symbols))
+            for one in types_in(each): found.update(dict.fromkeys(one.symbols))
         return tuple(found)
 
     @property
     def has_types(self) -> bool:
         """Whether any parameter or result has dimensions."""
-        return any(declared(each) for each in (*self.annotations.values(), self.result))
+        return any(types_in(each) for each in (*self.annotations.values(), self.result))
 
 
 def inner(fn: Any) -> Any:
@@ -67,7 +67,7 @@ def inner(fn: Any) -> Any:
 def signature(fn: Any) -> Signature:
     """The annotations of a function, evaluated. Raises `ShapeError` for one of ours that cannot be."""
     given = dict(getattr(fn, "__annotations__", {}))
-    evaluated = {name: _evaluated(fn, name, each) for name, each in given.items()}
+    evaluated = {name: _evaluate(fn, name, each) for name, each in given.items()}
     result = evaluated.pop("return", None)
     own = inspect.signature(fn)
     for name, parameter in own.parameters.items():      # *args and **kwargs are annotated by their elements
@@ -77,14 +77,14 @@ def signature(fn: Any) -> Signature:
     return Signature(own, evaluated, result)
 
 
-def _evaluated(fn: Any, name: str, given: Any) -> Any:
+def _evaluate(fn: Any, name: str, given: Any) -> Any:
     if not isinstance(given, str): return given
     plain = getattr(fn, "__func__", fn)
     cells = zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True)
-    closed = {key: cell.cell_contents for key, cell in cells if _filled(cell)}
+    closed = {key: cell.cell_contents for key, cell in cells if _has_contents(cell)}
     try:
         made = eval(given, plain.__globals__, closed)
-        return _evaluated(fn, name, made) if isinstance(made, str) else made    # a text of a text
+        return _evaluate(fn, name, made) if isinstance(made, str) else made    # a text of a text
     except ShapeError: raise
     except Exception as error:
         # a name for type checkers alone is no concern of shapes
@@ -94,7 +94,7 @@ def _evaluated(fn: Any, name: str, given: Any) -> Any:
                          "names that are there when the function is called") from error
 
 
-def _filled(cell: Any) -> bool:
+def _has_contents(cell: Any) -> bool:
     try: return cell.cell_contents is not None
     except ValueError: return False
 
@@ -102,7 +102,7 @@ def _filled(cell: Any) -> bool:
 def type_of(annotation: Any) -> TensorType | None:
     """The type that an annotation is, or that it has in Annotated."""
     if isinstance(annotation, TensorType): return annotation
-    if annotation in BARE: return parsed(annotation.__name__, ...)
+    if annotation in BARE: return parse_type(annotation.__name__, ...)
     if typing.get_origin(annotation) is typing.Annotated:
         return next((each for each in typing.get_args(annotation)[1:] if isinstance(each, TensorType)), None)
     extents = getattr(annotation, "extents", None)
@@ -111,11 +111,11 @@ def type_of(annotation: Any) -> TensorType | None:
     return TensorType("KVCache", dims, getattr(annotation, "dtype", None), False, tuple(map(str, extents)))
 
 
-def declared(annotation: Any) -> list[TensorType]:
+def types_in(annotation: Any) -> list[TensorType]:
     """All types in an annotation."""
     if (own := type_of(annotation)) is not None: return [own]
     within = list(typing.get_args(annotation)) or [each for _, each in fields(annotation)]
-    return [one for each in within for one in declared(each)]
+    return [one for each in within for one in types_in(each)]
 
 
 def leaves(annotation: Any, value: Any, where: str) -> Iterator[Leaf]:
@@ -123,7 +123,7 @@ def leaves(annotation: Any, value: Any, where: str) -> Iterator[Leaf]:
     if (own := type_of(annotation)) is not None:
         yield Leaf(where, own, _tensor(own, value, where))
         return
-    if not declared(annotation): return
+    if not types_in(annotation): return
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType): yield from _one_of(args, value, where)
     elif origin is tuple: yield from _in_tuple(args, value, where)
@@ -140,15 +140,15 @@ def leaves(annotation: Any, value: Any, where: str) -> Iterator[Leaf]:
 
 
 def _one_of(args: tuple[Any, ...], value: Any, where: str) -> Iterator[Leaf]:
-    """Of alternatives the first that has the value's structure."""
+    """Yields the leaves of the first of alternatives that has the value's structure."""
     if value is None and type(None) in args: return
-    typed = [each for each in args if declared(each)]
+    typed = [each for each in args if types_in(each)]
     for each in typed:
         try: found = list(leaves(each, value, where))
         except ShapeError: continue
         own = [one for one in found if len(one.type.dims) == len(one.value.shape) or one.type.leading]
         if own == found or len(typed) == 1: return (yield from found)
-    raise ShapeError(f"{where} is {_shown(value)}", f"one of {', '.join(map(str, args))}")
+    raise ShapeError(f"{where} is {_describe(value)}", f"one of {', '.join(map(str, args))}")
 
 
 def _in_tuple(args: tuple[Any, ...], value: Any, where: str) -> Iterator[Leaf]:
@@ -161,10 +161,10 @@ def _in_tuple(args: tuple[Any, ...], value: Any, where: str) -> Iterator[Leaf]:
 
 
 def _require(value: Any, kind: type, word: str, where: str) -> None:
-    if not isinstance(value, kind): raise ShapeError(f"{where} is {_shown(value)}", word)
+    if not isinstance(value, kind): raise ShapeError(f"{where} is {_describe(value)}", word)
 
 
-def _shown(value: Any) -> str: return "None" if value is None else f"a {type(value).__name__}"
+def _describe(value: Any) -> str: return "None" if value is None else f"a {type(value).__name__}"
 
 
 def fields(annotation: Any) -> list[tuple[str, Any]]:
@@ -182,7 +182,7 @@ def fields(annotation: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class _Extents:
-    """Of a cache of kvcache/: what its kind names."""
+    """Extents of a cache of kvcache/: the names of its kind."""
     shape: tuple[int, ...]
     dtype: Any
 
@@ -194,5 +194,5 @@ def _tensor(own: TensorType, value: Any, where: str) -> Any:
             return _Extents(shape, kind.dtype)
         value = getattr(value, "K", value)
     if hasattr(value, "shape") and hasattr(value, "dtype"): return value
-    raise ShapeError(f"{where} is {_shown(value)}", f"a Tensor: {own}")
+    raise ShapeError(f"{where} is {_describe(value)}", f"a Tensor: {own}")
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from tinygrad_nv.errors import NVError, ShapeError
-from tinygrad_nv.shapes.signature import declared, inner, signature
+from tinygrad_nv.shapes.signature import inner, signature, types_in
 
 TILES = {"Tile", "KTile", "QTile", "OTile"}
 
@@ -78,5 +78,5 @@ def _method(module: ModuleType, cls: type, name: str) -> Any:
 def _has_dims(fn: Any) -> bool:
     """Whether it has types of tensors; kernels over tiles are compiled, not called with Tensors."""
     own = signature(inner(fn))
-    kinds = {one.kind for each in (*own.annotations.values(), own.result) for one in declared(each)}
+    kinds = {one.kind for each in (*own.annotations.values(), own.result) for one in types_in(each)}
     return bool(kinds) and not kinds & TILES

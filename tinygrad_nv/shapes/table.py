@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.shapes.inference import Report
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 HEAD = ("line", "variable", "shape", "dtype")
 
@@ -12,7 +12,7 @@ def text(report: Report) -> str:
     fixed = ", ".join(f"{name}={size}" for name, size in report.fixed.items())
     rows = [HEAD, *((str(one.line or ""), one.name, one.shape, one.dtype) for one in report.lines)]
     lines = [f"{report.function}" + (f", with {fixed}" if fixed else ""),
-             *(f"  {row}" for row in aligned(rows, numbers=(0,)))]
+             *(f"  {row}" for row in align_columns(rows, numbers=(0,)))]
     for each in report.mismatches: lines += [f"  mismatch in {line}" if i == 0 else f"  {line}"
                                              for i, line in enumerate(str(each).splitlines())]
     return "\n".join(lines)

@@ -43,7 +43,7 @@ class Assigned:
 
 @dataclass(frozen=True)
 class Operand:
-    """Of an expression that fails: its text, and the variable that it comes from."""
+    """Operand of an expression that fails: its text, and the variable that it comes from."""
     text: str
     shape: tuple[Any, ...]
     origin: Assigned | None
@@ -53,7 +53,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Failure:
-    """What did not fit: `where` is a file and a line."""
+    """Failure of an expression: `where` is a file and a line."""
     file: str
     line: int
     text: str
@@ -77,11 +77,11 @@ def run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -
     follower = _Follower(getattr(fn, "__func__", fn).__code__)
     before = sys.gettrace()
     with without_values(lambda _: True, _refusal):
-        sys.settrace(follower.entered)
+        sys.settrace(follower.enter)
         try: follower.run.result = fn(*args, **kwargs)
         except (Exception, _Fails) as error:
             sys.settrace(before)
-            if follower.run.failure is None: follower.run.failure = follower.explained(error)
+            if follower.run.failure is None: follower.run.failure = follower.explain(error)
         finally: sys.settrace(before)
     return follower.run
 
@@ -114,23 +114,23 @@ class _Follower:
         self.seen: dict[str, tuple[Tensor, Any]] = {}
         self.busy = False
 
-    def entered(self, frame: FrameType, event: str, _: Any) -> Any:
+    def enter(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code is not self.code or self.busy: return None
         self.busy = True
         self._note(frame, 0)
-        return self.followed
+        return self.follow
 
-    def followed(self, frame: FrameType, event: str, given: Any) -> Any:
-        if event == "exception": return self.followed
+    def follow(self, frame: FrameType, event: str, given: Any) -> Any:
+        if event == "exception": return self.follow
         if self.run.last: self._note(frame, self.run.last)
         if event == "line": self.run.last, self.run.lines = frame.f_lineno, self.run.lines + 1
         if event == "return":
             self.busy = False
             for name, each in tensors("return", given): self._add(frame, frame.f_lineno, name, each)
-        return self.followed
+        return self.follow
 
     def _note(self, frame: FrameType, line: int) -> None:
-        """What is new among the variables."""
+        """Notes what is new among the variables."""
         for variable, value in frame.f_locals.items():
             for name, tensor in tensors(variable, value):
                 now = tensor, tensor.uop
@@ -148,7 +148,7 @@ class _Follower:
 
     # **** failures ****
 
-    def explained(self, error: BaseException) -> Failure:
+    def explain(self, error: BaseException) -> Failure:
         """The failure of an expression, by the frames that it passed through."""
         frames = list[TracebackType]()
         step = error.__traceback__

@@ -70,7 +70,7 @@ class TensorType:
     def __str__(self) -> str:
         words = self.written or (*([LEADING] if self.leading else []), *map(str, self.dims))
         shown = [word if word == LEADING or word.isdigit() else f'"{word}"' for word in words]
-        if self.dtype is not None: shown.append(shown_dtype(self.dtype))
+        if self.dtype is not None: shown.append(dtype_text(self.dtype))
         return f"{self.kind}[{', '.join(shown)}]"
 
     __repr__ = __str__
@@ -87,13 +87,13 @@ def dtype_of(given: Any) -> DType | None:
     return own if isinstance(own, DType) else None
 
 
-def shown_dtype(given: Any) -> str:
+def dtype_text(given: Any) -> str:
     """A dtype by its short name, with its policies as they print themselves."""
     return short(given) if isinstance(given, DType) else str(given)
 
 
-def parsed(kind: str, words: Any) -> TensorType:
-    """The type that is written in the brackets behind `kind`. Raises `ShapeError`."""
+def parse_type(kind: str, words: Any) -> TensorType:
+    """Returns the type that is written in the brackets behind `kind`. Raises `ShapeError`."""
     given = list(words) if isinstance(words, tuple) else [words]
     dtype = None
     if given and not _is_dim(given[-1]) and dtype_of(dtype := given.pop()) is None:
@@ -117,30 +117,30 @@ def _is_dim(given: Any) -> bool: return given is ... or type(given) in (str, int
 
 class Tile:
     """Elements in registers: `Tile["M", "N", f32]`."""
-    def __class_getitem__(cls, words: Any) -> Any: return parsed("Tile", words)
+    def __class_getitem__(cls, words: Any) -> Any: return parse_type("Tile", words)
 
 
 class KTile:
-    """What a tile kernel reads: `KTile["B*H", "S", "D_h", bf16]`."""
-    def __class_getitem__(cls, words: Any) -> Any: return parsed("KTile", words)
+    """Tensor that a tile kernel reads: `KTile[\"B*H\", \"S\", \"D_h\", bf16]`."""
+    def __class_getitem__(cls, words: Any) -> Any: return parse_type("KTile", words)
 
 
 class QTile:
-    """What a tile kernel reads and dequantises: `QTile["N", "K", int8]`."""
-    def __class_getitem__(cls, words: Any) -> Any: return parsed("QTile", words)
+    """Tensor that a tile kernel reads and dequantises: `QTile[\"N\", \"K\", int8]`."""
+    def __class_getitem__(cls, words: Any) -> Any: return parse_type("QTile", words)
 
 
 class OTile:
-    """What a tile kernel writes: `OTile["M", "N", bf16]`."""
-    def __class_getitem__(cls, words: Any) -> Any: return parsed("OTile", words)
+    """Tensor that a tile kernel writes: `OTile[\"M\", \"N\", bf16]`."""
+    def __class_getitem__(cls, words: Any) -> Any: return parse_type("OTile", words)
 
 
 class Dims:
-    """Of `Annotated[Tensor, Dims["B", "S", "D", bf16]]`."""
-    def __class_getitem__(cls, words: Any) -> Any: return parsed("Tensor", words)
+    """Dimensions for `Annotated[Tensor, Dims[\"B\", \"S\", \"D\", bf16]]`."""
+    def __class_getitem__(cls, words: Any) -> Any: return parse_type("Tensor", words)
 
 
-def _brackets(cls: type, words: Any) -> TensorType: return parsed("Tensor", words)
+def _brackets(cls: type, words: Any) -> TensorType: return parse_type("Tensor", words)
 
 
 def register() -> None:

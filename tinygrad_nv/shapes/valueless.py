@@ -20,7 +20,7 @@ Depends = Callable[[Tensor], bool]
 _stack: list[tuple[Depends, Callable[[], Exception]]] = []
 
 
-def _realized(theirs: Any, self: Tensor, *others: Tensor, **options: Any) -> Tensor:
+def _realize(theirs: Any, self: Tensor, *others: Tensor, **options: Any) -> Tensor:
     rest = [each for each in (self, *others) if not any(depends(each) for depends, _ in _stack)]
     if rest: theirs(rest[0], *rest[1:], **options)
     return self
@@ -36,7 +36,7 @@ def _read(theirs: Any, self: Tensor) -> Any:
 def without_values(depends: Depends, refusal: Callable[[], Exception]) -> Iterator[None]:
     """Nothing of which `depends` says True gets a value inside."""
     if not _stack:
-        hooks.add_method("realize", _realized, always=True)
+        hooks.add_method("realize", _realize, always=True)
         hooks.add_method("_buffer", _read, always=True)
     _stack.append((depends, refusal))
     try: yield

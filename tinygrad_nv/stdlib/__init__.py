@@ -8,7 +8,7 @@ tinygrad and to float64.
 from tinygrad_nv.stdlib.attention import flash_attention_2
 from tinygrad_nv.stdlib.elementwise import fused_adam, rotary_embedding
 from tinygrad_nv.stdlib.norm import efficient_layernorm, stable_softmax
-from tinygrad_nv.stdlib.quantised import matmul_qint8, quantised_int8
+from tinygrad_nv.stdlib.quantised import matmul_qint8, quantise_int8
 
-__all__ = ["efficient_layernorm", "flash_attention_2", "fused_adam", "matmul_qint8", "quantised_int8",
+__all__ = ["efficient_layernorm", "flash_attention_2", "fused_adam", "matmul_qint8", "quantise_int8",
            "rotary_embedding", "stable_softmax"]

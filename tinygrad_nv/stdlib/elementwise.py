@@ -14,7 +14,7 @@ from tinygrad_nv.tile.language.schedule import TileSchedule
 
 
 @kernel.schedule(TileSchedule(block=(32, 64), warps=4))
-def rotated(x: KTile["B", "H", "S", "D"], cos: KTile["S", "D//2", f32], sin: KTile["S", "D//2", f32],
+def rotate_halves(x: KTile["B", "H", "S", "D"], cos: KTile["S", "D//2", f32], sin: KTile["S", "D//2", f32],
             out: OTile["B", "H", "S", "D", f32], *, sign: int) -> None:
     """Both halves of the last axis, turned by each position's angles; `sign` -1 turns back."""
     T = tile.context()
@@ -26,17 +26,17 @@ def rotated(x: KTile["B", "H", "S", "D"], cos: KTile["S", "D//2", f32], sin: KTi
     tile.store(out, b * c + a * s, T.m, second)
 
 
-@rotated.defvjp
-def _rotated_vjp(inputs: Any, outputs: Any, gradients: Any, *, sign: int) -> Any:
+@rotate_halves.defvjp
+def _rotate_halves_vjp(inputs: Any, outputs: Any, gradients: Any, *, sign: int) -> Any:
     x, cos, sin = inputs
-    return rotated(gradients[0].contiguous(), cos, sin, sign=-sign).cast(x.dtype), None, None
+    return rotate_halves(gradients[0].contiguous(), cos, sin, sign=-sign).cast(x.dtype), None, None
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, H, S, D) with the halves of its last axis rotated by the angles whose cos and sin are (S, D /
     2), as
     Llama does (Su et al. 2021, RoFormer). In x's dtype; differentiable in x."""
-    made: Tensor = rotated(x, cos.float(), sin.float(), sign=1).cast(x.dtype)
+    made: Tensor = rotate_halves(x, cos.float(), sin.float(), sign=1).cast(x.dtype)
     return made
 
 

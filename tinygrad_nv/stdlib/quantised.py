@@ -1,6 +1,6 @@
 """A matmul with an int8 matrix, in the tile language.
 
-Protocol: w (N, K) int8 stands for w · scale, scale (N) float32: the symmetric scheme of `quantised_int8`. x's
+Protocol: w (N, K) int8 stands for w · scale, scale (N) float32: the symmetric scheme of `quantise_int8`. x's
 elements meet those of w as they are; the scale multiplies the sums once.
 """
 from __future__ import annotations
@@ -41,7 +41,7 @@ def matmul_qint8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
     return made
 
 
-def quantised_int8(w: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_int8(w: Tensor) -> tuple[Tensor, Tensor]:
     """w (N, K) as int8 and a scale (N) for each row: the largest of a row becomes 127."""
     scale = (w.float().abs().max(1) / 127).maximum(1e-30)
     return (w.float() / scale.reshape(-1, 1)).round().clamp(-127, 127).cast(dtypes.int8), scale

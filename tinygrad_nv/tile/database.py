@@ -334,4 +334,4 @@ def _write(file: Path, which: Iterable[Entry]) -> None:
 
 
 def _locked(file: Path) -> AbstractContextManager[None]:
-    return private.locked(file.with_name(f"{file.name}.lock"))
+    return private.lock_file(file.with_name(f"{file.name}.lock"))

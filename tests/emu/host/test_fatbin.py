@@ -10,7 +10,7 @@ from tests.support.host.host_program import SCALE, fat_binary
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.host import fatbin, modules
 from tinygrad_nv.host.fatbin import LZ4, PTX, ZSTD, Entry, entries
-from tinygrad_nv.host.modules import chosen
+from tinygrad_nv.host.modules import choose_ptx
 
 
 def zstd(data: bytes) -> bytes:
@@ -57,9 +57,9 @@ def test_an_entry_is_read(flags: int, packed):
 def test_of_several_texts_the_newest_that_the_gpu_runs_is_chosen():
     texts = {target: SCALE.replace("sm_90", target) for target in ("sm_80", "sm_90", "sm_90a", "sm_100a")}
     every = fat_binary(*texts.values())
-    assert chosen(every, "sm_90a") == texts["sm_90a"]
-    assert chosen(every, "sm_89") == texts["sm_80"]
-    assert chosen(SCALE.encode() + b"\0", "sm_90a") == SCALE
+    assert choose_ptx(every, "sm_90a") == texts["sm_90a"]
+    assert choose_ptx(every, "sm_89") == texts["sm_80"]
+    assert choose_ptx(SCALE.encode() + b"\0", "sm_90a") == SCALE
 
 
 @pytest.mark.parametrize(("version", "ptxas", "lowered"), [
@@ -69,7 +69,7 @@ def test_a_version_that_ptxas_does_not_know_is_lowered(version: str, ptxas: tupl
                                                        monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(modules, "release", lambda: ptxas)
     made = SCALE.replace(".version 8.0", f".version {version}")
-    assert modules.known_to_ptxas(made) == SCALE.replace(".version 8.0", f".version {lowered}")
+    assert modules.lower_version(made) == SCALE.replace(".version 8.0", f".version {lowered}")
 
 
 @pytest.mark.parametrize("packed", [b"\x10a\xff\xff", b"\xf0" + b"\xff" * 9])

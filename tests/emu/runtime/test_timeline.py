@@ -70,7 +70,7 @@ def names_of(t: timelines.Timeline) -> Counter[str]:
 def untouched() -> bool:
     opened = Device["EMU"]
     assert isinstance(opened, NVDevice)
-    return opened.observer is None and not hooks.watched() and not ranges.tracking()
+    return opened.observer is None and not hooks.is_watched() and not ranges.tracking()
 
 
 # **** the same answers, every launch once ****

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinygrad_nv.host import fatbin
-from tinygrad_nv.host.library import built
+from tinygrad_nv.host.library import build_library
 from tinygrad_nv.toolchain import find_compiler
 
 FLAGS = ("-std=gnu11", "-O1", "-fno-sanitize=all", "-w", "-Wno-implicit-function-declaration")
@@ -107,7 +107,7 @@ def compiled(folder: Path, main: str, ptx: str = SCALE, kernels: tuple[str, ...]
         runtime = folder / "runtime.c"
         runtime.write_text("".join(OWN % name for name in own_runtime.split()))
         files.append(str(runtime))
-    else: files += [str(built() / "libcudart.so.13"), str(built() / "libcuda.so.1")]
+    else: files += [str(build_library() / "libcudart.so.13"), str(build_library() / "libcuda.so.1")]
     compiler = find_compiler(any_c=True)
     done = subprocess.run([*compiler.command, *FLAGS, *files, "-o", str(out)], capture_output=True,
                           text=True, check=False, env=compiler.environment())

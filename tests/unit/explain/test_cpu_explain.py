@@ -127,15 +127,15 @@ def test_a_record_without_a_machine_is_a_row_like_others():
     ids=str)
 def test_the_rate_is_that_of_what_is_multiplied(dtype: str, schedule: CPUSchedule, rate: float):
     spec = dense(512, 512, 512, dtype)
-    taken = levels_cpu.predicted(spec, schedule, spec.flops, 0, RATES)
+    taken = levels_cpu.predict(spec, schedule, spec.flops, 0, RATES)
     assert taken == pytest.approx(spec.flops / rate + LAUNCH_SECONDS)
 
 
 def test_a_product_bound_by_arithmetic():
     matmul = CPUMatmul(dense(8, 4096, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
-    assert levels_cpu._bound(matmul) == "memory"
+    assert levels_cpu._limiting_resource(matmul) == "memory"
     matmul = CPUMatmul(dense(512, 512, 512, "f32"), CPUGemm(PORTABLE), CPU(PORTABLE, 1))
-    assert levels_cpu._bound(matmul) == "arithmetic"
+    assert levels_cpu._limiting_resource(matmul) == "arithmetic"
 
 
 # **** why not ****

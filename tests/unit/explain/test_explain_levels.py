@@ -185,12 +185,12 @@ def test_a_batch_a_broadcast_and_rows_known_at_launch():
 @pytest.mark.parametrize(("schedule", "arch"), [(MMA, "sm_80"), (WGMMA, "sm_90a")], ids=str)
 def test_shared_memory_is_accounted_for(schedule: GemmSchedule, arch: str):
     matmul = ScheduledGemm(dense(96, 64, 256), schedule, arch, 100)
-    pieces = levels.shared_map(matmul.kernel.ptx)
+    pieces = levels.map_shared_memory(matmul.kernel.ptx)
     assert all(start + size <= after for (start, _, size), (after, _, _) in pairwise(pieces))
-    assert levels.shared_bytes(matmul) == pieces[-1][0] + pieces[-1][2]
+    assert levels.smem_bytes(matmul) == pieces[-1][0] + pieces[-1][2]
     rings = sum(size for _, name, size in pieces if "ring" in name)
     assert rings == schedule.depth * schedule.stage_bytes(2)
-    if matmul.kernel.dynamic_smem: assert levels.shared_bytes(matmul) == matmul.kernel.dynamic_smem
+    if matmul.kernel.dynamic_smem: assert levels.smem_bytes(matmul) == matmul.kernel.dynamic_smem
 
 
 def test_maps_are_those_of_the_launch():

@@ -56,7 +56,7 @@ def test_each_is_called_once_and_again_after_an_exception():
     hooks.load_later()
     hooks.add_later(register)
     assert calls == []
-    assert rewrites.wanted()
+    assert rewrites.has_rewrites()
     with pytest.raises(RuntimeError, match="once"): hooks.configuration()
     for _ in range(2): hooks.configuration()
     assert calls == [0, 1]

@@ -35,7 +35,7 @@ def as_found():
     yield
     assert all(a is b for a, b in zip(own(), before, strict=True))
     assert not ranges.tracking()
-    assert not hooks.watched()
+    assert not hooks.is_watched()
 
 
 @pytest.fixture(params=DEVICES)
@@ -312,4 +312,4 @@ def test_without_the_setting_nvtx_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)
     monkeypatch.delenv("NV_NVTX", raising=False)
     ranges.enable_nvtx()
-    assert not hooks.watched()
+    assert not hooks.is_watched()

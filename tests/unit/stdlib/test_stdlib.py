@@ -129,7 +129,7 @@ def test_fused_adam() -> None:
 @pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.bfloat16])
 def test_matmul_qint8(dtype: Any) -> None:
     """Beside the numbers that codes and scales stand for; in bfloat16 within its rounding of the result."""
-    x, (codes, scale) = Tensor(numbers(2, 35, 90)).cast(dtype), stdlib.quantised_int8(Tensor(numbers(65, 90)))
+    x, (codes, scale) = Tensor(numbers(2, 35, 90)).cast(dtype), stdlib.quantise_int8(Tensor(numbers(65, 90)))
     exact = x.float().numpy().astype(np.float64) @ (codes.numpy() * scale.numpy()[:,
                                                                                   None].astype(np.float64)).T
     made = stdlib.matmul_qint8(x, codes, scale).float().numpy()

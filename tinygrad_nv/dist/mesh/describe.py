@@ -7,7 +7,7 @@ from math import prod
 from tinygrad_nv.dist.collectives.kernel import Collective
 from tinygrad_nv.dist.mesh.layout import Placement
 from tinygrad_nv.runtime.observe.memory_report import human
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 
 def described(axes: Mapping[str, int], place: Mapping[str, int] | None, placements: Mapping[str, Placement],
@@ -20,11 +20,11 @@ def described(axes: Mapping[str, int], place: Mapping[str, int] | None, placemen
         rows = [("tensor", "dtype", "whole", "a device", "cut", "bytes a device"),
                 *(_row(each) for each in placements.values()),
                 ("all", "", "", "", "", human(sum(each.local_bytes for each in placements.values())))]
-        lines += ["", *aligned(rows, numbers=(5,))]
+        lines += ["", *align_columns(rows, numbers=(5,))]
     for step, collectives in steps.items():
         lines += ["", f"collectives of {step}: {len(collectives)}"]
         if not collectives: continue
-        lines += aligned([("kind", "ranks", "calls", "bytes of results"), *_kinds(collectives)],
+        lines += align_columns([("kind", "ranks", "calls", "bytes of results"), *_kinds(collectives)],
                          numbers=(2, 3))
     return "\n".join(lines)
 

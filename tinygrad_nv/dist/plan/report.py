@@ -12,7 +12,7 @@ from tinygrad_nv.dist.plan.layout import Training, Work
 from tinygrad_nv.dist.plan.planning import Plan
 from tinygrad_nv.dist.plan.search import Found
 from tinygrad_nv.runtime.observe.memory_report import human
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 NUMBERS = (1, 2, 3, 4)
 
@@ -53,7 +53,7 @@ def _memory(made: Plan) -> list[str]:
     held = made.memory
     rows = [("memory of a GPU", ""), *((name, human(size)) for name, size in held.parts),
             ("all", human(held.total)), ("fits", human(held.limit))]
-    return aligned(rows, (1,))
+    return align_columns(rows, (1,))
 
 
 def _step(made: Plan) -> list[str]:
@@ -68,7 +68,7 @@ def _step(made: Plan) -> list[str]:
     row("AdamW", made.optimizer_s)
     row("pipeline bubble", made.bubble * made.step_s)
     rows.append(("all", milliseconds(made.step_s), ""))
-    return aligned(rows, (1, 2))
+    return align_columns(rows, (1, 2))
 
 
 def _uses(made: Plan) -> list[str]:
@@ -78,7 +78,7 @@ def _uses(made: Plan) -> list[str]:
         rows.append((one.kind.replace("_", "-"), f"{use.count:g}", human(int(one.nbytes)),
                      f"{one.seconds * 1e6:.1f}", milliseconds(use.exposed_s), one.algorithm, use.purpose,
                      use.hidden_by or "-"))
-    return aligned(rows, NUMBERS)
+    return align_columns(rows, NUMBERS)
 
 
 def _rates(made: Plan) -> list[str]:
@@ -88,7 +88,7 @@ def _rates(made: Plan) -> list[str]:
         rows += [("first token, ms", milliseconds(made.first_token_s)),
                  ("a token, ms", milliseconds(made.step_s)),
                  ("share of HBM bandwidth", f"{made.bandwidth:.0%}")]
-    return aligned(rows, (1,))
+    return align_columns(rows, (1,))
 
 
 def _layouts(found: Found, top: int) -> list[str]:
@@ -98,11 +98,12 @@ def _layouts(found: Found, top: int) -> list[str]:
         rows.append((str(made.layout), f"{made.tokens_per_s:,.0f}", milliseconds(made.step_s),
                      human(made.memory.total), f"{made.mfu if trains else made.bandwidth:.0%}",
                      setting(made.work)))
-    lines = aligned(rows, NUMBERS)
+    lines = align_columns(rows, NUMBERS)
     if not found.refused: return lines
     refused = [(str(each.layout), each.why, setting(each.work)) for each in found.refused[:top]]
     left = len(found.refused) - len(refused)
-    return [*lines, "", *aligned([("not possible", "", ""), *refused]), *[f"and {left} more"] * bool(left)]
+    return [*lines, "", *align_columns([("not possible", "", ""), *refused]),
+            *[f"and {left} more"] * bool(left)]
 
 
 # **** plain data ****

@@ -12,7 +12,7 @@ from pathlib import Path
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.toolchain import shared_library
+from tinygrad_nv.toolchain import build_shared_library
 
 SOURCES = Path(__file__).parent.parent / "csrc"
 # no contraction: sums are those that reduce.c says
@@ -71,4 +71,4 @@ class Library:
 def library() -> Library:
     """The library, compiled when it has to be (about 1 s). Raises `ToolchainError` when there is no compiler
     or it fails."""
-    return Library(shared_library(SOURCES, "group.c", FLAGS, "dist", "the transports"))
+    return Library(build_shared_library(SOURCES, "group.c", FLAGS, "dist", "the transports"))

@@ -38,7 +38,7 @@ class CapturedStep:
         self.graphs: list[GraphRunner] = []     # the whole step, in order; empty if TinyJit launches it
 
     def __call__(self) -> None:
-        if self.graphs and DEBUG < 2 and not PROFILE and not hooks.watched():
+        if self.graphs and DEBUG < 2 and not PROFILE and not hooks.is_watched():
             with span("replay"):
                 for graph in self.graphs: graph((), {})
             return

@@ -60,7 +60,7 @@ def _score(space: Space, what: FlashAttention, sums: UOp, d: int, mask: list[UOp
            at: Indices) -> tuple[Score, dict[str, UOp]]:
     """The exponent of 2 of the weights, and the variables in it by name."""
     exponent = scores(what, Tensor(sums), d, *map(Tensor, mask)) * (1 / math.log(2))
-    end = hooks.flattened(exponent.uop)
+    end = hooks.flatten(exponent.uop)
     nodes = end.toposort(enter_calls=False)
     region = {sums}
     for node in nodes:

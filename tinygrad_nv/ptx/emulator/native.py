@@ -10,7 +10,7 @@ import functools
 from pathlib import Path
 
 from tinygrad_nv.ptx.emulator.lowering import SHARED_BASE
-from tinygrad_nv.toolchain import shared_library
+from tinygrad_nv.toolchain import build_shared_library
 
 SOURCES = Path(__file__).parent / "csrc"
 # no fast-math and no contraction: PTX says how each instruction rounds
@@ -114,4 +114,4 @@ class Library:
 def library() -> Library:
     """The interpreter, compiled when it has to be (about 20 s with the ziglang wheel). Raises
     `ToolchainError` when there is no compiler or it fails."""
-    return Library(shared_library(SOURCES, "emulator.c", FLAGS, "emulator", "the emulator", ("-lm",)))
+    return Library(build_shared_library(SOURCES, "emulator.c", FLAGS, "emulator", "the emulator", ("-lm",)))

@@ -101,7 +101,7 @@ def signed64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-@collection.paused()
+@collection.pause()
 def lower(module: PTXModule, function: PTXFunction, addresses: dict[str, int]) -> Program:
     """Lowers one entry function. `addresses` are those of the module's global and constant variables. Raises
     `PTXError` with the line of an instruction that is not emulated."""

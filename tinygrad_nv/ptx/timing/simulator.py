@@ -17,7 +17,7 @@ from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 from tinygrad_nv.ptx.timing.job import Job
 from tinygrad_nv.ptx.timing.units import Unit
-from tinygrad_nv.toolchain import shared_library
+from tinygrad_nv.toolchain import build_shared_library
 
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ("-O2", "-std=gnu11", "-shared", "-fPIC", "-g0")
@@ -87,7 +87,7 @@ class Run:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The simulator, compiled when its source or the compiler is new. Raises `ToolchainError`."""
-    return ctypes.CDLL(str(shared_library(SOURCES, "sm.c", FLAGS, "timing", "the timing model")))
+    return ctypes.CDLL(str(build_shared_library(SOURCES, "sm.c", FLAGS, "timing", "the timing model")))
 
 
 def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:

@@ -43,7 +43,7 @@ from tinygrad_nv.runtime.observe.chrome import KernelEvent, trace
 from tinygrad_nv.runtime.observe.forecast import forecast, gpu_model_of
 from tinygrad_nv.runtime.observe.telemetry import Samples, Telemetry
 from tinygrad_nv.runtime.program import NVProgram
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 
 NAME = "timeline"                   # of the hook: one at a time
 EMULATED = "times are of the emulation, not of a GPU"
@@ -99,7 +99,7 @@ class Timeline:
         rows += [(*key, *_cells(group, total)) for key, group in groups]
         words = len(rows[0]) - 6
         rows.append((*("all", "")[:words], *_cells(launches, total)[:-1], ""))
-        lines = aligned(rows, numbers=tuple(range(words, words + 5)))
+        lines = align_columns(rows, numbers=tuple(range(words, words + 5)))
         note = self.notes.get("times")
         return "\n".join([*lines, note] if note else lines)
 

@@ -133,7 +133,7 @@ def cached(key: str, vocab_size: int, write: Callable[[Writer], None]) -> Tokens
     folder = cache.directory() / "tokens"
     try:
         folder = cache.folder("tokens")
-        with private.locked(folder / f"{key}.lock"):
+        with private.lock_file(folder / f"{key}.lock"):
             if (found := _opened(folder / key, vocab_size)) is not None: return found
             _write(folder, key, vocab_size, write)
             made = _opened(folder / key, vocab_size)
@@ -163,7 +163,7 @@ def _write(folder: Path, key: str, vocab_size: int, write: Callable[[Writer], No
 def _opened(directory: Path, vocab_size: int) -> Tokens | None:
     """What a directory holds; None where it is not there, or damaged."""
     def mapped(name: str, dtype: str) -> np.ndarray:
-        with private.opened(directory / name) as file:
+        with private.open_private(directory / name) as file:
             if (size := os.fstat(file.fileno()).st_size) != facts.sizes[name]: raise ValueError(name)
             if not size: return np.zeros(0, dtype)      # an empty file cannot be mapped
             return np.memmap(file, dtype, "r")

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.dist.plan.cluster import figures
 from tinygrad_nv.dist.plan.report import milliseconds
 from tinygrad_nv.runtime.observe.memory_report import human
-from tinygrad_nv.table import aligned
+from tinygrad_nv.table import align_columns
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.plan.memory import RankMemory
 from tinygrad_nv.train.plan.speed import StepSpeed
@@ -14,18 +14,18 @@ def text(name: str, arguments: TrainingArguments, ranks: int, device: str, memor
          speed: StepSpeed) -> str:
     """Of a rank's memory, scheduled for a device, and of a step of all ranks."""
     each = "" if ranks == 1 else f" of each of {ranks} ranks"
-    held = aligned([(f"memory on {device}{each}", ""),
+    held = align_columns([(f"memory on {device}{each}", ""),
                     *((part, human(size)) for part, size in memory.parts.items()),
                     ("peak", human(memory.total)), *_room(device, memory, speed)], (1,))
     lines = [f"{name}: {_setting(arguments)}", "nothing has run: bytes are scheduled, times are modelled", "",
              *held]
     if memory.host:
-        lines += ["", *aligned([("memory of the host", ""),
+        lines += ["", *align_columns([("memory of the host", ""),
                                 *((part, human(size)) for part, size in memory.host.items())], (1,))]
     if memory.layers:
         low, high = memory.layers
         lines += [f"scheduled with {low} and {high} layers, from which that of all follows"]
-    return "\n".join([*lines, "", *aligned(_step(memory, speed), (1,))])
+    return "\n".join([*lines, "", *align_columns(_step(memory, speed), (1,))])
 
 
 def _setting(arguments: TrainingArguments) -> str:
