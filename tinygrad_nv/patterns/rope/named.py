@@ -1,6 +1,6 @@
 """Rotary positions of whole sequences, as a function known by name, whose gradient is one too.
 
-Protocol. `rotated_heads(qkv, cos, sin, heads, kv_heads)` takes the q|k|v that a matmul gives apart, and
+Protocol. `rotate_heads(qkv, cos, sin, heads, kv_heads)` takes the q|k|v that a matmul gives apart, and
 rotates q and k, in one kernel (tile/rope/spec.py). The gradient of q|k|v is one kernel, too, from those that
 attention gives, where tinygrad's own code has each element look for its heads. In the graph the results have
 4, 5 and 6 dimensions, the first ones of 1: tinygrad gives a gradient function what gradients there are,

@@ -40,7 +40,8 @@ class Prediction:
     @property
     def bound(self) -> str:
         """The resource that takes most of the time."""
-        return max((self.computing, "arithmetic"), (self.hbm, "HBM"), (self.l2, "L2"), (self.launch, "launch"))[1]
+        return max((self.computing, "arithmetic"), (self.hbm, "HBM"), (self.l2, "L2"),
+                   (self.launch, "launch"))[1]
 
 
 @lru_cache(4096)
