@@ -4,6 +4,7 @@ Protocol: `Durations` is a plugin of pytest, which tests/conftest.py registers. 
 notes in each report what the phase took: seconds of the process, of its children that have ended, and of
 its workers that have not. The process that prints adds them up, sets the exit status where a folder took
 more than its budget, and writes tests/durations.json with `--store-durations`, which `pick_shard` reads.
+`python -m tests.support.durations` makes these the budgets.
 
 Time of the clock would fail a test on a machine that is busy. Processor time hardly depends on that, but on
 the processor: a budget is multiplied by what a fixed loop takes here, before and after the tests, over what
@@ -12,6 +13,7 @@ it took where the budgets were measured, and by `headroom`. Tests that are slow 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing.process as processes
 import os
 import time
@@ -88,6 +90,25 @@ def read_durations(path: Path = DURATIONS) -> dict[str, float]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def budgets_of(files: Mapping[str, float], loop: float) -> str:
+    """Returns the text of budgets.toml for what was measured: at least 5 s a folder."""
+    spent = sum_folders(files)
+    return "\n".join([
+        "# Processor seconds that the tests of a folder may take, as measured with nothing compiled before:",
+        "# tests/support/durations.py says by what they are multiplied, and writes this file.",
+        "headroom = 2.0",
+        f"loop = {loop:.3f}     # seconds of that module's loop on the machine of the measurement",
+        "other = 60", "[seconds]",
+        *(f'"{folder}" = {max(5, math.ceil(spent[folder]))}' for folder in sorted(spent)), ""])
+
+
+def sum_folders(files: Mapping[str, float]) -> Counter[str]:
+    """Returns the seconds of each folder."""
+    spent: Counter[str] = Counter()
+    for file, seconds in files.items(): spent[folder_of(file)] += seconds
+    return spent
+
+
 class Durations:
     """The plugin."""
 
@@ -111,15 +132,9 @@ class Durations:
         """Adds up; under xdist reports arrive here a second time, in the process that prints."""
         self.files[report.nodeid.partition("::")[0]] += getattr(report, "processor_seconds", 0.0)
 
-    def folders(self) -> Counter[str]:
-        """Returns the seconds of each folder."""
-        spent: Counter[str] = Counter()
-        for file, seconds in self.files.items(): spent[folder_of(file)] += seconds
-        return spent
-
     def problems(self) -> list[str]:
         """Says which folders took more than their budgets."""
-        return exceeded(self.folders(), tomllib.loads(BUDGETS.read_text()), self.loop)
+        return exceeded(sum_folders(self.files), tomllib.loads(BUDGETS.read_text()), self.loop)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fails a run that took more than its budgets, and writes the durations."""
@@ -133,9 +148,12 @@ class Durations:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Prints the folders, the longest first."""
-        spent = self.folders()
+        spent = sum_folders(self.files)
         if (total := sum(spent.values())) > PRINTED:
             terminalreporter.section(f"{total:.0f} s of processor time")
             for folder, seconds in spent.most_common():
                 terminalreporter.line(f"{seconds:7.1f} s  tests/{folder}")
         for line in self.problems(): terminalreporter.line(line, red=True)
+
+
+if __name__ == "__main__": BUDGETS.write_text(budgets_of(read_durations(), loop_seconds()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,10 @@ def test_processor_time_is_added_up_by_file_and_folder(pytestconfig: pytest.Conf
         plugin.pytest_runtest_logreport(report(f"tests/{name}", processor_seconds=seconds))
     plugin.pytest_runtest_logreport(report("tests/cli/test_c.py::test_that_is_slow"))
     assert plugin.files["tests/unit/cpu/test_a.py"] == 1
-    assert plugin.folders() == Counter({"unit/cpu": 3.0, "cli": 4.0})
+    assert durations.sum_folders(plugin.files) == Counter({"unit/cpu": 3.0, "cli": 4.0})
+    made = tomllib.loads(durations.budgets_of({"tests/unit/cpu/a.py": 8.5, "tests/cli/b.py": 1.0}, 0.02))
+    assert made == {"headroom": 2.0, "loop": 0.02, "other": 60, "seconds": {"unit/cpu": 9, "cli": 5}}
+    assert made.keys() == tomllib.loads(durations.BUDGETS.read_text()).keys()
 
 
 def test_processor_time_has_children_and_workers():
