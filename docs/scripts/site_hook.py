@@ -1,4 +1,4 @@
-"""Makes pages of the site of files outside docs/: CONTRIBUTING.md, bench/README.md, and what pages link to.
+"""Makes pages of the site of files outside docs/ (CONTRIBUTING.md and others), and of what pages link to.
 
 mkdocs calls `on_files` and `on_page_markdown`. Links are written for a reader of the repository, relative to
 the page; here they become links of the site: to another page, or to a copy of the file under files/.
@@ -15,7 +15,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 # paths in the repository, and of their pages
 OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "reporting.md",
-           "bench/README.md": "benchmarks.md", "deploy/README.md": "containers.md"}
+           "CHANGELOG.md": "changelog.md", "bench/README.md": "benchmarks.md",
+           "deploy/README.md": "containers.md"}
 SITE = {**OUTSIDE, "README.md": "index.md"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 
