@@ -163,7 +163,7 @@ class Load:
         pages for it."""
         sequence = self.preempted[0]
         if sequence.table.num_missing_pages(len(sequence.tokens)) > self.pool.available: return False
-        if sequence.table.offloaded:
+        if sequence.table.is_offloaded:
             if not sequence.table.restore(): return False
         elif not sequence.table.num_entries:
             sequence.table.share(sequence.tokens)
@@ -263,7 +263,7 @@ class Load:
     def edit(self, sequence: Sequence) -> None:
         """Computes the last tokens again, as others."""
         table_, count = sequence.table, sequence.table.computed - self.random.randrange(3 * self.size)
-        if table_.offloaded or count < 1: return
+        if table_.is_offloaded or count < 1: return
         if any(each.first_visible_page(count) < each.pruned for each in table_.groups): return
         table_.truncate(count)
         sequence.cut(count)
@@ -283,7 +283,7 @@ class Load:
 
     def verify(self, sequence: Sequence) -> None:
         """Asserts that the pages of a sequence hold its tokens."""
-        there = self.content[sequence.table.offloaded]
+        there = self.content[sequence.table.is_offloaded]
         for group, each in enumerate(sequence.table.groups):
             held = [there[page] for page in each.memory()[1]]
             self.compare(held, sequence, each.computed, group, each.pruned)
@@ -299,7 +299,7 @@ class Load:
         """Asserts that pages are held as often as block tables have them, and hold their tokens."""
         tables = self.tables
         self.pool.assert_conserved(tables)
-        self.device.count(page for each in tables for page in each.held_pages)
+        self.device.count(page for each in tables for page in each.unpruned_pages)
         self.host.count(page for each in tables for page in each.host_pages)
         copies, self.pool.copies = self.pool.copies, []
         self.copy(copies)

@@ -19,7 +19,7 @@ from tinygrad_nv.benchmarks.figures import RequestResult
 from tinygrad_nv.benchmarks.speed import type_words
 from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
 from tinygrad_nv.cli import main
-from tinygrad_nv.cli.bench import named
+from tinygrad_nv.cli.bench import add_bench_name
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.quant import types
 
@@ -236,10 +236,10 @@ def test_speed_says_scheme_bytes_and_rates(tmp_path: Path, capsys) -> None:
 
 
 def test_kinds_are_named_or_speed_is_meant() -> None:
-    assert named(["bench", "model", "-n", "3"]) == ["bench", "speed", "model", "-n", "3"]
-    assert named(["bench"]) == ["bench", "speed"]
+    assert add_bench_name(["bench", "model", "-n", "3"]) == ["bench", "speed", "model", "-n", "3"]
+    assert add_bench_name(["bench"]) == ["bench", "speed"]
     for words in (["bench", "latency", "x"], ["bench", "--help"], ["serve", "x"], []):
-        assert named(words) == words
+        assert add_bench_name(words) == words
 
 
 @pytest.mark.parametrize(("type", "words"), [

@@ -68,8 +68,8 @@ def test_what_is_no_conversation_is_not_loaded(command, tiny: Path, tmp_path: Pa
 
 
 def test_commands_are_completed():
-    assert [chat.completed("/te", state) for state in (0, 1)] == ["/temperature", None]
-    assert chat.completed("", 0) is None
+    assert [chat.complete("/te", state) for state in (0, 1)] == ["/temperature", None]
+    assert chat.complete("", 0) is None
 
 
 def test_blocks_of_markdown():

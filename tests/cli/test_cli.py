@@ -160,7 +160,7 @@ def test_doctor_says_what_is_kept_of_repacked_weights(command, tmp_path: Path,
     kept = f"1.5 of 7 GB (NV_REPACK_CACHE), models: 1, in {tmp_path}"
     for setting, words in (("7", kept), ("0", "not kept: NV_REPACK_CACHE=0")):
         monkeypatch.setenv("NV_REPACK_CACHE", setting)
-        assert doctor._repacked().what == words
+        assert doctor._check_repacked().what == words
 
 
 def test_doctor_reports_what_it_could_not_look_at(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor
 
-from tinygrad_nv.cli import DEFAULT_MODEL, parsed
+from tinygrad_nv.cli import DEFAULT_MODEL, parse_arguments
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.server.adapter_options import lora_modules, lora_options
 from tinygrad_nv.train.export import save_adapter
@@ -34,6 +34,6 @@ def test_generate(command, adapter: Path):
 
 
 def test_serve(adapter: Path):
-    found = parsed(["serve", "--lora", f"mine={adapter}", "other=/there"])
+    found = parse_arguments(["serve", "--lora", f"mine={adapter}", "other=/there"])
     assert lora_options(found)["enable_lora"]
     assert lora_modules(found, ("base",)) == [("mine", str(adapter)), ("other", "/there")]

@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_sets_options_of_every_kind(file: Path):
-    made = cli.parsed(["serve", "--config", str(file)])
+    made = cli.parse_arguments(["serve", "--config", str(file)])
     assert (made.named, made.model, made.port) == ("org/model", None, 1234)
     assert made.served_model_name == ["a", "b"]
     assert (made.api_key, made.allowed_origins, made.enable_sleep_mode) == (["secret"], ("https://x",), True)
@@ -46,7 +46,8 @@ def test_a_file_sets_options_of_every_kind(file: Path):
 
 
 def test_the_command_line_wins(file: Path):
-    made = cli.parsed(["serve", "DIR", f"--config={file}", "--port", "5", "--max-model=7", "--api-key", "my",
+    made = cli.parse_arguments(["serve", "DIR", f"--config={file}", "--port", "5", "--max-model=7",
+                                "--api-key", "my",
                        "--enable_prefix_caching"])
     assert (made.model, made.named, made.port, made.max_model_len) == ("DIR", None, 5, 7)
     assert (made.api_key, made.enable_prefix_caching) == (["my"], True)
@@ -56,13 +57,13 @@ def test_the_command_line_wins(file: Path):
 def test_other_commands_take_engine_options_and_files(tmp_path: Path):
     path = tmp_path / "x.json"
     path.write_text('{"model": "M", "kv_cache_dtype": "int8", "input_file": "in", "stop": ["a", "-b"]}')
-    made = cli.parsed(["run-batch", "-o", "out", "--config=" + _without(path, "stop")])
+    made = cli.parse_arguments(["run-batch", "-o", "out", "--config=" + _without(path, "stop")])
     assert (made.input_file, made.named, made.kv_cache_dtype) == ("in", "M", "int8")
-    made = cli.parsed(["generate", "--config=" + _without(path, "input_file"), "--", "-p"])
+    made = cli.parse_arguments(["generate", "--config=" + _without(path, "input_file"), "--", "-p"])
     assert (made.words, made.named, made.stop) == (["-p"], "M", ["a", "-b"])
     for words in (["generate", "x"], ["chat"], ["run-batch", "-i", "a", "-o", "b"], ["serve"],
                   *(["bench", kind] for kind in ("speed", "latency", "throughput", "serve"))):
-        made = cli.parsed([*words, "--kv_cache_dtype", "fp8", "--speculative-config",
+        made = cli.parse_arguments([*words, "--kv_cache_dtype", "fp8", "--speculative-config",
                            '{"method": "ngram", "num_speculative_tokens": 2}', "--max-model-len", "1k",
                            "--max-num-seqs", "3", "--swap-space", "1", "--block-size", "32",
                            "--enforce-eager"])
@@ -88,18 +89,19 @@ def _without(path: Path, name: str) -> str:
 def test_a_file_that_is_refused(tmp_path: Path, text: str | None, words: str):
     path = tmp_path / "serve.yaml"
     if text is not None: path.write_text(text)
-    with pytest.raises(ConfigError) as caught: cli.parsed(["serve", "--config", str(path)])
+    with pytest.raises(ConfigError) as caught: cli.parse_arguments(["serve", "--config", str(path)])
     assert words in str(caught.value)
 
 
 def test_a_value_that_is_refused_shows_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "serve.yaml"
     path.write_text("port: many")
-    with pytest.raises(SystemExit): cli.parsed(["serve", "--config", str(path)])
+    with pytest.raises(SystemExit): cli.parse_arguments(["serve", "--config", str(path)])
     assert "tinygrad-nv serve: error: argument --port: 'many' is not a port" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["bench", "serve"], ["serve"], ["ptx", "time"]])
 def test_an_unknown_option_shows_its_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit): cli.parsed([*words, *["x.ptx"] * (words[0] == "ptx"), "--nonsense"])
+    with pytest.raises(SystemExit): cli.parse_arguments([*words, *["x.ptx"] * (words[0] == "ptx"),
+                                                         "--nonsense"])
     assert capsys.readouterr().err.startswith(f"usage: tinygrad-nv {' '.join(words)} ")

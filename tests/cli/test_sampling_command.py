@@ -4,8 +4,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tinygrad_nv.cli import parsed
-from tinygrad_nv.cli.sampling_options import given
+from tinygrad_nv.cli import parse_arguments
+from tinygrad_nv.cli.sampling_options import sampling_fields
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
 
@@ -18,7 +18,7 @@ def test_every_option_is_a_field(tmp_path: Path):
             "--stop-token-ids 4,5 --allowed-token-ids 6 --logit-bias 11:-100,12:2.5 --ignore-eos "
             "--include-stop-str-in-output "
             f"--keep-special-tokens --json-schema {tmp_path / 'schema'}")
-    found = given(parsed(["generate", *line.split(), "prompt"]))
+    found = sampling_fields(parse_arguments(["generate", *line.split(), "prompt"]))
     assert SamplingParams(**found) == SamplingParams(
         max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, n=2,
         repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=-0.4, logprobs=2, prompt_logprobs=0,
@@ -26,7 +26,7 @@ def test_every_option_is_a_field(tmp_path: Path):
         allowed_token_ids=(6,), logit_bias={11: -100.0, 12: 2.5}, ignore_eos=True,
         include_stop_str_in_output=True, skip_special_tokens=False,
         structured_outputs=StructuredOutputsParams(json={"type": "integer"}))
-    assert given(parsed(["generate", "prompt"])) == {}
+    assert sampling_fields(parse_arguments(["generate", "prompt"])) == {}
 
 
 def test_several_answers_with_log_probabilities(command, tiny: Path):

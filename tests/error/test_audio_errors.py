@@ -19,7 +19,7 @@ import tokenizers
 import transformers
 from tokenizers.models import BPE
 
-from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, decoded_seconds, read_audio
+from tinygrad_nv.engine.speech.audio import MOST_S, decode_audio, measure_seconds, read_audio
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.recording import Recording, SpeechModel
 from tinygrad_nv.engine.speech.transcriber import Transcriber
@@ -245,7 +245,7 @@ def test_samples_of_all_channels_are_bounded():
     def silence(rate: int) -> bytes:
         head = struct.pack("<HHIIHH", 1, 1, rate, 0, 1, 8)
         return riff(1, 1, 8, 1)[:20] + head + b"data\xff\xff\xff\xff" + bytes(1 << 25)
-    assert decoded_seconds(silence(8000), "a.wav", 7200.0, 1 << 29) == 2 ** 25 / 8000     # 70 minutes
+    assert measure_seconds(silence(8000), "a.wav", 7200.0, 1 << 29) == 2 ** 25 / 8000     # 70 minutes
     with pytest.raises(AudioError, match=r"69\.9 minutes at 8001 .*\n.*at most 30\.6 minutes at such a rate"):
         decode_audio(silence(8001), "a.wav", 7200.0, 1 << 29)
     with pytest.raises(AudioError, match="more than 10000 chunks"):
@@ -257,7 +257,7 @@ def test_silence_is_decoded_by_blocks(kind: str):
     """What is said of a file before it is decoded, and the memory that decoding takes beyond its result."""
     made = io.BytesIO()
     soundfile.write(made, np.zeros((1_000_000, 2), np.float32), 48000, format=kind)
-    assert decoded_seconds(made.getvalue(), "a", 60.0, 2_000_000) == 1_000_000 / 48000
+    assert measure_seconds(made.getvalue(), "a", 60.0, 2_000_000) == 1_000_000 / 48000
     tracemalloc.start()
     samples = decode_audio(made.getvalue(), "a", 60.0, 2_000_000)
     peak = tracemalloc.get_traced_memory()[1]

@@ -28,7 +28,7 @@ from tinygrad_nv.models.diffusion.config import read_text, read_unet, read_vae
 from tinygrad_nv.models.diffusion.pipeline import ImageParams, StableDiffusion
 from tinygrad_nv.models.diffusion.schedulers import DEFAULTS, SchedulerConfig, plan, read_scheduler
 from tinygrad_nv.server.errors import APIError
-from tinygrad_nv.server.images import parsed
+from tinygrad_nv.server.images import parse_request
 
 
 def told(kind: type[NVError], *words: str) -> Any:
@@ -165,7 +165,7 @@ def test_functions():
     ({"prompt": "x", "stream": True}, "stream is not served"), ({"prompt": "x", "n": 11}, "n"),
     ({"prompt": "x", "scheduler": "heun"}, "scheduler"), ({"prompt": "x", "seed": -1}, "seed")])
 def test_server_requests(body, words):
-    with pytest.raises(APIError, match=words): parsed(body)
+    with pytest.raises(APIError, match=words): parse_request(body)
 
 
 def test_no_pillow(monkeypatch):

@@ -37,7 +37,7 @@ def refused(core: EngineCore, words: str, prompt=(1, 2), priority: int = 0, kind
     """The error of a request."""
     with pytest.raises(kind, match=words) as caught:
         core.add(Request("a", list(prompt), SamplingParams(**params), priority))
-    assert not core.unfinished
+    assert not core.has_unfinished
     return caught.value
 
 
@@ -61,7 +61,7 @@ def test_a_prompt_longer_than_all_pages():
     assert "give the cache more memory" in error.fix
     core = engine(8)
     core.add(Request("a", [1] * 24, SamplingParams()))
-    assert core.unfinished
+    assert core.has_unfinished
 
 
 def test_more_answers_than_run_at_a_time():
@@ -131,7 +131,7 @@ def test_a_step_that_raises():
     core.add(Request("b", [1], SamplingParams()))
     chosen = [each for _ in range(3) for each in core.step()]
     assert chosen[0].error is core.executor.error     # errors of the package are passed on unchanged
-    assert not core.unfinished
+    assert not core.has_unfinished
     core.pool.assert_conserved([])
 
 
@@ -146,5 +146,5 @@ def test_a_slot_that_cannot_be_set(call):
     chosen = [each for _ in range(3) for each in core.step()]
     assert [each.finish_reason for each in chosen] == ["error", "error"]
     assert f"RuntimeError: no {call}" in str(chosen[0].error)
-    assert not core.unfinished
+    assert not core.has_unfinished
     core.pool.assert_conserved([])

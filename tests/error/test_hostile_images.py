@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tinygrad_nv.engine.vision import images
-from tinygrad_nv.engine.vision.images import decoded, from_url, opened, pixels, require_budget
+from tinygrad_nv.engine.vision.images import decode_image, from_url, open_image, pixels, require_budget
 from tinygrad_nv.engine.vision.parts import all_with_placeholders
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.media_budget import MediaBudget
@@ -49,8 +49,8 @@ def test_a_request_of_many_pixels() -> None:
     assert [each.shape for each in found] == [(8192, 8192, 3)] * 16
     with pytest.raises(RequestError, match=r"16 images of 1073741824 pixels together\n.*at most 134217728"):
         require_budget(found, 1 << 27)
-    require_budget([opened(png(1024, 1024))] * 128, 1 << 27)
-    require_budget([opened(png(4000, 3000))], 1 << 27)
+    require_budget([open_image(png(1024, 1024))] * 128, 1 << 27)
+    require_budget([open_image(png(4000, 3000))], 1 << 27)
 
 
 BMP = b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0)
@@ -67,30 +67,30 @@ TEXT = zlib.compress(bytes(64 << 20), 9)
     (png(8, 8, chunk(b"iTXt", b"k\0\1\0\0\0" + TEXT)), "Decompressed data too large"),
     (png(9, 9, colour=2, bits=8), "cannot be decoded")])
 def test_headers(data: bytes, words: str) -> None:
-    with pytest.raises(RequestError, match=words): decoded(data)
+    with pytest.raises(RequestError, match=words): decode_image(data)
 
 
 def test_scans_and_inner_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each scan of a JPEG decodes all of it again; an icon's directory may say less than its PNG has."""
     data = saved(Image.new("RGB", (16, 16)), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda"):-2]
-    assert decoded(data[:-2] + scan * 10 + data[-2:]).shape == (16, 16, 3)
+    assert decode_image(data[:-2] + scan * 10 + data[-2:]).shape == (16, 16, 3)
     with pytest.raises(RequestError, match=r"a JPEG of \d+ scans\n.*at most 128"):
-        decoded(data[:-2] + scan * 200 + data[-2:])
+        decode_image(data[:-2] + scan * 200 + data[-2:])
     inner = png(2048, 1024)
     icon = struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
-    with pytest.raises(RequestError, match=r"2048 × 1024 pixels\n.*at most 1048576"): opened(icon)
-    assert decoded(saved(Image.new("RGB", (64, 64)), "ICO")).shape == (64, 64, 3)
+    with pytest.raises(RequestError, match=r"2048 × 1024 pixels\n.*at most 1048576"): open_image(icon)
+    assert decode_image(saved(Image.new("RGB", (64, 64)), "ICO")).shape == (64, 64, 3)
     monkeypatch.setattr(images, "MAX_BUFFERED_PIXELS", 63)
     with pytest.raises(RequestError, match="at most 63 pixels"):
-        opened(saved(Image.new("RGB", (8, 8)), "WEBP"))
+        open_image(saved(Image.new("RGB", (8, 8)), "WEBP"))
 
 
 def test_first_frames() -> None:
     frames = [Image.new("RGB", (8, 8), (index, 0, 0)) for index in range(9)]
     for kind, how in (("PNG", {}), ("GIF", {}), ("WEBP", {"lossless": True}), ("TIFF", {})):
         data = saved(frames[0], kind, save_all=True, append_images=frames[1:], **how)
-        assert decoded(data).tolist() == np.zeros((8, 8, 3), int).tolist()
+        assert decode_image(data).tolist() == np.zeros((8, 8, 3), int).tolist()
 
 
 def test_files(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_strips(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exif[0x112] = turn
         data = saved(image, "TIFF" if image.mode == "CMYK" else "PNG", exif=exif)
         upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        assert np.array_equal(pixels(opened(data)), images.as_image(upright))
+        assert np.array_equal(pixels(open_image(data)), images.as_image(upright))
 
 
 async def _peak(budget: MediaBudget, sizes: list[int]) -> tuple[int, list[int]]:
@@ -173,22 +173,22 @@ def tiff(strips: int, big: bool = False) -> bytes:
     (tiff(8_000_000, True), "a TIFF of 8000000 strips\n.*at most 262144")],
     ids=["exif", "fill", "comment", "text", "tiff", "bigtiff"])
 def test_files_of_many_blocks(data: bytes, words: str) -> None:
-    with pytest.raises(RequestError, match=words): decoded(data)
+    with pytest.raises(RequestError, match=words): decode_image(data)
 
 
 def test_files_of_some_blocks() -> None:
     """An MPO of many scans is refused as the JPEG that it is; usual files are read."""
     made = saved(Image.new("RGB", (8, 8)), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8))])
-    assert decoded(made).shape == (8, 8, 3)
+    assert decode_image(made).shape == (8, 8, 3)
     at = made.index(SCAN)
     with pytest.raises(RequestError, match=r"a JPEG of \d+ scans"):
-        decoded(made[:at] + made[at:made.index(b"\xff\xd9", at)] * 200 + made[at:])
+        decode_image(made[:at] + made[at:made.index(b"\xff\xd9", at)] * 200 + made[at:])
     for data in (SMALL[:2] + PART * 60 + SMALL[2:], b"P3 1 1 255\n1 2 3", tiff(1), tiff(1, True)):
-        assert decoded(data).size
+        assert decode_image(data).size
 
 
 def test_large_images_without_warnings(recwarn: pytest.WarningsRecorder) -> None:
     """Pillow warns of 89 million pixels on stderr."""
     with pytest.raises(RequestError, match=r"10000 × 10000 pixels\n.*at most 67108864"):
-        opened(png(10_000, 10_000))
+        open_image(png(10_000, 10_000))
     assert not recwarn.list

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.error.limited_case import limit_process
-from tinygrad_nv.cli.onnx import _loaded as onnx_array
+from tinygrad_nv.cli.onnx import _load_array as onnx_array
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import (
     DataError,

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.model_path import find_model
 from tinygrad_nv.errors import ModelError
 
 
@@ -35,18 +35,18 @@ def download(hub: Path, files: tuple[str, ...] = ("config.json",), ref: str = "m
 
 
 def refused(name: str, *words: str) -> None:
-    with pytest.raises(ModelError) as caught: found(name)
+    with pytest.raises(ModelError) as caught: find_model(name)
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
 def test_a_hub_name_is_found_in_the_cache(hub: Path, monkeypatch: pytest.MonkeyPatch):
     main, other = download(hub), download(hub, ref="v2", commit="c3d4")
-    assert found("org/model") == main
-    assert found("org/model@v2") == found("org/model@c3d4") == other
+    assert find_model("org/model") == main
+    assert find_model("org/model@v2") == find_model("org/model@c3d4") == other
     monkeypatch.setenv("HF_HUB_CACHE", str(hub.parent / "elsewhere"))
     refused("org/model", str(hub.parent / "elsewhere"))
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
-    assert found("org/model") == main
+    assert find_model("org/model") == main
 
 
 def test_a_directory_comes_before_the_cache(hub: Path):
@@ -54,7 +54,7 @@ def test_a_directory_comes_before_the_cache(hub: Path):
     here = hub.parents[1] / "org" / "model"
     here.mkdir(parents=True)
     (here / "config.json").write_text("{}")
-    assert found("org/model") == Path("org/model")
+    assert find_model("org/model") == Path("org/model")
 
 
 def test_what_to_download_is_said(hub: Path):
@@ -72,7 +72,7 @@ def test_a_download_that_is_not_complete(hub: Path):
 
 def test_a_path_is_left_as_it_is(tmp_path: Path):
     for name in (tmp_path, tmp_path / "no" / "such", "./no/such", "nowhere", "x" * 300):
-        assert found(str(name)) == Path(name)
+        assert find_model(str(name)) == Path(name)
 
 
 # **** --download ****
@@ -88,19 +88,19 @@ def test_a_hub_name_is_downloaded_where_that_is_asked_for(hub: Path, monkeypatch
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: [
         "config.json", "model.safetensors", "pytorch_model.bin", "x-Q4_K.gguf"])
     refused("org/model", "add --download, or run: hf download org/model")
-    made = found("org/model", download=True)
+    made = find_model("org/model", download=True)
     assert made.name == "a1b2"
     (repo, revision, cache, patterns), = asked
     assert (repo, revision, cache) == ("org/model", "main", hub)
     assert "*.safetensors" in patterns
     assert not any(fnmatch(name, each) for each in patterns for name in ("pytorch_model.bin", "x-Q4_K.gguf"))
-    assert found("org/model", download=True) == made
+    assert find_model("org/model", download=True) == made
     assert len(asked) == 1, "what is here is not asked for again"
 
 
 def test_a_download_that_fails_says_why(hub: Path, monkeypatch: pytest.MonkeyPatch):
     def failed(*words: str) -> None:
-        with pytest.raises(ModelError) as caught: found("org/model", download=True)
+        with pytest.raises(ModelError) as caught: find_model("org/model", download=True)
         assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
     def offline(*_: Any, **__: Any) -> None: raise OfflineModeIsEnabled("offline")

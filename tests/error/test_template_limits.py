@@ -9,8 +9,8 @@ import jinja2.sandbox
 import pytest
 
 from tinygrad_nv.engine.text import template_budget
-from tinygrad_nv.engine.text.chat_template import rendered
-from tinygrad_nv.engine.text.content_format import formed
+from tinygrad_nv.engine.text.chat_template import render_template
+from tinygrad_nv.engine.text.content_format import format_contents
 from tinygrad_nv.engine.text.template_budget import Meter, TemplateLimit
 from tinygrad_nv.errors import TokenizerError
 
@@ -19,7 +19,7 @@ LOOPS = "{% for i in range(60) %}STEP{% endfor %}"
 
 
 def render(template: str, **more: Any) -> str:
-    return rendered(template, False, lambda: {"messages": MESSAGES, **more})
+    return render_template(template, False, lambda: {"messages": MESSAGES, **more})
 
 
 def doubling(step: str, start: str = "'aaaaaaaa'") -> str:
@@ -99,7 +99,7 @@ def test_the_probe_of_content_formats_ends_at_once_too(monkeypatch: pytest.Monke
     begin = time.process_time()
     monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
     with pytest.raises(TemplateLimit):
-        formed([{"role": "user", "content": "hi"}], "auto", ENDLESS["recursion"], {})
+        format_contents([{"role": "user", "content": "hi"}], "auto", ENDLESS["recursion"], {})
     assert time.process_time() - begin < 2.5
 
 
@@ -110,7 +110,7 @@ def test_renderings_of_one_conversation_share_its_time(monkeypatch: pytest.Monke
     monkeypatch.setenv("NV_TEMPLATE_SECONDS", "1")
     talk = [{"role": role, "content": "hi"} for role in ("user", "assistant", "tool", "system")]
     with pytest.raises(TemplateLimit, match="runs for more than 1 seconds"):
-        rendered(loop, False, lambda: {"messages": formed(talk, "auto", loop, {})})
+        render_template(loop, False, lambda: {"messages": format_contents(talk, "auto", loop, {})})
     assert time.process_time() - begin < 2.5
 
 
@@ -181,7 +181,7 @@ def test_long_conversations_and_templates_render() -> None:
     template = ("{# " + "x" * 100_000 + " #}{% set ns = namespace(l=[]) %}{% for m in messages %}"
                 "{% set ns.l = ns.l + [m] %}{% endfor %}"
                 "{% for m in ns.l %}{{ '<|' + m.role + '|>' ~ m.content }}{% endfor %}")
-    assert len(rendered(template, False, lambda: {"messages": many})) == 10_000 * 408
+    assert len(render_template(template, False, lambda: {"messages": many})) == 10_000 * 408
     one = [{"role": "user", "content": "é" * 8_000_000}]
-    assert len(rendered("{{ messages[0].content|trim + '!' }}", False,
+    assert len(render_template("{{ messages[0].content|trim + '!' }}", False,
                         lambda: {"messages": one})) == 8_000_001

@@ -12,7 +12,7 @@ from tinygrad_nv.train.arguments import TrainingArguments, made
 
 
 def given(*words: str) -> dict[str, Any]:
-    found = vars(cli.parsed(["train", "MODEL", *words, "DATA"]))
+    found = vars(cli.parse_arguments(["train", "MODEL", *words, "DATA"]))
     assert found["words"] == ["MODEL", "DATA"]
     return found
 
@@ -29,7 +29,7 @@ def test_options_and_their_values(words: list[str], name: str, value: Any):
 
 
 def test_every_field_has_one_spelling_in_the_help(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit): cli.parsed(["train", "--help"])
+    with pytest.raises(SystemExit): cli.parse_arguments(["train", "--help"])
     shown = capsys.readouterr().out
     for each in dataclasses.fields(TrainingArguments):
         assert f"--{each.name.replace('_', '-')}" in shown

@@ -13,7 +13,7 @@ from PIL import Image
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.prompts import parse
-from tinygrad_nv.engine.vision.images import MAX_PIXELS, as_image, decoded, from_url
+from tinygrad_nv.engine.vision.images import MAX_PIXELS, as_image, decode_image, from_url
 from tinygrad_nv.engine.vision.parts import with_placeholders
 from tinygrad_nv.engine.vision.prompt import require_placeholders
 from tinygrad_nv.errors import ModelError, RequestError
@@ -65,7 +65,7 @@ def test_files_that_other_programs_would_read():
     """pillow gives EPS to Ghostscript."""
     made = io.BytesIO()
     Image.fromarray(IMAGE).save(made, "EPS")
-    with pytest.raises(RequestError, match="format is not known"): decoded(made.getvalue())
+    with pytest.raises(RequestError, match="format is not known"): decode_image(made.getvalue())
     with pytest.raises(RequestError, match="at least one pixel"): as_image(Image.new("RGB", (0, 5)))
 
 

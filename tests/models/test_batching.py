@@ -65,8 +65,8 @@ def drive(llm: LLM, requests: Sequence[Request], arrivals: Sequence[int], cancel
     device, run, step = Watched(llm.runner), Run(), 0
     core = EngineCore(device, pool, config)
     coming = sorted(zip(arrivals, range(len(requests)), strict=True), reverse=True)
-    while coming or core.unfinished:
-        if not core.unfinished: step = max(step, coming[-1][0])
+    while coming or core.has_unfinished:
+        if not core.has_unfinished: step = max(step, coming[-1][0])
         while coming and coming[-1][0] <= step:
             request = requests[coming.pop()[1]]
             core.add(request)

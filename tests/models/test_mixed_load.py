@@ -226,7 +226,7 @@ def require_nothing_left(load: Load, before: int) -> None:
         text = server.http.get("/metrics").text
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert re.findall(rf"^tinygrad_nv:{name}{{.*}} (\S+)$", text, re.M) == ["0.0"], name
-    until(lambda: not core.unfinished)
+    until(lambda: not core.has_unfinished)
     load.llm.engine.join(20)
     scheduler = core.scheduler
     assert (core._requests, scheduler.running, scheduler.num_waiting, scheduler.num_new) == ({}, [], 0, 0)

@@ -37,9 +37,9 @@ from tinygrad_nv.bundle.manifest import (
     FileRange,
     Manifest,
     Part,
-    decoded,
-    parsed,
-    shown,
+    decode,
+    parse_json,
+    shorten,
 )
 from tinygrad_nv.errors import BundleError
 from tinygrad_nv.files import regular_size
@@ -78,7 +78,7 @@ class Bundle:
     def part(self, name: str) -> Part:
         """A part, whose bytes are there. Raises `BundleError` where there is none of this name."""
         if (found := self.parts.get(name)) is None:
-            raise BundleError(f"{self.path} has no part {shown(name)}", "a bundle that is whole", FIX)
+            raise BundleError(f"{self.path} has no part {shorten(name)}", "a bundle that is whole", FIX)
         if found.ranges: self._require_files(found)
         return found
 
@@ -92,7 +92,7 @@ class Bundle:
         """A part that is JSON."""
         if (size := self.part(name).nbytes) > JSON_BYTES:
             raise BundleError(f"{self.path}: {name} has {size} bytes", f"{JSON_BYTES} at most", FIX)
-        return parsed(self.read(name), f"{self.path}: {name}")
+        return parse_json(self.read(name), f"{self.path}: {name}")
 
     def read_into(self, name: str, target: memoryview, progress: Progress = lambda nbytes: None) -> None:
         """Fills `target`, of as many bytes as the part has, and checks them. Raises `BundleError`: what the
@@ -118,9 +118,9 @@ class Bundle:
             made = digest_of(part.nbytes, chunk, progress)
         finally:
             for each in files.values(): os.close(each)
-        if made.hex() != part.sha256: raise self._changed(part)
+        if made.hex() != part.sha256: raise self._damage_error(part)
 
-    def _changed(self, part: Part) -> BundleError:
+    def _damage_error(self, part: Part) -> BundleError:
         where = f" (in {', '.join(sorted({each.file for each in part.ranges}))})" if part.ranges else ""
         return BundleError(f"{self.path}: {part.name}{where} is damaged: its bytes have another hash",
                            f"sha256 {part.sha256}", FIX)
@@ -129,18 +129,18 @@ class Bundle:
         """Raises unless the files that a part refers to have its bytes: before memory is taken for them, and
         before a FIFO is opened, which would wait."""
         if not self.weights:
-            raise BundleError(f"{self.path} refers to weights in {shown(part.ranges[0].file)}, and to no "
+            raise BundleError(f"{self.path} refers to weights in {shorten(part.ranges[0].file)}, and to no "
                               "directory", "the directory of that file", "give it: --weights DIR")
         ends, name = Counter[str](), ""
         for each in part.ranges: ends[each.file] = max(ends[each.file], each.offset + each.nbytes)
         try:
             for name, end in ends.items():
                 if (size := regular_size(Path(self.weights) / name)) < end:
-                    raise BundleError(f"{self.path}: {part.name} ends after {end} bytes of {shown(name)}, "
+                    raise BundleError(f"{self.path}: {part.name} ends after {end} bytes of {shorten(name)}, "
                                       f"which has {size}", "a whole file", FIX)
         except (OSError, ValueError) as error:      # of a directory with a null byte, too
             why = error.strerror if isinstance(error, OSError) else error
-            raise BundleError(f"{self.path} refers to {shown(Path(self.weights) / name)}: {why}",
+            raise BundleError(f"{self.path} refers to {shorten(Path(self.weights) / name)}: {why}",
                               "the checkpoint that the bundle was compiled from",
                               "put it there, or say where it is: --weights DIR") from error
 
@@ -152,7 +152,7 @@ class Bundle:
             for name, place in places.items(): made[name] = os.open(place, os.O_RDONLY)
         except OSError as error:
             for each in made.values(): os.close(each)
-            raise BundleError(f"{shown(place)} cannot be read: {error.strerror}", "a file of the bundle",
+            raise BundleError(f"{shorten(place)} cannot be read: {error.strerror}", "a file of the bundle",
                               FIX) from error
         return made
 
@@ -183,7 +183,7 @@ def open_bundle(path: str | Path, required_key: Path | None = None, weights: Pat
         file = path.open("rb")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise BundleError(f"{shown(path)} cannot be read: {why}", "a bundle",
+        raise BundleError(f"{shorten(path)} cannot be read: {why}", "a bundle",
                           "make one: tinygrad-nv compile MODEL -o model.tnv") from error
     with file:
         head = file.read(HEADER)
@@ -206,7 +206,7 @@ def open_bundle(path: str | Path, required_key: Path | None = None, weights: Pat
                               f"sha256 {head[32:].hex()}", FIX)
         data, block = rest[:size], rest[size:]
         if required_key is not None: signing.check(_message(head, data), block, required_key, str(path))
-        manifest, start = decoded(data, str(path)), -(-(HEADER + len(rest)) // PAGE) * PAGE
+        manifest, start = decode(data, str(path)), -(-(HEADER + len(rest)) // PAGE) * PAGE
         _require_filled(file, path, HEADER + len(rest), start, manifest.parts)
     # the same with and without a signature
     name = hashlib.sha256(data).hexdigest()
@@ -266,7 +266,7 @@ def write_bundle(path: Path, kind: str, about: dict[str, Any], sources: Iterable
         else: made = replace(made, offset=0)
         parts.append(made)
     manifest = Manifest(kind, about, tuple(parts))
-    data = manifest.encoded()
+    data = manifest.encode()
     head = HEAD.pack(MAGIC, *FORMAT, len(data), 0 if sign_key is None else signing.SIGNATURE_BYTES)
     block = b"" if sign_key is None else signing.sign(_message(head, data), sign_key)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,12 +23,12 @@ def digest_of(nbytes: int, chunk: Callable[[int, int], bytes | memoryview],
               progress: Callable[[int], None] = lambda nbytes: None) -> bytes:
     """The hash of `nbytes` bytes, of which `chunk(start, end)` gives some, in any thread. `progress` is told
     of the bytes of each chunk."""
-    def hashed(start: int) -> bytes:
+    def hash_chunk(start: int) -> bytes:
         end = min(start + CHUNK, nbytes)
         made = hashlib.sha256(chunk(start, end)).digest()
         progress(end - start)
         return made
     starts = range(0, nbytes, CHUNK)
-    if len(starts) < 2: return hashlib.sha256(b"".join(map(hashed, starts))).digest()
+    if len(starts) < 2: return hashlib.sha256(b"".join(map(hash_chunk, starts))).digest()
     with ThreadPoolExecutor(THREADS) as threads:
-        return hashlib.sha256(b"".join(threads.map(hashed, starts))).digest()
+        return hashlib.sha256(b"".join(threads.map(hash_chunk, starts))).digest()

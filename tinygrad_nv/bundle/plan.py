@@ -30,7 +30,7 @@ from tinygrad.helpers import Target
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops, ParamArg, ProgramInfo, UOp
 
-from tinygrad_nv.bundle.manifest import FIX, Type, canonical, fields, shown
+from tinygrad_nv.bundle.manifest import FIX, Type, canonical, fields, shorten
 from tinygrad_nv.bundle.objects import require_object
 from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.note import KeptNote, Note, ProgramKernel
@@ -101,7 +101,7 @@ class ProgramTable:
     def _row(self, program: UOp) -> dict[str, Any]:
         sink, linear, _, binary = program.src
         info, kernel, code = program.arg, sink.arg, bytes(binary.arg)
-        row = {"name": info.name, "code": self._placed(code),
+        row = {"name": info.name, "code": self._place_code(code),
                "parameters": [[u.arg.slot, short(u.dtype), u.max_numel()] for u in linear.src],
                "grid": list(info.global_size), "block": None if info.local_size is None else
                list(info.local_size), "variables": [_variable(u) for u in info.vars],
@@ -109,7 +109,7 @@ class ProgramTable:
                "work": _work(kernel.estimates)}
         if self.assemble is not None and code[:4] != ELF:
             if code not in self._cubins: self._cubins[code] = self.assemble(code.rstrip(b"\0").decode())
-            row["cubin"] = self._placed(self._cubins[code])
+            row["cubin"] = self._place_code(self._cubins[code])
         if isinstance(kernel, ProgramKernel):
             row["launch"] = _launch(kernel.aux, info.name, self.several)
             if (note := kernel.note) is not None:
@@ -118,8 +118,8 @@ class ProgramTable:
                 if self.several: row["note"] += _forecast(note)
         return row
 
-    def _placed(self, code: bytes) -> list[int]:
-        """Where code is, from now on at the latest."""
+    def _place_code(self, code: bytes) -> list[int]:
+        """Returns where code is, from now on at the latest."""
         if code not in self._at:
             self._at[code] = len(self.code)
             self.code += code + bytes(-len(code) % 16)
@@ -163,7 +163,7 @@ def _launch(launch: LaunchConfig, name: str, several: bool) -> dict[str, Any]:
 
 
 def _partner(kind: str, found: Any) -> Any:
-    """What a launch's `call` or `peers` is, of its name and its fields."""
+    """Returns a launch's `call` or `peers`, of its name and its fields."""
     from tinygrad_nv.dist.collectives.device import DeviceCall
     from tinygrad_nv.dist.collectives.peer_ranks import RankPeers
     from tinygrad_nv.runtime.together import Peers
@@ -185,7 +185,7 @@ def programs(rows: Any, code: bytes, target: Target, file: str, cubins: bool = F
                                  several))
         except (NVError, *FAULTS) as error:
             why = error.found if isinstance(error, NVError) else error
-            raise BundleError(f"{file}: program {number} is none: {shown(why)}",
+            raise BundleError(f"{file}: program {number} is none: {shorten(why)}",
                               "the fields of docs/bundles.md", FIX) from error
     return made
 
@@ -240,26 +240,26 @@ def _parameter_bytes(parameter: UOp) -> int: return int(parameter.max_numel()) *
 
 def _note(template: str, reason: str, _: str, *tuned: Any) -> Note | KeptNote:
     if len(tuned) != 2: return Note(_text(template), _text(reason))
-    return KeptNote(_text(template), _text(reason), functools.partial(_tuned, *tuned))
+    return KeptNote(_text(template), _text(reason), functools.partial(_read_schedule, *tuned))
 
 
 def _forecast(note: Note | KeptNote) -> list[Any]:
-    """What runtime/observe/forecast.py predicts a time of: a spec and a schedule, of a kernel that has both.
-    (A bundle's start loads none of these modules.)"""
+    """Returns the input of runtime/observe/forecast.py: a spec and a schedule, of a kernel that has both. (A
+    bundle's start loads none of these modules.)"""
     if getattr(note.schedule, "kind", "") != "gpu": return []
     from tinygrad_nv.tile.spec_json import is_tuned, spec_to_json
     if not is_tuned(note.spec): return []
     return [spec_to_json(note.spec), cast(Schedule, note.schedule).to_json()]
 
 
-def _tuned(spec: Any, schedule: Any) -> tuple[Any, Any]:
+def _read_schedule(spec: Any, schedule: Any) -> tuple[Any, Any]:
     from tinygrad_nv.tile.spec_json import spec_from_json
     from tinygrad_nv.tile.templates import TABLE
     return spec_from_json(spec), TABLE.read("gpu", schedule)
 
 
 def _read_variable(slot: int, dtype: str, low: int, high: int, multiple: int, name: str) -> UOp:
-    slot, low, high, multiple = map(_signed, (slot, low, high, multiple))
+    slot, low, high, multiple = map(_check_int, (slot, low, high, multiple))
     if low > high or multiple < 1: raise ValueError(f"{name} is {low} to {high}, a multiple of {multiple}")
     arg = ParamArg(slot, DTYPES[dtype], (low, high), multiple, _text(name), addrspace=AddrSpace.ALU)
     return UOp(Ops.PARAM, src=(UOp(Ops.STACK),), arg=arg)
@@ -271,7 +271,7 @@ def _read_launch(found: Mapping[str, Any], pointers: int, several: bool) -> Laun
     zeroed = tuple(Zeroed(_whole(each["pointer"]), _whole(each["nbytes"])) for each in found["zeroed"])
     if max((*(each.pointer for each in maps), *(each.pointer for each in zeroed)), default=-1) >= pointers:
         raise BundleError("its launch names an argument that it lacks", "arguments from 0")
-    integers = tuple(Integer(_signed(each["offset"]), tuple(map(_signed, each["factors"])))
+    integers = tuple(Integer(_check_int(each["offset"]), tuple(map(_check_int, each["factors"])))
                      for each in found["integers"])
     return LaunchConfig(_whole(found["dynamic_smem"]), (cluster[0], cluster[1], cluster[2]),
                         found["pdl"] is True, zeroed, maps, integers,
@@ -282,15 +282,15 @@ def _read_launch(found: Mapping[str, Any], pointers: int, several: bool) -> Laun
 def _read_map(found: Mapping[str, Any]) -> MapArgument:
     dims, strides, box = (_integers(found[each]) for each in ("dims", "strides", "box"))
     return MapArgument(_whole(found["pointer"]), _text(found["dtype"]), dims, strides, box,
-                       _text(found["swizzle"]), _whole(found["offset_bytes"]), _signed(found["dynamic"]),
-                       _signed(found["integer"]),
-                       *(tuple(map(_signed, found.get(each, ()))) for each in ("lower", "upper", "steps")))
+                       _text(found["swizzle"]), _whole(found["offset_bytes"]), _check_int(found["dynamic"]),
+                       _check_int(found["integer"]),
+                       *(tuple(map(_check_int, found.get(each, ()))) for each in ("lower", "upper", "steps")))
 
 
 # **** steps ****
 
-def encoded_step(linear: UOp, table: ProgramTable) -> dict[str, Any]:
-    """A step as JSON; its programs are added to the table."""
+def encode_step(linear: UOp, table: ProgramTable) -> dict[str, Any]:
+    """Returns a step as JSON; its programs are added to the table."""
     numbers: dict[Place, int] = {}
 
     def launch(call: UOp) -> list[int]:
@@ -317,9 +317,9 @@ def step_digest(step: Mapping[str, Any], program: Callable[[int], str]) -> str:
     return made.hexdigest()
 
 
-def decoded_step(found: Any, table: Sequence[UOp], owners: Callable[[str], int | None], file: str) -> UOp:
-    """The schedule of a step over `Place`s. `owners(name)` is the size of named memory, None where there is
-    none. Raises `BundleError`."""
+def decode_step(found: Any, table: Sequence[UOp], owners: Callable[[str], int | None], file: str) -> UOp:
+    """Returns the schedule of a step over `Place`s. `owners(name)` is the size of named memory, None where
+    there is none. Raises `BundleError`."""
     try:
         fields(found, {"places": list, "batches": list}, file)
         places = [_place(each, owners) for each in found["places"]]
@@ -327,18 +327,18 @@ def decoded_step(found: Any, table: Sequence[UOp], owners: Callable[[str], int |
         calls = []
         for batch in found["batches"]:
             fields(batch, {"graph": int, "launches": list}, file)
-            made = tuple(_launched(each, table, marks) for each in batch["launches"])
+            made = tuple(_decode_launch(each, table, marks) for each in batch["launches"])
             if batch["graph"]:
                 body = UOp(Ops.CUSTOM_FUNCTION, src=(UOp(Ops.LINEAR, src=made),), arg=GRAPH)
                 calls.append(body.call())
             else: calls += made
         return UOp(Ops.LINEAR, src=tuple(calls))
     except FAULTS as error:
-        raise BundleError(f"{file} is no step: {shown(repr(error))}", "the fields of docs/bundles.md",
+        raise BundleError(f"{file} is no step: {shorten(repr(error))}", "the fields of docs/bundles.md",
                           FIX) from error
 
 
-def _launched(found: list[int], table: Sequence[UOp], marks: Sequence[UOp]) -> UOp:
+def _decode_launch(found: list[int], table: Sequence[UOp], marks: Sequence[UOp]) -> UOp:
     number, *arguments = _integers(found)
     program = table[number]
     pointers = len(program.src[1].src)
@@ -362,18 +362,18 @@ def _place(found: list[Any], owners: Callable[[str], int | None]) -> Place:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str: raise TypeError(f"no text: {shown(value)}")
+    if type(value) is not str: raise TypeError(f"no text: {shorten(value)}")
     return value
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MOST_BYTES: raise ValueError(f"no size: {shown(value)}")
+    if type(value) is not int or not 0 <= value < MOST_BYTES: raise ValueError(f"no size: {shorten(value)}")
     return value
 
 
-def _signed(value: Any) -> int:
+def _check_int(value: Any) -> int:
     if type(value) is not int or not -MOST_BYTES < value < MOST_BYTES:
-        raise ValueError(f"no number of {MOST_BYTES} at most: {shown(value)}")
+        raise ValueError(f"no number of {MOST_BYTES} at most: {shorten(value)}")
     return value
 
 

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from tinygrad_nv import collection, config, interrupt, models
 from tinygrad_nv.cli import vllm_options
-from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model, size
+from tinygrad_nv.cli.engine_options import add_engine_options, choose_model, size
 from tinygrad_nv.cli.lora_options import add_lora_option
-from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.model_path import find_model
 from tinygrad_nv.cli.option_file import with_file
 from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
 from tinygrad_nv.errors import ModelError, NVError, RequestError
@@ -45,7 +45,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         interrupt.ready()
         try:
-            arguments = parsed(argv)
+            arguments = parse_arguments(argv)
             # these load a model first
             if arguments.argv[:1] not in (["generate"], ["chat"]): collection.as_usual()
             return int(arguments.run(arguments))
@@ -73,10 +73,10 @@ def _main(argv: Sequence[str] | None) -> int:
                                   "lower --max-model-len or --swap-space, or use --dtype bfloat16"))
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of a command line, and the line itself as `argv`; settings that it asks for are this
-    process's from now on. argparse takes all positional arguments from one place; here PROMPT may also follow
-    options that follow MODEL."""
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the arguments of a command line, and the line itself as `argv`; settings that it asks for are
+    this process's from now on. argparse takes all positional arguments from one place; here PROMPT may also
+    follow options that follow MODEL."""
     words = list(sys.argv[1:] if argv is None else argv)
     top = parser(words[0] if words and words[0] in COMMANDS else None)
     if words[:1] == ["bench"]: words = _module("bench").named(words)
@@ -182,7 +182,7 @@ def _add(name: str, commands: argparse._SubParsersAction[argparse.ArgumentParser
             host.add_command(ptx.add_commands(commands))
         case "tune" | "plan" | "launch" | "shapes" | "bundle" | "transcribe" | "image":
             _module(name).add_command(commands)
-        case "replay": _module(name).add_command(commands, parsed)
+        case "replay": _module(name).add_command(commands, parse_arguments)
         case "quantize" | "train" | "onnx": _module(name).add_command(commands, "a model directory")
         case "completion":
             completion = commands.add_parser(name, help="a script that completes commands and options")
@@ -256,7 +256,7 @@ def _model(name: str | None, download: bool = False) -> Path:
         raise ModelError(f"the bundled model is not at {DEFAULT_MODEL}",
                          "an installation with its model files",
                          "reinstall tinygrad-nv, or name a model directory")
-    return DEFAULT_MODEL if name is None else found(name, download)
+    return DEFAULT_MODEL if name is None else find_model(name, download)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -293,7 +293,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.cli import chat
-    return chat.run(arguments, _model(chosen_model(arguments), arguments.download))
+    return chat.run(arguments, _model(choose_model(arguments), arguments.download))
 
 
 def _completion(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from tinygrad_nv.errors import RequestError
 
 
 def adapter(arguments: argparse.Namespace) -> LoRARequest | None:
-    """What --lora names. Raises `RequestError`."""
+    """Returns the adapter that --lora names. Raises `RequestError`."""
     if (text := getattr(arguments, "lora", None)) is None: return None
     name, _, path = text.partition("=")
     if not (name and path): raise RequestError(f"--lora {text[:100]!r}", "NAME=DIR", "change --lora")

@@ -23,7 +23,7 @@ from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total
 from tinygrad_nv.cli import bench_dataset, bench_serve, bench_speed, vllm_options
 from tinygrad_nv.cli.bench_dataset import add_lengths
 from tinygrad_nv.cli.bench_options import Defaults, add_peer, count, open_peer, progress, write
-from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model
+from tinygrad_nv.cli.engine_options import add_engine_options, choose_model
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.observe.peak import memory_words, peak_memory
 
@@ -36,7 +36,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     """Adds `bench`. `model` gives the directory of a model's name, and downloads it where that is asked for.
     """
     def in_process(task: Callable[[argparse.Namespace, Path], int]) -> Callable[[argparse.Namespace], int]:
-        return lambda arguments: task(arguments, model(chosen_model(arguments), arguments.download))
+        return lambda arguments: task(arguments, model(choose_model(arguments), arguments.download))
 
     bench = commands.add_parser("bench", help="measure a model's speed, alone and beside other engines")
     kinds = bench.add_subparsers(required=True, metavar="KIND")
@@ -56,8 +56,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
         each.set_defaults(run=run)
 
 
-def named(words: list[str]) -> list[str]:
-    """The command line, where it is `bench …` with the name of what it measures."""
+def add_bench_name(words: list[str]) -> list[str]:
+    """Returns the command line, where it is `bench …` with the name of what it measures."""
     plain = words[:1] == ["bench"] and not {*words[1:2]} & {*ADD, "-h", "--help"}
     return ["bench", "speed", *words[1:]] if plain else words
 
@@ -89,7 +89,7 @@ def _add_peer(command: argparse.ArgumentParser) -> None:
 
 def latency(arguments: argparse.Namespace, directory: Path) -> int:
     """Times whole batches."""
-    runs = _interleaved(arguments, directory, lambda vocab: random_requests(
+    runs = _run_interleaved(arguments, directory, lambda vocab: random_requests(
         arguments.batch_size, arguments.input_len, arguments.output_len, vocab, arguments.seed),
                                arguments.num_iters_warmup)
     made = {name: figures.latency(seconds) for name, seconds in zip(runs.names, runs.seconds, strict=True)}
@@ -105,7 +105,7 @@ def throughput(arguments: argparse.Namespace, directory: Path) -> int:
         workload[:] = bench_dataset.requests(arguments, directory)
         return workload
 
-    runs = _interleaved(arguments, directory, load, 1)
+    runs = _run_interleaved(arguments, directory, load, 1)
     inputs, outputs = total(workload)
     made = {}
     for name, seconds in zip(runs.names, runs.seconds, strict=True):
@@ -125,7 +125,8 @@ class _Runs:
     memory: dict[str, int]
 
 
-def _interleaved(arguments: argparse.Namespace, directory: Path, load: Callable[[int], list[BenchRequest]],
+def _run_interleaved(arguments: argparse.Namespace, directory: Path,
+                     load: Callable[[int], list[BenchRequest]],
                  warm: int) -> _Runs:
     """Runs the engines in turn."""
     from tinygrad_nv.benchmarks.speed import describe_weights

@@ -1,4 +1,4 @@
-"""What the kinds of `tinygrad-nv bench` share: numbers of options, a progress bar, a file of figures."""
+"""Options that the kinds of `tinygrad-nv bench` share: numbers, a progress bar, a file of figures."""
 from __future__ import annotations
 
 import argparse

@@ -29,7 +29,7 @@ from tinygrad_nv.benchmarks.figures import METRICS, RequestResult
 from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, with_texts
 from tinygrad_nv.cli import bench_dataset
 from tinygrad_nv.cli.bench_options import count, progress, write
-from tinygrad_nv.cli.engine_options import chosen_model
+from tinygrad_nv.cli.engine_options import choose_model
 from tinygrad_nv.engine.command_line import ENGINE, MODEL
 from tinygrad_nv.errors import NVError, RequestError
 
@@ -151,12 +151,12 @@ class _Run:
 def run(arguments: argparse.Namespace, find: Callable[[str | None, bool], Path]) -> int:
     """Measures a server under load."""
     _check(arguments)
-    directory = find(arguments.tokenizer or chosen_model(arguments), arguments.download)
+    directory = find(arguments.tokenizer or choose_model(arguments), arguments.download)
     workload = bench_dataset.requests(arguments, directory)
     if arguments.backend == "openai-chat": workload = with_texts(workload, directory)
     url = _url(arguments)
     with contextlib.nullcontext(url) if url else our_server(arguments, directory) as address:
-        runs = [_measured(arguments, each, workload, started=url is None and each == address)
+        runs = [_measure(arguments, each, workload, started=url is None and each == address)
                 for each in (address, *[arguments.against] * bool(arguments.against))]
     mine, parts = runs[0], arguments.metric_percentiles
     for one, where in zip(runs, (address, arguments.against), strict=False):
@@ -194,13 +194,13 @@ def _url(arguments: argparse.Namespace) -> str | None:
     return f"http://{arguments.host or '127.0.0.1'}:{arguments.port or 8000}"
 
 
-def _measured(arguments: argparse.Namespace, url: str, workload: list[BenchRequest], started: bool) -> _Run:
-    answers, seconds, name = asyncio.run(_loaded(arguments, url, workload, started))
+def _measure(arguments: argparse.Namespace, url: str, workload: list[BenchRequest], started: bool) -> _Run:
+    answers, seconds, name = asyncio.run(_send_load(arguments, url, workload, started))
     return _Run(name, answers, figures.summarise_serving(answers, seconds, arguments.metric_percentiles,
                                               dict(arguments.goodput)))
 
 
-async def _loaded(arguments: argparse.Namespace, url: str, workload: list[BenchRequest],
+async def _send_load(arguments: argparse.Namespace, url: str, workload: list[BenchRequest],
                   started: bool) -> tuple[list[RequestResult], float, str]:
     body = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     body |= {"ignore_eos": True} if arguments.ignore_eos else {}
@@ -211,7 +211,7 @@ async def _loaded(arguments: argparse.Namespace, url: str, workload: list[BenchR
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise NVError(f"no server of OpenAI's API at {url}: {error}", "the address of one that runs",
                       "change --base-url, --host or --port") from error
-    own = chosen_model(arguments)
+    own = choose_model(arguments)
     name: str = arguments.served_model_name or (own if own is not None and own in models else models[0])
     target = target.of(name)
     warm = arguments.num_warmups

@@ -16,7 +16,7 @@ from tinygrad_nv.runtime.observe.peak import memory_words, peak_memory
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Those of `speed` alone."""
+    """Adds the options of `speed` alone."""
     command.add_argument("--input-len", "-p", type=count, metavar="N",
                          help=f"tokens of the prompt (default {PROMPT}, or what the context has)")
     command.add_argument("--output-len", "-n", type=count, metavar="N",

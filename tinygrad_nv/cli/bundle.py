@@ -40,8 +40,8 @@ def add_command(commands: Any) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.bundle.container import open_bundle
-    from tinygrad_nv.bundle.report import inspected
-    print(inspected(open_bundle(arguments.file, None, arguments.weights), arguments.steps))
+    from tinygrad_nv.bundle.report import inspect
+    print(inspect(open_bundle(arguments.file, None, arguments.weights), arguments.steps))
     return 0
 
 

@@ -55,7 +55,7 @@ class Conversation:
     def ask(self, question: str) -> None:
         """Answers a question. One that does not fit is left out of the conversation."""
         asked, ids = console.fit(self.llm, [*self.messages, {"role": "user", "content": question}])
-        text, done = self._answered(ids)
+        text, done = self._answer(ids)
         if text: self.messages = [*asked, {"role": "assistant", "content": text}]
         self.answered_s = time.monotonic()
         if done is not None:
@@ -64,11 +64,11 @@ class Conversation:
         elif text: tell("[stopped; the text so far stays in the conversation]")
         else: tell("[stopped before there was any text; the question is left out]")
 
-    def _answered(self, ids: list[int]) -> tuple[str, RequestOutput | None]:
+    def _answer(self, ids: list[int]) -> tuple[str, RequestOutput | None]:
         """Writes an answer. Returns its text, and its figures unless Ctrl-C stopped it."""
         pieces: list[str] = []
         try:
-            with self._written() as write:
+            with self._open_output() as write:
                 def push(piece: Delta) -> None:
                     pieces.append(piece.text)
                     write(piece.text)
@@ -80,7 +80,7 @@ class Conversation:
         return done.text, done
 
     @contextlib.contextmanager
-    def _written(self) -> Iterator[Callable[[str], None]]:
+    def _open_output(self) -> Iterator[Callable[[str], None]]:
         try:
             if self.markdown:
                 with MarkdownStream() as stream: yield stream.push
@@ -117,14 +117,15 @@ class Conversation:
 
     def save(self, value: str) -> None:
         """Writes the messages as JSON."""
-        Path(_named(value)).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1)
+        Path(_require_path(value)).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False,
+                                                         indent=1)
                                        + "\n", encoding="utf-8")
         tell(f"{len(self.messages)} messages in {value}")
 
     def load(self, value: str) -> None:
         """Reads what /save has written."""
         wanted = "a file that /save has written"
-        try: found = read_json(_named(value))
+        try: found = read_json(_require_path(value))
         except ValueError as error: raise RequestError(f"{value} is not JSON: {error}", wanted) from error
         messages = found.get("messages") if isinstance(found, dict) else None
         if not isinstance(messages, list) or not all(
@@ -191,11 +192,11 @@ ALIASES = {"/exit": "/bye", "/quit": "/bye", "/clear": "/reset", "/?": "/help"}
 
 
 def tell(text: str) -> None:
-    """What a command says."""
+    """Prints the message of a command."""
     print(text, file=sys.stderr)
 
 
-def _named(value: str) -> str:
+def _require_path(value: str) -> str:
     if value: return value
     raise RequestError("no file is named", "the path of a file", "write it after the command")
 
@@ -248,7 +249,7 @@ def editing() -> Iterator[None]:
     with contextlib.suppress(OSError): readline.read_history_file(path)
     readline.set_history_length(HISTORY_LINES)
     readline.set_completer_delims(" ")
-    readline.set_completer(completed)
+    readline.set_completer(complete)
     readline.parse_and_bind("tab: complete")
     try: yield
     finally:
@@ -256,7 +257,7 @@ def editing() -> Iterator[None]:
         with contextlib.suppress(OSError): readline.write_history_file(path)
 
 
-def completed(text: str, state: int) -> str | None:
-    """The commands that begin with a text, one a state."""
+def complete(text: str, state: int) -> str | None:
+    """Completes a text with the commands that begin with it, one a state."""
     names = [name for name in (*COMMANDS, *ALIASES) if text and name.startswith(text)]
     return dict(enumerate(names)).get(state)

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, model: Path) -> int:
                           "leave it out")
     names = ("speculative", "max_num_seqs", "max_model_len", "max_num_batched_tokens", "dtype",
              "kv_cache_dtype", "quantization", "num_pages")
-    how = CompileOptions(sets.asked(arguments.arch), {name: getattr(arguments, name) for name in names},
+    how = CompileOptions(sets.parse_sets(arguments.arch), {name: getattr(arguments, name) for name in names},
                          arguments.threads, arguments.weights == "reference", arguments.sign_key)
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

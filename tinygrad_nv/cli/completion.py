@@ -35,7 +35,7 @@ def _commands(parser: argparse.ArgumentParser, path: tuple[str, ...] = (), words
 
 
 def _next(parser: argparse.ArgumentParser) -> list[str]:
-    """What can follow a command: subcommands, choices of its arguments, options."""
+    """Lists the words that can follow a command: subcommands, choices of its arguments, options."""
     found: list[str] = []
     for action in parser._actions:
         if action.option_strings: continue
@@ -64,7 +64,7 @@ def _cases(commands: Commands) -> str:
     return "\n".join([*lines, "  esac"])
 
 
-def _known(commands: Commands) -> str:
+def _match_commands(commands: Commands) -> str:
     return "|".join(shlex.quote(" ".join(path)) for path, _, _ in commands if path)
 
 
@@ -76,7 +76,7 @@ _tinygrad_nv() {{
   COMPREPLY=()
   for ((i = 1; i < COMP_CWORD; i++)); do
     next="${{path:+$path }}${{COMP_WORDS[i]}}"
-    case "$next" in {_known(commands)}) path="$next" ;; *) break ;; esac
+    case "$next" in {_match_commands(commands)}) path="$next" ;; *) break ;; esac
   done
 {_cases(commands)}
   if [[ -n "$values" ]]; then COMPREPLY=($(compgen -W "$values" -- "$current"))
@@ -94,7 +94,7 @@ _tinygrad_nv() {{
   local -a typed; typed=("${{(@)words[2,CURRENT-1]}}")
   for next in "${{typed[@]}}"; do
     next="${{path:+$path }}$next"
-    case "$next" in {_known(commands)}) path="$next" ;; *) break ;; esac
+    case "$next" in {_match_commands(commands)}) path="$next" ;; *) break ;; esac
   done
 {_cases(commands)}
   if [[ -n "$values" ]]; then compadd -- ${{=values}}

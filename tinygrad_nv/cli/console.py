@@ -22,7 +22,7 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv import collection
 from tinygrad_nv.cli.adapter import adapter, room_for
-from tinygrad_nv.cli.sampling_options import given
+from tinygrad_nv.cli.sampling_options import sampling_fields
 from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.request_output import CompletionOutput, Logprob, RequestOutput
@@ -90,16 +90,16 @@ def tracing(path: Path | None) -> Iterator[Callable[[], AbstractContextManager[N
     timeline.check(path)
 
     @contextmanager
-    def recorded() -> Iterator[None]:
+    def record() -> Iterator[None]:
         with timeline.timeline(path) as found: yield
         print(f"{found.table()}\ntrace: {path} (to look at: https://ui.perfetto.dev)", file=sys.stderr)
 
-    with ranges.track_layers(): yield recorded
+    with ranges.track_layers(): yield record
 
 
 def sampling(arguments: argparse.Namespace, llm: LLM) -> SamplingParams:
     """The model's sampling defaults, overridden by the command line."""
-    return replace(llm.defaults, **given(arguments))
+    return replace(llm.defaults, **sampling_fields(arguments))
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -160,7 +160,8 @@ def _answer(output: CompletionOutput) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[dict[int, Logprob] | None]) -> list[Any]:
-    """Of each token its own log probability first, then the likeliest; null of the first of a prompt."""
+    """Lists for each token its own log probability first, then the likeliest; null for the first of a
+    prompt."""
     return [each and [{"id": token, "token": found.decoded_token, "logprob": found.logprob}
                       for token, found in each.items()] for each in tokens]
 

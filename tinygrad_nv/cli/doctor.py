@@ -35,7 +35,7 @@ def examine() -> list[CheckResult]:
     checks: dict[str, Callable[[], CheckResult]] = {
         "python": _python, "tinygrad": _tinygrad, "tinygrad_nv hooks": _hooks, "device": _device,
         "C compiler": _compiler, "CPU kernels": doctor_cpu.instructions, "CPU threads": doctor_cpu.cores,
-        "CPU rates": doctor_cpu.speed, "repacked weights": _repacked, "ptxas": _ptxas, "NVRTC": _nvrtc,
+        "CPU rates": doctor_cpu.speed, "repacked weights": _check_repacked, "ptxas": _ptxas, "NVRTC": _nvrtc,
         "NVIDIA driver": _driver, "cuda-python": _cuda_python, "DEV=CUDA": _cuda_device}
     return [_safely(subject, check) for subject, check in checks.items()]
 
@@ -111,7 +111,7 @@ def _compiler() -> CheckResult:
     return CheckResult("C compiler", "ok", f"{compiler.version()} from {compiler.origin}: {command}")
 
 
-def _repacked() -> CheckResult:
+def _check_repacked() -> CheckResult:
     from tinygrad_nv.models.quantised.repack_folder import GB, count_bytes, root
     subject, bound = "repacked weights", config.get("NV_REPACK_CACHE")
     if not bound: return CheckResult(subject, "ok", "not kept: NV_REPACK_CACHE=0")

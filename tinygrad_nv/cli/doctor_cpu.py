@@ -29,7 +29,7 @@ def instructions() -> CheckResult:
     asked = f" (NV_CPU_ISA; {best} is there)" if found.level != best else ""
     return CheckResult(subject, "ok",
                        f"C for {found}, vectors of {32 * found.lanes} bits{asked}{_more(best)}",
-                   _refused())
+                   _amx_advice())
 
 
 def _more(best: str) -> str:
@@ -38,8 +38,8 @@ def _more(best: str) -> str:
     return f"; not {higher[0]}: {isa.why_not(higher[0])}" if higher else ""
 
 
-def _refused() -> str:
-    """How to get AMX if only the permission is missing."""
+def _amx_advice() -> str:
+    """Returns how to get AMX if only the permission is missing."""
     if not set(isa.NEEDED["amx"]) <= isa.flags() or not isa.amx_refused(): return ""
     return "Linux 5.16 or newer grants AMX; a container's seccomp profile must allow arch_prctl"
 

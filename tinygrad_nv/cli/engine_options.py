@@ -74,7 +74,7 @@ def add_engine_options(command: argparse.ArgumentParser, max_num_seqs: int | Non
     return engine
 
 
-def chosen_model(arguments: argparse.Namespace) -> str | None:
+def choose_model(arguments: argparse.Namespace) -> str | None:
     """Returns MODEL, or --model. Raises `RequestError` for two."""
     given: str | None = arguments.model
     named: str | None = arguments.named

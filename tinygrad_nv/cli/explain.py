@@ -76,9 +76,9 @@ def _check(arguments: argparse.Namespace) -> None:
     """Raises `RequestError` for an option without effect."""
     if arguments.gemm and arguments.model is not None:
         raise RequestError(f"a model ({arguments.model}) and --gemm", "one of them", "leave one out")
-    if (words := _given(arguments, OF_MODELS)) and arguments.gemm:
+    if (words := _list_given(arguments, OF_MODELS)) and arguments.gemm:
         raise RequestError(f"{words} with --gemm", "options of one matmul", "leave it out")
-    if (words := _given(arguments, OF_MATMULS)) and not arguments.gemm:
+    if (words := _list_given(arguments, OF_MATMULS)) and not arguments.gemm:
         raise RequestError(f"{words} without --gemm", "one matmul", "add --gemm 4096x4096x4096")
     if arguments.hash and (arguments.gemm or arguments.level is not None):
         raise RequestError("--hash with --gemm or --level", "--hash of a model", "leave one out")
@@ -87,8 +87,8 @@ def _check(arguments: argparse.Namespace) -> None:
                            "choose a level to show")
 
 
-def _given(arguments: argparse.Namespace, names: Iterable[str]) -> str:
-    """The given options among `names`."""
+def _list_given(arguments: argparse.Namespace, names: Iterable[str]) -> str:
+    """Lists the given options among `names`."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None)
 
 
@@ -149,11 +149,13 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
     if not 1 <= taken <= llm.length:
         raise RequestError(f"--prefill {taken}", f"1 to {llm.length} tokens", "take fewer")
     rows = 1 if arguments.prefill is None else GROUP
-    def made(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.int32, device=llm.model.device)
-    group = SequenceGroup(rows, made(count := -(-taken // rows), llm.runner.entries), made(count))
+    def make_input(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.int32,
+                                                               device=llm.model.device)
+    group = SequenceGroup(rows, make_input(count := -(-taken // rows), llm.runner.entries), make_input(count))
     batch = [PagedBatch((group,), llm.model.rope_tables)] * len(llm.runner.groups.windows)
-    wanted = None if arguments.prefill is None else made(1)
-    lowering = explain(llm.model.step_paged(made(group.num_tokens), batch, llm.runner.store.cache, wanted))
+    wanted = None if arguments.prefill is None else make_input(1)
+    lowering = explain(llm.model.step_paged(make_input(group.num_tokens), batch, llm.runner.store.cache,
+                                            wanted))
     if arguments.hash: return hash_table(lowering.kernels)
     return str(lowering) if arguments.level is None else lowering.show(arguments.level, arguments.kernel)
 
@@ -161,8 +163,8 @@ def _model(arguments: argparse.Namespace, find: Find) -> str:
 def _bundle(path: Path, arguments: argparse.Namespace) -> str:
     """The steps of a bundle, which has no graphs to be explained: their hashes."""
     from tinygrad_nv.bundle.container import open_bundle
-    from tinygrad_nv.bundle.report import inspected
+    from tinygrad_nv.bundle.report import inspect
     if not arguments.hash:
         raise RequestError(f"{path} is a bundle: its kernels are compiled", "a model directory, or --hash",
                            "look at the bundle: tinygrad-nv bundle inspect")
-    return inspected(open_bundle(path, arguments.require_signed, arguments.weights), steps=True)
+    return inspect(open_bundle(path, arguments.require_signed, arguments.weights), steps=True)

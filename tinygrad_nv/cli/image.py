@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.model_path import find_model
 from tinygrad_nv.errors import NVError, RequestError
 from tinygrad_nv.progress import bar
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def params_of(a: argparse.Namespace) -> ImageParams:
-    """What is asked for. Raises `RequestError`."""
+    """Returns the parameters that the command line asks for. Raises `RequestError`."""
     from tinygrad_nv.models.diffusion.pipeline import ImageParams
     from tinygrad_nv.models.diffusion.schedulers import NAMES
     if a.scheduler is not None and a.scheduler not in NAMES:
@@ -116,7 +116,7 @@ def load(a: argparse.Namespace) -> StableDiffusion:
         except RuntimeError as error:
             raise RequestError(f"--device {a.device}: {error}", "a device of tinygrad, such as CPU or CUDA",
                                "run `tinygrad-nv doctor` to see what this machine has") from error
-    directory = found(a.model)
+    directory = find_model(a.model)
     with bar(f"loading {directory.name}") as progress:
         return StableDiffusion(directory, dtype=getattr(dtypes, a.dtype), graphs=not a.enforce_eager,
                                tf32=a.tf32, tile=a.vae_tile, progress=progress)
@@ -128,7 +128,7 @@ def write(a: argparse.Namespace, made: Generated) -> list[Path]:
     count, files = len(made.seeds), []
     for i, (image, seed) in enumerate(zip(made.images, made.seeds, strict=True)):
         path = a.out if count == 1 else a.out.with_stem(f"{a.out.stem}-{i + 1}")
-        try: path.write_bytes(png(image, {KEY: json.dumps(told(a, seed))}))
+        try: path.write_bytes(png(image, {KEY: json.dumps(describe(a, seed))}))
         except OSError as error:
             raise NVError(f"{path} cannot be written: {error.strerror}", "a directory to write to",
                           "change --out") from error
@@ -136,7 +136,7 @@ def write(a: argparse.Namespace, made: Generated) -> list[Path]:
     return files
 
 
-def told(a: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """How an image was made."""
+def describe(a: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Describes how an image was made."""
     return {"prompt": a.prompt, "negative_prompt": a.negative_prompt, "seed": seed, "steps": a.steps,
             "guidance_scale": a.guidance_scale, "scheduler": a.scheduler, "model": Path(a.model).name}

@@ -16,7 +16,8 @@ FENCES = ("```", "~~~")
 
 
 def block_end(text: str) -> int:
-    """Where the first complete block of Markdown ends: after a blank line outside fenced code; 0 if none."""
+    """Returns where the first complete block of Markdown ends: after a blank line outside fenced code; 0 if
+    none."""
     fence, at, begun = "", 0, False
     for line in text.splitlines(keepends=True):
         at += len(line)

@@ -1,6 +1,6 @@
 """MODEL of a command line as a directory or a GGUF file.
 
-Protocol: `found(name)` is a path as it is, or the snapshot that a hub name (`org/model`,
+Protocol: `find_model(name)` is a path as it is, or the snapshot that a hub name (`org/model`,
 `org/model@revision`) has in the Hugging Face cache: $HF_HUB_CACHE, else $HF_HOME/hub, else
 ~/.cache/huggingface/hub. Nothing is downloaded unless that is asked for. A path that is no model, or neither
 exists nor is a hub name, is left to the loader, which says what it is.
@@ -18,9 +18,9 @@ TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")     # configurations, tokenize
 MODEL = "a model directory (with config.json), a GGUF file, or a hub name such as Qwen/Qwen3-0.6B"
 
 
-def found(name: str, download: bool = False) -> Path:
-    """The directory or GGUF file that a name means; with `download`, a hub name is fetched if it is not
-    here."""
+def find_model(name: str, download: bool = False) -> Path:
+    """Returns the directory or GGUF file that a name means; with `download`, a hub name is fetched if it is
+    not here."""
     if os.path.exists(name) or (match := HUB_NAME.fullmatch(name)) is None: return Path(name)
     repo, revision = match["repo"], match["revision"] or "main"
     try: return _snapshot(repo, revision)
@@ -40,7 +40,8 @@ def _download(repo: str, revision: str) -> None:
                          "pip install 'tinygrad-nv[hub]'") from error
     try:
         files = hub.HfApi().list_repo_files(repo, revision=revision)
-        hub.snapshot_download(repo, revision=revision, cache_dir=hub_cache(), allow_patterns=_wanted(files))
+        hub.snapshot_download(repo, revision=revision, cache_dir=hub_cache(),
+                              allow_patterns=_select_files(files))
     except OfflineModeIsEnabled as error:
         raise ModelError(f"--download {repo}, and HF_HUB_OFFLINE is set", "a connection",
                          "unset HF_HUB_OFFLINE, or name a directory") from error
@@ -51,8 +52,8 @@ def _download(repo: str, revision: str) -> None:
                          "correct the name, or log in with `hf auth login`") from error
 
 
-def _wanted(files: list[str]) -> list[str]:
-    """Patterns of the files that are read: safetensors where there are any, else a GGUF file."""
+def _select_files(files: list[str]) -> list[str]:
+    """Returns patterns of the files that are read: safetensors where there are any, else a GGUF file."""
     if any(name.endswith(".safetensors") for name in files): return [*TEXTS, "*.safetensors"]
     made = [name for name in files if name.endswith(".gguf")]
     if len(made) > 1:
@@ -61,7 +62,7 @@ def _wanted(files: list[str]) -> list[str]:
 
 
 def hub_cache() -> Path:
-    """Where Hugging Face's libraries keep what they download."""
+    """Returns the directory where Hugging Face's libraries keep what they download."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"

@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     arrays = {name: _array(each) for name, each in made.items()}
     seconds = time.perf_counter() - started
     if arguments.out is not None: _write(arguments.out, arrays)
-    described = {name: _described(each) for name, each in arrays.items()}
+    described = {name: _describe(each) for name, each in arrays.items()}
     if arguments.json: print(json.dumps({"outputs": described, "seconds": seconds}))
     else:
         for name, each in described.items(): print(f"{name}: {each['dtype']} {each['shape']}{_range(each)}")
@@ -81,9 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from tinygrad_nv.cli.model_path import found
+    from tinygrad_nv.cli.model_path import find_model
     from tinygrad_nv.onnx.exporting.llama import export_model
-    print(export_model(found(arguments.model), arguments.out, arguments.opset, arguments.dtype,
+    print(export_model(find_model(arguments.model), arguments.out, arguments.opset, arguments.dtype,
                        arguments.external_data))
     return 0
 
@@ -92,7 +92,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _inputs(runner: OnnxRunner, arguments: argparse.Namespace) -> dict[str, Any]:
     """The files that are given, and random numbers for the other inputs. Raises `RequestError`."""
-    given = {name: _loaded(name, Path(path)) for name, path in arguments.input}
+    given = {name: _load_array(name, Path(path)) for name, path in arguments.input}
     missing = [name for name in runner.inputs if name not in given]
     if missing and not arguments.random:
         raise RequestError(f"no input {missing[0]!r}", f"--input NAME=FILE for {', '.join(runner.inputs)}",
@@ -101,8 +101,8 @@ def _inputs(runner: OnnxRunner, arguments: argparse.Namespace) -> dict[str, Any]
     return {**given, **{name: _random(runner, name, dims) for name in missing}}
 
 
-def _loaded(name: str, path: Path) -> Any:
-    """The array in a .npy file, never a pickle."""
+def _load_array(name: str, path: Path) -> Any:
+    """Loads the array in a .npy file, never a pickle."""
     import numpy as np
     try:
         require_npy(path)
@@ -160,8 +160,8 @@ def _file_name(name: str) -> str:
     return "".join(each if each.isalnum() or each in "._-" else "_" for each in name)
 
 
-def _described(x: Any) -> dict[str, Any]:
-    """Type, shape and range of an output."""
+def _describe(x: Any) -> dict[str, Any]:
+    """Returns type, shape and range of an output."""
     if isinstance(x, list): return {"dtype": "sequence", "shape": [len(x)]}
     made: dict[str, Any] = {"dtype": str(x.dtype), "shape": list(x.shape)}
     if x.size and x.dtype.kind in "fiu":

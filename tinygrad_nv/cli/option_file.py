@@ -31,7 +31,7 @@ def with_file(command: argparse.ArgumentParser, words: Sequence[str]) -> tuple[l
     if file is None: return [*words], None
     options = option_file.read(file)
     model = options.pop("model", None)
-    given, more = _given(command, words[:end]), list[str]()
+    given, more = _find_given(command, words[:end]), list[str]()
     for name, value in options.items():
         option = "--" + name.replace("_", "-")
         found = command._option_string_actions.get(option)
@@ -42,7 +42,7 @@ def with_file(command: argparse.ArgumentParser, words: Sequence[str]) -> tuple[l
     return [*words[:end], *more, *words[end:]], None if model is None else str(model)
 
 
-def _given(command: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
+def _find_given(command: argparse.ArgumentParser, words: Sequence[str]) -> set[str]:
     """Returns what options of a command line set, abbreviated ones too."""
     found, options = set[str](), command._option_string_actions
     for word in words:

@@ -11,7 +11,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv.cli.model_path import found as model_path
+from tinygrad_nv.cli.model_path import find_model as model_path
 from tinygrad_nv.errors import PlanError
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], m
 
 
 def _add_texts(made: argparse.ArgumentParser) -> None:
-    """What is read to calibrate, and to report."""
+    """Adds the options of texts to calibrate with, and to report on."""
     kinds = 'text, or JSONL with "text" or "messages" (default: short stories)'
     made.add_argument("--calibration", type=Path, metavar="FILE", help=f"to calibrate with: {kinds}")
     made.add_argument("--samples", type=int, default=SAMPLES, metavar="N",
@@ -81,7 +81,7 @@ def _add_texts(made: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _HeldOut:
-    """What the result is evaluated on, or why it is not."""
+    """Text that the result is evaluated on, or why it is not."""
     text: Sequences | None
     name: str
 
@@ -92,13 +92,13 @@ def run(arguments: argparse.Namespace) -> int:
     scheme = scheme_of(a.scheme, Options(a.group_size, not a.asymmetric, a.observer, a.format, a.method,
                                          a.act_order, a.smoothing, a.static, a.sparsity))
     require_plain(a.model, a.out)
-    text, held_out = None, _held_out(a)
+    text, held_out = None, _read_held_out(a)
     if scheme.is_calibrated:
         given = stories("train") if a.calibration is None else texts(a.calibration)
         text = tokens(a.model, read_config(a.model), given, a.samples, a.length)
     begun = time.monotonic()
     with bar(f"quantising {a.model.name}") as progress:
-        found = quantize(a.model, scheme, a.out, a.ignore or IGNORED, progress, text, _noted)
+        found = quantize(a.model, scheme, a.out, a.ignore or IGNORED, progress, text, _log)
     limit_s = math.inf if a.held_out is not None else max(REPORT_SHARE * (time.monotonic() - begun), REPORT_S)
     quality: Quality | None = None
     if held_out.text is not None:
@@ -114,13 +114,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _noted(line: str) -> None:
-    """For logs: a terminal has a bar."""
+def _log(line: str) -> None:
+    """Prints a line for logs: a terminal has a bar."""
     if not sys.stderr.isatty(): print(line, file=sys.stderr, flush=True)
 
 
-def _held_out(a: argparse.Namespace) -> _HeldOut:
-    """Read before any work. A report that was not asked for is left out where there can be none."""
+def _read_held_out(a: argparse.Namespace) -> _HeldOut:
+    """Reads the text before any work. A report that was not asked for is left out where there can be none."""
     asked = a.report is not None or a.held_out is not None
     if a.no_report and asked:
         raise RequestError("a report that is asked for, and --no-report", "one of them", "leave one out")

@@ -117,7 +117,7 @@ class Region:
         return recording(self.path, what, self.arguments.seed)
 
     def answer(self, done: RequestOutput) -> RequestOutput:
-        """What came of it."""
+        """Takes the answer of the region."""
         if self.path is not None or self.take is not None:
             from tinygrad_nv.numerics.replay.log import digest
             self.answered(digest(repr([list(each.token_ids) for each in done.outputs]).encode()))

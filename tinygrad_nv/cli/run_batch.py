@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from tinygrad_nv import files
 from tinygrad_nv.cli import vllm_options
-from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model
+from tinygrad_nv.cli.engine_options import add_engine_options, choose_model
 from tinygrad_nv.errors import NVError, RequestError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
@@ -53,7 +53,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     engine.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="names that requests may use (default: the directory's name, and MODEL)")
     vllm_options.add_options(command)
-    command.set_defaults(run=lambda arguments: run(arguments, model(chosen_model(arguments),
+    command.set_defaults(run=lambda arguments: run(arguments, model(choose_model(arguments),
                                                                     arguments.download)))
 
 
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
                       "pip install starlette uvicorn prometheus_client llguidance") from error
     from tinygrad_nv.cli import console
     lines = _lines(arguments.input_file)
-    with _opened(arguments.output_file) as out:
+    with _open_output(arguments.output_file) as out:
         llm = console.load(directory, arguments)
-        given = [name] if (name := chosen_model(arguments)) else []
+        given = [name] if (name := choose_model(arguments)) else []
         names = tuple(arguments.served_model_name or dict.fromkeys([directory.resolve().name, *given]))
-        try: failed = asyncio.run(answered(llm, names, lines, out))
+        try: failed = asyncio.run(answer_lines(llm, names, lines, out))
         finally: llm.close()
     print(f"[{len(lines)} requests · {failed} failed]", file=sys.stderr)
     return 0
@@ -101,14 +101,14 @@ def _split(file: IO[bytes]) -> list[bytes]:
 
 
 @contextlib.contextmanager
-def _opened(name: str) -> Iterator[IO[str]]:
+def _open_output(name: str) -> Iterator[IO[str]]:
     if name == "-":
         yield sys.stdout
         return
     with open(name, "w", encoding="utf-8", errors="backslashreplace") as file: yield file
 
 
-async def answered(llm: Any, names: tuple[str, ...], lines: list[bytes], out: IO[str]) -> int:
+async def answer_lines(llm: Any, names: tuple[str, ...], lines: list[bytes], out: IO[str]) -> int:
     """Answers all lines at a time, and writes the answers in order. Returns how many failed."""
     from tinygrad_nv.engine.async_engine import AsyncEngine
     from tinygrad_nv.server.app import application
@@ -132,7 +132,7 @@ async def answered(llm: Any, names: tuple[str, ...], lines: list[bytes], out: IO
             made = await tasks[0]
             tasks.popleft()     # an answer that is written is no longer kept
             failed += made["error"] is not None
-            out.write(_written(made) + "\n")
+            out.write(_format_line(made) + "\n")
             out.flush()
     finally:
         for task in tasks: task.cancel()
@@ -140,8 +140,8 @@ async def answered(llm: Any, names: tuple[str, ...], lines: list[bytes], out: IO
     return failed
 
 
-def _written(made: dict[str, Any]) -> str:
-    """A line of the output; half a surrogate pair, which no UTF-8 has, is escaped."""
+def _format_line(made: dict[str, Any]) -> str:
+    """Returns a line of the output; half a surrogate pair, which no UTF-8 has, is escaped."""
     text = json.dumps(made, ensure_ascii=False)
     return json.dumps(made) if any("\ud800" <= each <= "\udfff" for each in text) else text
 

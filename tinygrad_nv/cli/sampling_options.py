@@ -1,8 +1,8 @@
 """Sampling options of the command line: every field of `SamplingParams` that a command line can state.
 
-Protocol: `add_sampling_options` adds them, `given` is what a command line sets, by the names of the fields.
-`SamplingParams` checks the values. Options that make several answers, or tell about tokens, are of `generate`
-alone.
+Protocol: `add_sampling_options` adds them, `sampling_fields` is what a command line sets, by the names of the
+fields. `SamplingParams` checks the values. Options that make several answers, or tell about tokens, are of
+`generate` alone.
 """
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def add_sampling_options(command: argparse.ArgumentParser, answers: bool) -> Non
 def _option(name: str) -> str: return "--" + name.replace("_", "-")
 
 
-def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `SamplingParams` that a command line sets."""
+def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of `SamplingParams` that a command line sets."""
     names = (*NUMBERS, *OF_ANSWERS, *TEXTS, "stop_token_ids", "allowed_token_ids", "logit_bias", "ignore_eos",
              "include_stop_str_in_output", "skip_special_tokens")
     found = {name: getattr(arguments, name, None) for name in names}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinygrad_nv.cli import vllm_options
-from tinygrad_nv.cli.engine_options import add_engine_options, chosen_model, positive, whole
+from tinygrad_nv.cli.engine_options import add_engine_options, choose_model, positive, whole
 from tinygrad_nv.cli.lora_options import add_lora_options
 from tinygrad_nv.errors import NVError, RequestError
 
@@ -50,7 +50,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     vllm_options.add_options(serve, server=True)
 
     def start(arguments: argparse.Namespace) -> NoReturn:
-        arguments.model = chosen_model(arguments)
+        arguments.model = choose_model(arguments)
         _require_own_model(arguments)
         run(arguments, model(arguments.model, arguments.download))
     serve.set_defaults(run=start)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv import option_file
-from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.model_path import find_model
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
@@ -104,7 +104,7 @@ def _add(group: Any, each: dataclasses.Field[Any]) -> None:
 def run(given: argparse.Namespace) -> int:
     """Trains. Raises `NVError`."""
     options = {} if given.config is None else option_file.read(given.config)
-    model, data = _named(given, options, needs_data=not given.plan)
+    model, data = _take_names(given, options, needs_data=not given.plan)
     known = {*(each.name for each in dataclasses.fields(TrainingArguments)), *FLAGS_OF_DTYPES, "torch_dtype"}
     options |= {name: value for name, value in vars(given).items() if name in known}
     arguments = arguments_.made(options)
@@ -114,7 +114,7 @@ def run(given: argparse.Namespace) -> int:
     alone = Ranks.from_environment().world_size == 1
     if alone and (needed(arguments) > 1 or arguments.max_restarts):
         return _over_ranks(arguments, model, data)
-    opened = assembled(arguments, found(model), data)
+    opened = assembled(arguments, find_model(model), data)
     made = train(opened)
     if not alone:
         from tinygrad_nv.dist import group
@@ -132,13 +132,14 @@ def run(given: argparse.Namespace) -> int:
 def _plan(model: str, arguments: TrainingArguments, gpu: str | None) -> str:
     from tinygrad_nv.dist.plan import presets
     from tinygrad_nv.train.plan import planned
-    return planned(model, presets.find(model, found(model)), arguments, gpu)
+    return planned(model, presets.find(model, find_model(model)), arguments, gpu)
 
 
 def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> int:
     """Starts the ranks and waits for them; the exit status."""
     from tinygrad_nv.dist.launcher import Launch, launch
-    options = dataclasses.asdict(arguments) | {"model": str(found(model)), "data": data, "max_restarts": 0}
+    options = dataclasses.asdict(arguments) | {"model": str(find_model(model)), "data": data,
+                                               "max_restarts": 0}
     with tempfile.TemporaryDirectory(prefix="tinygrad-nv-train-") as folder:
         config = Path(folder) / "run.json"
         config.write_text(json.dumps(options))
@@ -148,10 +149,10 @@ def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> in
                              final=(NVError.exit_code,)))
 
 
-def _named(given: argparse.Namespace, options: dict[str, Any], needs_data: bool
+def _take_names(given: argparse.Namespace, options: dict[str, Any], needs_data: bool
            ) -> tuple[str, list[str]]:
-    """The model and the data, by options or words or from the file, in this order; what they were is taken
-    out of the file's options. Raises `ConfigError`."""
+    """Takes the model and the data, by options or words or from the file, in this order; what they were is
+    taken out of the file's options. Raises `ConfigError`."""
     words, own = list(given.words), options.pop("data", options.pop("dataset_name", None))
     other = options.pop("model", options.pop("model_name_or_path", None))
     model = given.model or other    # where these name one, words are data, but for another model's directory

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv.cli.model_path import found
+from tinygrad_nv.cli.model_path import find_model
 from tinygrad_nv.errors import NVError, RequestError
 
 if TYPE_CHECKING:   # importing these takes a second
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     params = params_of(arguments)
     samples = [read_audio(path) for path in arguments.files]
-    transcriber = loaded(arguments)
+    transcriber = load_model(arguments)
     try:
         begun = time.perf_counter()
-        made = transcribed(transcriber, arguments.files, samples, params)
+        made = transcribe_files(transcriber, arguments.files, samples, params)
         took_s = time.perf_counter() - begun
     finally: transcriber.close()
     for path, each in zip(arguments.files, made, strict=True): write(arguments, path, each)
@@ -98,7 +98,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def params_of(arguments: argparse.Namespace) -> TranscriptionParams:
-    """What is asked for."""
+    """Returns the parameters that the command line asks for."""
     from tinygrad_nv.engine.speech.params import FALLBACK, TranscriptionParams
     temperatures = FALLBACK if arguments.temperature is None else (arguments.temperature,)
     return TranscriptionParams(arguments.language, arguments.task, arguments.format != "text", temperatures,
@@ -106,8 +106,8 @@ def params_of(arguments: argparse.Namespace) -> TranscriptionParams:
                                condition_on_previous=arguments.condition_on_previous)
 
 
-def loaded(arguments: argparse.Namespace) -> Transcriber:
-    """The model of the command line. `--device` becomes tinygrad's default for this process."""
+def load_model(arguments: argparse.Namespace) -> Transcriber:
+    """Loads the model of the command line. `--device` becomes tinygrad's default for this process."""
     from tinygrad.helpers import DEV
 
     from tinygrad_nv.engine.speech.transcriber import Transcriber
@@ -117,15 +117,15 @@ def loaded(arguments: argparse.Namespace) -> Transcriber:
             raise RequestError(f"--device {arguments.device}: {error}",
                                "a device of tinygrad, such as CPU or CUDA",
                                "run `tinygrad-nv doctor` to see what this machine has") from error
-    directory = found(arguments.model)
+    directory = find_model(arguments.model)
     with bar(f"loading {directory.name}") as update:
         return Transcriber(directory, dtype=arguments.dtype, progress=update,
                            max_num_seqs=min(arguments.max_num_seqs, len(arguments.files)))
 
 
-def transcribed(transcriber: Transcriber, files: Sequence[Path], samples: Sequence[np.ndarray],
+def transcribe_files(transcriber: Transcriber, files: Sequence[Path], samples: Sequence[np.ndarray],
                 params: TranscriptionParams) -> list[Transcription]:
-    """The transcriptions, with a bar of seconds."""
+    """Returns the transcriptions, with a bar of seconds."""
     rate, seconds = 16000, [0.0] * len(files)
     with bar(f"transcribing {files[0].name if len(files) == 1 else f'{len(files)} files'}") as update:
         def progress(number: int, done: float, total: float) -> None:
@@ -148,7 +148,7 @@ def bar(title: str) -> Iterator[Callable[[float, float], None]]:
 
 def write(arguments: argparse.Namespace, path: Path, made: Transcription) -> None:
     """One transcription, in the format that is asked for."""
-    text = formatted(arguments, path, made)
+    text = format_transcription(arguments, path, made)
     if (folder := arguments.output_dir) is None:
         if len(arguments.files) > 1 and arguments.format != "json": print(f"== {path} ==")
         print(text)
@@ -162,8 +162,8 @@ def write(arguments: argparse.Namespace, path: Path, made: Transcription) -> Non
                       "change --output-dir") from error
 
 
-def formatted(arguments: argparse.Namespace, path: Path, made: Transcription) -> str:
-    """A transcription as text."""
+def format_transcription(arguments: argparse.Namespace, path: Path, made: Transcription) -> str:
+    """Returns a transcription as text."""
     from tinygrad_nv.engine.speech import subtitles
     from tinygrad_nv.engine.speech.outputs import segment_fields
     if arguments.format == "text": return made.text

@@ -157,8 +157,8 @@ def _notes() -> Iterator[None]:
 # **** what is tuned ****
 
 def _spec(arguments: argparse.Namespace) -> Any:
-    """What the words say. Raises `RequestError` for an option of something else, `SpecError` for a word that
-    there is not."""
+    """Returns the spec that the words describe. Raises `RequestError` for an option of something else,
+    `SpecError` for a word that there is not."""
     what, allowed = "a matmul", OF_MATMULS
     if arguments.attention: what, allowed = "an attention", OF_ATTENTION | OF_HEADS
     if arguments.decode: what, allowed = "a decode attention", OF_DECODE | OF_HEADS
@@ -207,14 +207,14 @@ def _tune(arguments: argparse.Namespace) -> None:
     gpu = _target(arguments)
     if not schedules(spec, gpu, 0):
         reason = TABLE.why_not(spec, gpu)
-        raise SpecError(f"no template takes {_shown(spec, arguments)} on {gpu.arch}: {reason}")
+        raise SpecError(f"no template takes {_format_spec(spec, arguments)} on {gpu.arch}: {reason}")
     if arguments.gpu is not None and clock_of(gpu) is None:
         raise ToolchainError("the timing model lacks ptxas or nvdisasm", "both",
                              "pip install 'tinygrad-nv[emulator]'")
     with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, gpu, arguments.beam, progress)
     best = tried[0]
     if arguments.json:
-        print(json.dumps({"spec": _shown(spec, arguments), "arch": gpu.arch, "flops": _flops(spec),
+        print(json.dumps({"spec": _format_spec(spec, arguments), "arch": gpu.arch, "flops": _flops(spec),
                           "how": best.how, "gpu": gpu.figures if best.how == "modelled" else "",
                           "candidates": [_as_json(candidate) for candidate in tried]}))
         return
@@ -223,7 +223,7 @@ def _tune(arguments: argparse.Namespace) -> None:
     rate = f", {_flops(spec) / best.seconds / 1e12:.1f} TFLOP/s" if _flops(spec) else ""
     said = {"counted": "by the cost model", "measured": "measured",
             "modelled": f"modelled for {gpu.figures}, not measured"}[best.how]
-    print(f"\n{_shown(spec, arguments)} on {gpu.arch}: {best.schedule}\n"
+    print(f"\n{_format_spec(spec, arguments)} on {gpu.arch}: {best.schedule}\n"
           f"{best.seconds * 1e6:.2f} us{rate} {said}; kept in {database.path()}")
 
 
@@ -256,13 +256,13 @@ def _tune_cpu(spec: Any, arguments: argparse.Namespace) -> None:
     here = host()
     if default(spec, here) is None:
         reason = TABLE.why_not(spec, here)
-        raise SpecError(f"no template takes {_shown(spec, arguments)} on {here.arch}: {reason}")
+        raise SpecError(f"no template takes {_format_spec(spec, arguments)} on {here.arch}: {reason}")
     with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, here, arguments.beam, progress)
     predicted = {one.schedule: CPUMatmul(spec, one.schedule, here).seconds for one in tried}
     if arguments.json:
         candidates = [{"schedule": one.schedule.to_json(), "predicted_s": predicted[one.schedule],
                        "measured_s": one.seconds, "why": one.why} for one in tried]
-        print(json.dumps({"spec": _shown(spec, arguments), "arch": here.arch, "flops": spec.flops,
+        print(json.dumps({"spec": _format_spec(spec, arguments), "arch": here.arch, "flops": spec.flops,
                           "candidates": candidates}))
         return
 
@@ -271,13 +271,13 @@ def _tune_cpu(spec: Any, arguments: argparse.Namespace) -> None:
         return str(one.schedule), f"{predicted[one.schedule] * 1e6:.2f}", measured
     print("\n".join(align_columns([("schedule", "predicted us", "measured us"), *map(row, tried)], (1, 2))))
     if (best := tried[0]).seconds is None: raise SpecError("no candidate can be used", "", best.why)
-    print(f"\n{_shown(spec, arguments)} on {here.arch}: {best.schedule}\n"
+    print(f"\n{_format_spec(spec, arguments)} on {here.arch}: {best.schedule}\n"
           f"{best.seconds * 1e6:.2f} us, {spec.flops / best.seconds / 1e9:.1f} GFLOP/s; kept in "
           f"{database.path()}")
 
 
-def _shown(spec: Any, arguments: argparse.Namespace) -> str:
-    """A spec; a matmul's with its epilogue as it was given on the command line."""
+def _format_spec(spec: Any, arguments: argparse.Namespace) -> str:
+    """Returns a spec as text; a matmul's with its epilogue as it was given on the command line."""
     if not isinstance(spec, GemmSpec): return str(spec)
     words = f", {arguments.epilogue}" if arguments.epilogue else ""
     return str(spec).split(", ")[0] + words
@@ -309,13 +309,13 @@ def _list(arguments: argparse.Namespace) -> None:
     rows = [("spec", "arch", "toolchain", "schedule", "us", "bound", "how", "origin")]
     for entry in entries:
         rows.append((shorten(str(entry.spec), 60), entry.arch, entry.toolchain,
-                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bound(entry), entry.known_by,
+                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bottleneck(entry), entry.known_by,
                      entry.origin or "-"))
     print("\n".join(align_columns(rows, (4,))))
 
 
-def _bound(entry: database.Entry) -> str:
-    """The bottleneck on a GPU, by the cost model."""
+def _bottleneck(entry: database.Entry) -> str:
+    """Returns the bottleneck on a GPU, by the cost model."""
     if not isinstance(entry.schedule, GemmSchedule): return "-"
     return predict(entry.spec, entry.schedule, entry.arch).bound
 

@@ -130,16 +130,16 @@ class AsyncEngine:
         try:
             if lora is not None:        # reading an adapter may take seconds
                 request = await asyncio.to_thread(with_adapter, self.llm.adapters, request, lora)
-            if request.params.masked:   # compiling a new grammar may take seconds
+            if request.params.needs_masks:   # compiling a new grammar may take seconds
                 matchers = await asyncio.to_thread(self.llm.matchers, request.params)
                 request = replace(request, matchers=matchers)
             self.llm.engine.submit(request, self._on_outputs)
-            while stream.deltas or not stream.processor.finished:
+            while stream.deltas or not stream.processor.is_finished:
                 for delta in await stream.take(): yield delta
         finally:
             del self._streams[request.id]
             self._waiting -= not stream.started
-            if not stream.processor.finished: self.llm.engine.abort(request.id)
+            if not stream.processor.is_finished: self.llm.engine.abort(request.id)
             if not self._streams: self._idle.set()
 
     def _on_outputs(self, chosen: list[EngineCoreOutput]) -> None:

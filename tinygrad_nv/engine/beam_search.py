@@ -61,7 +61,7 @@ class BeamSearchSequence:
     stop_reason: int | str | None = None
 
     def then(self, token: int, found: dict[int, Logprob]) -> BeamSearchSequence:
-        """This beam with one more token, of the candidates `found`."""
+        """Returns this beam with one more token, of the candidates `found`."""
         return BeamSearchSequence([*self.tokens, token], [*self.logprobs, found],
                                   self.cum_logprob + found[token].logprob)
 
@@ -94,13 +94,13 @@ class Search:
                     made.finish_reason, made.stop_reason = "stop", token
                     self.ended.append(made)
                 else: going.append(made)
-        self.beams = self._sorted(going)[:self.params.beam_width]
+        self.beams = self._sort_by_score(going)[:self.params.beam_width]
 
     def best(self) -> list[BeamSearchSequence]:
         """The best beams, ended or not."""
         for beam in self.beams: beam.finish_reason = "length"
-        return self._sorted([*self.ended, *self.beams])[:self.params.beam_width]
+        return self._sort_by_score([*self.ended, *self.beams])[:self.params.beam_width]
 
-    def _sorted(self, beams: Sequence[BeamSearchSequence]) -> list[BeamSearchSequence]:
+    def _sort_by_score(self, beams: Sequence[BeamSearchSequence]) -> list[BeamSearchSequence]:
         def score(beam: BeamSearchSequence) -> float: return beam.score(self.eos, self.params.length_penalty)
         return sorted(beams, key=score, reverse=True)

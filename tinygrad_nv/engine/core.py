@@ -1,7 +1,7 @@
 """`EngineCore`: schedules requests, launches steps, and returns the tokens of the requests that run.
 
 Protocol: called from one thread. `add` queues a request. `step` launches a step and returns the output of an
-earlier one; call it while `unfinished` is true. Between steps, `abort` ends a request and `finish` ends a
+earlier one; call it while `has_unfinished` is true. Between steps, `abort` ends a request and `finish` ends a
 sequence whose text has met a stop string. Tokens that the device still samples for them are dropped.
 
 Scheduling is asynchronous: `step` schedules and launches step k + 1, then waits for step k. The device
@@ -165,7 +165,7 @@ class EngineCore:
         self.pool.forget_prefixes()
 
     @property
-    def unfinished(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Whether a request is queued or running, or an output has not been returned."""
         return bool(self._requests or self._outputs or self._in_flight)
 
@@ -310,7 +310,7 @@ class EngineCore:
         elif seq.matcher is not None:
             try: seq.matcher.accept(token)
             except NVError as error: return self._fail_seq(seq, error)
-            if seq.matcher.finished: reason, complete = "stop", True
+            if seq.matcher.is_finished: reason, complete = "stop", True
         if reason is None and length >= seq.max_length: reason = "length"
         found = () if logprobs is None else (logprobs,)
         self._outputs.append(made := EngineCoreOutput(seq.request.id, seq.index, (token,), found, reason,

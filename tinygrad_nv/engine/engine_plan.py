@@ -1,4 +1,4 @@
-"""What an engine has beside its model runner, in terms that a process can tell another.
+"""Settings of an engine beside its model runner, in terms that a process can tell another.
 
 Protocol: `EnginePlan.open(plan, runner)` makes the core over a loaded runner, with its pages and what drafts
 tokens for it. Every replica of a model (executor/) opens the same one.

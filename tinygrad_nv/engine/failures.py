@@ -8,13 +8,13 @@ from tinygrad_nv.errors import EngineError
 
 
 def stopping() -> EngineError:
-    """Of a request to an engine that is closed, or that ends as the engine is."""
+    """Returns the error of a request to an engine that is closed, or that ends as the engine is."""
     return EngineError("the engine is stopping", "an engine that takes requests", "retry later")
 
 
 def step_error(error: Exception) -> EngineError:
-    """What callers are told of an exception that is none of ours. It names the innermost place, since most
-    callers show no traceback."""
+    """Returns the error that callers get for an exception of another package. It names the innermost place,
+    since most callers show no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     made = EngineError(f"a step of the engine failed: {type(error).__name__}: {error}{place}", "",

@@ -108,10 +108,10 @@ class ImageEngine:
                 request = self._waiting.popleft()
                 if not request.future.set_running_or_notify_cancel(): continue
                 self._running = request
-            self._made(request)
+            self._generate(request)
             with self._arrived: self._running = None
 
-    def _made(self, request: ImageRequest) -> None:
+    def _generate(self, request: ImageRequest) -> None:
         def step(done: int, total: int) -> None:
             self._steps += done > 0
             if request.ends.is_set():

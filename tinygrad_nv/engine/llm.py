@@ -248,7 +248,7 @@ class LLM(GenerationMethods, PoolingMethods):
             self.engine.close()
             if self.draft_model is not None: self.draft_model.close()
             self.runner.close()
-            self.structured.close()
+            self.structured_outputs.close()
         finally:
             if self.ranks is not None: self.ranks.close()
 
@@ -298,13 +298,13 @@ class LLM(GenerationMethods, PoolingMethods):
 
     @property
     def runners(self) -> list[ModelRunner]:
-        """That of the model, and that of the draft model, if there is one."""
+        """Runner of the model, and that of the draft model, if there is one."""
         drafts = [] if self.draft_model is None else [self.draft_model.runner]
         return [self.runner, *(each for each in drafts if isinstance(each, ModelRunner))]
 
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Captures the steps that every load needs, on all ranks; `follow` prepares the others."""
-        if self.ranks is not None: progress = self.ranks.counted(progress)
+        if self.ranks is not None: progress = self.ranks.check_ranks(progress)
         with nullcontext() if self.ranks is None else self.ranks.together("warm_up"):
             for each in self.runners: each.warm_up(progress, later=True)
 
@@ -321,7 +321,7 @@ class LLM(GenerationMethods, PoolingMethods):
         self.ranks.refresh_stats()
 
     def compilations_after_ready(self) -> int:
-        """What was compiled and captured since then, on all replicas; on others than that of rank 0 as of
+        """Counts compilations and captures since then, on all replicas; on others than that of rank 0 as of
         `metrics`, or the last `refresh_stats` of the ranks."""
         return self.compilations.since() + (0 if self.ranks is None else self.ranks.compilations())
 

@@ -65,7 +65,7 @@ class GenerationMethods(PromptMethods):
         outputs: dict[int, RequestOutput] = {}
         for at, delta in self._run(requests):
             builders[at].push(delta)
-            if not builders[at].finished: continue
+            if not builders[at].is_finished: continue
             outputs[at] = builders[at].output()
             self.latencies.add(outputs[at])
             progress(len(outputs), len(builders))
@@ -91,7 +91,7 @@ class GenerationMethods(PromptMethods):
                  "add_generation_prompt": add_generation_prompt,
                  "continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
         tools = extra.pop("tools") or ()
-        prompts = [self.rendered([*map(with_arguments, each)], tools, extra, local=True)
+        prompts = [self.render_conversation([*map(with_arguments, each)], tools, extra, local=True)
                    for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
@@ -170,7 +170,7 @@ class GenerationMethods(PromptMethods):
                     if (delta := processor.process(chosen)) is None: continue
                     if delta.finish_reason is not None and chosen.finish_reason is None:
                         self.engine.finish(chosen.request, chosen.index, delta.stop_reason)
-                    if processor.finished:
+                    if processor.is_finished:
                         del open_[chosen.request]
                         for request in itertools.islice(following, 1): self.engine.submit(request, inbox.put)
                     yield at, delta

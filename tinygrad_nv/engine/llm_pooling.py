@@ -37,7 +37,7 @@ POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 
 class PoolingMethods(PromptMethods):
-    """What `LLM` computes with models that generate no text."""
+    """Methods of `LLM` for models that generate no text."""
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None,
               normalize: bool | None = None, dimensions: int | None = None, use_tqdm: bool = True,
@@ -70,11 +70,11 @@ class PoolingMethods(PromptMethods):
         if head is None: embedder.require_dimensions(own.dimensions)
         ids = self._ids(embedder, prompts, own)
         pooled = embedder.pool(ids, task.startswith("token"))
-        def made(x: np.ndarray) -> np.ndarray:
+        def finish(x: np.ndarray) -> np.ndarray:
             if head is not None: return head.scores(x, own.activate)
             made = embedder.finish([*np.atleast_2d(x)], own.normalize, own.dimensions)
             return made.reshape(*x.shape[:-1], -1)
-        return _outputs([PoolingOutput(made(each)) for each in pooled], ids)
+        return _outputs([PoolingOutput(finish(each)) for each in pooled], ids)
 
     def classify(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True,
                  pooling_params: PoolingParams | None = None,
@@ -141,7 +141,7 @@ def _outputs(made: Sequence[Output], ids: Sequence[Sequence[int]]) -> list[Pooli
 
 
 def _pairs(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """As many first texts as second. Raises `RequestError`."""
+    """Returns as many first texts as second. Raises `RequestError`."""
     one, two = ([each] if isinstance(each, str) else [*each] for each in (first, second))
     if any(not isinstance(text, str) for text in (*one, *two)):
         raise RequestError("score of what is not texts", "texts, or lists of texts", "pass texts")
@@ -152,5 +152,5 @@ def _pairs(first: str | Sequence[str], second: str | Sequence[str]) -> tuple[lis
 
 
 def _cosine(one: EmbeddingOutput, two: EmbeddingOutput) -> float:
-    """Of two vectors of length 1."""
+    """Returns the cosine of two vectors of length 1."""
     return float(np.dot(one.embedding, two.embedding))

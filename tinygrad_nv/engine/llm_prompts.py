@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PromptMethods:
-    """What `LLM` does with prompts."""
+    """Methods of `LLM` for prompts."""
     directory: Path
     embedder: Embedder | None
     length: int
@@ -85,21 +85,21 @@ class PromptMethods:
         return UserTokenizer(self.require_tokenizer(), str(self.directory), self.length)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` takes where it gets none: the model's own, and 256 tokens."""
+        """Returns the parameters of a `generate` that gets none: the model's own, and 256 tokens."""
         return replace(self.defaults)
 
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Token ids of a conversation, through the model's chat template. `tools` and `extra` are variables
         of the template."""
-        return self.tokenize(self.rendered(messages, tools, extra, local=False, truncated=False))
+        return self.tokenize(self.render_conversation(messages, tools, extra, local=False, truncated=False))
 
     def conversation(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> ParsedPrompt:
         """A conversation as a prompt: its text and token ids. Parts of a content are joined by new lines,
         unless the template reads parts; images among them stay where they are, and no files are read for
         their URLs."""
-        return self.rendered(messages, tools, extra, local=False)
+        return self.render_conversation(messages, tools, extra, local=False)
 
-    def rendered(self, messages: Sequence[Message], tools: Tools, extra: Mapping[str, Any],
+    def render_conversation(self, messages: Sequence[Message], tools: Tools, extra: Mapping[str, Any],
                  local: bool, truncated: bool = True) -> ParsedPrompt:
         """`conversation`; `local`: URLs of images may be those of files. `truncated`: it may be longer than
         the context. Raises `RequestError`."""
@@ -132,8 +132,8 @@ class PromptMethods:
                            "a causal language model", "call embed(prompts)")
 
     @cached_property
-    def structured(self) -> Matchers:
-        """What makes matchers of requests."""
+    def structured_outputs(self) -> Matchers:
+        """Compiler and cache of requests' matchers."""
         return Matchers(self.require_tokenizer, self.config.vocab_size, self.eos)
 
     def _require_more_than_ends(self, params: SamplingParams) -> None:
@@ -147,7 +147,7 @@ class PromptMethods:
     def matchers(self, params: SamplingParams) -> tuple[Matcher, ...]:
         """A matcher for each answer if not every token may follow; compiling a new grammar takes up to
         seconds. Raises `RequestError` for a grammar that cannot be enforced."""
-        return self.structured.of(params)
+        return self.structured_outputs.of(params)
 
     def request(self, name: str, prompt: Prompt, params: SamplingParams | None = None,
                 priority: int = 0, matched: bool = True, lora_request: LoRARequest | None = None) -> Request:

@@ -39,7 +39,7 @@ class LoadOptions:
 
     @property
     def ranks(self) -> int:
-        """That have a replica of the model together."""
+        """Number of ranks that have a replica of the model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

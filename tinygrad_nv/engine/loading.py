@@ -87,7 +87,8 @@ HASHED_BYTES = 16 << 20     # of a model file whose content is hashed; others ar
 
 
 def weights_identity(model: Path) -> str:
-    """What tells the files of a model from others: the content of small ones, size and time of large ones."""
+    """Returns a text that tells the files of a model from others: the content of small ones, size and time of
+    large ones."""
     made = hashlib.sha256()
     for file in [model] if model.is_file() else sorted(each for each in model.iterdir() if each.is_file()):
         if file.suffix in (".py", ".xz"): continue  # of the bundled model

@@ -49,7 +49,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def parse(prompt: Prompt) -> ParsedPrompt:
-    """What a prompt has. Raises `RequestError` for other types."""
+    """Returns text, token ids and images of a prompt. Raises `RequestError` for other types."""
     if isinstance(prompt, ParsedPrompt): return prompt
     if isinstance(prompt, str): return ParsedPrompt(prompt)
     if not isinstance(prompt, Mapping): return ParsedPrompt(ids=as_token_ids(prompt))
@@ -72,7 +72,7 @@ def parse(prompt: Prompt) -> ParsedPrompt:
 
 
 def _images(data: Any) -> tuple[AnImage, ...]:
-    """Those of vLLM's multi_modal_data. Raises `RequestError`."""
+    """Returns the images of vLLM's multi_modal_data. Raises `RequestError`."""
     if data is None: return ()
     if not isinstance(data, Mapping) or {*data} - {"image"}:
         raise RequestError(f"multi_modal_data of {str(data)[:60]}", '{"image": an image, or a list of them}',

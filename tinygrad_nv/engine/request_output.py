@@ -1,8 +1,8 @@
 """`RequestOutput`: the finished answers to a prompt, in vLLM's fields.
 
-Protocol: a `RequestOutputBuilder` collects the deltas of a request's answers; once it is `finished`, `output`
-is the whole. Log probabilities are a dictionary for each token, from token ids to `Logprob`s: the sampled
-token, or the prompt's, first, then the likeliest.
+Protocol: a `RequestOutputBuilder` collects the deltas of a request's answers; once it is `is_finished`,
+`output` is the whole. Log probabilities are a dictionary for each token, from token ids to `Logprob`s: the
+sampled token, or the prompt's, first, then the likeliest.
 """
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RequestOutputBuilder:
         self.going = request.params.n
 
     @property
-    def finished(self) -> bool: return not self.going
+    def is_finished(self) -> bool: return not self.going
 
     def push(self, delta: Delta) -> None:
         """Adds a delta."""
@@ -103,12 +103,12 @@ class RequestOutputBuilder:
         found = [each for delta in self.deltas[0] for each in delta.prompt_logprobs]
         of_prompt = None if request.params.prompt_logprobs is None else (None, *map(of_token, found))
         return RequestOutput(request.id, request.text, tuple(request.prompt),
-                             tuple(joined(each, told) for each in self.deltas), seed, self.cached,
+                             tuple(join_deltas(each, told) for each in self.deltas), seed, self.cached,
                              self.first - self.started, self.last - self.first, of_prompt)
 
 
-def joined(deltas: Sequence[Delta], told: bool) -> CompletionOutput:
-    """The deltas of one answer; `told`: with log probabilities."""
+def join_deltas(deltas: Sequence[Delta], told: bool) -> CompletionOutput:
+    """Joins the deltas of one answer; `told`: with log probabilities."""
     last = deltas[-1]
     assert last.finish_reason is not None
     found = [each for delta in deltas for each in delta.logprobs]

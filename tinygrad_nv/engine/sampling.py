@@ -40,7 +40,7 @@ _SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Nu
 
 @dataclass(frozen=True)
 class Filters:
-    """Which parts of the sampler requests need. Equal filters share a captured graph. A row's token does not
+    """Parts of the sampler that requests need. Equal filters share a captured graph. A row's token does not
     change when its step uses more filters than the row needs."""
     draw: bool = False
     top_k: bool = False
@@ -62,8 +62,8 @@ class Filters:
 
 
 class RequestOutputKind(Enum):
-    """What vLLM returns while a request runs. A finished answer, as `LLM.generate` has it, is the same for
-    all; streams of this package are deltas."""
+    """Outputs that vLLM returns while a request runs. A finished answer, as `LLM.generate` has it, is the
+    same for all; streams of this package are deltas."""
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
@@ -125,12 +125,12 @@ class SamplingParams:
     logits_processors: None = None
 
     def __post_init__(self) -> None:
-        self._set(stop=(self.stop,) if isinstance(self.stop, str) else _listed(self.stop),
-                  stop_token_ids=_listed(self.stop_token_ids), bad_words=_listed(self.bad_words),
+        self._set(stop=(self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop),
+                  stop_token_ids=_as_tuple(self.stop_token_ids), bad_words=_as_tuple(self.bad_words),
                   logit_bias={} if self.logit_bias is None else self.logit_bias,
                   seed=None if self.seed == -1 else self.seed,
                   logits_processors=None if self.logits_processors == [] else self.logits_processors)
-        if self.allowed_token_ids is not None: self._set(allowed_token_ids=_listed(self.allowed_token_ids))
+        if self.allowed_token_ids is not None: self._set(allowed_token_ids=_as_tuple(self.allowed_token_ids))
         self._check_number("temperature", 0, FLOAT32_MAX, "a number from 0 (greedy) to 3.4e38")
         self._check_integer("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
         self._check_number("top_p", 0, 1, "a number in (0, 1]", above=True)
@@ -246,7 +246,7 @@ class SamplingParams:
                                    f"0 to {size - 1}", "use ids of this model's tokenizer")
 
     @property
-    def masked(self) -> bool:
+    def needs_masks(self) -> bool:
         """Whether matchers say which tokens may follow."""
         return bool(self.structured_outputs is not None or self.allowed_token_ids or self.bad_words
                     or self.reasoning is not None)
@@ -266,8 +266,8 @@ class SamplingParams:
         return made
 
 
-def _listed(given: Any) -> Any:
-    """A list as a tuple, None as an empty one; anything else as it is, for its check to find."""
+def _as_tuple(given: Any) -> Any:
+    """Returns a list as a tuple, None as an empty one; anything else as it is, for its check to find."""
     return () if given is None else tuple(given) if isinstance(given, list) else given
 
 

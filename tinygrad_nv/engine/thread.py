@@ -35,7 +35,7 @@ Sink = Callable[[list[EngineCoreOutput]], None]
 
 
 class Engine(Protocol):
-    """What requests are submitted to: a core's thread, or several replicas (executor/replicas.py)."""
+    """Engine that requests are submitted to: a core's thread, or several replicas (executor/replicas.py)."""
     @property
     def failure(self) -> NVError | None: ...
     @property
@@ -169,7 +169,7 @@ class EngineThread:
         while True:
             with self._lock:
                 if not self._commands:
-                    if self.core.unfinished: return True
+                    if self.core.has_unfinished: return True
                     self._thread = None
                     while self._pauses: self._pauses.pop().set_result(None)
                     return False

@@ -104,7 +104,7 @@ class Bucket:
         """Instantiates the graph, and measures the memory that the driver takes for it."""
         assert self.compiled is not None
         begun = time.perf_counter()
-        linear = self.compiled.placed(arena.intermediates, arena.outputs)
+        linear = self.compiled.bind_memory(arena.intermediates, arena.outputs)
         opened = Device[self.device]
         for each in linear.src:
             for argument in realize.get_call_arg_uops(each):
@@ -113,7 +113,7 @@ class Bucket:
                 realize.get_runtime(self.device, each.src[0])
         free = opened.driver.memory()[0] if isinstance(opened, NVDevice) else 0
         try:
-            self.replay = self._graphed(linear)
+            self.replay = self._split_into_graphs(linear)
             for each in self.replay.src:
                 if _is_graph(each.src[0]): realize.get_graph_runtime(each.src[0], ())
         except BaseException:
@@ -135,9 +135,9 @@ class Bucket:
         it."""
         return self.graph is not None and self.graph.window != self.graph.dev.window
 
-    def _graphed(self, linear: UOp) -> UOp:
-        """All launches as one graph, or as several graphs with the launches that graphs cannot hold between
-        them."""
+    def _split_into_graphs(self, linear: UOp) -> UOp:
+        """Returns all launches as one graph, or as several graphs with the launches that graphs cannot hold
+        between them."""
         assert self.compiled is not None
         if self.compiled.graph_obstacle: return linear if JIT != 1 else graph_split_rewrite(linear)
         return linear.replace(src=(UOp(Ops.CUSTOM_FUNCTION, src=(linear,), arg="graph").call(),))
@@ -170,7 +170,7 @@ class Bucket:
         """Raises `GraphError` if a Tensor that the graph uses was replaced. Pending assignments to it are
         realized. A Tensor that was garbage-collected is ignored if another one has its memory: it was a
         temporary view."""
-        if self.compiled is None or self.compiled.unchanged(): return
+        if self.compiled is None or self.compiled.is_unchanged(): return
         realize_assigned(tensor for ref, _ in self.compiled.state if (tensor := ref()) is not None)
         now = [(ref, uop, ref()) for ref, uop in self.compiled.state]
         there = {tensor.uop.base for _, _, tensor in now if tensor is not None}

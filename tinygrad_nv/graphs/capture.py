@@ -4,7 +4,7 @@ Protocol. `record(step, …)` runs the step as TinyJit does, with tinygrad colle
 executing them; `RecordedStep.finalize()` plans its memory. Buffers that the step creates or uses are of three
 kinds: outputs, which get offsets in the outputs' region; intermediates, which the memory planner places in an
 arena; and everything that existed before (weights, caches), which stays in place and may be written. The
-compiled schedule has placeholders for outputs and arena; `CompiledStep.placed` substitutes real memory.
+compiled schedule has placeholders for outputs and arena; `CompiledStep.bind_memory` substitutes real memory.
 
 A Tensor that the step creates and keeps, other than by returning it, is none of these. If it depends neither
 on inputs nor on anything the step writes (a lookup table), it is computed at once and is state from then on.
@@ -80,7 +80,7 @@ class CompiledStep:
     state: tuple[tuple[weakref.ref[Tensor], UOp], ...]
     graph_obstacle: str
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether every Tensor of the state exists and was not replaced. Takes about 13 µs for 300 Tensors.
         """
         refs, uops = self._refs, self._uops
@@ -93,8 +93,8 @@ class CompiledStep:
     @functools.cached_property
     def _uops(self) -> list[UOp]: return [uop for _, uop in self.state]
 
-    def placed(self, arena: Buffer | None, outputs: Buffer | None) -> UOp:
-        """The schedule with real memory in place of the placeholders."""
+    def bind_memory(self, arena: Buffer | None, outputs: Buffer | None) -> UOp:
+        """Returns the schedule with real memory in place of the placeholders."""
         memory: dict[UOp, UOp] = {}
         for placeholder, offset in self.arena_placeholders:
             assert arena is not None
@@ -192,35 +192,36 @@ def record(step: Callable[..., Returned], size: int, inputs: Mapping[str, Tensor
                 try: returned, results = call_step(step, size, inputs, variables, device, existing)
                 except RuntimeError as error:
                     if "TinyJit inside another TinyJit" in str(error):
-                        raise _nested_jit("captures") from error
+                        raise _jit_within_jit("captures") from error
                     raise
-            if GlobalCounters.kernel_count != ran: raise _nested_jit("replays")
+            if GlobalCounters.kernel_count != ran: raise _jit_within_jit("replays")
             bound = {variable.unbind()[0].expr for variable in variables.values()}
             if own := sorted(schedules.values.keys() - bound):
                 raise GraphError(f"the step binds Variable {own[0]} itself",
                                  "Variables that are given in every call: a replay may need another value",
                                  f"pool(…, {own[0]}=Variable(…).bind(…)), and an argument of the step")
-            linear = _compiled(schedules.linear)
+            linear = _compile_linear(schedules.linear)
             if not linear.src: raise GraphError("a step that computes nothing", "at least one kernel")
     except BaseException:
         # compute what the step kept, as far as possible, and re-raise
         with contextlib.suppress(Exception):
             if kept_buffers := find_kept(schedules.linear, existing):
-                run_kept(_compiled(schedules.linear), kept_buffers, existing, given)
+                run_kept(_compile_linear(schedules.linear), kept_buffers, existing, given)
         raise
     return RecordedStep(linear, schedules.values, results, existing, given, device), returned
 
 
-def _nested_jit(does: str) -> GraphError:
+def _jit_within_jit(does: str) -> GraphError:
     return GraphError(f"a step {does} a TinyJit while it is captured", "a step of plain tinygrad",
                       "remove the TinyJit: the pool captures the whole step")
 
 
-def _compiled(linear: UOp) -> UOp: return realize.compile_linear(linear, beam=getenv("JITBEAM", BEAM.value))
+def _compile_linear(linear: UOp) -> UOp: return realize.compile_linear(linear,
+                                                                       beam=getenv("JITBEAM", BEAM.value))
 
 
-def named_results(returned: Returned) -> list[tuple[str, Tensor]]:
-    """The Tensors that a step returned, with names for messages."""
+def name_results(returned: Returned) -> list[tuple[str, Tensor]]:
+    """Lists the Tensors that a step returned, with names for messages."""
     if isinstance(returned, dict): items = [(repr(key), value) for key, value in returned.items()]
     elif isinstance(returned, (tuple, list)): items = [(str(k), value) for k, value in enumerate(returned)]
     else: items = [("", returned)]
@@ -248,7 +249,7 @@ def call_step(step: Callable[..., Returned], size: int, inputs: Mapping[str, Ten
     and is a Tensor that the step has no reference to."""
     before = [ref for ref, _ in live_tensors()]
     returned = step(**{name: Tensor(tensor.uop) for name, tensor in inputs.items()}, **variables)
-    items = [(name, _result(tensor, device)) for name, tensor in named_results(returned)]
+    items = [(name, _result(tensor, device)) for name, tensor in name_results(returned)]
     returned = rebuild(returned, [None] * len(items))
     for name, tensor in items: _check_result(name, tensor, size, device)
     Tensor.realize(*(tensor for _, tensor in items))

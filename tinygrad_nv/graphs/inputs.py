@@ -65,7 +65,7 @@ def region(device: str, nbytes: int) -> Buffer:
 
 @dataclass(frozen=True)
 class InputPlacement:
-    """Where an input is stored for one batch size: byte offset in the region, and bytes."""
+    """Place of an input for one batch size: byte offset in the region, and bytes."""
     name: str
     given: Input
     offset: int

@@ -60,7 +60,7 @@ class GraphPool:
                  sizes: Sequence[int] = SIZES, device: str | None = None, limit_bytes: int | None = None,
                  staging: int = 2) -> None:
         self.step, self.inputs = step, dict(inputs)
-        self.sizes = _checked_sizes(self.inputs, sizes, limit_bytes, staging)
+        self.sizes = _check_sizes(self.inputs, sizes, limit_bytes, staging)
         self.device = Device.canonicalize(device)
         self.limit_bytes = limit_bytes
         self.input_staging = InputStaging(self.device, self.inputs, self.sizes, staging)
@@ -81,7 +81,7 @@ class GraphPool:
         """One step on the given rows: arrays, or Tensors of this device, one for each input, and bound
         Variables by other names. Returns what the step returns, of as many rows, valid until the next call.
         Raises `GraphError`."""
-        rows, values, variables = self._checked_inputs(given)
+        rows, values, variables = self._check_inputs(given)
         bucket = self.buckets[self._size_of[rows]]
         bucket.check_state()
         with self._call(bucket):
@@ -140,9 +140,9 @@ class GraphPool:
         eagerly is tried again."""
         wanted = sorted(self.sizes if sizes is None else set(sizes), reverse=True)
         if unknown := [size for size in wanted if size not in self.buckets]:
-            raise GraphError(f"no size {unknown[0]}", f"one of {_joined(self.sizes)}")
+            raise GraphError(f"no size {unknown[0]}", f"one of {_join_names(self.sizes)}")
         self._check_variables(variables)
-        with progress(wanted, self._held_bytes) as done:
+        with progress(wanted, self._count_bytes) as done:
             for size in wanted:
                 bucket = self.buckets[size]
                 bucket.check_state()
@@ -256,7 +256,7 @@ class GraphPool:
             self.arena.resize(arena, outputs)
         return ""
 
-    def _held_bytes(self) -> int:
+    def _count_bytes(self) -> int:
         """Bytes that count towards the limit."""
         graphs = sum(each.graph_bytes for each in self.buckets.values() if each.replay is not None)
         return self.arena.nbytes + self.arena.output_bytes + graphs
@@ -271,8 +271,8 @@ class GraphPool:
 
     # **** arguments ****
 
-    def _checked_inputs(self, given: dict[str, Any]) -> tuple[int, list[np.ndarray | Buffer], dict[str, UOp]]:
-        """The number of rows, the values in the order of the inputs, and bound Variables. Raises
+    def _check_inputs(self, given: dict[str, Any]) -> tuple[int, list[np.ndarray | Buffer], dict[str, UOp]]:
+        """Returns the number of rows, the values in the order of the inputs, and bound Variables. Raises
         `GraphError`."""
         if realize.capturing:
             raise GraphError("a GraphPool is called while a step is captured", "a call outside TinyJit",
@@ -290,7 +290,7 @@ class GraphPool:
             elif isinstance(value, Tensor):
                 values.append(self._on_device(name, spec, value))
                 count = int(value.shape[0])
-            elif value is None: raise GraphError(f"input {name!r} is missing", f"{_joined(self.inputs)}")
+            elif value is None: raise GraphError(f"input {name!r} is missing", f"{_join_names(self.inputs)}")
             else: raise _bad_input(name, spec, (), type(value).__name__)
             if rows not in (-1, count):
                 raise GraphError(f"input {name!r} has {count} rows, {self._expected[0][0]!r} has {rows}",
@@ -298,7 +298,8 @@ class GraphPool:
             rows = count
         if given or self._variables: self._check_variables(given)
         if not 0 < rows <= self.sizes[-1]:
-            raise GraphError(f"a batch of {rows} rows", f"1 to {self.sizes[-1]}: sizes {_joined(self.sizes)}",
+            raise GraphError(f"a batch of {rows} rows",
+                             f"1 to {self.sizes[-1]}: sizes {_join_names(self.sizes)}",
                              "split the batch, or make the pool with a larger size" if rows else "")
         return rows, values, given
 
@@ -307,11 +308,11 @@ class GraphPool:
             if isinstance(value, UOp) and value.is_bound_var: continue
             if name in self.inputs: raise GraphError(f"input {name!r} for a capture", "Variables alone")
             raise GraphError(f"there is no input {name!r}",
-                             f"{_joined(self.inputs)}, and bound Variables by other names")
+                             f"{_join_names(self.inputs)}, and bound Variables by other names")
         names = frozenset(variables)
         if self._variables is not None and names != self._variables:
-            raise GraphError(f"Variables {_joined(sorted(names))}",
-                             f"{_joined(sorted(self._variables))}, as before",
+            raise GraphError(f"Variables {_join_names(sorted(names))}",
+                             f"{_join_names(sorted(self._variables))}, as before",
                              "give all of them in every call")
 
     def _on_device(self, name: str, given: Input, tensor: Tensor) -> Buffer:
@@ -330,14 +331,14 @@ class GraphPool:
         return buffer.ensure_allocated()
 
 
-def _checked_sizes(inputs: Mapping[str, Input], sizes: Sequence[int], limit_bytes: int | None,
+def _check_sizes(inputs: Mapping[str, Input], sizes: Sequence[int], limit_bytes: int | None,
                    staging: int) -> tuple[int, ...]:
-    """The sizes, sorted. Raises `GraphError` for invalid arguments."""
+    """Returns the sizes, sorted. Raises `GraphError` for invalid arguments."""
     if not inputs: raise GraphError("a pool without inputs", "at least one Input")
     for name, given in inputs.items(): given.check(name)
     listed = list(sizes) if isinstance(sizes, Sequence) else []
     if not listed or any(type(size) is not int or size < 1 for size in listed):
-        raise GraphError(f"sizes {_joined(listed) if isinstance(sizes, Sequence) else sizes}",
+        raise GraphError(f"sizes {_join_names(listed) if isinstance(sizes, Sequence) else sizes}",
                          "a list of Python's integers, at least one, each 1 or more")
     if limit_bytes is not None and limit_bytes < 1:
         raise GraphError(f"a limit of {limit_bytes} bytes", "1 or more")
@@ -363,7 +364,7 @@ def _first_rows(outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
 def _evict(bucket: Bucket) -> None: bucket.counts.evictions += bucket.drop()
 
 
-def _joined(names: Any) -> str: return ", ".join(map(str, names)) or "none"
+def _join_names(names: Any) -> str: return ", ".join(map(str, names)) or "none"
 
 
 def _register_reclaim(pool: GraphPool) -> Callable[[], None]:

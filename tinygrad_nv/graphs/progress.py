@@ -21,8 +21,8 @@ def progress(sizes: Sequence[int], held: Callable[[], int]) -> Iterator[Callable
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         first = f"size {sizes[0]}" if sizes else ""
         task = bar.add_task(f"graphs: {first}", total=len(sizes), memory="")
-        def done(size: int) -> None:
+        def advance(size: int) -> None:
             left = [other for other in sizes if other < size]
             bar.update(task, advance=1, refresh=True, memory=f"{human(held())} held",
                        description=f"graphs: size {left[0]}" if left else "graphs")
-        yield done
+        yield advance

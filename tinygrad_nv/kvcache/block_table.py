@@ -40,7 +40,7 @@ class BlockTable:
         self.host_pages: list[int] = []     # while offloaded, in place of the pages not pruned
 
     @property
-    def held_pages(self) -> list[int]:
+    def unpruned_pages(self) -> list[int]:
         """The pages that are not pruned."""
         return self.pages[self.pruned:]
 
@@ -55,7 +55,7 @@ class BlockTable:
         return (self,)
 
     @property
-    def offloaded(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the pages are on the host."""
         return bool(self.host_pages)
 
@@ -142,7 +142,7 @@ class BlockTable:
     def memory(self) -> tuple[PageAllocator, list[int]]:
         """The memory that holds the sequence, and its pages there."""
         if self.host_pages: return self.pool.host, self.host_pages
-        return self.pool.device, self.held_pages
+        return self.pool.device, self.unpruned_pages
 
     # **** fork, prune, truncate ****
 
@@ -250,7 +250,7 @@ class BlockTable:
     def offload(self) -> bool:
         """Moves all pages to the host, reserved ones too. `pages` is then empty, and `computed` unchanged.
         False, with nothing changed, if the host is out of pages."""
-        made = offload.offload(self.pool, self.held_pages)
+        made = offload.offload(self.pool, self.unpruned_pages)
         if made: self.pages, self.host_pages = [], made
         return made is not None
 

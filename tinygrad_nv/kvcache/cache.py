@@ -246,10 +246,10 @@ class CachedSequence:
 
     def offload(self) -> None:
         """Copies the pages to the host, and frees those of the device. Raises `PageError`."""
-        if self.table.offloaded: return
+        if self.table.is_offloaded: return
         if not self.table.offload():
             host = self.cache.pool.host
-            raise PageError(f"out of host pages for a request of {len(self.table.held_pages)}: "
+            raise PageError(f"out of host pages for a request of {len(self.table.unpruned_pages)}: "
                             f"{host.available} left of {host.total}", "as many",
                             "make the cache with more host_pages")
         self.cache.commit()
@@ -257,7 +257,7 @@ class CachedSequence:
     def prefetch(self) -> None:
         """Copies the pages of an offloaded request back, asynchronously where the device can. Raises
         `PageError`."""
-        if not self.table.offloaded: return
+        if not self.table.is_offloaded: return
         if not self.table.restore():
             raise self.cache._out_of_pages("an offloaded request", len(self.table.host_pages))
         self.cache.commit()

@@ -42,18 +42,18 @@ def num_pages(tokens: int, window: int | None, page_size: int, chunk: int) -> in
 
 def one_group(layers: int) -> CacheGroups:
     """All layers in one group, which keeps all pages."""
-    return _grouped((None,) * layers, layers)
+    return _make_groups((None,) * layers, layers)
 
 
 def cache_groups(windows: Sequence[int | None], length: int, page_size: int) -> CacheGroups:
     """The groups of layers with these windows, for sequences of at most `length` tokens."""
-    choices = [_grouped(windows, count) for count in range(len(windows), 0, -1)]
+    choices = [_make_groups(windows, count) for count in range(len(windows), 0, -1)]
     def size(each: CacheGroups) -> int: return each.layers_per_page * each.num_pages(length, page_size, 1)
     return min((each for each in choices if len(each.windows) <= MAX_GROUPS), key=size)
 
 
-def _grouped(windows: Sequence[int | None], layers_per_page: int) -> CacheGroups:
-    """Groups of at most so many layers. One group of all layers has the widest of their windows."""
+def _make_groups(windows: Sequence[int | None], layers_per_page: int) -> CacheGroups:
+    """Returns groups of at most so many layers. One group of all layers has the widest of their windows."""
     if layers_per_page == len(windows):
         widest = None if None in windows else max(each for each in windows if each is not None)
         return CacheGroups((widest,), tuple((0, i) for i in range(len(windows))), layers_per_page)

@@ -36,7 +36,7 @@ class HybridTable:
     @property
     def pages(self) -> list[int]:
         """Entries of all groups; none while offloaded."""
-        return [] if self.offloaded else list(chain.from_iterable(each.pages for each in self.groups))
+        return [] if self.is_offloaded else list(chain.from_iterable(each.pages for each in self.groups))
 
     @property
     def num_entries(self) -> int:
@@ -49,9 +49,9 @@ class HybridTable:
         return sum(each.pruned for each in self.groups)
 
     @property
-    def held_pages(self) -> list[int]:
+    def unpruned_pages(self) -> list[int]:
         """The pages that are not pruned."""
-        return [page for each in self.groups for page in each.held_pages]
+        return [page for each in self.groups for page in each.unpruned_pages]
 
     @property
     def host_pages(self) -> list[int]:
@@ -59,7 +59,7 @@ class HybridTable:
         return [page for each in self.groups for page in each.host_pages]
 
     @property
-    def offloaded(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the pages are on the host."""
         return any(each.host_pages for each in self.groups)
 
@@ -111,7 +111,7 @@ class HybridTable:
 
     def release(self) -> None:
         """`BlockTable.release`."""
-        memory = self.pool.host if self.offloaded else self.pool.device
+        memory = self.pool.host if self.is_offloaded else self.pool.device
         memory.drop(page for _, page in self._last_first())
         for each in self.groups: each.clear()
 

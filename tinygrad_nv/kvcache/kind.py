@@ -54,8 +54,8 @@ class CacheKind(Generic[Cache]):
                             f"one of {', '.join(map(short, (*FLOATS, *BYTES)))}", WRITTEN)
         return CacheKind(tuple(extents), dtype, make)
 
-    def bound(self, given: dict[str, int]) -> tuple[int, int, int, int]:
-        """B, H, S_max and D for the `given` values of names. Raises `SpecError`."""
+    def bind_extents(self, given: dict[str, int]) -> tuple[int, int, int, int]:
+        """Returns B, H, S_max and D for the `given` values of names. Raises `SpecError`."""
         names = [one for one in self.extents if isinstance(one, str)]
         for name in names:
             if name in given: continue
@@ -73,7 +73,7 @@ class CacheKind(Generic[Cache]):
     def __call__(self, **given: Any) -> Cache:
         """A cache of this type. `given`: extents by name, and options of the cache."""
         options = {name: given.pop(name) for name in OPTIONS if name in given}
-        return self.make(self, self.bound(given), **options)
+        return self.make(self, self.bind_extents(given), **options)
 
     def __str__(self) -> str:
         return f"KVCache[{', '.join(repr(one) for one in self.extents)}, {short(self.dtype)}]"

@@ -116,7 +116,8 @@ class PagePool(TieredPages):
         """Asserts that each page is free, cached or in use, and that its references are those of `tables`,
         which must be all."""
         tables_list = list(tables)
-        for name, pages, page_lists in (("device", self.device, [table.held_pages for table in tables_list]),
+        for name, pages, page_lists in (("device", self.device,
+                                         [table.unpruned_pages for table in tables_list]),
                                         ("host", self.host, [table.host_pages for table in tables_list])):
             counted = Counter(page for each in page_lists for page in each)
             free, idle = set(pages.free), set(pages.evictable)

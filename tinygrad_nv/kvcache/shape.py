@@ -1,4 +1,4 @@
-"""What a KV cache holds of a token in one layer."""
+"""Heads, widths and dtypes of what a KV cache holds of a token in one layer."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -14,5 +14,5 @@ class KVShape:
 
     @property
     def elements(self) -> int:
-        """Of a token."""
+        """Number of elements of a token."""
         return self.heads * (self.keys + self.values)

@@ -68,7 +68,7 @@ class PageStore:
         groups = groups or one_group(config.num_layers)
         self.device, self.pages, self.size, self.host_pages = device, pages, size, host_pages
         shape = config.kv_shape
-        def made(width: int) -> Tensor:
+        def make_pages(width: int) -> Tensor:
             return Tensor.empty(pages, size, shape.heads, width, dtype=dtype, device=device)
 
         def scale(width: int) -> Tensor | None:
@@ -76,7 +76,8 @@ class PageStore:
             return Tensor.ones(pages, shape.heads, device=device).contiguous().realize()
         keys, values = shape.keys, shape.values
         with label_allocations(CACHE):
-            stored = [(made(keys), made(values) if values else None) for _ in range(groups.layers_per_page)]
+            stored = [(make_pages(keys), make_pages(values) if values else None)
+                      for _ in range(groups.layers_per_page)]
             layers = [LayerPages(*stored[place], scale(keys), scale(values)) for _, place in groups.places]
         self.cache = PagedCache(tuple(layers), tuple(group for group, _ in groups.places))
         self.tensors = [each for pair in stored for each in pair if each is not None]
@@ -89,7 +90,7 @@ class PageStore:
         self.host: HostMemory | None = None
         self.host_array = np.empty((0, len(self.tensors), self.page_bytes), np.uint8)
         self.views: list[np.ndarray] = []
-        total = host_pages * self.stored_bytes
+        total = host_pages * self.bytes_per_page
         if isinstance(opened, NVDevice):
             if total:
                 self.host = opened.pool.host(total)
@@ -113,7 +114,7 @@ class PageStore:
                 write(scales, 0, np.ascontiguousarray(rows).data.cast("B"))
 
     @property
-    def stored_bytes(self) -> int:
+    def bytes_per_page(self) -> int:
         """Bytes of a page, all layers that it holds."""
         return len(self.tensors) * self.page_bytes
 

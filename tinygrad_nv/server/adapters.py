@@ -42,7 +42,7 @@ class AdapterNames:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of adapters that may be asked for."""
+        """Names of adapters that may be asked for."""
         return tuple(self._found)
 
     def find(self, name: str) -> LoRARequest | None:

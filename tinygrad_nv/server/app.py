@@ -87,7 +87,7 @@ def application(service: Service) -> ASGIApp:
     """The application that serves `service`."""
     routes = [Route(path, _post(service, answer, prefix), methods=["POST"])
               for path, (answer, prefix) in ANSWERS.items()]
-    routes += [Route("/v1/responses/{id}" + path, _kept(service, task), methods=[method])
+    routes += [Route("/v1/responses/{id}" + path, _stored_response(service, task), methods=[method])
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
                for name, change in (("load", adapters.load), ("unload", adapters.unload))]
@@ -95,8 +95,8 @@ def application(service: Service) -> ASGIApp:
                for path, task in transcriptions.PATHS.items()]
     routes += [*ollama.routes(service), *llama_cpp.routes(service), *status.routes(service),
                *sleeping.routes(service.sleeping)]
-    handlers = {HTTPException: _refused, APIError: _api_error, ClientDisconnect: _client_gone,
-                Exception: _unexpected}
+    handlers = {HTTPException: _answer_http_error, APIError: _api_error, ClientDisconnect: _client_gone,
+                Exception: _answer_internal_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False     # to an absolute address, which the header Host would make up
     return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO, "/props"))
@@ -114,12 +114,12 @@ async def _client_gone(request: Request, _: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _unexpected(request: Request, _: Exception) -> Response:
+async def _answer_internal_error(request: Request, _: Exception) -> Response:
     return internal().response(route_path(request.scope), request.scope["record"].id)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """Responses for unknown paths and methods."""
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    """Answers requests of unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path, headers = route_path(request.scope)[:200], error.headers
     if error.status_code == 405:
@@ -148,24 +148,24 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         if request.scope.get("cross_origin") or not route_path(request.scope).endswith(UNTYPED):
             _require_json(request.headers)
         _require_plain(request.headers)
-        with service.body_budget.holding(service.limits) as count:
-            return await answered(request, record, await read_body(request, service.limits, count))
+        with service.body_budget.hold(service.limits) as count:
+            return await respond(request, record, await read_body(request, service.limits, count))
 
-    async def answered(request: Request, record: Record, body: bytes) -> Response:
+    async def respond(request: Request, record: Record, body: bytes) -> Response:
         record.size = len(body)
         if record.size <= INLINE_BYTES: return await answer(request, service, record, parse(body))
 
         async def large() -> Response:
-            def parsed() -> dict[str, Any]:
+            def parse_large() -> dict[str, Any]:
                 require_bounded(body, service.limits)
                 with collection.pause(): return parse(body)
-            return await answer(request, service, record, await aside(record.size, parsed))
+            return await answer(request, service, record, await aside(record.size, parse_large))
         # reading it takes long enough for the client to leave
         return await until_disconnect(request, large())
     return endpoint
 
 
-def _kept(service: Service, task: Callable[[ResponseStore, str], Awaitable[Response]]
+def _stored_response(service: Service, task: Callable[[ResponseStore, str], Awaitable[Response]]
           ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await task(service.responses_of(request.scope["record"]), request.path_params["id"])

@@ -28,7 +28,7 @@ QUOTE, COMMA, COLON = map(ord, '",:')
 
 @dataclass
 class Counted:
-    """What a text of JSON has."""
+    """Counts of a text of JSON: containers, names, values, and its depth."""
     containers: int = 0
     names: int = 0
     values: int = 0

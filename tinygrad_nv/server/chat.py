@@ -20,7 +20,7 @@ from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
+from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
 
 # names of reasoning in a message: vLLM's, and the older one
 REASONING = ("reasoning", "reasoning_content")
@@ -35,7 +35,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
               "created": int(time.time()), "model": conversation.model}
     record.stream = parsed.stream
     chunks = _chunks(conversation, record, shared)
-    if parsed.stream: return await streamed(request, chunks, record)
+    if parsed.stream: return await stream_events(request, chunks, record)
     return await until_disconnect(request, _whole(chunks, shared, parsed.params.n, record))
 
 

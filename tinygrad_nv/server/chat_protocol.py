@@ -18,7 +18,7 @@ from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import Common, common_fields
 from tinygrad_nv.server.structured_output import call_schema
-from tinygrad_nv.server.tools import Tool, ToolChoice, allowed_tools, legacy_choice, tool_choice, tool_list
+from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, select_tools, tool_choice, tool_list
 
 # reserved variables of chat templates
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -32,8 +32,8 @@ VERBOSITIES = ("low", "medium", "high")
 
 @dataclass(frozen=True)
 class ChatRequest(Common):
-    """Of /v1/chat/completions. `extra` are further variables of the chat template, `template` stands for the
-    model's own. `continued`: the answer goes on with the last message. `legacy`: tools were given as
+    """Request of /v1/chat/completions. `extra` are further variables of the chat template, `template` stands
+    for the model's own. `continued`: the answer goes on with the last message. `legacy`: tools were given as
     functions, and the call is returned as a function_call. `budget`: tokens of reasoning at most, if its end
     is a token; `must_bound`: an error otherwise."""
     messages: tuple[dict[str, Any], ...]
@@ -67,7 +67,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     legacy = "functions" in fields.left or "function_call" in fields.left
     if legacy: tools, choice = legacy_choice(fields, tools)
     else:
-        tools = allowed_tools(fields, tools)
+        tools = select_tools(fields, tools)
         choice = tool_choice(fields, tools)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, limits.logprobs)
     if top and not logprobs:
@@ -78,7 +78,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None}
     common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice))
     # a stop string within its arguments would truncate a tool call
-    if choice.forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
+    if choice.is_forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     _prediction(fields)
     fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False, "documents": [],
                      "web_search_options": {}})
@@ -209,7 +209,7 @@ def _part_text(part: dict[str, Any], path: str, name: str) -> str:
 
 
 def only_text(path: str, part: dict[str, Any]) -> APIError:
-    """Of a part that the model does not read."""
+    """Returns the error for a part that the model does not read."""
     return invalid(f"{path} is {str(part.get('type'))[:40]!r}, expected 'text': the model reads nothing else",
                    path, "unsupported")
 
@@ -220,10 +220,10 @@ def _call(data: dict[str, Any], path: str) -> dict[str, Any]:
     fields = Fields(data, path)
     if (custom := fields.object("custom")) is not None:
         function = Fields(custom, f"{path}.custom")
-        name, given = function.required("name"), {"input": function.text("input") or ""}
+        name, given = function.require_text("name"), {"input": function.text("input") or ""}
     else:
         function = Fields(fields.object("function") or {}, f"{path}.function")
-        name, given = function.required("name"), arguments_of(function.take("arguments"))
+        name, given = function.require_text("name"), arguments_of(function.take("arguments"))
     fields.ignore(("type", "index"))
     made = {"id": fields.text("id") or "", "type": "function", "function": {"name": name, "arguments": given}}
     for each in (function, fields): each.finish()

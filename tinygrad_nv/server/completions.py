@@ -23,7 +23,7 @@ from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, streamed, until_disconnect
+from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
 from tinygrad_nv.server.workers import checkpoint
 
 
@@ -33,11 +33,11 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     parsed = await service.read(record, lambda: protocol.completion(data, service.model.defaults,
                                                                     service.limits))
     name = record.model = service.require_name(parsed.model)
-    prompts, echoes = await service.aside(record.size, lambda: _tokenized(service, parsed))
+    prompts, echoes = await service.aside(record.size, lambda: _tokenize(service, parsed))
     shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
     record.stream = parsed.stream
     chunks = _chunks(service, parsed, prompts, echoes, record, shared)
-    if parsed.stream: return await streamed(request, chunks, record)
+    if parsed.stream: return await stream_events(request, chunks, record)
     return await until_disconnect(request, _whole(chunks, shared, len(prompts) * parsed.params.n, parsed,
                                                  record))
 
@@ -65,7 +65,7 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
         if parsed.echo:
             if first: shown[at] = Echo(service.require_tokenizer().decode, echoes[at // n], prompt)
             text = shown[at].push(text, delta.tokens, delta.finish_reason is not None)
-        choice = _choice(at, text, delta, _joined(parts))
+        choice = _choice(at, text, delta, _join_logprobs(parts))
         if first and parsed.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_dictionaries(delta.prompt_logprobs, parsed.prompt_logprobs)
         if parsed.ids:
@@ -104,7 +104,7 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, parsed: pro
             whole["text"] += part["text"]
             if (new := part["logprobs"]) is not None:
                 old = whole["logprobs"]
-                whole["logprobs"] = new if old is None else _joined([old, new])
+                whole["logprobs"] = new if old is None else _join_logprobs([old, new])
             whole |= {key: part[key] for key in ("finish_reason", "stop_reason")}
             if "prompt_logprobs" in part: whole["prompt_logprobs"] = part["prompt_logprobs"]
             for key in ("prompt_token_ids", "token_ids"):
@@ -117,8 +117,8 @@ def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -
             "stop_reason": delta.stop_reason}
 
 
-def _tokenized(service: Service, parsed: protocol.CompletionRequest) -> tuple[list[list[int]], list[str]]:
-    """The tokens of all prompts, and the texts to prepend to their choices."""
+def _tokenize(service: Service, parsed: protocol.CompletionRequest) -> tuple[list[list[int]], list[str]]:
+    """Returns the tokens of all prompts, and the texts to prepend to their choices."""
     prompts = [_ids(service, parsed, prompt) for prompt in parsed.prompts]
     return prompts, [_echo(service, parsed, prompts, at) for at in range(len(prompts))]
 
@@ -172,7 +172,7 @@ def prompt_dictionaries(found: Sequence[TokenLogprobs], most: int) -> list[dict[
     return [None, *({token: vars(its) for token, its in each.items()} for each in tokens)]
 
 
-def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def _join_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {key: [item for part in parts for item in part[key]] for key in parts[0]} if parts else None
 
 

@@ -1,4 +1,4 @@
-"""What the endpoints of conversations share: from a `ChatRequest` to parsed answers.
+"""Steps that the endpoints of conversations share: from a `ChatRequest` to parsed answers.
 
 Protocol: `Conversation.of(service, request)` renders the chat template and chooses the parsers; it raises
 `APIError` for what the template or the parsers cannot do. `Conversation.run(record)` yields an `Update` for
@@ -25,9 +25,9 @@ from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.conversation_images import has_images, with_images
 from tinygrad_nv.server.errors import api_error, invalid
-from tinygrad_nv.server.leniency import ignore, note, spelled
+from tinygrad_nv.server.leniency import ignore, note, translate_names
 from tinygrad_nv.server.parsers.forced import CallList, NamedCall
-from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, joined
+from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, join_events
 from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, markers
 from tinygrad_nv.server.reasoning_tokens import check_budget, reasoning_tokens
 from tinygrad_nv.server.record import Record
@@ -40,7 +40,7 @@ TAIL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Update:
-    """What choice `at` gained with `delta`."""
+    """Text and calls that choice `at` gained with `delta`."""
     at: int
     delta: Delta
     events: list[Event]
@@ -77,7 +77,7 @@ class Conversation:
     @staticmethod
     async def of(service: Service, request: ChatRequest, size: int) -> Conversation:
         """See above. `size` of the request in bytes."""
-        with spelled(request.spelling): return await Conversation._of(service, request, size)
+        with translate_names(request.spelling): return await Conversation._of(service, request, size)
 
     @staticmethod
     async def _of(service: Service, request: ChatRequest, size: int) -> Conversation:
@@ -97,14 +97,14 @@ class Conversation:
             request.messages, offered, **extra) if limit is None else
             _cut(service, tokenizer, render(tokenizer, request.messages, offered, **extra), limit),
             request.template is not None)
-        names = service.parsers.named(template)
+        names = service.parsers.names_for(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = text_of(request.messages[-1]["content"]) if request.continued \
             else tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         answer = Answer(prefix, request.continued, schemas)
         if request.thinking and names[0] == NONE and "enable_thinking" not in template: note("thinking")
-        names, params = _reasoned(names, answer, tokenizer, request)
+        names, params = _constrain_answer(names, answer, tokenizer, request)
         request = replace(request, params=params)
         if any(map(tokenizer.special_text, markers(*names) if schemas else markers(names[0], NONE))):
             request = replace(request, params=replace(request.params, skip_special_tokens=False))
@@ -128,16 +128,16 @@ class Conversation:
             before = reader.reasoning_tokens
             events = reader.push(delta)
             record.reasoning_tokens += reader.reasoning_tokens - before
-            yield Update(at, delta, [*self._wanted(events)], reader.reason(delta))
+            yield Update(at, delta, [*self._select_events(events)], reader.reason(delta))
 
     def _parser(self) -> Parser:
         choice = self.request.choice
-        if not choice.forced: return answer_parser(self.reasoning, self.tools, self.answer)
+        if not choice.is_forced: return answer_parser(self.reasoning, self.tools, self.answer)
         forced = NamedCall(choice.name) if choice.mode == "named" else CallList()
         if self.reasoning == NONE: return forced
         return Chain(answer_parser(self.reasoning, NONE, self.answer), forced)
 
-    def _wanted(self, events: Iterable[Event]) -> Iterable[Event]:
+    def _select_events(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
             if isinstance(event, CallDelta) and event.index and not self.request.choice.several: continue
             if isinstance(event, Reasoning) and not self.request.show_reasoning: continue
@@ -160,7 +160,7 @@ class Reader:
             if before or self.parser.reasoning: self.reasoning_tokens += count
         if delta.finish_reason is not None: events += self.parser.flush()
         self.called = self.called or any(isinstance(event, CallDelta) for event in events)
-        return joined(events)
+        return join_events(events)
 
     def reason(self, delta: Delta) -> str | None:
         """The finish reason, "tool_calls" for a finished answer with calls."""
@@ -180,10 +180,10 @@ def _cut(service: Service, tokenizer: Tokenizer, text: str, limit: int) -> list[
     return service.model.tokenize(tokenizer.encode(text, special=False), limit)
 
 
-def _reasoned(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,
+def _constrain_answer(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,
               request: ChatRequest) -> tuple[tuple[str, str], SamplingParams]:
-    """The names of the parsers, and the parameters, of an answer whose reasoning is free of the constraint,
-    and bounded by its budget."""
+    """Returns the names of the parsers, and the parameters, of an answer whose reasoning is free of the
+    constraint, and bounded by its budget."""
     params, budget = request.params, request.budget
     if request.must_bound and budget is not None: check_budget(names[0], tokenizer, budget)
     constrained = params.structured_outputs is not None
@@ -203,9 +203,9 @@ def _template(service: Service, request: ChatRequest, tokenizer: Tokenizer, tool
                   "--trust-request-chat-template", "chat_template", "unsupported")
 
 
-def known_efforts(template: str) -> list[str]:
-    """The values of reasoning_effort that change something: a template with `enable_thinking` alone knows off
-    and on."""
+def efforts_of(template: str) -> list[str]:
+    """Lists the values of reasoning_effort that change something: a template with `enable_thinking` alone
+    knows off and on."""
     if "reasoning_effort" in template:
         return [each for each in EFFORTS if each != "none" or "enable_thinking" in template]
     return ["none", "medium"] if "enable_thinking" in template else []

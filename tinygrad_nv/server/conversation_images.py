@@ -43,25 +43,26 @@ async def with_images(service: Service, request: ChatRequest, tools: Sequence[To
     reader = service.vision
     assert reader is not None, "has_images() comes first"
 
-    def opened() -> tuple[list[dict[str, Any]], int]:
-        """The messages with files in place of URLs, and the bytes that the largest takes as it is decoded."""
-        messages, images = [*map(_opened, request.messages)], list[AnImage]()
+    def open_images() -> tuple[list[dict[str, Any]], int]:
+        """Returns the messages with files in place of URLs, and the bytes that the largest takes as it is
+        decoded."""
+        messages, images = [*map(_open_files, request.messages)], list[AnImage]()
         for message in messages:
             if isinstance(message["content"], list):
                 images += [part["image"] for part in message["content"] if part["type"] == "image"]
         require_budget(images, service.limits.image_pixels)
         return messages, max(map(decoding_bytes, images))
 
-    def computed() -> tuple[list[int], PromptImages | None]:
+    def encode() -> tuple[list[int], PromptImages | None]:
         parsed = reader.conversation(messages, tools, **extra)
         made = reader.with_images(parsed, request.params.truncate_prompt_tokens)
         return made.ids or [], made.inserted
-    messages, nbytes = await service.aside(sys.maxsize, opened)
-    async with service.media.hold(nbytes): return await service.aside(sys.maxsize, computed)
+    messages, nbytes = await service.aside(sys.maxsize, open_images)
+    async with service.media.hold(nbytes): return await service.aside(sys.maxsize, encode)
 
 
-def _opened(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with files in place of URLs."""
+def _open_files(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with files in place of URLs."""
     if not isinstance(parts := message["content"], list): return message
     return {**message, "content": [
         {"type": "image", "image": image_of(part, local=False)} if part["type"] == IMAGE else part

@@ -34,7 +34,7 @@ ENCODINGS = ("float", "base64")
 
 @dataclass(frozen=True)
 class EmbeddingsRequest:
-    """Of /v1/embeddings. `normalize` None is what the model says."""
+    """Request of /v1/embeddings. `normalize` None is what the model says."""
     model: str | None
     inputs: tuple[TextOrTokens, ...]
     base64: bool
@@ -43,8 +43,8 @@ class EmbeddingsRequest:
     normalize: bool | None
 
 
-def parsed(data: dict[str, Any]) -> EmbeddingsRequest:
-    """A request of /v1/embeddings. Raises `APIError`."""
+def parse_request(data: dict[str, Any]) -> EmbeddingsRequest:
+    """Parses a request of /v1/embeddings. Raises `APIError`."""
     fields = Fields(data)
     inputs = prompts(fields, "input")
     if len(inputs) > MOST_INPUTS:
@@ -61,42 +61,43 @@ def parsed(data: dict[str, Any]) -> EmbeddingsRequest:
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
-    asked, model = await service.read(record, lambda: parsed(data)), service.require_embedder()
+    asked, model = await service.read(record, lambda: parse_request(data)), service.require_embedder()
     name = service.require_name(asked.model)
-    vectors = await embedded(request, service, model, asked, record)
+    vectors = await embed(request, service, model, asked, record)
     tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
     shown = await service.aside(vectors.size, lambda: [
-        {"object": "embedding", "index": at, "embedding": _shown(vector, asked)}
+        {"object": "embedding", "index": at, "embedding": _format_vector(vector, asked)}
         for at, vector in enumerate(vectors)])
     return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
                        "data": shown, "usage": tokens})
 
 
-async def embedded(request: Request, service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,
+async def embed(request: Request, service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,
                    record: Record) -> np.ndarray:
-    """The embeddings of a request's texts. Counts their tokens."""
+    """Returns the embeddings of a request's texts. Counts their tokens."""
     try: model.require_dimensions(asked.dimensions)
     except NVError as error: raise api_error(error, "dimensions") from error
-    ids = await encoded(service, record, model, asked.inputs, asked.truncate)
-    found = await until_disconnect(request, pooled(service, model, ids))
+    ids = await encode_texts(service, record, model, asked.inputs, asked.truncate)
+    found = await until_disconnect(request, pool(service, model, ids))
     return model.finish(found, asked.normalize, asked.dimensions)
 
 
-async def encoded(service: Service, record: Record, model: EmbeddingClient, texts: Sequence[TextOrTokens],
+async def encode_texts(service: Service, record: Record, model: EmbeddingClient,
+                       texts: Sequence[TextOrTokens],
                   truncate: int | None) -> list[list[int]]:
-    """Token ids of texts, which the record counts."""
-    def made(text: TextOrTokens) -> list[int]:
+    """Returns the token ids of texts, which the record counts."""
+    def encode_one(text: TextOrTokens) -> list[int]:
         checkpoint()
         return model.encode(text, truncate)
-    ids = await service.aside(record.size, lambda: [*map(made, texts)])
+    ids = await service.aside(record.size, lambda: [*map(encode_one, texts)])
     record.prompt_tokens = sum(map(len, ids))
     return ids
 
 
-async def pooled(service: Service, model: EmbeddingClient, ids: Sequence[Sequence[int]],
+async def pool(service: Service, model: EmbeddingClient, ids: Sequence[Sequence[int]],
                  every: bool = False) -> list[np.ndarray]:
-    """Pooled hidden states of prompts, or with `every` those of their tokens. What has not run when the
-    request ends is cancelled."""
+    """Returns the pooled hidden states of prompts, or with `every` those of their tokens. What has not run
+    when the request ends is cancelled."""
     try: futures = [asyncio.wrap_future(each) for each in model.submit(ids, every)]
     except NVError as error: raise api_error(error) from error
     try:
@@ -109,7 +110,7 @@ async def pooled(service: Service, model: EmbeddingClient, ids: Sequence[Sequenc
         for each in futures: each.cancel()
 
 
-def _shown(vector: np.ndarray, asked: EmbeddingsRequest) -> str | list[float]:
+def _format_vector(vector: np.ndarray, asked: EmbeddingsRequest) -> str | list[float]:
     if asked.base64: return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     found: list[float] = vector.tolist()
     return found

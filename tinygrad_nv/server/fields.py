@@ -109,8 +109,8 @@ class Fields:
         if not isinstance(value, str): raise self.wrong(name, value, "a string")
         return unicode(value, self.path(name))
 
-    def required(self, name: str) -> str:
-        """A string that may not be missing or empty."""
+    def require_text(self, name: str) -> str:
+        """Returns a string that may not be missing or empty."""
         if value := self.text(name): return value
         path = self.path(name)
         raise invalid(f"{path} is missing, expected a string", path, "missing_field")

@@ -33,36 +33,36 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, guarded: Collection[str]) -> None:
         self.app, self.service, self.guarded = app, service, frozenset(guarded)
         cors = service.cors
-        self.inner = CORSMiddleware(self._admitted, cors.origins, cors.methods, cors.headers,
+        self.inner = CORSMiddleware(self._serve, cors.origins, cors.methods, cors.headers,
                                     cors.credentials, expose_headers=EXPOSED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http": return await self.app(scope, receive, send)
-        given = given_id(scope)
+        given = client_id(scope)
         record = scope["record"] = Record(secrets.token_hex(12), client_id=given)
         status = 499
 
-        async def recorded_send(message: Message) -> None:
+        async def record_and_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", (given or record.id).encode()),
-                                      *self._told(ignored)]
+                                      *self._report_ignored(ignored)]
             await send(message)
 
         served = self._guards(scope)
         self.service.active += served
         try:
-            with collect(self.service.strict) as ignored: await self._received(scope, receive, recorded_send)
+            with collect(self.service.strict) as ignored: await self._receive(scope, receive, record_and_send)
         except Exception as error:  # `app` has responded
             LOG.exception("internal_error id=%s", record.id)
             record.error = type(error).__name__
         finally:
             self.service.active -= served
-            self._ended(scope, record, status)
+            self._record_end(scope, record, status)
 
-    async def _received(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _receive(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self.service
         try:
             _require_framing(scope)
@@ -70,7 +70,7 @@ class Gate:
         except APIError as error: await self._refuse(error, scope, receive, send)
         else: await self.inner(scope, receive, send)
 
-    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self.service
         try:
             require_origin(scope, route_path(scope), service.cors.origins, service.hosts, bool(service.keys))
@@ -83,8 +83,9 @@ class Gate:
         record.error = error.code
         await error.response(route_path(scope), record.id)(scope, receive, send)
 
-    def _told(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
-        """The header of a request's fields without effect. Logs those that are seen for the first time."""
+    def _report_ignored(self, ignored: Ignored) -> list[tuple[bytes, bytes]]:
+        """Returns the header of a request's fields without effect. Logs those that are seen for the first
+        time."""
         logged = self.service.ignored
         for name in ignored.names:
             if name in logged or len(logged) >= MOST_LOGGED: continue
@@ -116,9 +117,9 @@ class Gate:
             raise APIError(503, "the server is stopping and takes no new requests", "draining", None,
                            {"Retry-After": "5", "Connection": "close"})
 
-    def _ended(self, scope: Scope, record: Record, status: int) -> None:
-        self.service.metrics.finished(record)
-        if self.service.tracer is not None: self.service.tracer.finished(record, scope["headers"], status)
+    def _record_end(self, scope: Scope, record: Record, status: int) -> None:
+        self.service.metrics.record_end(record)
+        if self.service.tracer is not None: self.service.tracer.record_end(record, scope["headers"], status)
         route = scope.get("route")
         path = "other" if route is None else route.path
         self.service.metrics.http_requests.labels(_method(scope), path, str(status)).inc()
@@ -132,8 +133,9 @@ def route_path(scope: Scope) -> str:
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
-def given_id(scope: Scope) -> str | None:
-    """The client's X-Request-Id; None without one, and for one that is too long or not printable ASCII."""
+def client_id(scope: Scope) -> str | None:
+    """Returns the client's X-Request-Id; None without one, and for one that is too long or not printable
+    ASCII."""
     found = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     return found if 0 < len(found) <= MAX_ID and found.isascii() and found.isprintable() else None
 

@@ -35,14 +35,14 @@ IGNORED = ("quality", "style", "user", "background", "moderation", "output_compr
 
 @dataclass(frozen=True)
 class ImagesRequest:
-    """Of /v1/images/generations."""
+    """Request of /v1/images/generations."""
     model: str | None
     prompt: str
     params: ImageParams
 
 
-def parsed(data: dict[str, Any]) -> ImagesRequest:
-    """A request of /v1/images/generations. Raises `APIError`."""
+def parse_request(data: dict[str, Any]) -> ImagesRequest:
+    """Parses a request of /v1/images/generations. Raises `APIError`."""
     fields = Fields(data)
     model, prompt, negative = fields.text("model"), fields.text("prompt"), fields.text("negative_prompt")
     if not prompt: raise invalid("prompt is missing", "prompt", "missing_prompt")
@@ -79,9 +79,9 @@ def _size(text: str | None) -> tuple[int | None, int | None]:
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
-    asked, engine = parsed(data), service.require_images()
+    asked, engine = parse_request(data), service.require_images()
     service.require_name(asked.model)
-    made = await until_disconnect(request, generated(service, engine, asked))
+    made = await until_disconnect(request, generate_images(service, engine, asked))
     images = await asyncio.to_thread(lambda: [base64.b64encode(png(each)).decode() for each in made.images])
     height, width = made.images.shape[1:3]
     return JSONResponse({"created": int(time.time()), "size": f"{width}x{height}", "output_format": "png",
@@ -89,8 +89,8 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
                                   for image, seed in zip(images, made.seeds, strict=True)]})
 
 
-async def generated(service: Service, engine: ImageEngine, asked: ImagesRequest) -> Generated:
-    """The images of a request, which ends with this."""
+async def generate_images(service: Service, engine: ImageEngine, asked: ImagesRequest) -> Generated:
+    """Returns the images of a request, which ends with this."""
     try: queued = engine.submit(asked.prompt, asked.params)
     except NVError as error: raise api_error(error) from error
     try:

@@ -5,8 +5,8 @@ that has no effect here: a hint, an unknown extra, a switch that the chat templa
 notes `error.param`; with --strict-requests it raises the error instead. `note(param)` notes a field that is
 accepted either way. A field that would change the answer, and cannot, is refused where it is read.
 
-`spelled(names)` is for endpoints that translate their requests to those of another protocol: errors and notes
-raised inside name the fields that the client sent.
+`translate_names(names)` is for endpoints that translate their requests to those of another protocol: errors
+and notes raised inside name the fields that the client sent.
 """
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def note(param: str) -> None:
 
 
 @contextlib.contextmanager
-def spelled(names: Mapping[str, str]) -> Iterator[None]:
+def translate_names(names: Mapping[str, str]) -> Iterator[None]:
     """Translates the names of fields, by their longest beginning that is in `names`."""
     current = _CURRENT.get()
     before = {} if current is None else current.spelling

@@ -75,8 +75,9 @@ class BodyBudget:
     held = 0
 
     @contextlib.contextmanager
-    def holding(self, limits: RequestLimits) -> Iterator[Callable[[int], None]]:
-        """What counts a body of so many bytes, as it grows, until the end. It raises `APIError` 503."""
+    def hold(self, limits: RequestLimits) -> Iterator[Callable[[int], None]]:
+        """Yields a function that counts a body of so many bytes, as it grows, until the end. It raises
+        `APIError` 503."""
         mine, most = 0, MAX_LARGE_BODIES * max(limits.body_bytes, RequestLimits.body_bytes)
 
         def count(size: int) -> None:
@@ -110,7 +111,7 @@ async def read_body(request: Request, limits: RequestLimits, count: Callable[[in
     return bytes(body)
 
 
-async def disconnected(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Returns when the client has disconnected."""
     try:
         while (await request.receive())["type"] != "http.disconnect": pass
@@ -249,7 +250,7 @@ class Guarded(H11Protocol):
             return
         super().data_received(data)
         if self.refused: return
-        owed = self.conn.their_state is h11.IDLE or self._answered()
+        owed = self.conn.their_state is h11.IDLE or self._is_answered()
         if owed and not self.transport.is_closing(): self._wait()
         else: self._stop_waiting()
 
@@ -281,7 +282,7 @@ class Guarded(H11Protocol):
         if self.waiting is not None: self.waiting.cancel()
         self.waiting = None
 
-    def _answered(self) -> bool:
+    def _is_answered(self) -> bool:
         """Whether the rest of an answered request's body is still arriving."""
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
@@ -294,7 +295,7 @@ class Guarded(H11Protocol):
         self.writing = None
 
     def _too_late(self) -> None:
-        if self._answered(): self._closes()
+        if self._is_answered(): self._closes()
         elif not self.transport.is_closing():
             self._refuse(APIError(408, f"the headers did not arrive within {self.header_s:g} s",
                                   "header_timeout"))
@@ -329,8 +330,8 @@ class Guarded(H11Protocol):
         cast(Lingering, self.transport).transport.close()
 
 
-def guarded(limits: RequestLimits) -> type[Any]:
-    """`Guarded` with these limits, for uvicorn's configuration."""
+def guard_protocol(limits: RequestLimits) -> type[Any]:
+    """Returns `Guarded` with these limits, for uvicorn's configuration."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.connections if files == resource.RLIM_INFINITY else \
         min(limits.connections, max(files - SPARE_FILES, 1))

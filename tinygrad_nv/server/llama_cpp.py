@@ -21,10 +21,10 @@ from tinygrad_nv.server import protocol
 from tinygrad_nv.server.errors import invalid
 from tinygrad_nv.server.fields import Fields
 from tinygrad_nv.server.json_answer import JSONAnswer
-from tinygrad_nv.server.leniency import spelled
+from tinygrad_nv.server.leniency import translate_names
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, Plain, streamed, until_disconnect
+from tinygrad_nv.server.sse import Chunks, Plain, stream_events, until_disconnect
 from tinygrad_nv.version import __version__
 
 SAME = ("prompt", "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
@@ -48,7 +48,7 @@ class Events(Plain):
 async def completion(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request of /completion."""
     service.require_generator()
-    parsed, shown = await service.read(record, lambda: _parsed(data, service))
+    parsed, shown = await service.read(record, lambda: _parse(data, service))
     name = record.model = service.require_name(parsed.model)
     record.stream = parsed.stream
     if len(parsed.prompts) != 1:
@@ -57,12 +57,12 @@ async def completion(request: Request, service: Service, record: Record, data: d
     prompt = parsed.prompts[0]
     ids = await service.aside(record.size, lambda: service.model.tokenize(prompt))
     chunks = _chunks(service, parsed, ids, record, name, shown)
-    if parsed.stream: return await streamed(request, chunks, record, Events())
+    if parsed.stream: return await stream_events(request, chunks, record, Events())
     return await until_disconnect(request, _whole(chunks))
 
 
-def _parsed(data: dict[str, Any], service: Service) -> tuple[protocol.CompletionRequest, bool]:
-    """The request, and whether tokens are returned."""
+def _parse(data: dict[str, Any], service: Service) -> tuple[protocol.CompletionRequest, bool]:
+    """Returns the request, and whether tokens are returned."""
     fields = Fields(data)
     asked: dict[str, Any] = {name: fields.take(name) for name in SAME}
     most, seed, probs = fields.whole("n_predict", -2), fields.whole("seed"), fields.whole("n_probs", 0)
@@ -77,7 +77,7 @@ def _parsed(data: dict[str, Any], service: Service) -> tuple[protocol.Completion
     fields.note(HINTS)
     fields.as_usual(OFF)
     fields.finish()
-    with spelled(SPELLING):
+    with translate_names(SPELLING):
         made = protocol.completion({key: value for key, value in asked.items() if value is not None},
                                    service.model.defaults, service.limits, None)
     return replace(made, silent=most == 0), shown

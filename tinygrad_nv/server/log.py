@@ -24,11 +24,11 @@ MOST_CHARACTERS = 500       # limit: characters of a value in a log line; the re
 
 def line(event: str, **fields: Any) -> str:
     """`event key=value …`, without fields that are None."""
-    shown = {key: _shown(value) for key, value in fields.items() if value is not None}
+    shown = {key: _format_value(value) for key, value in fields.items() if value is not None}
     return " ".join([event, *(f"{key}={value}" for key, value in shown.items())])
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float): return f"{value:.4g}" if abs(value) < 1 else f"{value:.1f}"
     text = str(value)[:MOST_CHARACTERS]
     plain = text.isascii() and text.isprintable() and text != "" and not set(text) & set(' "=\\')

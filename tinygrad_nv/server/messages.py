@@ -18,7 +18,7 @@ from tinygrad_nv.server.messages_request import message_request
 from tinygrad_nv.server.parsers.parser import CallDelta, Event, Reasoning
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
+from tinygrad_nv.server.sse import Chunks, Typed, stream_events, until_disconnect
 
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
@@ -32,7 +32,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     builder = MessageBuilder(record, conversation)
     events = _events(conversation, builder, record)
     style = Typed(lambda error: error.message_body(record.id))
-    if parsed.stream: return await streamed(request, events, record, style)
+    if parsed.stream: return await stream_events(request, events, record, style)
     return await until_disconnect(request, _whole(events, builder))
 
 

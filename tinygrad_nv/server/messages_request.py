@@ -15,7 +15,7 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest, chat
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
-from tinygrad_nv.server.leniency import ignore, spelled
+from tinygrad_nv.server.leniency import ignore, translate_names
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.protocol import STOPS
 from tinygrad_nv.server.tools import leave_out, other_tool
@@ -59,7 +59,7 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
     fields.as_usual({"mcp_servers": []})
     fields.ignore(["cache_control"])        # prompts with equal prefixes share pages anyway
     fields.finish()
-    with spelled(spelling):
+    with translate_names(spelling):
         request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
     return replace(request, thinking=thinking, show_reasoning=thinking is not False, budget=budget,
                    must_bound=False, spelling=spelling)
@@ -223,7 +223,7 @@ def _text(block: Fields) -> str:
 def _use(block: Fields) -> dict[str, Any]:
     """A call of an earlier turn."""
     block.ignore(["type", "cache_control", "caller", "server_name"])
-    name, given, call = block.required("name"), block.take("input"), block.text("id")
+    name, given, call = block.require_text("name"), block.take("input"), block.text("id")
     block.finish()
     return {"id": call, "type": "function", "function": {"name": name, "arguments": given}}
 
@@ -231,7 +231,7 @@ def _use(block: Fields) -> dict[str, Any]:
 def _result(block: Fields) -> dict[str, Any]:
     """The result of a tool."""
     block.ignore(["type", "cache_control"])
-    name, content, path = block.required("tool_use_id"), block.take("content"), block.path("content")
+    name, content, path = block.require_text("tool_use_id"), block.take("content"), block.path("content")
     failed = block.flag("is_error")
     block.finish()
     texts: Sequence[str] = [unicode(content, path)] if isinstance(content, str) else \

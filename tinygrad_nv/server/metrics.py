@@ -105,7 +105,7 @@ class Metrics:
         """Observes times between tokens."""
         for each in seconds: self.inter_token_latency.observe(each)
 
-    def finished(self, record: Record) -> None:
+    def record_end(self, record: Record) -> None:
         """Records the end of a request that reached the engine."""
         if record.params is None: return
         # choices without a finish reason were aborted with their request

@@ -25,14 +25,14 @@ from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields
 from tinygrad_nv.server.json_answer import JSONAnswer
-from tinygrad_nv.server.leniency import note, spelled
+from tinygrad_nv.server.leniency import note, translate_names
 from tinygrad_nv.server.messages import argument_object
 from tinygrad_nv.server.ollama_request import SPELLING, chat_request, generate_request, model_name, sampling
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.parsers.table import NONE
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, Plain, streamed, until_disconnect
+from tinygrad_nv.server.sse import Chunks, Plain, stream_events, until_disconnect
 from tinygrad_nv.version import __version__
 
 FOREVER = "2318-01-01T00:00:00Z"     # until when a model stays loaded
@@ -56,12 +56,12 @@ async def chat(request: Request, service: Service, record: Record, data: dict[st
     service.require_generator()
     fields = Fields(data)
     if not fields.left.get("messages"):
-        return _loaded(fields, service, {"message": {"role": "assistant", "content": ""}})
+        return _answer_load(fields, service, {"message": {"role": "assistant", "content": ""}})
     parsed = await service.read(record, lambda: chat_request(fields, service))
     conversation = await Conversation.of(service, parsed, record.size)
     record.stream = parsed.stream
     chunks = _talk(conversation, record, lambda text, thought, calls: {"message": {
-        "role": "assistant", "content": text, **_given(thinking=thought, tool_calls=calls)}})
+        "role": "assistant", "content": text, **_drop_empty(thinking=thought, tool_calls=calls)}})
     return await _respond(request, chunks, record, parsed.stream)
 
 
@@ -70,7 +70,7 @@ async def generate(request: Request, service: Service, record: Record, data: dic
     service.require_generator()
     fields = Fields(data)
     if not fields.left.get("prompt") and not fields.left.get("images"):
-        return _loaded(fields, service, {"response": ""})
+        return _answer_load(fields, service, {"response": ""})
     context = await service.read(record, lambda: list(fields.wholes("context")))
     raw = fields.flag("raw")
     if raw or not service.require_tokenizer().template:
@@ -80,7 +80,7 @@ async def generate(request: Request, service: Service, record: Record, data: dic
     conversation = replace(conversation, prompt=[*context, *conversation.prompt])
     record.stream = parsed.stream
     chunks = _talk(conversation, record, lambda text, thought, _: {
-        "response": text, **_given(thinking=thought)}, context=True)
+        "response": text, **_drop_empty(thinking=thought)}, context=True)
     return await _respond(request, chunks, record, parsed.stream)
 
 
@@ -111,7 +111,7 @@ def _raw_request(service: Service, fields: Fields) -> tuple[protocol.CompletionR
     fields.note(("system", "template", "images", "suffix", "keep_alive"))
     fields.finish()
     asked.pop("thinking")
-    with spelled(SPELLING):
+    with translate_names(SPELLING):
         parsed = protocol.completion({key: value for key, value in asked.items() if value is not None},
                                      service.model.defaults, service.limits, None)
     return parsed, name, stream
@@ -140,12 +140,12 @@ async def _talk(conversation: Conversation, record: Record,
            **({"context": tokens} if context else {})}
 
 
-def _given(**fields: Any) -> dict[str, Any]:
-    """The fields that are not empty."""
+def _drop_empty(**fields: Any) -> dict[str, Any]:
+    """Returns the fields that are not empty."""
     return {name: value for name, value in fields.items() if value}
 
 
-def _logprobs(delta: Delta) -> dict[str, Any]: return _given(logprobs=[*map(logprob, delta.logprobs)])
+def _logprobs(delta: Delta) -> dict[str, Any]: return _drop_empty(logprobs=[*map(logprob, delta.logprobs)])
 
 
 def _head(model: str) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def _end(record: Record, reason: str) -> dict[str, Any]:
 def _ns(seconds: float) -> int: return max(int(seconds * 1e9), 0)
 
 
-def _loaded(fields: Fields, service: Service, answer: dict[str, Any]) -> Response:
-    """The answer to a request that has nothing to answer: loading or unloading, neither of which happens."""
+def _answer_load(fields: Fields, service: Service, answer: dict[str, Any]) -> Response:
+    """Answers a request that has nothing to answer: loading or unloading, neither of which happens."""
     name, kept = model_name(fields, service), fields.take("keep_alive")
     if kept is not None: note("keep_alive")
     return JSONAnswer({**_head(name), **answer, "done": True,
@@ -178,7 +178,7 @@ def _loaded(fields: Fields, service: Service, answer: dict[str, Any]) -> Respons
 
 
 async def _respond(request: Request, chunks: Chunks, record: Record, stream: bool) -> Response:
-    if stream: return await streamed(request, chunks, record, Lines())
+    if stream: return await stream_events(request, chunks, record, Lines())
     return await until_disconnect(request, _whole(chunks))
 
 
@@ -192,7 +192,7 @@ async def _whole(chunks: Chunks) -> Response:
             if name in inner: whole[name] = whole.get(name, "") + inner[name]
         whole |= {name: inner[name] for name in ("role", "tool_calls") if name in inner}
     if "message" in made: whole = {"message": whole}
-    return JSONAnswer({**made, **whole, **_given(logprobs=logprobs)})
+    return JSONAnswer({**made, **whole, **_drop_empty(logprobs=logprobs)})
 
 
 async def embed(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -206,8 +206,8 @@ async def embed(request: Request, service: Service, record: Record, data: dict[s
                                              "missing_field")
     asked = {key: value for key, value in asked.items() if value is not None}
     if cut: asked["truncate_prompt_tokens"] = -1
-    parsed = await service.read(record, lambda: embeddings.parsed(asked))
-    vectors = await embeddings.embedded(request, service, model, parsed, record)
+    parsed = await service.read(record, lambda: embeddings.parse_request(asked))
+    vectors = await embeddings.embed(request, service, model, parsed, record)
     shown = await service.aside(vectors.size, lambda: [each.tolist() for each in vectors])
     return JSONAnswer({"model": name, "embeddings": shown, "load_duration": 0,
                          "total_duration": _ns(time.perf_counter() - record.started),
@@ -248,7 +248,7 @@ async def show(request: Request, service: Service, record: Record, data: dict[st
 
 def _capabilities(service: Service, template: str) -> list[str]:
     if service.embedder is not None: return ["embedding"]
-    reasoning, tools = service.parsers.named(template)
+    reasoning, tools = service.parsers.names_for(template)
     found = {"completion": True, "tools": tools != NONE or "tools" in template,
              "thinking": reasoning != NONE, "vision": service.vision is not None}
     return [name for name, there in found.items() if there]

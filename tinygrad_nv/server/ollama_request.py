@@ -15,7 +15,7 @@ from typing import Any
 from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest, chat
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields
-from tinygrad_nv.server.leniency import spelled
+from tinygrad_nv.server.leniency import translate_names
 from tinygrad_nv.server.protocol import STOPS
 from tinygrad_nv.server.service import Service
 
@@ -98,7 +98,7 @@ def _request(fields: Fields, service: Service, asked: dict[str, Any]) -> ChatReq
     thinking, stream = asked.pop("thinking"), fields.flag("stream", True)
     fields.note(("keep_alive",))
     fields.finish()
-    with spelled(SPELLING):
+    with translate_names(SPELLING):
         made = chat({name: value for name, value in asked.items() if value is not None},
                     service.model.defaults, service.limits)
     return replace(made, stream=stream, thinking=thinking, show_reasoning=thinking is not False,

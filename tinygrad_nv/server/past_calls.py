@@ -53,7 +53,7 @@ def add_call(out: Messages, call_id: str, name: str, arguments: Any) -> None:
 
 def _call_id(fields: Fields) -> str:
     """The id of a call; a result of a local shell has it as its own."""
-    return fields.text("call_id") or fields.required("id")
+    return fields.text("call_id") or fields.require_text("id")
 
 
 def _add_served(kind: str, fields: Fields, out: Messages) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from tinygrad_nv.engine.llm_pooling import POOLING_TASKS
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.server.embeddings import ENCODINGS, MOST_INPUTS, encoded, pooled
+from tinygrad_nv.server.embeddings import ENCODINGS, MOST_INPUTS, encode_texts, pool
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.json_answer import JSONAnswer
@@ -69,19 +69,19 @@ async def pooling(request: Request, service: Service, record: Record, data: dict
     name, classifies = service.require_name(shared.model), task.endswith("classify")
     if classifies and head is None: raise service.no_classifier()
     if not classifies: _require_embeddings(model, dimensions)
-    ids = await encoded(service, record, model, inputs, shared.truncate)
+    ids = await encode_texts(service, record, model, inputs, shared.truncate)
     if task.startswith("token"): _require_bounded(record.prompt_tokens, model.width, kind == "base64")
-    found = await until_disconnect(request, pooled(service, model, ids, task.startswith("token")))
+    found = await until_disconnect(request, pool(service, model, ids, task.startswith("token")))
 
-    def made(x: np.ndarray) -> np.ndarray:
+    def finish(x: np.ndarray) -> np.ndarray:
         if classifies and head is not None: return head.scores(np.atleast_2d(x), shared.activate).reshape(
             *x.shape[:-1], -1)
         return model.finish([*np.atleast_2d(x)], normalize, dimensions).reshape(*x.shape[:-1], -1)
 
     def answer() -> Response:
-        shown = [base64.b64encode(made(x).astype("<f4").tobytes()).decode() if kind == "base64" else
-                 made(x).tolist() for x in found]
-        return _listed(record, name, [{"object": "pooling", "data": each} for each in shown])
+        shown = [base64.b64encode(finish(x).astype("<f4").tobytes()).decode() if kind == "base64" else
+                 finish(x).tolist() for x in found]
+        return _list_answer(record, name, [{"object": "pooling", "data": each} for each in shown])
     return await service.aside(sum(x.size for x in found), answer)
 
 
@@ -91,10 +91,10 @@ async def classify(request: Request, service: Service, record: Record, data: dic
     if (head := model.classifier) is None: raise service.no_classifier()
     inputs, shared = await service.read(record, lambda: (_inputs(fields), _finish(fields)))
     name = service.require_name(shared.model)
-    ids = await encoded(service, record, model, inputs, shared.truncate)
-    found = await until_disconnect(request, pooled(service, model, ids))
+    ids = await encode_texts(service, record, model, inputs, shared.truncate)
+    found = await until_disconnect(request, pool(service, model, ids))
     scores = head.scores(np.stack(found), shared.activate)
-    return _listed(record, name, [{"label": head.label(int(each.argmax())), "probs": each.tolist(),
+    return _list_answer(record, name, [{"label": head.label(int(each.argmax())), "probs": each.tolist(),
                                    "num_classes": head.labels} for each in scores])
 
 
@@ -104,7 +104,7 @@ async def score(request: Request, service: Service, record: Record, data: dict[s
     first, second, shared = await service.read(record, lambda: _sides(fields))
     name = service.require_name(shared.model)
     scores = await _scores(request, service, record, model, first, second, shared)
-    return _listed(record, name, [{"object": "score", "score": each} for each in scores])
+    return _list_answer(record, name, [{"object": "score", "score": each} for each in scores])
 
 
 def _sides(fields: Fields) -> tuple[Sequence[str], Sequence[str], Shared]:
@@ -163,11 +163,11 @@ def _document(found: dict[str, Any], at: int) -> str | None:
 
 async def _scores(request: Request, service: Service, record: Record, model: EmbeddingClient,
                   first: Sequence[str], second: Sequence[str], shared: Shared) -> list[float]:
-    """What a cross-encoder says of pairs of texts, or the cosines of their embeddings."""
+    """Returns the scores that a cross-encoder gives pairs of texts, or the cosines of their embeddings."""
     if (head := model.classifier) is None:
         unique = [*dict.fromkeys((*first, *second))]
-        ids = await encoded(service, record, model, unique, shared.truncate)
-        found = await until_disconnect(request, pooled(service, model, ids))
+        ids = await encode_texts(service, record, model, unique, shared.truncate)
+        found = await until_disconnect(request, pool(service, model, ids))
         of = dict(zip(unique, model.finish(found, True), strict=True))
         return [float(np.dot(of[a], of[b])) for a, b in zip(first, second, strict=True)]
     if head.labels != 1:
@@ -176,7 +176,7 @@ async def _scores(request: Request, service: Service, record: Record, model: Emb
     pairs = await service.aside(record.size, lambda: model.encode_pairs(first, second, shared.truncate,
                                                                         checkpoint))
     record.prompt_tokens = sum(map(len, pairs))
-    found = await until_disconnect(request, pooled(service, model, pairs))
+    found = await until_disconnect(request, pool(service, model, pairs))
     return [float(each) for each in head.scores(np.stack(found), shared.activate)[:, 0]]
 
 
@@ -198,7 +198,7 @@ def _usage(record: Record) -> dict[str, int]:
     return dict.fromkeys(("prompt_tokens", "total_tokens"), record.prompt_tokens)
 
 
-def _listed(record: Record, model: str, data: Sequence[dict[str, Any]]) -> Response:
+def _list_answer(record: Record, model: str, data: Sequence[dict[str, Any]]) -> Response:
     return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": model,
                          "data": [{"index": at, **each} for at, each in enumerate(data)],
                          "usage": _usage(record)})

@@ -20,7 +20,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.structured_output import structured
+from tinygrad_nv.server.structured_output import parse_structured
 
 # texts that name a client or a request for its own records
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id")
@@ -58,8 +58,8 @@ class Common:
 
 @dataclass(frozen=True)
 class CompletionRequest(Common):
-    """Of /v1/completions. `silent`: the prompt is all that is returned. `special`: texts get the special
-    tokens that the model expects around them."""
+    """Request of /v1/completions. `silent`: the prompt is all that is returned. `special`: texts get the
+    special tokens that the model expects around them."""
     prompts: tuple[TextOrTokens, ...]
     echo: bool
     silent: bool
@@ -110,7 +110,7 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
         "bad_words": fields.texts("bad_words", MAX_BAD_WORDS) or None,
         "allowed_token_ids": fields.wholes("allowed_token_ids") or None,
         "truncate_prompt_tokens": fields.whole("truncate_prompt_tokens", -1),
-        "structured_outputs": structured(fields, limits, forced)}
+        "structured_outputs": parse_structured(fields, limits, forced)}
     own = fields.whole("prompt_logprobs", 0, limits.logprobs)
     given["prompt_logprobs"] = max(filter(_is_given, (own, given.get("prompt_logprobs"))), default=None)
     if limits.output_tokens is not None:
@@ -140,7 +140,7 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
 
 
 def _beams(fields: Fields, given: Mapping[str, Any], stream: bool) -> BeamSearchParams | None:
-    """What `use_beam_search` asks for: n beams. Greedy, where the request has no temperature."""
+    """Returns the parameters of `use_beam_search`: n beams. Greedy, where the request has no temperature."""
     if not fields.flag("use_beam_search"):
         fields.as_usual({"length_penalty": 1.0})
         return None

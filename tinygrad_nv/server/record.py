@@ -43,7 +43,7 @@ class Record:
         """Time of the first token."""
         return min((answer.first for answer in self.answers.values()), default=None)
 
-    def seen(self, choice: int, delta: Delta) -> list[float]:
+    def count_delta(self, choice: int, delta: Delta) -> list[float]:
         """Counts a delta. Returns the seconds before each of its tokens, except the choice's first."""
         now, count = time.perf_counter(), len(delta.tokens)
         if delta.finish_reason: self.reasons.append(delta.finish_reason)

@@ -55,8 +55,8 @@ class ResponseBuilder:
         self.response |= {"status": status, "usage": usage(record)}
         return [*events, self._event(f"response.{status}", response=self._copy())]
 
-    def failed(self, error: APIError) -> StreamEvent:
-        """The event of an error, after which the stream ends."""
+    def fail(self, error: APIError) -> StreamEvent:
+        """Returns the event of an error, after which the stream ends."""
         self._close("incomplete")
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}

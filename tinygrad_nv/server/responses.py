@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinygrad_nv.engine.text.earlier_calls import render
-from tinygrad_nv.engine.text.template_budget import metered
+from tinygrad_nv.engine.text.template_budget import run_metered
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.chat_protocol import ChatRequest
 from tinygrad_nv.server.conversation import Conversation
@@ -33,7 +33,7 @@ from tinygrad_nv.server.response_events import ResponseBuilder
 from tinygrad_nv.server.response_store import ResponseStore, Stored
 from tinygrad_nv.server.responses_request import ResponseRequest, messages_of, response_request
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, Typed, streamed, until_disconnect
+from tinygrad_nv.server.sse import Chunks, Typed, stream_events, until_disconnect
 from tinygrad_nv.server.workers import INLINE, INLINE_BYTES, aside, checkpoint
 
 
@@ -45,13 +45,13 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     parsed = await service.read(record, lambda: response_request(
         data, kept, service.model.defaults, service.limits), before)
     size = record.size + parsed.size_before
-    chat = await _fitted(service, parsed.chat, size) if parsed.truncate else parsed.chat
+    chat = await _drop_oldest(service, parsed.chat, size) if parsed.truncate else parsed.chat
     conversation = await Conversation.of(service, chat, size)
     record.stream = parsed.chat.stream
     builder = ResponseBuilder(record.id, conversation, parsed)
     events = _events(service, conversation, builder, parsed, record)
     if parsed.background: return await _in_background(service, builder, parsed, record, events)
-    if parsed.chat.stream: return await streamed(request, events, record, Typed(builder.failed))
+    if parsed.chat.stream: return await stream_events(request, events, record, Typed(builder.fail))
     return await until_disconnect(request, _whole(events, builder))
 
 
@@ -64,7 +64,7 @@ async def _events(service: Service, conversation: Conversation, builder: Respons
         begun, reason = True, update.finish_reason
         for event in builder.push(update): yield event
     last = builder.finish(reason, record)
-    if parsed.store: service.responses_of(record).put(await _stored(builder, parsed, record))
+    if parsed.store: service.responses_of(record).put(await _measure_stored(builder, parsed, record))
     for event in last: yield event
 
 
@@ -73,7 +73,7 @@ async def _whole(events: Chunks, builder: ResponseBuilder) -> Response:
     return JSONAnswer(builder.response)
 
 
-async def _stored(builder: ResponseBuilder, parsed: ResponseRequest, record: Record) -> Stored:
+async def _measure_stored(builder: ResponseBuilder, parsed: ResponseRequest, record: Record) -> Stored:
     made = Stored(builder.response, parsed.items, [*parsed.messages, *messages_of(builder.output)])
     return await aside(record.size + parsed.size_before, made.measure, INLINE_BYTES)
 
@@ -85,24 +85,24 @@ async def _in_background(service: Service, builder: ResponseBuilder, parsed: Res
         try:
             async for _ in events: pass
         except asyncio.CancelledError: builder.response["status"] = "cancelled"
-        except APIError as error: builder.failed(error)
+        except APIError as error: builder.fail(error)
         except Exception:
             LOG.exception("internal_error id=%s", builder.response["id"])
-            builder.failed(internal())
+            builder.fail(internal())
         finally:
             await events.aclose()
             service.active -= 1
 
     shown = {**builder.response, "status": "queued"}
-    stored = await _stored(builder, parsed, record)
+    stored = await _measure_stored(builder, parsed, record)
     stored.task = asyncio.ensure_future(run())
     service.responses_of(record).put(stored)
     return JSONAnswer(shown)
 
 
-async def _fitted(service: Service, request: ChatRequest, size: int) -> ChatRequest:
-    """`request`, of `size` bytes, without so many of its oldest messages that the prompt fits: instructions
-    stay, and the last message."""
+async def _drop_oldest(service: Service, request: ChatRequest, size: int) -> ChatRequest:
+    """Returns `request`, of `size` bytes, without so many of its oldest messages that the prompt fits:
+    instructions stay, and the last message."""
     system = [each for each in request.messages if each["role"] == "system"]
     others = [each for each in request.messages if each["role"] != "system"]
     tokenizer, length, used = service.require_tokenizer(), service.model.length, 0.0
@@ -111,7 +111,7 @@ async def _fitted(service: Service, request: ChatRequest, size: int) -> ChatRequ
         nonlocal used
         checkpoint()
         began, messages = time.thread_time(), [*system, *others[dropped:]]
-        text = metered(lambda: render(tokenizer, messages, request.tools, **(request.extra or {})), used)
+        text = run_metered(lambda: render(tokenizer, messages, request.tools, **(request.extra or {})), used)
         used += time.thread_time() - began
         try: tokenizer.require_fitting(text, length - 1)
         except RequestError: return False

@@ -16,11 +16,11 @@ from tinygrad_nv.engine.sampling import MAX_LOGPROBS, SamplingParams
 from tinygrad_nv.server.chat_protocol import EFFORTS, VERBOSITIES, ChatRequest, chat
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
-from tinygrad_nv.server.leniency import ignore, spelled
+from tinygrad_nv.server.leniency import ignore, translate_names
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.past_calls import add_call, add_past
 from tinygrad_nv.server.response_store import ResponseStore, Stored, size
-from tinygrad_nv.server.tools import leave_out, listed, other_tool
+from tinygrad_nv.server.tools import leave_out, list_names, other_tool
 
 # fields that mean the same as in /v1/chat/completions
 SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -90,7 +90,7 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
                           "previous_response_id",
                           name, "unsupported")
     fields.finish()
-    with spelled(spelling):
+    with translate_names(spelling):
         request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
     request = replace(request, spelling=spelling)
     shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
@@ -155,14 +155,14 @@ def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
     leave_out(refused, made)
     choice = fields.take("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        made, choice = _allowed(Fields(choice, "tool_choice"), made)
+        made, choice = _allow_tools(Fields(choice, "tool_choice"), made)
     elif isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return {"tools": made or None, "tool_choice": choice}
 
 
-def _allowed(fields: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The tools that a tool choice keeps, and its mode."""
+def _allow_tools(fields: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Returns the tools that a tool choice keeps, and its mode."""
     fields.ignore(["type"])
     mode = fields.one_of("mode", ("auto", "required"))
     names = {str(each.get("name")) for each in fields.objects("tools") or []}
@@ -170,7 +170,7 @@ def _allowed(fields: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str
     kept = [each for each in tools if each["function"].get("name") in names]
     if kept: return kept, mode or "auto"
     raise invalid("tool_choice.tools names no function, expected some of tools: "
-                  + listed([str(each["function"].get("name")) for each in tools]), "tool_choice.tools")
+                  + list_names([str(each["function"].get("name")) for each in tools]), "tool_choice.tools")
 
 
 def _logprobs(fields: Fields) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _item(given: dict[str, Any], path: str, store: ResponseStore) -> dict[str, A
                 **{name: value for name, value in given.items() if value is not None}}
     fields = Fields(given, path)
     fields.ignore(["type"])
-    name = fields.required("id")
+    name = fields.require_text("id")
     fields.finish()
     if (found := store.item(name)) is not None: return found
     raise APIError(404, f"{path}.id is {name[:100]!r}, an item of no response that is kept; to fix: send the "
@@ -240,11 +240,11 @@ def _add(kind: str | None, fields: Fields, out: list[dict[str, Any]]) -> None:
     fields.ignore(["id", "status"])
     if kind == "message": _message(fields, out)
     elif kind == "function_call":
-        add_call(out, fields.required("call_id"), fields.required("name"), fields.take("arguments"))
+        add_call(out, fields.require_text("call_id"), fields.require_text("name"), fields.take("arguments"))
     elif kind == "function_call_output":
-        out.append({"role": "tool", "tool_call_id": fields.required("call_id"),
+        out.append({"role": "tool", "tool_call_id": fields.require_text("call_id"),
                     "content": _content(fields, "output", may_lack=True)})
-    elif kind == "reasoning": _thought(fields, out)
+    elif kind == "reasoning": _add_reasoning(fields, out)
     else: raise invalid(f"{fields.path('type')} is {str(kind)[:60]!r}, expected message, function_call, "
                         "function_call_output or reasoning", fields.path("type"), "unsupported")
 
@@ -270,7 +270,7 @@ def _message(fields: Fields, out: list[dict[str, Any]]) -> None:
     else: out.append({"role": role, "content": content})
 
 
-def _thought(fields: Fields, out: list[dict[str, Any]]) -> None:
+def _add_reasoning(fields: Fields, out: list[dict[str, Any]]) -> None:
     texts = [each.get("text") for name in ("content", "summary") for each in fields.objects(name) or []]
     fields.ignore(["encrypted_content"])    # of a server that keeps its reasoning to itself
     if not all(isinstance(text, str) for text in texts):

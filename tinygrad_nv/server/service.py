@@ -1,4 +1,4 @@
-"""What endpoints share: engine, tokenizer, limits, and the records of requests.
+"""Service that endpoints share: engine, tokenizer, limits, and the records of requests.
 
 Protocol: `Service.run(...)` is the generation of one request. It yields (choice, `Delta`) pairs of all
 prompts as they are generated, within the time limit, and closes the engine's iterators at the end, which
@@ -136,8 +136,8 @@ class Parsers:
     auto_tool_choice: bool = True
     trust_request_template: bool = False
 
-    def named(self, template: str) -> tuple[str, str]:
-        """The names of the parsers of reasoning and of tool calls."""
+    def names_for(self, template: str) -> tuple[str, str]:
+        """Returns the names of the parsers of reasoning and of tool calls."""
         return (detect(REASONING, template) if self.reasoning == AUTO else self.reasoning,
                 detect(TOOLS, template) if self.tools == AUTO else self.tools)
 
@@ -151,7 +151,7 @@ class Parsers:
 
 @dataclass(frozen=True)
 class CORS:
-    """What pages of other origins may do, as their browsers ask: "*" is any origin, method or header."""
+    """Rights of pages of other origins, as their browsers ask: "*" is any origin, method or header."""
     origins: tuple[str, ...] = ("*",)
     methods: tuple[str, ...] = ("*",)
     headers: tuple[str, ...] = ("*",)
@@ -265,14 +265,14 @@ class Service:
     async def render(self, size: int, task: Callable[[], T], by_client: bool) -> T:
         """`task()`, which renders a chat template: apart from other texts for a client's template, after the
         model's own was slow, and again where it is slow for a short text."""
-        def timed() -> T:
+        def run_timed() -> T:
             began = time.thread_time()
             try: return task()
             finally: self.slow_template = size <= INLINE and time.thread_time() - began > SLOW_S
         if not by_client and not self.slow_template:
             with contextlib.suppress(OutOfTime):
-                return await self.aside(size, (lambda: brief(timed)) if size <= INLINE else timed)
-        try: return await apart(task if by_client else timed)
+                return await self.aside(size, (lambda: brief(run_timed)) if size <= INLINE else run_timed)
+        try: return await apart(task if by_client else run_timed)
         except NVError as error: raise api_error(error) from error
 
     async def run(self, prompts: Sequence[list[int]], params: SamplingParams, priority: int,
@@ -303,7 +303,7 @@ class Service:
                 except NVError as error: raise api_error(error) from error
                 record.cached_tokens = max(record.cached_tokens, delta.cached_tokens)
                 choice = at * params.n + delta.index
-                self.metrics.inter_token_latencies(record.seen(choice, delta))
+                self.metrics.inter_token_latencies(record.count_delta(choice, delta))
                 if delta.finish_reason == "error":
                     raise api_error(delta.error or NVError("the engine could not continue"))
                 if delta.finish_reason == "abort":

@@ -25,7 +25,7 @@ import uvicorn
 from tinygrad_nv.errors import DistError, RequestError
 from tinygrad_nv.server.app import application
 from tinygrad_nv.server.errors import APIError
-from tinygrad_nv.server.limits import guarded
+from tinygrad_nv.server.limits import guard_protocol
 from tinygrad_nv.server.log import LOG, line, periodic
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.workers import end_all
@@ -104,7 +104,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, options: HTTPOptions = HTTP) -> None:
         super().__init__(options.config(
-            application(service), http=guarded(service.limits), access_log=False, server_header=False,
+            application(service), http=guard_protocol(service.limits), access_log=False, server_header=False,
             timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=2048))
         self.service = service
         self._draining: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
             yield
             return
         loop = asyncio.get_running_loop()
-        for each in SIGNALS: loop.add_signal_handler(each, self._signalled, each)
+        for each in SIGNALS: loop.add_signal_handler(each, self._handle_signal, each)
         try: yield
         finally:
             for each in SIGNALS: loop.remove_signal_handler(each)
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
             self.service.draining = True
             self._draining = asyncio.ensure_future(self._drain())
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if self._draining is None: return self.drain()
         LOG.warning(line("killed", signal=number.name, active=self.service.active))
         # a kernel or a client may still block a normal exit

@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
 
 def service_of(transcriber: Transcriber, names: tuple[str, ...], arguments: argparse.Namespace,
                keys: frozenset[str]) -> Service:
-    """What is served."""
+    """Returns the service of a transcriber."""
     metrics = Metrics(names[0], transcriber.config.max_tokens, transcriber.engine.stats,
                       arguments.metrics_prefix)
     LOG.info(line("speech", mels=transcriber.config.mels, languages=len(transcriber.model.tokens.languages),

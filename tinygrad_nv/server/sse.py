@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from tinygrad_nv.server.errors import APIError, internal
-from tinygrad_nv.server.limits import disconnected
+from tinygrad_nv.server.limits import wait_for_disconnect
 from tinygrad_nv.server.log import LOG
 from tinygrad_nv.server.record import Record
 
@@ -59,8 +59,9 @@ class Typed(Plain):
         return self.event(self.failed(error))
 
 
-async def streamed(request: Request, chunks: Chunks, record: Record, style: Plain | None = None) -> Response:
-    """The response with `chunks` as its events."""
+async def stream_events(request: Request, chunks: Chunks, record: Record,
+                        style: Plain | None = None) -> Response:
+    """Returns the response with `chunks` as its events."""
     style = style or Plain()
     try: first = await until_disconnect(request, anext(chunks))
     except BaseException:
@@ -101,7 +102,7 @@ class _Closing(StreamingResponse):
 
 async def until_disconnect(request: Request, task: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
     """The result of `task`. If the client disconnects first, cancels it and raises `ClientDisconnect`."""
-    task, disconnect = asyncio.ensure_future(task), asyncio.ensure_future(disconnected(request))
+    task, disconnect = asyncio.ensure_future(task), asyncio.ensure_future(wait_for_disconnect(request))
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done(): raise ClientDisconnect

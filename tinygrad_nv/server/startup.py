@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         LOG.info(line("ready", url=url(bound_socket, options), model=",".join(names), device=llm.device,
                       pid=os.getpid(),
                       keys=len(keys), seconds=waterfall.total_s))
-        if llm.embedder is None: llm.follow(_later(), _missed)
+        if llm.embedder is None: llm.follow(_later(), _log_missed)
 
     async def main() -> None:
         if isinstance(engine, AsyncEngine): await engine.start()
@@ -183,7 +183,7 @@ def _warm_up_generation(llm: LLM, progress: Callable[[int, int], None]) -> None:
         progress(0, 0)
 
 
-def _missed(count: int) -> None:
+def _log_missed(count: int) -> None:
     LOG.warning(line("warm_up_later", missed=count))
 
 
@@ -221,7 +221,7 @@ def parsers(arguments: argparse.Namespace) -> Parsers:
 
 
 def cors(arguments: argparse.Namespace) -> CORS:
-    """What pages of other origins may do, as the command line says."""
+    """Returns the rights of pages of other origins, as the command line says."""
     a = arguments
     return CORS(a.allowed_origins, a.allowed_methods, a.allowed_headers, a.allow_credentials)
 

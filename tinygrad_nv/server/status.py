@@ -15,7 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from tinygrad_nv.errors import NVError
-from tinygrad_nv.server.conversation import known_efforts
+from tinygrad_nv.server.conversation import efforts_of
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.version import __version__
@@ -61,10 +61,10 @@ def _models(service: Service) -> Endpoint:
 
 
 def _efforts(service: Service) -> list[str]:
-    """What `reasoning_effort` may say to this model."""
+    """Lists the values of `reasoning_effort` that this model takes."""
     try: template = service.model.require_tokenizer().template or ""
     except NVError: return []
-    return [] if service.embedder else known_efforts(template)
+    return [] if service.embedder else efforts_of(template)
 
 
 def _health(service: Service) -> Endpoint:

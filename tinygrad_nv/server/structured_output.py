@@ -1,6 +1,6 @@
 """Structured output options of a request.
 
-Protocol: `structured_option` reads at most one of response_format (OpenAI), structured_outputs and
+Protocol: `find_option` reads at most one of response_format (OpenAI), structured_outputs and
 guided_json, guided_regex, guided_choice, guided_grammar (vLLM), or a tool choice that forces a tool call.
 """
 from __future__ import annotations
@@ -24,9 +24,9 @@ COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedP
 KINDS = ("json", "regex", "choice", "grammar")
 
 
-def structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | None) -> Any:
-    """What constrains the output of a request. `forced` is the schema required by its tool choice."""
-    option = structured_option(fields, limits)
+def parse_structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | None) -> Any:
+    """Returns the constraint of a request's output. `is_forced` is the schema required by its tool choice."""
+    option = find_option(fields, limits)
     # response_format constrains the content, which a forced tool call lacks
     if option and forced is not None and not option[0].startswith("response_format"):
         raise invalid(f"tool_choice forces a tool call, and {option[0]} asks for another output, expected "
@@ -42,8 +42,8 @@ def structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | N
     return made
 
 
-def structured_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, Any]] | None:
-    """The field that constrains the output, and the arguments of `StructuredOutputsParams` for it."""
+def find_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, Any]] | None:
+    """Returns the field that constrains the output, and the arguments of `StructuredOutputsParams` for it."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)
     inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
@@ -89,13 +89,13 @@ def _response_format(wanted: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]
 def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] | None:
     """The schema of an answer that must be a tool call: its arguments ("named"), or a list of calls
     ("required"). None if no call is forced."""
-    if not choice.forced: return None
+    if not choice.is_forced: return None
     try:
         schemas = {tool["function"]["name"]: _arguments(tool["function"].get("parameters"), f"tools[{at}]")
                    for at, tool in enumerate(tools)}
         if choice.mode == "named": return schemas[choice.name]
         # each tool's schema is kept whole, so that its own references resolve
-        defined = {f"tool{at}": _moved(schema, f"#/$defs/tool{at}")
+        defined = {f"tool{at}": _move_references(schema, f"#/$defs/tool{at}")
                    for at, schema in enumerate(schemas.values())}
     except RecursionError as error:
         raise invalid("tools have a schema that is nested too deeply, expected at most 100 levels",
@@ -117,25 +117,25 @@ def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         path = f"{path}.function.parameters.type"
         raise invalid(f"{path} is {json.dumps(kind)[:60]}, expected 'object': arguments have names", path)
-    return _closed({**schema, "type": "object"}, "allOf" not in json.dumps(schema))
+    return _close_objects({**schema, "type": "object"}, "allOf" not in json.dumps(schema))
 
 
-def _closed(schema: Any, alone: bool) -> Any:
-    """`schema` with additionalProperties false where it lists properties. Schemas that are combined with
-    others stay as they are; so do definitions, unless each is used `alone`."""
+def _close_objects(schema: Any, alone: bool) -> Any:
+    """Returns `schema` with additionalProperties false where it lists properties. Schemas that are combined
+    with others stay as they are; so do definitions, unless each is used `alone`."""
     if not isinstance(schema, dict): return schema
     out = dict(schema)
     for key in ("properties", *(("$defs", "definitions") if alone else ())):
         if isinstance(inner := out.get(key), dict):
-            out[key] = {name: _closed(each, alone) for name, each in inner.items()}
-    if isinstance(out.get("items"), dict): out["items"] = _closed(out["items"], alone)
+            out[key] = {name: _close_objects(each, alone) for name, each in inner.items()}
+    if isinstance(out.get("items"), dict): out["items"] = _close_objects(out["items"], alone)
     if "properties" in out and not COMBINING_KEYWORDS & out.keys(): out["additionalProperties"] = False
     return out
 
 
-def _moved(schema: Any, location: str) -> Any:
-    """`schema` with its references rewritten for a root at `location`."""
-    if isinstance(schema, list): return [_moved(each, location) for each in schema]
+def _move_references(schema: Any, location: str) -> Any:
+    """Returns `schema` with its references rewritten for a root at `location`."""
+    if isinstance(schema, list): return [_move_references(each, location) for each in schema]
     if not isinstance(schema, dict): return schema
     return {key: location + each[1:] if key == "$ref" and isinstance(each, str) and each.startswith("#")
-            else _moved(each, location) for key, each in schema.items()}
+            else _move_references(each, location) for key, each in schema.items()}

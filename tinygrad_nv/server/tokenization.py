@@ -45,10 +45,10 @@ async def _prompt(service: Service, record: Record, fields: Fields, tokenizer: T
     service.require_name(fields.text("model"))
     fields.finish()
 
-    def made() -> list[int]:
+    def encode() -> list[int]:
         tokenizer.require_fitting(text, service.model.length)
         return tokenizer.encode(text, special)
-    return await service.aside(record.size, made)
+    return await service.aside(record.size, encode)
 
 
 async def _conversation(service: Service, record: Record, fields: Fields) -> list[int]:
@@ -65,7 +65,7 @@ async def detokenize(request: Request, service: Service, record: Record, data: d
     if "tokens" not in fields.left:
         raise invalid("tokens is missing, expected a list of token ids", "tokens", "missing_field")
 
-    def made() -> str:
+    def decode() -> str:
         ids = fields.wholes("tokens")
         service.require_name(fields.text("model"))
         fields.finish()
@@ -73,5 +73,5 @@ async def detokenize(request: Request, service: Service, record: Record, data: d
             raise invalid(f"tokens has the id {str(bad[0])[:20]}, which is not in the vocabulary; to fix: "
                           "send ids of this model's tokenizer", "tokens")
         return tokenizer.decode(ids, skip_special_tokens=False)
-    text = await service.aside(record.size, made)
+    text = await service.aside(record.size, decode)
     return JSONAnswer({"prompt": text})

@@ -1,6 +1,6 @@
 """Tools: what a request offers, and the schema-independent part of its tool choice.
 
-Protocol: `tool_list`, `allowed_tools` and `tool_choice` read a request, `legacy_choice` one with the older
+Protocol: `tool_list`, `select_tools` and `tool_choice` read a request, `legacy_choice` one with the older
 fields functions and function_call. Tools reach the model through its chat template alone; parsers/ finds the
 calls in its answer.
 """
@@ -30,7 +30,7 @@ class ToolChoice:
     several: bool = True
 
     @property
-    def forced(self) -> bool:
+    def is_forced(self) -> bool:
         """Whether the answer must be tool calls."""
         return self.mode in ("named", "required")
 
@@ -79,8 +79,8 @@ def leave_out(refused: Sequence[APIError], made: Sequence[Tool]) -> None:
         ignore(error)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names of tools, for a message."""
+def list_names(names: Sequence[str]) -> str:
+    """Lists names of tools, for a message."""
     more = ", …" if len(names) > MOST_LISTED else ""
     return ", ".join(name[:64] for name in names[:MOST_LISTED]) + more
 
@@ -104,8 +104,9 @@ def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, 
     return offered, tool_choice(Fields({"tool_choice": value, "parallel_tool_calls": False}), offered)
 
 
-def allowed_tools(fields: Fields, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """The tools that a tool choice of type "allowed_tools" keeps, whose mode is then the tool choice."""
+def select_tools(fields: Fields, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """Returns the tools that a tool choice of type "allowed_tools" keeps, whose mode is then the tool
+    choice."""
     value = fields.left.get("tool_choice")
     if not isinstance(value, dict) or value.get("type") != "allowed_tools": return tools
     outer = Fields(value, "tool_choice")
@@ -117,7 +118,7 @@ def allowed_tools(fields: Fields, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     names, known = ({tool["function"]["name"]: None for tool in each} for each in (allowed, tools))
     if not names or (unknown := [name for name in names if name not in known]):
         found = f"names {unknown[0]!r}" if names else "names no tool"
-        raise invalid(f"tool_choice.allowed_tools {found}, expected some of tools: {listed([*known])}",
+        raise invalid(f"tool_choice.allowed_tools {found}, expected some of tools: {list_names([*known])}",
                       "tool_choice.allowed_tools.tools")
     fields.left["tool_choice"] = mode or "auto"
     return tuple(tool for tool in tools if tool["function"]["name"] in names)
@@ -135,6 +136,6 @@ def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
                       "name in {'type': 'function', 'function': {'name': …}}", "tool_choice")
     if value != "named" and not tools: raise invalid(f"tool_choice is {value!r} without tools", "tool_choice")
     if value == "named" and name not in (names := [tool["function"]["name"] for tool in tools]):
-        raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {listed(names)}",
+        raise invalid(f"tool_choice names {name[:64]!r}, which is not among tools: {list_names(names)}",
                       "tool_choice")
     return ToolChoice(value, name if value == "named" else "", several)

@@ -65,8 +65,8 @@ class Tracer:
         provider.add_span_processor(export.BatchSpanProcessor(sender))
         return Tracer(provider)
 
-    def finished(self, record: Record, headers: Iterable[tuple[bytes, bytes]], status: int) -> None:
-        """The span of a request that has ended with an HTTP status."""
+    def record_end(self, record: Record, headers: Iterable[tuple[bytes, bytes]], status: int) -> None:
+        """Sends the span of a request that has ended with an HTTP status."""
         if record.params is None: return
         end_ns, seconds = time.time_ns(), time.perf_counter() - record.started
         given = {name.decode(): value.decode("latin-1") for name, value in headers if name in HEADERS}
@@ -84,8 +84,8 @@ class Tracer:
 
 
 def attributes(record: Record, seconds: float) -> Mapping[str, Any]:
-    """What a span says of its request, which took so many seconds. Times are in seconds; of the time to the
-    first token, waiting is a part."""
+    """Returns the attributes of the span of a request, which took so many seconds. Times are in seconds; of
+    the time to the first token, waiting is a part."""
     params = record.params
     assert params is not None
     last = max((answer.last for answer in record.answers.values()), default=None)

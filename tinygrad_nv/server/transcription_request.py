@@ -1,7 +1,7 @@
 """The form of /v1/audio/transcriptions and /v1/audio/translations.
 
 Protocol: fields are OpenAI's (file, model, language, prompt, response_format, temperature,
-timestamp_granularities[], stream) and vLLM's (seed). `read_form` takes a body apart; `parsed` checks its
+timestamp_granularities[], stream) and vLLM's (seed). `read_form` takes a body apart; `parse_form` checks its
 fields. Temperature 0, as in OpenAI's API, is greedy with rising temperatures where a text repeats itself or
 is unlikely.
 """
@@ -33,7 +33,7 @@ MOST_FIELDS, MOST_FIELD_BYTES = 32, 64 << 10
 
 @dataclass(frozen=True)
 class TranscriptionRequest:
-    """What is asked for. `name` of the file is used in messages."""
+    """Request of a transcription. `name` of the file is used in messages."""
     model: str | None
     data: bytes
     name: str
@@ -73,8 +73,8 @@ async def read_form(content_type: str, body: bytes) -> dict[str, Any]:
     return made
 
 
-def parsed(form: dict[str, Any], task: str) -> TranscriptionRequest:
-    """The request of a form. Raises `APIError`."""
+def parse_form(form: dict[str, Any], task: str) -> TranscriptionRequest:
+    """Parses the request of a form. Raises `APIError`."""
     if not isinstance(file := form.pop("file", None), tuple):
         raise invalid("file is missing" if file is None else "file is a text", "file", "missing_file")
     fields = Fields({name: _value(name, value) for name, value in form.items()})

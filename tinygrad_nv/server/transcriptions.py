@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from tinygrad_nv.engine.speech.audio import decode_audio, decoded_seconds
+from tinygrad_nv.engine.speech.audio import decode_audio, measure_seconds
 from tinygrad_nv.engine.speech.batching import Cancelled
 from tinygrad_nv.engine.speech.outputs import Segment, Transcription, segment_fields
 from tinygrad_nv.engine.speech.recording import Recording
@@ -26,8 +26,8 @@ from tinygrad_nv.server.errors import APIError, api_error
 from tinygrad_nv.server.limits import AUDIO_PATH, limits_of, read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service, SpeechClient
-from tinygrad_nv.server.sse import streamed, until_disconnect
-from tinygrad_nv.server.transcription_request import TranscriptionRequest, form_aside, parsed
+from tinygrad_nv.server.sse import stream_events, until_disconnect
+from tinygrad_nv.server.transcription_request import TranscriptionRequest, form_aside, parse_form
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,24 +43,24 @@ def endpoint(service: Service, task: str) -> Callable[[Request], Awaitable[Respo
         record.id = "transcript-" + record.id
         client = service.require_speech()
         limits = limits_of(AUDIO_PATH, service.limits)
-        with service.body_budget.holding(limits) as count:
-            return await answered(request, record, client, await read_body(request, limits, count))
+        with service.body_budget.hold(limits) as count:
+            return await respond(request, record, client, await read_body(request, limits, count))
 
-    async def answered(request: Request, record: Record, client: SpeechClient, body: bytes) -> Response:
-        asked = parsed(await form_aside(request.headers.get("content-type", ""), body), task)
+    async def respond(request: Request, record: Record, client: SpeechClient, body: bytes) -> Response:
+        asked = parse_form(await form_aside(request.headers.get("content-type", ""), body), task)
         service.require_name(asked.model)
         record.stream = asked.stream
         if asked.stream:
             events = _events(service, client, asked, record)
-            return await streamed(request, events, record)
-        made = await until_disconnect(request, _transcribed(service, client, asked))
+            return await stream_events(request, events, record)
+        made = await until_disconnect(request, _transcribe(service, client, asked))
         record.output_tokens = len(made.token_ids)
-        return shown(made, asked)
+        return format_answer(made, asked)
     return answer
 
 
-def shown(made: Transcription, asked: TranscriptionRequest) -> Response:
-    """The transcription in the format that is asked for."""
+def format_answer(made: Transcription, asked: TranscriptionRequest) -> Response:
+    """Returns the transcription in the format that is asked for."""
     if asked.format == "srt": return PlainTextResponse(srt(made), media_type="application/x-subrip")
     if asked.format == "vtt": return PlainTextResponse(vtt(made), media_type="text/vtt")
     if asked.format == "text": return PlainTextResponse(f"{made.text}\n")
@@ -72,31 +72,32 @@ def shown(made: Transcription, asked: TranscriptionRequest) -> Response:
                          "text": made.text, "segments": segments, "usage": usage})
 
 
-async def _transcribed(service: Service, client: SpeechClient, asked: TranscriptionRequest,
+async def _transcribe(service: Service, client: SpeechClient, asked: TranscriptionRequest,
                        told: Callable[[Segment], None] = lambda segment: None) -> Transcription:
-    """The transcription, within the memory of all requests. What has not run when the request ends is
+    """Returns the transcription, within the memory of all requests. What has not run when the request ends is
     cancelled."""
     limits = service.limits
     given = asked.data, asked.name, limits.audio_s, limits.audio_samples
     try:
-        length = await asyncio.to_thread(decoded_seconds, *given)
+        length = await asyncio.to_thread(measure_seconds, *given)
         async with service.media.hold(int(length * BYTES_A_SECOND)):
             samples = await asyncio.to_thread(decode_audio, *given)
-            return await _answered(client, samples, asked, limits.request_s, told)
+            return await _run_recording(client, samples, asked, limits.request_s, told)
     except AudioError as error: raise api_error(error, "file") from error
 
 
-async def _answered(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest, most_s: float,
+async def _run_recording(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest,
+                         most_s: float,
                     told: Callable[[Segment], None]) -> Transcription:
     cancelled = Cancelled()
 
-    def prepared() -> Recording:
-        """The recording, with its spectrogram: other recordings' steps do not wait for it."""
+    def prepare() -> Recording:
+        """Makes the recording, with its spectrogram: other recordings' steps do not wait for it."""
         made = client.recording(samples, asked.params, told)
         assert made.features is not None
         return made
     try:
-        recording = await asyncio.to_thread(prepared)
+        recording = await asyncio.to_thread(prepare)
         future = asyncio.wrap_future(client.engine.submit([recording], cancelled)[0])
     except NVError as error: raise api_error(error) from error
     try:
@@ -112,8 +113,8 @@ async def _events(service: Service, client: SpeechClient, asked: TranscriptionRe
     """An event for each segment as it is decoded, and one at the end."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Segment | None]()
 
-    def told(segment: Segment | None) -> None: loop.call_soon_threadsafe(queue.put_nowait, segment)
-    task = asyncio.ensure_future(_transcribed(service, client, asked, told))
+    def push(segment: Segment | None) -> None: loop.call_soon_threadsafe(queue.put_nowait, segment)
+    task = asyncio.ensure_future(_transcribe(service, client, asked, push))
     task.add_done_callback(lambda _: queue.put_nowait(None))
     try:
         first = True

@@ -12,7 +12,7 @@ from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
-from tinygrad_nv.engine.worker.sampler_state import SamplerState, packed_mask
+from tinygrad_nv.engine.worker.sampler_state import SamplerState, pack_mask
 from tinygrad_nv.runtime.device import NVDevice
 
 V = 130
@@ -40,7 +40,7 @@ def test_tokens_are_those_of_the_cpu(gpu: NVDevice):
     """Of a step of all kinds. Noise and probabilities differ in last bits, which choose no token here."""
     xs = np.stack([logits_of(i, 2, V) for i in range(len(KINDS))])
     places, filters = list(range(10, 10 + len(KINDS))), Filters(mask=True)
-    masks = np.stack([packed_mask(V, [int(x.argmax())] if i % 2 else ()) for i, x in enumerate(xs)])
+    masks = np.stack([pack_mask(V, [int(x.argmax())] if i % 2 else ()) for i, x in enumerate(xs)])
     for kind in KINDS: filters |= kind.filters
     with Context(DEV="CPU"):
         expected = Case(KINDS, V, SEEN, SAID, device="CPU").tokens(xs, places, filters, masks)

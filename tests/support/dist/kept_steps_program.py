@@ -11,7 +11,7 @@ from tinygrad_nv.dist.collectives.device import prepare
 from tinygrad_nv.dist.collectives.functions import all_reduce
 from tinygrad_nv.dist.group import close, init
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
-from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
+from tinygrad_nv.engine.worker.step_store import StepStore, name_buffers
 from tinygrad_nv.errors import DistError
 
 world = init("shared")
@@ -20,7 +20,7 @@ device = Device.canonicalize("EMU")
 given = Tensor(np.arange(16, dtype=np.float32) + world.rank).realize()
 out = Tensor.zeros(16).contiguous().realize()
 if sys.argv[1] != "late": prepare(group, device)
-store = StepStore.open((world.rank,), device, lambda: named_buffers(given=given, out=out))
+store = StepStore.open((world.rank,), device, lambda: name_buffers(given=given, out=out))
 assert store is not None
 kept = "sum" in store.steps
 assert kept == (sys.argv[1] != "first")

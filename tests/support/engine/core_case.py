@@ -25,7 +25,7 @@ class CountingCore:
         self.gate.set()
 
     @property
-    def unfinished(self) -> bool: return bool(self.running)
+    def has_unfinished(self) -> bool: return bool(self.running)
 
     def stats(self) -> SimpleNamespace: return SimpleNamespace(running=len(self.running))
 

@@ -24,7 +24,7 @@ from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
-from tinygrad_nv.engine.scheduling.request import DraftRequest, Request, padded_tokens
+from tinygrad_nv.engine.scheduling.request import DraftRequest, Request, pad_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     Logprobs,
     Sample,
@@ -69,7 +69,7 @@ class Rule:
     def __init__(self, length: int) -> None: self.last, self.left = 0, length
 
     @property
-    def finished(self) -> bool: return not self.left
+    def is_finished(self) -> bool: return not self.left
 
     def mask(self) -> np.ndarray: return self.after(self.last)
 
@@ -177,7 +177,7 @@ class FakeDevice:
     # **** a step ****
 
     def _run(self, batch: SchedulerOutput, fails: int | None) -> SamplerOutput:
-        computed = sum(padded_tokens(seq.num_tokens) for seq in batch.seqs)
+        computed = sum(pad_tokens(seq.num_tokens) for seq in batch.seqs)
         self._fault(computed > self.budget, "above the budget")
         slots = [seq.slot for seq in batch.seqs]
         samples = [sample.slot for seq in batch.seqs for sample in seq.samples if not seq.tokens]
@@ -221,7 +221,7 @@ class FakeDevice:
         for group, window in enumerate(self.windows):
             pages = seq.block_table[group * count:(group + 1) * count]
             at = [(pages[position // self.page_size], position % self.page_size)
-                  for position in range(seq.start + padded_tokens(len(tokens)))]
+                  for position in range(seq.start + pad_tokens(len(tokens)))]
             rows = self._write_group(seq, rows, at, window, written)
         return rows
 
@@ -300,7 +300,7 @@ def alone(request: Request, index: int, config: EngineConfig, max_len: int, rule
         if token in ends and made >= params.min_tokens: return answer, "stop"
         if rule is not None:
             rule.accept(token)
-            if rule.finished: return answer, "stop"
+            if rule.is_finished: return answer, "stop"
         if len(answer) == params.max_tokens or len(tokens) == max_len: return answer, "length"
 
 
@@ -354,7 +354,7 @@ class Engine:
 
     def end(self) -> Engine:
         """Steps until no work is left."""
-        while self.core.unfinished: self.step()
+        while self.core.has_unfinished: self.step()
         assert self.device.faults == []
         assert self.pool.stats().in_use == self.pool.stats().host_in_use == 0
         return self

@@ -81,7 +81,7 @@ def written(matcher: GrammarMatcher, eos: int, rng: np.random.Generator, most: i
     """The output of a model that finds every token equally likely. After `most` tokens it takes end tokens
     and quotes where it can, to end unbounded texts."""
     ids: list[int] = []
-    while not matcher.finished:
+    while not matcher.is_finished:
         choice = allowed(matcher.mask())
         assert choice
         if len(ids) > most and eos in choice: return ids

@@ -157,7 +157,7 @@ class Drive:
 
     def one(self, a: int, away: bool | None = None, idle: bool = False) -> Sequence | None:
         """A sequence, if there is one."""
-        fits = [each for each in self.sequences if away in (None, each.table.offloaded)
+        fits = [each for each in self.sequences if away in (None, each.table.is_offloaded)
                 and not (idle and each.in_flight)]
         return fits[a % len(fits)] if fits else None
 
@@ -221,7 +221,7 @@ class Drive:
 
     def offload(self, a: int, b: int, c: int) -> bool:
         if (other := self.one(a, away=False)) is None: return False
-        if other.table.offload(): assert other.table.pages == [] or not other.table.held_pages
+        if other.table.offload(): assert other.table.pages == [] or not other.table.unpruned_pages
         return True
 
     def restore(self, a: int, b: int, c: int) -> bool:
@@ -254,7 +254,7 @@ class Drive:
         number, size = self.pool.batch, self.pool.page_size
         seqs = []
         for bit, sequence in enumerate(self.sequences):
-            if not a >> bit & 1 or sequence.table.offloaded: continue
+            if not a >> bit & 1 or sequence.table.is_offloaded: continue
             table, start = sequence.table, sequence.table.computed + sequence.in_flight
             rows = max(1, min(1 + b % 12, len(sequence.tokens) - start))
             chosen = start == len(sequence.tokens)
@@ -262,7 +262,7 @@ class Drive:
             deferred = chosen or sequence.in_flight > 0 or c % 3 == 0
             if start + rows > LONGEST: continue
             padded = start + (rows if rows == 1 else -(-rows // self.group) * self.group)
-            held = len(set().union(*(each.table.held_pages for each in self.sequences)))
+            held = len(set().union(*(each.table.unpruned_pages for each in self.sequences)))
             assert self.pool.available == self.pool.device.total - held
             at = None if b % 5 == 0 else start
             missing, free = table.num_missing_pages(padded, at), self.pool.available
@@ -348,10 +348,10 @@ class Drive:
             table, size = sequence.table, self.pool.page_size
             marks = sequence.marks()[:table.computed]
             assert len(marks) == table.computed
-            pages = [[-1] * each.pruned + each.host_pages if table.offloaded else each.pages
+            pages = [[-1] * each.pruned + each.host_pages if table.is_offloaded else each.pages
                      for each in table.groups]
             visible = self.first_visible(sequence, table.computed)
-            there = memory.holds(pages, marks, visible, table.offloaded)
+            there = memory.holds(pages, marks, visible, table.is_offloaded)
             assert there, "a sequence's tokens are not in its pages"
             for each, first in zip(table.groups, visible, strict=True): assert first >= each.pruned * size
 

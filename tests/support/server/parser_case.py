@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tinygrad_nv.server.parsers.parser import CallDelta, Event, Parser, joined
+from tinygrad_nv.server.parsers.parser import CallDelta, Event, Parser, join_events
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ def fed(make: Callable[[], Parser], pieces: Sequence[str]) -> list[Event]:
     """The events of a text in these pieces, neighbours joined."""
     parser, events = make(), list[Event]()
     for piece in pieces: events += parser.feed(piece)
-    return joined([*events, *parser.flush()])
+    return join_events([*events, *parser.flush()])
 
 
 def every_cut(make: Callable[[], Parser], text: str) -> list[Event]:

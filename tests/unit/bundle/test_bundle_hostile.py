@@ -17,7 +17,7 @@ from tinygrad import Tensor
 import tinygrad_nv
 from tests.support.bundle.bundle_case import forged, manifest_of, with_part
 from tinygrad_nv.bundle.container import is_bundle, open_bundle
-from tinygrad_nv.bundle.report import inspected
+from tinygrad_nv.bundle.report import inspect
 from tinygrad_nv.errors import BundleError
 
 # as text of JSON: some are values that no writer of JSON makes
@@ -59,7 +59,7 @@ def put(found: Any, at: tuple[Any, ...], value: str | None) -> bytes:
 def check(file: Path) -> str:
     """What is said of a bundle; "" of one that is loaded."""
     begun, said = time.perf_counter(), ""
-    for use in (tinygrad_nv.load, lambda file: inspected(open_bundle(file), True)):
+    for use in (tinygrad_nv.load, lambda file: inspect(open_bundle(file), True)):
         try: use(file)
         except BundleError as error:
             said = str(error)

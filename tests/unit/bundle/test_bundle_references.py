@@ -14,10 +14,10 @@ def test_matrices_that_are_joined_are_pieces(tiny: Path) -> None:
         at = llm.model.blocks[0].attention.qkv.weight.uop.buffer  # type: ignore[union-attr]
         key = id(at.base), at.offset, at.nbytes
         content = bytes_of(at)
-        assert len(references.confirmed(found[key], tiny, content)) == 3
+        assert len(references.confirm(found[key], tiny, content)) == 3
         changed = bytearray(content)
         changed[-1] ^= 1
-        assert references.confirmed(found[key], tiny, memoryview(changed)) == []
+        assert references.confirm(found[key], tiny, memoryview(changed)) == []
 
 
 def test_another_dtype_is_not_referred_to(tiny: Path) -> None:

@@ -59,7 +59,7 @@ def test_the_cache_drops_the_least_recently_used():
     cache, asked = AdapterCache(2, reads), [LoRARequest(name, i, "/x") for i, name in enumerate("abc", 1)]
     for i in (0, 1, 0, 2, 0, 1): cache.load(asked[i])
     assert (read, cache.numbers(), cache.loads) == (["a", "b", "c", "b"], [1, 2], 4)
-    assert (cache.held(asked[0]), cache.held(asked[2]), cache.remove(1), cache.remove(1)) == \
+    assert (cache.is_cached(asked[0]), cache.is_cached(asked[2]), cache.remove(1), cache.remove(1)) == \
         (True, False, True, False)
     with pytest.raises(RequestError, match="number 2, which 'b' of /x has"):
         cache.load(LoRARequest("z", 2, "/z"))
@@ -90,7 +90,7 @@ def added(core: EngineCore, adapters: Sequence[Adapter | None], tokens: int = 4)
 def run(core: EngineCore, adapters: Sequence[Adapter | None], tokens: int = 4) -> dict[str, int]:
     added(core, adapters, tokens)
     counts: dict[str, int] = {}
-    while core.unfinished:
+    while core.has_unfinished:
         for each in core.step():
             assert each.error is None
             counts[each.request] = counts.get(each.request, 0) + len(each.tokens)

@@ -27,7 +27,7 @@ def can_follow(mask: np.ndarray | None) -> list[int]:
 def said(matcher: AfterReasoning, seed: int, end: Sequence[int], after: int) -> tuple[list[int], list[int]]:
     """The reasoning and the answer of a model that likes every token, and its end after so many."""
     rng, ids, at = np.random.default_rng(seed), list[int](), -1
-    while not matcher.finished:
+    while not matcher.is_finished:
         choice = can_follow(matcher.mask())
         wanted = end[len(ids) - after] if at < 0 and 0 <= len(ids) - after < len(end) else None
         token = wanted if wanted in choice else int(choice[rng.integers(len(choice))])
@@ -89,7 +89,7 @@ def test_a_budget_ends_the_reasoning(budget: int):
     free = made(ReasoningTokens(None, (STOP,), True, budget=0), constrained=False)
     free.accept(STOP)
     assert free.mask() is None
-    assert not free.finished
+    assert not free.is_finished
 
 
 @pytest.mark.parametrize("tokens", [
@@ -99,7 +99,7 @@ def test_masks_of_a_draft_are_those_after_its_tokens(tokens: ReasoningTokens):
     for seed in range(12):
         rng, matcher, draft = np.random.default_rng(seed), made(tokens), list[int]()
         steps = [matcher.mask()]
-        while not matcher.finished and len(draft) < 7:
+        while not matcher.is_finished and len(draft) < 7:
             choice = can_follow(matcher.mask())
             likely = [each for each in (START, 5, STOP) if each in choice]
             token = likely[seed % len(likely)] if likely and rng.random() < 0.6 else \

@@ -81,7 +81,7 @@ def test_closing_an_iterator_ends_its_request(at: int):
         for _ in range(at): await anext(stream)
         await stream.aclose()
         await asyncio.to_thread(engine.llm.engine.join)
-        assert not core.unfinished
+        assert not core.has_unfinished
         assert [call[0] for call in core.calls] == (["add", "abort"] if at else [])
     run(case, CountingCore(step_s=0.001))
 
@@ -96,7 +96,7 @@ def test_cancelling_a_task_ends_its_request_at_any_moment(after_s: float):
         with pytest.raises(asyncio.CancelledError): await task
         assert await other == "".join(f"{i} " for i in range(30)), "others do not notice"
         await asyncio.to_thread(engine.llm.engine.join)
-        assert not core.unfinished
+        assert not core.has_unfinished
     run(case, CountingCore(step_s=0.001))
 
 
@@ -247,7 +247,7 @@ def test_stopping_ends_what_has_not_ended_in_time():
         await asyncio.sleep(0.02)
         await engine.stop(0.05)
         for task in tasks: assert (await task)[-1].finish_reason == "abort"
-        assert not core.unfinished
+        assert not core.has_unfinished
     run(case, CountingCore(step_s=0.001))
 
 

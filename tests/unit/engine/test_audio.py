@@ -10,7 +10,7 @@ import soundfile
 import torch
 
 from tinygrad_nv.engine.speech import subtitles
-from tinygrad_nv.engine.speech.audio import Resampler, decode_audio, resampled
+from tinygrad_nv.engine.speech.audio import Resampler, decode_audio, resample
 from tinygrad_nv.engine.speech.outputs import Segment, Transcription
 from tinygrad_nv.engine.speech.segments import Span, spans_of
 
@@ -61,17 +61,17 @@ def test_resampled_tones(rate: int):
     seconds = 1.0
     t, wanted_t = np.arange(int(rate * seconds)) / rate, np.arange(int(16000 * seconds)) / 16000
     inside = slice(2000, 14000)     # away from the ends, where the signal begins
-    made = resampled(np.sin(2 * np.pi * 1234.5 * t).astype(np.float32), rate)
+    made = resample(np.sin(2 * np.pi * 1234.5 * t).astype(np.float32), rate)
     assert len(made) == -(-len(t) * 16000 // rate)
     wanted = np.sin(2 * np.pi * 1234.5 * wanted_t)
     assert np.abs(made[:len(wanted)] - wanted)[inside].max() < 2e-4
     if rate > 20000:
-        made = resampled(np.sin(2 * np.pi * 9500 * t).astype(np.float32), rate)
+        made = resample(np.sin(2 * np.pi * 9500 * t).astype(np.float32), rate)
         assert np.abs(made[inside]).max() < 1e-4
 
 
 def test_resampling_is_linear_and_keeps_constants():
-    made = resampled(np.ones(5000, np.float32), 22050)
+    made = resample(np.ones(5000, np.float32), 22050)
     assert np.abs(made[200:-200] - 1).max() < 1e-5
 
 
@@ -80,10 +80,10 @@ def test_half_the_rate_against_a_filter_of_torch():
     samples = RNG.normal(size=6000).astype(np.float32)
     impulse = np.zeros(601, np.float32)
     impulse[300] = 1
-    taps = np.stack([resampled(np.roll(impulse, shift), 48000)[100] for shift in range(-150, 151)])
+    taps = np.stack([resample(np.roll(impulse, shift), 48000)[100] for shift in range(-150, 151)])
     wanted = torch.nn.functional.conv1d(torch.tensor(samples)[None, None], torch.tensor(taps)[None, None],
                                         padding=150)[0, 0].numpy()[::3]
-    assert np.abs(resampled(samples, 48000)[100:-100] - wanted[100:-100]).max() < 1e-5
+    assert np.abs(resample(samples, 48000)[100:-100] - wanted[100:-100]).max() < 1e-5
 
 
 @pytest.mark.parametrize("rate", [8000, 44100, 44101, 48000])
@@ -92,7 +92,7 @@ def test_blocks_make_what_the_whole_does(rate: int):
     samples = RNG.normal(size=30_000).astype(np.float32)
     resampler = Resampler(rate)
     made = [resampler.feed(each) for each in np.split(samples, [1, 7, 7, 5000, 5001, 20_000])]
-    whole = resampled(samples, rate)
+    whole = resample(samples, rate)
     assert np.abs(np.concatenate([*made, resampler.finish()]) - whole).max() <= 1e-6 * np.abs(whole).max()
 
 

@@ -81,7 +81,7 @@ def test_a_structure_is_in_one_step_of_a_pipeline_at_a_time():
 def test_a_step_waits_for_the_device_once():
     engine, notes = watched()
     for i in range(6): engine.add(str(i), range(3 + i), n=1 + i % 2, max_tokens=3 + i)
-    while engine.core.unfinished:
+    while engine.core.has_unfinished:
         before = sum(note.startswith("look") for note in notes)
         engine.step()
         assert sum(note.startswith("look") for note in notes) <= before + 1

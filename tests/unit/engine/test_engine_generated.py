@@ -86,7 +86,7 @@ def run(case: Case) -> Result:
     limit = 40 * sum(ask.params.n * (len(request.prompt) + len(expected[str(i), 0][0]) + 4)
                      for i, (ask, request) in enumerate(zip(case.asks, requests, strict=True))) + 200
     step = 0
-    while core.unfinished or any(ask.arrives >= step for ask in case.asks):
+    while core.has_unfinished or any(ask.arrives >= step for ask in case.asks):
         for ask, request in zip(case.asks, requests, strict=True):
             if ask.arrives == step: core.add(request)
             if ask.abort == step: core.abort(request.id)

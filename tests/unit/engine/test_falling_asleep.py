@@ -53,7 +53,7 @@ def waiting(leave: Callable[[AsyncEngine, asyncio.Task], object], params: Sampli
         leave(engine, asked)
         await asyncio.wait_for(asyncio.wrap_future(paused), 10)
         await asyncio.wait([asked])
-        assert not engine.llm.core.unfinished
+        assert not engine.llm.core.has_unfinished
         await engine.stop()
     asyncio.run(asyncio.wait_for(case(), 20))
     return "".join(said)

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from tinygrad_nv.engine.vision.images import as_image, decoded, from_url, pixels
+from tinygrad_nv.engine.vision.images import as_image, decode_image, from_url, pixels
 
 RNG = np.random.default_rng(0)
 COLOURS = Image.fromarray(RNG.integers(0, 256, (9, 7, 4), np.uint8))
@@ -27,7 +27,7 @@ def test_modes(mode: str) -> None:
     """What is transparent is white."""
     image = COLOURS.convert(mode)
     data = written(image, "TIFF" if mode == "CMYK" else "PNG")
-    for one, made in ((image, as_image(image)), (Image.open(io.BytesIO(data)), decoded(data))):
+    for one, made in ((image, as_image(image)), (Image.open(io.BytesIO(data)), decode_image(data))):
         assert np.array_equal(made, convert_to_rgb(one, return_numpy=True))
 
 
@@ -46,18 +46,18 @@ def test_exif(turn: int) -> None:
     exif[0x112] = turn
     data = written(COLOURS.convert("RGB"), "JPEG", exif=exif)
     wanted = load_image(base64.b64encode(data).decode())
-    assert np.array_equal(decoded(data), np.asarray(wanted))
-    assert decoded(data).shape == ((9, 7, 3) if turn < 5 else (7, 9, 3))
+    assert np.array_equal(decode_image(data), np.asarray(wanted))
+    assert decode_image(data).shape == ((9, 7, 3) if turn < 5 else (7, 9, 3))
 
 
 def test_exif_that_is_damaged() -> None:
-    assert decoded(written(COLOURS.convert("RGB"), "JPEG", exif=b"Exif\0\0junk")).shape == (9, 7, 3)
+    assert decode_image(written(COLOURS.convert("RGB"), "JPEG", exif=b"Exif\0\0junk")).shape == (9, 7, 3)
 
 
 def test_16_bits() -> None:
     """The upper 8 of them."""
     levels = RNG.integers(0, 1 << 16, (5, 6), np.uint16)
-    made = decoded(written(Image.fromarray(levels)))
+    made = decode_image(written(Image.fromarray(levels)))
     assert np.array_equal(made, np.repeat((levels >> 8).astype(np.uint8)[:, :, None], 3, 2))
 
 

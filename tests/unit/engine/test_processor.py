@@ -60,7 +60,7 @@ def test_a_stop_string_ends_its_sequence_and_drops_what_follows(step: int, inclu
     assert (made[-1].finish_reason, made[-1].stop_reason) == ("stop", "fox. He")
     tokens = [token for delta in made for token in delta.tokens]
     assert TOKENIZER.decode(tokens).endswith("fox. He"), "no token behind the one that completes it"
-    assert processor.finished
+    assert processor.is_finished
 
 
 def test_a_stop_string_that_ends_with_half_a_character_is_found_when_the_text_ends():

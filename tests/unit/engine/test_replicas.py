@@ -23,7 +23,7 @@ from tinygrad_nv.engine.executor.connections import Connections
 from tinygrad_nv.engine.executor.followers import Followers
 from tinygrad_nv.engine.executor.ranks import ParallelRanks
 from tinygrad_nv.engine.executor.replica import Replica
-from tinygrad_nv.engine.executor.replicas import RemoteEngine, Replicas, summed
+from tinygrad_nv.engine.executor.replicas import RemoteEngine, Replicas, sum_stats
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
@@ -209,7 +209,7 @@ def test_all_fail_together(case: Case) -> None:
 
 def test_statistics(case: Case) -> None:
     assert case.engines.replica_stats() == [STATS, STATS]
-    assert case.engines.stats() == summed([STATS, STATS]) == EngineStats(
+    assert case.engines.stats() == sum_stats([STATS, STATS]) == EngineStats(
         2, 4, 0.25, 6, 8, 100, 20, 100, 120, 14, 0, 16, 10, (8, 2))
     assert case.engines.compilations() == 0
     assert case.engines.max_seqs == 128
@@ -325,7 +325,7 @@ def test_an_error_of_a_replica_ends_what_rank_0_does() -> None:
     ranks = ParallelRanks(cast(Any, None), Followers({}), [RemoteEngine(2, near)], None)
     def rank() -> None: far.send((far.recv()[0], False, ConfigError("no room")))
     threading.Thread(target=rank).start()
-    progress, failed = ranks.counted(lambda done, total: None), threading.Event()
+    progress, failed = ranks.check_ranks(lambda done, total: None), threading.Event()
     ranks.followers.interrupt = lambda why: failed.set()
 
     def load() -> None:

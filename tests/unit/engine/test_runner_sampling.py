@@ -50,7 +50,7 @@ def test_keys_and_values_of_fewer_bits(model, kind, tolerance):
         driver.drive(4)
         driver.check(model, tolerance)
         bits = {"fp8": 8, "fp8_e5m2": 8, "int8": 8}.get(kind, 16)
-        assert made.store.stored_bytes == 4 * SIZE * 2 * 8 * bits // 8
+        assert made.store.bytes_per_page == 4 * SIZE * 2 * 8 * bits // 8
     finally: made.close()
 
 

@@ -10,7 +10,7 @@ from tests.support.engine.sampler_case import Case, logits_of
 from tests.support.engine.selection_case import hard_rows
 from tests.unit.engine.test_sampler_rows import KINDS, SAID, SEEN
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
-from tinygrad_nv.engine.worker.sampler_state import packed_mask
+from tinygrad_nv.engine.worker.sampler_state import pack_mask
 
 SIZE = 299      # the last rank has fewer tokens than the others
 LOCAL = [each for each in KINDS if not each.filters.ordering]
@@ -27,7 +27,7 @@ def rows_of(kinds: list[SamplingParams]) -> tuple[np.ndarray, list[int]]:
 
 def masks_of(xs: np.ndarray) -> np.ndarray:
     """Of every other row the likeliest tokens are not allowed."""
-    return np.stack([packed_mask(SIZE, np.argsort(-x)[:9].tolist() if i % 2 else ())
+    return np.stack([pack_mask(SIZE, np.argsort(-x)[:9].tolist() if i % 2 else ())
                      for i, x in enumerate(xs)])
 
 

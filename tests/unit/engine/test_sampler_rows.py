@@ -13,7 +13,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 from tests.support.engine.sampler_case import Case, V, logits_of, union
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens, next_tokens
-from tinygrad_nv.engine.worker.sampler_state import SamplerState, packed_mask
+from tinygrad_nv.engine.worker.sampler_state import SamplerState, pack_mask
 
 KINDS = [SamplingParams(temperature=0), SamplingParams(seed=3),
          SamplingParams(temperature=0.7, top_k=4, seed=4), SamplingParams(top_p=0.7, temperature=1.2, seed=5),
@@ -68,7 +68,7 @@ def test_filters_are_what_any_row_needs():
 @given(st.integers(1, 100), st.data())
 def test_masks_are_packed_from_the_lowest_bit(size: int, data: st.DataObject):
     forbidden = data.draw(st.sets(st.integers(0, size - 1)))
-    mask = packed_mask(size, forbidden)
+    mask = pack_mask(size, forbidden)
     assert mask.shape == (-(-size // 32),)
     assert {i for i in range(size) if not mask[i // 32] >> (i % 32) & 1} == forbidden
 
@@ -79,13 +79,13 @@ def test_a_masked_token_is_not_chosen(params: SamplingParams):
     """A bias does not override it; a row with a full mask is as without a mask."""
     x = np.stack([logits_of(1), logits_of(1)])
     best = set(np.argsort(-x[0])[:4].tolist()) | {5}
-    masks = np.stack([packed_mask(V, best), packed_mask(V, ())])
+    masks = np.stack([pack_mask(V, best), pack_mask(V, ())])
     case = Case([params] * 2)
     filters = case.filters | Filters(mask=True)
     made = case.tokens(x, 3, filters, masks)
     assert made[0] not in best
     assert made[1] == case.tokens(x, 3)[1]
-    only = packed_mask(V, set(range(V)) - {77})
+    only = pack_mask(V, set(range(V)) - {77})
     assert case.tokens(x, 3, filters, np.stack([only, only])) == [77, 77]
 
 

@@ -138,7 +138,7 @@ def begun(engine: Engine, steps: int = 400) -> list[str]:
     for _ in range(steps):
         engine.step()
         order += [name for name in engine.running if name not in order]
-        if not engine.core.unfinished: break
+        if not engine.core.has_unfinished: break
     return order
 
 
@@ -169,7 +169,7 @@ def test_no_request_starves(priority, length, ageing, seqs):
         engine.add(f"urgent {second}", [second % 30], -1, float(second), max_tokens=6 * seqs)
         order += [name for name in begun(engine, 1) if name not in order]
     order += [name for name in begun(engine) if name not in order]
-    assert not engine.core.unfinished
+    assert not engine.core.has_unfinished
     overtook = order[:order.index("patient")]
     # the difference is (priority + 1) levels
     assert all(int(name.split()[1]) <= (priority + 1) * ageing for name in overtook)
@@ -307,7 +307,7 @@ def test_a_sliding_window_holds_few_pages():
     engine = Engine(pages=18, max_seqs=1, windows=(8,))
     request = engine.add("a", LONG[:100], max_tokens=100)
     most = 0
-    while engine.core.unfinished:
+    while engine.core.has_unfinished:
         engine.step()
         most = max(most, engine.pool.stats().in_use)
     assert engine.tokens("a") == engine.alone(request)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engine.structured_case import grammars, holds, text, tokenizer, written
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
-from tinygrad_nv.engine.structured_output.schema import simplified
+from tinygrad_nv.engine.structured_output.schema import simplify
 from tinygrad_nv.errors import RequestError
 
 KIND = "byte-level BPE"
@@ -43,48 +43,48 @@ ANNOTATED = {"title": "t", "description": "d", "default": {"a": 1}, "examples": 
 
 def test_keywords_that_constrain_nothing():
     for words in IDLE:
-        assert simplified({**BASE, **words}) == (BASE, frozenset()), words
+        assert simplify({**BASE, **words}) == (BASE, frozenset()), words
         for outer in (lambda x: {"items": x}, lambda x: {"$defs": {"x": x}}, lambda x: {"anyOf": [x]},
                       lambda x: {"additionalProperties": x}):
-            assert simplified(outer({**BASE, **words}))[0] == outer(BASE)
+            assert simplify(outer({**BASE, **words}))[0] == outer(BASE)
     grammars(KIND).matcher(Structured(json={**BASE, **ANNOTATED}))
 
 
 def test_keywords_that_constrain_something_stay():
     for words in KEPT:
-        assert simplified({**BASE, **words})[0] == {**BASE, **words}
+        assert simplify({**BASE, **words})[0] == {**BASE, **words}
         with pytest.raises(RequestError): grammars(KIND).matcher(Structured(json={**BASE, **words}))
 
 
 def test_values_of_keywords():
     nulls = dict.fromkeys(("description", "enum", "required", "format", "items", "minLength"))
-    assert simplified({"properties": {"a": {**TEXT, **nulls}}, "additionalProperties": None})[0] == {
+    assert simplify({"properties": {"a": {**TEXT, **nulls}}, "additionalProperties": None})[0] == {
         "properties": {"a": TEXT}}
     # integers are numbers without a fraction, in JSON Schema
-    assert simplified({**TEXT, "minLength": 2.0})[0] == {**TEXT, "minLength": 2}
-    assert isinstance(simplified({**TEXT, "minLength": 2.0})[0]["minLength"], int)  # type: ignore[index]
+    assert simplify({**TEXT, "minLength": 2.0})[0] == {**TEXT, "minLength": 2}
+    assert isinstance(simplify({**TEXT, "minLength": 2.0})[0]["minLength"], int)  # type: ignore[index]
     # names of properties, and data, are no keywords
     named = {"properties": {"minLength": True, "maxItems": {"enum": [{"minItems": True}]}}}
-    assert simplified(named)[0] == named
-    assert simplified({"const": None, "enum": [None]})[0] == {"const": None, "enum": [None]}
+    assert simplify(named)[0] == named
+    assert simplify({"const": None, "enum": [None]})[0] == {"const": None, "enum": [None]}
 
 
 def test_names_by_property_names():
     colours = {"$defs": {"C": {"enum": ["red", "blue"], "type": "string", "title": "C"}}}
     for words in ({"enum": ["red", "blue"]}, {"$ref": "#/$defs/C"}):
-        made, _ = simplified({**colours, "type": "object", "propertyNames": words,
+        made, _ = simplify({**colours, "type": "object", "propertyNames": words,
                               "additionalProperties": WHOLE})
         assert made == {**colours, **CLOSED, "properties": {"red": WHOLE, "blue": WHOLE}}
-    assert simplified({"propertyNames": {"type": "string", "pattern": "^x"}})[0] == {
+    assert simplify({"propertyNames": {"type": "string", "pattern": "^x"}})[0] == {
         "patternProperties": {"^x": True}, "additionalProperties": False}
-    assert simplified({"propertyNames": {"const": "a"}})[0] == {
+    assert simplify({"propertyNames": {"const": "a"}})[0] == {
         "properties": {"a": True}, "additionalProperties": False}
 
 
 def test_schemas_that_nothing_matches():
     for never in (False, {"not": {}}, {"not": True}, {"enum": []}, {"anyOf": []},
                   {"title": "t", "not": {"title": "t"}}):
-        made, _ = simplified({"properties": {"a": never, "b": TEXT}, "additionalProperties": never})
+        made, _ = simplify({"properties": {"a": never, "b": TEXT}, "additionalProperties": never})
         assert made == {"properties": {"a": False, "b": TEXT}, "additionalProperties": False}
         with pytest.raises(RequestError, match="matches no value"): Structured(json=never)
 
@@ -102,7 +102,7 @@ def test_one_target_that_is_spelled_in_a_thousand_ways_is_looked_at_once():
 def test_data_is_no_schema():
     data = {"uniqueItems": False, "format": "zip", "propertyNames": {}}
     schema = {"enum": [data], "default": data, "properties": {"format": TEXT, "uniqueItems": {"const": data}}}
-    assert simplified(schema) == (schema, frozenset())
+    assert simplify(schema) == (schema, frozenset())
 
 
 def test_formats_that_say_how_a_text_is_meant():
@@ -155,7 +155,7 @@ def test_texts_that_could_get_stuck_come_to_an_end():
 def test_schemas_that_need_themselves():
     for schema in ENDLESS:
         with pytest.raises(RequestError, match="matches no value, or none that ends"): Structured(json=schema)
-    for schema in FINITE: assert simplified(schema)[0] == schema
+    for schema in FINITE: assert simplify(schema)[0] == schema
 
 
 def test_what_is_found_before_the_first_token():

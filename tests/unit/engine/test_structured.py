@@ -87,7 +87,7 @@ def test_a_mask_allows_exactly_what_may_follow() -> None:
     rng = np.random.default_rng(2)
     for _ in range(20):
         matcher, so_far = grammars("tales").matcher(Structured(choice=choice)), b""
-        while not matcher.finished:
+        while not matcher.is_finished:
             left = [each.encode()[len(so_far):] for each in choice if each.encode().startswith(so_far)]
             may = {i for i, word in enumerate(words) if word and any(each.startswith(word) for each in left)}
             now = allowed(matcher.mask())
@@ -104,10 +104,10 @@ def test_an_end_token_is_allowed_exactly_where_the_form_may_end() -> None:
     token = tokenizer("tales")[0].encode("a", special=False)[0]
     for _ in range(4):
         ends.append(1 in allowed(matcher.mask()))
-        assert not matcher.finished
+        assert not matcher.is_finished
         matcher.accept(token)
     assert ends == [False, False, True, True]
-    assert matcher.finished
+    assert matcher.is_finished
     assert allowed(matcher.mask()) == [1]
 
 
@@ -115,7 +115,7 @@ def test_an_end_token_ends() -> None:
     matcher = grammars("tales").matcher(Structured(regex="a*"))
     assert 1 in allowed(matcher.mask())
     matcher.accept(1)
-    assert matcher.finished
+    assert matcher.is_finished
 
 
 @pytest.mark.parametrize("spare", [0, 1, 40, 100])
@@ -141,7 +141,7 @@ def test_a_model_with_several_end_tokens_or_none() -> None:
     assert not {1, 3} & set(allowed(none.mask()))
     assert allowed(none.mask())
     none.accept(words.encode("b", special=False)[0])
-    assert none.finished
+    assert none.is_finished
 
 
 @pytest.mark.parametrize("spare", [0, 2])
@@ -152,7 +152,7 @@ def test_without_an_end_token_a_complete_form_allows_nothing(spare: int) -> None
     matcher = made.matcher(Structured(choice=["a"]))
     matcher.accept(allowed(matcher.mask())[0])
     assert allowed(matcher.mask()) == []
-    assert matcher.finished
+    assert matcher.is_finished
 
 
 def test_pieces_that_are_not_written_in_characters_for_bytes() -> None:

@@ -23,7 +23,7 @@ def allows(text: str, one_line: bool = False, schema: Any = SCHEMA) -> bool:
         token = made._tokenizer_info._ids[bytes([byte])]
         if not int(matcher.mask()[token >> 5]) >> (token & 31) & 1: return False
         matcher.accept(token)
-    return matcher.finished
+    return matcher.is_finished
 
 
 def spaced(space: str, at: int) -> str: return TEXT[:at] + space + TEXT[at:]

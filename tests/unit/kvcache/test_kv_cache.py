@@ -49,9 +49,9 @@ def test_a_window():
     a = loop.open(PROMPT)
     loop.append([a], [PROMPT])
     for token in range(20): loop.append([a], [[token]])
-    assert len(a.table.held_pages) == 3
+    assert len(a.table.unpruned_pages) == 3
     a.prune(29)
-    assert len(a.table.held_pages) == 2
+    assert len(a.table.unpruned_pages) == 2
     loop.append([a], [[3]])
 
 
@@ -141,8 +141,8 @@ def test_types_of_caches():
     assert one != KVCache["B", 2, "S_max", "D", dtypes.float16]
     assert len({one, KVCache["N", 2, "S_max", "D", dtypes.bfloat16]}) == 2
     assert str(one) == "KVCache['B', 2, 'S_max', 'D', bf16]"
-    assert one.bound({"B": 3, "S_max": 100, "D": 64}) == (3, 2, 100, 64)
-    assert KVCache["N", "N", 8, "N", dtypes.float32].bound({"N": 4}) == (4, 4, 8, 4)
+    assert one.bind_extents({"B": 3, "S_max": 100, "D": 64}) == (3, 2, 100, 64)
+    assert KVCache["N", "N", 8, "N", dtypes.float32].bind_extents({"N": 4}) == (4, 4, 8, 4)
 
 
 def test_a_request_ends_once():

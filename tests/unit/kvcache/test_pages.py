@@ -221,7 +221,7 @@ def test_a_window_shares_what_its_rows_see():
     table = pool.open(A)
     assert table.computed == 16
     assert table.pages[:2] == [-1, -1]
-    assert len(table.held_pages) == 2
+    assert len(table.unpruned_pages) == 2
 
 
 def test_a_window_finds_nothing_where_one_page_of_it_is_gone():

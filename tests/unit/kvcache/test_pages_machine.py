@@ -130,7 +130,7 @@ def prune_when_computed(table: BlockTable, tokens: Any) -> None:
     """Gives back what the batch being assembled still reads."""
     ADVANCE(table, tokens)
     window = table.window
-    if window is not None and not table.offloaded: table.prune(table.computed - window + 1)
+    if window is not None and not table.is_offloaded: table.prune(table.computed - window + 1)
 
 
 def pages_of_any_group(table: BlockTable, pool: PagePool, prefix: PrefixHashes, group: int = 0) -> None:

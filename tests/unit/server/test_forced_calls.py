@@ -85,7 +85,7 @@ def test_a_call_that_is_repeated_ends():
     form = Structured(json=call_schema((tool("again", None),), REQUIRED), disable_any_whitespace=True)
     matcher, words = grammars("tales").matcher(form), tokenizer("tales")[0]
     comma, ids = words.encode(",", special=False)[0], list[int]()
-    while not matcher.finished:
+    while not matcher.is_finished:
         may = allowed(matcher.mask())
         ids.append(comma if comma in may else may[0])
         matcher.accept(ids[-1])

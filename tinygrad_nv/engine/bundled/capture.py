@@ -21,7 +21,7 @@ from tinygrad.device import Buffer
 from tinygrad_nv import config
 from tinygrad_nv.bundle.hashing import digest
 from tinygrad_nv.bundle.manifest import canonical
-from tinygrad_nv.bundle.plan import ProgramTable, encoded_step, plan_parts, step_digest
+from tinygrad_nv.bundle.plan import ProgramTable, encode_step, plan_parts, step_digest
 from tinygrad_nv.engine.bundled import references
 from tinygrad_nv.engine.bundled.memory import bytes_of, layout_of
 from tinygrad_nv.engine.bundled.sets import assembler, host_threads, name_of
@@ -42,7 +42,7 @@ def main() -> int:
     """The command."""
     folder = Path(sys.argv[1])
     order = json.loads((folder / "order.json").read_text())
-    try: made = _made(folder, order)
+    try: made = _capture_set(folder, order)
     except NVError as error:
         (folder / "error.json").write_text(json.dumps(
             {"type": type(error).__name__, "words": [error.found, error.expected, error.fix]}))
@@ -51,8 +51,8 @@ def main() -> int:
     return 0
 
 
-def _made(folder: Path, order: dict[str, Any]) -> dict[str, Any]:
-    def told(done: int, total: int) -> None: print(f"{done} {total}", flush=True)
+def _capture_set(folder: Path, order: dict[str, Any]) -> dict[str, Any]:
+    def print_progress(done: int, total: int) -> None: print(f"{done} {total}", flush=True)
     with LLM(order["model"], **order["options"]) as llm:
         if llm.embedder is not None:
             raise BundleError(f"{order['model']} makes embeddings", "a model that generates",
@@ -65,17 +65,17 @@ def _made(folder: Path, order: dict[str, Any]) -> dict[str, Any]:
         store = runner.step_store = StepStore(folder / "none", runner.device, runner._buffers)
         # of one rank there are no gathers
         jobs = [job for each in runner.jobs for job in each if isinstance(job, BatchShape | tuple)]
-        told(0, len(jobs))
+        print_progress(0, len(jobs))
         for number, job in enumerate(jobs):
             runner.run_now(lambda job=job: runner.capture(job))  # type: ignore[misc]
-            told(number + 1, len(jobs))
+            print_progress(number + 1, len(jobs))
         names = [runner.job_name(job) for job in jobs]
         if missing := [name for name in names if name not in store.steps]:
             raise BundleError(f"{missing[0]} uses memory that outlives steps without a name",
                               "steps whose memory is that of the model, its cache, inputs and outputs",
                               "serve the model from its directory")
         table = ProgramTable(assembler(name_of(runner.device)))
-        steps = {name: encoded_step(store.steps[name], table) for name in names}
+        steps = {name: encode_step(store.steps[name], table) for name in names}
         (folder / "steps").mkdir()
         for name, data in plan_parts(steps.values(), table).items(): (folder / name).write_bytes(data)
         layouts = {runner.job_name(job): layout_of(runner.layout(job)) for job in jobs
@@ -107,7 +107,7 @@ def _weights(folder: Path, llm: LLM, buffers: dict[str, Buffer], refer: bool) ->
         seen[key] = name
         content = bytes_of(at)
         made[name] = {"sha256": digest(content).hex(), "bytes": at.nbytes}
-        if ranges := references.confirmed(found.get(key), llm.directory, content):
+        if ranges := references.confirm(found.get(key), llm.directory, content):
             made[name]["ranges"] = ranges
         elif not (file := place / made[name]["sha256"]).exists(): file.write_bytes(content)
     return made

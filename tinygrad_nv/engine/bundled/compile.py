@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]      # a set, steps done, steps in al
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What a model is compiled for: `sets` (sets.py), arguments of `LLM` by name, threads of a CPU's kernels
+    """Options of a compilation: `sets` (sets.py), arguments of `LLM` by name, threads of a CPU's kernels
     (None: as many as there are), whether weights are referred to, and the key that signs."""
     sets: Sequence[str]
     options: dict[str, Any]
@@ -58,7 +58,7 @@ def compile_model(model: Path, output: Path, how: CompileOptions,
     output.parent.mkdir(parents=True, exist_ok=True)
     # weights wait beside the bundle, where there is room for them
     with tempfile.TemporaryDirectory(prefix="tinygrad-nv-", dir=output.parent) as place:
-        folders = [_captured(model, Path(place) / str(i), name, how, progress)
+        folders = [_run_capture(model, Path(place) / str(i), name, how, progress)
                    for i, name in enumerate(how.sets)]
         found = [json.loads((folder / "set.json").read_bytes()) for folder in folders]
         parts = list(_sources(Path(place), folders, found, model))
@@ -69,7 +69,7 @@ def compile_model(model: Path, output: Path, how: CompileOptions,
         return write_bundle(output, "model", about, parts, how.sign_key)
 
 
-def _captured(model: Path, folder: Path, name: str, how: CompileOptions, progress: Progress) -> Path:
+def _run_capture(model: Path, folder: Path, name: str, how: CompileOptions, progress: Progress) -> Path:
     """Runs the process that captures a set."""
     folder.mkdir()
     order = {"model": str(model.resolve()), "refer": how.refer,

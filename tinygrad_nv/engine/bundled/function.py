@@ -30,14 +30,14 @@ from tinygrad_nv.bundle.plan import (
     DTYPES,
     MOST_BYTES,
     ProgramTable,
-    encoded_step,
+    encode_step,
     launches,
     plan_parts,
     step_digest,
 )
 from tinygrad_nv.engine.bundled.kept_steps import KeptSteps, SetParts, give_pool, no_memory
 from tinygrad_nv.engine.bundled.memory import bytes_of
-from tinygrad_nv.engine.bundled.sets import chosen, host_threads, name_of, native, require
+from tinygrad_nv.engine.bundled.sets import choose_set, host_threads, name_of, native, require
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.errors import BundleError
@@ -59,8 +59,8 @@ class Shaped:
 
     def __str__(self) -> str: return f"{short(self.dtype)}{list(self.shape)}"
 
-    def encoded(self) -> list[Any]:
-        """As JSON."""
+    def to_json(self) -> list[Any]:
+        """Returns shape and dtype as JSON."""
         return [list(self.shape), short(self.dtype)]
 
     @property
@@ -117,14 +117,14 @@ class CompiledFunction:
         return _rebuilt(self.tree, made)
 
     def _put(self, number: int, given: Tensor | np.ndarray, place: Tensor) -> None:
-        wanted = shaped(place)
+        wanted = shape_of(place)
         if isinstance(given, np.ndarray):
             if given.shape != wanted.shape or given.dtype.itemsize != wanted.dtype.itemsize \
                     or short_of(given.dtype) != short(wanted.dtype):
                 raise _unlike(number, f"an array {given.dtype}{list(given.shape)}", wanted)
             return write(place, 0, np.ascontiguousarray(given).reshape(-1).view(np.uint8).data)
-        if not isinstance(given, Tensor) or shaped(given) != wanted or given.device != self.device:
-            what = f"{shaped(given)} on {given.device}" if isinstance(given, Tensor) else repr(given)[:60]
+        if not isinstance(given, Tensor) or shape_of(given) != wanted or given.device != self.device:
+            what = f"{shape_of(given)} on {given.device}" if isinstance(given, Tensor) else repr(given)[:60]
             raise _unlike(number, what, wanted, self.device)
         if not given.uop.has_buffer_identity() or not given.uop.is_realized:
             given = given.contiguous().realize()
@@ -143,15 +143,15 @@ class CompiledFunction:
             raise BundleError("save() of a function that was loaded", "one that was compiled here",
                               "copy its bundle")
         table, own = ProgramTable(), name_of(self.device)
-        step = encoded_step(self.kept, table)
+        step = encode_step(self.kept, table)
         weights = {name: at for name, at in self.named.items() if name.startswith("constant.")}
         on_cpu = self.device == "CPU"
         about = {"name": own, "steps": {CALL: ["steps/0.json", step_digest(step, table.digest)]},
                  "memory": {name: at.nbytes for name, at in self.named.items()}, "pool": on_cpu,
                  "native": native(self.device), "threads": host_threads(self.device),
                  "parts": {name: f"weights/{name}" for name in weights},
-                 "inputs": [shaped(each).encoded() for each in self.inputs],
-                 "outputs": [shaped(each).encoded() for each in self.outputs], "tree": self.tree}
+                 "inputs": [shape_of(each).to_json() for each in self.inputs],
+                 "outputs": [shape_of(each).to_json() for each in self.outputs], "tree": self.tree}
         parts = plan_parts([step], table)
         if on_cpu:
             from tinygrad_nv.runtime.cpu.pool import machine_code
@@ -172,16 +172,16 @@ def compile(fn: Callable[..., Any], *examples: Tensor) -> CompiledFunction:
     device = str(examples[0].device)
     if elsewhere := [each.device for each in examples if each.device != device]:
         raise BundleError(f"examples on {device} and on {elsewhere[0]}", "one device", f".to({device!r})")
-    Tensor.realize(*_flattened(fn(*examples))[0])     # what it creates on first use is there from now on
-    inputs = [shaped(each).empty(device) for each in examples]
+    Tensor.realize(*_flatten(fn(*examples))[0])     # what it creates on first use is there from now on
+    inputs = [shape_of(each).empty(device) for each in examples]
     named = {f"input.{i}": allocate(each) for i, each in enumerate(inputs)}
     outputs: list[Tensor] = []
     tree: Any = None
 
     def run() -> None:
         nonlocal tree
-        made, tree = _flattened(fn(*inputs))
-        outputs[:] = [shaped(each).empty(device) for each in made]
+        made, tree = _flatten(fn(*inputs))
+        outputs[:] = [shape_of(each).empty(device) for each in made]
         named.update((f"output.{i}", allocate(each)) for i, each in enumerate(outputs))
         Tensor.realize(*(place.assign(each) for place, each in zip(outputs, made, strict=True)))
     store = _Store(device, named)
@@ -202,26 +202,26 @@ def load(path: str | Path, device: str | None = None, required_key: Path | None 
         raise BundleError(f"{file} is the bundle of a {bundle.manifest.kind}", "one of a function",
                           "load a model with tinygrad_nv.LLM")
     there = manifest.field(bundle.manifest.about, "sets", list, str(file))
-    own = chosen(name, there, str(file))
+    own = choose_set(name, there, str(file))
     what = f"{file}: {own}/set.json"
-    about = _checked(bundle, own, what)
+    about = _check_set(bundle, own, what)
     require(about["native"], str(file))
     shapes = {key: [_read_shaped(each, what) for each in about[key]] for key in ("inputs", "outputs")}
     _require_sizes(bundle, about["memory"], shapes, about["parts"], what)
-    tree = _checked_tree(about["tree"], len(shapes["outputs"]), what)
+    tree = _check_tree(about["tree"], len(shapes["outputs"]), what)
     if about["pool"]: give_pool(bundle, own)
-    try: return _loaded(SetParts(bundle, own, about), name, shapes, tree)
+    try: return _load_set(SetParts(bundle, own, about), name, shapes, tree)
     except MemoryError as error: raise no_memory(bundle, "arguments and results") from error
 
 
-def _checked(bundle: Bundle, own: str, what: str) -> dict[str, Any]:
-    """The JSON of a function's set, whose fields have their types."""
+def _check_set(bundle: Bundle, own: str, what: str) -> dict[str, Any]:
+    """Returns the JSON of a function's set, whose fields have their types."""
     about = manifest.fields(bundle.json(f"{own}/set.json"), SET, what)
     manifest.entries(about, "memory", int, what)
     manifest.entries(about, "parts", str, what)
     if about["name"] != own or not all(type(each) is str for each in about["native"]):
-        raise BundleError(f"{what} is of {manifest.shown(about['name'])}, with instructions "
-                          f"{manifest.shown(about['native'])}", f"{own}, and names", manifest.FIX)
+        raise BundleError(f"{what} is of {manifest.shorten(about['name'])}, with instructions "
+                          f"{manifest.shorten(about['native'])}", f"{own}, and names", manifest.FIX)
     if len({*about["parts"].values()}) < len(about["parts"]):
         raise BundleError(f"{what} names a part twice", "a part for each constant", manifest.FIX)
     return about
@@ -234,25 +234,25 @@ def _require_sizes(bundle: Bundle, memory: Mapping[str, int], shapes: Mapping[st
     needed |= {name: bundle.part(part).nbytes for name, part in parts.items()}
     for name in dict.fromkeys([*needed, *memory]):
         if (found := memory.get(name)) == (right := needed.get(name)) and found: continue
-        raise BundleError(f"{what} has {manifest.shown(found)} bytes of {manifest.shown(name)}",
-                          f"{manifest.shown(right)}, as its shape or its part has, and more than none",
+        raise BundleError(f"{what} has {manifest.shorten(found)} bytes of {manifest.shorten(name)}",
+                          f"{manifest.shorten(right)}, as its shape or its part has, and more than none",
                           manifest.FIX)
 
 
-def _loaded(parts: SetParts, device: str, shapes: Mapping[str, Sequence[Shaped]],
+def _load_set(parts: SetParts, device: str, shapes: Mapping[str, Sequence[Shaped]],
             tree: Any) -> CompiledFunction:
-    """The function of a set that is checked."""
+    """Loads the function of a set that is checked."""
     inputs, outputs = ([each.empty(device) for each in shapes[key]] for key in ("inputs", "outputs"))
     named = {f"{kind}.{i}": allocate(each) for kind, tensors in (("input", inputs), ("output", outputs))
              for i, each in enumerate(tensors)}
-    for each, part in parts.about["parts"].items(): named[each] = _filled(parts.bundle.read(part), device)
+    for each, part in parts.about["parts"].items(): named[each] = _upload(parts.bundle.read(part), device)
     store = KeptSteps(parts, device, lambda: named)
     step = CapturedStep(lambda: None, list, device, store, CALL)
     step.prepare()
     return CompiledFunction(device, inputs, outputs, tree, step, named)
 
 
-def _filled(data: bytes, device: str) -> Buffer:
+def _upload(data: bytes, device: str) -> Buffer:
     tensor = Tensor.empty(len(data), dtype=DTYPES["u8"], device=device)
     buffer = allocate(tensor)
     if (view := host_bytes(tensor)) is not None: view[:] = data
@@ -260,8 +260,9 @@ def _filled(data: bytes, device: str) -> Buffer:
     return buffer
 
 
-def shaped(tensor: Tensor) -> Shaped:
-    """Shape and dtype of a Tensor. Raises `BundleError` for a symbolic shape, or one without elements."""
+def shape_of(tensor: Tensor) -> Shaped:
+    """Returns shape and dtype of a Tensor. Raises `BundleError` for a symbolic shape, or one without
+    elements."""
     if not all(isinstance(each, int) and each for each in tensor.shape):
         raise BundleError(f"a Tensor of shape {tensor.shape}", "integers from 1 on",
                           "give it a shape of integers, with elements")
@@ -287,15 +288,15 @@ def _read_shaped(found: Any, what: str) -> Shaped:
                 or made.nbytes >= MOST_BYTES: raise ValueError(shape)
         return made
     except (TypeError, ValueError, KeyError) as error:
-        raise BundleError(f"{what} has an argument {manifest.shown(found)}",
+        raise BundleError(f"{what} has an argument {manifest.shorten(found)}",
                           f"a shape of 0 to {MOST_DIMENSIONS} numbers from 1 on, and a dtype, of less than "
                           f"{MOST_BYTES} bytes", manifest.FIX) from error
 
 
 # **** structures ****
 
-def _flattened(made: Any) -> tuple[list[Tensor], Any]:
-    """Tensors of what a function returns, and its structure with their numbers in their places."""
+def _flatten(made: Any) -> tuple[list[Tensor], Any]:
+    """Returns the Tensors of a function's result, and its structure with their numbers in their places."""
     found: list[Tensor] = []
 
     def visit(each: Any) -> Any:
@@ -321,8 +322,8 @@ def _rebuilt(tree: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(made) if kind == "tuple" else list(made)
 
 
-def _checked_tree(tree: Any, count: int, what: str) -> Any:
-    """A structure of a file, which names outputs that are there."""
+def _check_tree(tree: Any, count: int, what: str) -> Any:
+    """Returns a structure of a file, which names outputs that are there."""
     def visit(each: Any) -> None:
         if type(each) is int and 0 <= each < count: return
         (kind, inner), = each.items()
@@ -336,5 +337,5 @@ def _checked_tree(tree: Any, count: int, what: str) -> Any:
         visit(tree)
         return tree
     except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-        raise BundleError(f"{what} has a structure {manifest.shown(tree)}",
+        raise BundleError(f"{what} has a structure {manifest.shorten(tree)}",
                           "numbers of results, in tuple, list, dict", manifest.FIX) from error

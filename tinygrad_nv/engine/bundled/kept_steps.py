@@ -17,9 +17,9 @@ from tinygrad.device import Buffer
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.bundle.container import Bundle
-from tinygrad_nv.bundle.manifest import FIX, shown
+from tinygrad_nv.bundle.manifest import FIX, shorten
 from tinygrad_nv.bundle.objects import require_object
-from tinygrad_nv.bundle.plan import decoded_step, program_digest, programs, step_digest
+from tinygrad_nv.bundle.plan import decode_step, program_digest, programs, step_digest
 from tinygrad_nv.engine.bundled.sets import runs_cubins
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.errors import BundleError, NVError
@@ -51,7 +51,7 @@ class KeptSteps(StepStore):
         """The schedule of a step over the memory of this process."""
         made = super().get(name)
         if made is None:
-            raise BundleError(f"{self.parts.bundle.path} has no {shown(name)}",
+            raise BundleError(f"{self.parts.bundle.path} has no {shorten(name)}",
                               "what a server's warm-up captures, with the limits it was compiled for",
                               "compile it with these limits")
         return made
@@ -63,8 +63,9 @@ class KeptSteps(StepStore):
         except NVError: raise
         except MemoryError as error: raise no_memory(self.parts.bundle, f"intermediates of {name}") from error
         except Exception as error:
-            raise BundleError(f"{self.parts.bundle.path}: kernels of {shown(name)} cannot be loaded: "
-                              f"{shown(repr(error))}", "code of a compiler, for this machine", FIX) from error
+            raise BundleError(f"{self.parts.bundle.path}: kernels of {shorten(name)} cannot be loaded: "
+                              f"{shorten(repr(error))}", "code of a compiler, for this machine",
+                              FIX) from error
 
     def put(self, name: str, linear: UOp, existing: frozenset[UOp]) -> None:
         """Nothing: a bundle has all of its steps."""
@@ -105,14 +106,14 @@ class _Steps(Mapping[str, UOp]):
         def room(owner: str) -> int | None:
             if owner not in named: return None
             if (found := named[owner].nbytes) != wanted.get(owner):
-                raise BundleError(f"{bundle.path} was compiled for {shown(wanted.get(owner))} bytes of "
-                                  f"{shown(owner)}, which has {found} here",
+                raise BundleError(f"{bundle.path} was compiled for {shorten(wanted.get(owner))} bytes of "
+                                  f"{shorten(owner)}, which has {found} here",
                                   "equal memory of host and kernels", AGAIN)
             return found
-        step, what = bundle.json(part), f"{bundle.path}: {shown(part)}"
-        made = decoded_step(step, self.programs, room, what)
+        step, what = bundle.json(part), f"{bundle.path}: {shorten(part)}"
+        made = decode_step(step, self.programs, room, what)
         if step_digest(step, self.digests.__getitem__) == digest: return made
-        raise BundleError(f"{what} has another hash than its set says", f"{shown(digest)}", FIX)
+        raise BundleError(f"{what} has another hash than its set says", f"{shorten(digest)}", FIX)
 
 
 def give_pool(bundle: Bundle, own: str) -> None:
@@ -127,7 +128,7 @@ def give_pool(bundle: Bundle, own: str) -> None:
 
 def no_memory(bundle: Bundle, what: str) -> BundleError:
     """The error of memory that a bundle asks for, and this machine has not."""
-    return BundleError(f"{bundle.path}: there is no memory for {shown(what)}",
+    return BundleError(f"{bundle.path}: there is no memory for {shorten(what)}",
                        "a bundle whose sizes are those of a model",
                        "use a machine with more memory, or build it again")
 
@@ -136,5 +137,5 @@ def _part_of(name: str, found: object, parts: SetParts) -> tuple[str, str]:
     """The part that has a step, and its digest."""
     if isinstance(found, list) and [type(each) for each in found] == [str, str]:
         return parts.part(found[0]), found[1]
-    raise BundleError(f"{parts.bundle.path}: {parts.name} has {shown(found)} for {shown(name)}",
+    raise BundleError(f"{parts.bundle.path}: {parts.name} has {shorten(found)} for {shorten(name)}",
                       "the name of a part, and a hash", FIX)

@@ -17,5 +17,5 @@ def layout_of(layout: InputLayout) -> str:
 
 
 def bytes_of(buffer: Buffer) -> memoryview:
-    """What memory of a device has."""
+    """Returns the content of a device's memory."""
     return np.frombuffer(buffer.ensure_allocated().as_memoryview(), np.uint8).data

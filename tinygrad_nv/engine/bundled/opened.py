@@ -27,7 +27,7 @@ from tinygrad_nv.bundle import manifest
 from tinygrad_nv.bundle.container import Bundle, open_bundle
 from tinygrad_nv.engine.bundled.kept_steps import AGAIN, KeptSteps, SetParts, give_pool, no_memory
 from tinygrad_nv.engine.bundled.memory import layout_of
-from tinygrad_nv.engine.bundled.sets import chosen
+from tinygrad_nv.engine.bundled.sets import choose_set
 from tinygrad_nv.engine.executor.plan import RunnerPlan, make_runner
 from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.memory_planning import WEIGHTS
@@ -81,9 +81,9 @@ class BundledModel:
             raise BundleError(f"{path} is the bundle of a {bundle.manifest.kind}", "one of a model",
                               "load it with tinygrad_nv.load")
         there = manifest.field(bundle.manifest.about, "sets", list, str(path))
-        name = chosen(device, map(str, there), str(path))
+        name = choose_set(device, map(str, there), str(path))
         _check_options(bundle.manifest.about.get("options"), f"{path}: options")
-        parts = SetParts(bundle, name, _checked(bundle.json(f"{name}/set.json"), name, str(path)))
+        parts = SetParts(bundle, name, _check_set(bundle.json(f"{name}/set.json"), name, str(path)))
         if config.get(SETTING) and not parts.about["settings"].get(SETTING):
             raise BundleError(f"{SETTING}=1, and {path} was compiled without", "steps of one class",
                               "compile it with --deterministic")
@@ -163,7 +163,8 @@ class BundledModel:
         return KeptSteps(self.set, self.device, tensors)
 
     def jobs(self, runner: JobRunner) -> list[Job]:
-        """What a runner has steps for. Raises `BundleError` where it lays out inputs in another way."""
+        """Lists the jobs of a runner that the bundle has steps for. Raises `BundleError` where it lays out
+        inputs in another way."""
         wanted = [job for each in runner.jobs for job in each]
         there, layouts = self.set.about["steps"], self.set.about["layouts"]
         for job in wanted:
@@ -184,16 +185,16 @@ class BundledModel:
         allocate_arena([self.memory])
         total, done = sum(each.nbytes for each in parts), 0
 
-        def counted(nbytes: int) -> None:
+        def report(nbytes: int) -> None:
             nonlocal done
             done += nbytes
             if progress is not None: progress(done, total)
         view = host_bytes(self.memory)
         for part, start in zip(parts, ends, strict=False):
-            if view is not None: self.bundle.read_into(part.name, view[start:start + part.nbytes], counted)
+            if view is not None: self.bundle.read_into(part.name, view[start:start + part.nbytes], report)
             else:
                 write(self.memory, start, memoryview(self.bundle.read(part.name)))
-                counted(part.nbytes)
+                report(part.nbytes)
         whole = allocate(self.memory)
         places = {part.name: whole.view(part.nbytes, dtypes.uint8, start)
                   for part, start in zip(parts, ends, strict=False) if part.nbytes}
@@ -217,21 +218,21 @@ def _check_options(found: Any, what: str) -> None:
     """Raises unless these are options that compile takes."""
     for name, value in manifest.fields(found, OPTIONS, what, ("max_model_len", "num_pages")).items():
         if isinstance(value, int) and not 1 <= value < MOST:
-            raise BundleError(f"{what} has {name} = {manifest.shown(value)}", f"1 to {MOST}", manifest.FIX)
+            raise BundleError(f"{what} has {name} = {manifest.shorten(value)}", f"1 to {MOST}", manifest.FIX)
     if not (found["speculative"] or "ngram:").startswith("ngram:"):    # a draft model is outside of the file
-        raise BundleError(f"{what} has speculative = {manifest.shown(found['speculative'])}", "ngram:K",
+        raise BundleError(f"{what} has speculative = {manifest.shorten(found['speculative'])}", "ngram:K",
                           manifest.FIX)
 
 
-def _checked(found: Any, own: str, file: str) -> Mapping[str, Any]:
-    """A set's JSON, whose fields have their types, and numbers that a model can have."""
+def _check_set(found: Any, own: str, file: str) -> Mapping[str, Any]:
+    """Returns a set's JSON, whose fields have their types, and numbers that a model can have."""
     about = manifest.fields(found, SET, what := f"{file}: {own}/set.json")
     for name in ("layouts", "parts"): manifest.entries(about, name, str, what)
     manifest.entries(about, "memory", int, what)
     manifest.entries(about, "settings", (int, str), what)
     for name, low in (("weight_bytes", 0), ("sparse_bytes", 0), ("threads", 0), ("length", 1), ("pages", 1)):
         if not low <= about[name] < MOST:
-            raise BundleError(f"{what} has {name} = {manifest.shown(about[name])}", f"{low} to {MOST}",
+            raise BundleError(f"{what} has {name} = {manifest.shorten(about[name])}", f"{low} to {MOST}",
                               manifest.FIX)
-    if about["name"] != own: raise BundleError(f"{what} is of {manifest.shown(about['name'])}", own)
+    if about["name"] != own: raise BundleError(f"{what} is of {manifest.shorten(about['name'])}", own)
     return about

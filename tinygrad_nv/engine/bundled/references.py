@@ -26,7 +26,7 @@ Ranges = list[tuple[str, int, int]]     # a file, an offset and bytes
 
 
 def ranges(model: Llama, directory: Path) -> dict[tuple[int, int, int], Ranges]:
-    """Where memory of the model lies in the files of `directory`."""
+    """Finds where memory of the model lies in the files of `directory`."""
     if not directory.is_dir(): return {}
     entries = language_entries(open_checkpoint(directory).entries)
     parts = defaultdict[tuple[int, int, int], list[tuple[int, str, int, int]]](list)
@@ -40,8 +40,8 @@ def ranges(model: Llama, directory: Path) -> dict[tuple[int, int, int], Ranges]:
             if sum(each[3] for each in found) == key[2]}
 
 
-def confirmed(found: Ranges | None, directory: Path, content: memoryview) -> list[Sequence[Any]]:
-    """The ranges if their bytes are the content; none otherwise."""
+def confirm(found: Ranges | None, directory: Path, content: memoryview) -> list[Sequence[Any]]:
+    """Returns the ranges if their bytes are the content; none otherwise."""
     at = 0
     for name, offset, nbytes in found or ():
         if not _same(directory / name, offset, content[at:at + nbytes]): return []

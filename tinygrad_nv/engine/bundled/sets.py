@@ -15,7 +15,7 @@ from typing import Any
 from tinygrad import Device
 
 from tinygrad_nv import config
-from tinygrad_nv.bundle.manifest import shown
+from tinygrad_nv.bundle.manifest import shorten
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.errors import BundleError, ConfigError, ToolchainError
 from tinygrad_nv.runtime.device import NVDevice
@@ -25,8 +25,8 @@ GPUS = ("sm_80", "sm_89", "sm_90a")
 LEVELS = {"portable": "x86-64-v2", "avx2": "x86-64-v3", "avx512": "x86-64-v4", "amx": "x86-64-v4"}
 
 
-def asked(text: str) -> list[str]:
-    """The sets of --arch. `cpu` is this machine's best. Raises `ConfigError`."""
+def parse_sets(text: str) -> list[str]:
+    """Returns the sets that --arch names. `cpu` is this machine's best. Raises `ConfigError`."""
     made = []
     for name in filter(None, (each.strip() for each in text.split(","))):
         level = name.removeprefix("cpu").removeprefix("-") or isa.best()
@@ -45,7 +45,7 @@ def asked(text: str) -> list[str]:
 
 
 def environment(name: str) -> dict[str, str]:
-    """Variables under which kernels are made for a set of `asked`."""
+    """Variables under which kernels are made for a set of `parse_sets`."""
     if name in GPUS: return {"DEV": "EMU", "EMU_ARCH": name, "EMU_CHECK": "0"}
     level = name.removeprefix("cpu-")
     made = {"NV_CPU_ISA": level, "DEV": "CPU"}
@@ -70,12 +70,13 @@ def cpu_name(found: isa.ISA) -> str:
     return f"cpu-{other}{found}"
 
 
-def chosen(device: str, there: Iterable[str], file: str) -> str:
-    """The set of a bundle that a device takes. Raises `BundleError`."""
+def choose_set(device: str, there: Iterable[str], file: str) -> str:
+    """Returns the set of a bundle that a device takes. Raises `BundleError`."""
     there = list(there)
     found = next((name for name in names_for(device) if name in there), None)
     if found is not None: return found
-    raise BundleError(f"{file} has kernels for {shown(', '.join(there))}; {device} is {names_for(device)[0]}",
+    raise BundleError(f"{file} has kernels for {shorten(', '.join(there))}; "
+                      f"{device} is {names_for(device)[0]}",
                       f"one of {', '.join(names_for(device))}",
                       "compile the model for this machine (--arch), or choose another --device")
 
@@ -102,7 +103,8 @@ def runs_cubins(device: str, name: str) -> bool:
 
 
 def assembler(name: str) -> Callable[[str], bytes] | None:
-    """What makes cubins of PTX for a set; None for a CPU, and where there is no ptxas."""
+    """Returns the function that makes cubins of PTX for a set; None for a CPU, and where there is no
+    ptxas."""
     if name not in GPUS: return None
     from tinygrad_nv.ptx.assemble import assemble
     try: assemble(f".version 8.0\n.target {name}\n.address_size 64\n", name)
@@ -121,7 +123,8 @@ INSTRUCTIONS = re.compile("avx|sse|ssse|fma|f16c|bmi|adx|abm|movbe|popcnt|amx|gf
 
 
 def native(device: str) -> list[str]:
-    """What this processor has, where kernels are compiled for it alone; nothing where for a level."""
+    """Lists the extensions of this processor, where kernels are compiled for it alone; none where for a
+    level."""
     if device != "CPU" or "native" not in str(Device[device].renderer.target): return []
     return sorted(each for each in isa.flags() if INSTRUCTIONS.match(each))
 
@@ -130,7 +133,7 @@ def require(needed: Iterable[str], file: str) -> None:
     """Raises `BundleError` where this processor lacks what kernels were compiled for."""
     if missing := sorted(set(needed) - isa.flags()):
         raise BundleError(f"{file} was compiled for the processor it was compiled on, and this one lacks "
-                          f"{shown(', '.join(missing))}", "such a processor",
+                          f"{shorten(', '.join(missing))}", "such a processor",
                           "compile it here, or under DEV=CPU::x86_64,x86-64-v3")
 
 

@@ -108,7 +108,7 @@ class EmbeddingEngine:
             if batch: self._step(batch)
 
     def _next(self) -> list[_Entry]:
-        """What waits, up to a step's size."""
+        """Returns waiting entries, up to a step's size."""
         batch: list[_Entry] = []
         tokens = 0
         while self._waiting and len(batch) < self.runner.max_seqs:

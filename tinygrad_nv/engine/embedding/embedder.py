@@ -181,7 +181,7 @@ class Embedder:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return self.config.network.parameters * int(self.dtype.itemsize)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:

@@ -22,7 +22,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers."""
+        """Length of the embedding."""
         return len(self.embedding)
 
 

@@ -55,7 +55,7 @@ def open_ranks(ranks: int, size: int) -> tuple[dist.World, launcher.LocalRanks |
                         "one model of several ranks in a run", "keep the model, or start the program again")
     try:
         world = dist.world() if local is None else dist.init(watch_ranks=local.watch)
-        return _checked(world, ranks, local), local
+        return _check_ranks(world, ranks, local), local
     except BaseException:
         if local is not None:
             local.close(0)
@@ -63,7 +63,7 @@ def open_ranks(ranks: int, size: int) -> tuple[dist.World, launcher.LocalRanks |
         raise
 
 
-def _checked(world: dist.World, ranks: int, local: launcher.LocalRanks | None) -> dist.World:
+def _check_ranks(world: dist.World, ranks: int, local: launcher.LocalRanks | None) -> dist.World:
     global _of_launcher
     if world.size != ranks:
         raise DistError(f"parallel sizes of {ranks} ranks in all, and {world.size} ranks were started",
@@ -78,7 +78,7 @@ def _checked(world: dist.World, ranks: int, local: launcher.LocalRanks | None) -
 
 
 def connect(world: dist.World, size: int) -> Connections:
-    """This rank's connections. Every rank has to call it."""
+    """Makes this rank's connections. Every rank has to call it."""
     rank, first = world.rank, world.rank // size * size
     followers = range(first + 1, first + size) if rank == first else range(0)
     leaders = range(size, world.size, size) if rank == 0 else range(0)
@@ -89,8 +89,8 @@ def connect(world: dist.World, size: int) -> Connections:
             server = stack.enter_context(socket.create_server((host := _host(world.ranks), 0)))
             own = f"{host} {server.getsockname()[1]}"
         addresses = world.exchange(ADDRESS, own.encode())
-        up = None if rank == 0 else _called(addresses[0 if rank == first else first].decode(), rank, secret)
-        found = {} if server is None else _answered(server, expected, secret)
+        up = None if rank == 0 else _call(addresses[0 if rank == first else first].decode(), rank, secret)
+        found = {} if server is None else _accept(server, expected, secret)
     return Connections(up, {each: found[each] for each in followers}, {each: found[each] for each in leaders})
 
 
@@ -103,15 +103,15 @@ def _host(ranks: Ranks) -> str:
         return str(to_master.getsockname()[0])
 
 
-def _called(address: str, rank: int, secret: bytes) -> Connection:
+def _call(address: str, rank: int, secret: bytes) -> Connection:
     host, port = address.split()
     made = Client((host, int(port)), authkey=secret)
     made.send(rank)
     return made
 
 
-def _answered(server: socket.socket, expected: Collection[int], secret: bytes) -> dict[int, Connection]:
-    """One connection to each of these ranks."""
+def _accept(server: socket.socket, expected: Collection[int], secret: bytes) -> dict[int, Connection]:
+    """Accepts one connection from each of these ranks."""
     connected, found = SimpleQueue[tuple[int, Connection]](), dict[int, Connection]()
     server.settimeout(ACCEPT_S)
     while len(found) < len(expected):

@@ -95,8 +95,8 @@ class Follower:
 
 
 def follow(world: dist.World, size: int) -> int:
-    """What a rank other than 0 does, in a world whose replicas have `size` ranks, until rank 0 ends: the
-    status to exit with."""
+    """Serves rank 0 from another rank, in a world whose replicas have `size` ranks, until rank 0 ends:
+    returns the status to exit with."""
     found = connect(world, size)
     assert found.up is not None, "rank 0 follows none"
     role = Follower(world, found.up) if world.rank % size else Replica(world, found)

@@ -42,7 +42,7 @@ class Followers:
         with self._lock:
             for rank, each in self.connections.items():
                 try: each.send_bytes(message)
-                except OSError as error: raise self._gone(rank) from error
+                except OSError as error: raise self._lose_rank(rank) from error
 
     def check(self) -> None:
         """Raises why they cannot go on."""
@@ -84,12 +84,12 @@ class Followers:
 
     def _answer(self, rank: int, connection: Connection) -> Any:
         try: fine, answer = connection.recv()
-        except (EOFError, OSError) as error: raise self.fail(gone(rank)) from error
+        except (EOFError, OSError) as error: raise self.fail(rank_ended(rank)) from error
         if fine: return answer
         raise self.fail(of_rank(rank, answer))
 
-    def _gone(self, rank: int) -> NVError:
-        self.lose(gone(rank))
+    def _lose_rank(self, rank: int) -> NVError:
+        self.lose(rank_ended(rank))
         assert self.lost is not None
         return self.lost
 
@@ -102,14 +102,14 @@ class Followers:
                 each.close()
 
 
-def gone(rank: int) -> DistError:
-    """The error for a rank that does not answer any more."""
+def rank_ended(rank: int) -> DistError:
+    """Returns the error for a rank that does not answer any more."""
     return DistError(f"rank {rank} has ended in the midst of its work", "all ranks until rank 0 ends",
                      "see what it has written, and start again", (rank,))
 
 
 def error_text(error: BaseException) -> str:
-    """What other ranks are told of an error."""
+    """Returns the text of an error that other ranks are told."""
     return error.found if isinstance(error, NVError) else f"it ended with {type(error).__name__}: {error}"
 
 

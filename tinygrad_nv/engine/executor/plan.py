@@ -1,4 +1,4 @@
-"""What a rank loads: its part of a model, and the pages that it has room for.
+"""Plans of what a rank loads: its part of a model, and the pages that it has room for.
 
 Protocol: rank 0 makes a `RunnerPlan` of what it was asked for. `pages_of(rank, …)` says how many pages a rank
 has room for, and `load_rank(…)` makes the same model runner on every rank, of another part of the weights.
@@ -59,7 +59,7 @@ class RunnerPlan:
 
     @property
     def ranks(self) -> int:
-        """That have a replica of the model together."""
+        """Number of ranks that have a replica of the model together."""
         return self.tensor_ranks * self.stages
 
     @property
@@ -70,8 +70,8 @@ class RunnerPlan:
 
 @dataclass(frozen=True)
 class PageBudget:
-    """What pages are planned by: as many as were asked for, or those that fit into the fraction `utilization`
-    of a GPU's memory."""
+    """Budget of pages: as many as were asked for, or those that fit into the fraction `utilization` of a
+    GPU's memory."""
     asked: int | None
     utilization: float
 
@@ -91,7 +91,7 @@ def place_of(rank: int, plan: RunnerPlan) -> tuple[Place, Place]:
 
 
 def config_of(rank: int, plan: RunnerPlan) -> ModelConfig:
-    """That of the part which a rank has."""
+    """Returns the config of the part which a rank has."""
     if plan.ranks == 1: return plan.config
     from tinygrad_nv.models.parallel import local_config, stage_config
     stage, _ = place_of(rank, plan)
@@ -107,8 +107,8 @@ class Part:
 
 
 def part_of(world: World, plan: RunnerPlan) -> Part:
-    """This rank's. Every rank of a replica has to call it. Opens the workspaces of sums over GPUs, which
-    steps that are kept on disk use."""
+    """Returns this rank's part. Every rank of a replica has to call it. Opens the workspaces of sums over
+    GPUs, which steps that are kept on disk use."""
     from tinygrad_nv.dist.collectives import device
     from tinygrad_nv.models import parallel
     whole, tensor, size = plan.config, plan.tensor_ranks, plan.ranks
@@ -163,8 +163,8 @@ def pages_of(rank: int, plan: RunnerPlan, budget: PageBudget, held: int,
 
 
 def device_of(world: World, device: str, visible: str | None) -> str:
-    """This rank's device: of GPUs the one with its number on its host, unless a launcher lets it see one
-    alone (`visible` is CUDA_VISIBLE_DEVICES)."""
+    """Returns this rank's device: of GPUs the one with its number on its host, unless a launcher lets it see
+    one alone (`visible` is CUDA_VISIBLE_DEVICES)."""
     kind, _, number = device.partition(":")
     if kind != "CUDA" or world.ranks.local_world_size == 1: return device
     if visible is not None and "," not in visible: return device

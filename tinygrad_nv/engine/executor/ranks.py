@@ -77,19 +77,19 @@ class ParallelRanks:
         """Has the other replicas do something while this one does. What they answer is in the list at the
         end. Raises the first error of any rank."""
         asked, answers = [each.ask(name, *arguments) for each in self.replicas], list[Any]()
-        for each in asked: each.add_done_callback(self._answered)
+        for each in asked: each.add_done_callback(self._fail_on_error)
         yield answers
         answers += [each.result() for each in asked]
 
-    def _answered(self, done: Future[Any]) -> None:
+    def _fail_on_error(self, done: Future[Any]) -> None:
         if (error := done.exception()) is not None: self.followers.fail(error)
 
-    def counted(self, progress: Progress) -> Progress:
-        """`progress`, which raises as soon as a rank has failed."""
-        def checked(done: int, total: int) -> None:
+    def check_ranks(self, progress: Progress) -> Progress:
+        """Returns `progress`, which raises as soon as a rank has failed."""
+        def check(done: int, total: int) -> None:
             self.followers.check()
             progress(done, total)
-        return checked
+        return check
 
     def pages(self, own: Callable[[], int], plan: RunnerPlan, budget: PageBudget, how: EnginePlan) -> int:
         """Pages that all ranks have room for; `own` says how many this one has."""
@@ -102,12 +102,12 @@ class ParallelRanks:
         """Loads the model on all ranks: the runner of this one."""
         def own() -> ModelRunner:
             return load_rank(self.world, plan, self.followers if plan.ranks > 1 else None,
-                             self.counted(progress or (lambda done, total: None)), stage)
+                             self.check_ranks(progress or (lambda done, total: None)), stage)
         with self.together("open", plan, how): return self.followers.together(own, "open", plan)[0]
 
     def engine(self, own: EngineThread) -> EngineThread | Replicas:
-        """What requests are submitted to, over the engine of rank 0. Requests fail when ranks have parted;
-        their callers have some time to end the process."""
+        """Returns the engine that requests are submitted to, over that of rank 0. Requests fail when ranks
+        have parted; their callers have some time to end the process."""
         if self.replicas: self.engines = Replicas(own, self.replicas)
         made = self.engines or own
 
@@ -127,7 +127,8 @@ class ParallelRanks:
         if self.engines is not None: self.engines.refresh_stats()
 
     def compilations(self) -> int:
-        """Of the other replicas, since they were ready, as of the last `refresh_stats`."""
+        """Returns the compilations of the other replicas, since they were ready, as of the last
+        `refresh_stats`."""
         return 0 if self.engines is None else self.engines.compilations()
 
     def tell(self, name: str) -> None:

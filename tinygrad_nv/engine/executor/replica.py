@@ -114,14 +114,14 @@ class Replica:
         self.engine = EngineThread(self.opened.core)
         tokenizer, why = optional_tokenizer(how.tokenizer)
 
-        def required() -> Tokenizer:
+        def require_tokenizer() -> Tokenizer:
             if tokenizer is None: raise why or TokenizerError("no tokenizer")
             return tokenizer
-        self._matchers = Matchers(required, plan.config.vocab_size, how.config.eos)
+        self._matchers = Matchers(require_tokenizer, plan.config.vocab_size, how.config.eos)
 
     @property
     def runners(self) -> Sequence[ModelRunner]:
-        """That of the model, and that of the draft model, if there is one."""
+        """Runner of the model, and that of the draft model, if there is one."""
         assert self.runner is not None
         draft = None if self.opened is None or self.opened.draft_model is None else self.opened.draft_model
         return [self.runner, *([draft.runner] if draft and isinstance(draft.runner, ModelRunner) else ())]
@@ -154,7 +154,7 @@ class Replica:
     def submit(self, request: Request) -> None:
         """Queues a request."""
         request = replace(request, arrival_s=time.monotonic())      # hosts differ in their clocks
-        if not request.params.masked: return self._submit(request)
+        if not request.params.needs_masks: return self._submit(request)
         with self._lock: self._making.add(request.id)
         self._pool.submit(self._make_matchers, request)
 

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tinygrad_nv.engine.core import EngineStats
-from tinygrad_nv.engine.executor.followers import error_text, gone, of_rank
+from tinygrad_nv.engine.executor.followers import error_text, of_rank, rank_ended
 from tinygrad_nv.engine.outputs import EngineCoreOutput
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.thread import EngineThread, Sink
@@ -57,7 +57,7 @@ class RemoteEngine:
 
     def ask(self, name: str, *arguments: Any) -> Future[Any]:
         """Has the replica do something: what it answers."""
-        answer, message = Future[Any](), (next(self._numbers), name, None, _packed(*arguments))
+        answer, message = Future[Any](), (next(self._numbers), name, None, _pickle(*arguments))
         with self._lock:
             if self.failure is None:
                 self._answers[message[0]] = answer
@@ -75,7 +75,7 @@ class RemoteEngine:
 
     @property
     def stats(self) -> Stats:
-        """What it last answered."""
+        """Statistics that it last answered."""
         with self._stats_lock: self._keep_stats()
         assert self._stats is not None, "ask_stats() comes first"
         return self._stats
@@ -88,7 +88,7 @@ class RemoteEngine:
         """Queues a request. Outputs go to `deliver`, as those of all requests do. Raises `RequestError` for
         one that cannot be sent."""
         if self.failure is not None: raise self.failure
-        try: packed = _packed(replace(request, matchers=(), text=None))
+        try: packed = _pickle(replace(request, matchers=(), text=None))
         except Exception as error:
             raise RequestError(f"a request cannot be sent to rank {self.rank}: {error_text(error)}",
                                "parameters that Python can pickle",
@@ -97,11 +97,11 @@ class RemoteEngine:
 
     def abort(self, request: str) -> None:
         """Ends a request."""
-        self._outbox.put((0, "abort", None, _packed(request)))
+        self._outbox.put((0, "abort", None, _pickle(request)))
 
     def finish(self, request: str, index: int, stop_reason: int | str | None) -> None:
         """Ends one sequence of it."""
-        self._outbox.put((0, "finish", None, _packed(request, index, stop_reason)))
+        self._outbox.put((0, "finish", None, _pickle(request, index, stop_reason)))
 
     def fail(self, error: NVError) -> None:
         """Has what waits for the replica, and later calls, raise this."""
@@ -129,11 +129,11 @@ class RemoteEngine:
         try:
             while True:
                 message: Answer = self._connection.recv()
-                if message[0]: self._answered(*message)
+                if message[0]: self._take_answer(*message)
                 else: self._on_outputs(*message[1:])
         except (EOFError, OSError):
             if self._closed.is_set(): self._connection.close()
-            else: self.fail(gone(self.rank))
+            else: self.fail(rank_ended(self.rank))
         except BaseException as error:      # callers would wait for ever
             self.fail(of_rank(self.rank, EngineError(f"what it sent cannot be read: {error_text(error)}")))
 
@@ -141,14 +141,14 @@ class RemoteEngine:
         self.deliver([EngineCoreOutput(*each) for each in outputs])
         if failure is not None: self.fail(of_rank(self.rank, failure))
 
-    def _answered(self, number: int, fine: bool, answer: Any) -> None:
+    def _take_answer(self, number: int, fine: bool, answer: Any) -> None:
         with self._lock: waits = self._answers.pop(number, None)
         if waits is None: return
         if fine: waits.set_result(answer)
         else: waits.set_exception(of_rank(self.rank, answer))
 
 
-def _packed(*arguments: Any) -> bytes: return bytes(ForkingPickler.dumps(arguments))
+def _pickle(*arguments: Any) -> bytes: return bytes(ForkingPickler.dumps(arguments))
 
 
 @dataclass(eq=False)
@@ -163,7 +163,7 @@ class Client:
 
     @property
     def load(self) -> int:
-        """Of its replica."""
+        """Load of its replica."""
         return WAITING * len(self.waiting) + RUNNING * (len(self.unfinished) - len(self.waiting))
 
 
@@ -184,7 +184,7 @@ class Replicas:
 
     @property
     def failure(self) -> NVError | None:
-        """That of the first replica that has failed: without it requests are not answered any more."""
+        """Failure of the first replica that has failed: without it requests are not answered any more."""
         return next((each.failure for each in self.engines if each.failure is not None), None)
 
     @property
@@ -229,7 +229,7 @@ class Replicas:
             client = self._clients[number]
             if index not in client.unfinished: return
             self.engines[client.replica].finish(number, index, stop_reason)
-            self._ended(number, client, index)
+            self._end_sequence(number, client, index)
 
     def reset_prefix_cache(self) -> None:
         """Forgets what all prefix caches hold."""
@@ -244,14 +244,15 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Statistics of all replicas, as of the last `refresh_stats`: sums, and the mean of `kv_used`."""
-        return summed(self.replica_stats())
+        return sum_stats(self.replica_stats())
 
     def replica_stats(self) -> list[EngineStats]:
         """Statistics of each replica, as of the last `refresh_stats`."""
         return [self.own.stats(), *(stats for stats, _ in (each.stats for each in self.others))]
 
     def compilations(self) -> int:
-        """Of the other replicas, since they were ready, as of the last `refresh_stats`."""
+        """Returns the compilations of the other replicas, since they were ready, as of the last
+        `refresh_stats`."""
         return sum(count for _, count in (each.stats for each in self.others))
 
     def fail(self, error: NVError) -> None:
@@ -276,24 +277,24 @@ class Replicas:
         by_sink: dict[Sink, list[EngineCoreOutput]] = {}
         with self._lock:
             if (failure := self.engines[replica].failure) is not None:
-                outputs = [*outputs, *self._failed(replica, failure)]
+                outputs = [*outputs, *self._fail_outputs(replica, failure)]
             for each in outputs:
                 client = self._clients.get(each.request)
                 if client is None or each.index not in client.unfinished: continue
                 before = client.load
                 client.waiting.discard(each.index)
                 self._loads[replica] += client.load - before
-                if each.finish_reason is not None: self._ended(each.request, client, each.index)
+                if each.finish_reason is not None: self._end_sequence(each.request, client, each.index)
                 each.request = client.name
                 by_sink.setdefault(client.sink, []).append(each)
         for sink, part in by_sink.items(): sink(part)
 
-    def _failed(self, replica: int, failure: NVError) -> list[EngineCoreOutput]:
+    def _fail_outputs(self, replica: int, failure: NVError) -> list[EngineCoreOutput]:
         return [EngineCoreOutput(number, index, (), finish_reason="error", error=failure)
                 for number, client in self._clients.items() if client.replica == replica
                 for index in client.unfinished]
 
-    def _ended(self, number: str, client: Client, index: int) -> None:
+    def _end_sequence(self, number: str, client: Client, index: int) -> None:
         before = client.load
         client.waiting.discard(index)
         client.unfinished.discard(index)
@@ -308,8 +309,8 @@ class Replicas:
         return client
 
 
-def summed(stats: Sequence[EngineStats]) -> EngineStats:
-    """Statistics of several engines as those of one."""
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Returns statistics of several engines as those of one."""
     def of(name: str) -> Any:
         values = [getattr(each, name) for each in stats]
         if name == "accepted_at": return tuple(map(sum, zip(*values, strict=True)))

@@ -2,8 +2,8 @@
 
 Protocol: `load(request)` returns an adapter, from memory or from its directory; any thread may call it. At
 most `limit` are kept, and the least recently used is dropped; requests that still use it have it until they
-end. `held(request)` says whether it is in memory: reading one takes up to seconds. `remove(number)` drops it.
-A number belongs to one adapter until that is removed.
+end. `is_cached(request)` says whether it is in memory: reading one takes up to seconds. `remove(number)`
+drops it. A number belongs to one adapter until that is removed.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AdapterCache:
         self._held: OrderedDict[int, tuple[LoRARequest, Adapter]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def held(self, request: LoRARequest) -> bool:
+    def is_cached(self, request: LoRARequest) -> bool:
         """Whether an adapter is in memory."""
         with self._lock: return request.lora_int_id in self._held
 
@@ -56,5 +56,5 @@ class AdapterCache:
         with self._lock: return self._held.pop(number, None) is not None
 
     def numbers(self) -> list[int]:
-        """Of adapters in memory, least recently used first."""
+        """Lists the numbers of adapters in memory, least recently used first."""
         with self._lock: return list(self._held)

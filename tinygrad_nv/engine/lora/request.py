@@ -1,4 +1,4 @@
-"""Which adapter a request uses, and how many there may be.
+"""Adapter of a request, and limits of adapters.
 
 Protocol: as vLLM's. A `LoRARequest` names an adapter; requests with an equal one share it. A `LoRAConfig` is
 made of the arguments of `LLM`, and raises `ConfigError` for values that cannot be.
@@ -39,7 +39,7 @@ class LoRARequest:
 
     @property
     def directory(self) -> Path:
-        """Of adapter_config.json."""
+        """Directory of adapter_config.json."""
         return Path(self.lora_path)
 
 
@@ -55,7 +55,7 @@ class LoRAConfig:
     @staticmethod
     def of(config: ModelConfig, model: DType, device: str, *, max_loras: Any, max_lora_rank: Any,
            max_cpu_loras: Any, lora_dtype: Any) -> LoRAConfig:
-        """Of `LLM`'s arguments, for a model of dtype `model`. Raises `ConfigError`."""
+        """Returns the config of `LLM`'s arguments, for a model of dtype `model`. Raises `ConfigError`."""
         slots, rank = whole("max_loras", max_loras, 4), whole("max_lora_rank", max_lora_rank, 16)
         cached = whole("max_cpu_loras", max_cpu_loras, max(slots, 16))
         if cached < slots:

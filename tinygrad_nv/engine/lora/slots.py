@@ -1,4 +1,4 @@
-"""Which adapters are on the device.
+"""Slots of the adapters that are on the device.
 
 Protocol: a running sequence with an adapter holds the adapter's slot, from `acquire` until `release`. An
 adapter that nothing holds stays in its slot until another needs it; the least recently used goes first.
@@ -33,13 +33,13 @@ class AdapterUse:
     @staticmethod
     def of(slots: int, running: Sequence[Adapter | None],
            waiting: Sequence[Adapter | None]) -> AdapterUse | None:
-        """Of sequences; None of a model that is served without adapters."""
+        """Counts adapters of sequences; None of a model that is served without adapters."""
         if not slots: return None
         return AdapterUse(slots, *(tuple(sorted({each.name for each in those if each is not None}))
                                    for those in (running, waiting)))
 
     def labels(self) -> dict[str, str]:
-        """Of vLLM's metric."""
+        """Returns the labels of vLLM's metric."""
         return {"max_lora": str(self.slots), "waiting_lora_adapters": ",".join(self.waiting),
                 "running_lora_adapters": ",".join(self.running)}
 

@@ -35,10 +35,10 @@ MAX_PRIORITY = 1000     # bounds how long a request may be overtaken: at most so
 class Matcher(Protocol):
     """The grammar state of one structured output. `mask()` is the token mask of the next token, as in
     `Sample.mask`; None allows every token. `masks(draft)` are the masks before the draft's first token and
-    after each token, as far as the draft is allowed. `finished`: no token may follow."""
+    after each token, as far as the draft is allowed. `is_finished`: no token may follow."""
 
     @property
-    def finished(self) -> bool: ...
+    def is_finished(self) -> bool: ...
 
     def mask(self) -> np.ndarray | None: ...
 
@@ -162,20 +162,21 @@ class Seq:
         self.num_reserved = self.table.num_entries * page_size
 
 
-def padded(start: int, num_tokens: int) -> int:
-    """One past the last position that `num_tokens` new tokens from `start` on write, padding included."""
-    return start + padded_tokens(num_tokens)
+def pad_end(start: int, num_tokens: int) -> int:
+    """Returns one past the last position that `num_tokens` new tokens from `start` on write, padding
+    included."""
+    return start + pad_tokens(num_tokens)
 
 
-def padded_tokens(num_tokens: int) -> int:
-    """Tokens computed for `num_tokens` new ones: whole groups, unless it is one."""
+def pad_tokens(num_tokens: int) -> int:
+    """Returns the tokens computed for `num_tokens` new ones: whole groups, unless it is one."""
     return num_tokens if num_tokens == 1 else -(-num_tokens // GROUP) * GROUP
 
 
 def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_number: int) -> Seq:
     """The first sequence of a request, with the others as its branches. `arrival_number` counts requests."""
     params = request.params
-    assert len(request.matchers) == params.n or (not request.matchers and not params.masked)
+    assert len(request.matchers) == params.n or (not request.matchers and not params.needs_masks)
     seed = secrets.randbits(64) if params.seed is None else params.seed
     offset = request.priority * config.ageing_s + request.arrival_s
     length = len(request.prompt)

@@ -38,7 +38,7 @@ import numpy as np
 
 from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.lora.slots import AdapterSlots, AdapterUse
-from tinygrad_nv.engine.scheduling.request import DraftRequest, Proposer, Seq, padded, padded_tokens
+from tinygrad_nv.engine.scheduling.request import DraftRequest, Proposer, Seq, pad_end, pad_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     GROUP,
     Sample,
@@ -204,7 +204,7 @@ class Scheduler:
 
     def _schedule_chunk(self, plan: StepPlan, seq: Seq, synced: bool) -> None:
         num_tokens = plan.chunk_size(seq, seq.num_scheduled)
-        if num_tokens and self._reserve(plan, seq, padded(seq.num_scheduled, num_tokens), synced):
+        if num_tokens and self._reserve(plan, seq, pad_end(seq.num_scheduled, num_tokens), synced):
             plan.add(seq, num_tokens)
 
     def _commit(self, plan: StepPlan, seq: Seq) -> None:
@@ -260,15 +260,15 @@ class Scheduler:
             table = seq.table = pool.open(seq.shareable_tokens, seq.request.salt,
                                           None if images is None else images.digests_of)
         # after a failed step, pages pruned by the window may be cached
-        elif not (table.offloaded or table.pages): table.share(seq.shareable_tokens)
+        elif not (table.is_offloaded or table.pages): table.share(seq.shareable_tokens)
         start, left = table.computed, len(seq.tokens) - table.computed
-        whole, chunk = (padded(start, each) for each in (left, plan.chunk_size(seq, start)))
+        whole, chunk = (pad_end(start, each) for each in (left, plan.chunk_size(seq, start)))
         # a sliding window frees pages while the prompt is computed
         need = sum(each.num_missing_pages(whole if each.window is None else chunk) for each in table.groups)
         end = chunk if any(pool.windows) else whole
         shortfall = need + spare - pool.available
-        if shortfall > 0 or (table.offloaded and not table.restore()):
-            if not table.offloaded: table.release()
+        if shortfall > 0 or (table.is_offloaded and not table.restore()):
+            if not table.is_offloaded: table.release()
             self._short_of_pages, self._retry_in = (seq, pool.available + shortfall), RETRY_STEPS
             return False
         seq.num_scheduled = table.computed
@@ -285,7 +285,7 @@ class Scheduler:
         for seq, num_tokens in plan.num_tokens.items():
             most = min(self.config.num_speculative_tokens, seq.max_length - len(seq.tokens) - 1)
             if num_tokens > 1 or most < 1 or seq.num_in_flight or seq.branches or not seq.can_draft: continue
-            cost = padded_tokens(1 + most) - 1
+            cost = pad_tokens(1 + most) - 1
             if seq.num_scheduled + 1 < len(seq.tokens) or plan.token_budget < cost: continue
             requests[seq] = DraftRequest(seq.name, seq.tokens, most, seq.request.params, seq.seed)
             plan.token_budget -= cost
@@ -298,7 +298,7 @@ class Scheduler:
             if not draft or not all(0 <= token < self.masks.size for token in draft): continue
             own = len(self.pool.windows) * ((len(draft) + GROUP) // self.pool.page_size + 1)
             if self.pool.available < self.num_spare_pages + own: continue
-            if seq.reserve(padded(seq.num_scheduled, 1 + len(draft)), self.pool.page_size):
+            if seq.reserve(pad_end(seq.num_scheduled, 1 + len(draft)), self.pool.page_size):
                 plan.num_tokens[seq], plan.drafts[seq] = 1 + len(draft), draft
                 samples -= len(draft)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tinygrad_nv.engine.scheduling.request import Seq, padded_tokens
+from tinygrad_nv.engine.scheduling.request import Seq, pad_tokens
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class StepPlan:
     def add(self, seq: Seq, num_tokens: int) -> None:
         """Schedules `num_tokens` tokens of the sequence."""
         self.num_tokens[seq] = num_tokens
-        self.token_budget -= padded_tokens(num_tokens)
+        self.token_budget -= pad_tokens(num_tokens)
         self.logits_budget -= len(seq.logits_range(seq.num_scheduled, seq.num_scheduled + num_tokens))
 
     def chunk_size(self, seq: Seq, start: int) -> int:
@@ -63,5 +63,5 @@ class StepPlan:
     def remove(self, seq: Seq) -> None:
         """Takes the sequence out of the step."""
         if not (num_tokens := self.num_tokens.pop(seq, 0)): return
-        self.token_budget += padded_tokens(num_tokens)
+        self.token_budget += pad_tokens(num_tokens)
         self.logits_budget += len(seq.logits_range(seq.num_scheduled, seq.num_scheduled + num_tokens))

@@ -22,7 +22,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv.engine.core import Executor
 from tinygrad_nv.engine.loading import optional_tokenizer, weights_identity
 from tinygrad_nv.engine.memory_planning import token_bytes
-from tinygrad_nv.engine.scheduling.request import DraftRequest, padded
+from tinygrad_nv.engine.scheduling.request import DraftRequest, pad_end
 from tinygrad_nv.engine.scheduling.scheduler_output import (
     GROUP,
     Sample,
@@ -116,7 +116,7 @@ class DraftModelProposer:
         state.keep_accepted(request.tokens)
         num_tokens = len(request.tokens) - state.written
         end = len(request.tokens) + request.max_tokens
-        if state.table.reserve(max(padded(state.written, num_tokens), end)): return True
+        if state.table.reserve(max(pad_end(state.written, num_tokens), end)): return True
         self.forget(request.key)
         return False
 

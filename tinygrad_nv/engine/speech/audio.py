@@ -73,7 +73,7 @@ def decode_audio(data: bytes, name: str, most_s: float = MOST_S, most_samples: i
     return made[:at]
 
 
-def decoded_seconds(data: bytes, name: str, most_s: float, most_samples: int) -> float:
+def measure_seconds(data: bytes, name: str, most_s: float, most_samples: int) -> float:
     """Returns the seconds of a recording, as its header says: `most_s` where it says nothing. Raises
     `AudioError` for one that `decode_audio` refuses by its header."""
     rate, frames, _ = _open(data, _Limits(name, most_s, most_samples))
@@ -120,7 +120,7 @@ class _Limits:
 
 
 def _wav(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]] | None:
-    """The same of a WAV file; None of an encoding other than numbers."""
+    """Opens a WAV file as `_open` does; None of an encoding other than numbers."""
     name, chunks = limits.name, _chunks(data, limits.name)
     form = bytes(chunks.get(b"fmt ", b"")[:EXTENSIBLE_BYTES])
     if len(form) < FORM.size or b"data" not in chunks:
@@ -175,7 +175,7 @@ class _File(io.BytesIO):
 
 
 def _by_soundfile(data: bytes, limits: _Limits) -> tuple[int, int, Iterator[np.ndarray]]:
-    """The same of other files."""
+    """Opens other files as `_open` does."""
     try:
         import soundfile
     except (ImportError, OSError) as error:
@@ -212,8 +212,8 @@ def _no_audio(name: str, error: Exception) -> AudioError:
                       "libsndfile reads", "convert the file to WAV")
 
 
-def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
-    """Samples, float32 [n], at `rate` as float32 [⌈n · 16000 / rate⌉] at 16 kHz."""
+def resample(samples: np.ndarray, rate: int) -> np.ndarray:
+    """Converts samples, float32 [n], at `rate` to float32 [⌈n · 16000 / rate⌉] at 16 kHz."""
     resampler = Resampler(rate)
     return np.concatenate([resampler.feed(samples), resampler.finish()])
 
@@ -252,7 +252,7 @@ class Resampler:
         if not len(out): return out
         windows = np.lib.stride_tricks.sliding_window_view(self.kept, width)
         if self.count == self.up: self._by_filter(out, windows)
-        else: self._interpolated(out, windows)
+        else: self._interpolate(out, windows)
         self.made = end
         done = max(0, min(self.made * self.down // self.up + 1 - self.first, len(self.kept)))
         self.kept, self.first = self.kept[done:].copy(), self.first + done
@@ -265,7 +265,7 @@ class Resampler:
             ours = windows[place // self.up + 1 - self.first::self.down][:len(into)]
             into[:] = np.einsum("nt,t->n", ours, self.table[place % self.up])
 
-    def _interpolated(self, out: np.ndarray, windows: np.ndarray) -> None:
+    def _interpolate(self, out: np.ndarray, windows: np.ndarray) -> None:
         """Each sample has a filter between two of the table; those between the same two are made together."""
         places = np.arange(self.made, self.made + len(out)) * self.down
         phase, between = np.divmod(places % self.up * self.count, self.up)
@@ -278,7 +278,7 @@ class Resampler:
 
 
 def _cutoff(rate: int) -> float:
-    """What the filter passes of the input's band."""
+    """Returns the share of the input's band that the filter passes."""
     return min(1.0, RATE / rate) * PASSED
 
 

@@ -69,7 +69,7 @@ class _Entry:
     next: tuple[int, int] = (0, 0)
 
     @property
-    def abandoned(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether no caller waits for it."""
         return self.cancelled.asked or self.future.cancelled()
 
@@ -99,7 +99,7 @@ class SpeechEngine:
         with self._arrived:
             if self._closed:
                 raise stopping()
-            if (waiting := sum(not each.abandoned for each in self._waiting)) >= self.queue_limit:
+            if (waiting := sum(not each.is_abandoned for each in self._waiting)) >= self.queue_limit:
                 raise QueueFull(f"{waiting} recordings wait", f"less than {self.queue_limit}",
                                 "retry later, or raise --max-queue")
             self._waiting.extend(entries)
@@ -159,7 +159,7 @@ class SpeechEngine:
         tokens, lengths = zip(*(self._running[slot].next for slot in slots), strict=True)
         try: logits = self.runner.step(slots, tokens, lengths)
         except Exception as error:     # of the device, or a driver
-            for slot in slots: self._ended(slot, error)
+            for slot in slots: self._fail_slot(slot, error)
             self._failed += len(slots)
             return
         self._steps, self._tokens = self._steps + 1, self._tokens + len(slots)
@@ -169,8 +169,8 @@ class SpeechEngine:
         """Sends a recording the logits that it has asked for: it asks for the next, or is done."""
         entry = self._running[slot]
         assert entry.steps is not None
-        if entry.abandoned or self._cancelling:
-            self._ended(slot, stopping() if self._cancelling else
+        if entry.is_abandoned or self._cancelling:
+            self._fail_slot(slot, stopping() if self._cancelling else
                         EngineError("the transcription was cancelled", "a caller that waits"))
             return
         try: entry.next = next(entry.steps) if logits is None else entry.steps.send(logits)
@@ -179,9 +179,9 @@ class SpeechEngine:
             if not entry.future.cancelled(): entry.future.set_result(done.value)
         except Exception as error:
             self._failed += 1
-            self._ended(slot, error)
+            self._fail_slot(slot, error)
 
-    def _ended(self, slot: int, error: Exception) -> None:
+    def _fail_slot(self, slot: int, error: Exception) -> None:
         entry = self._leave(slot)
         if entry.steps is not None: entry.steps.close()
         if entry.future.cancelled(): return

@@ -1,4 +1,4 @@
-"""What a transcription gives."""
+"""Results of a transcription."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Transcription:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of all segments, timestamps included."""
+        """Tokens of all segments, timestamps included."""
         return [token for segment in self.segments for token in segment.tokens]
 
 

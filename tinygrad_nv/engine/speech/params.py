@@ -1,4 +1,4 @@
-"""What a transcription is asked for."""
+"""Parameters of a transcription."""
 from __future__ import annotations
 
 from dataclasses import dataclass

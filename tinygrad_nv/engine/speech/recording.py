@@ -43,7 +43,7 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class SpeechModel:
-    """What all recordings share."""
+    """Parts that all recordings share."""
     config: WhisperConfig
     tokens: SpeechTokens
     tokenizer: Tokenizer
@@ -118,11 +118,12 @@ class Recording:
             count = min(frames, total - seek)
             window = features[seek:seek + count]
             slot.encode(np.pad(window, ((0, frames - count), (0, 0))))
-            if self.language is None and self.model.tokens.languages: self.language = self._detected(slot)
+            if self.language is None and self.model.tokens.languages:
+                self.language = self._detect_language(slot)
             decoded, silent = yield from self._window(slot, self._prompt(conditioned, text), seek)
             if silent: seek += count
             else:
-                later, words = self._added(decoded, seek, count)
+                later, words = self._add_segments(decoded, seek, count)
                 seek, text = seek + later, text + words
             conditioned = self.params.condition_on_previous and decoded.temperature < WARM
             self.progress(min(seek / total, 1) * duration, duration)
@@ -131,12 +132,12 @@ class Recording:
                              code, duration, tuple(self.segments))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Of tokens, timestamps and special tokens left out."""
+        """Returns the text of tokens, timestamps and special tokens left out."""
         first = self.model.tokens.first_timestamp
         return self.model.tokenizer.decode([each for each in tokens if first is None or each < first])
 
-    def _detected(self, slot: Slot) -> int:
-        """The token of the likeliest language of the window in the slot."""
+    def _detect_language(self, slot: Slot) -> int:
+        """Returns the token of the likeliest language of the window in the slot."""
         known = np.array(sorted(self.model.tokens.languages.values()))
         scores = slot.start([self.model.tokens.start], 0)[0]
         return int(known[scores[known].argmax()])
@@ -149,7 +150,7 @@ class Recording:
         prompt = self.model.tokens.prompt(self.language, self.params.task, self.timestamps)
         return [*before, *prompt], len(before)
 
-    def _added(self, decoded: Decoded, seek: int, count: int) -> tuple[int, list[int]]:
+    def _add_segments(self, decoded: Decoded, seek: int, count: int) -> tuple[int, list[int]]:
         """Adds the segments of a window of `count` frames. Returns by how many frames the next one is later,
         and the tokens that it continues."""
         first, kept = self.model.tokens.first_timestamp, []
@@ -175,7 +176,7 @@ class Recording:
         p, last = self.params, len(self.params.temperatures) - 1
         for attempt, temperature in enumerate(p.temperatures):
             chooser = np.random.default_rng((p.seed, seek, attempt))
-            made = yield from self._decoded(slot, prompt, temperature, chooser)
+            made = yield from self._decode_window(slot, prompt, temperature, chooser)
             unlikely = p.logprob_threshold is not None and made.avg_logprob < p.logprob_threshold
             if unlikely and p.no_speech_threshold is not None and made.no_speech_prob > p.no_speech_threshold:
                 return made, True
@@ -184,7 +185,7 @@ class Recording:
             if not (unlikely or repeats) or attempt == last: break
         return made, False
 
-    def _decoded(self, slot: Slot, prompt: tuple[list[int], int], temperature: float,
+    def _decode_window(self, slot: Slot, prompt: tuple[list[int], int], temperature: float,
                  chooser: np.random.Generator) -> WindowSteps:
         t, (before, at) = self.model.tokens, prompt
         limit = self._limit(len(before))
@@ -194,7 +195,7 @@ class Recording:
         likelihood = 0.0
         while True:
             self.rules(scores, tokens)
-            token = chosen(scores, temperature, chooser)
+            token = choose_token(scores, temperature, chooser)
             likelihood += float(scores[token]) - lse_of(scores)
             tokens.append(token)
             if token == t.end or len(before) + len(tokens) >= limit: break
@@ -213,9 +214,9 @@ class Recording:
                            f"at most {most} together", "lower max_new_tokens, or shorten the prompt")
 
 
-def chosen(scores: np.ndarray, temperature: float, chooser: np.random.Generator) -> int:
-    """The likeliest token, or with a temperature one drawn by softmax(scores / temperature): the largest of
-    scores with Gumbel noise."""
+def choose_token(scores: np.ndarray, temperature: float, chooser: np.random.Generator) -> int:
+    """Returns the likeliest token, or with a temperature one drawn by softmax(scores / temperature): the
+    largest of scores with Gumbel noise."""
     if temperature < COLD: return int(scores.argmax())
     return int((scores / temperature + chooser.gumbel(size=len(scores))).argmax())
 

@@ -87,9 +87,9 @@ class Transcriber:
                        ) -> list[Transcription]:
         """The transcriptions of recordings, in their order. `progress(number, done, total)` is called with
         the number of a recording, and seconds of it. Raises `AudioError` and `RequestError`."""
-        def told(number: int) -> Callable[[float, float], None]:
+        def progress_of(number: int) -> Callable[[float, float], None]:
             return lambda done, total: progress(number, done, total)
-        recordings = [self.recording(each, params, progress=told(i)) for i, each in enumerate(audio)]
+        recordings = [self.recording(each, params, progress=progress_of(i)) for i, each in enumerate(audio)]
         cancelled = Cancelled()
         futures = self.engine.submit(recordings, cancelled)
         try: wait(futures)

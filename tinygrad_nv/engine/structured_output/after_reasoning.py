@@ -18,7 +18,7 @@ from tinygrad_nv.engine.structured_output.params import ReasoningTokens
 
 
 class Phase(Enum):
-    """Where an answer is."""
+    """Phases of an answer."""
     BEGINNING = 0
     REASONING = 1
     ANSWER = 2
@@ -45,9 +45,9 @@ class AfterReasoning:
         self._open = every if tokens.may_end else every & ~ends
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether only an end token may follow."""
-        return self._state.phase is Phase.ANSWER and self._inner is not None and self._inner.finished
+        return self._state.phase is Phase.ANSWER and self._inner is not None and self._inner.is_finished
 
     def mask(self) -> np.ndarray | None:
         """The token mask of the next token; None allows every token."""

@@ -126,7 +126,7 @@ def _walk(matcher: Any, chance: random.Random, ends: float) -> str:
     """Writes a text at random. Returns the error in which it ends, "" without one."""
     text = bytearray()
     while len(text) < WALK_BYTES and time.monotonic() < ends:
-        allowed = _allowed(matcher)
+        allowed = _next_bytes(matcher)
         if matcher.is_error():
             error = str(matcher.get_error())
             return f"nothing may follow {bytes(text)!r}" if "NoExtensionBias" in error else error
@@ -140,8 +140,8 @@ def _walk(matcher: Any, chance: random.Random, ends: float) -> str:
     return ""
 
 
-def _allowed(matcher: Any) -> list[int]:
-    """The bytes that may follow."""
+def _next_bytes(matcher: Any) -> list[int]:
+    """Lists the bytes that may follow."""
     mask = matcher.compute_bitmask()
     return [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
 
@@ -150,7 +150,7 @@ def is_dead(tokenizer: Any, grammar: str, text: str) -> bool:
     """Whether nothing but the end of an object may follow `text`, if `grammar` allows that."""
     matcher = compile_grammar(tokenizer, grammar)
     if matcher.is_error() or not all(map(matcher.consume_token, text.encode())): return False
-    allowed = _allowed(matcher)
+    allowed = _next_bytes(matcher)
     return bool(matcher.is_error()) or not set(allowed) - {ord("}")}
 
 

@@ -3,7 +3,7 @@
 Protocol: `GrammarCompiler(tokenizer, vocab, eos)` is created once for a model. `matcher(structured)` returns
 a matcher for one sequence. It compiles the grammar, or takes it from its cache, and raises `RequestError` for
 one that cannot be enforced. `GrammarMatcher.mask()` is the token mask of the next token; `accept(token)`
-advances the matcher. When it is `finished`, only an end token may follow. Masks are packed as in
+advances the matcher. When it is `is_finished`, only an end token may follow. Masks are packed as in
 `Sample.mask`. End tokens are allowed where the output may end; ids without text are never allowed.
 
 `masks(draft)` are the masks for a draft: before its first token, and after each allowed token.
@@ -29,7 +29,7 @@ from tinygrad_nv.engine.structured_output.grammar_check import (
     compile_grammar,
 )
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
-from tinygrad_nv.engine.structured_output.schema import closed_patterns
+from tinygrad_nv.engine.structured_output.schema import find_closed_patterns
 from tinygrad_nv.engine.text.token_bytes import token_bytes
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import EngineError, RequestError
@@ -46,7 +46,7 @@ class GrammarMatcher:
         self._mask = self._compute_mask(inner)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether only an end token may follow."""
         return not (self._mask & ~self._ends).any()
 
@@ -87,19 +87,19 @@ class GrammarMatcher:
         return 0 <= token < self._vocab and bool(mask[token >> 5] >> np.uint32(token & 31) & np.uint32(1))
 
     def _consume(self, inner: Any, token: int) -> None:
-        if not inner.consume_token(token): raise lost(inner)
+        if not inner.consume_token(token): raise mask_error(inner)
 
     def _compute_mask(self, inner: Any) -> np.ndarray:
         """The token mask of the next token. After an end token, the mask of end tokens."""
         if inner.is_stopped() and not inner.is_error(): return self._ends
         mask = np.frombuffer(inner.compute_bitmask(), np.uint32)[:len(self._ends)].copy()
-        if inner.is_error() and inner.stop_reason() != "NoExtensionBias": raise lost(inner)
+        if inner.is_error() and inner.stop_reason() != "NoExtensionBias": raise mask_error(inner)
         if self._vocab & 31: mask[-1] &= np.uint32((1 << (self._vocab & 31)) - 1)
         return mask
 
 
-def lost(inner: Any) -> RequestError:
-    """The error for a grammar whose next mask cannot be computed."""
+def mask_error(inner: Any) -> RequestError:
+    """Returns the error for a grammar whose next mask cannot be computed."""
     reason = inner.get_error().partition("\n")[0] or inner.stop_reason()
     return RequestError(f"the structured output cannot be continued: {reason}",
                         "a grammar whose token masks take a bounded time to compute, with characters "
@@ -144,7 +144,7 @@ class GrammarCompiler:
 
     def _compile(self, structured: StructuredOutputsParams) -> GrammarMatcher:
         text = structured.grammar_text
-        if not structured.trusted:
+        if not structured.is_trusted:
             try:
                 text = self._without_dead_patterns(text)
                 error = self._checker.check(text)
@@ -158,7 +158,7 @@ class GrammarCompiler:
         if inner.is_error(): raise compile_error(structured.kind, inner.get_error())
         try: made = GrammarMatcher(inner, self._tokenizer_info.stop_ids, self.vocab)
         except RequestError as error: raise compile_error(structured.kind, error.found) from error
-        if made.finished: raise compile_error(structured.kind, "no text matches it, or only the empty one")
+        if made.is_finished: raise compile_error(structured.kind, "no text matches it, or only the empty one")
         return made
 
 
@@ -167,7 +167,7 @@ class GrammarCompiler:
         comma nothing could follow."""
         if "patternProperties" not in text: return text
         grammar = json.loads(text)
-        found = [(each, pattern) for each in closed_patterns(grammar["grammars"][0].get("json_schema"))
+        found = [(each, pattern) for each in find_closed_patterns(grammar["grammars"][0].get("json_schema"))
                  for pattern in each["patternProperties"]]
         dead = self._checker.are_dead([_probe(*each) for each in found])
         for (each, pattern), is_dead in zip(found, dead, strict=True):

@@ -35,7 +35,7 @@ class Matchers:
     def of(self, params: SamplingParams) -> tuple[Matcher, ...]:
         """A matcher for each answer if not every token may follow; compiling a new grammar takes up to
         seconds. Raises `RequestError` for a grammar that cannot be enforced."""
-        if not params.masked: return ()
+        if not params.needs_masks: return ()
         made = [self._matcher(params) for _ in range(params.n)]
         if params.allowed_token_ids is None and not params.bad_words: return tuple(filter(None, made))
         words = word_tokens(self._tokenizer(), params.bad_words) if params.bad_words else ()
@@ -47,7 +47,7 @@ class Matchers:
         if self._grammars is not None: self._grammars.close()
 
     def _matcher(self, params: SamplingParams) -> GrammarMatcher | AfterReasoning | None:
-        """That of the structured output, and of the reasoning before it."""
+        """Makes the matcher of the structured output, and of the reasoning before it."""
         constraint = params.structured_outputs
         grammar = None if constraint is None else self.grammars.matcher(constraint)
         if params.reasoning is None: return grammar

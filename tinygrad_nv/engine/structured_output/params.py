@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tinygrad_nv.engine.structured_output.schema import simplified
+from tinygrad_nv.engine.structured_output.schema import simplify
 from tinygrad_nv.errors import RequestError
 
 # bytes of a constraint's text, and nesting depth of a schema: llguidance reads 128 levels at most, of which
@@ -61,7 +61,7 @@ class StructuredOutputsParams:
         return "grammar" if self.grammar is not None else "JSON schema"
 
     @property
-    def trusted(self) -> bool:
+    def is_trusted(self) -> bool:
         """Whether its size bounds the time to compile it."""
         return self.json_object or self.choice is not None
 
@@ -78,7 +78,7 @@ class StructuredOutputsParams:
 
     @cached_property
     def _schema(self) -> tuple[dict[str, Any], frozenset[str]]:
-        made, formats = simplified(_checked_schema(self.json))
+        made, formats = simplify(_check_schema(self.json))
         if isinstance(made, dict): return made, formats
         raise _invalid("JSON schema", "matches no value, or none that ends", "one that some value matches")
 
@@ -135,24 +135,24 @@ def _lark_regex(regex: str) -> str:
 def _choice_grammar(choice: Any) -> str:
     """A grammar of literal texts."""
     if not isinstance(choice, list | tuple) or not all(isinstance(each, str) for each in choice):
-        raise _invalid("choice", f"is {truncated_repr(choice)}", "a list of texts")
+        raise _invalid("choice", f"is {short_repr(choice)}", "a list of texts")
     if not choice or not all(choice):
-        raise _invalid("choice", f"is {truncated_repr(choice)}", "texts, none empty")
+        raise _invalid("choice", f"is {short_repr(choice)}", "texts, none empty")
     if len(choice) > MAX_CHOICES:
         raise _invalid("choice", f"has {len(choice)} texts", f"at most {MAX_CHOICES}")
     _require_size("choice", "".join(choice), MAX_CHOICE_BYTES)
     # as an escaped regular expression: llguidance could take a quoted text for a special token
-    return f"start: /{'|'.join(_lark_regex(_escaped(each)) for each in dict.fromkeys(choice))}/"
+    return f"start: /{'|'.join(_lark_regex(_escape(each)) for each in dict.fromkeys(choice))}/"
 
 
-def truncated_repr(value: Any) -> str:
-    """repr(value), cut to 60 characters."""
+def short_repr(value: Any) -> str:
+    """Returns repr(value), cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _escaped(text: str) -> str:
-    """A regular expression that matches this text alone."""
+def _escape(text: str) -> str:
+    """Returns a regular expression that matches this text alone."""
     return "".join(each if each.isalnum() and each.isascii() else f"\\u{{{ord(each):x}}}" for each in text)
 
 
@@ -165,8 +165,8 @@ def _to_lark(grammar: str) -> str:
         raise _invalid("grammar", f"is not understood: {error}", "Lark, or llama.cpp's GBNF") from error
 
 
-def _checked_schema(schema: Any) -> dict[str, Any]:
-    """A schema as an object. Raises for sizes and shapes that are not accepted."""
+def _check_schema(schema: Any) -> dict[str, Any]:
+    """Returns a schema as an object. Raises for sizes and shapes that are not accepted."""
     if isinstance(schema, str):
         _require_size("JSON schema", schema)
         try: schema = json.loads(schema)

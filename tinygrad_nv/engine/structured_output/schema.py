@@ -1,13 +1,13 @@
 """JSON schemas, simplified to the keywords that constrain something.
 
-Protocol: `simplified(schema)` returns an equal schema without keywords that constrain nothing, which
+Protocol: `simplify(schema)` returns an equal schema without keywords that constrain nothing, which
 llguidance would refuse, and the formats that it took out. Keywords that are null are none. `propertyNames`
 with an enum or a pattern becomes `properties` or `patternProperties` where there are no others. A format that
 is not among `FORMATS` (enforced) or `UNENFORCED` (refused) says how a string is meant, as JSON Schema has it
 since draft 2019-09. A schema that nothing matches, or nothing that ends, because it needs itself, becomes
 `false`: a model could never complete one.
 
-`closed_patterns(schema)` finds objects whose names must match patterns, for matcher.py.
+`find_closed_patterns(schema)` finds objects whose names must match patterns, for matcher.py.
 """
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$commen
                          "contentMediaType"})
 
 
-def simplified(schema: dict[str, Any]) -> tuple[dict[str, Any] | bool, frozenset[str]]:
-    """See above."""
+def simplify(schema: dict[str, Any]) -> tuple[dict[str, Any] | bool, frozenset[str]]:
+    """Returns the simplified schema and its formats, as described above."""
     formats: set[str] = set()
     made = _simple(schema, schema, formats)
     values = _References(made)
@@ -42,11 +42,11 @@ def simplified(schema: dict[str, Any]) -> tuple[dict[str, Any] | bool, frozenset
     return made, frozenset(formats)
 
 
-def closed_patterns(schema: Any) -> Iterator[dict[str, Any]]:
-    """The object schemas in a schema that allow only names that are listed, or match a pattern."""
+def find_closed_patterns(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields the object schemas in a schema that allow only names that are listed, or match a pattern."""
     if not isinstance(schema, dict): return
     if schema.get("patternProperties") and schema.get("additionalProperties") is False: yield schema
-    for _, _, inner in _inner(schema): yield from closed_patterns(inner)
+    for _, _, inner in _inner(schema): yield from find_closed_patterns(inner)
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -129,7 +129,7 @@ def _idle(schema: dict[str, Any], word: str) -> bool:
     if word == "contains": return schema.get("minContains") == 0 and "maxContains" not in schema
     if word == "not": return value is False
     if word == "$dynamicAnchor": return True
-    if word == "minProperties": return bool(value <= _required(schema))
+    if word == "minProperties": return bool(value <= _count_required(schema))
     if word == "maxProperties":
         return schema.get("additionalProperties") is False and not schema.get("patternProperties") and \
             value >= len(schema.get("properties") or ())
@@ -150,7 +150,7 @@ def _types(schema: dict[str, Any]) -> list[Any]:
     return kind if isinstance(kind, list) else [kind]
 
 
-def _required(schema: dict[str, Any]) -> int:
+def _count_required(schema: dict[str, Any]) -> int:
     names = schema.get("required")
     return len({each for each in names if isinstance(each, str)}) if isinstance(names, list) else 0
 
@@ -158,7 +158,7 @@ def _required(schema: dict[str, Any]) -> int:
 # **** schemas that need themselves ****
 
 class _References:
-    """What the references of a schema name, and which of that has a finite value: the least fixed point.
+    """References of a schema: their targets, and which of these have a finite value: the least fixed point.
     `known` is by the id of a target: one that is spelled in many ways is looked at once."""
 
     def __init__(self, root: Any) -> None:
@@ -209,7 +209,7 @@ class _References:
 
 
 def _target(root: Any, ref: str) -> Any:
-    """What a reference names; True where it is not understood, which llguidance then says."""
+    """Returns the target of a reference; True where it is not understood, which llguidance then says."""
     if not ref.startswith("#") or (ref[1:] and not ref.startswith("#/")): return True
     at = root
     for part in ref[2:].split("/") if ref[2:] else ():

@@ -37,15 +37,15 @@ class TokenRules:
         self._allowed, self._words, self._grammar = pack_mask(every, vocab), words, grammar
         self._last: tuple[int, ...] = ()    # of the output, as many as the longest word has before its last
         self._kept = max((len(word) - 1 for word in words), default=0)
-        self._mask = self._masked((), None if grammar is None else grammar.mask())
+        self._mask = self._apply_mask((), None if grammar is None else grammar.mask())
         if self._mask is self._ends:
             raise RequestError("allowed_token_ids, bad_words and the structured output leave no token",
                                "one that may come first", "allow more tokens")
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether only an end token may follow."""
-        return self._grammar is not None and self._grammar.finished
+        return self._grammar is not None and self._grammar.is_finished
 
     def mask(self) -> np.ndarray:
         """The token mask of the next token: uint32 [⌈vocab / 32⌉]."""
@@ -58,19 +58,19 @@ class TokenRules:
         for token, grammar in zip(draft, grammars[1:], strict=False):
             if not found[-1][token >> 5] >> np.uint32(token & 31) & np.uint32(1): break
             last = self._after(last, token)
-            found.append(self._masked(last, grammar))
+            found.append(self._apply_mask(last, grammar))
         return found
 
     def accept(self, token: int) -> None:
         """Advances by one token."""
         self._last = self._after(self._last, token)
         if self._grammar is not None: self._grammar.accept(token)
-        self._mask = self._masked(self._last, None if self._grammar is None else self._grammar.mask())
+        self._mask = self._apply_mask(self._last, None if self._grammar is None else self._grammar.mask())
 
     def _after(self, last: tuple[int, ...], token: int) -> tuple[int, ...]:
         return (*last, token)[-self._kept:] if self._kept else ()
 
-    def _masked(self, last: tuple[int, ...], grammar: np.ndarray | None) -> np.ndarray:
+    def _apply_mask(self, last: tuple[int, ...], grammar: np.ndarray | None) -> np.ndarray:
         mask = self._allowed.copy() if grammar is None else self._allowed & grammar
         for *before, token in self._words:
             if last[len(last) - len(before):] == tuple(before) and len(before) <= len(last):

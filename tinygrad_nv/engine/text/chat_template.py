@@ -19,9 +19,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from tinygrad_nv.engine.text.template_budget import TemplateLimit, charge, exceeded, metered, weigh
-from tinygrad_nv.engine.text.template_filters import bounded_filters
-from tinygrad_nv.engine.text.template_sandbox import BoundedEnvironment, made
+from tinygrad_nv.engine.text.template_budget import TemplateLimit, charge, over_limit, run_metered, weigh
+from tinygrad_nv.engine.text.template_filters import limit_filters
+from tinygrad_nv.engine.text.template_sandbox import BoundedEnvironment, charge_value
 from tinygrad_nv.errors import RequestError, TokenizerError
 
 MAX_TEMPLATE = 1 << 18      # limit: characters of a chat template; a published one has up to 40,000
@@ -30,12 +30,12 @@ MAX_INDENT = 64             # limit: indentation of a template's JSON
 GENERATION = "\ue000\ue001\ue003", "\ue000\ue001\ue004"     # around what {% generation %} marks
 
 
-def rendered(template: str, generation_marks: bool, variables: Callable[[], Mapping[str, Any]]) -> str:
-    """What a template writes. `generation_marks`: `GENERATION` stands around what it marks. Raises
+def render_template(template: str, generation_marks: bool, variables: Callable[[], Mapping[str, Any]]) -> str:
+    """Renders a template. `generation_marks`: `GENERATION` stands around what it marks. Raises
     `TokenizerError`, also where the variables cannot be made."""
     try:
         # one budget: what the variables are may take renderings of its own (content_format.py)
-        return metered(lambda: _compiled(template, generation_marks).render(variables()))
+        return run_metered(lambda: _compile(template, generation_marks).render(variables()))
     except (RequestError, TemplateLimit): raise
     except jinja2.exceptions.SecurityError as error:
         raise TokenizerError(f"the chat template tried to leave its sandbox: {_brief(error)}",
@@ -66,12 +66,12 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 @functools.lru_cache(16)
-def _compiled(template: str, generation_marks: bool) -> jinja2.Template:
+def _compile(template: str, generation_marks: bool) -> jinja2.Template:
     if len(template) > MAX_TEMPLATE:
-        raise exceeded(f"has {len(template):,} characters", f"at most {MAX_TEMPLATE:,} characters")
+        raise over_limit(f"has {len(template):,} characters", f"at most {MAX_TEMPLATE:,} characters")
     environment = _environment()
     if generation_marks: environment.extend(generation_marks=GENERATION)
-    return metered(lambda: environment.from_string(template))
+    return run_metered(lambda: environment.from_string(template))
 
 
 def _environment() -> BoundedEnvironment:
@@ -81,13 +81,14 @@ def _environment() -> BoundedEnvironment:
                 separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
         wide = len(indent) if isinstance(indent, str) else indent or 0
         if wide > MAX_INDENT or any(len(each) > MAX_INDENT for each in separators or ()):
-            raise exceeded("indents JSON widely", f"at most {MAX_INDENT} characters")
+            raise over_limit("indents JSON widely", f"at most {MAX_INDENT} characters")
         charge(len(value) if isinstance(value, str) else weigh(value) * (1 + wide))
-        return str(made(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+        return str(charge_value(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent,
+                                           separators=separators,
                                    sort_keys=sort_keys)))
     def strftime_now(pattern: str) -> str: return datetime.datetime.now().strftime(pattern[:MAX_WORDS])
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
-    environment.filters = {**bounded_filters(environment.filters), "tojson": to_json}
+    environment.filters = {**limit_filters(environment.filters), "tojson": to_json}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment

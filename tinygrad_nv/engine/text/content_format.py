@@ -36,11 +36,12 @@ class Reads:
     parts: bool
 
 
-def formed(messages: Sequence[Message], form: str, template: str,
+def format_contents(messages: Sequence[Message], form: str, template: str,
            special: Mapping[str, str]) -> list[dict[str, Any]]:
-    """See above. Raises `RequestError` for a form that is not known."""
+    """Returns the messages as the template reads them, as described above. Raises `RequestError` for a form
+    that is not known."""
     require_format(form)
-    return [_formed(each, form, template, special) for each in messages]
+    return [_format_content(each, form, template, special) for each in messages]
 
 
 def require_format(form: str) -> None:
@@ -62,7 +63,7 @@ def is_text(part: Any) -> bool:
         part.get("type", "text") in TEXTS
 
 
-def _formed(message: Message, form: str, template: str, special: Mapping[str, str]) -> dict[str, Any]:
+def _format_content(message: Message, form: str, template: str, special: Mapping[str, str]) -> dict[str, Any]:
     made = {name: value for name, value in message.items() if value is not None}
     content = made.get("content")
     if isinstance(content, str):
@@ -86,17 +87,17 @@ def _wants(message: Message, template: str, special: Mapping[str, str], text: bo
 @functools.lru_cache(64)
 def _reads(template: str, role: str, special: tuple[tuple[str, str], ...]) -> Reads:
     variables = {**dict.fromkeys(SPECIAL, ""), **dict(special)}
-    user = _found(template, variables, (_with_system, _with_parts, _alone), "user", FILLING)
+    user = _probe(template, variables, (_with_system, _with_parts, _alone), "user", FILLING)
     if role == "user": return user
     filling = FILLING if user.text or not user.parts else [{"type": "text", "text": FILLING}]
-    turns = {"system": (_with_system, _with_tools), "assistant": (_answered, _asked_again),
-             "tool": (_called, _called_and_went_on)}
-    return _found(template, variables, turns[role], role, filling) if role in turns else user
+    turns = {"system": (_with_system, _with_tools), "assistant": (_with_answer, _as_last_answer),
+             "tool": (_with_call, _with_call_and_more)}
+    return _probe(template, variables, turns[role], role, filling) if role in turns else user
 
 
-def _found(template: str, variables: Mapping[str, Any], turns: Iterable[Any], role: str,
+def _probe(template: str, variables: Mapping[str, Any], turns: Iterable[Any], role: str,
            filling: Any) -> Reads:
-    """What the first of the conversations says that the template writes in one form or the other."""
+    """Tells in which forms the template writes a content, by the first of the conversations that tells it."""
     for turn in turns:
         text, parts = (_writes(template, {**variables, **turn(role, content, filling)})
                        for content in (WORD, [{"type": "text", "text": WORD}]))
@@ -105,9 +106,9 @@ def _found(template: str, variables: Mapping[str, Any], turns: Iterable[Any], ro
 
 
 def _writes(template: str, variables: Mapping[str, Any]) -> bool:
-    from tinygrad_nv.engine.text.chat_template import rendered
+    from tinygrad_nv.engine.text.chat_template import render_template
     from tinygrad_nv.engine.text.template_budget import TemplateLimit
-    try: text = rendered(template, False, lambda: variables)
+    try: text = render_template(template, False, lambda: variables)
     except TemplateLimit: raise
     except (TokenizerError, RequestError): return False
     return WORD in text.lower() and not RAW.search(text)
@@ -138,15 +139,15 @@ def _with_tools(role: str, content: Any, filling: Any) -> dict[str, Any]:
     return _turns((role, content), ("user", filling), tools=[tool])
 
 
-def _answered(role: str, content: Any, filling: Any) -> dict[str, Any]:
+def _with_answer(role: str, content: Any, filling: Any) -> dict[str, Any]:
     return _turns(("user", filling), (role, content), ("user", filling))
 
 
-def _asked_again(role: str, content: Any, filling: Any) -> dict[str, Any]:
+def _as_last_answer(role: str, content: Any, filling: Any) -> dict[str, Any]:
     return _turns(("user", filling), (role, content))
 
 
-def _called(role: str, content: Any, filling: Any) -> dict[str, Any]:
+def _with_call(role: str, content: Any, filling: Any) -> dict[str, Any]:
     empty = "" if isinstance(filling, str) else [{"type": "text", "text": ""}]
     made = _turns(("user", filling), ("assistant", empty), (role, content))
     made["messages"][1]["tool_calls"] = [CALL]
@@ -154,7 +155,7 @@ def _called(role: str, content: Any, filling: Any) -> dict[str, Any]:
     return made
 
 
-def _called_and_went_on(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    made = _called(role, content, filling)
+def _with_call_and_more(role: str, content: Any, filling: Any) -> dict[str, Any]:
+    made = _with_call(role, content, filling)
     made["messages"] += [{"role": "assistant", "content": FILLING}, {"role": "user", "content": filling}]
     return made

@@ -28,7 +28,7 @@ Message = Mapping[str, Any]
 
 def arguments_of(given: Any) -> Any:
     """See above."""
-    found = _parsed(given.strip()) if isinstance(given, str) else given
+    found = _parse(given.strip()) if isinstance(given, str) else given
     if found is None or found in ("", [], {}): return {}
     if isinstance(found, str): return SURROGATE.sub("\ufffd", found)
     try: text = json.dumps(found, ensure_ascii=False)
@@ -78,7 +78,7 @@ def _objects_only(message: Message) -> Message:
         else _with(call, {"arguments": given}) for call in calls]}
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     try: return strict_json(text)
     except (ValueError, RecursionError): return text
 

@@ -78,7 +78,7 @@ def _byte_level(file: GGUFFile, given: Mapping[str, Any], tokens: list[str], pre
     if pre not in PATTERNS and pre not in DIGITS:
         raise TokenizerError(f"{file.path}: tokenizer.ggml.pre is {pre!r}",
                              f"one of {', '.join([*PATTERNS, *DIGITS])}", _OTHER)
-    merges, vocabulary = _list(file, given, "merges", str), _numbered(tokens)
+    merges, vocabulary = _list(file, given, "merges", str), _number_tokens(tokens)
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     for left, right in pairs:   # the library would end the process
         if not {left, right, left + right} <= vocabulary.keys():
@@ -104,7 +104,8 @@ def _sentencepiece(file: GGUFFile, given: Mapping[str, Any], tokens: list[str]) 
     scores = [-float(i) for i in range(len(tokens))] if gemma else _list(file, given, "scores", float)
     require_pieces(pieces, str(file.path), scores)
     unknown = special_tokens(file).get("unk_token")
-    made = Tokenizer(models.BPE(vocab=_numbered(pieces), merges=merges_of(pieces, scores), unk_token=unknown,
+    made = Tokenizer(models.BPE(vocab=_number_tokens(pieces), merges=merges_of(pieces, scores),
+                                unk_token=unknown,
                                 fuse_unk=True, byte_fallback=True))
     prefix = given.get("add_space_prefix", not gemma)
     blanks = normalizers.Replace(" ", "▁")
@@ -115,7 +116,8 @@ def _sentencepiece(file: GGUFFile, given: Mapping[str, Any], tokens: list[str]) 
     return made
 
 
-def _numbered(tokens: Sequence[str]) -> dict[str, int]: return {token: i for i, token in enumerate(tokens)}
+def _number_tokens(tokens: Sequence[str]) -> dict[str, int]: return {token: i for i,
+                                                                     token in enumerate(tokens)}
 
 
 def merges_of(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -127,14 +129,14 @@ def merges_of(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
 
 
 def _add_tokens(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:
-    """What is found in text before it is split."""
-    def added(token: str, special: bool) -> AddedToken:
+    """Adds the tokens that are found in text before it is split."""
+    def added_token(token: str, special: bool) -> AddedToken:
         return AddedToken(token, normalized=False, special=special,
                           rstrip=phi3 and token not in KEEPS_BLANKS)
     kinds = list(zip(tokens, types, strict=False))
     vocabulary = made.get_vocab()
-    made.add_special_tokens([added(token, True) for token, kind in kinds if kind in (UNKNOWN, CONTROL)])
-    made.add_tokens([added(token, False) for token, kind in kinds
+    made.add_special_tokens([added_token(token, True) for token, kind in kinds if kind in (UNKNOWN, CONTROL)])
+    made.add_tokens([added_token(token, False) for token, kind in kinds
                      if kind == USER_DEFINED and token in vocabulary])
 
 

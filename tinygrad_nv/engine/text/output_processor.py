@@ -28,7 +28,7 @@ class OutputProcessor:
         self.texts = {index: self._text() for index in range(params.n)}
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every sequence has ended."""
         return not self.texts
 

@@ -1,8 +1,8 @@
-"""What one rendering of a chat template may use: iterations of loops, processor time, characters and memory.
+"""Budget of one rendering of a chat template: iterations of loops, processor time, characters and memory.
 
-Protocol: `metered(run)` runs a compilation or a rendering; those inside of it share its budget. `brief(run)`
-is for an event loop: what is rendered inside has a small budget, and `OutOfTime` says that it is used up.
-Inside,
+Protocol: `run_metered(run)` runs a compilation or a rendering; those inside of it share its budget.
+`brief(run)` is for an event loop: what is rendered inside has a small budget, and `OutOfTime` says that it is
+used up. Inside,
 `count`, `charge` and `weigh` raise `TemplateLimit` before more is made than the limits allow, and a watchdog
 thread ends the thread's Python code after NV_TEMPLATE_SECONDS of processor time, or a second later on a busy
 machine. What is a single call into C is bounded by its operands
@@ -52,8 +52,8 @@ class OutOfTime(BaseException):
     catches it."""
 
 
-def exceeded(what: str, limit: str) -> TemplateLimit:
-    """The error of a template that does `what`."""
+def over_limit(what: str, limit: str) -> TemplateLimit:
+    """Returns the error of a template that does `what`."""
     return TemplateLimit(f"the chat template {what}", limit,
                          "use a template that only formats messages, or raise NV_TEMPLATE_SECONDS or "
                          "NV_TEMPLATE_CHARS")
@@ -66,7 +66,7 @@ def max_chars() -> int:
 
 @dataclass(eq=False)
 class Meter:
-    """What a rendering has used."""
+    """Counters of what a rendering has used."""
     clock: Callable[[], float]
     seconds: float
     most: int
@@ -94,7 +94,7 @@ class Meter:
         now = _resident_bytes()
         self.resident = self.resident or now
         if now - self.resident > MAX_GROWTH:
-            raise exceeded("keeps too many texts", f"at most {MAX_GROWTH >> 20} MiB of memory")
+            raise over_limit("keeps too many texts", f"at most {MAX_GROWTH >> 20} MiB of memory")
 
 
 T = TypeVar("T")
@@ -107,14 +107,14 @@ def charge(chars: int) -> None:
     meter = getattr(_state, "meter", None)
     most = max_chars() if meter is None else meter.most
     if chars > most:
-        raise exceeded(f"makes a text of {_words(chars)} characters", f"at most {most:,} characters")
+        raise over_limit(f"makes a text of {_words(chars)} characters", f"at most {most:,} characters")
     if meter is not None: meter.charge(chars)
 
 
 def charge_items(count: int) -> None:
     """`charge` for a list."""
     if count > MAX_ITEMS:
-        raise exceeded(f"makes a list of {_words(count)} entries", f"at most {MAX_ITEMS:,} entries")
+        raise over_limit(f"makes a list of {_words(count)} entries", f"at most {MAX_ITEMS:,} entries")
     if (meter := getattr(_state, "meter", None)) is not None:
         meter.charge(ITEM_CHARS * count)
 
@@ -125,11 +125,11 @@ def count(steps: int) -> None:
     meter.steps -= steps
     if meter.steps >= 0: return
     if meter.brief: raise OutOfTime
-    raise exceeded("loops without end", f"at most {MAX_STEPS:,} iterations of all loops")
+    raise over_limit("loops without end", f"at most {MAX_STEPS:,} iterations of all loops")
 
 
-def bounded_list(values: Iterable[Any]) -> list[Any]:
-    """The values as a list of at most MAX_ITEMS. Raises `TemplateLimit`."""
+def limit_list(values: Iterable[Any]) -> list[Any]:
+    """Returns the values as a list of at most MAX_ITEMS. Raises `TemplateLimit`."""
     made = list(islice(values, MAX_ITEMS + 1))
     charge_items(len(made))
     return made
@@ -146,11 +146,11 @@ def weigh(value: Any) -> int:
             elif isinstance(each, dict): inner += each.keys(); inner += each.values()  # noqa: E702
             elif isinstance(each, CONTAINERS): inner += list[Any](each)
             if total > most or entries + len(inner) > MAX_HELD:
-                raise exceeded("makes a list that holds itself many times, or much text",
+                raise over_limit("makes a list that holds itself many times, or much text",
                                f"at most {most:,} characters and {MAX_HELD:,} entries")
         entries, depth, level = entries + len(level), depth + 1, inner
         if depth > MAX_DEPTH:
-            raise exceeded("nests lists without end", f"at most {MAX_DEPTH} lists in each other")
+            raise over_limit("nests lists without end", f"at most {MAX_DEPTH} lists in each other")
     return total + entries
 
 
@@ -159,25 +159,25 @@ def require_bounded(values: Iterable[Any]) -> None:
     if held := [each for each in values if isinstance(each, CONTAINERS)]: weigh(held)
 
 
-def metered(run: Callable[[], T], used: float = 0) -> T:
-    """What a function returns, bounded while it runs. `used`: seconds of its budget that are gone. Raises
-    `TemplateLimit`."""
+def run_metered(run: Callable[[], T], used: float = 0) -> T:
+    """Returns the result of a function, bounded while it runs. `used`: seconds of its budget that are gone.
+    Raises `TemplateLimit`."""
     if getattr(_state, "meter", None) is not None: return run()
     seconds = int(config.get("NV_TEMPLATE_SECONDS"))
-    try: return _watched(run, Meter(_own_clock(), seconds - used, max_chars()))
+    try: return _watch(run, Meter(_own_clock(), seconds - used, max_chars()))
     except OutOfTime:
-        raise exceeded(f"runs for more than {seconds} seconds",
+        raise over_limit(f"runs for more than {seconds} seconds",
                        f"at most {seconds} seconds of processor time") from None
 
 
 def brief(run: Callable[[], T]) -> T:
-    """What a function returns that an event loop waits for. Raises `OutOfTime` where its templates take long:
-    they may in another thread."""
-    return _watched(run, Meter(_own_clock(), BRIEF_SECONDS, max_chars(), BRIEF_STEPS, check_at=BRIEF_CHARS,
+    """Returns the result of a function that an event loop waits for. Raises `OutOfTime` where its templates
+    take long: they may in another thread."""
+    return _watch(run, Meter(_own_clock(), BRIEF_SECONDS, max_chars(), BRIEF_STEPS, check_at=BRIEF_CHARS,
                                brief=True))
 
 
-def _watched(run: Callable[[], T], meter: Meter) -> T:
+def _watch(run: Callable[[], T], meter: Meter) -> T:
     me, _state.meter = threading.get_ident(), meter
     try:
         try:
@@ -245,7 +245,7 @@ def _receive(thread: int) -> None:
 
 
 def _resident_bytes() -> int:
-    """Of this process; 0 where the system does not tell."""
+    """Returns the resident bytes of this process; 0 where the system does not tell."""
     try:
         with open("/proc/self/statm") as file: return int(file.read().split()[1]) << 12
     except OSError: return 0

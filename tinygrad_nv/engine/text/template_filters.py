@@ -1,6 +1,6 @@
 """jinja's filters, each bounded by what it is given: template_sandbox.py says why.
 
-Protocol: `bounded_filters(filters)` returns them by name. A filter whose result can be far
+Protocol: `limit_filters(filters)` returns them by name. A filter whose result can be far
 longer than its operands has a check of them in CHECKS, which raises `TemplateLimit`, or another
 implementation in OWN.
 """
@@ -16,10 +16,10 @@ from jinja2.utils import pass_environment, pass_eval_context
 from tinygrad_nv.engine.text.template_budget import (
     CONTAINERS,
     SMALL,
-    bounded_list,
     charge,
     charge_items,
-    exceeded,
+    limit_list,
+    over_limit,
     require_bounded,
     weigh,
 )
@@ -28,11 +28,11 @@ from tinygrad_nv.engine.text.template_sandbox import (
     MAX_INPUT,
     MAX_WIDTH,
     add,
-    bound_percent,
-    bound_replace,
-    made,
+    charge_value,
+    check_size,
+    limit_percent,
+    limit_replace,
     text,
-    weighed,
 )
 
 WIDTHS = frozenset(("center", "indent", "batch", "slice", "wordwrap", "truncate", "round", "urlize"))
@@ -42,12 +42,12 @@ WRITES = frozenset(("string", "escape", "e", "forceescape", "pprint", "urlencode
                     "xmlattr", "title", "striptags", "tojson", "sort", "unique", "dictsort", "min", "max"))
 
 
-def bounded_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """See above."""
-    return {**{name: _bounded(name, OWN.get(name, each)) for name, each in filters.items()}, "trim": trim}
+def limit_filters(filters: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Returns the filters with limits, as described above."""
+    return {**{name: _limit(name, OWN.get(name, each)) for name, each in filters.items()}, "trim": trim}
 
 
-def _bounded(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+def _limit(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     first = 1 if hasattr(own, "jinja_pass_arg") else 0      # the context or environment comes before
     check, widths, short, writes = CHECKS.get(name), name in WIDTHS, name in SHORT, name in WRITES
     most = MAX_DIGITS if name == "round" else MAX_WIDTH
@@ -60,10 +60,10 @@ def _bounded(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         if widths:
             for each in (*args[first + 1:], *kwargs.values()):
                 if isinstance(each, int) and abs(each) > most:
-                    raise exceeded(f"calls the filter {name} with a number above {most:,}",
+                    raise over_limit(f"calls the filter {name} with a number above {most:,}",
                                    f"numbers up to {most:,}")
         if check is not None: check(*args[first:], **kwargs)
-        return made(own(*args, **kwargs))
+        return charge_value(own(*args, **kwargs))
     return call
 
 
@@ -73,16 +73,16 @@ def _require_value(value: Any, writes: bool) -> None:
 
 def _require_short(name: str, length: int) -> None:
     if length > MAX_INPUT:
-        raise exceeded(f"calls the filter {name} with {length:,} characters", f"at most {MAX_INPUT:,}")
+        raise over_limit(f"calls the filter {name} with {length:,} characters", f"at most {MAX_INPUT:,}")
 
 
 # **** checks, which get what the filter gets ****
 
 def _check_replace(value: Any, old: Any, new: Any, count: int | None = None) -> None:
-    bound_replace(text(value), text(old), text(new), -1 if count is None else count)
+    limit_replace(text(value), text(old), text(new), -1 if count is None else count)
 
 
-def _check_format(value: Any, *args: Any, **kwargs: Any) -> None: bound_percent(text(value),
+def _check_format(value: Any, *args: Any, **kwargs: Any) -> None: limit_percent(text(value),
                                                                                 args or kwargs.values())
 
 
@@ -122,7 +122,7 @@ CHECKS: Mapping[str, Callable[..., Any]] = {
 @pass_eval_context
 def join(eval_ctx: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
     """The texts of values, with `d` between them."""
-    listed = bounded_list(value)
+    listed = limit_list(value)
     if attribute is not None: listed = [*map(make_attrgetter(eval_ctx.environment, attribute), listed)]
     charge(sum(len(text(each)) for each in listed) + len(text(d)) * len(listed))
     return do_join(eval_ctx, listed, text(d) if isinstance(d, CONTAINERS) else d)
@@ -144,12 +144,12 @@ def total(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0
     return start
 
 
-def listed(value: Any) -> list[Any]:
-    """The values. Those that hold others are weighed where one of them is there twice."""
-    found = bounded_list(value)
+def list_values(value: Any) -> list[Any]:
+    """Returns the values as a list. Those that hold others are weighed where one of them is there twice."""
+    found = limit_list(value)
     if len({*map(id, found)}) < len(found): require_bounded(found)
     return found
 
 
-OWN: Mapping[str, Callable[..., Any]] = {"join": join, "sum": total, "list": listed,
-                                         "string": lambda value: FILTERS["string"](weighed(value))}
+OWN: Mapping[str, Callable[..., Any]] = {"join": join, "sum": total, "list": list_values,
+                                         "string": lambda value: FILTERS["string"](check_size(value))}

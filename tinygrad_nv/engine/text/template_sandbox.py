@@ -35,12 +35,12 @@ from markupsafe import Markup
 from tinygrad_nv.engine.text.template_budget import (
     CONTAINERS,
     SMALL,
-    bounded_list,
     charge,
     charge_items,
     count,
-    exceeded,
+    limit_list,
     max_chars,
+    over_limit,
     require_bounded,
     weigh,
 )
@@ -84,23 +84,24 @@ class _Generator(CodeGenerator):
         self._call("join_markup" if escapes else "join_texts", node.nodes, frame)
 
     def visit_List(self, node: jinja2.nodes.List, frame: Any) -> None:
-        self._made(super().visit_List, node, frame, node.items)
+        self._check_items(super().visit_List, node, frame, node.items)
 
     def visit_Tuple(self, node: jinja2.nodes.Tuple, frame: Any) -> None:
-        self._made(super().visit_Tuple, node, frame, node.items if node.ctx == "load" else ())
+        self._check_items(super().visit_Tuple, node, frame, node.items if node.ctx == "load" else ())
 
     def visit_Dict(self, node: jinja2.nodes.Dict, frame: Any) -> None:
-        self._made(super().visit_Dict, node, frame, [each.value for each in node.items])
+        self._check_items(super().visit_Dict, node, frame, [each.value for each in node.items])
 
     def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: Any) -> None:
         cut = isinstance(node.arg, jinja2.nodes.Slice)
-        if cut: self.write("environment.made(")
+        if cut: self.write("environment.charge_value(")
         super().visit_Getitem(node, frame)
         if cut: self.write(")")
 
-    def _made(self, visit: Callable[[Any, Any], None], node: Any, frame: Any, items: Sequence[Any]) -> None:
+    def _check_items(self, visit: Callable[[Any, Any], None], node: Any, frame: Any,
+                     items: Sequence[Any]) -> None:
         checked = any(not isinstance(each, jinja2.nodes.Const) for each in items)
-        if checked: self.write("environment.holding(")
+        if checked: self.write("environment.check_items(")
         visit(node, frame)
         if checked: self.write(")")
 
@@ -114,7 +115,7 @@ class _Generator(CodeGenerator):
     def _output_child_pre(self, node: Any, frame: Any, finalize: Any) -> None:
         if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
             super()._output_child_pre(node, frame, finalize)
-            self.write("environment.weighed(")
+            self.write("environment.check_size(")
         else: self.write("environment.text(")
 
     def _output_child_post(self, node: Any, frame: Any, finalize: Any) -> None:
@@ -129,7 +130,7 @@ class _Namespace(Namespace):
 
 
 class _Counted:
-    """What a loop goes over, counted as it goes."""
+    """Values that a loop goes over, counted as it goes."""
 
     def __init__(self, values: Any) -> None: self.values = values
     def __len__(self) -> int: return len(self.values)
@@ -144,8 +145,8 @@ class _Counted:
 _COUNTED = "counted by tinygrad_nv"     # no name that a template can write
 
 
-def counted(values: Any) -> Any:
-    """What a loop goes over, whose iterations count."""
+def count_iterations(values: Any) -> Any:
+    """Returns the values of a loop, whose iterations count."""
     if not isinstance(values, list | tuple | dict | str | range): return _Counted(values)
     if len(values) > DIRECT: return _Counted(values)
     count(len(values))
@@ -154,16 +155,16 @@ def counted(values: Any) -> Any:
 
 def text(value: Any) -> str:
     """A value as a template writes it."""
-    return value if type(value) is str else str(weighed(value))
+    return value if type(value) is str else str(check_size(value))
 
 
-def weighed(value: Any) -> Any:
-    """The value. Raises `TemplateLimit` where its text would be too long."""
+def check_size(value: Any) -> Any:
+    """Returns the value. Raises `TemplateLimit` where its text would be too long."""
     if isinstance(value, CONTAINERS): weigh(value)
     return value
 
 
-def holding(made: Any) -> Any:
+def check_items(made: Any) -> Any:
     """A list, tuple or dict that a template made. Raises `TemplateLimit` where what it holds is too large."""
     for each in made.values() if type(made) is dict else made:
         if isinstance(each, CONTAINERS):
@@ -173,8 +174,8 @@ def holding(made: Any) -> Any:
     return made
 
 
-def made(value: Any) -> Any:
-    """A text or list that was made."""
+def charge_value(value: Any) -> Any:
+    """Counts a text or list that was made, and returns it."""
     if isinstance(value, str): charge(len(value))
     elif isinstance(value, list | tuple): charge_items(len(value))
     elif isinstance(value, GeneratorType): charge_items(1)
@@ -224,19 +225,19 @@ def power(left: Any, right: Any) -> Any:
     """left to the power of right."""
     if isinstance(left, int) and isinstance(right, int) and \
             left.bit_length() * right > MAX_INTEGER.bit_length():
-        raise exceeded("computes a power of thousands of digits", "numbers of messages")
+        raise over_limit("computes a power of thousands of digits", "numbers of messages")
     return left ** right
 
 
 def modulo(left: Any, right: Any) -> Any:
     """left % right, of numbers, or of a format and its values."""
     if isinstance(left, str | bytes):
-        bound_percent(str(left), right.values() if isinstance(right, Mapping) else
+        limit_percent(str(left), right.values() if isinstance(right, Mapping) else
                       right if isinstance(right, tuple) else (right,))
     return operator.mod(left, right)
 
 
-def bound_percent(pattern: str, values: Any) -> None:
+def limit_percent(pattern: str, values: Any) -> None:
     """Raises `TemplateLimit` where a text of a format and values is too long."""
     found, values = SPEC.findall(pattern), list(values)
     widths = [each for pair in found for each in pair if each]
@@ -249,19 +250,19 @@ def bound_percent(pattern: str, values: Any) -> None:
 def require_widths(widths: Sequence[str]) -> None:
     """Raises `TemplateLimit` for a width of a field that is too large."""
     if any(len(each) > 6 or int(each or 0) > MAX_WIDTH for each in widths):
-        raise exceeded("formats a field of more than 10,000 characters", f"widths up to {MAX_WIDTH:,}")
+        raise over_limit("formats a field of more than 10,000 characters", f"widths up to {MAX_WIDTH:,}")
 
 
 def require_small(*numbers: Any) -> None:
     """Raises `TemplateLimit` for integers of thousands of digits."""
     for each in numbers:
         if isinstance(each, int) and not -MAX_INTEGER < each < MAX_INTEGER:
-            raise exceeded("computes with numbers of thousands of digits", "numbers of messages")
+            raise over_limit("computes with numbers of thousands of digits", "numbers of messages")
 
 
 def _require(chars: int) -> None:
     if chars > max_chars():
-        raise exceeded(f"makes a text of {chars:,} characters", f"at most {max_chars():,} characters")
+        raise over_limit(f"makes a text of {chars:,} characters", f"at most {max_chars():,} characters")
 
 
 # **** methods of Python's own types ****
@@ -272,58 +273,59 @@ def _call_method(method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if type(owner) is str and len(owner) < SMALL and name not in FROM_END: return method(*args, **kwargs)
     elif name in BOUNDED: args = BOUNDED[name](owner, *args, **kwargs) or args
     else: raise SecurityError(f"{type(owner).__name__}.{name} is not one of the methods of messages")
-    if not isinstance(owner, str): return made(method(*args, **kwargs))
+    if not isinstance(owner, str): return charge_value(method(*args, **kwargs))
     if name in FROM_END and args:
         sought = max((len(each) for each in (*args, *kwargs.values()) if isinstance(each, str)), default=1)
         if len(owner) * sought > MAX_COMPARISONS:
-            raise exceeded(f"searches a long text with {name}", "short texts to search for")
-    if name in ("split", "rsplit", "splitlines"): _bound_split(owner, args, kwargs)
+            raise over_limit(f"searches a long text with {name}", "short texts to search for")
+    if name in ("split", "rsplit", "splitlines"): _limit_split(owner, args, kwargs)
     charge(len(owner))
     return method(*args, **kwargs)
 
 
-def _bound_split(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _limit_split(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     separator = args[0] if args else kwargs.get("sep")
     if isinstance(separator, str) and separator: charge_items(owner.count(separator) + 1)
     elif len(owner) > MAX_INPUT: charge_items(sum(map(owner.count, SPACES)))
 
 
-def bound_replace(owner: str, old: str, new: str, most: int = -1) -> None:
+def limit_replace(owner: str, old: str, new: str, most: int = -1) -> None:
     """Raises `TemplateLimit` for a text that becomes too long."""
     found = owner.count(old)
     charge(len(owner) + len(new) * (found if most is None or most < 0 else min(found, most)))
 
 
-def bound_join(owner: str, values: Any) -> tuple[list[Any]]:
-    """The values, which may be an iterator. Raises `TemplateLimit` where they are too long together."""
-    listed = bounded_list(values)
+def limit_join(owner: str, values: Any) -> tuple[list[Any]]:
+    """Returns the values, which may be an iterator. Raises `TemplateLimit` where they are too long
+    together."""
+    listed = limit_list(values)
     charge(sum(len(each) for each in listed if isinstance(each, str)) + len(owner) * len(listed))
     return (listed,)
 
 
-def _bound_width(owner: Any, width: int, *_: Any) -> None: require_widths([str(width).lstrip("-")])
+def _limit_width(owner: Any, width: int, *_: Any) -> None: require_widths([str(width).lstrip("-")])
 
 
-def _bound_tabs(owner: str, tabsize: int = 8) -> None:
+def _limit_tabs(owner: str, tabsize: int = 8) -> None:
     require_widths([str(tabsize).lstrip("-")])
     charge(len(owner) + owner.count("\t") * tabsize)
 
 
-def _bound_translate(owner: str, table: Any) -> None:
+def _limit_translate(owner: str, table: Any) -> None:
     if not isinstance(table, dict): raise SecurityError("str.translate takes a dict")
     longest = max((len(each) for each in table.values() if isinstance(each, str)), default=1)
     charge(len(owner) * longest)
 
 
-def _bound_encoding(owner: Any, encoding: str = "utf-8", errors: str = "strict") -> None:
+def _check_encoding(owner: Any, encoding: str = "utf-8", errors: str = "strict") -> None:
     if encoding.lower() not in ("utf-8", "utf8", "ascii", "latin-1"):
         raise SecurityError(f"{encoding[:40]!r} is not one of the encodings of messages")
 
 
 BOUNDED: Mapping[str, Callable[..., Any]] = {
-    "center": _bound_width, "ljust": _bound_width, "rjust": _bound_width, "zfill": _bound_width,
-    "expandtabs": _bound_tabs, "replace": bound_replace, "join": bound_join, "translate": _bound_translate,
-    "encode": _bound_encoding, "decode": _bound_encoding}
+    "center": _limit_width, "ljust": _limit_width, "rjust": _limit_width, "zfill": _limit_width,
+    "expandtabs": _limit_tabs, "replace": limit_replace, "join": limit_join, "translate": _limit_translate,
+    "encode": _check_encoding, "decode": _check_encoding}
 
 
 # **** the environment ****
@@ -331,7 +333,7 @@ BOUNDED: Mapping[str, Callable[..., Any]] = {
 class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
         require_widths(re.findall(r"\d+", format_spec))
-        return super().format_field(weighed(value), format_spec)
+        return super().format_field(check_size(value), format_spec)
 
 
 class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
@@ -341,13 +343,14 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """See above."""
     code_generator_class = _Generator
-    text, weighed, holding, made, add = map(staticmethod, (text, weighed, holding, made, add))
+    text, check_size, check_items, charge_value, add = map(
+        staticmethod, (text, check_size, check_items, charge_value, add))
     join_texts, concat = map(staticmethod, (join_texts, join_list))
     intercepted_binops = frozenset(("-", "*", "/", "//", "%", "**"))
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, **options)
-        self.filters[_COUNTED] = counted
+        self.filters[_COUNTED] = count_iterations
         self.globals["namespace"] = _Namespace
         self.binop_table |= {"*": multiply, "**": power, "%": modulo}
 
@@ -365,7 +368,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _compile(self, source: str, filename: str) -> CodeType:
         if len(source) > MAX_CODE:
-            raise exceeded(f"is {len(source):,} characters of Python", f"at most {MAX_CODE:,} characters")
+            raise over_limit(f"is {len(source):,} characters of Python", f"at most {MAX_CODE:,} characters")
         return super()._compile(source, filename)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

@@ -3,8 +3,8 @@
 Protocol: `templates_of(directory, config)` returns them by name, "default" for the one without. They are
 read where transformers reads them: chat_template.jinja and additional_chat_templates/NAME.jinja come before
 the chat_template of tokenizer_config.json, which is a text or a list of names and texts. A processor's
-chat_template.json (or processor_config.json) is read where there is none of them. `chosen` takes tool_use,
-where there is one, for a conversation with tools.
+chat_template.json (or processor_config.json) is read where there is none of them. `choose_template` takes
+tool_use, where there is one, for a conversation with tools.
 """
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def templates_of(directory: Path, config: Mapping[str, Any],
     if (path := directory / "chat_template.jinja").is_file(): found[DEFAULT] = read_template(path)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         found[path.name.removesuffix(".jinja")] = read_template(path)
-    return found or _named(config.get("chat_template")) or _named(processor.get("chat_template"))
+    return found or _by_name(config.get("chat_template")) or _by_name(processor.get("chat_template"))
 
 
 def templates_in_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Those of a GGUF file: tokenizer.chat_template, and tokenizer.chat_template.NAME."""
+    """Returns the templates of a GGUF file: tokenizer.chat_template, and tokenizer.chat_template.NAME."""
     return {key[len(GGUF_KEY) + 1:] or DEFAULT: text for key, text in metadata.items()
             if (key == GGUF_KEY or key.startswith(GGUF_KEY + ".")) and isinstance(text, str)}
 
@@ -45,9 +45,9 @@ def read_template(path: Path) -> str:
                              "download the file again") from error
 
 
-def chosen(templates: Mapping[str, str], name: str | None, tools: bool) -> str:
-    """The template of a conversation, with `tools` or without; `name` is one of the model's, or a template.
-    Raises `TokenizerError` where there is none."""
+def choose_template(templates: Mapping[str, str], name: str | None, tools: bool) -> str:
+    """Returns the template of a conversation, with `tools` or without; `name` is one of the model's, or a
+    template. Raises `TokenizerError` where there is none."""
     if name is not None: return templates.get(name, name)
     wanted = (TOOL_USE, DEFAULT) if tools else (DEFAULT,)
     if found := next((templates[each] for each in wanted if each in templates), None): return found
@@ -59,7 +59,7 @@ def chosen(templates: Mapping[str, str], name: str | None, tools: bool) -> str:
                          "tokenizer_config.json", "use `generate` with a plain prompt")
 
 
-def _named(found: Any) -> dict[str, str]:
+def _by_name(found: Any) -> dict[str, str]:
     if isinstance(found, str): return {DEFAULT: found}
     if isinstance(found, list):
         found = {each.get("name"): each.get("template") for each in found if isinstance(each, Mapping)}

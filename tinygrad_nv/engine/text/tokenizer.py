@@ -17,10 +17,10 @@ from typing import Any
 
 import tokenizers
 
-from tinygrad_nv.engine.text.content_format import formed, is_text, text_of
+from tinygrad_nv.engine.text.content_format import format_contents, is_text, text_of
 from tinygrad_nv.engine.text.gguf_patterns import LINEAR
 from tinygrad_nv.engine.text.prompt_length import TextBound
-from tinygrad_nv.engine.text.templates import DEFAULT, chosen, templates_in_metadata, templates_of
+from tinygrad_nv.engine.text.templates import DEFAULT, choose_template, templates_in_metadata, templates_of
 from tinygrad_nv.engine.text.tokenizer_config import configure, linear_end
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.files import read_json
@@ -77,7 +77,7 @@ class Tokenizer:
 
     @staticmethod
     def of(path: Path) -> Tokenizer:
-        """That of a GGUF file."""
+        """Returns the tokenizer of a GGUF file."""
         from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
         from tinygrad_nv.quant.gguf.split import open_gguf
         file = open_gguf(path)
@@ -87,7 +87,7 @@ class Tokenizer:
     def require_fitting(self, text: str, room: int, truncated: bool = False) -> None:
         """Raises `RequestError` for a text that has more than `room` tokens for sure, unless it is to be
         `truncated`, and for one that is longer than any that is tokenized."""
-        if not truncated and (least := self.bound.least(text)) > room:
+        if not truncated and (least := self.length_bound.least(text)) > room:
             raise RequestError(f"the prompt has {len(text)} characters, {least} or more tokens, the context "
                                f"holds {room} of a prompt", f"at most {room} tokens",
                                "shorten the prompt or raise --max-model-len")
@@ -96,8 +96,8 @@ class Tokenizer:
                                "not tokenized, not even to be truncated", "shorten the prompt")
 
     @cached_property
-    def bound(self) -> TextBound:
-        """How many tokens a text has at least."""
+    def length_bound(self) -> TextBound:
+        """Lower bound of a text's number of tokens."""
         return TextBound.of(self.backend)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -125,7 +125,7 @@ class Tokenizer:
         own = self.encode(text, special=False)
         keep = max(most - self.backend.num_special_tokens_to_add(False), 0)
         own = own[:keep] if side == "right" else own[max(len(own) - keep, 0):]
-        return self.surrounded(own)[0][:most]
+        return self.add_special_tokens(own)[0][:most]
 
     def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], list[int]]:
         """Ids of two texts, and of which type each token is. Of more than `most` the longer text is cut off
@@ -139,10 +139,11 @@ class Tokenizer:
             room = max(0, most - self.backend.num_special_tokens_to_add(True))
             own = min(len(one), max(room - len(two), -(-room // 2)))
             one, two = one[:own], two[:max(0, room - own)]
-        return self.surrounded(one, two)
+        return self.add_special_tokens(one, two)
 
-    def surrounded(self, *texts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Ids of one or two texts with the special tokens around them, and of which type each token is."""
+    def add_special_tokens(self, *texts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Returns the ids of one or two texts with the special tokens around them, and of which type each
+        token is."""
         ids, types = list[int](), list[int]()
         for token, kind in self._layouts[len(texts) - 1]:
             new = texts[-token - 1] if token < 0 else (token,)
@@ -152,8 +153,8 @@ class Tokenizer:
 
     @cached_property
     def _layouts(self) -> tuple[list[tuple[int, int]], ...]:
-        """What stands around a text, and around two: ids, −1 for the first text and −2 for the second, each
-        with its type."""
+        """Layouts around a text, and around two: ids, −1 for the first text and −2 for the second, each with
+        its type."""
         def probe(token: int) -> tokenizers.Encoding:
             """The encoding of a text of one token."""
             made = tokenizers.Encoding()
@@ -219,7 +220,7 @@ class Tokenizer:
         """The template of a conversation, with `tools` or without; `name` is one of the model's, or a
         template that stands for them. Raises `TokenizerError` where there is none."""
         own = {} if self.template is None else {DEFAULT: self.template}
-        return chosen({**self.named, **own}, name, tools)
+        return choose_template({**self.named, **own}, name, tools)
 
     def render(self, messages: Sequence[Message], tools: Tools = (), /, *, chat_template: str | None = None,
                add_generation_prompt: bool = True, continue_final_message: bool = False,
@@ -230,22 +231,22 @@ class Tokenizer:
         own, or names one of them. `generation_marks`: `GENERATION` stands around what the template marks with
         {% generation %}. Contents are texts or parts, given to the template as `content_format` says."""
         template = self.chat_template(bool(tools), chat_template or None)
-        if continue_final_message: messages = _marked(messages)
-        from tinygrad_nv.engine.text.chat_template import rendered
+        if continue_final_message: messages = _mark_end(messages)
+        from tinygrad_nv.engine.text.chat_template import render_template
         form = content_format or self.content_format
-        text = rendered(template, generation_marks, lambda: {
-            **extra, **self.special, "messages": formed(messages, form, template, self.special),
+        text = render_template(template, generation_marks, lambda: {
+            **extra, **self.special, "messages": format_contents(messages, form, template, self.special),
             "tools": [dict(tool) for tool in tools] or None, "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message})
-        return _continued(text) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
     def encode_chat(self, messages: Sequence[Message], tools: Tools = (), /, **extra: Any) -> list[int]:
         """Ids of a conversation, as `render` writes it. The template writes its own special tokens."""
         return self.encode(self.render(messages, tools, **extra), special=False)
 
 
-def _marked(messages: Sequence[Message]) -> list[Message]:
-    """A conversation whose last content ends with a mark, by which its end is found in the prompt."""
+def _mark_end(messages: Sequence[Message]) -> list[Message]:
+    """Returns a conversation whose last content ends with a mark, by which its end is found in the prompt."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     if not text_of(content).strip():
@@ -258,8 +259,8 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     return [*messages[:-1], {**last, "content": parts}]
 
 
-def _continued(text: str) -> str:
-    """A conversation up to the end of its last message's content, as transformers cuts it."""
+def _cut_at_mark(text: str) -> str:
+    """Returns a conversation up to the end of its last message's content, as transformers cuts it."""
     if (at := text.find(MARK)) < 0:
         raise RequestError("continue_final_message, and the last message's content is not in the prompt",
                            "a last message of text that the template writes as it is",

@@ -1,4 +1,4 @@
-"""What tokenizer_config.json changes about a tokenizer.json.
+"""Changes that tokenizer_config.json makes to a tokenizer.json.
 
 Protocol: `configure(backend, config, special, older, added)` adds the tokens that are named beside the file
 alone, and sets split_special_tokens and add_prefix_space, as transformers does. `special` are tokens by name,

@@ -12,7 +12,7 @@ from tinygrad_nv.engine.text.tokenizer import Message, Tokenizer, Tools
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer gives: a dictionary whose values are attributes, too."""
+    """Result of calling a tokenizer: a dictionary whose values are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self: return self[name]
@@ -86,7 +86,7 @@ class UserTokenizer:
         return self.get_vocab()
 
     def get_added_vocab(self) -> dict[str, int]:
-        """Those of added tokens."""
+        """Returns the ids of added tokens."""
         return {each.content: at for at, each in self.backend_tokenizer.get_added_tokens_decoder().items()}
 
     @property

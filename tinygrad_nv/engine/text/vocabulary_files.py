@@ -39,15 +39,15 @@ def read(directory: Path, config: Config, special: Mapping[str, str],
     """The tokenizer and its special tokens. Raises `TokenizerError` for files that are damaged."""
     for name in MODELS:
         if (path := directory / name).is_file():
-            return _made(path, config, special, added, _sentencepiece)
+            return _make(path, config, special, added, _sentencepiece)
     vocabulary, merges = directory / "vocab.json", directory / "merges.txt"
     if vocabulary.is_file() and merges.is_file():
-        return _made(vocabulary, config, special, added, _byte_level)
-    if (path := directory / "vocab.txt").is_file(): return _made(path, config, special, added, _wordpiece)
+        return _make(vocabulary, config, special, added, _byte_level)
+    if (path := directory / "vocab.txt").is_file(): return _make(path, config, special, added, _wordpiece)
     return None
 
 
-def _made(path: Path, config: Config, special: Mapping[str, str], added: Config,
+def _make(path: Path, config: Config, special: Mapping[str, str], added: Config,
           make: Callable[..., tuple[Tokenizer, dict[str, str]]]) -> tuple[Tokenizer, dict[str, str]]:
     try: return make(path, config, special, added)
     except TokenizerError: raise

@@ -1,11 +1,11 @@
 """Images to rows of the language model's embedding.
 
 Protocol: `run(image)` returns the `EncodedImage` of RGB bytes [height, width, 3] or a file, or of what
-`prepared(image)` made of them: that decodes and resizes, in any thread, so that others' steps do not wait for
+`prepare(image)` made of them: that decodes and resizes, in any thread, so that others' steps do not wait for
 it. A step is captured for each of `step_sizes` that an image needs: it serves every image of at most so many
 rows, as where windows begin and how patches rotate are inputs. The host orders patches by windows, and rows
 back (models/qwen_vl/layout.py). The last images are kept, so that the next turn of a conversation does not
-compute them again. All but `prepared` is for one thread at a time: that which runs the model's steps.
+compute them again. All but `prepare` is for one thread at a time: that which runs the model's steps.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEPT_ROWS = 16384   # of the last images: 224 MiB at a width of 3584
 
 
 def image_digest(image: np.ndarray) -> bytes:
-    """Of an image's size and bytes: 32 bytes, equal for equal images alone."""
+    """Hashes an image's size and bytes: 32 bytes, equal for equal images alone."""
     made = hashlib.sha256(repr(image.shape).encode())
     made.update(np.ascontiguousarray(image).data)
     return made.digest()
@@ -63,8 +63,8 @@ class VisionEncoder:
 
     @staticmethod
     def of(directory: Path, dtype: DType, device: str) -> VisionEncoder | None:
-        """That of the model in `directory`, without its weights; None of a model that reads text alone.
-        Raises `ModelError`, `WeightError`."""
+        """Returns the encoder of the model in `directory`, without its weights; None of a model that reads
+        text alone. Raises `ModelError`, `WeightError`."""
         config = read_vision(directory)
         if config is None: return None
         require_vision_sizes(config, directory)
@@ -76,10 +76,10 @@ class VisionEncoder:
 
     @property
     def nbytes(self) -> int:
-        """Of the tower's weights."""
+        """Bytes of the tower's weights."""
         return nbytes(self.tower)
 
-    def prepared(self, image: AnImage) -> PreparedImage:
+    def prepare(self, image: AnImage) -> PreparedImage:
         """See above. Raises `RequestError` for an image of an extreme shape, and a file that is damaged."""
         found = pixels(image)
         digest = image_digest(found)
@@ -87,7 +87,7 @@ class VisionEncoder:
 
     def run(self, image: AnImage | PreparedImage) -> EncodedImage:
         """See above. Raises `RequestError` for an image of an extreme shape."""
-        if not isinstance(image, PreparedImage): image = self.prepared(image)
+        if not isinstance(image, PreparedImage): image = self.prepare(image)
         digest = image.digest
         if (found := self.kept.get(digest)) is not None:
             self.kept.move_to_end(digest)

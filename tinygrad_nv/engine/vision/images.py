@@ -88,7 +88,7 @@ def pixels(image: AnImage) -> np.ndarray:
     """RGB bytes; decodes a file."""
     if isinstance(image, np.ndarray): return image
     height, width, _ = image.shape
-    found = _opened(image.data)
+    found = _read_header(image.data)
     made = _rgb(found)
     if made.shape[0] * made.shape[1] != height * width:
         raise RequestError(f"an image of {made.shape[1]} × {made.shape[0]} pixels, and its header says "
@@ -96,17 +96,17 @@ def pixels(image: AnImage) -> np.ndarray:
     return made
 
 
-def opened(data: bytes) -> ImageFile:
-    """The image of a file: PNG, JPEG and what else pillow reads. Decodes nothing yet."""
-    found = _opened(data)
+def open_image(data: bytes) -> ImageFile:
+    """Returns the image of a file: PNG, JPEG and what else pillow reads. Decodes nothing yet."""
+    found = _read_header(data)
     width, height = found.size
     _fitting(width, height, MAX_BUFFERED_PIXELS if found.format in BUFFERED else MAX_PIXELS)
     return ImageFile(data, (height, width, 3))
 
 
-def decoded(data: bytes) -> np.ndarray:
-    """The same, decoded."""
-    return pixels(opened(data))
+def decode_image(data: bytes) -> np.ndarray:
+    """Returns the pixels of such a file."""
+    return pixels(open_image(data))
 
 
 def require_budget(images: Sequence[AnImage], most: int) -> None:
@@ -136,8 +136,8 @@ class _Counted(io.BytesIO):
         return super().read(size)
 
 
-def _opened(data: bytes) -> Image:
-    """The image of a file, whose header has been read."""
+def _read_header(data: bytes) -> Image:
+    """Returns the image of a file, whose header has been read."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -155,7 +155,7 @@ def _opened(data: bytes) -> Image:
     except Image.DecompressionBombError as error:
         raise RequestError(f"an image that is too large: {str(error)[:100]}", f"at most {MAX_PIXELS} pixels",
                            "make it smaller") from error
-    except Exception as error: raise _damaged(error) from error
+    except Exception as error: raise _decode_error(error) from error
     # several images in one file are an MPO
     if found.format in ("JPEG", "MPO") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise RequestError(f"a JPEG of {scans} scans", f"at most {MAX_SCANS}", "convert it to PNG")
@@ -192,23 +192,23 @@ def _require_small_icon(data: bytes) -> None:
     """Raises `RequestError` for an icon with a large image, which pillow decodes as it opens the file."""
     from PIL.IcoImagePlugin import IcoFile
     try: width, height = IcoFile(io.BytesIO(data)).frame(0).size
-    except Exception as error: raise _damaged(error) from error
+    except Exception as error: raise _decode_error(error) from error
     _fitting(width, height, MAX_ICON_PIXELS)
 
 
 def _rgb(image: Any) -> np.ndarray:
     """An image of PIL as RGB bytes, upright, on white; strips are converted one by one."""
     try: image.load()
-    except Exception as error: raise _damaged(error) from error     # decoders raise arbitrary exceptions
+    except Exception as error: raise _decode_error(error) from error     # decoders raise arbitrary exceptions
     try:
         turn, (width, height) = _orientation(image), image.size
         made = np.empty((width, height, 3) if turn > 4 else (height, width, 3), np.uint8)
-        rows, upright = max(1, STRIP // width), _turned(made, turn)
+        rows, upright = max(1, STRIP // width), _undo_orientation(made, turn)
         for top in range(0, height, rows):
             strip = image.crop((0, top, width, min(top + rows, height)))
             upright[top:top + rows] = np.asarray(_on_white(strip))
         return made
-    except Exception as error: raise _damaged(error) from error
+    except Exception as error: raise _decode_error(error) from error
 
 
 def _orientation(image: Any) -> int:
@@ -219,8 +219,8 @@ def _orientation(image: Any) -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
-def _turned(upright: np.ndarray, turn: int) -> np.ndarray:
-    """A view of an image as it was before EXIF's orientation turned it."""
+def _undo_orientation(upright: np.ndarray, turn: int) -> np.ndarray:
+    """Returns a view of an image as it was before EXIF's orientation turned it."""
     view = upright.transpose(1, 0, 2) if turn > 4 else upright
     return view[::-1 if turn in (3, 4, 6, 7) else 1, ::-1 if turn in (2, 3, 7, 8) else 1]
 
@@ -252,13 +252,13 @@ def from_url(url: str, local: bool = False) -> ImageFile:
         except ValueError as error:
             raise RequestError(f"an image URL whose data is no base64: {error}", "base64",
                                "encode the file as base64") from error
-        return opened(data)
+        return open_image(data)
     if scheme == "file" and local:
         try: data = read_bytes(url2pathname(unquote(urlsplit(url).path)), MAX_FILE_BYTES)
         except (OSError, ValueError) as error:
             raise RequestError(f"the image {url[:200]!r} cannot be read: {getattr(error, 'strerror', error)}",
                                "a readable file", "check the path") from error
-        return opened(data)
+        return open_image(data)
     raise RequestError(f"the image URL {url[:60]!r}", "a data URL" + " or a file URL" * local +
                        ": images are not downloaded", "send data:image/png;base64,…")
 
@@ -270,7 +270,7 @@ def _fitting(width: int, height: int, most: int = MAX_PIXELS) -> None:
                            "make it smaller")
 
 
-def _damaged(error: Exception) -> RequestError:
+def _decode_error(error: Exception) -> RequestError:
     if isinstance(error, RequestError): return error
     return RequestError(f"an image that cannot be decoded: {str(error)[:100]}", "a PNG or JPEG file",
                         "check that it opens elsewhere")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tinygrad_nv.engine.prompts import ParsedPrompt
 from tinygrad_nv.engine.vision.encoder import VisionEncoder
-from tinygrad_nv.engine.vision.prompt import expanded, require_placeholders
+from tinygrad_nv.engine.vision.prompt import expand_images, require_placeholders
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.qwen_vl.images import grid_of
 
@@ -26,6 +26,6 @@ def with_rows(parsed: ParsedPrompt, ids: list[int], encoder: VisionEncoder, runn
         raise RequestError(f"the prompt has {total} tokens, {rows} of them for images, the context holds "
                            f"{length}", f"at most {length - 1}, so that one can be added",
                            "send smaller images, or raise --max-model-len")
-    found = [runner.run_now(partial(encoder.run, encoder.prepared(each))) for each in parsed.images]
-    ids, inserted = expanded(ids, found, config.image_token, runner.model.dtype)
+    found = [runner.run_now(partial(encoder.run, encoder.prepare(each))) for each in parsed.images]
+    ids, inserted = expand_images(ids, found, config.image_token, runner.model.dtype)
     return replace(parsed, ids=ids, inserted=inserted, images=())

@@ -44,8 +44,8 @@ class PromptImages:
     starts: tuple[int, ...]
 
     def digests_of(self, first: int, end: int) -> bytes:
-        """Of the images that have rows among the tokens first … end − 1: keeps pages of other images apart in
-        the prefix cache."""
+        """Returns the digests of the images that have rows among the tokens first … end − 1: keeps pages of
+        other images apart in the prefix cache."""
         found = self.numbers[first:end]
         if not len(found := found[found >= 0]): return b""
         images = np.searchsorted(self.starts, found[[0, -1]], side="right")
@@ -74,9 +74,9 @@ def require_placeholders(ids: Sequence[int], token: int, count: int) -> None:
                        "write one where each image belongs, or send messages with image parts")
 
 
-def expanded(ids: Sequence[int], images: Sequence[EncodedImage], token: int,
+def expand_images(ids: Sequence[int], images: Sequence[EncodedImage], token: int,
              dtype: DType) -> tuple[list[int], PromptImages]:
-    """See above."""
+    """Returns the tokens with one for each row of the images, and the images, as described above."""
     counts = iter(each.grid.rows for each in images)
     tokens = [each for one in ids for each in ([one] if one != token else [token] * next(counts))]
     is_image = np.array(tokens) == token

@@ -43,14 +43,14 @@ class CapturedStep:
                 for graph in self.graphs: graph((), {})
             return
         self.prepare()
-        with self._restored(): self.jit()
+        with self._restore_on_error(): self.jit()
 
     def prepare(self) -> None:
         """Captures the step, and loads its kernels, but does not run it."""
         if self.jit is not None: return
         kept = self.store.get(self.name) if self.store is not None else None
         if kept is None:
-            with self._restored(): kept = self._captured()
+            with self._restore_on_error(): kept = self._capture()
         self.jit = type(TinyJit(self.step))(None, CapturedJit(None, kept, [], []))
         linear = self.jit.captured.linear
         # TinyJit does not put a single kernel into a graph
@@ -60,10 +60,10 @@ class CapturedStep:
             with contextlib.nullcontext() if self.store is None else self.store.loading(self.name):
                 self.graphs = [realize.get_graph_runtime(call.src[0], ()) for call in linear.src]
 
-    def _captured(self) -> UOp:
-        """The schedule of the step. (TinyJit's own capture also runs it, after an eager first call, for
-        functions with side effects on first use. These steps have none, and running each of a large model's
-        takes longer than to capture it.)"""
+    def _capture(self) -> UOp:
+        """Captures the schedule of the step. (TinyJit's own capture also runs it, after an eager first call,
+        for functions with side effects on first use. These steps have none, and running each of a large
+        model's takes longer than to capture it.)"""
         existing = frozenset(buffers)
         count_capture()
         with span("capture"), disable_gc(), Context(JIT_BATCH_SIZE=0):     # 0: all kernels in one graph
@@ -79,7 +79,7 @@ class CapturedStep:
         return linear
 
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restore_on_error(self) -> Iterator[None]:
         """Restores the state after an exception: a pending assignment that did not run would become part of
         the next capture."""
         state = self.state()

@@ -38,7 +38,7 @@ class Pair(list[int]):
 
 
 def token_types(text: Sequence[int]) -> np.ndarray:
-    """Of each token of a text, int32."""
+    """Returns the type of each token of a text, int32."""
     return np.asarray(text.types if isinstance(text, Pair) else [0] * len(text), np.int32)
 
 
@@ -95,7 +95,7 @@ class EmbeddingRunner:
         return wanted
 
     def _size(self, tokens: int) -> int:
-        """Of the step that runs so many tokens."""
+        """Returns the size of the step that runs so many tokens."""
         fitting = [size for size in self.sizes if size >= tokens]
         if self.warm: return next(size for size in fitting if size in self.steps)
         best = fitting[0]

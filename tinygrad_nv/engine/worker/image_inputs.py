@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class ImageInputs:
-    """Of steps of at most `tokens` tokens. `sections`: pairs of dimensions that rotate by each position."""
+    """Inputs of steps of at most `tokens` tokens. `sections`: pairs of dimensions that rotate by each
+    position."""
 
     def __init__(self, device: str, tokens: int, hidden: int, dtype: DType,
                  sections: tuple[int, ...]) -> None:
@@ -52,15 +53,15 @@ class ImageInputs:
         if count: write(self.table, 0, np.concatenate(used).reshape(-1).view(np.uint8).data)
 
     def rows(self, inputs: dict[str, Tensor]) -> InsertedRows:
-        """What stands for tokens of a step."""
+        """Returns the rows that stand for tokens of a step."""
         return InsertedRows(self.table, inputs["image_rows"])
 
     def ropes(self, inputs: dict[str, Tensor], tables: tuple[RopeTables, ...]) -> tuple[RopeTables, ...]:
         """Cosines and sines of each token, (T, 1, dim/2), of each rope."""
-        return tuple((self._chosen(cos, inputs), self._chosen(sin, inputs)) for cos, sin in tables)
+        return tuple((self._select_rows(cos, inputs), self._select_rows(sin, inputs)) for cos, sin in tables)
 
-    def _chosen(self, table: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Of each section of the pairs the rows at its position."""
+    def _select_rows(self, table: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Selects, for each section of the pairs, the rows at its position."""
         made, first = list[Tensor](), 0
         for at, count in zip(inputs["rope_positions"].split(1), self.sections, strict=True):
             made.append(functional.embedding(table, at.reshape(-1))[:, first:first + count])

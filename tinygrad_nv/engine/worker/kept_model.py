@@ -1,4 +1,4 @@
-"""What a model runner asks of a model that comes with its steps and its weights, as from a bundle.
+"""Protocol of a model that comes with its steps and its weights, as from a bundle.
 
 Protocol: `weights` is memory by name, as `ModelRunner` names it (step_store.py). `steps(tensors)` has the
 schedules of all of `jobs(runner)`, over memory by name.
@@ -17,7 +17,7 @@ from tinygrad_nv.engine.worker.warm_up import Job
 
 
 class JobRunner(Protocol):
-    """What is asked of a runner: its jobs, their names, and where it lays their inputs."""
+    """Protocol of a runner: its jobs, their names, and where it lays their inputs."""
 
     @property
     def jobs(self) -> tuple[list[Job], list[Job]]: ...

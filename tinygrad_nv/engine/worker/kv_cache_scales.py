@@ -25,26 +25,26 @@ def cache_scales(model: Llama, dtype: DType, device: str, size: int) -> list[tup
     found = [model.cache_scales.get(i) if same else None for i in range(model.config.num_layers)]
     if all(found): others = []
     elif dtype == dtypes.int8 or (same and scheme is not None and not scheme.static):
-        others = calibrated_scales(model, dtype, device, size)
+        others = calibrate_scales(model, dtype, device, size)
     else: others = [(np.ones(heads), np.ones(heads))] * len(found)
     return [each or others[i] for i, each in enumerate(found)]
 
 
-def calibrated_scales(model: Llama, dtype: DType, device: str,
+def calibrate_scales(model: Llama, dtype: DType, device: str,
                       size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Scales of each layer and KV head by the largest magnitude over `CALIBRATION_TOKENS` tokens, spaced
-    evenly over the vocabulary and shuffled."""
+    """Measures scales of each layer and KV head by the largest magnitude over `CALIBRATION_TOKENS` tokens,
+    spaced evenly over the vocabulary and shuffled."""
     held = min(CALIBRATION_TOKENS, model.rope_rows) // size
     count = held * size // GROUP * GROUP
     random = np.random.default_rng(0)
     tokens = random.permutation(np.linspace(0, model.config.vocab_size - 1, count).astype(np.int32))
     store = PageStore(model.config, device, model.dtype, held, size)
-    def given(x: np.ndarray) -> Tensor: return Tensor(x.astype(np.int32), device=device).realize()
+    def to_tensor(x: np.ndarray) -> Tensor: return Tensor(x.astype(np.int32), device=device).realize()
     groups = count // GROUP
-    table = given(np.broadcast_to(np.arange(held), (groups, held)))
-    group = SequenceGroup(GROUP, table, given(np.arange(GROUP, count + 1, GROUP)))
+    table = to_tensor(np.broadcast_to(np.arange(held), (groups, held)))
+    group = SequenceGroup(GROUP, table, to_tensor(np.arange(GROUP, count + 1, GROUP)))
     batch = PagedBatch((group,), model.rope_tables)
-    model.step_paged(given(tokens), batch, store.cache, given(np.zeros(1))).realize()
+    model.step_paged(to_tensor(tokens), batch, store.cache, to_tensor(np.zeros(1))).realize()
     def largest(pages: Tensor) -> np.ndarray:
         # on the host: clang takes minutes to compile this reduction for a CPU
         rows = pages.float().numpy().reshape(held * size, -1, model.config.head_dim)[:count]

@@ -33,7 +33,7 @@ class Rows:
 
 
 def gathers(samples: int) -> list[Rows]:
-    """Those of a step with so many samples: of a few rows, or of all."""
+    """Lists the gathers of a step with so many samples: of a few rows, or of all."""
     return [Rows(samples, count) for count in dict.fromkeys((min(FEW, samples), samples))]
 
 
@@ -43,7 +43,7 @@ class Gathers(Protocol):
     def size(self) -> int: ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """[R, size] of the parts of all ranks, which are like x, [R, tokens]."""
+        """Gathers [R, size] of the parts of all ranks, which are like x, [R, tokens]."""
 
 
 class LogitRows:
@@ -74,18 +74,18 @@ class LogitRows:
         if job not in self.steps:
             if job.count not in self._rows:
                 self._rows[job.count] = region(self.device, 4 * job.count * self.parts.size)
-            self._opened()
+            self._open_numbers()
             self.steps[job] = self.capture(str(job), lambda: self._gather(job))
         return self.steps[job]
 
     def send(self, numbers: list[int], count: int) -> None:
         """Uploads the numbers of samples, padded to `count`."""
-        buffer = self._opened()
+        buffer = self._open_numbers()
         buffer.open()[:count] = numbers + [0] * (count - len(numbers))
         buffer.send(count)
 
     def _gather(self, job: Rows) -> None:
-        numbers = self._opened().tensors([InputField("numbers", (job.count,), 0)])["numbers"]
+        numbers = self._open_numbers().tensors([InputField("numbers", (job.count,), 0)])["numbers"]
         into = view(self._rows[job.count], (job.count, self.parts.size), dtypes.float32)
         into.assign(self.parts.gather(functional.embedding(self.logits(job.samples), numbers))).realize()
 
@@ -94,7 +94,7 @@ class LogitRows:
         made = {f"rows_{count}": at for count, at in self._rows.items()}
         return made if self._numbers is None else {**made, "row_numbers": self._numbers.region}
 
-    def _opened(self) -> InputBuffer:
+    def _open_numbers(self) -> InputBuffer:
         if self._numbers is None: self._numbers = InputBuffer(self.device, self.samples)
         return self._numbers
 

@@ -50,7 +50,7 @@ from tinygrad_nv.engine.worker.sampler_state import SamplerState
 from tinygrad_nv.engine.worker.sampler_steps import SamplerSteps
 from tinygrad_nv.engine.worker.shape_choice import ShapeChoice
 from tinygrad_nv.engine.worker.slot_filters import SlotFilters
-from tinygrad_nv.engine.worker.step_store import StepStore, named_buffers
+from tinygrad_nv.engine.worker.step_store import StepStore, name_buffers
 from tinygrad_nv.engine.worker.warm_up import Job, Progress, WarmUp, default_jobs, with_samplers
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
@@ -217,17 +217,17 @@ class ModelRunner:
         if self.step_store is not None and not later: self.run_now(self.step_store.save)
 
     def _warm_up_all(self, progress: Progress, shapes: Iterable[BatchShape] | None) -> None:
-        """The same of several ranks, each of which captures all."""
+        """Warms up several ranks, each of which captures all."""
         chosen, followers = None if shapes is None else list(shapes), self.followers
         assert followers is not None
 
-        def counted(done: int, total: int) -> None:
+        def check_and_report(done: int, total: int) -> None:
             followers.check()
             progress(done, total)
 
         def own() -> None:
             self.followers = None
-            try: self.warm_up(counted, chosen)
+            try: self.warm_up(check_and_report, chosen)
             finally: self.followers = followers
         followers.together(own, "warm_up", chosen)
 
@@ -297,7 +297,8 @@ class ModelRunner:
         except BaseException as error: done.set_exception(self._failure(error))
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Of a step. A rank that failed in one is no longer where the others are: it cannot go on."""
+        """Returns the error of a step that failed. A rank that failed in one is no longer where the others
+        are: it cannot go on."""
         if (parallel := self.model.parallel) is None: return error
         return parallel.failure(error)
 
@@ -384,7 +385,7 @@ class ModelRunner:
         return self.steps[shape]
 
     def layout(self, shape: BatchShape) -> InputLayout:
-        """Where the inputs of a step lie."""
+        """Returns the layout of a step's inputs."""
         return InputLayout(shape, self.entries, len(self.groups.windows),
                            0 if self.adapters is None else self.adapters.slots, self.images is not None)
 
@@ -420,14 +421,15 @@ class ModelRunner:
         return PagedBatch(tuple(made), ropes, self.images.ropes(inputs, ropes))
 
     def _capture(self, name: str, step: Callable[[], None]) -> CapturedStep:
-        return CapturedStep(step, lambda: self.sampler_state.written, self.device, self.step_store, name)
+        return CapturedStep(step, lambda: self.sampler_state.assigned_tensors, self.device, self.step_store,
+                            name)
 
     def _buffers(self) -> dict[str, Buffer]:
         """The memory that outlives steps, by name."""
         masks = {} if self.masks.buffer is None else {"masks": self.masks.buffer.region}
         rows = {} if self.logit_rows is None else self.logit_rows.memory()
-        if self.images is not None: rows |= named_buffers(images=self.images.table)
-        found = {**self._weights_and_pages, **named_buffers(state=self.sampler_state, **masks, **rows,
+        if self.images is not None: rows |= name_buffers(images=self.images.table)
+        found = {**self._weights_and_pages, **name_buffers(state=self.sampler_state, **masks, **rows,
                                                             **self.output_buffer.memory())}
         if (parallel := self.model.parallel) is None: return found
         from tinygrad_nv.engine.worker.descriptors import Named
@@ -435,10 +437,10 @@ class ModelRunner:
 
     @cached_property
     def _weights_and_pages(self) -> dict[str, Buffer]:
-        """Those that stay the same, of which a model has many."""
-        own = named_buffers(cache=self.store.cache, inputs=self.input_buffer.region)
+        """Buffers that stay the same, of which a model has many."""
+        own = name_buffers(cache=self.store.cache, inputs=self.input_buffer.region)
         if self.bundled is not None: return {**self.bundled.weights, **own}
-        return {**named_buffers(model=self.model, rope=self.model.rope_tables), **own}
+        return {**name_buffers(model=self.model, rope=self.model.rope_tables), **own}
 
 
 def _for_samplers(params: SamplingParams) -> SamplingParams:

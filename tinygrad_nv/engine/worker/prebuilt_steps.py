@@ -45,7 +45,7 @@ def key(facts: Iterable[object], places: object) -> str:
 
 
 def why_not(device: str) -> str:
-    """What keeps this process from using such steps; "" if nothing does."""
+    """Returns the reason why this process cannot use such steps; "" if it can."""
     if device != "CPU": return f"the device is {device}"
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"this is {sys.platform} on {platform.machine()}"

@@ -47,10 +47,10 @@ class Parts(Protocol):
     def tokens(self) -> range: ...
 
     def rows(self, count: int) -> slice:
-        """Which of so many rows this rank gets whole: a share, or all where shares are not equal."""
+        """Returns which of so many rows this rank gets whole: a share, or all where shares are not equal."""
 
     def whole_rows(self, x: Tensor) -> Tensor:
-        """These rows, [rows, size], of the parts of all ranks, which are like x, [R, tokens]."""
+        """Gathers these rows, [rows, size], from the parts of all ranks, which are like x, [R, tokens]."""
 
     def of_all_rows(self, x: Tensor, count: int) -> Tensor:
         """[count] of each rank's [rows]."""
@@ -66,15 +66,15 @@ def next_tokens(logits: Tensor, filters: Filters, state: SamplerState, slots: Te
     (with `filters.mask`) are uint32 [R, ⌈V / 32⌉]. A token is V where the logits are NaN. With `parts` logits
     are those of this rank's tokens, masks the words that have its tokens."""
     numbers = embedding(state.numbers, slots) if filters.draw or filters.penalty else state.numbers
-    x = _changed(logits, filters, state, slots, numbers, masks)
+    x = _process_logits(logits, filters, state, slots, numbers, masks)
     if parts is None or not filters.ordering:
-        x = _kept(x, filters, numbers, parts)
+        x = _truncate(x, filters, numbers, parts)
         drawn = numbers if filters.draw else None
         if parts is None: return choose_tokens(x, drawn, positions)
         return token_of(parts.most(choose_part(x, drawn, positions, parts.tokens.start)), parts.size)
     count = int(x.shape[0])
     numbers, positions = (each[parts.rows(count)].contiguous() for each in (numbers, positions))
-    x = _kept(parts.whole_rows(x), filters, numbers)
+    x = _truncate(parts.whole_rows(x), filters, numbers)
     return parts.of_all_rows(choose_tokens(x, numbers, positions), count)
 
 
@@ -84,12 +84,12 @@ def apply_filters(logits: Tensor, filters: Filters, state: SamplerState, slots: 
 
     The token is sampled from their softmax. Without sampling only mask, bias and penalties change the argmax.
     """
-    return _kept(_changed(logits, filters, state, slots, numbers, masks), filters, numbers)
+    return _truncate(_process_logits(logits, filters, state, slots, numbers, masks), filters, numbers)
 
 
-def _changed(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, numbers: Tensor,
+def _process_logits(logits: Tensor, filters: Filters, state: SamplerState, slots: Tensor, numbers: Tensor,
              masks: Tensor | None) -> Tensor:
-    """Logits after what changes each by itself."""
+    """Returns logits after mask, bias, penalties and temperature, which change each by itself."""
     def number(which: Number) -> Tensor: return numbers[:, which:which + 1]
 
     x = logits
@@ -105,8 +105,8 @@ def _changed(logits: Tensor, filters: Filters, state: SamplerState, slots: Tenso
     return x if x is logits else x.contiguous()
 
 
-def _kept(x: Tensor, filters: Filters, numbers: Tensor, parts: Parts | None = None) -> Tensor:
-    """Logits after what compares them with each other."""
+def _truncate(x: Tensor, filters: Filters, numbers: Tensor, parts: Parts | None = None) -> Tensor:
+    """Returns logits after top-k, top-p and min-p, which compare them with each other."""
     if not filters.draw: return x
     if filters.top_k: x = largest(x, None, numbers, Number.top_k)
     if filters.top_p: x = largest(x, x.softmax(-1).contiguous(), numbers, Number.top_p)

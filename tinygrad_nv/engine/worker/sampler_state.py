@@ -1,4 +1,4 @@
-"""What the sampler (sampler.py) has on the device: of each slot parameters, biases and token counts."""
+"""State of the sampler (sampler.py) on the device: of each slot parameters, biases and token counts."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ class SamplerState:
             write(self.counts, slot * size, memoryview(read_part(self.counts, source * size, size)))
 
     @property
-    def written(self) -> tuple[Tensor, ...]:
+    def assigned_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that steps assign to."""
         return (self.counts,) if "counts" in vars(self) else ()
 
@@ -77,7 +77,7 @@ class SamplerState:
         return made
 
     def _own(self, row: np.ndarray) -> memoryview:
-        """What a row of all tokens has of these."""
+        """Returns the part of a row of all tokens that this rank has."""
         return _bytes(row[self.tokens.start:self.tokens.stop])
 
     def _at(self, words: int, slot: int) -> int:
@@ -91,8 +91,8 @@ _GREEDY = SamplingParams(temperature=0).numbers(0)
 def _bytes(x: np.ndarray) -> memoryview: return x.data.cast("B")
 
 
-def packed_mask(size: int, forbidden: Iterable[int]) -> np.ndarray:
-    """A packed token mask, uint32 [⌈size / 32⌉], that allows all tokens but the forbidden."""
+def pack_mask(size: int, forbidden: Iterable[int]) -> np.ndarray:
+    """Returns a packed token mask, uint32 [⌈size / 32⌉], that allows all tokens but the forbidden."""
     allowed = np.ones(-(-size // 32) * 32, np.uint8)
     allowed[list(forbidden)] = 0
     return np.packbits(allowed, bitorder="little").view(np.uint32)

@@ -55,7 +55,7 @@ class SamplerSteps:
             self.steps[key] = self.capture(key, lambda: self._sample(samples, filters, inputs))
         return self.steps[key]
 
-    def _agreed(self, samples: int, filters: Filters) -> bool:
+    def _have_same_tokens(self, samples: int, filters: Filters) -> bool:
         """Whether all ranks of the stage have the same tokens already, as each has been sent those of the
         others.
         """
@@ -67,7 +67,7 @@ class SamplerSteps:
         with layer("sampler"):
             tokens = next_tokens(self.output.logits(samples), filters, self.state, slots, inputs["positions"],
                                  inputs.get("masks"), self.parts)
-            if self.parallel is not None and not self._agreed(samples, filters):
+            if self.parallel is not None and not self._have_same_tokens(samples, filters):
                 tokens = self.parallel.agree_on(tokens)
             made = [self.output.tokens(samples).assign(tokens)]
             if filters.penalty: made.append(count_tokens(self.state, slots, tokens))

@@ -1,4 +1,4 @@
-"""Which captured step a batch runs in.
+"""Choice of the captured step that a batch runs in.
 
 Protocol: `ShapeChoice(captured).of(shape, warm)` is the shape itself, or a larger captured one that has room:
 always after a warm-up, else while the shape is rare. A capture takes as long as hundreds of small steps (0.3

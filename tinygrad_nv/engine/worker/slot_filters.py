@@ -1,4 +1,4 @@
-"""Which sampler filters the slots of a batch need.
+"""Sampler filters that the slots of a batch need.
 
 Protocol: `start_slot` sets the filters of a slot's sequence; `of(batch)` is the union for the samples of a
 batch, which says what sampler serves it.

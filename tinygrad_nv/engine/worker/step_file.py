@@ -22,7 +22,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import hooks
 from tinygrad_nv.bundle.plan import MOST_BYTES as MOST_BYTES_OF_TENSOR
-from tinygrad_nv.bundle.plan import ProgramTable, decoded_step, encoded_step, programs
+from tinygrad_nv.bundle.plan import ProgramTable, decode_step, encode_step, programs
 from tinygrad_nv.errors import BundleError
 
 # settings that change no kernel, or that are in the key by what they name
@@ -67,7 +67,7 @@ def loads(data: bytes, target: Target) -> dict[str, UOp]:
             length, = LENGTH.unpack_from(whole)
             found = json.loads(whole[LENGTH.size:LENGTH.size + length])
             made = programs(found["programs"], whole[LENGTH.size + length:], target, "steps", several=True)
-            return {name: decoded_step(step, made, lambda owner: MOST_BYTES_OF_TENSOR, name)
+            return {name: decode_step(step, made, lambda owner: MOST_BYTES_OF_TENSOR, name)
                     for name, step in found["steps"].items()}
     except (lzma.LZMAError, struct.error, EOFError, BundleError, AttributeError, TypeError, ValueError,
             KeyError, RecursionError): return {}
@@ -77,6 +77,6 @@ def dumps(steps: Mapping[str, UOp], preset: int) -> bytes:
     """A file's content, without steps that it has no words for."""
     table, made = ProgramTable(several=True), dict[str, Any]()
     for name, step in steps.items():
-        with contextlib.suppress(BundleError, TypeError, KeyError): made[name] = encoded_step(step, table)
+        with contextlib.suppress(BundleError, TypeError, KeyError): made[name] = encode_step(step, table)
     text = json.dumps({"programs": table.rows, "steps": made}, separators=(",", ":")).encode()
     return lzma.compress(LENGTH.pack(len(text)) + text + table.code, preset=preset)

@@ -106,7 +106,7 @@ class StepProcess:
 
 def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callable[[int], CapturedJob],
          into: int) -> NoReturn:
-    """What the fork does. It never returns: above it is the stack of the other process."""
+    """Runs in the fork. It never returns: above it is the stack of the other process."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -115,17 +115,17 @@ def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callabl
         for each in (signal.SIGINT, signal.SIGTERM): signal.signal(each, signal.SIG_DFL)
         gc.freeze()     # a collection writes to all objects, of pages that are shared
         _close_sockets()
-        while (number := queue.take()) is not None: _send(into, _captured(capture, number))
+        while (number := queue.take()) is not None: _send(into, _capture_job(capture, number))
         os.nice(LOWEST_PRIORITY)
-        for number in later: _send(into, _captured(capture, number))
+        for number in later: _send(into, _capture_job(capture, number))
         status = 0
     except (BrokenPipeError, KeyboardInterrupt): pass
     except BaseException: sys.excepthook(*sys.exc_info())
     finally: os._exit(status)
 
 
-def _captured(capture: Callable[[int], CapturedJob], number: int) -> CapturedJob:
-    """One that cannot be captured does not end those behind it; a lack of memory does."""
+def _capture_job(capture: Callable[[int], CapturedJob], number: int) -> CapturedJob:
+    """Captures a job."""
     try: return capture(number)
     except MemoryError: raise
     except Exception: return CapturedJob(number, None, 0)

@@ -118,22 +118,23 @@ def _settings(device: str) -> list[object]:
 
 
 def places_of(tensors: Mapping[str, Buffer]) -> list[tuple[str, int, str, int]]:
-    """Where tensors are, as far as steps depend on it."""
+    """Lists where tensors are, as far as steps depend on it."""
     return [(name, at.nbytes, at.dtype.name, at.offset) for name, at in tensors.items()]
 
 
-def named_buffers(**owners: object) -> dict[str, Buffer]:
-    """The realized tensors and buffers that objects have, by name."""
+def name_buffers(**owners: object) -> dict[str, Buffer]:
+    """Returns the realized tensors and buffers that objects have, by name."""
     found: dict[str, Buffer] = {}
     for name, owner in owners.items():
         if isinstance(owner, Buffer): found[name] = owner
-        elif isinstance(owner, Tensor): found |= _realized(name, owner)
+        elif isinstance(owner, Tensor): found |= _realized_buffer(name, owner)
         else:
-            for inner, tensor in get_state_dict(owner, f"{name}.").items(): found |= _realized(inner, tensor)
+            for inner, tensor in get_state_dict(owner, f"{name}.").items(): found |= _realized_buffer(inner,
+                                                                                                      tensor)
     return found
 
 
-def _realized(name: str, tensor: Tensor) -> dict[str, Buffer]:
+def _realized_buffer(name: str, tensor: Tensor) -> dict[str, Buffer]:
     if not tensor.uop.has_buffer_identity() or not isinstance(at := tensor.uop.buffer, Buffer): return {}
     return {name: at}
 
@@ -185,7 +186,7 @@ def _over(linear: UOp, memory: Mapping[UOp, UOp], programs: Mapping[UOp, UOp]) -
 
 def _place(argument: UOp, u: UOp, owners: Mapping[int, list[tuple[str, Buffer]]],
            numbers: dict[UOp, int]) -> Place | None:
-    """Where an argument is in the buffer `u`, whose memory is of one of `owners` or an intermediate."""
+    """Finds where an argument is in the buffer `u`, whose memory is of one of `owners` or an intermediate."""
     at = argument.buffer
     if not isinstance(at, Buffer): return None
     for name, owner in owners.get(id(at.base), ()):

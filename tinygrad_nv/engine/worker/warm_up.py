@@ -36,8 +36,9 @@ T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """What a warm-up asks of the model runner. `prepare` is called on its thread, by way of `run_now`, which
-    waits, or of `defer`, behind batches that wait by now. `forks`: steps may be captured in a fork."""
+    """Protocol of the model runner as a warm-up needs it. `prepare` is called on its thread, by way of
+    `run_now`, which waits, or of `defer`, behind batches that wait by now. `forks`: steps may be captured in
+    a fork."""
     step_store: StepStore | None
     forks: bool
 
@@ -59,9 +60,10 @@ PART_FILTER_SETS = (*FILTER_SETS[:2], replace(FILTER_SETS[-1], top_k=False, top_
 
 def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, verifies: bool,
                  adapters: bool, parts: bool = False) -> tuple[list[Job], list[Job]]:
-    """What every load needs. The first have room for every batch: decodes of one sequence and of all, a short
-    prompt beside a few decodes, and the largest step. The others are decodes of each power of two, prompt
-    chunks alone, and prompt chunks beside few and many decodes, of sizes that also serve those between."""
+    """Lists the jobs that every load needs. The first have room for every batch: decodes of one sequence and
+    of all, a short prompt beside a few decodes, and the largest step. The others are decodes of each power of
+    two, prompt chunks alone, and prompt chunks beside few and many decodes, of sizes that also serve those
+    between."""
     decode = [BatchShape.at_least(1 << i, 0, 0, True) for i in range((max_seqs - 1).bit_length() + 1)]
     whole = -(-max_batched_tokens // GROUP)     # groups of a step without decodes
     chunks = [BatchShape.at_least(0, groups, 1, False)

@@ -25,7 +25,7 @@ class Hermes(CallMachine):
     def _inside(self) -> bool:
         self.held = self.call.feed(self.held)
         if self.call.done: return self.next(self._closing)
-        if self.call.started: return self.call.failed and self.next(self._skipping, self.call.held)
+        if self.call.has_started: return self.call.failed and self.next(self._skipping, self.call.held)
         if not (self.call.failed or self.ended): return False
         self.content(OPEN)
         return self.next(self._outside, self.call.text)

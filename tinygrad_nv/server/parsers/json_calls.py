@@ -61,7 +61,7 @@ class CallObject:
         self.key, self.value, self.end, self.pending = "", "", ValueEnd(), ""
 
     @property
-    def started(self) -> bool:
+    def has_started(self) -> bool:
         """Whether an event was emitted."""
         return self.index is not None
 
@@ -107,7 +107,7 @@ class CallObject:
         if self.key in ARGUMENTS and self.index is not None: self.emit(CallDelta(self.index, piece))
         if not self.end.done: return False
         self.state = self._comma
-        return self._valued()
+        return self._take_value()
 
     def _comma(self) -> bool:
         if not (sign := self._sign()): return False
@@ -115,8 +115,8 @@ class CallObject:
 
     # **** what states do ****
 
-    def _valued(self) -> bool:
-        """A value is complete."""
+    def _take_value(self) -> bool:
+        """Handles a value that is complete."""
         if self.key == "name":
             name = _string(self.value)
             if not name: return self._fail()

@@ -32,7 +32,7 @@ class Llama(CallMachine):
     def _inside(self) -> bool:
         self.held = self.call.feed(self.held)
         if self.call.done: return self.next(self._between)
-        if self.call.started: return self.call.failed and self.next(self.rest, self.call.held)
+        if self.call.has_started: return self.call.failed and self.next(self.rest, self.call.held)
         if not (self.call.failed or self.ended): return False
         return self.next(self.rest, self.before + self.call.text)
 

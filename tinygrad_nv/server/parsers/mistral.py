@@ -36,7 +36,7 @@ class Mistral(CallMachine):
     def _inside(self) -> bool:
         self.held = self.call.feed(self.held)
         if self.call.done: return self.next(self._between)
-        if self.call.started: return self.call.failed and self.next(self._outside, self.call.held)
+        if self.call.has_started: return self.call.failed and self.next(self._outside, self.call.held)
         if not (self.call.failed or self.ended): return False
         return self.next(self._outside, self.call.text)
 
@@ -53,14 +53,14 @@ class Mistral(CallMachine):
         self.name += before
         if not mark: return self.ended and self.next(self._nameless)
         if mark == "{": self.held = mark + self.held
-        return self.next(self._identified if mark == ID else self._arguments)
+        return self.next(self._skip_id if mark == ID else self._arguments)
 
     def _nameless(self) -> bool:
         self.content(CALLS + self.name)
         self.name = ""
         return self.next(self.rest)
 
-    def _identified(self) -> bool:
+    def _skip_id(self) -> bool:
         _, mark, self.held = cut(self.held, (ARGS,), self.ended)
         return bool(mark) and self.next(self._arguments)
 

@@ -65,18 +65,18 @@ class Machine:
         """The events that `text` completes."""
         self.held += text
         while self.state(): pass
-        return self.taken()
+        return self.take_events()
 
     def flush(self) -> list[Event]:
         """The events left at the end."""
         self.ended = True
         while self.state(): pass
-        return self.taken()
+        return self.take_events()
 
-    def taken(self) -> list[Event]:
-        """The events since the last call, neighbours of one kind joined."""
+    def take_events(self) -> list[Event]:
+        """Returns the events since the last call, neighbours of one kind joined."""
         events, self.events = self.events, []
-        return joined(events)
+        return join_events(events)
 
     def emit(self, event: Event) -> None:
         """Adds an event to those that the next call returns."""
@@ -117,7 +117,7 @@ class CallMachine(Machine):
     def flush(self) -> list[Event]:
         """The events left at the end."""
         events = super().flush()
-        return events if self.calls else joined([*events, Content(self.space)])
+        return events if self.calls else join_events([*events, Content(self.space)])
 
     def rest(self) -> bool:
         """The state after the last call: all text is content."""
@@ -138,11 +138,11 @@ class Chain:
 
     def feed(self, text: str) -> list[Event]:
         """The events that `text` completes."""
-        return joined(self._through(self.first.feed(text)))
+        return join_events(self._through(self.first.feed(text)))
 
     def flush(self) -> list[Event]:
         """The events left at the end."""
-        return joined([*self._through(self.first.flush()), *self.second.flush()])
+        return join_events([*self._through(self.first.flush()), *self.second.flush()])
 
     def _through(self, events: Sequence[Event]) -> Iterable[Event]:
         for event in events:
@@ -150,8 +150,8 @@ class Chain:
             else: yield event
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
-    """Events without empty ones, neighbours of one kind joined."""
+def join_events(events: Iterable[Event]) -> list[Event]:
+    """Returns events without empty ones, neighbours of one kind joined."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None

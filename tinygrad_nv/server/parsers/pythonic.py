@@ -80,7 +80,7 @@ class Pythonic(CallMachine):
         while at < len(self.held):
             sign = self.held[at]
             size = 1
-            if self.quote: self._quoted(sign)
+            if self.quote: self._take_quoted(sign)
             elif sign in "\"'" and BEFORE_QUOTE.search((self.argument + self.held[:at])[-MAX_PREFIX:]):
                 rest = self.held[at:at + 3]
                 if rest == sign * len(rest) and len(rest) < 3 and not self.ended: break  # of three, perhaps
@@ -104,8 +104,8 @@ class Pythonic(CallMachine):
         if len(rest) < 4 and not self.ended and (not rest or rest.isdigit()): return None
         return GROUP.match(rest) is not None
 
-    def _quoted(self, sign: str) -> None:
-        """A sign inside quotes; `tail` are the quotes among them that may be the end."""
+    def _take_quoted(self, sign: str) -> None:
+        """Takes a sign inside quotes; `tail` are the quotes among them that may be the end."""
         self.tail = self.tail + sign if sign == self.quote[0] and not self.escaped else ""
         self.escaped = sign == "\\" and not self.escaped
         if len(self.tail) == len(self.quote): self.quote = self.tail = ""
@@ -116,7 +116,7 @@ class Pythonic(CallMachine):
         self.argument = ""
         self.before = self.before + text + sign if self.index < 0 else ""
         if sign == ",": return self.next(self._arguments, rest)
-        self._bare_ends()
+        self._end_bare()
         self._begin()
         self.emit(CallDelta(self.index, "}"))
         self.before = ""
@@ -126,11 +126,11 @@ class Pythonic(CallMachine):
         """Passes an argument on. Returns False where a call has not begun, and has no parameter for it."""
         if (found := KEY.match(text)) is not None:
             key = next(each for each in found.groups() if each is not None)
-            self._bare_ends()
+            self._end_bare()
             return self._pass(key, text[found.end():])
         known = names_of(self.schemas.get(self.name))
         if (found := COLON.match(text)) is not None and found[1] in known:
-            self._bare_ends()
+            self._end_bare()
             return self._pass(found[1], text[found.end():])
         if self.bare is not None:   # city=San Francisco, CA
             self.bare = self.bare[0], f"{self.bare[1]},{text}"
@@ -166,7 +166,7 @@ class Pythonic(CallMachine):
         self.bare = key, text
         return True
 
-    def _bare_ends(self) -> None:
+    def _end_bare(self) -> None:
         if self.bare is not None: self._emit_bare(*self.bare)
         self.bare = None
 

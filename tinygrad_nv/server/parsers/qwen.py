@@ -34,9 +34,9 @@ class Qwen(CallMachine):
         self.content(before)
         self.opened = mark == OPEN
         if mark == FUNCTION: return self.next(self._name)
-        return bool(mark) and self.next(self._opened)
+        return bool(mark) and self.next(self._open_call)
 
-    def _opened(self) -> bool:
+    def _open_call(self) -> bool:
         text = self.held.lstrip()
         if text.startswith(FUNCTION): return self.next(self._name, text[len(FUNCTION):])
         if may_begin(text, FUNCTION, self.ended): return False

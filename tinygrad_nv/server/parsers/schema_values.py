@@ -47,13 +47,13 @@ TEXT = Allowed(frozenset({"string"}))
 def parameter(schema: Any, name: str) -> Allowed:
     """See above: a text, where the schema says nothing of the parameter."""
     found = find(schema, name, schema)
-    made = None if found is None else _allowed(found, schema, {}, 0)
+    made = None if found is None else _find_allowed(found, schema, {}, 0)
     return TEXT if made is None or not made.types else made
 
 
 def names_of(schema: Any) -> list[str]:
     """The parameters of a tool, in their order."""
-    found = (each.get("properties") for each in _combined(schema, schema, "allOf"))
+    found = (each.get("properties") for each in _combine(schema, schema, "allOf"))
     return [*dict.fromkeys(name for own in found if isinstance(own, Mapping) for name in own)]
 
 
@@ -77,7 +77,7 @@ def _value(text: str, allowed: Allowed) -> Any:
 
 
 def _readings(text: str, allowed: Allowed) -> Iterable[Any]:
-    """What a text may mean, the likeliest first."""
+    """Lists the values that a text may mean, the likeliest first."""
     if text.lower() in ("true", "false"): yield text.lower() == "true"
     if text in NULLS: yield None
     if WHOLE.fullmatch(text) and len(text) < 300: yield int(text)
@@ -102,8 +102,8 @@ def _type(value: Any) -> str:
 
 # **** schemas ****
 
-def _resolved(reference: Any, root: Any) -> Any:
-    """What a reference inside of the schema names; None for others."""
+def _resolve(reference: Any, root: Any) -> Any:
+    """Returns the target of a reference inside of the schema; None for others."""
     if not isinstance(reference, str) or not reference.startswith("#"): return None
     found = root
     for step in unquote(reference[1:]).split("/")[1:]:
@@ -116,13 +116,13 @@ def _resolved(reference: Any, root: Any) -> Any:
 
 def _inner(schema: Mapping[str, Any], root: Any, *names: str) -> list[Any]:
     listed = [each for name in names if isinstance(found := schema.get(name), list) for each in found]
-    return [*([_resolved(schema["$ref"], root)] if "$ref" in schema else []), *listed]
+    return [*([_resolve(schema["$ref"], root)] if "$ref" in schema else []), *listed]
 
 
 def find(schema: Any, name: str, root: Any) -> Any:
     """The schema of a property, that of other properties where it is not named; None where there is none."""
     others = []
-    for each in _combined(schema, root, "allOf", "anyOf", "oneOf"):
+    for each in _combine(schema, root, "allOf", "anyOf", "oneOf"):
         for key, matches in (("properties", str.__eq__), ("patternProperties", _matches)):
             for own, found in (each.get(key) or {}).items() if isinstance(each.get(key), Mapping) else ():
                 if matches(own, name): return found
@@ -130,8 +130,8 @@ def find(schema: Any, name: str, root: Any) -> Any:
     return others[0] if others else None
 
 
-def _combined(schema: Any, root: Any, *words: str) -> Iterator[Mapping[str, Any]]:
-    """A schema and those that it refers to or combines, each once: references may go in circles."""
+def _combine(schema: Any, root: Any, *words: str) -> Iterator[Mapping[str, Any]]:
+    """Yields a schema and those that it refers to or combines, each once: references may go in circles."""
     waiting, seen = [schema], set[int]()
     while waiting:
         each = waiting.pop()
@@ -146,13 +146,14 @@ def _matches(pattern: str, name: str) -> bool:
     except RequestError: return False
 
 
-def _allowed(schema: Any, root: Any, known: dict[int, Allowed | None], depth: int) -> Allowed | None:
-    """What a schema allows; None where it does not say. `known`: what was found, None inside of a circle."""
+def _find_allowed(schema: Any, root: Any, known: dict[int, Allowed | None], depth: int) -> Allowed | None:
+    """Returns the values that a schema allows; None where it does not say. `known`: what was found, None
+    inside of a circle."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH: return None
     if id(schema) in known: return known[id(schema)]
     known[id(schema)] = None
-    found = [_own(schema), _listed(schema)]
-    found += [_allowed(each, root, known, depth + 1) for each in _inner(schema, root, "allOf")]
+    found = [_own(schema), _find_enum(schema)]
+    found += [_find_allowed(each, root, known, depth + 1) for each in _inner(schema, root, "allOf")]
     for name in ("anyOf", "oneOf"):
         if options := schema.get(name): found.append(_either(options, root, known, depth + 1))
     made = None
@@ -164,7 +165,7 @@ def _allowed(schema: Any, root: Any, known: dict[int, Allowed | None], depth: in
 
 
 def _own(schema: Mapping[str, Any]) -> Allowed | None:
-    """What `type` says, or keywords that only one type has."""
+    """Returns the values that `type` allows, or keywords that only one type has."""
     kinds = schema.get("type")
     if kinds is None:
         kinds = "object" if "properties" in schema else "array" if "items" in schema else None
@@ -173,7 +174,7 @@ def _own(schema: Mapping[str, Any]) -> Allowed | None:
     return Allowed(frozenset(types)) if types else None
 
 
-def _listed(schema: Mapping[str, Any]) -> Allowed | None:
+def _find_enum(schema: Mapping[str, Any]) -> Allowed | None:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not values: return None
     return Allowed(frozenset(map(_type, values)), tuple(values))
@@ -181,7 +182,7 @@ def _listed(schema: Mapping[str, Any]) -> Allowed | None:
 
 def _either(options: Any, root: Any, known: dict[int, Allowed | None],
             depth: int) -> Allowed | None:
-    found = [_allowed(each, root, known, depth) for each in options] if isinstance(options, list) else []
+    found = [_find_allowed(each, root, known, depth) for each in options] if isinstance(options, list) else []
     given = [each for each in found if each is not None]
     if not given or len(given) < len(found): return None
     values = None if any(each.values is None for each in given) else \

@@ -24,7 +24,7 @@ from tinygrad_nv.server.parsers.think import Think, begins_inside
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known of an answer before it begins. `prefix`: the end of the prompt, or the text of the
+    """Facts of an answer that are known before it begins. `prefix`: the end of the prompt, or the text of the
     message that is `continued`; `schemas`: by the name of a tool, its parameters' schema (none: no call is
     parsed)."""
     prefix: str = ""
