@@ -35,7 +35,7 @@ def single(llm: LLM) -> list[tuple[int, ...]]: return [llm.complete(ids, GREEDY)
 def idle(llm: LLM) -> None:
     """Waits until nothing runs, and looks whether anything is left behind."""
     llm.engine.join(20)
-    assert not llm.core.unfinished
+    assert not llm.core.has_unfinished
     assert llm.core.pool.stats().in_use == 0
 
 

@@ -59,13 +59,13 @@ def test_a_table_leaves_and_returns():
     pool = PagePool(4, 4, host_pages=4)
     table = filled(pool, A[:10])
     assert table.offload()
-    assert (table.pages, table.computed, table.offloaded, pool.available) == ([], 10, True, 4)
+    assert (table.pages, table.computed, table.is_offloaded, pool.available) == ([], 10, True, 4)
     pool.assert_conserved([table])
     out = copies(pool)
     filled(pool, B[:16]).release()
     pool.take_copies()
     assert table.restore()
-    assert (len(table.pages), table.computed, table.offloaded) == (3, 10, False)
+    assert (len(table.pages), table.computed, table.is_offloaded) == (3, 10, False)
     back = [copy for copy in pool.take_copies() if copy.where is CopyKind.HOST_TO_DEVICE]
     assert [(copy.source, copy.target) for copy in back] == \
         [(copy[2], page) for copy, page in zip(out, table.pages, strict=True)]
@@ -143,7 +143,7 @@ def test_pages_that_a_failed_batch_was_to_copy_do_not_count():
     assert table.offload()
     pool.take_copies()
     pool.recover(number, [table])
-    assert (table.computed, table.offloaded) == (0, False)
+    assert (table.computed, table.is_offloaded) == (0, False)
     assert pool.host.available == 4
     # the device still has what was there before
     assert pool.open(A[:10]).computed == 8
