@@ -14,7 +14,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.errors import TransformError
 from tinygrad_nv.language.kernels import Call, body
 from tinygrad_nv.patterns import named
-from tinygrad_nv.tile.language.batching import batched
+from tinygrad_nv.tile.language.batching import batch_program
 from tinygrad_nv.transforms.batching.functions import gradient_of
 from tinygrad_nv.transforms.batching.graph import repeat_node
 from tinygrad_nv.transforms.batching.named import add_rule
@@ -29,7 +29,7 @@ def _over_examples(node: UOp, arguments: Sequence[UOp | None], n: int) -> list[U
                              "a kernel with results of its own", "leave donate() out")
     inputs = [each.name for each in call.program.tensors if not each.output]
     names = [name for name, new in zip(inputs, arguments, strict=False) if new is not None]
-    program = batched(call.program, n, names)
+    program = batch_program(call.program, n, names)
     given = [new if new is not None else old if i < len(inputs) else repeat_node(old, n)
              for i, (old, new) in enumerate(zip(node.src[1:], arguments, strict=True))]
     own = [new is not None or i >= len(inputs) for i, new in enumerate(arguments)]

@@ -41,7 +41,7 @@ from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.shapes.signature import Signature, signature
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.language.ir import STORES, Program
-from tinygrad_nv.tile.language.program import RESULT, written
+from tinygrad_nv.tile.language.program import RESULT, trace_program
 from tinygrad_nv.tile.language.promises import without
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
@@ -174,7 +174,7 @@ class Kernel:
                config.get("NV_DEBUG"))
         if (made := self._programs.get(key)) is None:
             if len(self._programs) >= KEPT: self._programs.pop(next(iter(self._programs)))
-            whole = written(self.fn, given.arguments, given.parameters, schedule, self._grid(given),
+            whole = trace_program(self.fn, given.arguments, given.parameters, schedule, self._grid(given),
                             given.result)
             if (made := without(whole)) is not whole: self._promised[made.key] = whole
             if not any(op.name in STORES for op in made.body.walk()):

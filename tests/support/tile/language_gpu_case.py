@@ -17,10 +17,10 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.emulator import LATE, Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.language.gpu import build, problems
-from tinygrad_nv.tile.language.interpret import rounded, run
+from tinygrad_nv.tile.language.interpret import round_to, run
 from tinygrad_nv.tile.language.ir import Program, TensorParameter
 from tinygrad_nv.tile.language.memory import TensorRef
-from tinygrad_nv.tile.language.program import written
+from tinygrad_nv.tile.language.program import trace_program
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
 
@@ -41,7 +41,7 @@ def program(fn: Any, tensors: Sequence[TensorParameter], schedule: TileSchedule 
             grid: tuple[int, ...] | None = (1,), more: Mapping[str, Any] | None = None) -> Program:
     """The program of a function of the tensors, by their names, and of other arguments."""
     given = {each.name: TensorRef(each) for each in tensors}
-    return written(fn, {**given, **(more or {})}, tensors, schedule or TileSchedule(), grid, None)
+    return trace_program(fn, {**given, **(more or {})}, tensors, schedule or TileSchedule(), grid, None)
 
 
 # **** arrays ****
@@ -53,7 +53,7 @@ def values(each: TensorParameter, random: np.random.Generator, integers: bool) -
         low = 0 if dtypes.is_unsigned(each.dtype) else -50
         return random.integers(low, 50, each.shape).astype(PLAIN[each.dtype])
     made = random.integers(-4, 5, each.shape) if integers else random.standard_normal(each.shape)
-    return rounded(made.astype(np.float32), each.dtype)
+    return round_to(made.astype(np.float32), each.dtype)
 
 
 def to_bytes(array: np.ndarray, dtype: DType) -> np.ndarray:

@@ -13,7 +13,7 @@ from tests.support.language.programs.case import Case, direct, tensor
 from tinygrad_nv.errors import LanguageError, TransformError
 from tinygrad_nv.explain import explain
 from tinygrad_nv.language import *
-from tinygrad_nv.tile.language.batching import batched
+from tinygrad_nv.tile.language.batching import batch_program
 
 SCALES = (1.0, -0.5, 2.0)
 
@@ -96,7 +96,7 @@ def test_examples_of_examples():
 
 def test_a_grid_of_three_axes_is_widened_along_x():
     x = Plain.zeros(2, 40, dtype=int32).contiguous()
-    made = batched(shifted.program(x), 7, {"x"})
+    made = batch_program(shifted.program(x), 7, {"x"})
     assert made.grid == (14, 1, 3)
 
 
@@ -110,7 +110,7 @@ def test_under_jit():
 def test_what_cannot_be():
     x = Plain.zeros(2, 40, dtype=int32).contiguous()
     with pytest.raises(LanguageError, match="at most 2147483647"):
-        batched(shifted.program(x), 2**26, {"x"})
+        batch_program(shifted.program(x), 2**26, {"x"})
     cache = donate(Plain.zeros(3, 2, 40, dtype=int32).contiguous().realize())
     with pytest.raises(TransformError, match="which writes into out"):
         vmap(lambda x, out: shifted(x, out=out))(Plain.zeros(3, 2, 40, dtype=int32).contiguous(), cache)

@@ -25,7 +25,7 @@ from tinygrad_nv.tile.language.memory import Block, TensorRef, load
 from tinygrad_nv.tile.language.random import philox
 from tinygrad_nv.tile.language.reductions import max_, sum_
 from tinygrad_nv.tile.language.trace import current, fail
-from tinygrad_nv.tile.language.values import Operand, Tile, cast, described
+from tinygrad_nv.tile.language.values import Operand, Tile, cast, describe
 
 LOG2E = 1 / math.log(2)
 
@@ -64,7 +64,7 @@ def softmax_online(scores: Tile) -> tuple[Tile, Tile, Tile]:
     """Probabilities (m, n), maxima and sums (m) of a block of scores (m, n): float32. In a loop over blocks
     whose last one reaches beyond its axis, what lies beyond counts as -inf."""
     if not isinstance(scores, Tile) or scores.ndim != 2:
-        fail(f"tile.softmax_online of {described(scores)}", "scores of two axes")
+        fail(f"tile.softmax_online of {describe(scores)}", "scores of two axes")
     wide, columns = cast(scores, dtypes.float32), _innermost()
     if columns is not None and columns.stop is not None and columns.size == scores.shape[1]:
         wide = where(col_index(columns) < columns.stop, wide, -INF)

@@ -20,7 +20,7 @@ MOST_Z, MOST = 65535, 2**31 - 1      # programs along z; of offsets, which are 3
 BLOCKS, ELEMENTS = ("load_block", "store_block"), ("load", "store", "atomic")
 
 
-def batched(program: Program, n: int, names: Collection[str]) -> Program:
+def batch_program(program: Program, n: int, names: Collection[str]) -> Program:
     """A program for n examples. Raises `LanguageError` where offsets do not fit into 32 bits."""
     wide = {each.name for each in program.tensors if each.output or each.name in names}
     tensors = tuple(replace(each, shape=(n, *each.shape)) if each.name in wide else each
@@ -47,7 +47,7 @@ class _Copy:
         self.first: dict[str, Value] = {}       # of an example, its first element
 
     def begin(self, ops: list[Op]) -> None:
-        """Which example a program is of, and where its elements begin."""
+        """Emits which example a program is of, and where its elements begin."""
         place = _emit(ops, "program_id", (), axis=2 if self.along_z else 0)
         count = _constant(ops, self.program.grid[0])
         self.example = place if self.along_z else _emit(ops, "apply", (place, count), fn="quotient")
@@ -76,10 +76,11 @@ class _Copy:
             op = replace(op, operands=(self.example, *op.operands),
                          attributes={**op.attributes, "sizes": (0, *op.attributes["sizes"])})
         if op.name in ELEMENTS and (first := self.first.get(op.attributes["tensor"])) is not None:
-            op = replace(op, operands=(self._moved(ops, op.operands[0], first), *op.operands[1:]))
+            op = replace(op,
+                         operands=(self._add_example_offset(ops, op.operands[0], first), *op.operands[1:]))
         ops.append(op)
 
-    def _moved(self, ops: list[Op], offsets: Value, first: Value) -> Value:
+    def _add_example_offset(self, ops: list[Op], offsets: Value, first: Value) -> Value:
         """Offsets in the elements of all examples."""
         whole = _emit(ops, "broadcast", (first,), shape=offsets.shape) if offsets.shape else first
         return _emit(ops, "apply", (offsets, whole), shape=offsets.shape, fn="add")

@@ -1,4 +1,4 @@
-"""What is known of an integer before a kernel runs: the least that it can be.
+"""Lower bounds of integers that are known before a kernel runs.
 
 Protocol: `at_least(value, facts)` is a lower bound, MINUS where nothing is known. It sees constants, numbers
 of
@@ -17,7 +17,7 @@ MINUS = -(1 << 31)
 
 
 class Known(Protocol):
-    """What is asked: a scalar's number, the operation that made a value, the least of an argument."""
+    """Queries on values: a scalar's number, the operation that made a value, the least of an argument."""
     @property
     def least(self) -> dict[Value, int]: ...
     def known(self, value: Value) -> Any: ...
@@ -25,7 +25,7 @@ class Known(Protocol):
 
 
 class Facts:
-    """Those of a program that is written."""
+    """Facts on a program that is written."""
 
     def __init__(self, program: Program) -> None:
         self._makers = {result: op for op in program.body.walk() for result in op.results}

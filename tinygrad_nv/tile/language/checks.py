@@ -12,7 +12,7 @@ COMPUTED = (dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.fp8e4m3, dty
             dtypes.uint32, dtypes.int16, dtypes.uint16, dtypes.int8, dtypes.uint8, dtypes.bool)
 
 
-def checked_dtype(dtype: Any) -> DType:
+def check_dtype(dtype: Any) -> DType:
     """The dtype of a tile, from a DType or from one with policies. Raises for those that tiles cannot
     have."""
     plain = getattr(dtype, "dtype", dtype)
@@ -21,7 +21,7 @@ def checked_dtype(dtype: Any) -> DType:
     return plain
 
 
-def checked_shape(shape: Any) -> tuple[int, ...]:
+def check_shape(shape: Any) -> tuple[int, ...]:
     """Sizes of a tile, as ints. Blocks count as their sizes."""
     sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
     made = []

@@ -1,4 +1,4 @@
-"""What a program knows of its place: the block of the result that it makes.
+"""Context of a program: the block of the result that it makes.
 
 Protocol. A kernel without `grid=` has one program for each block of its result, whose last two axes are cut
 into blocks of the schedule and whose leading axes are the batch:
@@ -153,9 +153,9 @@ class Context:
         aligned = zip(extents, indices[len(indices) - len(extents):],
                       self.lead[len(self.lead) - len(extents):],
                       strict=True)
-        return [self._aligned(extent, index, whole, tensor) for extent, index, whole in aligned]
+        return [self._align_index(extent, index, whole, tensor) for extent, index, whole in aligned]
 
-    def _aligned(self, extent: int, index: Tile, whole: int, tensor: TensorRef) -> Tile:
+    def _align_index(self, extent: int, index: Tile, whole: int, tensor: TensorRef) -> Tile:
         if extent == whole: return index
         if extent == 1: return scalar(0, dtypes.int32)
         if whole % extent == 0: return index // (whole // extent)

@@ -25,7 +25,7 @@ from tinygrad_nv.tile.language.bounds import at_least
 from tinygrad_nv.tile.language.ir import Region, TileType
 from tinygrad_nv.tile.language.memory import Block
 from tinygrad_nv.tile.language.trace import current, fail, tracing
-from tinygrad_nv.tile.language.values import Operand, Tile, cast, described, scalar
+from tinygrad_nv.tile.language.values import Operand, Tile, cast, describe, scalar
 
 GROUPS = (tuple, list, dict)     # of which elements are carried
 PASSES = 8   # of a body until the types of what it carries stay
@@ -130,13 +130,14 @@ def _over(x: Any, leaves: list[Any]) -> Any:
     return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
 
 
-def _copied(state: Sequence[Any]) -> list[Any]:
+def _copy_state(state: Sequence[Any]) -> list[Any]:
     """Variables for a body, which may change elements of lists and dicts."""
     return [_over(x, _leaves(x)) if isinstance(x, GROUPS) else x for x in state]
 
 
 class _Carried:
-    """What a body changes: for each name, the types of its leaves; () for those that it leaves alone."""
+    """Variables that a body changes: for each name, the types of its leaves; () for those that it leaves
+    alone."""
 
     def __init__(self, names: Sequence[str], state: Sequence[Any], what: str) -> None:
         self.names, self.state, self.what = names, list(state), what
@@ -149,15 +150,15 @@ class _Carried:
                 if types is not None for leaf, to in zip(_leaves(x), types, strict=True)]
 
     def _fit(self, leaf: Any, to: TileType, name: str) -> Tile:
-        if not isinstance(leaf, Tile): return _fitted(leaf, to)
+        if not isinstance(leaf, Tile): return _fit_leaf(leaf, to)
         if leaf.value.type != to:
-            fail(f"{name} enters the {self.what} as {described(leaf)} and leaves it as {to}",
+            fail(f"{name} enters the {self.what} as {describe(leaf)} and leaves it as {to}",
                  "one shape and dtype",
                  f"make it {to} from the beginning, or cast it at the end of the body")
         return leaf
 
     @property
-    def changed(self) -> list[str]:
+    def names_of_changes(self) -> list[str]:
         """Names of what is carried."""
         return [name for name, types in zip(self.names, self.types, strict=True) if types is not None]
 
@@ -170,7 +171,7 @@ class _Carried:
         return [x if types is None else _over(x, [left.pop(0) for _ in types])
                 for x, types in zip(self.state, self.types, strict=True)]
 
-    def unchanged(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
+    def is_stable(self, before: Sequence[Any], after: Sequence[Any]) -> bool:
         """Whether a body's results are of the types that entered; notes what else it changes."""
         good = True
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -208,7 +209,7 @@ class _Carried:
                 for name, x in zip(self.names, self.inside(values), strict=True)]
 
 
-def _fitted(leaf: Any, to: TileType) -> Tile:
+def _fit_leaf(leaf: Any, to: TileType) -> Tile:
     """A number, or a tile that has the type already, as a tile of a type."""
     made = cast(scalar(leaf, to.dtype), to.dtype)
     return made if made.shape == to.shape else made.broadcast_to(*to.shape)
@@ -223,7 +224,7 @@ def loop(iterable: Any, body: Callable[..., Sequence[Any]], names: Sequence[str]
         for item in iterable: state = body(item, *state)
         return list(state)
     trace, carried = current(), _Carried(names, state, "loop")
-    bounds = [_bound(each) for each in (iterable.start, iterable.stop)]
+    bounds = [_loop_bound(each) for each in (iterable.start, iterable.stop)]
     for _ in range(PASSES):
         initial = carried.initial()
         with trace.region([TileType(dtypes.int32), *carried.flat_types()]) as region:
@@ -232,13 +233,13 @@ def loop(iterable: Any, body: Callable[..., Sequence[Any]], names: Sequence[str]
             before, item, outer = carried.inside(inside), iterable.item(index), trace.block
             if iterable.block: trace.block = item
             own = roles.Loop(bounds[0].value, bounds[1].value, iterable.step, region, trace.line())
-            with roles.inside(trace, own): after = body(item, *_copied(before))
+            with roles.inside(trace, own): after = body(item, *_copy_state(before))
             trace.block = outer
-            if done := carried.unchanged(before, after):
+            if done := carried.is_stable(before, after):
                 region.yields = tuple(each.value for each in carried.yields(after))
-            roles.iteration_ended(trace, own, carried.changed)
+            roles.iteration_ended(trace, own, carried.names_of_changes)
         if done: break
-    else: _unsettled(carried)
+    else: _fail_unstable(carried)
     if trace.role is not None and trace.role.name == "producer": return carried.after([])
     step = trace.constant(iterable.step, dtypes.int32)
     made = trace.emit("for", [*(each.value for each in bounds), step, *(each.value for each in initial)],
@@ -246,13 +247,13 @@ def loop(iterable: Any, body: Callable[..., Sequence[Any]], names: Sequence[str]
     return carried.after(list(map(Tile, made)))
 
 
-def _bound(x: Operand) -> Tile:
+def _loop_bound(x: Operand) -> Tile:
     if isinstance(x, float): fail(f"{x} as a bound of a loop", "an integer")
     if isinstance(x, int) and not -2**31 <= x < 2**31: fail(f"{x} as a bound of a loop",
                                                             "an integer of 32 bits")
     made = scalar(x, dtypes.int32)
     if made.shape or not dtypes.is_int(made.dtype):
-        fail(f"{described(made)} as a bound of a loop", "an integer, or a scalar of integers",
+        fail(f"{describe(made)} as a bound of a loop", "an integer, or a scalar of integers",
              "cast it: tile.cast(n, int32)")
     return cast(made, dtypes.int32)
 
@@ -268,15 +269,15 @@ def repeat(condition: Callable[..., Any], body: Callable[..., Sequence[Any]], na
     for _ in range(PASSES):
         initial = carried.initial()
         with trace.region(carried.flat_types()) as test:
-            found = condition(*_copied(carried.inside(list(map(Tile, test.arguments)))))
+            found = condition(*_copy_state(carried.inside(list(map(Tile, test.arguments)))))
             test.yields = _truth(found).value,
         with trace.region(carried.flat_types()) as region:
             before = carried.inside(list(map(Tile, region.arguments)))
-            after = body(*_copied(before))
-            if done := carried.unchanged(before, after):
+            after = body(*_copy_state(before))
+            if done := carried.is_stable(before, after):
                 region.yields = tuple(each.value for each in carried.yields(after))
         if done: break
-    else: _unsettled(carried)
+    else: _fail_unstable(carried)
     made = trace.emit("while", [each.value for each in initial], carried.flat_types(), {}, [test, region])
     return carried.after(list(map(Tile, made)))
 
@@ -292,7 +293,7 @@ def branch(condition: Any, then: Callable[..., Sequence[Any]], otherwise: Callab
     trace, test = current(), _truth(condition)
     sides: list[tuple[Region, Sequence[Any]]] = []
     for run in (then, otherwise):
-        with trace.region() as region: sides.append((region, run(*_copied(state))))
+        with trace.region() as region: sides.append((region, run(*_copy_state(state))))
     (_, left), (_, right) = sides
     merged = [None if _same(a, b) or isinstance(a, Undefined) or isinstance(b, Undefined)
               else _meeting(name, a, b)
@@ -300,7 +301,7 @@ def branch(condition: Any, then: Callable[..., Sequence[Any]], otherwise: Callab
     types = [to for one in merged if one is not None for to in one]
     for region, after in sides:
         with trace.inside(region):
-            region.yields = tuple(_fitted(leaf, to).value for one, x in zip(merged, after, strict=True)
+            region.yields = tuple(_fit_leaf(leaf, to).value for one, x in zip(merged, after, strict=True)
                                   if one is not None for leaf, to in zip(_leaves(x), one, strict=True))
     made = list(map(Tile, trace.emit("if", [test.value], types, {}, [region for region, _ in sides])))
     return [(a if _same(a, b) else Undefined(name)) if one is None else _over(a, [made.pop(0) for _ in one])
@@ -330,11 +331,11 @@ def _meet(name: str, x: Any, y: Any) -> TileType:
 
 def _truth(x: Any) -> Tile:
     made = scalar(x, dtypes.bool)
-    if made.shape: fail(f"a condition of {described(made)}", "a scalar",
+    if made.shape: fail(f"a condition of {describe(made)}", "a scalar",
                         "use tile.any, tile.all or tile.where")
     return made if made.dtype == dtypes.bool else made != 0
 
 
-def _unsettled(carried: _Carried) -> NoReturn:
+def _fail_unstable(carried: _Carried) -> NoReturn:
     fail(f"the types of {', '.join(carried.names)} change with every iteration", "one shape and dtype",
          "give them their dtype before the loop")

@@ -13,7 +13,7 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.language.checks import checked_dtype
+from tinygrad_nv.tile.language.checks import check_dtype
 from tinygrad_nv.tile.language.ir import TileType
 from tinygrad_nv.tile.language.trace import current, fail
 from tinygrad_nv.tile.language.values import (
@@ -23,7 +23,7 @@ from tinygrad_nv.tile.language.values import (
     binary,
     broadcast,
     cast,
-    described,
+    describe,
     full,
     scalar,
     together,
@@ -36,23 +36,23 @@ SMALL_TANH = 0.02   # below it x - x^3/3 has a relative error of 2 x^4/15, 2e-8
 
 def zeros(shape: Any, dtype: Any = dtypes.float32) -> Tile:
     """A tile of zeros."""
-    return full(shape, 0, checked_dtype(dtype))
+    return full(shape, 0, check_dtype(dtype))
 
 
 def ones(shape: Any, dtype: Any = dtypes.float32) -> Tile:
     """A tile of ones."""
-    return full(shape, 1, checked_dtype(dtype))
+    return full(shape, 1, check_dtype(dtype))
 
 
-def filled(shape: Any, value: Operand, dtype: Any = dtypes.float32) -> Tile:
+def fill(shape: Any, value: Operand, dtype: Any = dtypes.float32) -> Tile:
     """A tile of one value."""
-    return full(shape, value, checked_dtype(dtype))
+    return full(shape, value, check_dtype(dtype))
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Tile:
     """x where the condition holds, else y."""
     test = scalar(condition, dtypes.bool)
-    if test.dtype != dtypes.bool: fail(f"a condition of {described(test)}", "bool", "compare it: x != 0")
+    if test.dtype != dtypes.bool: fail(f"a condition of {describe(test)}", "bool", "compare it: x != 0")
     a, b = together(x, y)
     test, a, b = broadcast(test, a, b)
     return apply("where", test, a, b)
@@ -192,15 +192,15 @@ def round_(x: Operand) -> Tile:
 def bitcast(x: Tile, dtype: Any) -> Tile:
     """The same 32 bits as float32, int32 or uint32; or as two float16 or bfloat16, which are a new last axis,
     the lower bits first."""
-    plain = checked_dtype(dtype)
+    plain = check_dtype(dtype)
     words, halves = (dtypes.float32, dtypes.int32, dtypes.uint32), (dtypes.float16, dtypes.bfloat16)
     if not isinstance(x, Tile) or x.dtype not in words or plain not in (*words, *halves):
-        fail(f"a bitcast of {described(x)} to {plain.name}",
+        fail(f"a bitcast of {describe(x)} to {plain.name}",
              "float32, int32 and uint32 to each other, or to two float16 or bfloat16")
     if x.dtype == plain: return x
     if plain in halves:
         if not x.shape:
-            fail(f"a bitcast of {described(x)} to two {short(plain)}", "a tile of one axis or more")
+            fail(f"a bitcast of {describe(x)} to two {short(plain)}", "a tile of one axis or more")
         return Tile(current().emit("halves", [x.value], [TileType(plain, (*x.shape, 2))])[0])
     return Tile(current().emit("bitcast", [x.value], [TileType(plain, x.shape)])[0])
 

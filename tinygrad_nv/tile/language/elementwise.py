@@ -11,14 +11,14 @@ import math
 from tinygrad_nv.tile.operations import OPERATIONS, Operation
 
 
-def _truncated(a: int, b: int) -> int: return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+def _truncate(a: int, b: int) -> int: return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
 _MORE = (
     # integers, towards zero; anything divided by 0 is 0, with no remainder
-    Operation("quotient", 2, lambda a, b: _truncated(int(a), int(b)), cost=20, ptx_integer="div.{kind}",
+    Operation("quotient", 2, lambda a, b: _truncate(int(a), int(b)), cost=20, ptx_integer="div.{kind}",
               c_integer="quotient_i({0}, {1})", c_unsigned="(vi)quotient_u((vu){0}, (vu){1})"),
-    Operation("remainder", 2, lambda a, b: int(a) - int(b) * _truncated(int(a), int(b)), cost=24,
+    Operation("remainder", 2, lambda a, b: int(a) - int(b) * _truncate(int(a), int(b)), cost=24,
               ptx_integer="rem.{kind}", c_integer="remainder_i({0}, {1})",
               c_unsigned="(vi)remainder_u((vu){0}, (vu){1})"),
     # by 32 and more gives 0, or the sign

@@ -24,7 +24,7 @@ _SHORT = {dtypes.float16: (10, -14, 65504.0), dtypes.bfloat16: (7, -126, 3.38953
           dtypes.fp8e4m3: (3, -6, 448.0), dtypes.fp8e5m2: (2, -14, 57344.0)}
 
 
-def rounded(x: Array, dtype: DType) -> Array:
+def round_to(x: Array, dtype: DType) -> Array:
     """Floats to the nearest value of a dtype, of two the even one: float32 arrays. What is too large becomes
     an infinity, in float8 the largest number, as cvt.rn.satfinite does."""
     if dtype == dtypes.float32: return np.asarray(x, np.float32)
@@ -58,7 +58,7 @@ class _Run:
 
     def to(self, x: Any, dtype: DType) -> Array:
         """An array of a dtype's values."""
-        if dtypes.is_float(dtype): return np.asarray(x, np.float64) if self.exact else rounded(x, dtype)
+        if dtypes.is_float(dtype): return np.asarray(x, np.float64) if self.exact else round_to(x, dtype)
         return np.asarray(x).astype(_PLAIN[dtype])
 
     # **** values ****
@@ -99,16 +99,16 @@ class _Run:
         if not op.regions:
             with np.errstate(all="ignore"): made = REDUCTIONS[op.attributes["fn"]](given[0], axis)
             return self.to(made, op.result.dtype)
-        return self._folded(op, [np.moveaxis(x, axis, 0) for x in given])[-1]
+        return self._fold_partials(op, [np.moveaxis(x, axis, 0) for x in given])[-1]
 
     def do_scan(self, op: Op, *given: Any) -> Any:
         axis, back = op.attributes["axis"], op.attributes["reverse"]
         moved = [np.moveaxis(x, axis, 0)[::-1 if back else 1] for x in given]
-        steps = self._folded(op, moved)
+        steps = self._fold_partials(op, moved)
         made = [np.stack([step[i] for step in steps])[::-1 if back else 1] for i in range(len(given))]
         return [np.moveaxis(x, 0, axis) for x in made]
 
-    def _folded(self, op: Op, moved: list[Any]) -> list[list[Any]]:
+    def _fold_partials(self, op: Op, moved: list[Any]) -> list[list[Any]]:
         """Partial results along the first axis."""
         state = [x[0] for x in moved]
         steps = [state]
@@ -201,7 +201,7 @@ class _Run:
 
 
 def _overlap(tensor: TensorParameter, sizes: tuple[int, ...], starts: Any) -> Any:
-    """Where a block lies inside of a tensor, and that part of the block; None and None if nowhere."""
+    """Returns where a block lies inside of a tensor, and that part of the block; None and None if nowhere."""
     inside, outside = list[Any](), list[Any]()
     for extent, size, start in zip(tensor.shape, sizes, map(int, starts), strict=True):
         if not size:
@@ -230,7 +230,8 @@ def run(program: Program, arrays: Mapping[str, Array], exact: bool = False) -> d
 
 
 def of_numbers(op: Op, *given: float) -> float:
-    """What a constant, an element operation or a cast makes of tiles with the same number throughout."""
+    """Returns what a constant, an element operation or a cast makes of tiles with the same number
+    throughout."""
     one = _Run(Program("", (), (1, 1, 1), Region()), {}, (0, 0, 0), False)
     numbers = [one.to(x, each.dtype) for x, each in zip(given, op.operands, strict=True)]
     return float(getattr(one, f"do_{op.name}")(op, *numbers))
@@ -243,7 +244,7 @@ def _quotient(a: Any, b: Any) -> Any:
     return np.where(by == 0, 0, np.abs(wide) // np.maximum(np.abs(by), 1) * np.sign(wide) * np.sign(by))
 
 
-def _shifted(left: bool) -> Callable[..., Any]:
+def _shift(left: bool) -> Callable[..., Any]:
     def shift(a: Any, b: Any) -> Any:
         wide, by = np.asarray(a, np.int64), np.clip(np.asarray(b, np.int64) & 0xFFFFFFFF, 0, 32)
         return wide << by if left else wide >> by
@@ -277,7 +278,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "log2": np.log2, "sqrt": np.sqrt, "sin": np.sin, "floor": np.floor, "abs": np.abs,
     "less": np.less, "not_equal": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "where": np.where, "quotient": _quotient, "remainder": _remainder,
-    "shift_left": _shifted(True), "shift_right": _shifted(False), "mul_high": _mul_high}
+    "shift_left": _shift(True), "shift_right": _shift(False), "mul_high": _mul_high}
 REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda x, axis: np.sum(x, axis, dtype=_wide(x)),
     "mul": lambda x, axis: np.prod(x, axis, dtype=_wide(x)),

@@ -55,7 +55,7 @@ STORES = ("store", "store_block", "atomic")     # operations that write a tensor
 
 @dataclass(frozen=True)
 class TileType:
-    """What a value is: elements, and how many along each axis."""
+    """Type of a value: elements, and how many along each axis."""
     dtype: DType
     shape: tuple[int, ...] = ()
 
@@ -64,7 +64,7 @@ class TileType:
 
 @dataclass(frozen=True)
 class Line:
-    """Where an operation was written."""
+    """Line where an operation was written."""
     file: str
     number: int
 
@@ -182,9 +182,9 @@ class _Printer:
 
     def name(self, value: Value) -> str: return self.names.setdefault(value, f"%{len(self.names)}")
 
-    def listed(self, values: tuple[Value, ...]) -> str: return ", ".join(map(self.name, values))
+    def list_values(self, values: tuple[Value, ...]) -> str: return ", ".join(map(self.name, values))
 
-    def typed(self, values: tuple[Value, ...]) -> str:
+    def list_types(self, values: tuple[Value, ...]) -> str:
         return ", ".join(f"{self.name(each)}: {each.type}" for each in values)
 
     def program(self, program: Program) -> list[str]:
@@ -195,20 +195,20 @@ class _Printer:
     def region(self, region: Region, indent: str) -> list[str]:
         lines = []
         for op in region.ops:
-            shown = [f"{name}={_shown(value)}" for name, value in op.attributes.items()]
-            left = f"{self.typed(op.results)} = " if op.results else ""
-            operands = f" {self.listed(op.operands)}" if op.operands else ""
+            shown = [f"{name}={_show(value)}" for name, value in op.attributes.items()]
+            left = f"{self.list_types(op.results)} = " if op.results else ""
+            operands = f" {self.list_values(op.operands)}" if op.operands else ""
             lines.append(f"{indent}{left}{op.name}{operands}{' [' + ', '.join(shown) + ']' if shown else ''}")
             for inner in op.regions:
-                arguments = f" ({self.typed(inner.arguments)})" if inner.arguments else ""
+                arguments = f" ({self.list_types(inner.arguments)})" if inner.arguments else ""
                 lines.append(f"{indent}  region{arguments}")
                 lines += self.region(inner, indent + "    ")
-        if region.yields: lines.append(f"{indent}yield {self.listed(region.yields)}")
+        if region.yields: lines.append(f"{indent}yield {self.list_values(region.yields)}")
         return lines
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     if isinstance(value, DType): return short(value)
     if isinstance(value, float): return value.hex() if value == value else "nan"
-    if isinstance(value, tuple): return "x".join(map(_shown, value)) or "()"
+    if isinstance(value, tuple): return "x".join(map(_show, value)) or "()"
     return str(value)

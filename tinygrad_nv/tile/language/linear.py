@@ -15,7 +15,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.language.ir import TileType
 from tinygrad_nv.tile.language.memory import TensorRef, load
 from tinygrad_nv.tile.language.trace import current, fail
-from tinygrad_nv.tile.language.values import Tile, cast, described, full
+from tinygrad_nv.tile.language.values import Tile, cast, describe, full
 
 INT8S = (dtypes.int8, dtypes.uint8)
 FLOATS = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.fp8e4m3, dtypes.fp8e5m2)
@@ -26,7 +26,7 @@ def dot(a: Any, b: Any, acc: Any = None, *, tf32: bool = False) -> Tile:
     one. Both operands have one dtype; int8 and uint8 may meet, and the two float8."""
     for name, one in (("first", a), ("second", b)):
         if not isinstance(one, Tile) or one.ndim != 2:
-            fail(f"the {name} operand of tile.dot is {described(one)}", "a tile of two axes",
+            fail(f"the {name} operand of tile.dot is {describe(one)}", "a tile of two axes",
                  "load it with blocks of rows and columns, or reshape it")
     if a.shape[1] != b.shape[0]:
         fail(f"tile.dot of {a.shape} and {b.shape}: {a.shape[1]} columns meet {b.shape[0]} rows",
@@ -34,7 +34,7 @@ def dot(a: Any, b: Any, acc: Any = None, *, tf32: bool = False) -> Tile:
     total, shape = _total(a.dtype, b.dtype), (a.shape[0], b.shape[1])
     made = full(shape, 0, total) if acc is None else acc
     if not isinstance(made, Tile) or made.shape != shape or made.dtype != total:
-        fail(f"an accumulator {described(made)}", f"{shape} of {short(total)}",
+        fail(f"an accumulator {describe(made)}", f"{shape} of {short(total)}",
              f"tile.zeros({shape}, {short(total)})")
     return Tile(current().emit("dot", [a.value, b.value, made.value], [TileType(total, shape)],
                                {"tf32": bool(tf32)})[0])
@@ -76,9 +76,9 @@ def dot_dequant_i8(x: Tile, q: Tile | QuantTile, scale: Any = None, acc: Any = N
     codes = q.codes if isinstance(q, QuantTile) else q
     factor = q.scale if isinstance(q, QuantTile) and scale is None else 1.0 if scale is None else scale
     if not isinstance(codes, Tile) or codes.dtype != dtypes.int8:
-        fail(f"tile.dot_dequant_i8 of {described(codes)}", "a tile of int8, or tile.load_qint8(…)")
+        fail(f"tile.dot_dequant_i8 of {describe(codes)}", "a tile of int8, or tile.load_qint8(…)")
     if not isinstance(x, Tile) or not dtypes.is_float(x.dtype):
-        fail(f"tile.dot_dequant_i8 of {described(x)} and codes", "floats beside codes")
+        fail(f"tile.dot_dequant_i8 of {describe(x)} and codes", "floats beside codes")
     made = dot(x, cast(codes, x.dtype))
     scaled = made * (factor[None, :] if isinstance(factor, Tile) and factor.ndim == 1 else factor)
     return scaled if acc is None else acc + scaled

@@ -1,7 +1,7 @@
 """Masks of loops over blocks: blocks that a mask leaves nothing of are not computed, others compare no more
 than they must.
 
-Protocol: `bounded(program)` looks at each `where(cond, scores, other)` in a loop whose condition compares
+Protocol: `bound_masks(program)` looks at each `where(cond, scores, other)` in a loop whose condition compares
 indices, `columns <= rows` or `columns < n`, which is the same for all of a block where the block is far from
 the edge:
 
@@ -55,7 +55,7 @@ class Less:
 def _fits(number: int) -> bool: return -2**31 <= number < 2**31
 
 
-def bounded(program: Program) -> Program:
+def bound_masks(program: Program) -> Program:
     """The program with its masks bounded; itself where it has none."""
     _Pass(program).region(program.body)
     return program
@@ -78,12 +78,12 @@ class _Pass:
         region, ahead = op.regions[0], list[Op]()
         masks = [one for one in region.ops if self._is_mask(one)]
         for mask in masks:
-            less = self._compared(mask.operands[0])
+            less = self._comparisons(mask.operands[0])
             if not less: continue
-            op = self._ended(op, mask, less, ahead)
+            op = self._end_loop(op, mask, less, ahead)
         for mask in masks:
-            if (less := self._compared(mask.operands[0])) and math.prod(mask.result.shape) >= LEAST:
-                self._branched(region, mask, less)
+            if (less := self._comparisons(mask.operands[0])) and math.prod(mask.result.shape) >= LEAST:
+                self._put_in_branch(region, mask, less)
         return [*ahead, op]
 
     def _is_mask(self, op: Op) -> bool:
@@ -92,11 +92,11 @@ class _Pass:
 
     # **** what a condition compares ****
 
-    def _compared(self, value: Value) -> list[Less]:
+    def _comparisons(self, value: Value) -> list[Less]:
         """Comparisons that all have to hold; empty where a condition is anything else."""
         op = self.makers.get(value)
         if op is None: return []
-        if op.name in ("broadcast", "reshape"): return self._compared(op.operands[0])
+        if op.name in ("broadcast", "reshape"): return self._comparisons(op.operands[0])
         if op.name != "apply": return []
         fn = op.attributes["fn"]
         if fn == "less": return self._less(op, False)
@@ -105,7 +105,7 @@ class _Pass:
             return self._less(inner, True) if inner is not None and inner.name == "apply" and \
                 inner.attributes["fn"] == "less" else []
         if fn == "and":
-            sides = [self._compared(each) for each in op.operands]
+            sides = [self._comparisons(each) for each in op.operands]
             return [each for side in sides for each in side] if all(sides) else []
         return []
 
@@ -137,7 +137,7 @@ class _Pass:
 
     # **** the loop's end ****
 
-    def _ended(self, op: Op, mask: Op, compared: Sequence[Less], ahead: list[Op]) -> Op:
+    def _end_loop(self, op: Op, mask: Op, compared: Sequence[Less], ahead: list[Op]) -> Op:
         """The loop with an end ahead of blocks that a mask leaves nothing of."""
         index = op.regions[0].arguments[0]
         other = constant_of(mask.operands[2], self.makers)
@@ -153,10 +153,10 @@ class _Pass:
             if not all(self._outside(each, op) for each in (*added, *high.scalars)): continue
             if not added and not high.scalars and self._most(op.operands[1]) <= number: continue
             inside = set(op.regions[0].walk())
-            end = write.total([write.copied(each, inside) for each in high.scalars], number)
-            for each in added: end = write.apply("sub", [end, write.copied(each, inside)], S32)
+            end = write.total([write.copy_scalar(each, inside) for each in high.scalars], number)
+            for each in added: end = write.apply("sub", [end, write.copy_scalar(each, inside)], S32)
             stop = write.apply("min", [op.operands[1], end], S32)
-            op = self._replaced(op, (op.operands[0], stop, *op.operands[2:]))
+            op = self._replace_operands(op, (op.operands[0], stop, *op.operands[2:]))
         return op
 
     def _most(self, value: Value) -> float:
@@ -173,18 +173,18 @@ class _Pass:
         inside = any(made is each for each in op.regions[0].walk())
         return not inside or (made.name in SCALARS and all(self._outside(each, op) for each in made.operands))
 
-    def _replaced(self, op: Op, operands: tuple[Value, ...]) -> Op:
+    def _replace_operands(self, op: Op, operands: tuple[Value, ...]) -> Op:
         made = replace(op, operands=operands)
         self.makers.update(dict.fromkeys(op.results, made))
         return made
 
     # **** blocks inside ****
 
-    def _branched(self, region: Region, mask: Op, compared: Sequence[Less]) -> None:
+    def _put_in_branch(self, region: Region, mask: Op, compared: Sequence[Less]) -> None:
         """The mask in a branch, with what it alone needs."""
         ahead = list[Op]()
         write = _Scalars(ahead, self.makers, mask.line)
-        if not all(self._known(each, region, mask) for less in compared
+        if not all(self._is_known(each, region, mask) for less in compared
                    for each in (*less.left[1].scalars, *less.right[0].scalars)): return
         if not all(_fits(each.number) for less in compared for each in less.inside()): return
         test: Value | None = None
@@ -204,7 +204,7 @@ class _Pass:
         region.ops[:] = [one for each in region.ops if each not in mine
                          for one in ((*ahead, branch) if each is mask else (each,))]
 
-    def _known(self, value: Value, region: Region, mask: Op) -> bool:
+    def _is_known(self, value: Value, region: Region, mask: Op) -> bool:
         """Whether a scalar is there where the mask is."""
         made = self.makers.get(value)
         return made is None or made not in region.ops or region.ops.index(made) < region.ops.index(mask)
@@ -229,7 +229,7 @@ class _Scalars:
         self.ops, self.makers, self.line = ops, makers, line
         self.copies: dict[Value, Value] = {}
 
-    def _emitted(self, name: str, operands: Sequence[Value], to: TileType, **attributes: object) -> Value:
+    def _emit(self, name: str, operands: Sequence[Value], to: TileType, **attributes: object) -> Value:
         made = Value(to)
         op = Op(name, tuple(operands), (made,), attributes, (), self.line)
         self.ops.append(op)
@@ -238,23 +238,23 @@ class _Scalars:
 
     def apply(self, fn: str, operands: Sequence[Value], to: TileType) -> Value:
         """A row of the table."""
-        return self._emitted("apply", operands, to, fn=fn)
+        return self._emit("apply", operands, to, fn=fn)
 
     def total(self, scalars: Sequence[Value], number: int) -> Value:
         """Their sum."""
         made: Value | None = None
         for each in scalars: made = each if made is None else self.apply("add", [made, each], S32)
         if made is not None and not number: return made
-        plain = self._emitted("constant", (), S32, value=number)
+        plain = self._emit("constant", (), S32, value=number)
         return plain if made is None else self.apply("add", [made, plain], S32)
 
-    def copied(self, value: Value, inside: set[Op]) -> Value:
+    def copy_scalar(self, value: Value, inside: set[Op]) -> Value:
         """A scalar; one of the operations `inside` is computed again."""
         op = self.makers.get(value)
         if op is None or op not in inside: return value
         if value not in self.copies:
-            given = [self.copied(each, inside) for each in op.operands]
-            self.copies[value] = self._emitted(op.name, given, value.type, **op.attributes)
+            given = [self.copy_scalar(each, inside) for each in op.operands]
+            self.copies[value] = self._emit(op.name, given, value.type, **op.attributes)
         return self.copies[value]
 
 

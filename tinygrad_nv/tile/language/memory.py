@@ -20,18 +20,18 @@ from typing import Any, NoReturn
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.language.checks import COMPUTED, checked_dtype
+from tinygrad_nv.tile.language.checks import COMPUTED, check_dtype
 from tinygrad_nv.tile.language.elements import where
 from tinygrad_nv.tile.language.ir import TensorParameter, TileType
 from tinygrad_nv.tile.language.names import instead
-from tinygrad_nv.tile.language.rounding import narrowed
+from tinygrad_nv.tile.language.rounding import narrow
 from tinygrad_nv.tile.language.trace import current, fail, no_attribute
 from tinygrad_nv.tile.language.values import (
     Operand,
     Tile,
     broadcast,
     cast,
-    described,
+    describe,
     full,
     scalar,
 )
@@ -137,7 +137,7 @@ def arange(start: int, stop: int | None = None) -> Tile:
 def _index(tensor: Any, index: Sequence[Any], rows: Any, cols: Any) -> list[Any]:
     """An entry for each axis."""
     if not isinstance(tensor, TensorRef):
-        what = described(tensor) if isinstance(tensor, Tile) else type(tensor).__name__
+        what = describe(tensor) if isinstance(tensor, Tile) else type(tensor).__name__
         fail(f"an access to {what}", "a tensor that the kernel was called with")
     each = [*index, *[one for one in (rows, cols) if one is not None]]
     if dots := [i for i, one in enumerate(each) if one is ...]:
@@ -171,7 +171,7 @@ def _entry(tensor: TensorRef, axis: int, one: Any) -> Any:
              f"write {extent + one} to count from the end" if extent + one >= 0 else "")
     made = scalar(one, dtypes.int32)
     if not dtypes.is_int(made.dtype):
-        fail(f"an index of {described(made)}", "integers", "cast it: tile.cast(i, int32)")
+        fail(f"an index of {describe(made)}", "integers", "cast it: tile.cast(i, int32)")
     return cast(made, dtypes.int32)
 
 
@@ -181,7 +181,7 @@ def _slice(tensor: TensorRef, axis: int, one: slice) -> Block:
     start, stop = 0 if one.start is None else one.start, extent if one.stop is None else one.stop
     constant = one.step is None and isinstance(start, int) and isinstance(stop, int)
     if not constant or not 0 <= start < stop:
-        parts = ("" if each is None else described(each) for each in (one.start, one.stop, one.step))
+        parts = ("" if each is None else describe(each) for each in (one.start, one.stop, one.step))
         fail(f"slice {':'.join(parts).removesuffix(':')} of axis {axis} of {tensor}",
              "`:`, or constants with 0 <= start < stop, without a step",
              "use tile.block(start, size) for a computed start, start + step * tile.arange(n) for a step")
@@ -190,7 +190,7 @@ def _slice(tensor: TensorRef, axis: int, one: slice) -> Block:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a gather or scatter goes: element offsets, and whether each lies inside."""
+    """Place of a gather or scatter: element offsets, and whether each lies inside."""
     offsets: Tile
     inside: Tile
 
@@ -247,10 +247,10 @@ def load(tensor: TensorRef, *index: Any, rows: Any = None, cols: Any = None, mas
     hold, and outside of the tensor, elements are `other`. `vector` and `prefetch` are accepted for a reader:
     the schedule says how a tile is loaded."""
     entries = _index(tensor, index, rows, cols)
-    _checked_number("other", other)
+    _check_number("other", other)
     if not _is_gather(entries):
         starts, attributes, shape = _block(tensor, entries)
-        made = Tile(current().emit("load_block", starts, [TileType(_computed(tensor), shape)],
+        made = Tile(current().emit("load_block", starts, [TileType(_compute_dtype(tensor), shape)],
                                    {**attributes, "other": _plain(other, tensor.dtype)})[0])
         if mask is None: return made
         return where(mask, made, other)
@@ -258,7 +258,7 @@ def load(tensor: TensorRef, *index: Any, rows: Any = None, cols: Any = None, mas
     inside = place.inside if mask is None else place.inside & _condition(mask)
     offsets, inside = broadcast(place.offsets, inside)
     return Tile(current().emit("load", [offsets.value, inside.value, scalar(other, tensor.dtype).value],
-                               [TileType(_computed(tensor), offsets.shape)], {"tensor": tensor.name})[0])
+                               [TileType(_compute_dtype(tensor), offsets.shape)], {"tensor": tensor.name})[0])
 
 
 def store(tensor: TensorRef, value: Operand, *index: Any, rows: Any = None, cols: Any = None,
@@ -267,22 +267,22 @@ def store(tensor: TensorRef, value: Operand, *index: Any, rows: Any = None, cols
     is broadcast to the index's shape."""
     entries = _index(tensor, index, rows, cols)
     _writable(tensor)
-    made = _narrowed(tensor, scalar(value, tensor.dtype), entries)
+    made = _narrow(tensor, scalar(value, tensor.dtype), entries)
     if not _is_gather(entries) and mask is None:
         starts, attributes, shape = _block(tensor, entries)
-        current().emit("store_block", [*starts, _fitted(made, shape).value], (), attributes)
+        current().emit("store_block", [*starts, _fit_shape(made, shape).value], (), attributes)
         return
-    offsets, inside = _masked(tensor, entries, mask)
-    current().emit("store", [offsets.value, _fitted(made, offsets.shape).value, inside.value], (),
+    offsets, inside = _mask_offsets(tensor, entries, mask)
+    current().emit("store", [offsets.value, _fit_shape(made, offsets.shape).value, inside.value], (),
                    {"tensor": tensor.name})
 
 
-def _narrowed(tensor: TensorRef, value: Tile, entries: Sequence[Any]) -> Tile:
+def _narrow(tensor: TensorRef, value: Tile, entries: Sequence[Any]) -> Tile:
     """In the tensor's dtype, as its policies round."""
     own = tensor.parameter
     if not own.saturate and own.stochastic is None: return cast(value, tensor.dtype)
     offsets = _place(tensor, entries).offsets if own.stochastic is not None else scalar(0, dtypes.int32)
-    return narrowed(value, own, offsets)
+    return narrow(value, own, offsets)
 
 
 def atomic(fn: str, tensor: TensorRef, value: Operand, *index: Any, mask: Operand | None = None) -> Tile:
@@ -292,8 +292,8 @@ def atomic(fn: str, tensor: TensorRef, value: Operand, *index: Any, mask: Operan
     if tensor.dtype not in ATOMICS[fn]:
         fail(f"atomic {fn} on {tensor} of {short(tensor.dtype)}",
              f"one of {', '.join(map(short, ATOMICS[fn]))}")
-    offsets, inside = _masked(tensor, entries, mask)
-    made = _fitted(cast(scalar(value, tensor.dtype), tensor.dtype), offsets.shape)
+    offsets, inside = _mask_offsets(tensor, entries, mask)
+    made = _fit_shape(cast(scalar(value, tensor.dtype), tensor.dtype), offsets.shape)
     return Tile(current().emit("atomic", [offsets.value, made.value, inside.value],
                                [TileType(tensor.dtype, offsets.shape)], {"tensor": tensor.name, "fn": fn})[0])
 
@@ -314,7 +314,7 @@ def atomic_min(tensor: TensorRef, value: Operand, *index: Any, mask: Operand | N
     return atomic("min", tensor, value, *index, mask=mask)
 
 
-def _masked(tensor: TensorRef, entries: Sequence[Any], mask: Operand | None) -> tuple[Tile, Tile]:
+def _mask_offsets(tensor: TensorRef, entries: Sequence[Any], mask: Operand | None) -> tuple[Tile, Tile]:
     place = _place(tensor, entries)
     inside = place.inside if mask is None else place.inside & _condition(mask)
     offsets, inside = broadcast(place.offsets, inside)
@@ -323,24 +323,24 @@ def _masked(tensor: TensorRef, entries: Sequence[Any], mask: Operand | None) -> 
 
 def _condition(mask: Operand) -> Tile:
     made = scalar(mask, dtypes.bool)
-    if made.dtype != dtypes.bool: fail(f"a mask of {described(made)}", "bool", "compare it: x != 0")
+    if made.dtype != dtypes.bool: fail(f"a mask of {describe(made)}", "bool", "compare it: x != 0")
     return made
 
 
-def _fitted(value: Tile, shape: tuple[int, ...]) -> Tile:
+def _fit_shape(value: Tile, shape: tuple[int, ...]) -> Tile:
     if value.shape == shape: return value
     padded = (1,) * (len(shape) - value.ndim) + value.shape
     if len(padded) != len(shape) or any(a not in (1, b) for a, b in zip(padded, shape, strict=True)):
-        fail(f"a tile {described(value)} stored to {shape}",
+        fail(f"a tile {describe(value)} stored to {shape}",
              "the shape of the index, or one that broadcasts to it")
     return value.broadcast_to(*shape)
 
 
-def _computed(tensor: TensorRef) -> DType:
+def _compute_dtype(tensor: TensorRef) -> DType:
     if tensor.dtype not in COMPUTED:
         fail(f"{tensor} of {tensor.dtype.name}", "a tensor of " + ", ".join(map(short, COMPUTED)),
              f"cast it before the call: {tensor.name}.cast(…)")
-    return checked_dtype(tensor.dtype)
+    return check_dtype(tensor.dtype)
 
 
 def _writable(tensor: TensorRef) -> None:
@@ -349,7 +349,7 @@ def _writable(tensor: TensorRef) -> None:
              f"annotate it so: {tensor.name}: OTile[...], or return the tile")
 
 
-def _checked_number(name: str, value: Any) -> None:
+def _check_number(name: str, value: Any) -> None:
     if isinstance(value, Tile) or not isinstance(value, (int, float, bool)):
         fail(f"{name}={value!r}", "a number known when the kernel is built", "use tile.where(mask, x, other)")
 

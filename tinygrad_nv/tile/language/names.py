@@ -36,5 +36,5 @@ NAMES = {**{name: (module, name) for module, names in _MODULES.items() for name 
 
 
 def instead(name: str, of: str) -> str:
-    """What to write for an attribute of a tile or tensor that is a function of `tile`."""
+    """Returns what to write for an attribute of a tile or tensor that is a function of `tile`."""
     return f"write tile.{name}({of}, …)" if name in NAMES else ""

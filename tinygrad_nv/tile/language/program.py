@@ -14,13 +14,13 @@ from typing import Any
 from tinygrad_nv.errors import LanguageError, NVError
 from tinygrad_nv.tile.language.context import Context
 from tinygrad_nv.tile.language.ir import Line, Program, TensorParameter
-from tinygrad_nv.tile.language.masks import bounded
+from tinygrad_nv.tile.language.masks import bound_masks
 from tinygrad_nv.tile.language.memory import Block, TensorRef, store
 from tinygrad_nv.tile.language.roles import all_consumed
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.language.source import returns_value, rewritten
-from tinygrad_nv.tile.language.trace import Trace, current, explained, fail, writing
-from tinygrad_nv.tile.language.values import Tile, described
+from tinygrad_nv.tile.language.trace import Trace, current, explain_error, fail, writing
+from tinygrad_nv.tile.language.values import Tile, describe
 
 RESULT = "result"
 NO_KERNELS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -28,7 +28,7 @@ NO_KERNELS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 LIMITS = (2**31 - 1, 65535, 65535)
 
 
-def written(fn: FunctionType, arguments: Mapping[str, Any], tensors: Sequence[TensorParameter],
+def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Sequence[TensorParameter],
             schedule: TileSchedule, grid: tuple[int, ...] | None,
             result: TensorParameter | None) -> Program:
     """The program of a function. `arguments` by name, tensors as `TensorRef`s; `grid` None: programs follow
@@ -52,17 +52,19 @@ def written(fn: FunctionType, arguments: Mapping[str, Any], tensors: Sequence[Te
         try:
             returned = rewritten(fn)(**arguments)
             all_consumed(trace)
-            if returned is not None: out = _stored(returned, out, made, declared=result is not None)
+            if returned is not None: out = _store_result(returned, out, made, declared=result is not None)
         except NVError: raise
-        except Exception as error: raise explained(error, trace.files, fn.__name__) from error
+        except Exception as error: raise explain_error(error, trace.files, fn.__name__) from error
         if made is not None: made.check()
         counts = _grid(made.grid if made is not None else grid or (1,), fn)
     results = [*([out] if returned is not None else []), *outputs]
-    return bounded(Program(fn.__name__, (*results, *(each for each in tensors if not each.output)), counts,
+    return bound_masks(Program(fn.__name__, (*results, *(each for each in tensors if not each.output)),
+                               counts,
                            trace.body))
 
 
-def _stored(returned: Any, out: TensorParameter, context: Context | None, declared: bool) -> TensorParameter:
+def _store_result(returned: Any, out: TensorParameter, context: Context | None,
+                  declared: bool) -> TensorParameter:
     if not isinstance(returned, Tile):
         fail(f"a kernel that returns {type(returned).__name__}", "one tile, or nothing",
              "store others to outputs: OTile", current().returned)
@@ -72,7 +74,7 @@ def _stored(returned: Any, out: TensorParameter, context: Context | None, declar
     if not declared: out = TensorParameter(out.name, returned.dtype, out.shape, output=True)
     rank = min(returned.ndim, 2)
     if rank > len(out.shape):
-        fail(f"a returned tile ({described(returned)}) of a result of shape {out.shape}",
+        fail(f"a returned tile ({describe(returned)}) of a result of shape {out.shape}",
              f"a tile of at most {len(out.shape)} axes",
              'annotate the result: def kernel(…) -> OTile["N", f32]', current().returned)
     index = [_place(context, out.shape[axis], returned.shape[axis], axis) for axis in range(-rank, 0)]

@@ -1,4 +1,4 @@
-"""What tiles of a program are promised to be: ranges that are looked at while a kernel is debugged.
+"""Promises on tiles of a program: ranges that are looked at while a kernel is debugged.
 
 Protocol: `promise(out, function, least, most, stable)` writes for each tile of floats in a function's result
 an operation `promise` [name, at, least, most, stable], which the interpreter checks (interpret.py). Targets

@@ -8,14 +8,14 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.tile.attention.dropout import MULTIPLIERS, ROUNDS, WEYL
 from tinygrad_nv.tile.language.elements import mul_high
 from tinygrad_nv.tile.language.trace import fail
-from tinygrad_nv.tile.language.values import Operand, Tile, cast, described, scalar
+from tinygrad_nv.tile.language.values import Operand, Tile, cast, describe, scalar
 
 
 def philox(key: tuple[Operand, Operand], counter: tuple[Operand, Operand, Operand, Operand]) -> list[Tile]:
     """Four tiles of uint32, of a key of two words and a counter of four."""
     for words, count in ((key, 2), (counter, 4)):
         if not isinstance(words, (tuple, list)) or len(words) != count:
-            fail(f"{described(words)} in tile.philox", "a key of two words and a counter of four",
+            fail(f"{describe(words)} in tile.philox", "a key of two words and a counter of four",
                  "write tile.philox((seed, 0), (offset, 0, 0, 0))")
     k0, k1 = (_word(each) for each in key)
     c0, c1, c2, c3 = (_word(each) for each in counter)

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.language.elements import where
 from tinygrad_nv.tile.language.ir import Region, TileType
 from tinygrad_nv.tile.language.memory import arange
 from tinygrad_nv.tile.language.trace import current, fail
-from tinygrad_nv.tile.language.values import Tile, broadcast, cast, described, unary
+from tinygrad_nv.tile.language.values import Tile, broadcast, cast, describe, unary
 
 Combine = Callable[..., Any]
 
@@ -25,24 +25,24 @@ Combine = Callable[..., Any]
 def _axis(x: Tile, axis: int) -> int:
     _tile(x)
     if not isinstance(axis, int):
-        fail(f"axis {described(axis)} of {described(x)}", "a constant integer",
+        fail(f"axis {describe(axis)} of {describe(x)}", "a constant integer",
              "tile.maximum and tile.minimum compare two tiles")
     made = axis + x.ndim if axis < 0 else axis
     if not 0 <= made < x.ndim:
-        fail(f"axis {axis} of {described(x)}",
+        fail(f"axis {axis} of {describe(x)}",
              f"an axis from {-x.ndim} to {x.ndim - 1}" if x.ndim else "a tile of axes")
     return made
 
 
 def _tile(x: Any) -> Tile:
     if not isinstance(x, Tile):
-        fail(f"{described(x)} ({type(x).__name__}) along an axis", "a tile",
+        fail(f"{describe(x)} ({type(x).__name__}) along an axis", "a tile",
              "load it: tile.load(x, …); of numbers make tile.full")
     return x
 
 
-def _summed(x: Any) -> Tile:
-    """What is summed: booleans and integers of fewer than 32 bits as integers of 32."""
+def _as_summand(x: Any) -> Tile:
+    """Returns what is summed: booleans and integers of fewer than 32 bits as integers of 32."""
     short = not dtypes.is_float(_tile(x).dtype) and x.dtype.itemsize < 4
     return cast(x, dtypes.uint32 if dtypes.is_unsigned(x.dtype) else dtypes.int32) if short else x
 
@@ -51,22 +51,22 @@ def _along(x: Any, axis: int | None, keepdims: bool, fn: str) -> Tile:
     wide = _tile(x).dtype in (dtypes.float16, dtypes.bfloat16, dtypes.fp8e4m3, dtypes.fp8e5m2)
     made = cast(x, dtypes.float32) if wide else x
     if axis is None:
-        for _ in range(x.ndim): made = _reduced(made, made.ndim - 1, fn)
+        for _ in range(x.ndim): made = _emit_reduce(made, made.ndim - 1, fn)
         if keepdims: made = made.reshape(*[1] * x.ndim)
     else:
-        made = _reduced(made, at := _axis(x, axis), fn)
+        made = _emit_reduce(made, at := _axis(x, axis), fn)
         if keepdims: made = made.reshape(*(1 if i == at else extent for i, extent in enumerate(x.shape)))
     return cast(made, x.dtype) if wide else made
 
 
-def _reduced(x: Tile, axis: int, fn: str) -> Tile:
+def _emit_reduce(x: Tile, axis: int, fn: str) -> Tile:
     shape = (*x.shape[:axis], *x.shape[axis + 1:])
     return Tile(current().emit("reduce", [x.value], [TileType(x.dtype, shape)], {"axis": axis, "fn": fn})[0])
 
 
 def sum_(x: Tile, axis: int | None = None, keepdims: bool = False) -> Tile:
     """The sum along an axis; of booleans and short integers in 32 bits."""
-    return _along(_summed(x), axis, keepdims, "add")
+    return _along(_as_summand(x), axis, keepdims, "add")
 
 
 def prod(x: Tile, axis: int | None = None, keepdims: bool = False) -> Tile:
@@ -127,15 +127,15 @@ def _extreme(x: Tile, axis: int, better: Callable[[Tile, Tile], Tile]) -> Tile:
 def reduce(x: Any, axis: int, combine: Combine) -> Any:
     """Tiles combined along an axis: combine(a, b) of scalars; of several tiles combine(a0, a1, …, b0, b1, …)
     gives as many results."""
-    return _combined("reduce", x, axis, combine, {})
+    return _emit_combine("reduce", x, axis, combine, {})
 
 
 def scan(x: Any, axis: int, combine: Combine, reverse: bool = False) -> Any:
-    """As `reduce`, with every partial result, that of the element itself included."""
-    return _combined("scan", x, axis, combine, {"reverse": bool(reverse)})
+    """Scans like `reduce`, with every partial result, that of the element itself included."""
+    return _emit_combine("scan", x, axis, combine, {"reverse": bool(reverse)})
 
 
-def _combined(name: str, x: Any, axis: int, combine: Combine, attributes: dict[str, Any]) -> Any:
+def _emit_combine(name: str, x: Any, axis: int, combine: Combine, attributes: dict[str, Any]) -> Any:
     several = isinstance(x, (tuple, list))
     tiles = broadcast(*map(_tile, x)) if several else [_tile(x)]
     at, kinds = _axis(tiles[0], axis), [each.dtype for each in tiles]
@@ -154,7 +154,7 @@ def _region(combine: Combine, kinds: Sequence[DType], several: bool) -> Region:
             fail(f"{len(results)} results of a combining function of {len(kinds)} tiles", "one for each tile")
         for result, kind in zip(results, kinds, strict=True):
             if not isinstance(result, Tile) or result.shape or result.dtype != kind:
-                fail(f"a combining function that makes {described(result)} of {kind.name}",
+                fail(f"a combining function that makes {describe(result)} of {kind.name}",
                      "scalars of the same dtype")
         region.yields = tuple(each.value for each in results)
     return region
@@ -162,20 +162,20 @@ def _region(combine: Combine, kinds: Sequence[DType], several: bool) -> Region:
 
 def cumsum(x: Tile, axis: int = -1, reverse: bool = False) -> Tile:
     """Sums of all elements up to each along an axis; of booleans and short integers in 32 bits."""
-    return _scanned(_summed(x), axis, "add", reverse)
+    return _emit_scan(_as_summand(x), axis, "add", reverse)
 
 
 def cumprod(x: Tile, axis: int = -1, reverse: bool = False) -> Tile:
     """Products of all elements up to each along an axis."""
-    return _scanned(x, axis, "mul", reverse)
+    return _emit_scan(x, axis, "mul", reverse)
 
 
 def cummax(x: Tile, axis: int = -1, reverse: bool = False) -> Tile:
     """The largest of all elements up to each along an axis."""
-    return _scanned(x, axis, "max", reverse)
+    return _emit_scan(x, axis, "max", reverse)
 
 
-def _scanned(x: Tile, axis: int, fn: str, reverse: bool) -> Tile:
+def _emit_scan(x: Tile, axis: int, fn: str, reverse: bool) -> Tile:
     wide = dtypes.is_float(_tile(x).dtype)
     made = cast(x, dtypes.float32) if wide else x
     value, = current().emit("scan", [made.value], [made.value.type],
@@ -187,7 +187,7 @@ def gather(x: Tile, index: Tile, axis: int = -1) -> Tile:
     """x taken at `index` along an axis, elsewhere at the same place: as torch.gather. Indices lie within."""
     at = _axis(x, axis)
     if not isinstance(index, Tile) or index.dtype != dtypes.int32 or index.ndim != x.ndim:
-        fail(f"tile.gather of {described(x)} with {described(index)}", "int32 indices with as many axes")
+        fail(f"tile.gather of {describe(x)} with {describe(index)}", "int32 indices with as many axes")
     if any(a != b for i, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if i != at):
         fail(f"tile.gather of {x.shape} with {index.shape} along axis {at}", "the same extents of other axes")
     return Tile(current().emit("gather", [x.value, index.value], [TileType(x.dtype, index.shape)],
@@ -202,7 +202,7 @@ def sort(x: Tile, axis: int = -1, descending: bool = False) -> Tile:
 
 def histogram(x: Tile, bins: int) -> Tile:
     """How many elements of a tile of integers are 0, 1, … bins - 1: (bins), int32."""
-    if dtypes.is_float(_tile(x).dtype): fail(f"the histogram of {described(x)}", "a tile of integers",
+    if dtypes.is_float(_tile(x).dtype): fail(f"the histogram of {describe(x)}", "a tile of integers",
                                              "cast it: tile.cast(x, int32)")
     flat = cast(x, dtypes.int32).reshape(math.prod(x.shape))
     return sum_(cast(flat[None, :] == arange(bins)[:, None], dtypes.int32), 1)

@@ -33,7 +33,7 @@ from typing import Any
 
 from tinygrad_nv.tile.language.ir import Line, Region, Value
 from tinygrad_nv.tile.language.trace import Trace, current, fail
-from tinygrad_nv.tile.language.values import Tile, described
+from tinygrad_nv.tile.language.values import Tile, describe
 
 ROLES = ("producer", "consumer")
 MOST_STAGES = 32
@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def attributes(self) -> dict[str, int]:
-        """What an operation of this loop says of its pipes."""
+        """Attributes that an operation of this loop has for its pipes."""
         return {"pipe": self.pipes[0].stages} if self.pipes else {}
 
 
@@ -73,15 +73,15 @@ def inside(trace: Trace, loop: Loop) -> Iterator[Loop]:
 
 def iteration_ended(trace: Trace, loop: Loop, carried: list[str]) -> None:
     """Behind a loop's body: stages are given back, and a producer has only brought tiles."""
-    for pipe in trace.pipes: pipe.ended(loop)
+    for pipe in trace.pipes: pipe.end_scope(loop)
     if trace.role is None or trace.role.name != "producer": return
     if carried:
         fail(f"{', '.join(carried)} changes in a loop of the producer", "loads at places that follow from "
              "indices of loops", "compute it from the loop's index")
-    checked(loop.region)
+    check_producer(loop.region)
 
 
-def checked(region: Region, first: int = 0) -> None:
+def check_producer(region: Region, first: int = 0) -> None:
     """Raises for what a producer does not do."""
     for op in region.ops[first:]:
         if op.name not in ALLOWED:
@@ -92,7 +92,7 @@ def checked(region: Region, first: int = 0) -> None:
 # **** roles ****
 
 class Role:
-    """What `with tile.role(name)` enters."""
+    """Scope that `with tile.role(name)` enters."""
     __tile_scope__ = True
 
     def __init__(self, name: str) -> None: self.name = name
@@ -105,7 +105,7 @@ class Role:
         self.depth, self.region = len(trace.loops), trace.regions[-1]
         self.first = len(self.region.ops)
         if self.name == "producer":
-            for pipe in trace.pipes: pipe.emptied()
+            for pipe in trace.pipes: pipe.empty()
         trace.role = self
         return self
 
@@ -113,13 +113,13 @@ class Role:
         trace = current()
         trace.role = None
         if kind is not None: return
-        for pipe in trace.pipes: pipe.ended(None)
-        if self.name == "producer": checked(self.region, self.first)
+        for pipe in trace.pipes: pipe.end_scope(None)
+        if self.name == "producer": check_producer(self.region, self.first)
 
 
 def role(name: str) -> Role:
-    """What follows, inside of `with`, is the producer's or the consumer's: it brings tiles, or computes with
-    them."""
+    """Makes what follows, inside of `with`, the producer's or the consumer's: it loads tiles, or computes
+    with them."""
     if name not in ROLES: fail(f"tile.role({name!r})", " or ".join(map(repr, ROLES)))
     return Role(name)
 
@@ -128,7 +128,7 @@ def role(name: str) -> Role:
 
 @dataclass(frozen=True, eq=False)
 class Committed:
-    """What a producer has put into a pipe, and the loops that it was in."""
+    """Commit of a producer into a pipe, and the loops that it was in."""
     values: tuple[Value, ...]
     loops: tuple[Loop, ...]
     line: Line | None
@@ -162,7 +162,7 @@ class Pipe:
         if self.acquired is None:
             fail("pipe.commit(…) of a stage that was not acquired", "pipe.acquire() before it")
         if not tiles: fail("pipe.commit() of nothing", "tiles that were loaded")
-        for each in tiles: self._brought(trace, each)
+        for each in tiles: self._check_load(trace, each)
         self._plain(trace, "commit")
         loops = tuple(trace.loops[trace.role.depth:])
         self.committed = Committed(tuple(each.value for each in tiles), loops, trace.line())
@@ -182,9 +182,9 @@ class Pipe:
                  "make another pipe: tile.pipe(stages)")
         self._plain(trace, "wait")
         loops = trace.loops[trace.role.depth:]
-        mapped = self._paired(trace, loops)
-        self._staged(loops)
-        self.held = tuple(_written(trace, each, mapped) for each in self.committed.values)
+        mapped = self._pair_indices(trace, loops)
+        self._set_stages(loops)
+        self.held = tuple(_recompute(trace, each, mapped) for each in self.committed.values)
         self.region, self.waited = trace.regions[-1], trace.line()
         made = tuple(map(Tile, self.held))
         return made[0] if len(made) == 1 else made
@@ -197,11 +197,11 @@ class Pipe:
         trace.released |= set(self.held)
         self.held = ()
 
-    def emptied(self) -> None:
+    def empty(self) -> None:
         """Ahead of a producer: what a consumer has waited for is done, and the pipe can be filled again."""
         if self.waited is not None: self.committed = self.waited = self.region = None
 
-    def ended(self, loop: Loop | None) -> None:
+    def end_scope(self, loop: Loop | None) -> None:
         """Behind an iteration of a loop, or a role."""
         if self.acquired is not None:
             fail("a stage that is acquired and not committed", "pipe.commit(…) in the same iteration", "",
@@ -227,15 +227,15 @@ class Pipe:
             fail(f"pipe.{what} in a branch", "the body of the loop itself: both roles count the same stages",
                  "load behind a mask, or put the `if` around what is computed")
 
-    def _brought(self, trace: Any, tile: Any) -> None:
+    def _check_load(self, trace: Any, tile: Any) -> None:
         op = trace.made_by(tile.value) if isinstance(tile, Tile) else None
         while op is not None and op.name == "transpose": op = trace.made_by(op.operands[0])
         if op is None or op.name not in BROUGHT or not tile.shape:
-            fail(f"pipe.commit of {described(tile)} that is not a loaded tile",
+            fail(f"pipe.commit of {describe(tile)} that is not a loaded tile",
                  "x[rows, cols] or tile.load(…)",
                  "load it in the producer, and compute with it in the consumer")
 
-    def _paired(self, trace: Any, loops: list[Loop]) -> dict[Value, Value]:
+    def _pair_indices(self, trace: Any, loops: list[Loop]) -> dict[Value, Value]:
         """Indices of the producer's loops as those of the consumer's."""
         assert self.committed is not None
         theirs, mapped = self.committed.loops, dict[Value, Value]()
@@ -250,7 +250,7 @@ class Pipe:
             mapped[a.index] = b.index
         return mapped
 
-    def _staged(self, loops: list[Loop]) -> None:
+    def _set_stages(self, loops: list[Loop]) -> None:
         """Says in the innermost loop how many stages there are."""
         if not loops: return
         others = [each for each in loops[-1].pipes if each.stages != self.stages]
@@ -280,12 +280,12 @@ def all_consumed(trace: Trace) -> None:
 
 # **** values of two roles ****
 
-def _written(trace: Trace, value: Value, mapped: dict[Value, Value]) -> Value:
-    """What makes a value of the producer, here."""
+def _recompute(trace: Trace, value: Value, mapped: dict[Value, Value]) -> Value:
+    """Returns what makes a value of the producer, here."""
     if value in mapped: return mapped[value]
     op = trace.made_by(value)
     if op is None or trace.visible(value): return value
-    given = [_written(trace, each, mapped) for each in op.operands]
+    given = [_recompute(trace, each, mapped) for each in op.operands]
     made = trace.emit(op.name, given, [each.type for each in op.results], op.attributes)
     maker = trace.made_by(made[0])
     if maker is not None and op.name in BROUGHT: maker.line = op.line

@@ -28,7 +28,7 @@ def least(dtype: DType) -> float:
     return -LARGEST[dtype] - (not dtypes.is_float(dtype))
 
 
-def narrowed(value: Tile, tensor: TensorParameter, offsets: Tile) -> Tile:
+def narrow(value: Tile, tensor: TensorParameter, offsets: Tile) -> Tile:
     """A tile in a tensor's dtype, as its policies say. `offsets`: of the elements in the tensor, int32."""
     if tensor.saturate:
         wide = cast(value, dtypes.float32 if dtypes.is_float(value.dtype) else dtypes.int32)

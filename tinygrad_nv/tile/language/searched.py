@@ -24,7 +24,7 @@ class Searched(Schedule):
     numbers: tuple[tuple[str, Number], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns plain data."""
         return {"template": self.template, "numbers": dict(self.numbers)}
 
     @classmethod
@@ -44,11 +44,11 @@ class Searched(Schedule):
         return made
 
     def on(self, arch: str) -> bool:
-        """Of GPUs and CPUs."""
+        """Tells whether the architecture is of GPUs or CPUs."""
         return True
 
     def words(self) -> list[str]:
-        """What it says, part by part."""
+        """Returns what it says, part by part."""
         return [f"{name} {value}" for name, value in self.numbers]
 
 

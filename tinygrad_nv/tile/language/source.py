@@ -43,7 +43,7 @@ Scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.L
 
 
 class Helpers:
-    """What a rewritten function calls."""
+    """Functions that a rewritten function calls."""
     loop, repeat = staticmethod(control.loop), staticmethod(control.repeat)
     branch = staticmethod(control.branch)
 
@@ -55,7 +55,7 @@ class Helpers:
 
     @staticmethod
     def python(x: Any, statement: str, what: str) -> Any:
-        """What Python's own statement goes by. Raises for what only the running kernel knows."""
+        """Returns what Python's own statement goes by. Raises for what only the running kernel knows."""
         if isinstance(x, control.Range) or control.is_dynamic(x):
             fail(f"`{statement}` in {what} that the running kernel decides", "a body that runs to its end",
                  "guard what follows with `if`, or give stores a mask")
@@ -85,7 +85,7 @@ class Helpers:
 
     @staticmethod
     def call(f: Any) -> Any:
-        """What is called instead of a function."""
+        """Returns what is called instead of a function."""
         if not tracing(): return f
         inner = getattr(f, "__tile_function__", f)
         if not isinstance(inner, FunctionType) or is_library(inner.__module__ or ""): return inner
@@ -177,7 +177,7 @@ def _definition(name: str, args: ast.arguments, body: list[ast.stmt], at: ast.AS
     return ast.copy_location(made, at)
 
 
-def _located(node: Any, at: ast.AST) -> Any:
+def _locate(node: Any, at: ast.AST) -> Any:
     """A node on another's first line: Python reports a call that ends on a later line there."""
     ast.copy_location(node, at)
     node.end_lineno, node.end_col_offset = node.lineno, node.col_offset
@@ -191,7 +191,7 @@ def _tuple(names: list[str], context: ast.expr_context | None = None) -> ast.exp
     return ast.List([ast.Name(each, context or ast.Load()) for each in names], context or ast.Load())
 
 
-def _assigned(body: list[ast.stmt], local: Collection[str]) -> list[str]:
+def _find_assigned(body: list[ast.stmt], local: Collection[str]) -> list[str]:
     """Names that statements assign, in this scope, and `local` ones of lists and dicts that they change."""
     found: dict[str, None] = {}
 
@@ -265,13 +265,13 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         if node.value is not None:
-            node.value = _located(ast.Call(_help("returned"), [self.visit(node.value)], []), node)
+            node.value = _locate(ast.Call(_help("returned"), [self.visit(node.value)], []), node)
         return node
 
     def visit_With(self, node: ast.With) -> ast.AST:
         for each in node.items:
             entered = ast.Call(_help("entered"), [self.visit(each.context_expr)], [])
-            each.context_expr = _located(entered, node)
+            each.context_expr = _locate(entered, node)
         node.body = self.block(node.body)
         return node
 
@@ -291,7 +291,7 @@ class _Rewriter(ast.NodeTransformer):
         node.value = self.visit(node.value)
         if not isinstance(node.ctx, ast.Load):
             given: list[ast.expr] = [node.value, ast.Constant(node.attr)]
-            node.value = _located(ast.Call(_help("changed"), given, []), node)
+            node.value = _locate(ast.Call(_help("changed"), given, []), node)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -308,7 +308,7 @@ class _Rewriter(ast.NodeTransformer):
             return node
         self.count += 1
         body, item = f"{HELP}body{self.count}", f"{HELP}item{self.count}"
-        names = _assigned([ast.Assign([node.target], ast.Constant(None)), *node.body], self.local)
+        names = _find_assigned([ast.Assign([node.target], ast.Constant(None)), *node.body], self.local)
         target = ast.Assign([node.target], ast.Name(item, ast.Load()))
         inner = _function(body, [item, *names], [target, *self.block(node.body), ast.Return(_tuple(names))],
                           node)
@@ -321,7 +321,7 @@ class _Rewriter(ast.NodeTransformer):
             return node
         self.count += 1
         body, test = f"{HELP}body{self.count}", f"{HELP}test{self.count}"
-        names = _assigned([ast.Expr(node.test), *node.body], self.local)
+        names = _find_assigned([ast.Expr(node.test), *node.body], self.local)
         functions = [_function(test, names, [ast.Return(self.visit(node.test))], node),
                      _function(body, names, [*self.block(node.body), ast.Return(_tuple(names))], node)]
         given: list[ast.expr] = [ast.Name(test, ast.Load()), ast.Name(body, ast.Load())]
@@ -334,7 +334,7 @@ class _Rewriter(ast.NodeTransformer):
             return node
         self.count += 1
         then, other, test = (f"{HELP}{word}{self.count}" for word in ("then", "else", "test"))
-        names = _assigned([*node.body, *node.orelse], self.local)
+        names = _find_assigned([*node.body, *node.orelse], self.local)
         functions = [_function(name, names, [*self.block(body), ast.Return(_tuple(names))], node)
                      for name, body in ((then, node.body), (other, node.orelse))]
         first = ast.copy_location(ast.Assign([ast.Name(test, ast.Store())], self.visit(node.test)), node)
@@ -342,9 +342,9 @@ class _Rewriter(ast.NodeTransformer):
         return [first, *functions, self._call("branch", given, names, node)]
 
     def _python(self, given: ast.expr, statement: str, what: str) -> ast.expr:
-        """What a statement that stays Python's own goes by."""
+        """Returns what a statement that stays Python's own goes by."""
         words: list[ast.expr] = [ast.Constant(statement), ast.Constant(what)]
-        made: ast.expr = _located(ast.Call(_help("python"), [self.visit(given), *words], []), given)
+        made: ast.expr = _locate(ast.Call(_help("python"), [self.visit(given), *words], []), given)
         return made
 
     def _call(self, name: str, given: list[ast.expr], names: list[str], at: ast.stmt) -> ast.stmt:
@@ -352,7 +352,7 @@ class _Rewriter(ast.NodeTransformer):
         state = ast.List([ast.Call(_help("get"), [ast.Constant(each), _lambda(each)], []) for each in names],
                          ast.Load())
         words = ast.List([ast.Constant(each) for each in names], ast.Load())
-        call = _located(ast.Call(_help(name), [*given, words, state], []), at)
+        call = _locate(ast.Call(_help(name), [*given, words, state], []), at)
         made: ast.stmt = ast.Assign([_tuple(names, ast.Store())], call) if names else ast.Expr(call)
         return ast.copy_location(made, at)
 

@@ -57,7 +57,8 @@ class Trace:
         """Appends an operation; its results."""
         attributes = attributes or {}
         for each in operands: self._check_home(each)
-        if name == "apply" and (folded := self._folded(attributes["fn"], operands, types[0])) is not None:
+        if name == "apply" and (folded := self._fold_constants(attributes["fn"], operands,
+                                                               types[0])) is not None:
             return folded,
         key = (name, tuple(operands), tuple(types), tuple((k, _exact(v)) for k, v in attributes.items()))
         if name not in EFFECTS and not regions:
@@ -88,7 +89,7 @@ class Trace:
         """A scalar that is known."""
         if dtype == dtypes.bool: value = bool(value)
         elif dtypes.is_float(dtype): value = float(value)
-        else: value = _wrapped(int(value), dtype)
+        else: value = _wrap(int(value), dtype)
         return self.emit("constant", (), (TileType(dtype),), {"value": value})[0]
 
     def known(self, value: Value) -> Any:
@@ -99,7 +100,7 @@ class Trace:
         """The operation that has made a value; None of arguments of regions."""
         return self._makers.get(value)
 
-    def _folded(self, fn: str, operands: Sequence[Value], to: TileType) -> Value | None:
+    def _fold_constants(self, fn: str, operands: Sequence[Value], to: TileType) -> Value | None:
         numbers = [self._constants.get(each) for each in operands]
         if any(each is None for each in numbers): return self._neutral(fn, operands, numbers)
         if (value := ROWS[fn].value) is None: return None
@@ -117,14 +118,14 @@ class Trace:
 
     @contextlib.contextmanager
     def region(self, arguments: Sequence[TileType] = ()) -> Iterator[Region]:
-        """What is emitted inside the block goes into a region of its own."""
+        """Puts what is emitted inside the block into a region of its own."""
         made = Region(tuple(map(Value, arguments)))
         self._homes.update(dict.fromkeys(made.arguments, made))
         with self.inside(made): yield made
 
     @contextlib.contextmanager
     def inside(self, region: Region) -> Iterator[None]:
-        """What is emitted inside the block is appended to a region."""
+        """Appends what is emitted inside the block to a region."""
         self.regions.append(region)
         self._known.append({})
         try: yield
@@ -135,7 +136,7 @@ class Trace:
     # **** places and errors ****
 
     def line(self) -> Line | None:
-        """Where the user's function is now."""
+        """Returns where the user's function is now."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename in self.files: return Line(frame.f_code.co_filename, frame.f_lineno)
@@ -144,11 +145,11 @@ class Trace:
 
 
 def _exact(value: Any) -> Any:
-    """What is equal for the same attribute alone: 0.0 is not -0.0."""
+    """Returns a key that is equal for the same attribute alone: 0.0 is not -0.0."""
     return value.hex() if isinstance(value, float) else value
 
 
-def _wrapped(value: int, dtype: DType) -> int:
+def _wrap(value: int, dtype: DType) -> int:
     bits = dtype.itemsize * 8
     value &= (1 << bits) - 1
     return value - (1 << bits) if not dtypes.is_unsigned(dtype) and value >> bits - 1 else value
@@ -182,7 +183,7 @@ def fail(found: str, expected: str = "", fix: str = "", line: Line | None = None
     """Raises a `LanguageError` at the user's line."""
     trace: Trace | None = getattr(_here, "trace", None)
     at = line or (trace.line() if trace is not None else None)
-    raise LanguageError(found if at is None else f"{at}: {found}{_shown(at)}", expected, fix)
+    raise LanguageError(found if at is None else f"{at}: {found}{_show_line(at)}", expected, fix)
 
 
 def fitting(x: float, dtype: DType) -> float:
@@ -208,8 +209,9 @@ def no_attribute(of: str, own: Collection[str], instead: str, name: str) -> Attr
     except LanguageError as error: return as_well(error, plain)  # type: ignore[return-value]
 
 
-def explained(error: Exception, files: set[str], kernel: str) -> NVError:
-    """What Python raises of a user's function, as a `LanguageError` at its line and of its own type, too."""
+def explain_error(error: Exception, files: set[str], kernel: str) -> NVError:
+    """Returns what Python raises of a user's function, as a `LanguageError` at its line and of its own type,
+    too."""
     at, frames = None, error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_code.co_filename in files and frames.tb_frame.f_code.co_name != "<module>":
@@ -217,7 +219,7 @@ def explained(error: Exception, files: set[str], kernel: str) -> NVError:
         frames = frames.tb_next
     words = f"{type(error).__name__}: {error}" if not isinstance(error, RecursionError) else \
         "a function that calls itself without end"
-    place = f"kernel {kernel}: {words}" if at is None else f"{at}: {words}{_shown(at)}"
+    place = f"kernel {kernel}: {words}" if at is None else f"{at}: {words}{_show_line(at)}"
     return as_well(LanguageError(place, *_MENDS.get(type(error), _OTHERWISE)), error)
 
 
@@ -226,6 +228,6 @@ _MENDS = {NameError: ("names of the function, of its module, or of its parameter
           RecursionError: ("functions that end", "end it by a constant, or write a loop")}
 
 
-def _shown(at: Line) -> str:
+def _show_line(at: Line) -> str:
     text = linecache.getline(at.file, at.number).strip()
     return f"\n    {text}" if text else ""

@@ -24,7 +24,7 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.language.interpret import of_numbers, rounded
+from tinygrad_nv.tile.language.interpret import of_numbers, round_to
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 
 Term = tuple[Any, ...]
@@ -70,8 +70,8 @@ def _same(region: Region, scores: Value, given: Mapping[Value, Term], makers: Ma
 
 
 def _scores(region: Region, mask: Op, makers: Makers) -> Value | None:
-    """What a mask's scores are in the end: further masks, casts and positive factors, with nothing else that
-    looks at those before."""
+    """Returns what a mask's scores are in the end: further masks, casts and positive factors, with nothing
+    else that looks at those before."""
     value = mask.result
     while True:
         uses = [one for one in region.ops if value in one.operands]
@@ -88,7 +88,7 @@ def _leaves(op: Op, value: Value, makers: Makers) -> bool:
     if fn == "where": return op.operands[1] is value and constant_of(op.operands[2], makers) == -math.inf
     if fn != "mul": return False
     factor = constant_of(op.operands[0 if op.operands[1] is value else 1], makers)
-    return factor is not None and 0 < float(rounded(factor, op.result.dtype)) < math.inf
+    return factor is not None and 0 < float(round_to(factor, op.result.dtype)) < math.inf
 
 
 def _maximum(made: Value, argument: Value, scores: Value, makers: Makers) -> bool:
@@ -132,13 +132,13 @@ def _finite(term: Term) -> bool: return _most(term) < 2.0**128
 
 
 def _number(op: Op, *given: float) -> Term:
-    """What an operation makes of numbers; NaN is anything."""
+    """Returns what an operation makes of numbers; NaN is anything."""
     made = of_numbers(op, *given)
     return ANYTHING if math.isnan(made) else ("constant", made)
 
 
 def _term(op: Op, known: Mapping[Value, Term], makers: Makers) -> Term:
-    """What an operation gives."""
+    """Returns what an operation gives."""
     if op.name == "constant": return _number(op)
     given = [known.get(each) or _outer(each, makers) for each in op.operands]
     if op.name in ("broadcast", "reshape"):
@@ -148,11 +148,11 @@ def _term(op: Op, known: Mapping[Value, Term], makers: Makers) -> Term:
         alike = given[0][0] == "constant" and (op.attributes["fn"] == "max" or given[0][1] == 0)
         return given[0] if alike else ANYTHING
     if op.name == "dot": return given[2] if given[0] == ("constant", 0.0) else ANYTHING
-    return _applied(op, given) if op.name == "apply" else ANYTHING
+    return _apply(op, given) if op.name == "apply" else ANYTHING
 
 
 def _outer(value: Value, makers: Makers) -> Term:
-    """What a value of outside of the loop is."""
+    """Returns what a value of outside of the loop is."""
     op = makers.get(value)
     while op is not None and op.name in ("broadcast", "reshape"): op = makers.get(op.operands[0])
     return _number(op) if op is not None and op.name == "constant" else ANYTHING
@@ -166,8 +166,8 @@ def _cast(op: Op, given: Term) -> Term:
     return _number(op, given[1]) if infinite or math.isfinite(given[1]) else ANYTHING
 
 
-def _applied(op: Op, given: list[Term]) -> Term:
-    """What an element operation gives."""
+def _apply(op: Op, given: list[Term]) -> Term:
+    """Returns what an element operation gives."""
     fn = op.attributes["fn"]
     if all(each[0] == "constant" for each in given):
         exact = fn in EXACT or (fn in POWERS and given[0][1] in (0.0, -math.inf))

@@ -16,7 +16,7 @@ from tinygrad.dtype import DType, dtypes, least_upper_dtype
 
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.language.bounds import at_least
-from tinygrad_nv.tile.language.checks import COMPUTED, checked_dtype, checked_shape
+from tinygrad_nv.tile.language.checks import COMPUTED, check_dtype, check_shape
 from tinygrad_nv.tile.language.elementwise import ROWS
 from tinygrad_nv.tile.language.ir import TileType, Value
 from tinygrad_nv.tile.language.names import instead
@@ -41,7 +41,7 @@ class Tile:
 
     @property
     def dtype(self) -> DType:
-        """That of the elements."""
+        """Dtype of the elements."""
         return self.value.dtype
 
     @property
@@ -49,7 +49,7 @@ class Tile:
         """How many axes there are."""
         return len(self.shape)
 
-    def __repr__(self) -> str: return f"Tile({described(self)})"
+    def __repr__(self) -> str: return f"Tile({describe(self)})"
 
     # **** arithmetic ****
 
@@ -89,7 +89,7 @@ class Tile:
 
     def __rpow__(self, base: Operand) -> Tile:
         if not isinstance(base, (int, float)) or not base > 0:
-            fail(f"{described(base)} to the power of a tile", "a positive number",
+            fail(f"{describe(base)} to the power of a tile", "a positive number",
                  "use tile.exp2(tile.log2(x) * y)")
         return unary("exp2", self * math.log2(base))
 
@@ -119,7 +119,7 @@ class Tile:
         known = current().known(self.value)
         if known is not None: return bool(known)
         what = "a tile" if self.shape else "a scalar that is known when the kernel runs"
-        fail(f"{what} ({described(self)}) where Python needs True or False",
+        fail(f"{what} ({describe(self)}) where Python needs True or False",
              "`if` or `while` over a scalar, as a statement; `&`, `|`, `~` between conditions",
              "write tile.where(condition, x, y) to choose, tile.maximum and tile.minimum for max and min")
 
@@ -130,35 +130,35 @@ class Tile:
     def _number(self, what: str) -> int:
         known = current().known(self.value)
         if known is None:
-            fail(f"{described(self)}, known only when the kernel runs, where Python needs {what}",
+            fail(f"{describe(self)}, known only when the kernel runs, where Python needs {what}",
                  "a constant: a number, a keyword argument of the kernel, or a size of a tile",
                  "sizes and axes are fixed when a kernel is built; of values write tile.exp, tile.sqrt, …")
         return int(known) if float(known).is_integer() else known
 
     def __iter__(self) -> NoReturn:
-        fail(f"a tile ({described(self)}) taken apart element by element", "operations on the whole tile",
+        fail(f"a tile ({describe(self)}) taken apart element by element", "operations on the whole tile",
              "use tile.sum, tile.reduce, tile.scan or tile.gather")
 
     def __str__(self) -> str:
-        fail(f"the value of {described(self)} as text, before the kernel runs",
+        fail(f"the value of {describe(self)} as text, before the kernel runs",
              "what is known: x.shape, x.dtype, repr(x)",
              "look at results, or at those of kernel.interpret(…)")
 
     def __format__(self, spec: str) -> str: return str(self)
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        fail(f"an assignment to elements of a tile ({described(self)})", "tiles that stay as they are",
+        fail(f"an assignment to elements of a tile ({describe(self)})", "tiles that stay as they are",
              "write x = tile.where(condition, value, x)")
 
     def __delitem__(self, index: Any) -> NoReturn: self.__setitem__(index, None)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        fail(f"a tile ({described(self)}) given to NumPy", "functions of `tile`",
+        fail(f"a tile ({describe(self)}) given to NumPy", "functions of `tile`",
              "write tile.exp, tile.sum, …")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"): raise AttributeError(name)
-        raise no_attribute(f"a tile ({described(self)})", ATTRIBUTES, instead(name, "x"), name)
+        raise no_attribute(f"a tile ({describe(self)})", ATTRIBUTES, instead(name, "x"), name)
 
     def __len__(self) -> int:
         if not self.shape: fail("the length of a scalar", "a tile of one or more axes")
@@ -185,32 +185,32 @@ class Tile:
         return self.reshape(*shape)
 
     def _no_index(self, one: Any) -> NoReturn:
-        fail(f"index {one!r} of a tile ({described(self)})", "`:`, `...` and None, which make new axes",
+        fail(f"index {one!r} of a tile ({describe(self)})", "`:`, `...` and None, which make new axes",
              "load the part that is needed, or use tile.gather(x, index, axis)")
 
     def reshape(self, *shape: int | tuple[int, ...]) -> Tile:
         """The same elements in row-major order."""
         sizes = _sizes(shape)
         if math.prod(sizes) != math.prod(self.shape):
-            fail(f"{described(self)} reshaped to {sizes}", f"a shape of {math.prod(self.shape)} elements")
-        return _moved("reshape", self, sizes)
+            fail(f"{describe(self)} reshaped to {sizes}", f"a shape of {math.prod(self.shape)} elements")
+        return _emit_move("reshape", self, sizes)
 
     def broadcast_to(self, *shape: int | tuple[int, ...]) -> Tile:
         """Repeated along axes of extent 1 and along new leading ones."""
         sizes = _sizes(shape)
         padded = (1,) * (len(sizes) - self.ndim) + self.shape
         if len(padded) != len(sizes) or any(a not in (1, b) for a, b in zip(padded, sizes, strict=False)):
-            fail(f"{described(self)} broadcast to {sizes}", "the same extents, or 1 where they differ")
-        return _moved("broadcast", self, sizes)
+            fail(f"{describe(self)} broadcast to {sizes}", "the same extents, or 1 where they differ")
+        return _emit_move("broadcast", self, sizes)
 
     def transpose(self, *axes: int) -> Tile:
         """Axes in another order; without arguments the last two change places."""
         if not axes and self.ndim < 2:
-            fail(f"the transpose of {described(self)}", "a tile of two axes or more")
+            fail(f"the transpose of {describe(self)}", "a tile of two axes or more")
         order = list(axes) if axes else [*range(self.ndim - 2), self.ndim - 1, self.ndim - 2]
         order = [axis + self.ndim if axis < 0 else axis for axis in order]
         if sorted(order) != list(range(self.ndim)):
-            fail(f"axes {axes} of {described(self)}", f"each of 0 to {self.ndim - 1} once")
+            fail(f"axes {axes} of {describe(self)}", f"each of 0 to {self.ndim - 1} once")
         if order == list(range(self.ndim)): return self
         shape = tuple(self.shape[axis] for axis in order)
         return Tile(current().emit("transpose", [self.value], [TileType(self.dtype, shape)],
@@ -226,16 +226,16 @@ class Tile:
         return cast(self, dtype)
 
 
-def described(x: Any) -> str:
+def describe(x: Any) -> str:
     """A tile or a number for an error: "64x128 bf16"."""
     return str(x.value.type) if isinstance(x, Tile) else repr(x)
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
-    return checked_shape(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape)
+    return check_shape(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape)
 
 
-def _moved(name: str, x: Tile, shape: tuple[int, ...]) -> Tile:
+def _emit_move(name: str, x: Tile, shape: tuple[int, ...]) -> Tile:
     if shape == x.shape: return x
     return Tile(current().emit(name, [x.value], [TileType(x.dtype, shape)])[0])
 
@@ -265,21 +265,21 @@ def number(x: Any) -> Any:
 
 def full(shape: Any, value: Operand, dtype: DType) -> Tile:
     """A tile of one value."""
-    checked_dtype(dtype)
+    check_dtype(dtype)
     made = cast(scalar(value, dtype), dtype)
-    return made if shape == () else made.broadcast_to(*checked_shape(shape))
+    return made if shape == () else made.broadcast_to(*check_shape(shape))
 
 
 def together(*operands: Operand) -> list[Tile]:
     """Operands with one dtype and one shape."""
     operands = tuple(map(number, operands))
     tiles = [each for each in operands if isinstance(each, Tile)]
-    dtype = promoted(operands)
+    dtype = promote(operands)
     made = [cast(each, dtype) if isinstance(each, Tile) else scalar(each, dtype) for each in operands]
     return broadcast(*made) if tiles else made
 
 
-def promoted(operands: Sequence[Operand]) -> DType:
+def promote(operands: Sequence[Operand]) -> DType:
     """The dtype that operands meet in."""
     tiles = [each.dtype for each in operands if isinstance(each, Tile)]
     numbers = [each for each in operands if not isinstance(each, Tile)]
@@ -344,7 +344,7 @@ def divide(left: Operand, right: Operand) -> Tile:
 
 
 def floor_divide(left: Operand, right: Operand) -> Tile:
-    """As Python's //; of integers by 0 it is 0."""
+    """Divides like Python's //; of integers by 0 it is 0."""
     a, b = together(left, right)
     if dtypes.is_float(a.dtype): return apply("floor", apply("div", a, b))
     quotient = apply("quotient", a, b)
@@ -355,7 +355,7 @@ def floor_divide(left: Operand, right: Operand) -> Tile:
 
 
 def modulo(left: Operand, right: Operand) -> Tile:
-    """As Python's %; of integers by 0 it is 0."""
+    """Computes the rest like Python's %; of integers by 0 it is 0."""
     a, b = together(left, right)
     if dtypes.is_float(a.dtype): return a - floor_divide(a, b) * b
     if dtypes.is_unsigned(a.dtype) or _never_negative(a, b): return apply("remainder", a, b)
@@ -372,7 +372,7 @@ def _never_negative(*tiles: Tile) -> bool:
 
 def cast(x: Operand, dtype: Any) -> Tile:
     """Converted to a dtype: floats to nearest even, to integers towards zero; integers wrap."""
-    plain = checked_dtype(dtype)
+    plain = check_dtype(dtype)
     made = Tile(current().constant(x, plain)) if type(x) is int else scalar(x, plain)
     if made.dtype == plain: return made
     known = current().known(made.value)

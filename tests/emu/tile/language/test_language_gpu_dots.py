@@ -19,7 +19,7 @@ from tinygrad_nv.tile.language import memory as M
 from tinygrad_nv.tile.language import values as V
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.language.memory import TensorRef
-from tinygrad_nv.tile.language.program import written
+from tinygrad_nv.tile.language.program import trace_program
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 F32, F16, BF16, S32 = dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32
@@ -142,7 +142,7 @@ def test_dequantised() -> None:
 def flash_attention(q, cache, *, dropout: float, causal: bool):
     T = C.context()
     Qb = M.load(q, rows=T.m, cols=T.d, vector=T.vector, prefetch=2)
-    acc, m, l = E.zeros((T.m, T.d), F32), E.filled((T.m,), -E.INF), E.zeros((T.m,), F32)
+    acc, m, l = E.zeros((T.m, T.d), F32), E.fill((T.m,), -E.INF), E.zeros((T.m,), F32)
     for nblk in C.range_n(cache.K.shape, T.n, prefetch=2):
         Kb = M.load(cache.K, nblk, cols=T.d, vector=T.vector)
         Vb = M.load(cache.V, nblk, cols=T.d, vector=T.vector)
@@ -159,7 +159,7 @@ def attention(schedule: TileSchedule, causal: bool, dropout: float, shape: tuple
     tensors = [TensorParameter(name, dtype, shape) for name in ("q", "cache.K", "cache.V")]
     q, k, v = map(TensorRef, tensors)
     given = {"q": q, "cache": types.SimpleNamespace(K=k, V=v), "dropout": dropout, "causal": causal}
-    made = written(flash_attention, given, tensors, schedule, None, None)
+    made = trace_program(flash_attention, given, tensors, schedule, None, None)
     checked(made, schedule, arch, ulps=4, seeds=(1, LATE))
 
 
@@ -191,8 +191,8 @@ def test_long_sums_of_float8(arch: str, block: tuple[int, int, int]) -> None:
         o[:, :] = acc
     tensors = [ref("o", F32, m, n, out=True), ref("a", E4M3, m, 1024), ref("b", E4M3, n, 1024)]
     random = np.random.default_rng(0)
-    from tests.support.tile.language_gpu_case import inputs, launched, rounded
-    a, b = (rounded(random.random((count, 1024)).astype(np.float32) + 0.5, E4M3) for count in (m, n))
+    from tests.support.tile.language_gpu_case import inputs, launched, round_to
+    a, b = (round_to(random.random((count, 1024)).astype(np.float32) + 0.5, E4M3) for count in (m, n))
     made = program(product, tensors)
     found, report = launched(made, inputs(made, a=a, b=b), TileSchedule(), arch, 0)
     assert not report.findings

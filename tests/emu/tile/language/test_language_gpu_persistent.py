@@ -91,7 +91,7 @@ def test_the_producer_goes_through_outer_loops(stages: int) -> None:
 def attention(q, keys, values, o):
     for i in K.blocks(q.shape[0], 64):
         rows = q[i, :]
-        acc, m, l = E.zeros((64, 64), F32), E.filled((64,), -E.INF), E.zeros((64,), F32)
+        acc, m, l = E.zeros((64, 64), F32), E.fill((64,), -E.INF), E.zeros((64,), F32)
         for j in K.blocks(keys.shape[0], 64):
             s = L.dot(rows, keys[j, :].T) * 0.125
             top = E.maximum(m, R.max_(s, 1))
@@ -134,7 +134,7 @@ def test_a_branch_around_a_loop() -> None:
 
 
 def added(x, o, p):
-    total, scaled = E.filled((64,), 3.0), E.filled((32,), 1.0)
+    total, scaled = E.fill((64,), 3.0), E.fill((32,), 1.0)
     for i in K.range_(0, 6):
         part = V.cast(x[C.block(i * 32, 32), :], F32)
         total = total + R.sum_(part, 0)

@@ -122,7 +122,7 @@ def test_a_loop_in_a_loop(arch: str) -> None:
 
 
 def paged(q, keys, table, count, o):
-    n, m = M.load(count, 0), E.filled((64,), -E.INF)
+    n, m = M.load(count, 0), E.fill((64,), -E.INF)
     for page in K.range_(0, n):
         s = L.dot(q[:, :], keys[M.load(table, page), :, :].T)
         m = E.maximum(m, R.max_(s, 1))
@@ -141,7 +141,7 @@ def test_places_that_come_from_memory(count: int, arch: str) -> None:
 
 
 def looked_at(a, b, o, p):
-    acc, most = E.zeros((64, 64), F32), E.filled((64,), -E.INF)
+    acc, most = E.zeros((64, 64), F32), E.fill((64,), -E.INF)
     for k in K.blocks(a.shape[1], 64):
         most = E.maximum(most, R.max_(acc, 1))
         acc = L.dot(a[:, k], b[:, k].T, acc * 0.5)

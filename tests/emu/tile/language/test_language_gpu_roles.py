@@ -112,7 +112,7 @@ def attention(q, keys, values, o):
             first.commit(keys[j, :])
             second.acquire()
             second.commit(values[j, :])
-    acc, m, l = E.zeros((64, 64), F32), E.filled((64,), -E.INF), E.zeros((64,), F32)
+    acc, m, l = E.zeros((64, 64), F32), E.fill((64,), -E.INF), E.zeros((64,), F32)
     rows = q[:, :]
     with roles.role("consumer"):
         for _ in K.blocks(keys.shape[0], 64):
@@ -137,11 +137,11 @@ def test_two_pipes(arch: str) -> None:
 
 def findings(made: Any, arch: str) -> list[str]:
     """What the emulator says of a program's kernel, by the order of its asynchronous work."""
-    text_of._written.cache_clear()
+    text_of._write.cache_clear()
     try:
         return [str(each) for seed in SEEDS
                 for each in launched(made, inputs(made), TileSchedule(), arch, seed)[1].findings]
-    finally: text_of._written.cache_clear()
+    finally: text_of._write.cache_clear()
 
 
 def test_a_producer_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

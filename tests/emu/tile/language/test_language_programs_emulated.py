@@ -12,7 +12,7 @@ from tests.support.language.programs import PROGRAMS, UNORDERED
 from tests.support.language.programs.case import Case, direct, tensor
 from tinygrad_nv.language.inspection import check
 from tinygrad_nv.language.kernels import Kernel
-from tinygrad_nv.tile.language.batching import batched
+from tinygrad_nv.tile.language.batching import batch_program
 
 # times the error of float32. Tensor cores keep 13 bits below the largest product of a step of float8
 # (docs/numerics.md): 2^-13 of the largest sum, where float32 has half of 2^-23
@@ -49,7 +49,7 @@ def test_two_examples(arch: str, case: Case) -> None:
         given = kernel.bind(args, constants, kernel.chosen).tensors
         inputs = [each.name for each in made.tensors if not each.output]
         twice = {name: Tensor.stack(x, x * 2 if dtypes.is_float(x.dtype) else x) for name, x in given.items()}
-        checked = check(batched(made, 2, inputs), kernel.chosen, twice, arch, 1)
+        checked = check(batch_program(made, 2, inputs), kernel.chosen, twice, arch, 1)
         assert not checked.findings, str(checked)
         for i in range(2):
             one = check(made, kernel.chosen, {name: x[i].contiguous() for name, x in twice.items()}, arch, 1)

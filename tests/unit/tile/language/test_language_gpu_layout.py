@@ -19,18 +19,18 @@ from tinygrad_nv.tile.language.gpu.layout import (
     NONE,
     Layout,
     accumulator,
-    blocked,
+    block_layout,
     broadcast_bits,
     extents,
     keeps_order,
     spread,
-    transposed_bits,
+    transpose_bits,
 )
 from tinygrad_nv.tile.language.gpu.ranges import MOST, Ranges
 from tinygrad_nv.tile.language.interpret import _Run
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.language.memory import TensorRef
-from tinygrad_nv.tile.language.program import written
+from tinygrad_nv.tile.language.program import trace_program
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 
@@ -55,7 +55,7 @@ SHAPES = [(64,), (1000,), (3, 5), (64, 64), (1, 256), (128, 40), (4, 8, 16)]
 @pytest.mark.parametrize("warps", [0, 2, 3])
 def test_blocked(shape: tuple[int, ...], warps: int) -> None:
     for vector in (1, 4, 8):
-        made = blocked(shape, len(shape) - 1, vector, 5 + warps)
+        made = block_layout(shape, len(shape) - 1, vector, 5 + warps)
         whole(made, extents(shape).bits)
         spare = max(extents(shape).bits - 5 - warps, 0)
         assert made.run(extents(shape).of_axis(len(shape) - 1)) >= min(
@@ -90,7 +90,7 @@ def test_slices_and_transposes() -> None:
     rows = wide.without(broadcast_bits((64, 1), (64, 32)))
     whole(rows, 6)
     assert rows.count == 2
-    turned = wide.moved(transposed_bits((64, 32), (1, 0)))
+    turned = wide.move_bits(transpose_bits((64, 32), (1, 0)))
     for thread in (0, 37, 127):
         assert held(turned, thread) == [index % 32 * 64 + index // 32 for index in held(wide, thread)]
     whole(spread((64, 32), 7), 11)
@@ -135,7 +135,7 @@ def test_ranges_hold(seed: int) -> None:
             if x.shape: M.store(o, x + 0, M.arange(32), mask=y & (M.arange(32) >= 0))
         for i in K.range_(C.program_id(0) * 4, 40, 4): M.store(o, i, 0)
     out = TensorParameter("o", dtypes.int32, (32,), output=True)
-    made = written(run, {"o": TensorRef(out)}, [out], TileSchedule(), (3, 5), None)
+    made = trace_program(run, {"o": TensorRef(out)}, [out], TileSchedule(), (3, 5), None)
     ranges = Ranges(made)
     for x, y in itertools.product(range(3), range(5)):
         one = _Run(made, {"o": np.zeros(32, np.int32)}, (x, y, 0), False)

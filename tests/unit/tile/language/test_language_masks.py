@@ -30,12 +30,12 @@ def program(fn: Any, queries: int, keys: int, **more: Any) -> Program:
     tensors = [TensorParameter("o", F32, (queries, D), True), TensorParameter("q", F32, (queries, D)),
                TensorParameter("k", F32, (keys, D)), TensorParameter("v", F32, (keys, D))]
     given = {each.name: M.TensorRef(each) for each in tensors}
-    return P.written(fn, {**given, **more}, tensors, TileSchedule(), (-(-queries // ROWS),), None)
+    return P.trace_program(fn, {**given, **more}, tensors, TileSchedule(), (-(-queries // ROWS),), None)
 
 
 def plain(monkeypatch: pytest.MonkeyPatch, fn: Any, *sizes: int, **more: Any) -> Program:
     with monkeypatch.context() as patch:
-        patch.setattr(P, "bounded", lambda made: made)
+        patch.setattr(P, "bound_masks", lambda made: made)
         return program(fn, *sizes, **more)
 
 
@@ -49,17 +49,17 @@ def arrays(made: Program) -> dict[str, np.ndarray]:
 
 COUNTERS = {
     "reduce": lambda s: R.reduce(E.zeros((ROWS, 4), F32), 1, lambda a, b: a + b + 1.0)[:, None],
-    "xor": lambda s: cast(E.filled((ROWS, 1), 5, S32) ^ E.filled((ROWS, 1), 3, S32), F32),
+    "xor": lambda s: cast(E.fill((ROWS, 1), 5, S32) ^ E.fill((ROWS, 1), 3, S32), F32),
     # -448 for -inf
     "e4m3": lambda s: E.where(cast(cast(R.max_(s, 1), dtypes.fp8e4m3), F32) == -E.INF, 0.0, 1.0)[:, None],
     # 0 in float32
-    "subnormal": lambda s: E.where(E.zeros((ROWS, 1), F32) < E.filled((ROWS, 1), 1e-60, F32), 0.0, 1.0),
+    "subnormal": lambda s: E.where(E.zeros((ROWS, 1), F32) < E.fill((ROWS, 1), 1e-60, F32), 0.0, 1.0),
 }
 
 
 def online(q, k, v, o, shift=0, strict=False, counted="", start=0.0, mixed=False, stored=False):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    acc, m, l = E.filled((ROWS, D), start), E.filled((ROWS,), -E.INF), E.zeros((ROWS,), F32)
+    acc, m, l = E.fill((ROWS, D), start), E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     times = E.zeros((ROWS, 1), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
@@ -102,7 +102,7 @@ def test_masked_blocks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def seeds(q, k, v, o):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    acc, m, l = E.zeros((ROWS, D), F32), E.filled((ROWS,), -E.INF), E.zeros((ROWS,), F32)
+    acc, m, l = E.zeros((ROWS, D), F32), E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
         S = L.dot(q[rows, :], k[block, :].T) * 0.5
         A.mask_causal(S, A.row_index(rows), A.col_index(block))
@@ -135,7 +135,7 @@ def test_loops_whose_iterations_do_something(monkeypatch: pytest.MonkeyPatch, wh
 
 def two_maxima(q, k, v, o):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    acc, m = E.zeros((ROWS, D), F32), E.filled((ROWS,), -E.INF)
+    acc, m = E.zeros((ROWS, D), F32), E.fill((ROWS,), -E.INF)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
         s = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
@@ -146,7 +146,7 @@ def two_maxima(q, k, v, o):
 
 def of_other_scores(q, k, v, o):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    acc, m = E.zeros((ROWS, D), F32), E.filled((ROWS,), -E.INF)
+    acc, m = E.zeros((ROWS, D), F32), E.fill((ROWS,), -E.INF)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
         masked = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
@@ -158,7 +158,7 @@ def of_other_scores(q, k, v, o):
 def of_other_rows(q, k, v, o):
     """A row without a key has probabilities of others in its sum, which -inf for its maximum forgets."""
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    m, l = E.filled((ROWS,), -E.INF), E.zeros((ROWS,), F32)
+    m, l = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
         s = E.where(A.col_index(block) <= A.row_index(rows) - 8, s, -E.INF)
@@ -172,7 +172,7 @@ def of_other_rows(q, k, v, o):
 def of_large_maxima(q, k, v, o):
     """What a maximum is multiplied by makes it infinite: inf - inf is not 0."""
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    m, t = E.filled((ROWS,), -E.INF), E.zeros((ROWS,), F32)
+    m, t = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
         s = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
@@ -185,7 +185,7 @@ def of_large_maxima(q, k, v, o):
 def of_a_factor_of_0(q, k, v, o):
     """1e-12 is 0 in float16: -inf becomes NaN."""
     rows = C.block(C.program_id(0) * ROWS, ROWS)
-    m, l = E.filled((ROWS,), -E.INF), E.zeros((ROWS,), F32)
+    m, l = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = cast(L.dot(q[rows, :], k[block, :].T), dtypes.float16)
         s = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
@@ -216,7 +216,7 @@ def up_to(rows, block): return A.col_index(block) <= MOST
 
 def unsigned(rows, block):
     columns = E.zeros((ROWS, COLUMNS), U32) + cast(block.start, U32)
-    return columns - 32 < E.filled((ROWS, COLUMNS), 5, U32)
+    return columns - 32 < E.fill((ROWS, COLUMNS), 5, U32)
 
 
 @pytest.mark.parametrize("seen", [behind, up_to, unsigned])
@@ -224,7 +224,7 @@ def test_bounds_that_do_not_fit_int32(monkeypatch: pytest.MonkeyPatch, seen: Cal
     """2^31 is no int32, and an unsigned difference wraps."""
     def sums(q, k, v, o):
         rows = C.block(C.program_id(0) * ROWS, ROWS)
-        m, l = E.filled((ROWS,), -E.INF), E.zeros((ROWS,), F32)
+        m, l = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
         for block in K.blocks(C.program_id(0) * ROWS + ROWS, COLUMNS):
             s = E.where(seen(rows, block), L.dot(q[rows, :], k[block, :].T), -E.INF)
             top = E.maximum(m, R.max_(s, 1))

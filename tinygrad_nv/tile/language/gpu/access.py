@@ -18,9 +18,9 @@ from tinygrad_nv.tile.lanes import FLOAT16S, FP8, NARROW, Lanes, bits16, from_fp
 WORD = 4
 
 
-def fetched(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,
+def fetch(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,
             other: float = 0, space: str = "global") -> list[Lanes]:
-    """A vector of memory."""
+    """Returns a vector of memory."""
     at, total = place(base, nbytes), count * dtype.itemsize
     if dtype.itemsize == WORD:
         kind = kind_of(dtype)
@@ -31,7 +31,7 @@ def fetched(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guar
     repeated = sum(bits << 8 * dtype.itemsize * i for i in range(WORD // dtype.itemsize))
     words = _words(kb, at, "b32", total // WORD, guard, repeated, space)
     if dtype in FLOAT16S: return [Lanes(kb, dtype, [], word) for word in words]
-    return [part for word in words for part in _unpacked(kb, word, dtype)]
+    return [part for word in words for part in _unpack(kb, word, dtype)]
 
 
 def _words(kb: Kernel, at: MemoryOperand, kind: str, count: int, guard: Value | None, other: float,
@@ -51,7 +51,8 @@ def _bits(value: float, dtype: DType) -> int:
 
 
 def _fp8_bits(value: float, dtype: DType) -> int:
-    """Of a number of the dtype: of e5m2 the upper half of float16; of e4m3 the code of that value."""
+    """Returns the bits of a number of the dtype: of e5m2 the upper half of float16; of e4m3 the code of that
+    value."""
     if dtype == dtypes.fp8e5m2: return bits16(value, dtypes.float16) >> 8
     if value == 0: return 0
     for code in range(1, 127):
@@ -70,7 +71,7 @@ def _short(kb: Kernel, at: MemoryOperand, dtype: DType, count: int, guard: Value
         if dtype in FP8: return Lanes(kb, dtype, from_fp8(kb, both, dtype))
         word = kb.reg("b32")
         kb.emit("cvt.u32.u16", word, both)
-        return _unpacked(kb, word, dtype)[0]
+        return _unpack(kb, word, dtype)[0]
     if dtype in FLOAT16S:
         half, wide = kb.reg("b16") if guard is None else kb.reg("b16", other), kb.reg("f32")
         kb.emit(f"ld.{space}.b16", half, at, guard=guard)
@@ -87,7 +88,7 @@ def _short(kb: Kernel, at: MemoryOperand, dtype: DType, count: int, guard: Value
     return Lanes(kb, dtype, [made != 0] if dtype == dtypes.bool else [made])
 
 
-def _unpacked(kb: Kernel, word: Value, dtype: DType) -> list[Lanes]:
+def _unpack(kb: Kernel, word: Value, dtype: DType) -> list[Lanes]:
     """The elements of four bytes, in pairs."""
     if dtype in FP8:
         halves = kb.regs("b16", 2)
@@ -101,7 +102,7 @@ def _unpacked(kb: Kernel, word: Value, dtype: DType) -> list[Lanes]:
     return [Lanes(kb, dtype, [*wide[i:i + 2]]) for i in range(0, len(each), 2)]
 
 
-def stored(kb: Kernel, base: Value, nbytes: int, parts: Sequence[Lanes], count: int,
+def store(kb: Kernel, base: Value, nbytes: int, parts: Sequence[Lanes], count: int,
            guard: Value | None = None,
            space: str = "global", first: int = 0) -> None:
     """Writes a vector, or element `first` of a part."""

@@ -24,7 +24,7 @@ ALIGN = 1024
 
 @dataclass(frozen=True)
 class Access:
-    """Of bytes `start` … `end` of `space`."""
+    """Access to bytes `start` … `end` of `space`."""
     space: Hashable
     start: int
     end: int
@@ -38,7 +38,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Mark:
-    """What had been accessed ahead of a loop."""
+    """Accesses ahead of a loop."""
     pending: list[Access]
     barriers: int
     copying: bool
@@ -80,7 +80,7 @@ class Arena:
         """Bytes that are needed no more. Their next writer waits for their readers."""
         self.used.remove(next(each for each in self.used if each[0] == start))
 
-    def taken_back(self, start: int, nbytes: int) -> None:
+    def take_back(self, start: int, nbytes: int) -> None:
         """Gives back bytes that barriers of their own have guarded: all threads may still read them."""
         self.pending.append(Access("shared", start, start + nbytes, False))
         self.give(start)
@@ -101,8 +101,8 @@ class Arena:
             finally: self.kb.current = saved
         return self._address
 
-    def described(self) -> str:
-        """What is in use at most."""
+    def describe(self) -> str:
+        """Returns what is in use at most, in words."""
         return f"{self.nbytes} B of operands and scratch at once"
 
     def declare(self) -> None:
@@ -115,11 +115,11 @@ class Arena:
     def sync(self) -> None:
         """A barrier of all threads."""
         if self.copying: self.kb.cp_async_wait(0)
-        self.synced()
+        self.note_sync()
         self.kb.sync(*self.barrier)
 
-    def synced(self) -> None:
-        """What a barrier of all threads puts in order, ahead of it."""
+    def note_sync(self) -> None:
+        """Notes what a barrier of all threads puts in order, ahead of it."""
         if self.unfenced and self.kb.hopper: self.kb.fence_proxy_async()
         self.pending, self.copying, self.unfenced = [], False, False
         self.barriers += 1
@@ -133,20 +133,21 @@ class Arena:
         self.accesses(Access(space, start, start + nbytes, True))
 
     def accesses(self, *each: Access) -> None:
-        """What this thread does from here on, in any order: a barrier for one is a barrier ahead of all."""
+        """Notes what this thread does from here on, in any order: a barrier for one is a barrier ahead of
+        all."""
         if any(one.conflicts(other) for one in each for other in self.pending): self.sync()
         self.pending += [one for one in each if one not in self.pending]
 
     def mark(self) -> Mark:
-        """Where a loop begins."""
+        """Returns a mark where a loop begins."""
         return Mark(list(self.pending), self.barriers, self.copying)
 
     def close(self, mark: Mark) -> None:
         """The end of a loop's body: the next iteration follows."""
         if self.pending and (self.pending != mark.pending or self.barriers != mark.barriers): self.sync()
 
-    def left(self, mark: Mark) -> None:
-        """Behind a loop, whose body may have run no time at all."""
+    def leave(self, mark: Mark) -> None:
+        """Notes the end of a loop, whose body may have run no time at all."""
         self.pending += [each for each in mark.pending if each not in self.pending]
         self.copying = self.copying or mark.copying
 

@@ -17,17 +17,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tinygrad_nv.tile.language.gpu.dots import DotPlan, Role, planned, source_of
+from tinygrad_nv.tile.language.gpu.dots import DotPlan, Role, plan_dot, source_of
 from tinygrad_nv.tile.language.gpu.layout import (
     LANE_BITS,
     NONE,
     Layout,
     accumulator,
-    blocked,
+    block_layout,
     broadcast_bits,
     extents,
     keeps_order,
-    transposed_bits,
+    transpose_bits,
 )
 from tinygrad_nv.tile.language.gpu.ranges import uses
 from tinygrad_nv.tile.language.ir import Op, Program, Region, TileType, Value
@@ -70,7 +70,7 @@ class Assignment:
         self._give()
 
     def layout(self, value: Value) -> Layout:
-        """That of a value; of a scalar and of a free value one that asks for nothing."""
+        """Returns the layout of a value; of a scalar and of a free value one that asks for nothing."""
         if not value.shape: return self.nowhere
         if value in self.free: return self.default(value.shape)
         made = self._class(value).layout
@@ -79,12 +79,12 @@ class Assignment:
 
     @property
     def nowhere(self) -> Layout:
-        """Of a scalar: all threads have it."""
+        """Layout of a scalar: all threads have it."""
         return Layout((), (NONE,) * self.thread_bits)
 
     def default(self, shape: Sequence[int]) -> Layout:
         """Vectors of the last axis."""
-        return blocked(shape, len(shape) - 1, self.vector, self.thread_bits) if shape else self.nowhere
+        return block_layout(shape, len(shape) - 1, self.vector, self.thread_bits) if shape else self.nowhere
 
     # **** classes ****
 
@@ -126,7 +126,7 @@ class Assignment:
             for group in _groups(op): self._together(group)
 
     def _anchor(self) -> None:
-        """What each class is loaded from or added to by, and what follows it."""
+        """Finds what each class is loaded from or added to by, and what follows it."""
         for op in self.program.body.walk():
             if op.name == "dot" and op.result.shape: self._class(op.result).dots.append(op)
             elif op.name in ("load_block", "load", "atomic") and op.result.shape:
@@ -144,7 +144,7 @@ class Assignment:
             elif op.name == "halves" and op.operands[0] not in self.free:
                 self._class(op.result).narrow.append((op.operands[0], (0,)))
             elif op.name == "transpose" and op.operands[0] not in self.free:
-                to = transposed_bits(op.operands[0].shape, op.attributes["permutation"])
+                to = transpose_bits(op.operands[0].shape, op.attributes["permutation"])
                 self._class(op.operands[0]).same.append((op.result, to))
                 self._class(op.result).same.append((op.operands[0], {b: a for a, b in to.items()}))
 
@@ -163,11 +163,11 @@ class Assignment:
         made = list({id(each): each for value in self._values() for each in [self._class(value)]}.values())
         for each in made:
             for op in each.dots:
-                self.plans[op] = planned(op, self._operands(op), self.chained(op), self.warps, self.arch)
+                self.plans[op] = plan_dot(op, self._operands(op), self.is_chained(op), self.warps, self.arch)
         for each in made:
-            if each.dots: self._given(each, self.plans[each.dots[0]].layout(self.thread_bits))
+            if each.dots: self._set_layout(each, self.plans[each.dots[0]].layout(self.thread_bits))
         for each in sorted(made, key=lambda one: -math.prod(one.type.shape)):
-            if each.layout is None: self._given(each, self._own(each))
+            if each.layout is None: self._set_layout(each, self._own(each))
 
     def _values(self) -> Iterable[Value]:
         for op in self.program.body.walk():
@@ -181,21 +181,21 @@ class Assignment:
 
     def _own(self, of: _Class) -> Layout:
         if of.contiguous < 0: return self.default(of.type.shape)
-        return blocked(of.type.shape, of.contiguous, of.vector, self.thread_bits)
+        return block_layout(of.type.shape, of.contiguous, of.vector, self.thread_bits)
 
-    def _given(self, of: _Class, layout: Layout) -> None:
-        """The layout of a class, and of those that follow it."""
+    def _set_layout(self, of: _Class, layout: Layout) -> None:
+        """Sets the layout of a class, and of those that follow it."""
         if of.layout is not None: return
         of.layout = layout
         for value, gone in of.narrow:
-            if value not in self.free: self._given(self._class(value), layout.without(gone))
+            if value not in self.free: self._set_layout(self._class(value), layout.without(gone))
         for value, to in of.same:
-            if value not in self.free: self._given(self._class(value), layout.moved(to))
+            if value not in self.free: self._set_layout(self._class(value), layout.move_bits(to))
 
     # **** dots ****
 
     def _roles(self) -> dict[Value, list[Role]]:
-        """What dots multiply, before it is transposed, and as what."""
+        """Returns what dots multiply, before it is transposed, and as what."""
         made: dict[Value, list[Role]] = {}
         for op in self.program.body.walk():
             if op.name != "dot": continue
@@ -211,11 +211,11 @@ class Assignment:
         """Whether a value is loaded in rows of memory, and for dots alone."""
         op = self.makers.get(value)
         if op is None or op.name != "load_block" or len(value.shape) != 2: return False
-        return op.attributes["sizes"][-1] > 0 and op.attributes["other"] == 0 and self._multiplied(value)
+        return op.attributes["sizes"][-1] > 0 and op.attributes["other"] == 0 and self._is_multiplied(value)
 
-    def _multiplied(self, value: Value) -> bool:
+    def _is_multiplied(self, value: Value) -> bool:
         for use in self.uses.get(value, ()):
-            if use.name == "transpose" and self._multiplied(use.result): continue
+            if use.name == "transpose" and self._is_multiplied(use.result): continue
             if use.name != "dot" or value is use.operands[2]: return False
         return True
 
@@ -227,13 +227,13 @@ class Assignment:
         if value in self.staged or plan.k % plan.step: return False
         return self.layout(value) == accumulator((plan.m, plan.k), plan.warps_m, 1)
 
-    def needed(self, value: Value) -> tuple[int, int]:
+    def shared_extents(self, value: Value) -> tuple[int, int]:
         """Rows and columns that dots read of a value in shared memory."""
         roles = [role for role in self.roles[value] if not self.in_registers(value, role)]
         each = [role.extents(self.plans[role.op]) for role in roles]
         return max(rows for rows, _ in each), max(columns for _, columns in each)
 
-    def chained(self, op: Op) -> bool:
+    def is_chained(self, op: Op) -> bool:
         """Whether rows of a dot's result belong together: they are reduced, or multiplied from the left; or
         rows of such a result are what is multiplied."""
         of = self._class(op.result)

@@ -1,4 +1,4 @@
-"""Where the elements of a block of a tensor lie, and which of them are inside.
+"""Blocks of tensors: where their elements lie, and which of them are inside.
 
 Protocol: a `BlockPlace` is made for each access to a block. A thread's first element has an address; those of
 other registers are constants away. A register's vector has a guard where it may lie outside: of the tensor,
@@ -36,7 +36,7 @@ class BlockPlace:
         self.whole = whole
         self._compared: dict[tuple[int, int, int], Register | None] = {}
         self._guards: dict[tuple[int, ...], Register | None] = {}
-        self._uniform = self._indexed()
+        self._uniform = self._check_indexed_axes()
         self._base: Register | None = None
 
     def _reaches(self, axis: int, known: Known) -> bool:
@@ -50,25 +50,25 @@ class BlockPlace:
     @property
     def base(self) -> Register:
         """The address of the thread's first element."""
-        if self._base is None: self._base = self._addressed()
+        if self._base is None: self._base = self._address()
         return self._base
 
-    def _addressed(self) -> Register:
+    def _address(self) -> Register:
         kb, strides, size = self.kb, self.tensor.strides, self.tensor.dtype.itemsize
         pointer = self.writer.pointers[self.tensor.name]
-        own = self.writer.threads.weighted(self.layout, self.shape,
+        own = self.writer.threads.weigh(self.layout, self.shape,
                                            {i: strides[axis] for i, axis in enumerate(self.axes)})
         if not self._small:
             for start, stride in zip(self.starts, strides, strict=True):
-                pointer = self._advanced(pointer, start, stride * size)
-            return self._moved(pointer, own, size)
+                pointer = self._advance(pointer, start, stride * size)
+            return self._add_offset(pointer, own, size)
         offset: Register | int = own
         for start, stride in zip(self.starts, strides, strict=True):
             number = self.writer.number(start)
             if isinstance(number, Register): offset = (number * stride if stride != 1 else number) + offset
             elif isinstance(offset, Register): offset = offset + int(number) * stride if number else offset
             else: offset += int(number) * stride
-        if isinstance(offset, Register): return self._moved(pointer, offset, size)
+        if isinstance(offset, Register): return self._add_offset(pointer, offset, size)
         if not offset: return pointer
         made = kb.reg("u64")
         kb.emit("add.s64", made, pointer, offset * size)
@@ -80,13 +80,13 @@ class BlockPlace:
         for extent in self.tensor.shape: count *= extent
         return count * 2 < SMALL    # starts may be beyond by a block
 
-    def _moved(self, pointer: Register, offset: Register | int, size: int) -> Register:
+    def _add_offset(self, pointer: Register, offset: Register | int, size: int) -> Register:
         made = self.kb.reg("u64")
         if isinstance(offset, Register): self.kb.emit("mad.wide.s32", made, offset, size, pointer)
         else: self.kb.emit("add.s64", made, pointer, offset * size)
         return made
 
-    def _advanced(self, pointer: Register, start: Value, nbytes: int) -> Register:
+    def _advance(self, pointer: Register, start: Value, nbytes: int) -> Register:
         kb, number = self.kb, self.writer.number(start)
         made = kb.reg("u64")
         if not isinstance(number, Register): kb.emit("add.s64", made, pointer, int(number) * nbytes)
@@ -111,10 +111,10 @@ class BlockPlace:
         last = len(self.sizes) - 1
         made = min(self.layout.run(self.of.of_axis(len(self.axes) - 1)), max(16 // size, 1),
                    self.layout.count)
-        while made > 1 and not self._aligned(made, strides, last): made //= 2
+        while made > 1 and not self._is_aligned(made, strides, last): made //= 2
         return made
 
-    def _aligned(self, count: int, strides: Sequence[int], last: int) -> bool:
+    def _is_aligned(self, count: int, strides: Sequence[int], last: int) -> bool:
         if self.known[last].multiple % count: return False
         if self.bounded[last] and self.tensor.shape[last] % count: return False
         if self.whole and self.sizes[last] % count: return False
@@ -138,7 +138,7 @@ class BlockPlace:
         return self._guards[key]
 
     def _conditions(self, i: int, axis: int, place: int) -> list[Register]:
-        """That element `place`, after the thread's own, of an axis is inside."""
+        """Returns the conditions that element `place`, after the thread's own, of an axis is inside."""
         made = []
         own = self.writer.threads.coordinate(self.layout, self.shape, i)
         if self.whole and self.sizes[axis] < 1 << self.of.widths[i]:
@@ -177,7 +177,7 @@ class BlockPlace:
             else: self._compared[key] = value >= bound
         return self._compared[key]
 
-    def _indexed(self) -> Register | None:
+    def _check_indexed_axes(self) -> Register | None:
         """Whether the axes that a start alone indexes are inside."""
         made: Register | None = None
         for axis, size in enumerate(self.sizes):

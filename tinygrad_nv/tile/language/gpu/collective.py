@@ -22,12 +22,12 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
-from tinygrad_nv.tile.language.gpu.access import fetched, stored
+from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
-from tinygrad_nv.tile.language.gpu.exchange import exchanged
+from tinygrad_nv.tile.language.gpu.exchange import exchange_parts
 from tinygrad_nv.tile.language.gpu.held import Held, Part
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent, padded_axes
+from tinygrad_nv.tile.language.gpu.registers import absent, axes_with_padding
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 
@@ -79,17 +79,17 @@ class Collective(Values):
             key = tuple(map(id, (*a, *b)))
             if key not in known:
                 kept.extend((*a, *b))
-                known[key] = self._combined(op, [*a, *b])
+                known[key] = self._combine_parts(op, [*a, *b])
             return known[key]
         return combine
 
-    def _combined(self, op: Op, given: Sequence[Part]) -> list[Part]:
+    def _combine_parts(self, op: Op, given: Sequence[Part]) -> list[Part]:
         parts = [each for each in given if each is not None]
-        if op.regions: return list(self.inlined(op.regions[0], parts))
-        return [elements.applied(self.kb, op.attributes["fn"], parts)]
+        if op.regions: return list(self.inline(op.regions[0], parts))
+        return [elements.apply_row(self.kb, op.attributes["fn"], parts)]
 
-    def inlined(self, region: Region, given: Sequence[Lanes]) -> list[Lanes]:
-        """What a region of scalars makes of scalars."""
+    def inline(self, region: Region, given: Sequence[Lanes]) -> list[Lanes]:
+        """Returns what a region of scalars makes of scalars."""
         self.scopes.push()
         for argument, part in zip(region.arguments, given, strict=True):
             self.put_scalar(argument, Lanes(self.kb, part.dtype, list(part.wide), part.packed))
@@ -98,14 +98,14 @@ class Collective(Values):
         self.scopes.pop()
         return made
 
-    def _masked(self, op: Op, held: Held, each: Elements, axis: int) -> Elements:
+    def _mask_padding(self, op: Op, held: Held, each: Elements, axis: int) -> Elements:
         """Elements beyond an axis as the neutral one."""
-        if axis not in padded_axes(held.shape): return each
+        if axis not in axes_with_padding(held.shape): return each
         other = elements.constant(self.kb, neutral(op.attributes["fn"], held.dtype), held.dtype)
         made: Elements = []
         for register, one in enumerate(each):
             test = self.inside(held.layout, held.shape, register, (axis,))
-            made.append(one if one is None or test is None else elements.applied(
+            made.append(one if one is None or test is None else elements.apply_row(
                 self.kb, "where", [Lanes(self.kb, dtypes.bool, [test]), one, other]))
         return made
 
@@ -116,8 +116,8 @@ class Collective(Values):
         helds = [self.value(each, self.assignment.layout(op.operands[0])) for each in op.operands]
         layout, shape = helds[0].layout, helds[0].shape
         bits = extents(shape).of_axis(axis)
-        if op.regions: found = self._ordered(op, helds, axis, False)[1]
-        else: found = [self._reduced(op, helds[0], axis)]
+        if op.regions: found = self._scan_in_order(op, helds, axis, False)[1]
+        else: found = [self._reduce_axis(op, helds[0], axis)]
         places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
         left = layout.without(bits)
         for result, each in zip(op.results, found, strict=True):
@@ -127,10 +127,10 @@ class Collective(Values):
                 self.put_scalar(result, one[0])
             else: self.put_held(result, self.from_singles(result.dtype, result.shape, left, one))
 
-    def _reduced(self, op: Op, held: Held, axis: int) -> Elements:
-        """By a row of the table."""
+    def _reduce_axis(self, op: Op, held: Held, axis: int) -> Elements:
+        """Reduces by a row of the table."""
         combine, layout, bits = self.combiner(op), held.layout, extents(held.shape).of_axis(axis)
-        each = self._masked(op, held, self.singles(held), axis)
+        each = self._mask_padding(op, held, self.singles(held), axis)
         for bit in reversed([bit for bit in layout.registers if bit in bits]):
             for register, index in enumerate(layout.indices):
                 if index >> bit & 1 or any(index >> other & 1 for other in bits if other > bit): continue
@@ -147,7 +147,8 @@ class Collective(Values):
         over = [at for at, _ in layout.thread_bits(bits)]
         for at in over:
             if at < LANE_BITS:
-                some = [combine([a], [b])[0] for a, b in zip(some, exchanged(self, some, at), strict=True)]
+                some = [combine([a], [b])[0] for a,
+                        b in zip(some, exchange_parts(self, some, at), strict=True)]
         warps = [at for at in over if at >= LANE_BITS]
         return self._across_warps(combine, layout, some, over, warps, dtype) if warps else some
 
@@ -167,7 +168,7 @@ class Collective(Values):
             arena.writes(start, nbytes)
             own = address(self, start,
                           self.threads.sum([*pairs, *((at, size << i) for i, at in enumerate(warps))]))
-            for i, part in enumerate(distinct): stored(kb, own, i * slots * size, [part], 1, mine, "shared")
+            for i, part in enumerate(distinct): store(kb, own, i * slots * size, [part], 1, mine, "shared")
             arena.reads(start, nbytes)
             base = address(self, start, self.threads.sum(pairs))
             for i, part in enumerate(distinct):
@@ -181,15 +182,15 @@ class Collective(Values):
         at_once = min(count, 16 // dtype.itemsize)
         made: Elements = []
         for first in range(0, count, at_once):
-            parts = fetched(self.kb, base, nbytes + first * dtype.itemsize, dtype, at_once, space="shared")
+            parts = fetch(self.kb, base, nbytes + first * dtype.itemsize, dtype, at_once, space="shared")
             made += [Lanes(self.kb, dtype, [part.at(i)]) for part in parts for i in range(min(at_once, 2))]
         return made
 
     # **** in order ****
 
-    def _ordered(self, op: Op, helds: Sequence[Held], axis: int,
+    def _scan_in_order(self, op: Op, helds: Sequence[Held], axis: int,
                  back: bool) -> tuple[list[Elements], list[Elements]]:
-        """Partial results and totals of each operand; `back`: from the last element on."""
+        """Returns partial results and totals of each operand; `back`: from the last element on."""
         combine, layout, shape = self.combiner(op), helds[0].layout, helds[0].shape
         state = [self.singles(held) for held in helds]
         totals = [list(each) for each in state]
@@ -219,10 +220,10 @@ class Collective(Values):
     def _thread_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
                      back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
         at = next(at for at, one in layout.thread_bits([bit]) if one == bit)
-        others = [exchanged(self, each, at) for each in totals]
+        others = [exchange_parts(self, each, at) for each in totals]
         later = Lanes(self.kb, dtypes.bool, [self.threads.bit(at)])
         if back:
-            later = elements.applied(self.kb, "xor", [later, elements.constant(self.kb, True, dtypes.bool)])
+            later = elements.apply_row(self.kb, "xor", [later, elements.constant(self.kb, True, dtypes.bool)])
         known: dict[tuple[int, ...], list[Part]] = {}
         for register, index in enumerate(layout.indices):
             mine, other = [each[register] for each in totals], [each[register] for each in others]
@@ -243,7 +244,7 @@ class Collective(Values):
                index: int) -> Register | bool | None:
         """Whether the later block of a pair, of 2^bit elements, has any inside; None where all have."""
         of = extents(shape)
-        if axis not in padded_axes(shape): return None
+        if axis not in axes_with_padding(shape): return None
         below = (1 << bit - of.first[axis]) - 1
         first = of.coordinate(index, axis) & ~below
         bits = [each for each in of.of_axis(axis) if each > bit]
@@ -256,13 +257,13 @@ class Collective(Values):
         if test is None or isinstance(test, bool): return list(no if test is False else yes)
         choice = Lanes(self.kb, dtypes.bool, [test])
         return [a if b is None or a is b else b if a is None
-                else elements.applied(self.kb, "where", [choice, a, b])
+                else elements.apply_row(self.kb, "where", [choice, a, b])
                 for a, b in zip(yes, no, strict=True)]
 
     def do_scan(self, op: Op) -> None:
         layout = self.assignment.layout(op.results[0])
         helds = [self.value(each, layout) for each in op.operands]
-        state, _ = self._ordered(op, helds, op.attributes["axis"], op.attributes["reverse"])
+        state, _ = self._scan_in_order(op, helds, op.attributes["axis"], op.attributes["reverse"])
         gone = absent(layout, helds[0].shape)
         for result, each in zip(op.results, state, strict=True):
             some = [None if out else one for one, out in zip(each, gone, strict=True)]

@@ -68,11 +68,12 @@ class Consumer:
             if one.name != "dot" or one.operands[0].dtype in FP8 or uses[one.result] != [self.op]: continue
             position = region.yields.index(one.result)
             before = region.ops[:number + 1]
-            if all(use in before for use in uses.get(region.arguments[position + 1], ())) and self._kept(one):
+            if all(use in before
+                   for use in uses.get(region.arguments[position + 1], ())) and self._stays_in_smem(one):
                 made[one] = position
         return made
 
-    def _kept(self, dot: Op) -> bool:
+    def _stays_in_smem(self, dot: Op) -> bool:
         """Whether a dot's operands stay where they are, in shared memory, until the next iteration."""
         writer = self.writer
         for operand in dot.operands[:2]:
@@ -153,8 +154,8 @@ class Consumer:
         self._issue_early(self.first + chosen.stage * self.stages.stage_bytes)
         self.unissued = False
 
-    def used(self, op: Op) -> None:
-        """Ahead of an operation: what it looks at must be there."""
+    def before_use(self, op: Op) -> None:
+        """Waits ahead of an operation until what it looks at is there."""
         if self.unissued and op is self.next_at: self._issue_next()
         if self.waited or op in self.chained: return
         arguments = [self.op.regions[0].arguments[position + 1] for position in self.late.values()]
@@ -171,13 +172,13 @@ class Consumer:
         behind the loop, products that were issued early read the last stage until they are waited for."""
         if self.unissued: self._issue_next()
         if not self.waited: self._wait(len(self.late) + len(self.early))
-        if self.late or self._held_back: self.last.set(self.at.stage)
-        if self._held_back: self.ring.release(self.empty, self.at.stage, self.mine & self.more)
+        if self.late or self._releases_after_loop: self.last.set(self.at.stage)
+        if self._releases_after_loop: self.ring.release(self.empty, self.at.stage, self.mine & self.more)
         elif not self.late: self.ring.release(self.empty, self.at.stage, self.mine)
         self.at.advance()
 
     @property
-    def _held_back(self) -> bool:
+    def _releases_after_loop(self) -> bool:
         """Whether the last stage is given back behind the loop alone, others in their iterations."""
         return bool(self.early) and not self.late and self.stages.again
 

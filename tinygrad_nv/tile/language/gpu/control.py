@@ -45,7 +45,8 @@ class Carried:
                 if to is None or part is None: continue
                 moves += list(zip(to, self._sources(part, held.width, len(to)), strict=True))
         own = {to.name for to, _ in moves}
-        kept = [(to, self._kept(source, to) if isinstance(source, Register) and source.name in own and
+        kept = [(to, self._copy_register(source, to) if isinstance(source, Register) and source.name in own
+                 and
                  source.name != to.name else source) for to, source in moves]
         for target, source in kept:
             if not isinstance(source, Register) or source.name != target.name: target.set(source)
@@ -54,7 +55,7 @@ class Carried:
         if part.dtype in FLOAT16S and width == 2: return [part.pair()]
         return [part.at(i) for i in range(count)]
 
-    def _kept(self, source: Register, to: Register) -> Register:
+    def _copy_register(self, source: Register, to: Register) -> Register:
         """A copy of what another move overwrites."""
         return self.kb.reg(to.kind, source)
 
@@ -80,22 +81,22 @@ class Control(PartialSums):
         region = op.regions[0]
         start, stop, step = (self.number(each) for each in op.operands[:3])
         index, *arguments = region.arguments
-        carried, sums = self.entered(op)
+        carried, sums = self.enter_loop(op)
         mark = self.arena.mark()
         with self.kb.loop(start, stop, step, kind="s32") as i:
             self._body(region, carried, arguments, (index, i))
             self.arena.close(mark)
-        self.arena.left(mark)
-        self.left(op, carried, sums)
+        self.arena.leave(mark)
+        self.leave_loop(op, carried, sums)
 
-    def entered(self, op: Op) -> tuple[Carried, Mapping[int, Op]]:
+    def enter_loop(self, op: Op) -> tuple[Carried, Mapping[int, Op]]:
         """Registers of what a loop carries, as it enters; the sums that it adds up in parts."""
         carried = Carried(self, op.regions[0].arguments[1:])
         carried.put(op.operands[3:])
         return carried, self.enter_sums(op, carried.registers)
 
-    def left(self, op: Op, carried: Carried, sums: Mapping[int, Op]) -> None:
-        """Behind a loop: its results."""
+    def leave_loop(self, op: Op, carried: Carried, sums: Mapping[int, Op]) -> None:
+        """Binds the results of a loop, behind it."""
         carried.bind(op.results)
         self.leave_sums(op, sums)
 
@@ -124,7 +125,7 @@ class Control(PartialSums):
         with self.kb.while_(condition):
             self._body(body, carried, body.arguments)
             self.arena.close(mark)
-        self.arena.left(mark)
+        self.arena.leave(mark)
         carried.bind(op.results)
 
     def do_if(self, op: Op) -> None:

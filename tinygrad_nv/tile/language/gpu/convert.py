@@ -14,11 +14,11 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.lanes import Lanes
-from tinygrad_nv.tile.language.gpu.access import fetched, stored
+from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.arena import Arena
-from tinygrad_nv.tile.language.gpu.held import Held, Part, gathered
+from tinygrad_nv.tile.language.gpu.held import Held, Part, gather_parts
 from tinygrad_nv.tile.language.gpu.layout import Layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent, padded_axes
+from tinygrad_nv.tile.language.gpu.registers import absent, axes_with_padding
 from tinygrad_nv.tile.language.gpu.threads import Threads
 
 ROW_BYTES = 128
@@ -26,7 +26,7 @@ GAP_BYTES = 16
 
 
 class Writer(Protocol):
-    """What a conversion needs of the kernel."""
+    """Operations that a conversion needs of the kernel."""
 
     @property
     def kb(self) -> Kernel: ...
@@ -41,7 +41,7 @@ def inside(writer: Writer, layout: Layout, shape: tuple[int, ...], register: int
     """Whether what a register holds is an element, along some axes or all; None where it always is."""
     made: Value | None = None
     of = extents(shape)
-    for axis in padded_axes(shape):
+    for axis in axes_with_padding(shape):
         if axes and axis not in axes: continue
         bound = shape[axis] - of.coordinate(layout.indices[register], axis)
         own = writer.threads.coordinate(layout, shape, axis)
@@ -55,21 +55,22 @@ def inside(writer: Writer, layout: Layout, shape: tuple[int, ...], register: int
     return made
 
 
-def converted_layout(writer: Writer, held: Held, layout: Layout) -> Held:
+def convert_layout(writer: Writer, held: Held, layout: Layout) -> Held:
     """The same tile in another layout."""
     if held.layout == layout: return held
     if held.layout.threads == layout.threads:
         gone = absent(layout, held.shape)
         registers = [None if out else held.layout.numbers[index]
                      for index, out in zip(layout.indices, gone, strict=True)]
-        return Held(held.dtype, held.shape, layout, gathered(writer.kb, held, registers, held.dtype))
+        return Held(held.dtype, held.shape, layout, gather_parts(writer.kb, held, registers, held.dtype))
     return by_shared(writer, held, layout, held.shape)
 
 
 # **** by way of shared memory ****
 
 class SharedOrder:
-    """Where the elements of a shape lie: row-major; `dense` without gaps, to be read under another shape."""
+    """Order of a shape's elements in shared memory: row-major; `dense` without gaps, to be read under another
+    shape."""
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, dense: bool) -> None:
         self.shape, self.dtype, self.dense = shape, dtype, dense
@@ -117,7 +118,7 @@ def address(writer: Writer, start: int, own: Value | int) -> Value:
     return total
 
 
-def spilled(writer: Writer, held: Held, order: SharedOrder, start: int) -> None:
+def spill(writer: Writer, held: Held, order: SharedOrder, start: int) -> None:
     """Writes a tile to shared memory; of copies the first thread's."""
     layout, kb = held.layout, writer.kb
     gone, count = absent(layout, held.shape), order.vector(layout)
@@ -130,23 +131,23 @@ def spilled(writer: Writer, held: Held, order: SharedOrder, start: int) -> None:
             guard = there if guard is None else guard & there
         first = register // held.width
         parts = [part or held.parts[first] for part in held.parts[first:first + max(count // held.width, 1)]]
-        stored(kb, base, order.offset(layout.indices[register]), [each for each in parts if each], count,
+        store(kb, base, order.offset(layout.indices[register]), [each for each in parts if each], count,
                guard, "shared", register % held.width if count == 1 else 0)
 
 
-def filled(writer: Writer, order: SharedOrder, layout: Layout, start: int) -> list[Part]:
+def fill_from_shared(writer: Writer, order: SharedOrder, layout: Layout, start: int) -> list[Part]:
     """Parts of a tile in a layout, from shared memory."""
     gone, count = absent(layout, order.shape), order.vector(layout)
     base = address(writer, start, order.own(writer, layout))
     found: list[Part] = []
     for register in range(0, layout.count, count):
         if all(gone[register:register + count]): found += [None] * max(count // 2, 1)
-        else: found += fetched(writer.kb, base, order.offset(layout.indices[register]), order.dtype, count,
+        else: found += fetch(writer.kb, base, order.offset(layout.indices[register]), order.dtype, count,
                                inside(writer, layout, order.shape, register), 0, "shared")
-    return found if count > 1 or layout.count == 1 else paired(found)
+    return found if count > 1 or layout.count == 1 else pair_parts(found)
 
 
-def paired(singles: Sequence[Part]) -> list[Part]:
+def pair_parts(singles: Sequence[Part]) -> list[Part]:
     """Parts of single elements, two by two."""
     made: list[Part] = []
     for a, b in zip(singles[::2], singles[1::2], strict=True):
@@ -161,7 +162,7 @@ def by_shared(writer: Writer, held: Held, layout: Layout, shape: tuple[int, ...]
     source, target = (SharedOrder(each, held.dtype, dense) for each in (held.shape, shape))
     with writer.arena.scratch(max(source.nbytes, target.nbytes)) as start:
         writer.arena.writes(start, source.nbytes)
-        spilled(writer, held, source, start)
+        spill(writer, held, source, start)
         writer.arena.reads(start, source.nbytes)
-        parts = filled(writer, target, layout, start)
+        parts = fill_from_shared(writer, target, layout, start)
     return Held(held.dtype, shape, layout, parts)

@@ -18,10 +18,10 @@ from tinygrad_nv.tile.lanes import kind_of
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.arena import Access
 from tinygrad_nv.tile.language.gpu.dots import FP8, GROUP_ROWS, LEAST, DotPlan, Role, source_of
-from tinygrad_nv.tile.language.gpu.fma import multiplied
+from tinygrad_nv.tile.language.gpu.fma import multiply_add
 from tinygrad_nv.tile.language.gpu.held import Held
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, bits_of
-from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, from_registers, shared_tile
+from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, from_registers, tile_in_smem
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.gpu.wgmma import PROMOTED_K, GroupOperand, issue
 from tinygrad_nv.tile.language.ir import Op, Region, Value
@@ -35,7 +35,7 @@ class Dots(Values):
     """Dots and their operands."""
 
     def prepare_dots(self) -> None:
-        """Which operands lie in shared memory, and until when."""
+        """Finds which operands lie in shared memory, and until when."""
         self.in_shared: dict[Value, SharedOperand] = {}
         self.done: dict[Op, Sums] = {}      # products that a loop has issued an iteration ahead
         self.late: dict[Op, Sums] = {}      # where products go that the loop around them waits for
@@ -62,12 +62,12 @@ class Dots(Values):
 
     def place(self, value: Value) -> SharedOperand:
         """Shared memory for what dots multiply."""
-        tile = shared_tile(*self.assignment.needed(value), value.dtype)
+        tile = tile_in_smem(*self.assignment.shared_extents(value), value.dtype)
         made = SharedOperand(self.arena.take(tile.nbytes, ALIGN), tile, value.dtype)
         self.in_shared[value] = made
         return made
 
-    def staged(self, op: Op) -> bool:
+    def stage(self, op: Op) -> bool:
         """Copies a block that is loaded for dots alone to shared memory; False of another."""
         value = op.result
         if value not in self.assignment.staged: return False
@@ -120,11 +120,12 @@ class Dots(Values):
         held = self.value(total, layout)
         flying = op in self.flying
         fresh = not flying and op not in self.late and plan.kind == "wgmma" and self.is_zero(total)
-        if op in self.late: sums = self._moved_to(self.late[op], held)
+        if op in self.late: sums = self._move_sums(self.late[op], held)
         else: sums = self._own(held) if flying else self._sums(held, fresh)
         roles = self._roles(op)
         if plan.kind == "fma":
-            multiplied(self, plan, layout, sums, self._shared(op, roles[0]), self._shared(op, roles[1]))
+            multiply_add(self, plan, layout, sums, self._shared_operand(op, roles[0]),
+                         self._shared_operand(op, roles[1]))
         elif plan.kind == "wgmma": self._multiply_grouped(op, plan, sums, roles, fresh)
         else: self._multiply(op, plan, sums, roles)
         for side in range(2): self._give_arguments(op.operands[side])
@@ -137,9 +138,9 @@ class Dots(Values):
 
     def is_zero(self, value: Value) -> bool:
         """Whether a value is known to be 0 throughout."""
-        return all(part is None or elements.known(part) == 0 for part in self.value(value).parts)
+        return all(part is None or elements.known_number(part) == 0 for part in self.value(value).parts)
 
-    def _shared(self, op: Op, role: Role) -> tuple[SharedOperand, Role]:
+    def _shared_operand(self, op: Op, role: Role) -> tuple[SharedOperand, Role]:
         return self.operand(op.operands[role.side]), role
 
     def _give_arguments(self, value: Value) -> None:
@@ -148,7 +149,7 @@ class Dots(Values):
         if source not in self.makers and source in self.in_shared:
             self.arena.give(self.in_shared.pop(source).start)
 
-    def _moved_to(self, sums: Sums, held: Held) -> Sums:
+    def _move_sums(self, sums: Sums, held: Held) -> Sums:
         """Moves what is added to to some registers."""
         for register, to in sums.items():
             value = held.element(register)
@@ -173,14 +174,14 @@ class Dots(Values):
         steps = plan.depth // plan.step
         left, right = self._group_left(op, plan, roles[0], steps), self._group_operand(op, plan, roles[1])
         if kinds[0] in FP8 and not (fresh and plan.depth <= PROMOTED_K):
-            return self._promoted(plan, kinds, sums, left, right, fresh)
+            return self._promote_sums(plan, kinds, sums, left, right, fresh)
         issue(self, plan, kinds, sums, left, right, fresh, range(steps))
         if op not in self.flying and op not in self.late: self.kb.wgmma_wait(0)
 
-    def _promoted(self, plan: DotPlan, kinds: tuple[DType, DType], sums: Sums,
+    def _promote_sums(self, plan: DotPlan, kinds: tuple[DType, DType], sums: Sums,
                   left: GroupOperand | dict[tuple[int, int], list[Register]], right: GroupOperand,
                   fresh: bool) -> None:
-        """64 rows and 128 of K at a time, which are added to float32."""
+        """Adds 64 rows and 128 of K at a time to float32."""
         steps, at_once, below = plan.depth // plan.step, PROMOTED_K // plan.step, bits_of(plan.n)
         indices = plan.layout(self.assignment.thread_bits).indices
         for first in range(0, steps, at_once):
@@ -218,7 +219,8 @@ class Dots(Values):
         """By mma.sync."""
         a, b = op.operands[0].dtype, op.operands[1].dtype
         steps = plan.depth // plan.step
-        left, right = self._left(op, plan, roles[0], steps), self._fragments(op, plan, roles[1], steps)
+        left, right = self._left_operand(op, plan, roles[0], steps), self._fragments(op, plan, roles[1],
+                                                                                     steps)
         shape, types = instruction(a, b)
         cut = promoted(a, self.kb.arch)
         at_once = PROMOTED_STEPS if cut else steps
@@ -249,7 +251,7 @@ class Dots(Values):
                     d = [sums[i] if i in sums else kb.reg(kind, zero) for i in places]
                     kb.mma(shape, types, d, a, read[number][2 * half:2 * half + 2], d)
 
-    def _left(self, op: Op, plan: DotPlan, role: Role, steps: int) -> _Left:
+    def _left_operand(self, op: Op, plan: DotPlan, role: Role, steps: int) -> _Left:
         if op in self.kept: return _Left(None, kept=self.kept[op])
         source, _ = source_of(op.operands[0], self.makers)
         if self.assignment.in_registers(source, role): return _Left(None, self.value(source), bits_of(plan.k))
@@ -278,13 +280,13 @@ class Dots(Values):
         dots = [one for one in region.ops if one.name == "dot" and self._keeps(one, inside)]
         if not dots or self._crowd(op) + sum(map(self._words, dots)) > MOST_KEPT: return
         self.kb.cp_async_wait(groups)
-        self.arena.synced()
+        self.arena.note_sync()
         self.kb.sync(*self.arena.barrier)
         for one in dots:
             plan, role = self.assignment.plans[one], Role(one, 0, source_of(one.operands[0], self.makers)[1])
             steps, found = plan.depth // plan.step, self.operand(one.operands[0])
             if found.base is None: self.arena.reads(found.start, found.tile.nbytes)
-            left = self._left(one, plan, role, steps)
+            left = self._left_operand(one, plan, role, steps)
             self.kept[one] = [{m: left.read(m, step) for m in range(0, plan.m, LEAST * plan.warps_m)}
                               for step in range(steps)]
 

@@ -1,6 +1,6 @@
 """How a dot is computed: by mma.sync, by wgmma, or in ordinary arithmetic; and where its operands come from.
 
-Protocol: `planned` chooses by dtypes, extents and architecture. Tensor cores take operands of at least 16
+Protocol: `plan_dot` chooses by dtypes, extents and architecture. Tensor cores take operands of at least 16
 rows or columns, of 16 bits, bytes, and float32 where it may be rounded to TF32; products of float32 are
 computed in float32. Warps stand along the rows of a result whose rows belong together (of a softmax, or the
 left operand of the next dot), else as square as the tile is.
@@ -38,7 +38,7 @@ class DotPlan:
     step: int = LEAST       # elements of k that are multiplied at once
 
     def layout(self, thread_bits: int) -> Layout:
-        """That of the accumulator."""
+        """Returns the layout of the accumulator."""
         if self.kind == "fma": return spread((self.m, self.n), thread_bits)
         return accumulator((self.m, self.n), self.warps_m, self.warps_n, self.kind == "wgmma")
 
@@ -91,27 +91,27 @@ class Role:
 
 
 def source_of(value: Value, makers: Mapping[Value, Op]) -> tuple[Value, bool]:
-    """What an operand of a dot is, and whether it is the transpose of that."""
+    """Returns what an operand of a dot is, and whether it is the transpose of that."""
     flipped = False
     while (op := makers.get(value)) is not None and op.name == "transpose":
         value, flipped = op.operands[0], not flipped
     return value, flipped
 
 
-def planned(op: Op, roles: Sequence[Role], rows: bool, warps: int, arch: str) -> DotPlan:
+def plan_dot(op: Op, roles: Sequence[Role], rows: bool, warps: int, arch: str) -> DotPlan:
     """The plan of a dot with its operands. `rows`: the elements of a row of its result belong together."""
     a, b = op.operands[:2]
     (m, k), n = a.shape, b.shape[1]
     exact = a.dtype == dtypes.float32 and not op.attributes["tf32"]
     old = a.dtype in FP8 and arch < "sm_89"
     if exact or old or min(m, n) < LEAST: return DotPlan("fma", m, n, k, 1, 1, 1)
-    made = _grouped(op, roles, rows, warps) if arch == "sm_90a" else None
+    made = _plan_wgmma(op, roles, rows, warps) if arch == "sm_90a" else None
     if made is not None: return made
     warps_m, warps_n = _warps(m, n, warps, rows)
     return DotPlan("mma", m, n, k, warps_m, warps_n, STEP_BYTES // a.dtype.itemsize)
 
 
-def _grouped(op: Op, roles: Sequence[Role], rows: bool, warps: int) -> DotPlan | None:
+def _plan_wgmma(op: Op, roles: Sequence[Role], rows: bool, warps: int) -> DotPlan | None:
     """A plan with wgmma; None where it does not take the operands."""
     a, b = op.operands[:2]
     (m, k), n = a.shape, b.shape[1]

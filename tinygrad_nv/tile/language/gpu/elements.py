@@ -31,7 +31,7 @@ def constant(kb: Kernel, value: float | int | bool, dtype: DType) -> Lanes:
     return Lanes(kb, dtype, [wrapped(kb, int(value), dtype)])
 
 
-def known(part: Lanes) -> float | None:
+def known_number(part: Lanes) -> float | None:
     """The number that all elements of a part are; None where only the kernel knows."""
     if part.packed is not None or len(part.wide) != 1 or isinstance(part.wide[0], Value): return None
     return part.wide[0]
@@ -39,7 +39,7 @@ def known(part: Lanes) -> float | None:
 
 def cast(part: Lanes, dtype: DType) -> Lanes:
     """Converted as `tile.cast` says."""
-    number = known(part)
+    number = known_number(part)
     if number is not None and (dtypes.is_float(dtype) or dtype == dtypes.bool
                                or not dtypes.is_float(part.dtype)):
         return constant(part.kb, number, dtype)
@@ -51,34 +51,34 @@ def bitcast(part: Lanes, dtype: DType) -> Lanes:
     """The same 32 bits."""
     kb = part.kb
 
-    def moved(x: Number) -> Value:
+    def move(x: Number) -> Value:
         made = kb.reg(kind_of(dtype))
         kb.emit("mov.b32", made, x if isinstance(x, Value) else kb.reg(kind_of(part.dtype), x))
         return made
-    return Lanes(kb, dtype, each_lane([part], moved))
+    return Lanes(kb, dtype, each_lane([part], move))
 
 
-def applied(kb: Kernel, fn: str, given: Sequence[Lanes]) -> Lanes:
+def apply_row(kb: Kernel, fn: str, given: Sequence[Lanes]) -> Lanes:
     """The value of a row of the table."""
     row, source = ROWS[fn], given[-1].dtype
-    numbers = [known(each) for each in given]
-    if fn == "where": return _chosen(kb, given, numbers[0])
+    numbers = [known_number(each) for each in given]
+    if fn == "where": return _select(kb, given, numbers[0])
     alone = all(number is not None for number in numbers)
-    if alone and (made := _folded(kb, row, source, numbers)) is not None: return made
+    if alone and (made := _fold_numbers(kb, row, source, numbers)) is not None: return made
     if source == dtypes.bool: return _boolean(kb, row, given, numbers)
     if not dtypes.is_float(source): return _integer(kb, row, given)
     if row.compares:
-        return Lanes(kb, dtypes.bool, each_lane(given, lambda *x: _emitted(kb, row.ptx_f32, "pred", *x)))
+        return Lanes(kb, dtypes.bool, each_lane(given, lambda *x: _emit(kb, row.ptx_f32, "pred", *x)))
     return _float(kb, row, source, given)
 
 
-def _folded(kb: Kernel, row: Operation, dtype: DType, numbers: Sequence[Number | None]) -> Lanes | None:
+def _fold_numbers(kb: Kernel, row: Operation, dtype: DType, numbers: Sequence[Number | None]) -> Lanes | None:
     if row.value is None: return None
     try: return constant(kb, row.value(*numbers), dtypes.bool if row.compares else dtype)
     except (ArithmeticError, ValueError): return None
 
 
-def _emitted(kb: Kernel, opcode: str, kind: str, *operands: Number) -> Value:
+def _emit(kb: Kernel, opcode: str, kind: str, *operands: Number) -> Value:
     made = kb.reg(kind)
     kb.emit(opcode, made, *operands)
     return made
@@ -91,11 +91,11 @@ def _float(kb: Kernel, row: Operation, dtype: DType, given: Sequence[Lanes]) -> 
     if two and dtype in FLOAT16S and row.ptx_pair:
         return Lanes(kb, dtype, [], _pair(kb, row, FLOAT16S[dtype], given))
     if row.name == "sin": wide = each_lane(given, lambda x: _sine(kb, x))
-    elif row.name == "div": wide = _divided(kb, dtype, given)
+    elif row.name == "div": wide = _divide(kb, dtype, given)
     else:
         opcode = row.ptx_short if row.ptx_short and dtype != dtypes.float32 else row.ptx_f32
         if row.name == "exp2_small": opcode = "ex2.approx.ftz.f32"
-        wide = each_lane(given, lambda *x: _emitted(kb, opcode, "f32", *x))
+        wide = each_lane(given, lambda *x: _emit(kb, opcode, "f32", *x))
     return Lanes(kb, dtype, wide) if row.exact else rounded(kb, wide, dtype)
 
 
@@ -103,18 +103,18 @@ def _pair(kb: Kernel, row: Operation, kind: str, given: Sequence[Lanes]) -> Valu
     """Two 16-bit floats at a time; before sm_90 bf16 has fma alone."""
     pairs = [part.pair() for part in given]
     if row.ptx_fused is None or kind == "f16" or kb.arch >= "sm_90":
-        return _emitted(kb, row.ptx_pair.format(kind=kind), "b32", *pairs)
+        return _emit(kb, row.ptx_pair.format(kind=kind), "b32", *pairs)
     order, factor = row.ptx_fused
     named = dict(zip("ab", pairs, strict=False))
     if "f" in order: named["f"] = kb.reg("b32", bits16(factor, dtypes.bfloat16) * 0x10001)
-    return _emitted(kb, "fma.rn.bf16x2", "b32", *(named[operand] for operand in order))
+    return _emit(kb, "fma.rn.bf16x2", "b32", *(named[operand] for operand in order))
 
 
-def _divided(kb: Kernel, dtype: DType, given: Sequence[Lanes]) -> list[Number]:
+def _divide(kb: Kernel, dtype: DType, given: Sequence[Lanes]) -> list[Number]:
     if dtype != dtypes.float32:
-        return each_lane(given, lambda a, b: _emitted(kb, "div.full.f32", "f32", a, b))
-    if known(given[0]) == 1.0: return each_lane(given[1:], lambda b: _emitted(kb, "rcp.rn.f32", "f32", b))
-    return each_lane(given, lambda a, b: _emitted(kb, "div.rn.f32", "f32", a, b))
+        return each_lane(given, lambda a, b: _emit(kb, "div.full.f32", "f32", a, b))
+    if known_number(given[0]) == 1.0: return each_lane(given[1:], lambda b: _emit(kb, "rcp.rn.f32", "f32", b))
+    return each_lane(given, lambda a, b: _emit(kb, "div.rn.f32", "f32", a, b))
 
 
 class Divider:
@@ -132,32 +132,32 @@ class Divider:
     def _reciprocal(self, by: Number) -> tuple[Value, Value, Value]:
         """The divisor, scaled; its reciprocal; the scale."""
         kb = self.kb
-        size = _emitted(kb, "abs.f32", "f32", by)
+        size = _emit(kb, "abs.f32", "f32", by)
         scale = kb.select(size < SMALL, 1 / SMALL, 1.0, "f32")
         scale = kb.select(size > LARGE, 1 / LARGE, scale, "f32")
-        scaled = _emitted(kb, "mul.f32", "f32", by, scale)
-        close = _emitted(kb, "rcp.approx.f32", "f32", scaled)
-        error = _emitted(kb, "fma.rn.f32", "f32", -scaled, close, 1.0)
-        better = _emitted(kb, "fma.rn.f32", "f32", close, error, close)
-        return scaled, kb.select(_emitted(kb, "abs.f32", "f32", error) < 0.5, better, close, "f32"), scale
+        scaled = _emit(kb, "mul.f32", "f32", by, scale)
+        close = _emit(kb, "rcp.approx.f32", "f32", scaled)
+        error = _emit(kb, "fma.rn.f32", "f32", -scaled, close, 1.0)
+        better = _emit(kb, "fma.rn.f32", "f32", close, error, close)
+        return scaled, kb.select(_emit(kb, "abs.f32", "f32", error) < 0.5, better, close, "f32"), scale
 
     def _quotient(self, x: Number, by: Number) -> Value:
         kb = self.kb
         if by not in self.known: self.known[by] = self._reciprocal(by)
         divisor, factor, scale = self.known[by]
-        product = _emitted(kb, "mul.f32", "f32", x, factor)
-        rest = _emitted(kb, "fma.rn.f32", "f32", -divisor, product, x)
-        made = _emitted(kb, "fma.rn.f32", "f32", rest, factor, product)
-        finite = _emitted(kb, "abs.f32", "f32", made) < math.inf    # of infinities and NaN the rest is NaN
-        return _emitted(kb, "mul.f32", "f32", kb.select(finite, made, product, "f32"), scale)
+        product = _emit(kb, "mul.f32", "f32", x, factor)
+        rest = _emit(kb, "fma.rn.f32", "f32", -divisor, product, x)
+        made = _emit(kb, "fma.rn.f32", "f32", rest, factor, product)
+        finite = _emit(kb, "abs.f32", "f32", made) < math.inf    # of infinities and NaN the rest is NaN
+        return _emit(kb, "mul.f32", "f32", kb.select(finite, made, product, "f32"), scale)
 
 
 def _sine(kb: Kernel, x: Number) -> Value:
     """The hardware's sine is good within ±pi: after the nearest multiple of 2 pi is taken away."""
-    turns = _emitted(kb, "cvt.rni.f32.f32", "f32", _emitted(kb, "mul.f32", "f32", x, 1 / (2 * math.pi)))
+    turns = _emit(kb, "cvt.rni.f32.f32", "f32", _emit(kb, "mul.f32", "f32", x, 1 / (2 * math.pi)))
     rest = x
-    for each in TURN: rest = _emitted(kb, "fma.rn.f32", "f32", turns, -each, rest)
-    return _emitted(kb, "sin.approx.f32", "f32", rest)
+    for each in TURN: rest = _emit(kb, "fma.rn.f32", "f32", turns, -each, rest)
+    return _emit(kb, "sin.approx.f32", "f32", rest)
 
 
 # **** integers and booleans ****
@@ -169,7 +169,7 @@ def _integer(kb: Kernel, row: Operation, given: Sequence[Lanes]) -> Lanes:
     if row.name == "abs" and dtypes.is_unsigned(dtype): return given[0]
     if row.name in ("quotient", "remainder"):
         make = lambda a, b: _quotient(kb, row.name, kind, a, b)  # noqa: E731
-    else: make = lambda *x: _emitted(kb, opcode, "pred" if row.compares else kind, *x)  # noqa: E731
+    else: make = lambda *x: _emit(kb, opcode, "pred" if row.compares else kind, *x)  # noqa: E731
     made = each_lane(given, make)
     if row.compares: return Lanes(kb, dtypes.bool, made)
     return Lanes(kb, dtype,
@@ -188,30 +188,30 @@ def _quotient(kb: Kernel, name: str, kind: str, a: Number, b: Number) -> Value:
 def _boolean(kb: Kernel, row: Operation, given: Sequence[Lanes], numbers: Sequence[Number | None]) -> Lanes:
     if row.name in ("xor", "not_equal") and 1 in numbers:   # not x
         other = given[1 - numbers.index(1)]
-        return Lanes(kb, dtypes.bool, each_lane([other], lambda p: _emitted(kb, "not.pred", "pred", p)))
+        return Lanes(kb, dtypes.bool, each_lane([other], lambda p: _emit(kb, "not.pred", "pred", p)))
     parts = [Lanes(kb, dtypes.bool, [kb.reg("pred", number)]) if number is not None else part
              for part, number in zip(given, numbers, strict=True)]
     if row.name == "less":   # false before true
         return Lanes(kb, dtypes.bool, each_lane(
-            parts, lambda a, b: _emitted(kb, row.ptx_bool, "pred", _emitted(kb, "not.pred", "pred", a), b)))
-    return Lanes(kb, dtypes.bool, each_lane(parts, lambda *x: _emitted(kb, row.ptx_bool, "pred", *x)))
+            parts, lambda a, b: _emit(kb, row.ptx_bool, "pred", _emit(kb, "not.pred", "pred", a), b)))
+    return Lanes(kb, dtypes.bool, each_lane(parts, lambda *x: _emit(kb, row.ptx_bool, "pred", *x)))
 
 
-def _chosen(kb: Kernel, given: Sequence[Lanes], number: Number | None) -> Lanes:
+def _select(kb: Kernel, given: Sequence[Lanes], number: Number | None) -> Lanes:
     test, a, b = given
     if number is not None: return a if number else b
     dtype, kind = a.dtype, kind_of(a.dtype)
     if kind == "pred":
-        a, b = (Lanes(kb, dtype, [kb.reg("pred", n)]) if (n := known(part)) is not None else part
+        a, b = (Lanes(kb, dtype, [kb.reg("pred", n)]) if (n := known_number(part)) is not None else part
                 for part in (a, b))
-        return Lanes(kb, dtype, each_lane([test, a, b], lambda p, x, y: _emitted(
-            kb, "or.pred", "pred", _emitted(kb, "and.pred", "pred", p, x),
-            _emitted(kb, "and.pred", "pred", _emitted(kb, "not.pred", "pred", p), y))))
+        return Lanes(kb, dtype, each_lane([test, a, b], lambda p, x, y: _emit(
+            kb, "or.pred", "pred", _emit(kb, "and.pred", "pred", p, x),
+            _emit(kb, "and.pred", "pred", _emit(kb, "not.pred", "pred", p), y))))
     packed = any(part.packed is not None for part in (a, b))
     if packed and dtype in FLOAT16S and len(test.each()) == 1:
         return Lanes(kb, dtype, [], kb.select(test.register(), a.pair(), b.pair(), "b32"))
     return Lanes(kb, dtype,
-                 each_lane([test, a, b], lambda p, x, y: _emitted(kb, f"selp.{_type(kind)}", kind, x, y, p)))
+                 each_lane([test, a, b], lambda p, x, y: _emit(kb, f"selp.{_type(kind)}", kind, x, y, p)))
 
 
 def _type(kind: str) -> str: return kind if kind == "f32" else "b32"

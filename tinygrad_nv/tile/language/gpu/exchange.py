@@ -1,4 +1,4 @@
-"""What a thread gets from the thread whose number differs in one bit.
+"""Exchange with the thread whose number differs in one bit.
 
 Protocol: bits of the lane by shuffles, those of the warp by way of shared memory. Elements go as words of 32
 bits.
@@ -17,21 +17,22 @@ FULL = -1           # all lanes of a warp
 SEGMENT = 31        # the whole warp
 
 
-def exchanged(writer: Writer, parts: Sequence[Part], at: int) -> list[Part]:
+def exchange_parts(writer: Writer, parts: Sequence[Part], at: int) -> list[Part]:
     """Single elements of the thread across bit `at`; equal ones once."""
     known: dict[int, Part] = {id(None): None}
     distinct = [part for part in {id(each): each for each in parts}.values() if part is not None]
-    across = _shuffled if at < LANE_BITS else _by_shared
+    across = _shuffle_parts if at < LANE_BITS else _by_shared
     for part, found in zip(distinct, across(writer, distinct, at), strict=True): known[id(part)] = found
     return [known[id(part)] for part in parts]
 
 
-def _shuffled(writer: Writer, parts: Sequence[Lanes], at: int) -> list[Lanes]:
-    return [from_words(part.kb, part.dtype, [shuffled(part, word, at) for word in words(part.kb, part, 1)], 1)
+def _shuffle_parts(writer: Writer, parts: Sequence[Lanes], at: int) -> list[Lanes]:
+    return [from_words(part.kb, part.dtype,
+                       [shuffle_word(part, word, at) for word in words(part.kb, part, 1)], 1)
             for part in parts]
 
 
-def shuffled(part: Lanes, word: Value, at: int) -> Value:
+def shuffle_word(part: Lanes, word: Value, at: int) -> Value:
     """A word of the lane across bit `at`."""
     made = part.kb.reg(word.kind)
     part.kb.emit("shfl.sync.bfly.b32", made, word, 1 << at, SEGMENT, FULL)

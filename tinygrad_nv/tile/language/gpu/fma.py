@@ -12,7 +12,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Number
-from tinygrad_nv.tile.language.gpu.access import fetched
+from tinygrad_nv.tile.language.gpu.access import fetch
 from tinygrad_nv.tile.language.gpu.convert import Writer
 from tinygrad_nv.tile.language.gpu.dots import DotPlan, Role
 from tinygrad_nv.tile.language.gpu.layout import Layout, extents
@@ -20,7 +20,7 @@ from tinygrad_nv.tile.language.gpu.staged import SharedOperand
 from tinygrad_nv.tile.ops import CHUNK, Places, swizzled
 
 
-def multiplied(writer: Writer, plan: DotPlan, layout: Layout, sums: Mapping[int, Register],
+def multiply_add(writer: Writer, plan: DotPlan, layout: Layout, sums: Mapping[int, Register],
                left: tuple[SharedOperand, Role], right: tuple[SharedOperand, Role]) -> None:
     """Adds the products of two operands to sums, by their registers."""
     kb, of = writer.kb, extents((plan.m, plan.n))
@@ -55,7 +55,7 @@ class _Side:
         self.known: dict[tuple[int, int], list[Number]] = {}
 
     def element(self, mn: int, k: int) -> Number:
-        """What is `mn` after the thread's own row or column, at `k`."""
+        """Returns what is `mn` after the thread's own row or column, at `k`."""
         along, other = (mn, k) if self.role.mn_major else (k, mn)
         first = along - along % self.count
         key = (first, other)
@@ -64,7 +64,7 @@ class _Side:
             tile = self.found.tile
             at = self.places(tile.plain(other, first * self.size))
             assert isinstance(at.base, Register)
-            parts = fetched(self.kb, at.base, at.offset, self.found.dtype, self.count, space="shared")
+            parts = fetch(self.kb, at.base, at.offset, self.found.dtype, self.count, space="shared")
             self.known[key] = [part.at(i) for part in parts for i in range(2 if self.count > 1 else 1)]
         return self.known[key][along - first]
 

@@ -2,8 +2,8 @@
 
 Protocol: a `Held` has the elements of a tile that a thread holds: `Lanes` (tile/lanes.py) of two registers
 side by side, or of the one. None stands for registers whose elements lie outside of the tile in all threads.
-Elements that are equal may be one `Lanes`, which is computed once: `mapped` sees to that. A scalar is a tile
-of no axes, which all threads hold.
+Elements that are equal may be one `Lanes`, which is computed once: `map_parts` sees to that. A scalar is a
+tile of no axes, which all threads hold.
 
 `Lanes` keep the forms that they have been converted to. A form that is made in a loop or a branch is not
 there behind it, so each scope works on copies: `Scopes` makes them when a value is first used there.
@@ -55,7 +55,7 @@ class Held:
         return [i for i in range(self.layout.count) if self.parts[i // self.width] is not None]
 
 
-def gathered(kb: Kernel, source: Held, registers: Sequence[int | None], dtype: DType) -> list[Part]:
+def gather_parts(kb: Kernel, source: Held, registers: Sequence[int | None], dtype: DType) -> list[Part]:
     """Parts of some registers of a tile, in this order. Pairs that stay pairs keep their form, and equal ones
     are one."""
     width = 1 if len(registers) == 1 else 2
@@ -63,12 +63,12 @@ def gathered(kb: Kernel, source: Held, registers: Sequence[int | None], dtype: D
     made: list[Part] = []
     for at in range(0, len(registers), width):
         key = tuple(registers[at:at + width])
-        if key not in known: known[key] = _joined(kb, source, key, dtype)
+        if key not in known: known[key] = _join_registers(kb, source, key, dtype)
         made.append(known[key])
     return made
 
 
-def _joined(kb: Kernel, source: Held, registers: Sequence[int | None], dtype: DType) -> Part:
+def _join_registers(kb: Kernel, source: Held, registers: Sequence[int | None], dtype: DType) -> Part:
     first = registers[0]
     there = [each for each in registers if each is not None
              and source.parts[each // source.width] is not None]
@@ -84,7 +84,7 @@ def _joined(kb: Kernel, source: Held, registers: Sequence[int | None], dtype: DT
     return Lanes(kb, dtype, [source.element(each) for each in there])
 
 
-def mapped(make: Callable[..., Lanes], *given: Sequence[Part]) -> list[Part]:
+def map_parts(make: Callable[..., Lanes], *given: Sequence[Part]) -> list[Part]:
     """A function of parts, once for equal ones."""
     known: dict[tuple[int, ...], Part] = {}
     made: list[Part] = []
@@ -114,12 +114,12 @@ class Scopes:
         for depth, scope in enumerate(reversed(self.stack)):
             if key not in scope: continue
             found = scope[key]
-            if depth: self.stack[-1][key] = found = copied(found)
+            if depth: self.stack[-1][key] = found = copy_held(found)
             return found
         return None
 
 
-def copied(held: Held) -> Held:
+def copy_held(held: Held) -> Held:
     """A tile whose parts can be converted without changing those of the other."""
     known: dict[int, Part] = {}
     for part in held.parts:
@@ -131,7 +131,7 @@ def copied(held: Held) -> Held:
 
 # **** registers ****
 
-def materialised(kb: Kernel, part: Lanes, width: int) -> list[Register]:
+def materialise(kb: Kernel, part: Lanes, width: int) -> list[Register]:
     """New registers with a part's value, in the form in which loops and branches carry it: pairs of 16 bits
     packed, else one for each element."""
     if part.dtype in FLOAT16S and width == 2: return [_copy(kb, part.pair())]
@@ -142,7 +142,7 @@ def _copy(kb: Kernel, value: Register) -> Register: return kb.reg(value.kind, va
 
 
 def from_registers(kb: Kernel, dtype: DType, registers: Sequence[Register], width: int) -> Lanes:
-    """The part that `materialised` has made registers of."""
+    """The part that `materialise` has made registers of."""
     if dtype in FLOAT16S and width == 2: return Lanes(kb, dtype, [], registers[0])
     return Lanes(kb, dtype, list(registers))
 

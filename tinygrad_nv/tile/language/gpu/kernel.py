@@ -21,7 +21,7 @@ from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.dots import FP8
 from tinygrad_nv.tile.language.gpu.emitter import Emitter
 from tinygrad_nv.tile.language.gpu.pipelines import Depth
-from tinygrad_nv.tile.language.gpu.produced import inner_loops, produced
+from tinygrad_nv.tile.language.gpu.produced import find_produced_loops, inner_loops
 from tinygrad_nv.tile.language.gpu.ranges import Ranges
 from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.gpu.specialised import PRODUCERS, Production, alone, registers_of
@@ -42,13 +42,13 @@ class _Written:
 
 def problems(program: Program, schedule: TileSchedule, gpu: GPU) -> list[str]:
     """Why a program cannot be a kernel with a schedule on a GPU, in words; empty when it can."""
-    return list(_written(_Key(program), schedule, gpu.arch, gpu.sm_count).problems)
+    return list(_write(_Key(program), schedule, gpu.arch, gpu.sm_count).problems)
 
 
 def build(program: Program, schedule: TileSchedule, gpu: GPU) -> TileKernel:
     """The kernel of a program without problems; parameters are its tensors in their order. Raises
     `ScheduleError` with the problems of one that has some."""
-    made = _written(_Key(program), schedule, gpu.arch, gpu.sm_count)
+    made = _write(_Key(program), schedule, gpu.arch, gpu.sm_count)
     if made.kernel is None:
         raise ScheduleError("; ".join(made.problems), "a schedule that the GPU has room for",
                             "use smaller blocks, fewer stages, or another number of warps")
@@ -64,16 +64,16 @@ class _Key:
 
 
 @functools.lru_cache(256)
-def _written(key: _Key, schedule: TileSchedule, arch: str, sm_count: int) -> _Written:
+def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int) -> _Written:
     program = key.program
     if found := _before(program, schedule, arch): return _Written(None, tuple(found))
     assignment = Assignment(program, schedule.warp_count, schedule.vector_width, arch)
-    loops = produced(program, assignment, Depth(schedule.depth, MOST_WARPS), arch)
-    if found := _crowded(program, assignment, registers_of(schedule.warp_count, bool(loops))):
+    loops = find_produced_loops(program, assignment, Depth(schedule.depth, MOST_WARPS), arch)
+    if found := _find_crowded(program, assignment, registers_of(schedule.warp_count, bool(loops))):
         return _Written(None, tuple(found))
     refused: list[str] = []
     for most, production in _tries(program, loops, sm_count):
-        emitter = _emitted(program, assignment, schedule, arch, most, production)
+        emitter = _emit_program(program, assignment, schedule, arch, most, production)
         found = _too_large(emitter, arch)
         if not found and production.ctas and not _alone(emitter, schedule, arch): continue
         if not found: return _Written(_kernel(emitter), ())
@@ -106,7 +106,7 @@ def _alone(emitter: Emitter, schedule: TileSchedule, arch: str) -> bool:
     return alone(schedule.warp_count, emitter.kb.smem_bytes, SMEM_BYTES[arch])
 
 
-def _emitted(program: Program, assignment: Assignment, schedule: TileSchedule, arch: str, most: int,
+def _emit_program(program: Program, assignment: Assignment, schedule: TileSchedule, arch: str, most: int,
              production: Production) -> Emitter:
     """The program, written with at most so many stages of loops that say how far ahead they may begin."""
     warps = schedule.warp_count + (PRODUCERS if production.loops else 0)
@@ -127,7 +127,7 @@ def _name(name: str) -> str: return "".join(each if each.isalnum() or each == "_
 
 
 def _before(program: Program, schedule: TileSchedule, arch: str) -> list[str]:
-    """What needs no text."""
+    """Returns the problems that need no text."""
     out = []
     if arch not in ARCHITECTURES: return [f"{arch} is not {', '.join(ARCHITECTURES)}"]
     warps = schedule.warp_count
@@ -150,7 +150,7 @@ def _before(program: Program, schedule: TileSchedule, arch: str) -> list[str]:
 def _at(op: Op) -> str: return f"{op.line}: " if op.line else ""
 
 
-def _crowded(program: Program, assignment: Assignment, there: int) -> list[str]:
+def _find_crowded(program: Program, assignment: Assignment, there: int) -> list[str]:
     """Tiles that do not fit in a thread's registers."""
     out = []
     for op in program.body.walk():
@@ -167,4 +167,4 @@ def _crowded(program: Program, assignment: Assignment, there: int) -> list[str]:
 def _too_large(emitter: Emitter, arch: str) -> list[str]:
     need, there = emitter.kb.smem_bytes, SMEM_BYTES[arch]
     if need <= there: return []
-    return [f"{need} B of shared memory ({emitter.arena.described()}): {arch} has {there}"]
+    return [f"{need} B of shared memory ({emitter.arena.describe()}): {arch} has {there}"]

@@ -1,4 +1,4 @@
-"""Which thread holds which elements of a tile, in which of its registers.
+"""Layouts: which thread holds which elements of a tile, in which of its registers.
 
 Protocol: extents are rounded up to powers of two, and elements are numbered in row-major order of the rounded
 extents, so that an element's index is a number of so many bits. A `Layout` says of each bit of a register's
@@ -9,7 +9,7 @@ Tensor Computation Using F2") whose bases are single bits, which covers rows of 
 tensor cores, and all that reductions, broadcasts, transposes and reshapes make of them:
 
     a reduced axis      its bits are taken out; of threads' bits copies remain           `without`
-    a transpose         bits change their places in the index                            `moved`
+    a transpose         bits change their places in the index                            `move_bits`
     a new axis          the layout of the wider tile, without it, is that of the source
 
 What two extents are rounded to is not part of the tile: `Extents` knows what lies inside.
@@ -87,7 +87,7 @@ class Layout:
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
-        """What each register adds to a thread's index."""
+        """Indices that each register adds to a thread's index."""
         made = [0]
         for bit in self.registers: made += [index | 1 << bit for index in made]
         return tuple(made)
@@ -111,17 +111,17 @@ class Layout:
         """The layout of a tile that lacks these bits; those above them move down."""
         gone = sorted(bits)
 
-        def left(bit: int) -> int: return bit - sum(each < bit for each in gone)
-        return Layout(tuple(left(bit) for bit in self.registers if bit not in gone),
-                      tuple(NONE if bit in gone or bit == NONE else left(bit) for bit in self.threads))
+        def lower_bits(bit: int) -> int: return bit - sum(each < bit for each in gone)
+        return Layout(tuple(lower_bits(bit) for bit in self.registers if bit not in gone),
+                      tuple(NONE if bit in gone or bit == NONE else lower_bits(bit) for bit in self.threads))
 
-    def moved(self, to: Mapping[int, int]) -> Layout:
+    def move_bits(self, to: Mapping[int, int]) -> Layout:
         """The layout with each bit of the index in another place."""
         return Layout(tuple(to[bit] for bit in self.registers),
                       tuple(NONE if bit == NONE else to[bit] for bit in self.threads))
 
     @property
-    def doubled(self) -> Layout:
+    def with_pair_axis(self) -> Layout:
         """The layout of a tile with a new last axis of two elements, which are side by side in a thread."""
         return Layout((0, *(bit + 1 for bit in self.registers)),
                       tuple(NONE if bit == NONE else bit + 1 for bit in self.threads))
@@ -135,8 +135,8 @@ class Layout:
         return 1 << count
 
 
-def transposed_bits(shape: Sequence[int], permutation: Sequence[int]) -> dict[int, int]:
-    """Where each bit of a tile's index goes when its axes are permuted."""
+def transpose_bits(shape: Sequence[int], permutation: Sequence[int]) -> dict[int, int]:
+    """Returns where each bit of a tile's index goes when its axes are permuted."""
     source, target = extents(tuple(shape)), extents(tuple(shape[axis] for axis in permutation))
     made: dict[int, int] = {}
     for to, axis in enumerate(permutation):
@@ -163,7 +163,7 @@ def keeps_order(a: Sequence[int], b: Sequence[int]) -> bool:
 
 # **** which there are ****
 
-def blocked(shape: Sequence[int], contiguous: int, vector: int, thread_bits: int) -> Layout:
+def block_layout(shape: Sequence[int], contiguous: int, vector: int, thread_bits: int) -> Layout:
     """Vectors along an axis; lanes along it as far as it reaches, warps along others first."""
     of = extents(tuple(shape))
     along = list(of.of_axis(contiguous))

@@ -14,14 +14,14 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number, kind_of
-from tinygrad_nv.tile.language.gpu.access import fetched, stored
+from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.blocks import BlockPlace
-from tinygrad_nv.tile.language.gpu.convert import by_shared, converted_layout, paired
-from tinygrad_nv.tile.language.gpu.elements import applied, known
+from tinygrad_nv.tile.language.gpu.convert import by_shared, convert_layout, pair_parts
+from tinygrad_nv.tile.language.gpu.elements import apply_row, known_number
 from tinygrad_nv.tile.language.gpu.held import Held, Part
-from tinygrad_nv.tile.language.gpu.layout import Layout, blocked, extents
+from tinygrad_nv.tile.language.gpu.layout import Layout, block_layout, extents
 from tinygrad_nv.tile.language.gpu.registers import absent
-from tinygrad_nv.tile.language.gpu.swaps import lanes_along, swapped, widened
+from tinygrad_nv.tile.language.gpu.swaps import lanes_along, plan_swaps, swap_registers
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, TensorParameter, Value
 
@@ -47,9 +47,9 @@ class Memory(Values):
         layout = self.assignment.layout(result)
         tensor = self._tensor(op, False)
         at = BlockPlace(self, tensor, op.attributes["sizes"], op.operands, layout, False)
-        self.put(result, self._fetched_block(at, op.attributes["other"], result.shape), layout)
+        self.put(result, self._fetch_block(at, op.attributes["other"], result.shape), layout)
 
-    def _fetched_block(self, at: BlockPlace, other: float, shape: tuple[int, ...]) -> list[Part]:
+    def _fetch_block(self, at: BlockPlace, other: float, shape: tuple[int, ...]) -> list[Part]:
         gone, count, tensor = absent(at.layout, shape), at.vector(), at.tensor
         width = 1 if at.layout.count == 1 else 2
         parts: list[Part] = []
@@ -59,14 +59,15 @@ class Memory(Values):
                 if count == 1: singles.append(None)
                 else: parts += [None] * (count // 2)
                 continue
-            found = fetched(self.kb, at.base, at.offset(register), tensor.dtype, count, at.guard(register),
+            found = fetch(self.kb, at.base, at.offset(register), tensor.dtype, count, at.guard(register),
                             other, self.space(tensor))
             if count == 1: singles += found
             else: parts += found
-        return parts or (singles if width == 1 else paired(singles))
+        return parts or (singles if width == 1 else pair_parts(singles))
 
     def space(self, tensor: TensorParameter) -> str:
-        """What a tensor is loaded from: one that the program does not write never changes."""
+        """Returns the space that a tensor is loaded from: one that the program does not write never
+        changes."""
         return "global" if tensor.output else "global.nc"
 
     def do_store_block(self, op: Op) -> None:
@@ -92,11 +93,11 @@ class Memory(Values):
         memory."""
         size = at.tensor.dtype.itemsize
         vector = max(min(REPLACED // size, self.assignment.vector), 1)
-        swaps = widened(held, vector)
+        swaps = plan_swaps(held, vector)
         made = swaps.layout if swaps is not None else \
-            blocked(held.shape, len(held.shape) - 1, vector, self.assignment.thread_bits)
+            block_layout(held.shape, len(held.shape) - 1, vector, self.assignment.thread_bits)
         if BlockPlace(self, at.tensor, at.sizes, at.starts, made, True).vector() <= at.vector(): return held
-        return converted_layout(self, held, made) if swaps is None else swapped(self, held, swaps)
+        return convert_layout(self, held, made) if swaps is None else swap_registers(self, held, swaps)
 
     def _store_block(self, at: BlockPlace, held: Held) -> None:
         layout = at.layout
@@ -107,7 +108,7 @@ class Memory(Values):
             first = register // held.width
             some = held.parts[first:first + max(count // held.width, 1)]
             parts = [part for part in some if part is not None]
-            stored(self.kb, at.base, at.offset(register), parts, count, at.guard(register, mine),
+            store(self.kb, at.base, at.offset(register), parts, count, at.guard(register, mine),
                    first=register % held.width if count == 1 else 0)
 
     # **** elements at offsets ****
@@ -124,7 +125,7 @@ class Memory(Values):
         last = len(offsets.shape) - 1
         made = min(known.run, tested.same, max(16 // tensor.dtype.itemsize, 1), layout.count,
                    layout.run(extents(offsets.shape).of_axis(last)))
-        while made > 1 and (known.aligned(made) % made or offsets.shape[last] % made): made //= 2
+        while made > 1 and (known.group_multiple(made) % made or offsets.shape[last] % made): made //= 2
         return made
 
     def do_load(self, op: Op) -> None:
@@ -137,8 +138,8 @@ class Memory(Values):
         parts: list[Part] = []
         for register in range(0, layout.count, at.group):
             if gone[register]: parts += [None] * max(at.group // 2, 1)
-            else: parts += at.fetched(register, default)
-        self.put(result, parts if at.group > 1 or layout.count == 1 else paired(parts), layout)
+            else: parts += at.fetch(register, default)
+        self.put(result, parts if at.group > 1 or layout.count == 1 else pair_parts(parts), layout)
 
     def do_store(self, op: Op) -> None:
         offsets, value, mask = op.operands
@@ -154,7 +155,7 @@ class Memory(Values):
             start = register // held.width
             parts = [part for part in held.parts[start:start + max(at.group // held.width, 1)]
                      if part is not None]
-            stored(self.kb, at.address(register), 0, parts, at.group, guard,
+            store(self.kb, at.address(register), 0, parts, at.group, guard,
                    first=register % held.width if at.group == 1 else 0)
 
     def do_atomic(self, op: Op) -> None:
@@ -208,7 +209,7 @@ class _Offsets:
             writer, writer.kb, tensor, offsets, mask, group
 
     def address(self, register: int) -> Register:
-        """Of what a register holds."""
+        """Returns the address of what a register holds."""
         kb, size = self.kb, self.tensor.dtype.itemsize
         offset, made = self.offsets.element(register), kb.reg("u64")
         pointer = self.writer.pointers[self.tensor.name]
@@ -217,19 +218,19 @@ class _Offsets:
         return made
 
     def guard(self, register: int, mine: Register | None) -> Register | None:
-        """Where it may be touched."""
+        """Returns where it may be touched."""
         test = self.mask.element(register)
         made = test if isinstance(test, Register) else None if test else self.kb.reg("pred", 0)
         for each in (mine, self.writer.inside(self.offsets.layout, self.offsets.shape, register)):
             if each is not None: made = each if made is None else made & each
         return made
 
-    def fetched(self, register: int, other: Lanes) -> list[Lanes]:
-        """What is there; `other` elsewhere."""
-        guard, number = self.guard(register, None), known(other)
-        parts = fetched(self.kb, self.address(register), 0, self.tensor.dtype, self.group, guard, number or 0,
+    def fetch(self, register: int, other: Lanes) -> list[Lanes]:
+        """Returns what is there; `other` elsewhere."""
+        guard, number = self.guard(register, None), known_number(other)
+        parts = fetch(self.kb, self.address(register), 0, self.tensor.dtype, self.group, guard, number or 0,
                         self.writer.space(self.tensor))
         if number is not None or guard is None: return parts
         test = Lanes(self.kb, dtypes.bool, [guard])
-        return [applied(self.kb, "where", [test, part, other]) for part in parts]
+        return [apply_row(self.kb, "where", [test, part, other]) for part in parts]
 

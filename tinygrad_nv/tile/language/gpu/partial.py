@@ -43,13 +43,13 @@ class PartialSums(Collective):
             found = made.get(other)
             if found is None or found.name != "reduce" or found.regions or found not in region.ops: continue
             if found.attributes["fn"] == "add" and uses[other] == [total] and \
-                    self._carried(one, argument, total) and self._alike(found, argument): return found
+                    self._is_carried(one, argument, total) and self._alike(found, argument): return found
         return None
 
     @staticmethod
     def _is(op: Op, fn: str) -> bool: return op.name == "apply" and op.attributes["fn"] == fn
 
-    def _carried(self, value: Value, argument: Value, total: Op) -> bool:
+    def _is_carried(self, value: Value, argument: Value, total: Op) -> bool:
         """Whether a value is the argument, or that times something, and nothing else looks at it."""
         uses, made = self.assignment.uses, self.makers.get(value)
         if value is argument: return uses[argument] == [total]
@@ -84,7 +84,7 @@ class PartialSums(Collective):
         return found
 
     def _zero(self, value: Value) -> bool:
-        return all(part is None or elements.known(part) == 0 for part in self.value(value).parts)
+        return all(part is None or elements.known_number(part) == 0 for part in self.value(value).parts)
 
     def leave_sums(self, op: Op, found: Mapping[int, Op]) -> None:
         """Behind a loop whose results are what it carried."""

@@ -26,7 +26,7 @@ from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.control import Control
 from tinygrad_nv.tile.language.gpu.dot import Dots
 from tinygrad_nv.tile.language.gpu.dots import FP8, source_of
-from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, shared_tile
+from tinygrad_nv.tile.language.gpu.staged import ALIGN, BlockCopy, SharedOperand, tile_in_smem
 from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, Value
 
 LEAST_IN_FLIGHT = 3     # stages, beyond which products stay in flight: else too few copies are on their way
@@ -69,12 +69,12 @@ def ahead_of(op: Op, assignment: Assignment) -> list[Op]:
 
     def follows(value: Value) -> bool:
         if value not in made: return value not in region.arguments[1:]
-        return sliced(made[value], assignment.program) and all(map(follows, made[value].operands))
+        return can_recompute(made[value], assignment.program) and all(map(follows, made[value].operands))
     return [one for one in region.ops if one.name == "load_block" and one.result in assignment.staged
             and one.attributes["tensor"] not in written and all(map(follows, one.operands))]
 
 
-def sliced(op: Op, program: Program) -> bool:
+def can_recompute(op: Op, program: Program) -> bool:
     """Whether an operation may be computed again, ahead of its place: a scalar, of memory only where the
     program does not write."""
     if op.name in ("load", "load_block"):
@@ -91,7 +91,7 @@ class Pipelines(Dots, Control):
     def do_for(self, op: Op) -> None:
         loads, depth = ahead_of(op, self.assignment), self.stages.of(op)
         if not loads or depth < 2: return super().do_for(op)
-        return self._pipelined(op, loads, depth)
+        return self._emit_pipelined(op, loads, depth)
 
     # **** what can be copied ahead ****
 
@@ -112,23 +112,23 @@ class Pipelines(Dots, Control):
         return region.yields[place] is dot.result and uses[total] == [dot] and uses[dot.result] == [op] and \
             all(each in self.assignment.staged for each in sources)
 
-    def sliced_ops(self, loads: Sequence[Op], region: Region) -> list[Op]:
+    def ops_of_places(self, loads: Sequence[Op], region: Region) -> list[Op]:
         """The operations of the body that make the places of loads."""
         made = {each: one for one in region.ops for each in one.results}
         wanted = {each for one in loads for each in one.operands}
         kept: list[Op] = []
         for one in reversed(region.ops):
-            if sliced(one, self.program) and any(each in wanted for each in one.results):
+            if can_recompute(one, self.program) and any(each in wanted for each in one.results):
                 kept.insert(0, one)
                 wanted |= {each for each in one.operands if each in made}
         return kept
 
     def starts(self, op: Op, loads: Sequence[Op], index: Number) -> dict[Op, list[Number]]:
-        """Where loads of an iteration begin."""
+        """Returns where loads of an iteration begin."""
         region = op.regions[0]
         self.scopes.push()
         self.put_scalar(region.arguments[0], Lanes(self.kb, dtypes.int32, [index]))
-        for one in self.sliced_ops(loads, region): getattr(self, f"do_{one.name}")(one)
+        for one in self.ops_of_places(loads, region): getattr(self, f"do_{one.name}")(one)
         places = {one: [self.number(each) for each in one.operands] for one in loads}
         self.scopes.pop()
         return places
@@ -139,7 +139,7 @@ class Pipelines(Dots, Control):
         places, copies, start = dict[Op, SharedOperand](), dict[Op, BlockCopy](), 0
         for one in loads:
             value, tensor = one.result, self.program.tensor(one.attributes["tensor"])
-            tile = shared_tile(*self.assignment.needed(value), value.dtype)
+            tile = tile_in_smem(*self.assignment.shared_extents(value), value.dtype)
             places[one] = SharedOperand(start, tile, value.dtype)
             copies[one] = BlockCopy(self, tensor, self.pointers[tensor.name], one.attributes["sizes"],
                                     [self.ranges.of(each) for each in one.operands], tile)
@@ -152,11 +152,11 @@ class Pipelines(Dots, Control):
         for one, copy in ring.copies.items(): copy.issue(places[one], stage + ring.places[one].start, when)
         self.kb.cp_async_commit()
 
-    def _pipelined(self, op: Op, loads: Sequence[Op], depth: int) -> None:
+    def _emit_pipelined(self, op: Op, loads: Sequence[Op], depth: int) -> None:
         kb, region = self.kb, op.regions[0]
         start, stop, step = (self.number(each) for each in op.operands[:3])
         index, *arguments = region.arguments
-        carried, sums = self.entered(op)
+        carried, sums = self.enter_loop(op)
         ring, flight = self._stages(loads, depth), self.in_flight(op) if depth > LEAST_IN_FLIGHT else []
         self.flying |= set(flight)
         ahead = depth - 2 if flight else depth - 1
@@ -169,7 +169,7 @@ class Pipelines(Dots, Control):
         with kb.loop(start, stop, step, kind="s32") as i:
             kb.cp_async_wait(ahead - 1)
             self.arena.unfenced = True
-            self.arena.synced()
+            self.arena.note_sync()
             kb.sync(*self.arena.barrier)
             later = i + step * ahead
             self._issue(op, ring, later, writing, later < stop)
@@ -182,9 +182,9 @@ class Pipelines(Dots, Control):
         self.bound = outer
         self.kept.clear()
         if flight: kb.wgmma_wait(0)
-        self.arena.left(mark)
-        self.arena.taken_back(ring.start, ring.nbytes)
-        self.left(op, carried, sums)
+        self.arena.leave(mark)
+        self.arena.take_back(ring.start, ring.nbytes)
+        self.leave_loop(op, carried, sums)
 
     def _begin(self, op: Op, ring: Stages, bounds: tuple[Number, Number, Number], ahead: int) -> None:
         """Starts the copies of the first iterations, of those that there are."""
@@ -211,6 +211,6 @@ class Pipelines(Dots, Control):
         if op in self.bound:
             self.in_shared[op.result] = self.bound[op]
             return True
-        return self.staged(op)
+        return self.stage(op)
 
-    def ended(self, op: Op) -> None: self.to_shared(op)
+    def after_op(self, op: Op) -> None: self.to_shared(op)

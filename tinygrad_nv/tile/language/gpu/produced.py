@@ -1,4 +1,4 @@
-"""Which loops a producer warp fills: those whose loads it can find and bring by itself.
+"""Loops that a producer warp fills: those whose loads it can find and issue by itself.
 
 Protocol: `produced(program, assignment, stages, arch)` has the loops with the loads that TMA brings for them.
 The producer goes through loops and branches around them, too: it computes their bounds and conditions again,
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from tinygrad_nv.tile.fragments import STEP_BYTES
 from tinygrad_nv.tile.language.gpu.assign import Assignment
-from tinygrad_nv.tile.language.gpu.pipelines import Depth, ahead_of, sliced
-from tinygrad_nv.tile.language.gpu.staged import shared_tile
+from tinygrad_nv.tile.language.gpu.pipelines import Depth, ahead_of, can_recompute
+from tinygrad_nv.tile.language.gpu.staged import tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
 from tinygrad_nv.tile.wgmma_tiles import MAP_DTYPES, MOST_BOX, MOST_RANK
 
@@ -22,7 +22,8 @@ class NotProduced(Exception):
     """A loop that the producer cannot fill."""
 
 
-def produced(program: Program, assignment: Assignment, stages: Depth, arch: str) -> dict[Op, list[Op]]:
+def find_produced_loops(program: Program, assignment: Assignment, stages: Depth, arch: str) -> dict[Op,
+                                                                                                    list[Op]]:
     """The loops that a producer fills, with their loads; none where one of them cannot be."""
     if arch != "sm_90a": return {}
     try: return dict(_Search(program, assignment, stages).loops(program.body, frozenset()))
@@ -52,7 +53,7 @@ class _Search:
 
     def _branch(self, op: Op, indices: frozenset[Value]) -> Iterator[tuple[Op, list[Op]]]:
         found = [each for region in op.regions for each in self.loops(region, indices)]
-        if found and not self._known(op.operands[0], indices): raise NotProduced
+        if found and not self._is_known(op.operands[0], indices): raise NotProduced
         yield from found
 
     def _loop(self, op: Op, indices: frozenset[Value]) -> Iterator[tuple[Op, list[Op]]]:
@@ -62,15 +63,15 @@ class _Search:
         if not inner and not loads: return
         kinds = {self.assignment.plans[dot].kind for dot in op.regions[0].walk() if dot.name == "dot"}
         if kinds != {"wgmma"} or not all(self._by_tma(one, own) for one in loads): raise NotProduced
-        if not all(self._known(each, indices) for each in op.operands[:3]): raise NotProduced
+        if not all(self._is_known(each, indices) for each in op.operands[:3]): raise NotProduced
         if loads: yield op, loads
         yield from inner
 
-    def _known(self, value: Value, indices: frozenset[Value]) -> bool:
+    def _is_known(self, value: Value, indices: frozenset[Value]) -> bool:
         """Whether the producer can compute a scalar by itself."""
         op = self.assignment.makers.get(value)
         if op is None: return value in indices
-        return sliced(op, self.program) and all(self._known(each, indices) for each in op.operands)
+        return can_recompute(op, self.program) and all(self._is_known(each, indices) for each in op.operands)
 
     def _by_tma(self, op: Op, indices: frozenset[Value]) -> bool:
         """Whether TMA can bring a block as the dots want it."""
@@ -78,7 +79,7 @@ class _Search:
         size, sizes = tensor.dtype.itemsize, op.attributes["sizes"]
         if tensor.dtype not in MAP_DTYPES or not 2 <= len(sizes) <= MOST_RANK: return False
         if any(stride * size % 16 for stride in tensor.strides[:-1]): return False
-        tile = shared_tile(*self.assignment.needed(value), value.dtype)
+        tile = tile_in_smem(*self.assignment.shared_extents(value), value.dtype)
         if value.shape != (tile.rows, tile.row_bytes // size): return False
         if tile.span < STEP_BYTES or tile.rows > MOST_BOX or tensor.output: return False
-        return all(self._known(each, indices) for each in op.operands)
+        return all(self._is_known(each, indices) for each in op.operands)

@@ -1,4 +1,5 @@
-"""What is known of integers before a kernel runs: bounds, multiples, and how they go along the last axis.
+"""Ranges of integers that are known before a kernel runs: bounds, multiples, and how they go along the last
+axis.
 
 Protocol: `Ranges(program)` looks at all operations once; `of(value)` is a `Known`. Along the last axis,
 groups of `run` elements grow by one from element to element, groups of `same` are equal; a value at the
@@ -28,8 +29,8 @@ class Known:
     run: int = 1
     same: int = 1
 
-    def aligned(self, group: int) -> int:
-        """What the first of each `group` elements is a multiple of."""
+    def group_multiple(self, group: int) -> int:
+        """Returns the number that the first of each `group` elements is a multiple of."""
         return self.multiple if self.run == 1 else math.gcd(self.multiple, group)
 
 
@@ -43,7 +44,7 @@ def _constant(x: int) -> Known: return Known(x, x, _power(abs(x)), 1, MOST)
 
 
 class Ranges:
-    """What is known of a program's integers."""
+    """Ranges of a program's integers."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -51,7 +52,7 @@ class Ranges:
         self._region(program.body)
 
     def of(self, value: Value) -> Known:
-        """What is known of a value."""
+        """Returns what is known of a value."""
         return self.known.get(value, NOTHING)
 
     def _region(self, region: Region) -> None:
@@ -60,7 +61,7 @@ class Ranges:
             for inner in op.regions: self._region(inner)
             if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
                 rule = getattr(self, f"_{op.name}", None)
-                if rule is not None and op.name != "for": self.known[op.result] = _bounded(rule(op))
+                if rule is not None and op.name != "for": self.known[op.result] = _clip_range(rule(op))
 
     def _loop(self, op: Op) -> None:
         start, stop, step = map(self.of, op.operands[:3])
@@ -117,7 +118,7 @@ class Ranges:
         if fn == "mul":
             ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
             return Known(min(ends), max(ends), min(_each(a) * _each(b), MOST), 1, same)
-        if fn == "less": return Known(0, 1, 1, 1, _compared(a, b, same))
+        if fn == "less": return Known(0, 1, 1, 1, _equal_run(a, b, same))
         if fn in ("max", "min"):
             pick = max if fn == "max" else min
             return Known(pick(a.low, b.low), pick(a.high, b.high), min(_each(a), _each(b)), 1, same)
@@ -139,23 +140,24 @@ class Ranges:
 
 
 def _each(x: Known) -> int:
-    """What every element is a multiple of."""
+    """Returns the number that every element is a multiple of."""
     return x.multiple if x.run == 1 else 1
 
 
 def _sum(a: Known, b: Known, same: int) -> Known:
     run = max(min(a.run, b.same), min(a.same, b.run), 1)
-    return Known(a.low + b.low, a.high + b.high, math.gcd(a.aligned(run), b.aligned(run)), run, same)
+    return Known(a.low + b.low, a.high + b.high, math.gcd(a.group_multiple(run), b.group_multiple(run)), run,
+                 same)
 
 
-def _compared(a: Known, b: Known, same: int) -> int:
+def _equal_run(a: Known, b: Known, same: int) -> int:
     """Elements side by side of a < b that are equal: a group of a grows within multiples of what it is
     compared with."""
     group = min(a.run, b.same)
-    return max(same, math.gcd(math.gcd(group, a.aligned(group)), b.aligned(group)))
+    return max(same, math.gcd(math.gcd(group, a.group_multiple(group)), b.group_multiple(group)))
 
 
-def _bounded(x: Known) -> Known:
+def _clip_range(x: Known) -> Known:
     return x if x.low >= LOW and x.high <= HIGH else replace(x, low=LOW, high=HIGH, multiple=1)
 
 

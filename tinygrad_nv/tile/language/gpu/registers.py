@@ -14,7 +14,7 @@ def absent(layout: Layout, shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 @lru_cache(4096)
-def padded_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
+def axes_with_padding(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Axes whose extent is no power of two."""
     of = extents(shape)
     return tuple(axis for axis, extent in enumerate(shape) if extent != 1 << of.widths[axis])

@@ -12,13 +12,13 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
-from tinygrad_nv.tile.language.gpu.access import fetched
+from tinygrad_nv.tile.language.gpu.access import fetch
 from tinygrad_nv.tile.language.gpu.collective import Collective, Elements, neutral
-from tinygrad_nv.tile.language.gpu.convert import SharedOrder, address, paired, spilled
-from tinygrad_nv.tile.language.gpu.exchange import exchanged
+from tinygrad_nv.tile.language.gpu.convert import SharedOrder, address, pair_parts, spill
+from tinygrad_nv.tile.language.gpu.exchange import exchange_parts
 from tinygrad_nv.tile.language.gpu.held import Held, Part
 from tinygrad_nv.tile.language.gpu.layout import Layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent, padded_axes
+from tinygrad_nv.tile.language.gpu.registers import absent, axes_with_padding
 from tinygrad_nv.tile.language.ir import Op
 
 
@@ -29,7 +29,7 @@ class Sorting(Collective):
         axis, down = op.attributes["axis"], op.attributes["descending"]
         layout = self.assignment.layout(op.result)
         held = self.value(op.operands[0], layout)
-        each = self._filled(held, axis, down)
+        each = self._fill_padding(held, axis, down)
         bits = list(extents(held.shape).of_axis(axis))
         for stage in range(1, len(bits) + 1):
             turning = bits[stage] if stage < len(bits) else None
@@ -38,10 +38,10 @@ class Sorting(Collective):
         some = [None if out else one for one, out in zip(each, gone, strict=True)]
         self.put_held(op.result, self.from_singles(held.dtype, held.shape, layout, some))
 
-    def _filled(self, held: Held, axis: int, down: bool) -> Elements:
+    def _fill_padding(self, held: Held, axis: int, down: bool) -> Elements:
         """The elements, and beyond the axis what comes last."""
         each = self.singles(held)
-        if axis not in padded_axes(held.shape) and None not in each: return each
+        if axis not in axes_with_padding(held.shape) and None not in each: return each
         last = elements.constant(self.kb, neutral("max" if down else "min", held.dtype), held.dtype)
         made: Elements = []
         for register, one in enumerate(each):
@@ -49,7 +49,7 @@ class Sorting(Collective):
             if one is None: made.append(last)       # beyond another axis, too
             elif test is None: made.append(one)
             else:
-                made.append(elements.applied(self.kb, "where",
+                made.append(elements.apply_row(self.kb, "where",
                                              [Lanes(self.kb, dtypes.bool, [test]), one, last]))
         return made
 
@@ -60,13 +60,13 @@ class Sorting(Collective):
             for low, index in enumerate(layout.indices):
                 if index >> bit & 1: continue
                 high = layout.numbers[index | 1 << bit]
-                turned = self._turned(layout, index, turning, down)
+                turned = self._is_descending(layout, index, turning, down)
                 small, large = (self._extreme(fn, each[low], each[high]) for fn in ("min", "max"))
                 made[low], made[high] = self._choice(turned, large, small), self._choice(turned, small, large)
             return made
         at = next(at for at, one in layout.thread_bits([bit]) if one == bit)
-        for register, other in enumerate(exchanged(self, each, at)):
-            turned = self._turned(layout, layout.indices[register], turning, down)
+        for register, other in enumerate(exchange_parts(self, each, at)):
+            turned = self._is_descending(layout, layout.indices[register], turning, down)
             upper = self.threads.bit(at)
             larger = upper if turned is False else ~upper if turned is True else upper ^ turned
             if larger.negated: larger = self._plain(larger)
@@ -74,7 +74,7 @@ class Sorting(Collective):
             made[register] = self._choice(larger, large, small)
         return made
 
-    def _turned(self, layout: Layout, index: int, turning: int | None, down: bool) -> Register | bool:
+    def _is_descending(self, layout: Layout, index: int, turning: int | None, down: bool) -> Register | bool:
         """Whether elements descend here."""
         if turning is None: return down
         for at, _ in layout.thread_bits([turning]):
@@ -90,11 +90,11 @@ class Sorting(Collective):
     def _extreme(self, fn: str, a: Part, b: Part) -> Lanes:
         assert a is not None
         assert b is not None
-        return elements.applied(self.kb, fn, [a, b])
+        return elements.apply_row(self.kb, fn, [a, b])
 
     def _choice(self, test: Register | bool, yes: Lanes, no: Lanes) -> Lanes:
         if isinstance(test, bool): return yes if test else no
-        return elements.applied(self.kb, "where", [Lanes(self.kb, dtypes.bool, [test]), yes, no])
+        return elements.apply_row(self.kb, "where", [Lanes(self.kb, dtypes.bool, [test]), yes, no])
 
     # **** gathers ****
 
@@ -108,26 +108,26 @@ class Sorting(Collective):
         others = {i: strides[i] for i in range(len(result.shape)) if i != axis}
         with self.arena.scratch(order.nbytes) as start:
             self.arena.writes(start, order.nbytes)
-            spilled(self, x, order, start)
+            spill(self, x, order, start)
             self.arena.reads(start, order.nbytes)
-            base = address(self, start, self.threads.weighted(layout, result.shape, others))
+            base = address(self, start, self.threads.weigh(layout, result.shape, others))
             found: list[Part] = []
             for register, code in enumerate(layout.indices):
                 more = sum(of.coordinate(code, i) * stride for i, stride in others.items())
-                found.append(None if gone[register] else self._gathered(
+                found.append(None if gone[register] else self._gather_lane(
                     base, more, at.element(register), strides[axis], x,
                     self.inside(layout, result.shape, register)))
-        parts = found if layout.count == 1 else paired(found)
+        parts = found if layout.count == 1 else pair_parts(found)
         self.scopes.put(result, Held(result.dtype, result.shape, layout, parts))
 
-    def _gathered(self, base: Register, nbytes: int, index: float | Register, stride: int, x: Held,
+    def _gather_lane(self, base: Register, nbytes: int, index: float | Register, stride: int, x: Held,
                   there: Register | None) -> Lanes:
         kb, place = self.kb, base
         if isinstance(index, Register):
             place = kb.reg("u32")
             kb.emit("mad.lo.s32", place, index, stride, base)
         else: nbytes += int(index) * stride
-        (made,) = fetched(kb, place, nbytes, x.dtype, 1, there, 0, "shared")
+        (made,) = fetch(kb, place, nbytes, x.dtype, 1, there, 0, "shared")
         return made
 
 

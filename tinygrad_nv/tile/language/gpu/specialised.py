@@ -32,7 +32,7 @@ from tinygrad_nv.tile.lanes import Lanes, Number
 from tinygrad_nv.tile.language.gpu.consumer import Consumer, Stages
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
 from tinygrad_nv.tile.language.gpu.produced import inner_loops
-from tinygrad_nv.tile.language.gpu.staged import ALIGN, SharedOperand, shared_tile
+from tinygrad_nv.tile.language.gpu.staged import ALIGN, SharedOperand, tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.layout import SharedTile
@@ -84,7 +84,7 @@ class Specialised(Pipelines):
                                      again, inner_loops(op, made.loops))
 
     def _tile(self, op: Op) -> SharedTile:
-        return shared_tile(*self.assignment.needed(op.result), op.result.dtype)
+        return tile_in_smem(*self.assignment.shared_extents(op.result), op.result.dtype)
 
     def _map(self, op: Op, tile: SharedTile) -> Register:
         """A tensor map over a load's tensor, with boxes of a column of its tile."""
@@ -111,7 +111,7 @@ class Specialised(Pipelines):
             if many: kb.setmaxnreg(few, more=False)
             with kb.if_(kb.tid.x == count):
                 for stages in self.filled.values(): stages.at = stages.ring.cursor(producer=True)
-                wanted = self._wanted()
+                wanted = self._control_ops()
                 self._programs(lambda: self._produce(self.program.body, wanted))
         with kb.else_():
             if many: kb.setmaxnreg(many, more=True)
@@ -143,14 +143,15 @@ class Specialised(Pipelines):
 
     # **** the producer ****
 
-    def _wanted(self) -> set[Op]:
+    def _control_ops(self) -> set[Op]:
         """Operations that say where loops begin and end, which branch is taken, and where loads begin."""
         values: set[Value] = set()
         for op in self.program.body.walk():
             if op not in self.filled and not self._around(op): continue
             values |= set(op.operands[:3 if op.name == "for" else 1])
         for op, stages in self.filled.items():
-            values |= {each for one in (*stages.places, *self.sliced_ops(list(stages.places), op.regions[0]))
+            values |= {each
+                       for one in (*stages.places, *self.ops_of_places(list(stages.places), op.regions[0]))
                        for each in one.operands}
         made: set[Op] = set()
         for op in reversed(list(self.program.body.walk())):
@@ -216,7 +217,7 @@ class Specialised(Pipelines):
         kb, region, stages = self.kb, op.regions[0], self.filled[op]
         start, stop, step = (self.number(each) for each in op.operands[:3])
         index, *arguments = region.arguments
-        carried, sums = self.entered(op)
+        carried, sums = self.enter_loop(op)
         loop, outer = Consumer(self, op, stages, carried), self.bound
         mark = self.arena.mark()
         with kb.loop(start, stop, step, kind="s32") as i:
@@ -229,12 +230,12 @@ class Specialised(Pipelines):
             loop.end()
             self.arena.close(mark)
         loop.finish(start, stop)
-        self.arena.left(mark)
-        if not stages.again: self.arena.taken_back(stages.start, stages.stage_bytes * stages.ring.depth)
-        return self.left(op, carried, sums)
+        self.arena.leave(mark)
+        if not stages.again: self.arena.take_back(stages.start, stages.stage_bytes * stages.ring.depth)
+        return self.leave_loop(op, carried, sums)
 
     def before(self, op: Op) -> bool:
-        for loop in self.waiting: loop.used(op)
+        for loop in self.waiting: loop.before_use(op)
         return super().before(op)
 
 

@@ -14,7 +14,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Number
-from tinygrad_nv.tile.language.gpu.access import stored
+from tinygrad_nv.tile.language.gpu.access import store
 from tinygrad_nv.tile.language.gpu.convert import Writer, inside
 from tinygrad_nv.tile.language.gpu.held import Held
 from tinygrad_nv.tile.language.gpu.layout import extents
@@ -45,7 +45,7 @@ class SharedOperand:
         return (writer.arena.address if self.base is None else self.base) + self.start
 
 
-def shared_tile(rows: int, columns: int, dtype: DType) -> SharedTile:
+def tile_in_smem(rows: int, columns: int, dtype: DType) -> SharedTile:
     """The tile of so many rows and columns; rows have whole chunks of 16 bytes."""
     nbytes = -(-columns * dtype.itemsize // CHUNK) * CHUNK
     return SharedTile(rows, nbytes)
@@ -62,7 +62,7 @@ def from_registers(writer: Writer, held: Held, to: SharedOperand) -> None:
         clear(writer, to)
         arena.sync()
         arena.writes(to.start, tile.nbytes)
-    row, column = (_unsigned(writer, writer.threads.coordinate(layout, held.shape, axis))
+    row, column = (_as_u32(writer, writer.threads.coordinate(layout, held.shape, axis))
                    for axis in range(2))
     places = Places(kb, tile, swizzled(tile, row, column * size))
     places.at_stage(writer.arena.address)
@@ -78,12 +78,12 @@ def from_registers(writer: Writer, held: Held, to: SharedOperand) -> None:
         first = register // held.width
         parts = [part for part in held.parts[first:first + max(count // held.width, 1)] if part is not None]
         assert isinstance(at.base, Register)
-        stored(kb, at.base, at.offset, parts, count, guard, "shared",
+        store(kb, at.base, at.offset, parts, count, guard, "shared",
                register % held.width if count == 1 else 0)
     arena.unfenced = True
 
 
-def _unsigned(writer: Writer, value: Register | int) -> Register:
+def _as_u32(writer: Writer, value: Register | int) -> Register:
     made = writer.kb.reg("u32")
     with writer.threads.prelude(): writer.kb.emit("mov.b32", made, value)
     return made
@@ -115,9 +115,9 @@ class BlockCopy:
         self.rows_at_once = max(threads // across, 1)
         with writer.threads.prelude():
             self.places = Places(kb, tile, swizzled_plain(kb.tid.x * CHUNK, tile))
-            self.row, self.byte = self._signed(kb.tid.x // across), self._signed(kb.tid.x % across * CHUNK)
+            self.row, self.byte = self._as_s32(kb.tid.x // across), self._as_s32(kb.tid.x % across * CHUNK)
 
-    def _signed(self, value: Register) -> Register:
+    def _as_s32(self, value: Register) -> Register:
         made = self.kb.reg("s32")
         self.kb.emit("mov.b32", made, value)
         return made
@@ -127,7 +127,7 @@ class BlockCopy:
         last, width = len(self.sizes) - 1, CHUNK
         strides = self.tensor.strides
         lengths = [self.known[last].multiple, self.sizes[last]]
-        if self.bounded(last): lengths.append(self.tensor.shape[last])
+        if self.needs_bounds(last): lengths.append(self.tensor.shape[last])
         lengths += [stride for axis, stride in enumerate(strides) if axis != last and self._varies(axis)]
         while width > self.size and any(length * self.size % width for length in lengths): width //= 2
         return width
@@ -135,7 +135,7 @@ class BlockCopy:
     def _varies(self, axis: int) -> bool:
         return bool(self.sizes[axis] > 1 or self.known[axis].high != 0 or self.known[axis].low != 0)
 
-    def bounded(self, axis: int) -> bool:
+    def needs_bounds(self, axis: int) -> bool:
         """Whether indices of an axis may lie outside of the tensor."""
         known = self.known[axis]
         return known.low < 0 or known.high + max(self.sizes[axis], 1) > self.tensor.shape[axis]
@@ -145,7 +145,7 @@ class BlockCopy:
         tile = self.tile
         rows, columns = self.axes
         base = self._base(starts)
-        indexed = self._indexed(starts)
+        indexed = self._check_indexed_axes(starts)
         self.places.at_stage(start)
         across = tile.span // CHUNK
         narrow = (1 << self.writer.threads.bits) > across * tile.rows
@@ -188,12 +188,12 @@ class BlockCopy:
     def _small(self) -> bool:
         return all(stride * self.size <= MOST_OFFSET for stride in self.tensor.strides)
 
-    def _indexed(self, starts: Sequence[Number]) -> Register | None:
+    def _check_indexed_axes(self, starts: Sequence[Number]) -> Register | None:
         """Whether an axis that a start alone indexes is outside."""
         made: Register | None = None
         for axis, size in enumerate(self.sizes):
             number = starts[axis]
-            if size or not self.bounded(axis): continue
+            if size or not self.needs_bounds(axis): continue
             outside = self.kb.reg("pred")
             if isinstance(number, Register):
                 self.kb.emit("setp.ge.u32", outside, number, self.tensor.shape[axis])
@@ -209,7 +209,7 @@ class BlockCopy:
         if size < limit:
             beyond = own >= size * elements - more
             made = beyond if made is None else made | beyond
-        if self.bounded(axis):
+        if self.needs_bounds(axis):
             end = self.tensor.shape[axis] * elements - more
             if isinstance(start, Register):
                 at = own + (start * elements if elements > 1 else start)

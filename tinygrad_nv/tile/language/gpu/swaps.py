@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Value
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes
-from tinygrad_nv.tile.language.gpu.convert import Writer, converted_layout
+from tinygrad_nv.tile.language.gpu.convert import Writer, convert_layout
 from tinygrad_nv.tile.language.gpu.exchange import FULL, SEGMENT
 from tinygrad_nv.tile.language.gpu.held import Held
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, extents
@@ -33,7 +33,7 @@ def lanes_along(layout: Layout, along: range, vector: int) -> int:
     return count
 
 
-def widened(held: Held, vector: int) -> Swaps | None:
+def plan_swaps(held: Held, vector: int) -> Swaps | None:
     """How a tile comes to vectors along its last axis; None where it cannot within a warp."""
     layout, of = held.layout, extents(held.shape)
     along = of.of_axis(len(held.shape) - 1)
@@ -52,7 +52,7 @@ def widened(held: Held, vector: int) -> Swaps | None:
     return Swaps(tuple(pairs), Layout(order, tuple(threads)))
 
 
-def swapped(writer: Writer, held: Held, swaps: Swaps) -> Held:
+def swap_registers(writer: Writer, held: Held, swaps: Swaps) -> Held:
     """The tile in the layout of `swaps`."""
     registers, threads = list(held.layout.registers), list(held.layout.threads)
     words = [part.pair() for part in held.parts if part is not None]
@@ -61,12 +61,13 @@ def swapped(writer: Writer, held: Held, swaps: Swaps) -> Held:
         _exchange(writer, words, 1 << place - 1, 1 << lane, upper)
         registers[place], threads[lane] = threads[lane], bit
     made = [Lanes(writer.kb, held.dtype, [], word) for word in words]
-    return converted_layout(writer, Held(held.dtype, held.shape, Layout(tuple(registers), tuple(threads)),
+    return convert_layout(writer, Held(held.dtype, held.shape, Layout(tuple(registers), tuple(threads)),
                                          list(made)), swaps.layout)
 
 
 def _exchange(writer: Writer, words: list[Value], distance: int, lane: int, upper: Value) -> None:
-    """Of two registers the lower lane keeps the first and sends the second, the upper one the other way."""
+    """Exchanges two registers: the lower lane keeps the first and sends the second, the upper one the other
+    way."""
     kb = writer.kb
     for first in range(len(words)):
         if first & distance: continue

@@ -1,4 +1,4 @@
-"""What a thread's number says: its place along each axis of a tile, and which lanes hold copies.
+"""Threads: the place of each along each axis of a tile, and which lanes hold copies.
 
 Protocol: what depends on the thread alone is made once, at the kernel's beginning, where all code behind it
 finds it: `Threads.prelude` is a block of code there.
@@ -25,7 +25,7 @@ class Threads:
 
     @contextmanager
     def prelude(self) -> Iterator[None]:
-        """What is emitted inside the block stands at the kernel's beginning."""
+        """Puts what is emitted inside the block at the kernel's beginning."""
         saved, self.kb.current = self.kb.current, self.block
         try: yield
         finally: self.kb.current = saved
@@ -35,10 +35,10 @@ class Threads:
         key = tuple(sorted((at, weight) for at, weight in pairs if weight))
         if not key: return 0
         if key not in self._sums:
-            with self.prelude(): self._sums[key] = self._summed(key)
+            with self.prelude(): self._sums[key] = self._sum_bits(key)
         return self._sums[key]
 
-    def _summed(self, pairs: Sequence[tuple[int, int]]) -> Value:
+    def _sum_bits(self, pairs: Sequence[tuple[int, int]]) -> Value:
         kb, total, left = self.kb, None, list(pairs)
         tid = kb.tid.x
         while left:
@@ -58,9 +58,9 @@ class Threads:
 
     def coordinate(self, layout: Layout, shape: Sequence[int], axis: int) -> Value | int:
         """A thread's place along an axis: what registers add to."""
-        return self.weighted(layout, shape, {axis: 1})
+        return self.weigh(layout, shape, {axis: 1})
 
-    def weighted(self, layout: Layout, shape: Sequence[int], strides: dict[int, int]) -> Value | int:
+    def weigh(self, layout: Layout, shape: Sequence[int], strides: dict[int, int]) -> Value | int:
         """Σ place along an axis · its stride."""
         of = extents(tuple(shape))
         pairs = [(at, stride << bit - of.first[axis]) for axis, stride in strides.items()

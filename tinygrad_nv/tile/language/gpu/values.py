@@ -16,9 +16,9 @@ from tinygrad_nv.tile.lanes import Lanes, Number
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.arena import Arena
 from tinygrad_nv.tile.language.gpu.assign import Assignment
-from tinygrad_nv.tile.language.gpu.convert import by_shared, converted_layout, inside
-from tinygrad_nv.tile.language.gpu.held import Held, Part, Scopes, gathered, mapped
-from tinygrad_nv.tile.language.gpu.layout import Layout, broadcast_bits, extents, keeps_order, transposed_bits
+from tinygrad_nv.tile.language.gpu.convert import by_shared, convert_layout, inside
+from tinygrad_nv.tile.language.gpu.held import Held, Part, Scopes, gather_parts, map_parts
+from tinygrad_nv.tile.language.gpu.layout import Layout, broadcast_bits, extents, keeps_order, transpose_bits
 from tinygrad_nv.tile.language.gpu.ranges import Ranges
 from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.gpu.threads import Threads
@@ -43,14 +43,14 @@ class Values:
         """The operations of a region, in this scope."""
         for op in region.ops:
             if not self.before(op): getattr(self, f"do_{op.name}")(op)
-            self.ended(op)
+            self.after_op(op)
 
     def before(self, op: Op) -> bool:
         """Whether an operation is written in another way."""
         raise NotImplementedError
 
-    def ended(self, op: Op) -> None:
-        """Behind an operation."""
+    def after_op(self, op: Op) -> None:
+        """Runs behind an operation."""
         raise NotImplementedError
 
     # **** values ****
@@ -61,7 +61,7 @@ class Values:
         found = self.scopes.get(value)
         assert found is not None, f"{value.type} is used before it is made"
         if layout is None or not value.shape or found.layout == layout: return found
-        return converted_layout(self, found, layout)
+        return convert_layout(self, found, layout)
 
     def scalar(self, value: Value) -> Lanes:
         """A scalar."""
@@ -72,7 +72,7 @@ class Values:
         return self.scalar(value).at(0)
 
     def put(self, value: Value, parts: Sequence[Part], layout: Layout | None = None) -> None:
-        """What an operation has made."""
+        """Binds what an operation has made."""
         layout = layout or self.assignment.layout(value)
         self.scopes.put(value, Held(value.dtype, value.shape, layout, list(parts)))
 
@@ -81,11 +81,11 @@ class Values:
     def _free(self, value: Value, layout: Layout) -> Held:
         """A free value in a layout, made where it is used."""
         if (found := self.scopes.get(value, layout)) is None:
-            found = self._made(self.makers[value], layout)
+            found = self._make_held(self.makers[value], layout)
             self.scopes.put(value, found, layout)
         return found
 
-    def _made(self, op: Op, layout: Layout) -> Held:
+    def _make_held(self, op: Op, layout: Layout) -> Held:
         """The result of an operation on whole tiles in a layout, of operands in layouts that fit it."""
         result = op.result
         parts = getattr(self, f"_{op.name}")(op, layout)
@@ -96,7 +96,7 @@ class Values:
         if result in self.assignment.free or self.assignment.aside(result): return
         if result.shape or op.name in ("apply", "cast", "bitcast"):
             layout = self.assignment.layout(result)
-            self.scopes.put(result, self._made(op, layout))
+            self.scopes.put(result, self._make_held(op, layout))
         else: self.put_scalar(result, self._only(op.operands[0]))
 
     def _only(self, value: Value) -> Lanes:
@@ -146,17 +146,17 @@ class Values:
         fn, given = op.attributes["fn"], self._operands(op, layout)
         alike = fn == "div" and 2 * len(set(map(id, given[1]))) <= len(given[1])
         if alike and op.result.dtype == dtypes.float32:
-            return mapped(elements.Divider(self.kb), *given)
-        return mapped(lambda *parts: elements.applied(self.kb, fn, parts), *given)
+            return map_parts(elements.Divider(self.kb), *given)
+        return map_parts(lambda *parts: elements.apply_row(self.kb, fn, parts), *given)
 
     def _operands(self, op: Op, layout: Layout) -> list[list[Part]]:
         return [self.value(each, layout).parts for each in op.operands]
 
     def _cast(self, op: Op, layout: Layout) -> list[Part]:
-        return mapped(lambda part: elements.cast(part, op.result.dtype), *self._operands(op, layout))
+        return map_parts(lambda part: elements.cast(part, op.result.dtype), *self._operands(op, layout))
 
     def _bitcast(self, op: Op, layout: Layout) -> list[Part]:
-        return mapped(lambda part: elements.bitcast(part, op.result.dtype), *self._operands(op, layout))
+        return map_parts(lambda part: elements.bitcast(part, op.result.dtype), *self._operands(op, layout))
 
     def do_halves(self, op: Op) -> None: self._emit(op)
 
@@ -164,9 +164,9 @@ class Values:
         """A word is a pair of registers; to a layout that has them apart the tile is moved."""
         source, result = op.operands[0], op.result
         if layout.registers[:1] != (0,):
-            pairs = self.assignment.layout(source).doubled
+            pairs = self.assignment.layout(source).with_pair_axis
             held = Held(result.dtype, result.shape, pairs, self._halves(op, pairs))
-            return converted_layout(self, held, layout).parts
+            return convert_layout(self, held, layout).parts
         words = self.value(source, layout.without((0,)))
         known: dict[tuple[int, int], Part] = {}
         made: list[Part] = []
@@ -189,19 +189,19 @@ class Values:
             None if missing[i] else sum((i >> place & 1) << at for at, place in enumerate(places))
             for i in range(layout.count)]
         if not source.shape: registers = [None if each is None else 0 for each in registers]
-        return gathered(self.kb, held, registers, source.dtype)
+        return gather_parts(self.kb, held, registers, source.dtype)
 
     def _reshape(self, op: Op, layout: Layout) -> list[Part]:
         source, shape = op.operands[0], op.result.shape
         if not source.shape:
-            return gathered(self.kb, self.value(source), [0] * layout.count, source.dtype)
+            return gather_parts(self.kb, self.value(source), [0] * layout.count, source.dtype)
         if keeps_order(source.shape, shape): return self.value(source, layout).parts
         return by_shared(self, self.value(source), layout, shape).parts
 
     def _transpose(self, op: Op, layout: Layout) -> list[Part]:
         source = op.operands[0]
-        back = {to: bit for bit, to in transposed_bits(source.shape, op.attributes["permutation"]).items()}
-        return self.value(source, layout.moved(back)).parts
+        back = {to: bit for bit, to in transpose_bits(source.shape, op.attributes["permutation"]).items()}
+        return self.value(source, layout.move_bits(back)).parts
 
     def inside(self, layout: Layout, shape: tuple[int, ...], register: int,
                axes: Sequence[int] = ()) -> Register | None:
@@ -210,9 +210,9 @@ class Values:
         return inside(self, layout, shape, register, axes)
 
     def put_held(self, value: Value, held: Held) -> None:
-        """What an operation has made, in the layout of its value."""
+        """Binds what an operation has made, in the layout of its value."""
         layout = self.assignment.layout(value)
-        if value.shape and held.layout != layout: held = converted_layout(self, held, layout)
+        if value.shape and held.layout != layout: held = convert_layout(self, held, layout)
         self.scopes.put(value, held)
 
     def index(self, held: Held, register: int, axis: int) -> Number:

@@ -60,7 +60,7 @@ class GroupOperand:
         return byte // span * self.tile.rows * span + byte % span
 
     def descriptor(self, mn: int, step: int) -> Register:
-        """Of what begins `mn` after the warpgroup's own, in a step."""
+        """Returns the descriptor of what begins `mn` after the warpgroup's own, in a step."""
         made, offset = self.kb.reg("b64"), self.at_mn(mn) + self.at_step(step)
         self.kb.emit("mov.b64", made, [self.low + (offset >> 4) if offset else self.low, self.high])
         return made
