@@ -44,7 +44,7 @@ class AdapterOptions:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def names(self, layer: str) -> bool:
@@ -53,7 +53,7 @@ class AdapterOptions:
 
 
 class LayerAdapter:
-    """Of one `Linear`, whose projections are `parts`, in order: A and B of those that have one."""
+    """Adapter of one `Linear`, whose projections are `parts`, in order: A and B of those that have one."""
 
     def __init__(self, parts: tuple[Projection, ...], options: AdapterOptions, random: np.random.Generator,
                  salt: int, number: Tensor) -> None:

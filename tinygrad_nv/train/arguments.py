@@ -1,4 +1,4 @@
-"""What a run of training is: options by the names of transformers' TrainingArguments, TRL and PEFT.
+"""Options of a run of training, by the names of transformers' TrainingArguments, TRL and PEFT.
 
 Protocol: `TrainingArguments` is frozen and checked. Each field is an option of `tinygrad-nv train`
 (--max-steps, or --max_steps as transformers spells it) and a key of a --config file (YAML or JSON); the
@@ -49,7 +49,7 @@ def option(default: Any, words: str, group: str = "training", metavar: str | Non
 
 @dataclass(frozen=True)
 class TrainingArguments:
-    """Of a run. Raises `ConfigError` for what cannot be."""
+    """Arguments of a run. Raises `ConfigError` for what cannot be."""
     output_dir: str = option("trained", "directory for checkpoints and the trained model", metavar="DIR")
     method: str = option("sft", f"{', '.join(METHODS)}: what is learnt of the data")
     from_scratch: bool = option(False, "new weights for MODEL's config.json, in place of its own")
@@ -196,7 +196,7 @@ class TrainingArguments:
         self._require_precision()
 
     def _require_ranks(self) -> None:
-        """What goes with parts of weights."""
+        """Requires options that go with parts of weights."""
         self._require_cut()
         if not 0 <= self.zero_stage <= 3:
             raise ConfigError(f"--zero-stage {self.zero_stage}", "0, 1, 2 or 3", "choose one")
@@ -209,7 +209,7 @@ class TrainingArguments:
                               "choose one of these, or --zero-stage 0")
 
     def _require_pipeline(self) -> None:
-        """That stages of a pipeline can do what is asked for."""
+        """Requires options that stages of a pipeline can do."""
         ranks, order = self.pipeline_parallel_size, self.pipeline_schedule
         if ranks == 1:
             if order is None: return
@@ -232,7 +232,7 @@ class TrainingArguments:
                               "change it, or choose 1f1b")
 
     def _require_cut(self) -> None:
-        """What goes with parts of layers."""
+        """Requires options that go with parts of layers."""
         if self.tensor_parallel_size == 1:
             for name in ("sequence_parallel", "enable_expert_parallel"):
                 if getattr(self, name):
@@ -319,7 +319,7 @@ class TrainingArguments:
 
     @property
     def regions(self) -> Policy:
-        """What layers keep for the backward pass."""
+        """Policy of what layers keep for the backward pass."""
         if not self.gradient_checkpointing: return Policy("none")
         return Policy.read(self.gradient_checkpointing_policy)
 

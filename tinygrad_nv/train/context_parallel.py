@@ -43,7 +43,7 @@ class ContextPart:
         write(self.places, 0, places.data.cast("B"))
 
     def cut(self, rows: np.ndarray) -> np.ndarray:
-        """This rank's columns of rows [rows, padded]."""
+        """Returns this rank's columns of rows [rows, padded]."""
         return rows[:, self.columns]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float | None) -> Tensor:

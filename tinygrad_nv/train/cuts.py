@@ -1,4 +1,4 @@
-"""Which part of a whole model's tensors each rank of a tensor parallel group has, by name.
+"""Parts of a whole model's tensors that each rank of a tensor parallel group has, by name.
 
 Protocol: `Cuts.of(model)` compares a rank's network with the whole one; both have the same tensors in the
 same order, of which some are cut (models/parallel.py). A tensor is
@@ -39,8 +39,9 @@ CUT, PARTIAL, ALIKE = "cut", "partial", "alike"
 
 @dataclass(frozen=True)
 class OwnSlice:
-    """Of a checkpoint's tensor: the rank's rows of its own tensor, number `tensor`, and which part of the
-    whole one they are; None: all of it. `copies` ranks have it; `elsewhere`: rank 0 has it, and not this."""
+    """Slice of a checkpoint's tensor: the rank's rows of its own tensor, number `tensor`, and which part
+    of the whole one they are; None: all of it. `copies` ranks have it; `elsewhere`: rank 0 has it, and not
+    this."""
     tensor: int
     slot: WeightSlice
     part: TensorPart | None
@@ -50,14 +51,15 @@ class OwnSlice:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Of a rank's network: `kinds` of its tensors, in order, and `slices` by names of the whole network."""
+    """Slices of a rank's network: `kinds` of its tensors, in order, and `slices` by names of the whole
+    network."""
     tensors: tuple[Tensor, ...]
     kinds: tuple[str, ...]
     slices: dict[str, OwnSlice]
 
     @staticmethod
     def of(model: Llama) -> Cuts:
-        """Those of a network whose `parallel` says which part it is."""
+        """Returns the slices of a network whose `parallel` says which part it is."""
         parallel = _parallel(model)
         whole, own = whole_network(model, apart=True), tensors(model)
         extents = {name: slot.shape for name, slot in slots(whole).items()}
@@ -127,7 +129,8 @@ def whole_network(model: Llama, apart: bool) -> Llama:
 
 
 def network_of(model: Llama, rank: int) -> Llama:
-    """That of another rank of the group, without memory; of its collectives none can be called."""
+    """Returns the network of another rank of the group, without memory; of its collectives none can be
+    called."""
     parallel = _parallel(model)
     there = replace(parallel, group=Group(parallel.group.name, parallel.group.members, rank, 1.0))
     return Llama(local_config(parallel.whole, parallel.ranks, parallel.experts), model.dtype, model.device,

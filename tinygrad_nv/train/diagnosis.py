@@ -1,4 +1,4 @@
-"""Which layer made a NaN: the forward pass again, layer by layer.
+"""Search of the layer that made a NaN: the forward pass again, layer by layer.
 
 Protocol: `first_bad(model, inputs, documents)` computes the batch that is in `inputs` with what a step
 computes, realizes each layer's output, scans it as sentinels do (numerics/verify/scan.py), and names the

@@ -80,7 +80,7 @@ def make_folder(folder: Path) -> None:
 
 
 def refused(path: Path, error: OSError, nbytes: int = 0) -> CheckpointError:
-    """Of a path that cannot be written, or removed; `nbytes` are written there in all."""
+    """Returns the error of a path that cannot be written, or removed; `nbytes` are written there in all."""
     if error.errno in FULL:
         needed = f"{_words(nbytes)} are to be written" if nbytes else "more is to be written"
         return CheckpointError(f"{path} cannot be written: {error.strerror}; {needed}, {_free(path)} are "
@@ -95,7 +95,7 @@ def refused(path: Path, error: OSError, nbytes: int = 0) -> CheckpointError:
 
 
 def _free(path: Path) -> str:
-    """Of the file system of a path that may not be there."""
+    """Returns the free space of the file system of a path that may not be there."""
     there = next((each for each in (path, *path.parents) if each.exists()), Path("/"))
     return _words(shutil.disk_usage(there).free)
 

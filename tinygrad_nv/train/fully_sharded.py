@@ -46,7 +46,7 @@ class FullySharded(Sharded):
         for number, block in enumerate(model.blocks): block.region = self._layer(number, block.compute)
 
     def _made(self, bucket_bytes: int) -> list[Bucket]:
-        """Those of each layer, and of what is none, each of one dtype."""
+        """Makes the buckets of each layer, and of what is none, each of one dtype."""
         numbers = {id(tensor): number for number, block in enumerate(self.model.blocks)
                    for tensor in get_parameters(block)}
         def place(name: str) -> tuple[int, str]:

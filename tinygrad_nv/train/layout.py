@@ -1,4 +1,4 @@
-"""Which rank is what: where it stands on the axes along which ranks share the work of a step.
+"""Coordinates of ranks on the axes along which they share the work of a step.
 
 Protocol: a `Layout` has an extent for each of `AXES`, whose product is the number of ranks. The last axis
 counts fastest: ranks 0 and 1 differ in "tensor", where that has 2.
@@ -52,7 +52,7 @@ class Layout:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def place(self, rank: int) -> Place:
-        """Where a rank is."""
+        """Returns where a rank is."""
         left, made = rank, dict[str, int]()
         for axis in reversed(AXES): left, made[axis] = divmod(left, getattr(self, axis))
         return Place(**made)

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, lines, JSON lines, curves, TensorBoard.
+"""Output of a run: a progress bar, lines, JSON lines, curves, TensorBoard.
 
 Protocol: `Log(output, arguments, steps)` is a context. `step(row)` takes the figures of a step, `note(row)`
 those of an evaluation. Each is a JSON object on a line of the log file, which is flushed at once, so that a

@@ -120,8 +120,8 @@ def whole_head(model: Llama) -> None:
 
 
 def parameters(model: Llama) -> dict[str, Tensor]:
-    """What a step changes, by name. Biases that choose experts are no parameters: DeepSeek-V3 moves them by
-    load, not by a gradient."""
+    """Returns the parameters that a step changes, by name. Biases that choose experts are no parameters:
+    DeepSeek-V3 moves them by load, not by a gradient."""
     fixed = {id(block.feed_forward.choice_bias) for block in model.blocks
              if isinstance(block.feed_forward, MixtureOfExperts)}
     return {name: tensor.is_param_() for name, tensor in named(model).items() if id(tensor) not in fixed}

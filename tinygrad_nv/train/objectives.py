@@ -1,4 +1,4 @@
-"""What is learnt: sums over a batch, of which the first is the loss.
+"""Objectives that are learnt: sums over a batch, of which the first is the loss.
 
 Protocol: an objective has `inputs`, buffers of a batch on the device, which `fill` writes; `sums()` builds
 the graph of the sums of a batch in these buffers, float32 () each: the loss, then those of `names`. A
@@ -69,7 +69,7 @@ class Inputs:
 
 
 class Objective(Protocol):
-    """What is learnt, of a model."""
+    """Objective of a model."""
     model: Llama
     inputs: Inputs
 
@@ -109,7 +109,7 @@ def cross_entropy(model: Llama, hidden: Tensor, inputs: Inputs, options: LossOpt
 
 def _of_parts(model: Llama, parallel: Parallel, hidden: Tensor, inputs: Inputs, options: LossOptions,
               reduction: Literal["sum", "none"]) -> Tensor:
-    """The same of a rank that has a part of the vocabulary, or all where it is the only one."""
+    """Returns the sums of a rank that has a part of the vocabulary, or all where it is the only one."""
     from tinygrad_nv.dist.train.cross_entropy import VocabularyLoss  # which loads dist/
     own, config = parallel.vocabulary, parallel.whole
     loss = VocabularyLoss(own.group, own.tokens.start, own.count, own.size, config.logit_softcap,
@@ -120,7 +120,7 @@ def _of_parts(model: Llama, parallel: Parallel, hidden: Tensor, inputs: Inputs, 
 
 
 class Supervised:
-    """Of a model's next tokens."""
+    """Objective of a model's next tokens."""
     names: tuple[str, ...] = ()
 
     def __init__(self, model: Llama, rows: int, width: int, options: LossOptions | None = None,
@@ -140,8 +140,9 @@ class Supervised:
 
 
 class Preference:
-    """Of pairs of answers: row i of a batch is chosen, row n/2 + i rejected. `reference` is in force while
-    the reference's log probabilities are built: of the same model without its adapter, or another model."""
+    """Objective of pairs of answers: row i of a batch is chosen, row n/2 + i rejected. `reference` is in
+    force while the reference's log probabilities are built: of the same model without its adapter, or another
+    model."""
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def __init__(self, model: Llama, reference: Llama, rows: int, width: int, beta: float,
@@ -169,5 +170,5 @@ class Preference:
         return [loss.sum(), *((each.detach() * pairs).sum() for each in logged)]
 
     def _log_probabilities(self, model: Llama) -> Tensor:
-        """Of each row's targets, summed, float32 (rows,)."""
+        """Returns log probabilities of each row's targets, summed, float32 (rows,)."""
         return -losses(model, self.inputs, LossOptions(), "none").sum(-1)

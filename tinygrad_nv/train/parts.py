@@ -1,4 +1,5 @@
-"""What a rank has of parameters, and how a step uses it. One rank has all; replicas.py is for several.
+"""Parts of parameters that a rank has, and how a step uses them. One rank has all; replicas.py is for
+several.
 
 Protocol. Parameters are Tensors by name, `whole` on every rank. A step takes gradients of them and goes
 through three places, of which all ranks come to each:
@@ -29,8 +30,8 @@ Named = dict[str, Tensor]
 
 
 class Parts(Protocol):
-    """What a rank has of parameters. `sharded`: it updates a part of each. `regions`: the model's layers are
-    regions already."""
+    """Parts of parameters that a rank has. `sharded`: it updates a part of each. `regions`: the model's
+    layers are regions already."""
     whole: Named
     optimized: Named
     added: Named

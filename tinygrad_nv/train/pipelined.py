@@ -101,7 +101,7 @@ class PipelineStep(Step):
         return found[0]
 
     def through(self, passed: Callable[[StagePasses, Tensor | None], Tensor]) -> Tensor | None:
-        """What the last stage makes of what those before it hand on, on its rank."""
+        """Returns what the last stage makes of what those before it hand on, on its rank."""
         x, own = None, self.pipe.rank
         for number in range(self.order.stages):
             before, here = self.order.rank_of(number - 1), self.order.rank_of(number)

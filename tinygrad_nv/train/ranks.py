@@ -48,7 +48,7 @@ class OneRank:
 
     @property
     def place(self) -> Place:
-        """This rank's coordinates."""
+        """Coordinates of this rank."""
         return self.layout.place(self.rank)
 
     @property
@@ -57,7 +57,7 @@ class OneRank:
         return os.environ.get(RESTARTS, "0") != "0"
 
     def device(self, name: str) -> str:
-        """This rank's device, of one kind for all."""
+        """Returns this rank's device, of one kind for all."""
         return name
 
     def summed(self, values: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ class OneRank:
         """Returns when all ranks have come to it; of any thread."""
 
     def told(self, name: str, own: str) -> list[str]:
-        """What every rank says, by rank."""
+        """Returns the texts of every rank, by rank."""
         return [own]
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class OneRank:
 
 
 class TrainingRanks(OneRank):
-    """This process among the ranks of a run. `mesh.group(axis, …)` is for collectives of steps."""
+    """Ranks of a run, as this process sees them. `mesh.group(axis, …)` is for collectives of steps."""
 
     def __init__(self, world: World, layout: Layout) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class TrainingRanks(OneRank):
         return self.mesh.group(*ALIKE)
 
     def device(self, name: str) -> str:
-        """Of GPUs the one with its number on its host."""
+        """Returns this rank's device: of GPUs the one with its number on its host."""
         return device_of(self.world, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def summed(self, values: np.ndarray) -> np.ndarray:
@@ -137,13 +137,13 @@ class TrainingRanks(OneRank):
         if self.world.store is not None: self.world.store.barrier(name, PATIENCE_S)
 
     def told(self, name: str, own: str) -> list[str]:
-        """What every rank says, by rank."""
+        """Returns the texts of every rank, by rank."""
         return [each.decode() for each in self.world.exchange(name, own.encode())]
 
 
 def own_ranks(arguments: TrainingArguments) -> OneRank:
-    """What this process is. Raises `DistError`, and `ConfigError` for another number of ranks than the
-    arguments say."""
+    """Returns the ranks of this process. Raises `DistError`, and `ConfigError` for another number of ranks
+    than the arguments say."""
     layout = layout_of(arguments, Ranks.from_environment().world_size)
     if layout.size == 1: return OneRank()
     from tinygrad_nv.dist import group

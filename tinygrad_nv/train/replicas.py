@@ -81,13 +81,13 @@ class Bucket:
         return made
 
     def first(self) -> Named:
-        """This rank's parts of the parameters, in memory of their own."""
+        """Returns this rank's parts of the parameters, in memory of their own."""
         own = self.parts(self.rows({name: each.detach() for name, each in self.parameters.items()})
                          [self.group.rank])
         return {name: each.contiguous().is_param_(False).realize() for name, each in own.items()}
 
     def reduced(self, gradients: Named) -> Named:
-        """This rank's parts of the sums over ranks."""
+        """Returns this rank's parts of the sums over ranks."""
         rows = self.rows({name: gradients[name] for name in self.columns})
         return self.parts(reduce_scatter(rows, self.group, name=f"gradients {self.name}").reshape(-1))
 

@@ -1,4 +1,4 @@
-"""What a run is made of: model, data, optimiser, objective, from its arguments.
+"""Assembly of a run: model, data, optimiser, objective, from its arguments.
 
 Protocol: `assembled(arguments, directory, data)` opens everything and returns a `Run`; nothing is trained.
 Every rank has one. `Run.tensors()` is what a run goes on from, `own_tensors()` what of it this rank writes to
@@ -77,7 +77,7 @@ class Run:
     stages: Stages | None = None
 
     def step(self) -> Step:
-        """What a step runs."""
+        """Returns the step that the run repeats."""
         a, rule = self.arguments, self.optimizer
         if self.stages is not None:
             from tinygrad_nv.train.pipelined import PipelineStep  # which loads dist/
@@ -93,8 +93,8 @@ class Run:
         return sum(map(_count, counted.values()))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a run goes on from: parameters, or this rank's parts of them, the optimiser's state, and that
-        of FP8's scales."""
+        """Returns the tensors that a run goes on from: parameters, or this rank's parts of them, the
+        optimiser's state, and that of FP8's scales."""
         own = {f"parameters.{name}": tensor for name, tensor in self.optimizer.parameters.items()}
         if self.fp8 is not None:
             own |= {f"fp8.{name}": each for name, each in self.fp8.state.tensors().items()}
@@ -113,7 +113,7 @@ class Run:
         return made
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """What this rank writes of them: rank 0 all, others what they alone have."""
+        """Returns the tensors that this rank writes: rank 0 all, others what they alone have."""
         every = self.tensors()
         if self.ranks.first: return every
         if not self.parts.sharded and self.ranks.layout.keeper(self.ranks.rank) != self.ranks.rank: return {}
@@ -175,7 +175,7 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
 
 @dataclass(frozen=True)
 class Learner:
-    """What a step is made of: see `Run`."""
+    """Parts of a step: see `Run`."""
     objective: Objective
     adapter: AdapterModel | None
     parts: Parts
@@ -186,7 +186,7 @@ class Learner:
 def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: Group | None,
              another: Callable[[], Llama], stages: Stages | None = None, sharing: Group | None = None
              ) -> Learner:
-    """What a step of a model is made of, on one of a group of ranks that have the same parameters.
+    """Returns the parts of a step of a model, on one of a group of ranks that have the same parameters.
     `another`: the model once more, before it is trained. `stages`: those of this rank, of a pipeline.
     `sharing`: the ranks with the same key and value heads of a model that is cut."""
     models = [model] if stages is None else [*stages.models.values()]
@@ -269,7 +269,7 @@ def _fp8(arguments: TrainingArguments, model: Llama, group: Group | None) -> Fp8
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:
-    """That of the directory; shards need none."""
+    """Returns the tokenizer of the directory; shards need none."""
     with contextlib.suppress(TokenizerError): return Tokenizer.load(directory)
     return None
 

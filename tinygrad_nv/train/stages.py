@@ -65,12 +65,12 @@ class Stages:
         return network.parameters(Llama(self.first.parallel.whole, self.first.dtype, self.first.device))
 
     def parts(self, inner: Parts) -> Staged:
-        """What the rank has of parameters."""
+        """Returns the parts of parameters that the rank has."""
         return Staged(self, inner)
 
 
 def opened(arguments: TrainingArguments, directory: Path, device: str | None, mesh: Mesh) -> Stages:
-    """This rank's stages with their weights, drawn or read. Raises `ModelError`, `WeightError`."""
+    """Returns this rank's stages with their weights, drawn or read. Raises `ModelError`, `WeightError`."""
     read = read_config if arguments.from_scratch else load_config
     config, pipe = read(directory), mesh.group("pipeline")
     order = SCHEDULES[arguments.pipeline_schedule or "1f1b"](pipe.size, arguments.gradient_accumulation_steps)
@@ -105,11 +105,11 @@ class Staged:
         self.joins = inner.joins or self.ends is not None
 
     def each(self, gradients: Named) -> Named:
-        """What is added up of a micro-batch's gradients."""
+        """Returns the gradients of a micro-batch that are added up."""
         return self.inner.each(gradients)
 
     def all(self, sums: Named) -> Named:
-        """What the optimiser takes of sums, as far as it is another."""
+        """Returns the sums that the optimiser takes, as far as it is another."""
         made = self.inner.all(sums) if self.inner.joins else {}
         if self.ends is not None:
             own = made.get(EMBEDDING, sums[EMBEDDING])
@@ -117,11 +117,11 @@ class Staged:
         return made
 
     def taken(self, sums: Named) -> Named:
-        """What `all` is put into."""
+        """Returns the tensors that `all` is put into."""
         return self.inner.taken(sums)
 
     def gathered(self) -> list[Tensor]:
-        """What is to be realized after an update."""
+        """Returns the tensors to be realized after an update."""
         return self.inner.gathered()
 
     def squares(self, gradients: Named, name: str = "") -> Tensor:
@@ -135,7 +135,7 @@ class Staged:
         return self.inner.present()
 
     def leaves(self) -> Named:
-        """What gradients are of."""
+        """Returns the tensors that gradients are of."""
         return self.inner.leaves()
 
     @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Step:
 
     @property
     def programs(self) -> tuple[Callable[[], object], ...]:
-        """What a step runs, in order, uncaptured: the first for each micro-batch."""
+        """Programs of a step, in order, uncaptured: the first for each micro-batch."""
         if self.sums is None: return self._run,
         return (self._add, self._join, self._take) if self._joins else (self._add, self._take)
 
@@ -89,7 +89,7 @@ class Step:
 
     @property
     def evaluation(self) -> Callable[[], object]:
-        """What an evaluation runs for each batch, uncaptured."""
+        """Program of an evaluation, uncaptured, which runs for each batch."""
         return self._summed
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
@@ -141,8 +141,8 @@ class Step:
         return {} if scaler is None else {"loss_scale": float(scaler.scale.item())}
 
     def _number(self, micro: int) -> int:
-        """Of a micro-batch of this step in the run, over all data coordinates, which follow each
-        other."""
+        """Returns the number of a micro-batch of this step in the run, over all data coordinates, which
+        follow each other."""
         if self.ranks is None: return self.done * self.accumulation + micro
         place, layout = self.ranks.place, self.ranks.layout
         micro = (self.done * self.accumulation + micro) * layout.data + place.data
@@ -164,11 +164,11 @@ class Step:
         return Tensor.stack(*sums), self.each(gradients), seen
 
     def each(self, gradients: Named) -> Named:
-        """What is added up of a micro-batch's gradients."""
+        """Returns the gradients of a micro-batch that are added up."""
         return gradients if self.parts is None else self.parts.each(gradients)
 
     def _updated(self, gradients: Named) -> list[Tensor]:
-        """What is to be realized of an update."""
+        """Returns the tensors to be realized of an update."""
         changed = self.optimizer.schedule_step(gradients)
         if self.fp8 is not None: changed += self.fp8.schedule_step(self.optimizer.grad_norm.isfinite())
         return changed if self.parts is None else [*changed, *self.parts.gathered()]
@@ -182,7 +182,7 @@ class Step:
         return sums.realize(*seen, *self.added_up(gradients))
 
     def added_up(self, gradients: Named) -> list[Tensor]:
-        """What is to be realized to add gradients of a micro-batch to the sums, by name."""
+        """Returns the tensors to be realized to add gradients of a micro-batch to the sums, by name."""
         assert self.sums is not None
         # in memory first: of two terms (a tied embedding has) the kernel would add one, then the other
         for name, each in gradients.items(): self._added[name].grad = each.contiguous()

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor parallel run do with gradients: over what data parallel ranks do with them.
+"""Gradients of a tensor parallel run: what its ranks do with them, over what data parallel ranks do.
 
 Protocol: as parts.py has it; `inner` are the parts that ranks with the same parameters make. Parameters are
 of the kinds of cuts.py. After a micro-batch gradients that are partial are added up over the tensor group,

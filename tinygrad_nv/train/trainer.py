@@ -46,7 +46,7 @@ LATEST = "latest"
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run came to: the directory of the model or adapter, the last loss, the evaluation's, seconds."""
+    """Result of a run: the directory of the model or adapter, the last loss, the evaluation's, seconds."""
     directory: Path
     steps: int
     loss: float
@@ -56,7 +56,7 @@ class Trained:
 
 @dataclass
 class Progress:
-    """Where a run is: steps done, and where its data are."""
+    """Position of a run: steps done, and where its data are."""
     step: int
     data: SamplerState | None
 

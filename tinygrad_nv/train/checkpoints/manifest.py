@@ -1,4 +1,4 @@
-"""What a checkpoint's files are: `manifest.json`, written last.
+"""Manifest of a checkpoint's files: `manifest.json`, written last.
 
 Protocol: each rank has a `Part`: its files with size and SHA-256, where its tensors are in them, and its
 state. With several ranks each writes its part as JSON when its files are on the disk, and rank 0 joins them
@@ -39,7 +39,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote."""
+    """Files and tensors that one rank wrote."""
     rank: int
     state: Any
     files: Mapping[str, FileRecord]
@@ -74,7 +74,7 @@ def part_from_json(data: Mapping[str, Any]) -> Part:
 
 
 def _stored_tensor(data: Mapping[str, Any], files: Mapping[str, FileRecord]) -> StoredTensor:
-    """Where a tensor is. Raises KeyError, TypeError, ValueError: its file has not these bytes."""
+    """Returns where a tensor is. Raises KeyError, TypeError, ValueError: its file has not these bytes."""
     shape = tuple(map(_count, data["shape"]))
     made = StoredTensor(str(data["file"]), str(data["dtype"]), shape, _count(data["offset"]))
     if len(shape) > MAX_RANK: raise ValueError(f"a tensor of {len(shape)} dimensions")
@@ -98,12 +98,13 @@ def _plain_name(name: str) -> str:
 
 
 def incomplete(path: Path, why: str) -> CheckpointError:
-    """Of a checkpoint that is not as it was written."""
+    """Returns the error of a checkpoint that is not as it was written."""
     return CheckpointError(f"{path} is no whole checkpoint: {why}", "a checkpoint as it was written", FIX)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint in a directory, whose other files are not looked at. Raises `CheckpointError`."""
+    """Reads the manifest of the checkpoint in a directory, whose other files are not looked at. Raises
+    `CheckpointError`."""
     file = path / MANIFEST
     if not file.is_file(): raise incomplete(path, f"it has no {MANIFEST}")
     try: data = read_json(file, MAX_MANIFEST_BYTES)

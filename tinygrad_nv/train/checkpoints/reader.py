@@ -111,7 +111,7 @@ class Checkpoint:
         return stored
 
     def _sections(self, name: str, tensor: Tensor, count: int) -> list[Section]:
-        """Of this rank's part of a vector of `count` elements: where its bytes are. Raises
+        """Lists where the bytes of this rank's part of a vector of `count` elements are. Raises
         `CheckpointError`."""
         stored = [part.tensors[name] for part in self.manifest.parts if name in part.tensors]
         each, wanted = shape_of(tensor)[0], dtype_of(name, tensor)

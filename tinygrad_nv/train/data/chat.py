@@ -94,7 +94,7 @@ class Template:
         raise self._disagree(number, "up to")
 
     def _end_of_turn(self, text: str) -> int:
-        """Where a text ends that ends with an answer, without white space after a special token."""
+        """Returns where a text ends that ends with an answer, without white space after a special token."""
         bare = text.rstrip()
         return len(bare) if self._special_end(bare) else len(text)
 
@@ -127,7 +127,7 @@ def _unmarked(text: str) -> tuple[str, Spans]:
 
 
 def overlapping(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[bool]:
-    """Of each token, given its characters, whether a span has one of them. Both are in order."""
+    """Tells for each token, given its characters, whether a span has one of them. Both are in order."""
     out, number = [False] * len(offsets), 0
     for token, (begin, end) in enumerate(offsets):
         while number < len(spans) and begin >= spans[number][1]: number += 1

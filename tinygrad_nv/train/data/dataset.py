@@ -70,13 +70,13 @@ class DataOptions:
 
     @property
     def encode(self) -> EncodeOptions:
-        """Those that decide a document's ids and its loss."""
+        """Options that decide a document's ids and its loss."""
         return EncodeOptions(self.completion_only_loss, self.assistant_only_loss, self.eos_token)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a data set has. `dropped_tokens` were truncated, or are left at the end of a shard;
+    """Counts of a data set. `dropped_tokens` were truncated, or are left at the end of a shard;
     `dropped_documents` have no token with loss in what is left of them. `prompts_disagree`: documents whose
     prompt alone has other tokens than in front of its completion. Of shards, `documents` are files, and
     `loss_tokens` is what each window has but its first token."""

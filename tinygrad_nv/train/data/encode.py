@@ -47,7 +47,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What turns records into ids."""
+    """Encoder of records into ids."""
     tokenizer: Tokenizer
     options: EncodeOptions = EncodeOptions()
 

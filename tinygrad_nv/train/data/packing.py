@@ -1,4 +1,4 @@
-"""Which tokens of which documents make a row.
+"""Plans of the tokens of documents that make a row.
 
 Protocol: `pieces` truncates or cuts documents of too many tokens; a `Plan` says which pieces each row has,
 one after the other. Strategies, by TRL's names:

@@ -72,7 +72,7 @@ def _words(record: Record) -> str:
 
 
 def _type(value: object) -> str:
-    """What JSON calls a value."""
+    """Returns JSON's name of a value's type."""
     return {dict: "an object", list: "a list", str: "a string", bool: "true or false", int: "a number",
             float: "a number", type(None): "null"}.get(type(value), f"a {type(value).__name__}")
 

@@ -1,4 +1,4 @@
-"""What a row of a batch is made from."""
+"""Pieces that a row of a batch is made from."""
 from __future__ import annotations
 
 from dataclasses import dataclass

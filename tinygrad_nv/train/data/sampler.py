@@ -28,7 +28,7 @@ WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SamplerState:
-    """Where training is: `offset` indices of epoch `epoch` were used, of a data set of `rows`."""
+    """Position of training: `offset` indices of epoch `epoch` were used, of a data set of `rows`."""
     epoch: int
     offset: int
     seed: int
@@ -67,7 +67,7 @@ class Sampler:
 
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """Batches of an epoch."""
         return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
 
     @property
@@ -122,7 +122,7 @@ def permuted(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.nda
 
 
 def _keys(seed: int, epoch: int) -> Sequence[np.uint64]:
-    """Of each round: SplitMix64, begun with the seed and the epoch."""
+    """Returns the keys of each round: SplitMix64, begun with the seed and the epoch."""
     begin = _mixed(np.array([seed & WORD], np.uint64)) + np.uint64(epoch * GOLDEN & WORD)
     steps = np.array([number * GOLDEN & WORD for number in range(1, ROUNDS + 1)], np.uint64)
     return list(_mixed(_mixed(begin) + steps))

@@ -161,7 +161,7 @@ def _write(folder: Path, key: str, vocab_size: int, write: Callable[[Writer], No
 
 
 def _opened(directory: Path, vocab_size: int) -> Tokens | None:
-    """What a directory holds; None where it is not there, or damaged."""
+    """Returns the tokens of a directory; None where it is not there, or damaged."""
     def mapped(name: str, dtype: str) -> np.ndarray:
         with private.open_private(directory / name) as file:
             if (size := os.fstat(file.fileno()).st_size) != facts.sizes[name]: raise ValueError(name)

@@ -58,7 +58,7 @@ def save_pretrained(model: Llama, directory: str | Path, tokenizer_files_from: s
 
 
 def _config(model: Llama, source: Path, dtype: DType) -> dict[str, Any]:
-    """What config.json says of the model, with the dtype of its weights. Raises `ModelError`."""
+    """Returns the config.json of the model, with the dtype of its weights. Raises `ModelError`."""
     path = source / CONFIG
     if not path.is_file():
         raise ModelError(f"{source} has no {CONFIG}", "a Hugging Face directory of the model",

@@ -33,7 +33,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by so that their norm is at most `max_norm`: min(1, max_norm / (norm +
+    """Returns the factor of gradients with which their norm is at most `max_norm`: min(1, max_norm / (norm +
     1e-6)), float32 (1)."""
     return (max_norm / (norm + CLIP_EPS)).minimum(1.0)
 

@@ -1,4 +1,4 @@
-"""Which parameters decay, at which rate they learn, and which are hidden matrices.
+"""Groups of parameters: those that decay, the rates at which they learn, and those that are hidden matrices.
 
 Protocol. A `ParameterGroup` names parameters that share weight decay and a multiple of the learning rate.
 `decay_groups(parameters, weight_decay)` makes the usual two: matrices decay; norms, biases and embeddings do

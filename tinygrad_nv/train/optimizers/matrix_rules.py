@@ -77,7 +77,7 @@ class MuonRule:
         return x * at.decay - narrow(at.lr) * change
 
     def ratio(self, rows: int, columns: int) -> float:
-        """What the learning rate of a matrix is multiplied by."""
+        """Returns the factor of a matrix's learning rate."""
         if self.adjust_lr == "original": return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 

@@ -203,7 +203,7 @@ class Optimizer:
 
     def _guard(self, gradients: dict[str, Tensor], scale: Tensor | None
                ) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are multiplied by, and whether the step is taken; None for 1 and for always."""
+        """Returns the factor of gradients, and whether the step is taken; None for 1 and for always."""
         most = self.options.max_grad_norm
         if most is None and not self.options.skip_nonfinite: return scale, None
         squares = squared_sum(list(gradients.values())) if self.options.squares is None else \
@@ -217,7 +217,7 @@ class Optimizer:
         return (clip if scale is None else clip * scale), go
 
     def at(self, name: str) -> At:
-        """What the rule of a parameter needs of this step."""
+        """Returns the values of this step that the rule of a parameter needs."""
         return At.of(self.groups[self.group[name]], self.lr, self.steps,
                      (self.options.rows or {}).get(name, ()))
 

@@ -1,4 +1,4 @@
-"""What an update rule is, and those that treat elements alike: AdamW, SGD, Lion.
+"""Update rules, and those that treat elements alike: AdamW, SGD, Lion.
 
 Protocol. A rule is a frozen dataclass of hyperparameters. `slots(shape)` names the numbers that it keeps of a
 parameter. An update is two steps, in float32:

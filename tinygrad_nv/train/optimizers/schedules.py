@@ -21,8 +21,8 @@ Factor = Callable[[int], float]
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """Of schedules that have such: cycles of a cosine (1/2: from 1 to 0), the least factor, steps of decay
-    (WSD), and the curves of WSD's warm-up and decay: linear, cosine or 1-sqrt."""
+    """Options of schedules that have such: cycles of a cosine (1/2: from 1 to 0), the least factor, steps of
+    decay (WSD), and the curves of WSD's warm-up and decay: linear, cosine or 1-sqrt."""
     num_cycles: float = 0.5
     min_lr_rate: float = 0.0
     decay_steps: int = 0
@@ -60,7 +60,7 @@ def _linear(steps: int, warmup: int, o: ScheduleOptions) -> Factor:
 
 
 def _cosine(steps: int, warmup: int, o: ScheduleOptions) -> Factor:
-    """Of zero at the end, whatever the least factor is."""
+    """Returns a cosine that is zero at the end, whatever the least factor is."""
     return lambda step: max(0.0, _fall((step - warmup) / max(1, steps - warmup), o.num_cycles))
 
 

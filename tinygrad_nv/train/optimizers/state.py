@@ -35,7 +35,7 @@ class Slot(Protocol):
         """Stores the numbers where `go` holds; those that are there afterwards, before they are rounded."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by the end of its name: "" for a slot that is one tensor."""
+        """Returns the stored tensors, by the end of their names: "" for a slot that is one tensor."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class FloatSlot:
 
 @dataclass
 class ParameterState:
-    """Of one parameter: its slots by name, and its master weights, where it has them."""
+    """State of one parameter: its slots by name, and its master weights, where it has them."""
     slots: dict[str, Slot]
     master: Tensor | None = None
 

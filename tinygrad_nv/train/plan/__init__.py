@@ -1,4 +1,4 @@
-"""What a run of training takes, before it runs: memory of a rank, and the time of a step on a GPU.
+"""Plan of a run of training, before it runs: memory of a rank, and the time of a step on a GPU.
 
 Protocol: `planned(name, config, arguments, gpu)` is what `tinygrad-nv train --plan` prints. Read in this
 order:

@@ -33,7 +33,7 @@ class Shortened:
         return Shortened(count),
 
     def at(self, layers: int, before: Shortened, low: float, high: float) -> float:
-        """What `low` of the prefix before and `high` of this one come to with so many layers."""
+        """Returns what `low` of the prefix before and `high` of this one come to with so many layers."""
         return low + (high - low) * (layers - before.layers) / (self.layers - before.layers)
 
 

@@ -72,7 +72,8 @@ class PlannedRanks(OneRank):
 
 def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 1,
                 device: str | None = None) -> RankMemory:
-    """Of one of so many ranks, with rows of --max-length tokens. Raises what a run raises."""
+    """Returns the memory of one of so many ranks, with rows of --max-length tokens. Raises what a run
+    raises."""
     device = Device.canonicalize(device)
     with Context(TRAINING=1):
         found = {each: _of_model(shortened(config, each.layers), arguments, ranks, device)

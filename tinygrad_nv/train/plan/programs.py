@@ -37,7 +37,7 @@ class Scheduled:
     arenas: dict[str, int]
 
     def peak(self, device: str) -> tuple[int, list[UOp]]:
-        """Of a device's buffers the most bytes that are alive during a call, and which these are."""
+        """Returns the most bytes of a device's buffers that are alive during a call, and which these are."""
         change = [0] * (len(self.calls) + 1)
         own = {each: span for each, span in self.alive.items() if each.device == device}
         for each, (first, last) in own.items():
@@ -51,7 +51,7 @@ class Scheduled:
 
 
 def scheduled(program: Callable[[], Any]) -> Scheduled:
-    """Of a function that realizes tensors, captured now. What it returns is a result: it is held."""
+    """Schedules a function that realizes tensors, captured now. What it returns is a result: it is held."""
     with recording() as calls: returned = program()
     held = frozenset(_buffers(_live()))
     del returned
@@ -69,12 +69,12 @@ def scheduled(program: Callable[[], Any]) -> Scheduled:
 
 
 def buffers_of(tensors: Iterable[Tensor]) -> Iterator[UOp]:
-    """Those that tensors are in."""
+    """Yields the buffers that tensors are in."""
     return _buffers(each.uop for each in tensors)
 
 
 def buffers_in(call: UOp) -> set[UOp]:
-    """Those that a call reads and writes."""
+    """Returns the buffers that a call reads and writes."""
     return set(_buffers(call.src[1:]))
 
 

@@ -12,7 +12,7 @@ from tinygrad_nv.train.plan.speed import StepSpeed
 
 def text(name: str, arguments: TrainingArguments, ranks: int, device: str, memory: RankMemory,
          speed: StepSpeed) -> str:
-    """Of a rank's memory, scheduled for a device, and of a step of all ranks."""
+    """Returns a report of a rank's memory, scheduled for a device, and of a step of all ranks."""
     each = "" if ranks == 1 else f" of each of {ranks} ranks"
     held = align_columns([(f"memory on {device}{each}", ""),
                     *((part, human(size)) for part, size in memory.parts.items()),

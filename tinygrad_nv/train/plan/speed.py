@@ -32,7 +32,7 @@ class StepSpeed:
 
 
 def step_speed(config: ModelConfig, arguments: TrainingArguments, ranks: int, gpu: str) -> StepSpeed:
-    """Of a step of all ranks. Raises `PlanError` for a GPU without figures."""
+    """Returns the speed of a step of all ranks. Raises `PlanError` for a GPU without figures."""
     where, rows = cluster(f"{ranks}x{gpu}"), arguments.per_device_train_batch_size
     if arguments.method == "dpo": rows *= 2
     work = Training(rows * arguments.gradient_accumulation_steps * ranks, arguments.max_length, rows,

@@ -49,7 +49,7 @@ def coming(token: UOp, value: UOp, gradient: UOp, held: Sequence[UOp] = ()) -> U
 
 
 def arrived(place: UOp, gradient: UOp) -> UOp:
-    """What `coming` gave, after another gradient, contiguous."""
+    """Returns the value that `coming` gave, after another gradient, contiguous."""
     return _called(ARRIVED, place, gradient)
 
 
@@ -81,7 +81,7 @@ class _Copies:
         self.under_way = dict[int, Event]()
 
     def _behind_kernels(self) -> None:
-        """What is copied from now on comes after all kernels until now."""
+        """Makes copies from now on wait for all kernels until now."""
         now = self.driver.event()
         self.driver.record(now)
         self.driver.wait(now, self.stream)

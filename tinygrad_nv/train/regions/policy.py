@@ -1,4 +1,4 @@
-"""What a region keeps for its backward pass, beside its inputs.
+"""Policies of what a region keeps for its backward pass, beside its inputs.
 
     none       everything: there is no region
     full       nothing
@@ -36,7 +36,7 @@ class Policy:
 
     @staticmethod
     def read(text: str) -> Policy:
-        """That of an option: a policy's name, or a budget as a number. Raises `ConfigError`."""
+        """Returns the policy of an option: a policy's name, or a budget as a number. Raises `ConfigError`."""
         try: return Policy(BUDGET, float(text))
         except ValueError: return Policy(text)
 

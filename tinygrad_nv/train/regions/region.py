@@ -122,7 +122,8 @@ class _Region:
         return Tensor(out)
 
     def gradient(self, gradient: UOp, call: UOp) -> tuple[UOp | None, ...]:
-        """Of the result's gradient those of the call's arguments: all but that of the result itself."""
+        """Returns the gradients of the call's arguments, of the result's gradient: all but that of the result
+        itself."""
         gradient = gradient.contiguous()
         ready = self._ready(gradient)
         puts = {node: self._kept(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
@@ -139,7 +140,8 @@ class _Region:
         return (None, *map(given.get, self.marks))
 
     def _ready(self, gradient: UOp) -> UOp:
-        """What is there when the forward pass is done: the gradient, or where that is constant the result."""
+        """Returns a value that is there when the forward pass is done: the gradient, or where that is
+        constant the result."""
         return gradient if self.result in gradient.toposort(enter_calls=False) else self.result.contiguous()
 
     def _kept(self, value: UOp, ready: UOp) -> UOp:
@@ -155,7 +157,7 @@ class _Region:
         return host.arrived(host.coming(self._token(value), value, _before[read], held), ready)
 
     def _token(self, value: UOp) -> UOp:
-        """Of an input on the host, behind those of the region before."""
+        """Returns the token of an input on the host, behind those of the region before."""
         if value not in _tokens:
             before = next((_regions[each.src[0]] for each in self.inputs if each.src and
                            each.src[0] in _regions), None)

@@ -46,7 +46,7 @@ class Value:
 
 
 def nbytes(node: UOp) -> int:
-    """Of its elements."""
+    """Returns the bytes of a node's elements."""
     return prod(int(n) for n in node.shape) * node.dtype.itemsize
 
 
@@ -59,8 +59,8 @@ def inside(result: UOp, inputs: Collection[UOp]) -> dict[UOp, None]:
 
 
 def outside(own: dict[UOp, None], inputs: Collection[UOp]) -> list[UOp]:
-    """What the nodes of a region read beside its inputs and may have a gradient: weights, and whatever else
-    of floats."""
+    """Lists what the nodes of a region read beside its inputs and may have a gradient: weights, and whatever
+    else of floats."""
     found = dict[UOp, None]()
     for node in own:
         given = node.src[1:] if node.op is Ops.FUNCTION else node.src
@@ -74,7 +74,8 @@ def _derived(node: UOp) -> bool:
 
 
 def values(nodes: dict[UOp, UOp], gradients: UOp) -> list[Value]:
-    """Those of a region's nodes, in the order of computation; `nodes` with those of the forward pass."""
+    """Lists the values of a region's nodes, in the order of computation; `nodes` with those of the forward
+    pass."""
     made = _in_memory(nodes, gradients)
     seen, found, stack = set[UOp](), set[UOp](), [gradients]
     while stack:
@@ -146,8 +147,8 @@ def _own(node: UOp) -> int:
 
 
 def kept(policy: Policy, found: list[Value], inputs: int) -> list[Value]:
-    """Of all values that a backward pass reads those that a policy keeps; `inputs` are the bytes of the
-    region's inputs."""
+    """Selects, of all values that a backward pass reads, those that a policy keeps; `inputs` are the bytes of
+    the region's inputs."""
     own = [value for value in found if value.read]
     if policy.budget is not None: return _within(policy.budget, own, inputs)
     if policy.name == "none": return own
