@@ -32,7 +32,7 @@ from tinygrad_nv.dist.collectives.functions import (
     all_reduce,
     all_to_all,
     broadcast,
-    copied,
+    copy_to_ranks,
     recv,
     send,
 )
@@ -179,7 +179,7 @@ class Parallel:
     def begin_half(self, x: Tensor, name: str) -> Tensor:
         """The input of a half of a layer, whose gradient is the sum of the ranks'."""
         if self.sequence: return SequenceParallel(self.group).begin_half(x, name)
-        return copied(x, self.group, name)
+        return copy_to_ranks(x, self.group, name)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """All tokens of the last layer's normalised output, for this rank's part of the vocabulary."""
@@ -188,7 +188,7 @@ class Parallel:
     def to_head(self, x: Tensor) -> Tensor:
         """Passes on what `gather_tokens` gave, whose gradient is the sum of those of the ranks' parts of the
         vocabulary."""
-        return x if self.sequence else copied(x, self.group, "head")
+        return x if self.sequence else copy_to_ranks(x, self.group, "head")
 
     def mean(self, x: Tensor, name: str) -> Tensor:
         """The mean of the ranks'. Of what several ranks have it counts each alike."""

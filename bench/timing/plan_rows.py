@@ -29,7 +29,7 @@ from zlib import crc32
 
 from tinygrad_nv.dist.plan.cluster import Cluster, Device, cluster, device
 from tinygrad_nv.dist.plan.collectives import GroupSize, kernel, ways
-from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, achieved
+from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, achievable
 from tinygrad_nv.dist.plan.memory import most_sequences
 from tinygrad_nv.dist.plan.planning import Plan, plan
 from tinygrad_nv.dist.plan.presets import preset
@@ -41,9 +41,9 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class Shares:
     """Of figures.toml, which are fitted to half of the rows."""
-    training: float = achieved("training")
-    inference: float = achieved("inference")
-    overlap: float = achieved("overlap")
+    training: float = achievable("training")
+    inference: float = achievable("inference")
+    overlap: float = achievable("overlap")
 
 
 SHARES = Shares()
@@ -72,7 +72,7 @@ class Row:
 @cache
 def titan() -> Device:
     """torchtitan's H100."""
-    given = device("h100").limited(500)
+    given = device("h100").with_power(500)
     return replace(given, model=replace(given.model, hbm_bytes_per_s=2.4e12), memory_bytes=96 << 30)
 
 
@@ -147,7 +147,7 @@ def served(model: str, gpus: str, work: Inference, shares: Shares, watts: float 
     """Tensor parallel over all GPUs."""
     work = replace(work, achieved=shares.inference)
     where = cluster(gpus)
-    if watts: where = replace(where, device=where.device.limited(watts))
+    if watts: where = replace(where, device=where.device.with_power(watts))
     return plan(preset(model), Layout(tp=where.gpus), where, work)
 
 

@@ -149,8 +149,8 @@ def predicted(call: Call, count: int, gpu: Device) -> Kernel:
 def _roofline(call: Call, gpu: Device) -> float:
     model = gpu.model
     rate = 2.0 * model.fp32_fma * model.sm_count * model.clock_hz
-    if call.template and call.flops > call.nbytes * 64: rate = compute.sustained(gpu, "bf16")
-    return compute.launch_s(gpu) + max(call.nbytes / compute.streamed(gpu), call.flops / rate)
+    if call.template and call.flops > call.nbytes * 64: rate = compute.tensor_core_rate(gpu, "bf16")
+    return compute.launch_s(gpu) + max(call.nbytes / compute.stream_rate(gpu), call.flops / rate)
 
 
 def step(name: str, rows: int, tokens: int, checkpointing: str | None) -> dict[str, Any]:

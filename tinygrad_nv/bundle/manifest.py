@@ -53,13 +53,13 @@ class Part:
 
     @property
     def end(self) -> int:
-        """End of the part in the file, with the zeros behind it."""
+        """Offset of the end of the part in the file, with the zeros behind it."""
         return self.offset + -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a bundle. `kind` is one of KINDS; parts are in the order in which they lie in the file."""
+    """Manifest of a bundle. `kind` is one of KINDS; parts are in the order in which they lie in the file."""
     kind: str
     about: dict[str, Any]
     parts: tuple[Part, ...]

@@ -163,7 +163,7 @@ def _launch(launch: LaunchConfig, name: str, several: bool) -> dict[str, Any]:
 
 
 def _partner(kind: str, found: Any) -> Any:
-    """Returns a launch's `call` or `peers`, of its name and its fields."""
+    """Returns what a launch's `call` or `peers` is, of its name and its fields."""
     from tinygrad_nv.dist.collectives.device import DeviceCall
     from tinygrad_nv.dist.collectives.peer_ranks import RankPeers
     from tinygrad_nv.runtime.together import Peers
@@ -244,8 +244,8 @@ def _note(template: str, reason: str, _: str, *tuned: Any) -> Note | KeptNote:
 
 
 def _forecast(note: Note | KeptNote) -> list[Any]:
-    """Returns the input of runtime/observe/forecast.py: a spec and a schedule, of a kernel that has both. (A
-    bundle's start loads none of these modules.)"""
+    """Returns what runtime/observe/forecast.py predicts a time of: a spec and a schedule, of a kernel that
+    has both. (A bundle's start loads none of these modules.)"""
     if getattr(note.schedule, "kind", "") != "gpu": return []
     from tinygrad_nv.tile.spec_json import is_tuned, spec_to_json
     if not is_tuned(note.spec): return []

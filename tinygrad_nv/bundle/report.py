@@ -1,4 +1,4 @@
-"""Contents of a bundle as text, and differences between two.
+"""Reports what a bundle has, as text, and what differs between two.
 
 Protocol: `inspect(bundle)` and `differences(a, b)` are lines for a terminal. Differences are found by
 hashes: of files and weights by part; of steps by what they launch, with the kernels that differ by name.
@@ -96,7 +96,7 @@ def _of_set(bundle: Bundle, name: str, steps: bool) -> str:
 
 
 def differences(a: Bundle, b: Bundle) -> list[str]:
-    """Lists differences, a line each; none between equal bundles."""
+    """Returns what differs, a line each; none between equal bundles."""
     lines = [*_fields("", a.manifest.about, b.manifest.about)]
     sets = set(_sets(a)) & set(_sets(b))
     ours, theirs = ({name: each.sha256 for name, each in one.parts.items()} for one in (a, b))

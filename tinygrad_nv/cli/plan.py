@@ -87,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.dist.plan.search import Choice, Found, search, variants
     config = presets.find(arguments.model, model_path(arguments.model))
     where = cluster(arguments.gpus, arguments.nodes, arguments.net)
-    if arguments.power is not None: where = replace(where, device=where.device.limited(arguments.power))
+    if arguments.power is not None: where = replace(where, device=where.device.with_power(arguments.power))
     if arguments.top < 1: raise PlanError(f"--top {arguments.top}", "1 or more")
-    if arguments.quantization is None: arguments.quantization = presets.stored(config)
+    if arguments.quantization is None: arguments.quantization = presets.storage_of(config)
     work = _work(arguments, where.gpus)
     choice = Choice(*(getattr(arguments, name) for name in
                       ("tp", "pp", "dp", "ep", "sp", "zero", "recompute", "microbatch")))

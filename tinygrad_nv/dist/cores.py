@@ -64,7 +64,7 @@ def of_host(local_rank: int, local_world_size: int) -> CoreShare:
 
 
 @contextmanager
-def bound(cores: tuple[int, ...]) -> Iterator[None]:
+def bind_cores(cores: tuple[int, ...]) -> Iterator[None]:
     """Processes and threads that this thread starts inside may run on these cores."""
     before = mask()
     if cores and before: os.sched_setaffinity(0, cores)
@@ -74,7 +74,7 @@ def bound(cores: tuple[int, ...]) -> Iterator[None]:
 
 
 def take(store: Store) -> CoreShare:
-    """This rank's share, in effect for threads that are started from now on. All ranks call it."""
+    """Takes this rank's share, in effect for threads that are started from now on. All ranks call it."""
     ranks, own = store.ranks, mask()
     facts = json.dumps([socket.gethostname(), ranks.local_rank, own]).encode()
     every = [json.loads(each) for each in store.all_gather("cores", facts)]

@@ -58,7 +58,7 @@ class Frame:
     key: str
     value: bytes
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         key = self.key.encode()
         return HEADER.pack(self.kind, self.request, len(key), len(self.value)) + key + self.value
 
@@ -84,12 +84,12 @@ def mac(token: str, *texts: bytes) -> bytes:
     return hmac.digest(token.encode(), text, hashlib.sha256)
 
 
-def packed_list(values: list[bytes]) -> bytes:
+def pack_list(values: list[bytes]) -> bytes:
     """Values with their lengths."""
     return b"".join(SIZE.pack(len(value)) + value for value in values)
 
 
-def unpacked_list(data: bytes) -> list[bytes]:
+def unpack_list(data: bytes) -> list[bytes]:
     values, at = [], 0
     while at < len(data):
         size, = SIZE.unpack_from(data, at)
@@ -98,17 +98,17 @@ def unpacked_list(data: bytes) -> list[bytes]:
     return values
 
 
-def packed_error(error: DistError) -> bytes:
+def pack_error(error: DistError) -> bytes:
     return json.dumps([isinstance(error, DistTimeout), error.found, error.expected, error.fix, error.ranks]
                       ).encode()
 
 
-def unpacked_error(data: bytes) -> DistError:
+def unpack_error(data: bytes) -> DistError:
     late, found, expected, fix, ranks = json.loads(data)
     return (DistTimeout if late else DistError)(found, expected, fix, tuple(ranks))
 
 
-def named(ranks: list[int] | tuple[int, ...]) -> str:
+def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     """Such as "rank 1", "ranks 1, 3 and 4"; of many the first eight."""
     if len(ranks) == 1: return f"rank {ranks[0]}"
     if len(ranks) > 9: return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"

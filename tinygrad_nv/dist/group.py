@@ -109,15 +109,15 @@ class Group:
             self.descriptors[key] = _in_memory(np.array(words, np.uint64), dtypes.uint64)
         return self.descriptors[key]
 
-    def named_descriptors(self) -> dict[str, Tensor]:
-        """Those that there are, by names that mean the same in another process."""
+    def descriptors_by_name(self) -> dict[str, Tensor]:
+        """Returns the descriptors that there are, by names that mean the same in another process."""
         made = {}
         for (kind, count, dtype, op, peer, tag), each in self.descriptors.items():
             words = [KINDS[kind], str(count), TYPES[dtype].name, OPS[op], str(peer), self.tags[tag]]
             made["/".join([DESCRIPTOR, self.name, *words])] = each
         return made
 
-    def named_descriptor(self, name: str) -> Tensor:
+    def descriptor_of(self, name: str) -> Tensor:
         """The one of such a name."""
         kind, count, dtype, op, peer, tag = name.split("/", 7)[2:]
         found = next(each for each in TYPES if each.name == dtype)
@@ -140,7 +140,7 @@ class Group:
         self.check()
 
     def current(self) -> Operation | None:
-        """What this rank is at: None between collectives."""
+        """Returns the collective that this rank is in: None between collectives."""
         s = self.struct
         return self._by_device() if s.begun == s.ended or s.status else self.last()
 
@@ -153,12 +153,12 @@ class Group:
     def last(self) -> Operation | None:
         """The collective that this rank has begun last."""
         s = self.struct
-        found = [self._operation(s.current, self._begun, s.since / 1e9)] if s.begun else []
+        found = [self._operation(s.current, self._num_begun, s.since / 1e9)] if s.begun else []
         found += [self._of_device(each.latest) for each in self.communicators.values() if each.latest]
         return max(found, key=lambda each: each.started_s, default=None)
 
     @property
-    def _begun(self) -> int:
+    def _num_begun(self) -> int:
         """How many collectives this rank has begun, those of its devices with them: the same on ranks that
         have begun the same."""
         of_devices = (each.latest for each in self.communicators.values())
@@ -166,7 +166,7 @@ class Group:
 
     def _of_device(self, last: Last) -> Operation:
         order = last.order
-        return Operation(self._begun, order.kind, order.name or "a tensor", order.count, order.dtype.name,
+        return Operation(self._num_begun, order.kind, order.name or "a tensor", order.count, order.dtype.name,
                          last.since)
 
     def failed(self) -> DistError | None:
@@ -219,7 +219,7 @@ class Group:
 
     @property
     def workspaces(self) -> list[Any]:
-        """Those of its devices whose kernels use the memory of peers."""
+        """Workspaces of its devices whose kernels use the memory of peers."""
         return [each for each in self.peers.values() if not isinstance(each, str)]
 
     def _operation(self, call: Call, number: int, since: float, named: bool = True) -> Operation:
@@ -252,7 +252,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return self.ranks.rank
 
     @property
@@ -291,13 +291,13 @@ class World:
         return out.tobytes()
 
     def exchange(self, name: str, own: bytes) -> list[bytes]:
-        """What every rank says, by rank; `name` is another for each call."""
+        """Returns what every rank says, by rank; `name` is another for each call."""
         if self.size == 1: return [own]
         assert self.store is not None, "several ranks have a store"
         return self.store.all_gather(name, own)
 
     def _exchange(self, key: str, own: bytes, group: Group) -> list[bytes]:
-        """What all members of a group say."""
+        """Returns what all members of a group say."""
         assert self.store is not None, "several ranks have a store"
         self.store.set(f"{key}/{group.rank}", own)
         return [self.store.get(f"{key}/{r}") for r in range(group.size)]

@@ -88,7 +88,7 @@ def _run(what: Launch, restart: int) -> Ended:
                     first if what.direct else None)
     processes = Processes(output, what.grace_s)
     token = secrets.token_hex() if what.nodes == 1 else os.environ.get(TOKEN) or f"{address}:{port}"
-    with _passed_on(processes) as came:
+    with _pass_signals(processes) as came:
         for local in range(what.ranks):
             ranks = Ranks(first + local, world, local, what.ranks, what.node_rank, address, port, "launch")
             _start(processes, ranks, program(what.command), os.environ, token, restart)
@@ -103,7 +103,7 @@ def program(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def variables(ranks: Ranks, token: str) -> dict[str, str]:
-    """What torchrun sets for a rank, and the token."""
+    """Returns what torchrun sets for a rank, and the token."""
     return {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank),
             "LOCAL_WORLD_SIZE": str(ranks.local_world_size), "GROUP_RANK": str(ranks.node_rank),
             "MASTER_ADDR": ranks.master_addr, "MASTER_PORT": str(ranks.master_port), TOKEN: token}
@@ -114,7 +114,7 @@ def _start(processes: Processes, ranks: Ranks, argv: Sequence[str], environ: Map
     part = cores.of_host(ranks.local_rank, ranks.local_world_size)
     inherited = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
     if restart: inherited[RESTARTS] = str(restart)
-    with cores.bound(part.cores):
+    with cores.bind_cores(part.cores):
         processes.start(ranks.rank, argv, {"PYTHONUNBUFFERED": "1", **inherited, **part.environment(environ),
                                            **variables(ranks, token)})
 
@@ -126,7 +126,7 @@ def _explain(what: Launch, failure: Failure, then: str) -> None:
 
 
 @contextlib.contextmanager
-def _passed_on(processes: Processes) -> Iterator[list[int]]:
+def _pass_signals(processes: Processes) -> Iterator[list[int]]:
     """Signals of this process go to the ranks; the numbers of those that came."""
     came: list[int] = []
 
@@ -203,11 +203,11 @@ class LocalRanks:
     def watch(self, lost: Callable[[int, str], None]) -> None:
         """Calls `lost(rank, why)` when a rank has failed, or now if one has. (The store of rank 0 does not
         notice a rank that ends before it has connected.)"""
-        def failed(failure: Failure) -> None:
+        def on_failure(failure: Failure) -> None:
             lines = "".join(f"\n  | {line[:LINE]}" for line in failure.last)
             ended = f"process {failure.pid} {failure.how}"
             lost(failure.rank, f"{ended}; its last lines:{lines}" if lines else ended)
-        self.processes.watch(failed)
+        self.processes.watch(on_failure)
 
     def close(self, timeout_s: float = GRACE_S) -> Failure | None:
         """Waits for the ranks to end by themselves, then ends them. This process gets back what it had."""

@@ -69,13 +69,13 @@ class Guard:
             self.process.stdin.write(f"{sign}{group}\n")
             self.process.stdin.flush()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """In a forked process: closes its copy of the pipe, which would hide the end of this one."""
         assert self.process.stdin is not None
         os.close(self.process.stdin.fileno())
 
     def close(self) -> None:
-        """Of a group that has ended."""
+        """Ends the guard of a group that has ended."""
         _guards.discard(self)
         self.process.kill()
         assert self.process.stdin is not None
@@ -86,18 +86,18 @@ class Guard:
 _guards: set[Guard] = set()
 
 
-def _forked() -> None:
-    for guard in _guards: guard.forked()
+def _after_fork() -> None:
+    for guard in _guards: guard.after_fork()
 
 
-if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass
 class Output:
-    """Where lines of ranks go: `out` and `err`, with the rank before each line; of `shown` ranks only (None:
-    of all). `log_dir` gets a file of each rank, without prefixes. The rank `direct` has this process's own
-    stdout and stderr instead, as progress bars need."""
+    """Destination of the lines of ranks: `out` and `err`, with the rank before each line; of `shown` ranks
+    only (None: of all). `log_dir` gets a file of each rank, without prefixes. The rank `direct` has this
+    process's own stdout and stderr instead, as progress bars need."""
     out: TextIO
     err: TextIO
     width: int
@@ -208,7 +208,7 @@ class Processes:
             except queue.Empty: self._late()
             else:
                 if member is None: self._pass_on(number)
-                else: self._ended(member)
+                else: self._end_member(member)
         self.guard.close()
         return self.failure
 
@@ -236,7 +236,7 @@ class Processes:
             self._send(signal.SIGKILL)
             self.deadline = None
 
-    def _ended(self, member: Member) -> None:
+    def _end_member(self, member: Member) -> None:
         """The process is a zombie until `wait`: its group cannot be another one's yet."""
         self._kill_group(member, signal.SIGKILL)
         member.status = member.process.wait()
@@ -245,14 +245,14 @@ class Processes:
         if member.status == 0: return
         caused = member.status != ENDED and self.failure is not None and self.failure.status == ENDED
         if self.failure is None and not self.ending:
-            self._failed(member)
+            self._fail(member)
             if member.status == ENDED: self.deadline = time.monotonic() + CAUSE_S
             else: self._end(signal.SIGTERM)
         elif caused and not self.ending:
-            self._failed(member)
+            self._fail(member)
             self._end(signal.SIGTERM)
 
-    def _failed(self, member: Member) -> None:
+    def _fail(self, member: Member) -> None:
         assert member.status is not None
         with self.lock:
             self.failure = Failure(member.rank, member.process.pid, member.status, tuple(member.last))

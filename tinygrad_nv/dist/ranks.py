@@ -1,4 +1,4 @@
-"""Which rank this process is, by the environment variables of what started it.
+"""Rank of this process, by the environment variables of what started it.
 
 Protocol: `Ranks.from_environment()`. The first of these that is there counts:
 

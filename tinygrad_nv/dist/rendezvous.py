@@ -23,7 +23,7 @@ from tinygrad_nv.dist.frames import (
     Kind,
     mac,
     take,
-    unpacked_error,
+    unpack_error,
 )
 from tinygrad_nv.dist.ranks import HERE, JOBS, Ranks
 from tinygrad_nv.dist.store_server import keep_alive
@@ -36,18 +36,19 @@ Place = tuple[str, int]
 
 
 def ports(ranks: Ranks) -> tuple[int, ...]:
-    """Where the store may be: MASTER_PORT; under torchrun eight ports from 10000 to 32767 instead."""
+    """Returns the ports at which the store may be: MASTER_PORT; under torchrun eight ports from 10000 to
+    32767 instead."""
     if ranks.launcher != "torchrun": return (ranks.master_port,)
     return tuple(10000 + (ranks.master_port + 2749 * (n + 1)) % 22768 for n in range(8))
 
 
 def places_of(ranks: Ranks) -> list[Place]:
-    """Where ranks other than 0 look for the store."""
+    """Returns the places at which ranks other than 0 look for the store."""
     return [(_host(ranks), port) for port in ports(ranks)]
 
 
 def token_of(ranks: Ranks) -> str:
-    """What all ranks of a group know."""
+    """Returns the secret that all ranks of a group know."""
     if token := str(config.get("NV_DIST_TOKEN")): return token
     runs = [f"{name}={os.environ[name]}" for name in RUNS if name in os.environ]
     return "\n".join([ranks.master_addr, str(ranks.master_port), *runs])
@@ -68,7 +69,7 @@ def listen(ranks: Ranks) -> socket.socket:
                 listener.close()
                 if error.errno == errno.EADDRINUSE: taken.append(port)
                 elif error.errno == errno.EADDRNOTAVAIL: continue
-                else: raise _refused(ranks, port, error) from None
+                else: raise _refusal(ranks, port, error) from None
     if taken:
         words = ", ".join(map(str, dict.fromkeys(taken)))
         raise DistError(f"rank 0: port {words} of {_host(ranks)} is taken",
@@ -79,7 +80,7 @@ def listen(ranks: Ranks) -> socket.socket:
                     "in all ranks")
 
 
-def _refused(ranks: Ranks, port: int, error: OSError) -> DistError:
+def _refusal(ranks: Ranks, port: int, error: OSError) -> DistError:
     return DistError(f"rank 0: the system refused port {port} of {_host(ranks)}: {error.strerror}",
                      "a port that this user may open", "set MASTER_PORT to another port")
 
@@ -88,7 +89,8 @@ def _host(ranks: Ranks) -> str: return HERE if ranks.one_host else ranks.master_
 
 
 def _addresses(ranks: Ranks, port: int) -> list[tuple[int, Place]]:
-    """Where rank 0 may listen. Hosts that reach rank 0 need an address that is not loopback."""
+    """Returns the addresses at which rank 0 may listen. Hosts that reach rank 0 need an address that is not
+    loopback."""
     try: found = socket.getaddrinfo(_host(ranks), port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise DistError(f"MASTER_ADDR={ranks.master_addr}: {error.strerror}", "the name or address of the "
@@ -107,7 +109,7 @@ def connect(places: list[Place], ranks: Ranks, token: str, end: float, timeout_s
     why, pause = "", 0.01
     while True:
         for place in places:
-            try: return _greeted(place, ranks, token, end)
+            try: return _greet(place, ranks, token, end)
             except OSError as error: why = error.strerror or str(error) or "it does not greet"
             except BadFrame as error: why = str(error)
         if time.monotonic() + pause > end: break
@@ -119,7 +121,7 @@ def connect(places: list[Place], ranks: Ranks, token: str, end: float, timeout_s
                       "see whether rank 0 was started, with the same MASTER_ADDR and MASTER_PORT", (0,))
 
 
-def _greeted(place: Place, ranks: Ranks, token: str, end: float) -> tuple[socket.socket, bytearray]:
+def _greet(place: Place, ranks: Ranks, token: str, end: float) -> tuple[socket.socket, bytearray]:
     """Both sides show that they have the token. A `DistError` of the group's own store is final."""
     patience = max(0.01, min(TRY_S, end - time.monotonic()))
     connection = socket.create_connection(place, patience)
@@ -133,10 +135,10 @@ def _greeted(place: Place, ranks: Ranks, token: str, end: float) -> tuple[socket
              "host": socket.gethostname()})
         if greeting.kind is not Kind.GREETING or not greeting.value.startswith(MAGIC): raise BadFrame(FOREIGN)
         proof = mac(token, b"rank", greeting.value[len(MAGIC):], nonce, facts.encode())
-        connection.sendall(Frame(Kind.HELLO, 0, facts, nonce + proof).packed())
+        connection.sendall(Frame(Kind.HELLO, 0, facts, nonce + proof).pack())
         answer = _next(connection, received)
         if answer.kind is Kind.REFUSED:
-            error = unpacked_error(answer.value)
+            error = unpack_error(answer.value)
             if not error.ranks: raise BadFrame(error.found)
             raise error
         if answer.kind is not Kind.WELCOME or answer.value != mac(token, b"store", nonce):

@@ -36,8 +36,8 @@ from tinygrad_nv.dist.frames import (
     Frame,
     Kind,
     take,
-    unpacked_error,
-    unpacked_list,
+    unpack_error,
+    unpack_list,
 )
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.rendezvous import TRY_S, connect, listen, places_of, token_of
@@ -51,15 +51,15 @@ Watch = Callable[[int, str], None]
 _stores: WeakSet[Store] = WeakSet()
 
 
-def _forked() -> None:
-    for store in list(_stores): store._forked()
+def _after_fork() -> None:
+    for store in list(_stores): store._after_fork()
 
 
-if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"): os.register_at_fork(after_in_child=_after_fork)
 
 
 class Store:
-    """This rank's connection to the store; of rank 0 also the store."""
+    """Connection of this rank to the store; of rank 0 also the store."""
 
     def __init__(self, connection: socket.socket, ranks: Ranks, server: Server | None,
                  received: bytearray) -> None:
@@ -126,7 +126,7 @@ class Store:
         with self._lock:
             self._rounds[name] += 1
             key = f"{name} #{turn}" if (turn := self._rounds[name]) > 1 else name
-        return unpacked_list(self._ask(Kind.GATHER, key, SECONDS.pack(timeout_s) + value, timeout_s))
+        return unpack_list(self._ask(Kind.GATHER, key, SECONDS.pack(timeout_s) + value, timeout_s))
 
     def watch(self, fn: Watch) -> None:
         """Calls `fn(rank, reason)` for each rank that is lost, in a thread of its own."""
@@ -156,25 +156,25 @@ class Store:
         if threading.current_thread() is not self._reader: self._reader.join()
         self._socket.close()
 
-    def _forked(self) -> None:
+    def _after_fork(self) -> None:
         """In a forked process: closes its copies of the sockets, which would hide the end of this one."""
         self._closed, self._lock = True, threading.Lock()
         self._socket.close()
-        if self.server is not None: self.server.forked()
+        if self.server is not None: self.server.after_fork()
 
     def _exit(self) -> None:
-        """As the interpreter ends: with an exception that no code caught, or in good order."""
-        if (error := getattr(sys, "last_value", None)) is not None: self._ended_with(error)
+        """Ends the store as the interpreter ends: with an exception that no code caught, or in good order."""
+        if (error := getattr(sys, "last_value", None)) is not None: self._end_with(error)
         self.close()
 
-    def _ended_with(self, error: BaseException) -> None:
+    def _end_with(self, error: BaseException) -> None:
         self.abort(f"it ended with {type(error).__name__}: {error}")
 
     def __enter__(self) -> Store: return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
-        if error is not None: self._ended_with(error)
+        if error is not None: self._end_with(error)
         self.close()
 
     # **** frames ****
@@ -203,7 +203,7 @@ class Store:
         return answer.value
 
     def _send(self, frame: Frame) -> None:
-        with self._sending: self._socket.sendall(frame.packed())
+        with self._sending: self._socket.sendall(frame.pack())
 
     def _read(self) -> None:
         why = "its process ended without closing the store"
@@ -223,7 +223,7 @@ class Store:
         if frame.kind is Kind.LOST: self._lose(int(frame.key), frame.value.decode())
         elif frame.kind is Kind.LEFT: self.left.add(int(frame.key))
         elif (answer := self._answers.get(frame.request)) is not None:
-            if frame.kind is Kind.FAILED: answer.fail(unpacked_error(frame.value))
+            if frame.kind is Kind.FAILED: answer.fail(unpack_error(frame.value))
             else: answer.give(frame.value)
 
     def _lose(self, rank: int, reason: str) -> None:
@@ -235,7 +235,7 @@ class Store:
 
 
 class _Answer:
-    """What comes for a request."""
+    """Answer to a request."""
 
     def __init__(self) -> None:
         self.came, self.value = threading.Event(), b""

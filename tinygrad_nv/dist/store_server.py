@@ -33,9 +33,9 @@ from tinygrad_nv.dist.frames import (
     Frame,
     Kind,
     mac,
-    named,
-    packed_error,
-    packed_list,
+    name_ranks,
+    pack_error,
+    pack_list,
     take,
 )
 from tinygrad_nv.errors import DistError, DistTimeout
@@ -119,7 +119,7 @@ class Server:
         self.ended.put((rank, why))
         self._wake()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """In a forked process, which does not serve."""
         sockets = [self.listener, self.wake, self.woken, *(peer.socket for peer in self.peers)]
         for each in sockets: each.close()
@@ -130,7 +130,7 @@ class Server:
     # **** the thread ****
 
     def _serve(self) -> None:
-        while not self._finished():
+        while not self._is_finished():
             for key, events in self.selector.select(self._patience()):
                 if key.fileobj is self.listener: self._accept()
                 elif key.fileobj is self.woken: self._take_ended()
@@ -146,7 +146,7 @@ class Server:
             rank, why = self.ended.get()
             if rank not in self.of_rank and rank not in self.left: self._lose(rank, why)
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         if not self.closing: return False
         return self.hurried or not (self.of_rank or any(peer.sending for peer in self.peers))
 
@@ -168,9 +168,10 @@ class Server:
             there = self.gathers.get(wait.frame.key, {})
             missing = tuple(rank for rank in range(self.world_size) if rank not in there)
             away = tuple(rank for rank in missing if rank not in self.of_rank)
-            words = f"{named(away)} never connected" if away else "all are connected"
-            return DistTimeout(f"{named(missing)} of {self.world_size} did not come to {wait.frame.key!r} in "
-                               f"{wait.seconds:.3g} s ({words})", "all ranks, in that time",
+            words = f"{name_ranks(away)} never connected" if away else "all are connected"
+            return DistTimeout(f"{name_ranks(missing)} of {self.world_size} did not come to "
+                               f"{wait.frame.key!r} in {wait.seconds:.3g} s ({words})",
+                               "all ranks, in that time",
                                "see what these ranks wrote last, or wait longer", missing)
         return DistTimeout(f"no rank set {wait.frame.key!r} in {wait.seconds:.3g} s",
                            "a value that some rank sets", "see what the other ranks wrote last")
@@ -196,15 +197,15 @@ class Server:
         if not events & selectors.EVENT_READ or peer not in self.peers: return
         try: data = peer.socket.recv(1 << 18)
         except BlockingIOError: return
-        except OSError as error: return self._gone(peer, f"the connection broke: {error.strerror}")
-        if not data: return self._gone(peer, "its process ended without closing the store")
+        except OSError as error: return self._lose_peer(peer, f"the connection broke: {error.strerror}")
+        if not data: return self._lose_peer(peer, "its process ended without closing the store")
         peer.received += data
         try:
             while peer in self.peers and not peer.ending:
                 frame = take(peer.received, VALUE_BYTES if peer.rank >= 0 else HELLO_BYTES)
                 if frame is None: break
                 self._handle(peer, frame)
-        except MALFORMED as error: self._gone(peer, f"it sent what is no frame of the store: {error}")
+        except MALFORMED as error: self._lose_peer(peer, f"it sent what is no frame of the store: {error}")
 
     def _handle(self, peer: Peer, frame: Frame) -> None:
         if peer.rank < 0: self._hello(peer, frame)
@@ -213,7 +214,7 @@ class Server:
 
     def _send(self, peer: Peer, frame: Frame) -> None:
         if peer not in self.peers: return
-        peer.sending += frame.packed()
+        peer.sending += frame.pack()
         self._flush(peer)
 
     def _flush(self, peer: Peer) -> None:
@@ -233,7 +234,7 @@ class Server:
         self.selector.unregister(peer.socket)
         peer.socket.close()
 
-    def _gone(self, peer: Peer, why: str) -> None:
+    def _lose_peer(self, peer: Peer, why: str) -> None:
         rank, who = peer.rank, peer.who
         self._drop(peer)
         if rank >= 0 and rank not in self.left: self._lose(rank, f"{why} ({who})")
@@ -245,9 +246,9 @@ class Server:
         for peer in list(self.of_rank.values()):
             if peer.rank != rank: self._send(peer, Frame(Kind.LOST, 0, str(rank), why.encode()))
         waits, self.waits = self.waits, []
-        for wait in waits: self._fail(wait.peer, wait.frame, self._lost())
+        for wait in waits: self._fail(wait.peer, wait.frame, self._loss())
 
-    def _lost(self) -> DistError:
+    def _loss(self) -> DistError:
         (rank, why), *_ = self.lost.items()
         return DistError(f"rank {rank} was lost: {why}", ranks=(rank,))
 
@@ -285,7 +286,7 @@ class Server:
 
     def _refuse(self, peer: Peer, problem: DistError) -> None:
         peer.ending = True
-        self._send(peer, Frame(Kind.REFUSED, 0, "", packed_error(problem)))
+        self._send(peer, Frame(Kind.REFUSED, 0, "", pack_error(problem)))
 
     # **** requests ****
 
@@ -293,7 +294,7 @@ class Server:
         self._send(peer, Frame(Kind.VALUE, frame.request, "", value))
 
     def _fail(self, peer: Peer, frame: Frame, error: DistError) -> None:
-        self._send(peer, Frame(Kind.FAILED, frame.request, "", packed_error(error)))
+        self._send(peer, Frame(Kind.FAILED, frame.request, "", pack_error(error)))
 
     def _keep(self, key: str, value: bytes) -> bool:
         total = self.total - len(self.values.get(key, b"")) + len(value)
@@ -323,7 +324,7 @@ class Server:
 
     def _get(self, peer: Peer, frame: Frame) -> None:
         if (value := self.values.get(frame.key)) is not None: self._answer(peer, frame, value)
-        elif self.lost: self._fail(peer, frame, self._lost())
+        elif self.lost: self._fail(peer, frame, self._loss())
         else: self._wait(peer, frame)
 
     def _wait(self, peer: Peer, frame: Frame) -> None:
@@ -335,12 +336,12 @@ class Server:
         there = self.gathers.setdefault(frame.key, {})
         there[peer.rank] = frame.value[SECONDS.size:]
         self._wait(peer, frame)
-        if len(there) == self.world_size: return self._gathered(frame.key, there)
+        if len(there) == self.world_size: return self._answer_gather(frame.key, there)
         missing = self.left - there.keys()
         if self.lost or missing: self._drop_gather(frame.key, missing)
 
-    def _gathered(self, key: str, there: dict[int, bytes]) -> None:
-        data = packed_list([there[rank] for rank in range(self.world_size)])
+    def _answer_gather(self, key: str, there: dict[int, bytes]) -> None:
+        data = pack_list([there[rank] for rank in range(self.world_size)])
         del self.gathers[key]
         for wait in self._of_gather(key):
             if len(data) <= VALUE_BYTES: self._answer(wait.peer, wait.frame, data)
@@ -349,8 +350,8 @@ class Server:
 
     def _drop_gather(self, key: str, missing: set[int]) -> None:
         ranks = tuple(sorted(missing))
-        error = self._lost() if self.lost else DistError(
-            f"{named(ranks)} closed the store before {key!r}", "all ranks at it", ranks=ranks)
+        error = self._loss() if self.lost else DistError(
+            f"{name_ranks(ranks)} closed the store before {key!r}", "all ranks at it", ranks=ranks)
         for wait in self._of_gather(key): self._fail(wait.peer, wait.frame, error)
 
     def _of_gather(self, key: str) -> list[Wait]:

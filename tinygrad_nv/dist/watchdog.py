@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tinygrad_nv import config
-from tinygrad_nv.dist.frames import named, packed_error, unpacked_error
+from tinygrad_nv.dist.frames import name_ranks, pack_error, unpack_error
 from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.dist.store import Store
 from tinygrad_nv.errors import DistError, DistTimeout
@@ -48,8 +48,8 @@ class Operation(Protocol):
 
 
 class Group(Protocol):
-    """What the watchdog asks of a group of ranks: `members` of the world, and the collective that this rank
-    is in, or has ended last."""
+    """Group of ranks as the watchdog asks it: `members` of the world, and the collective that this rank is
+    in, or has ended last."""
     @property
     def name(self) -> str: ...
 
@@ -102,15 +102,15 @@ def keys(groups: Sequence[Group]) -> list[str]:
     return [f"{name} ({n})" if (n := names[:at].count(name)) else name for at, name in enumerate(names)]
 
 
-def packed(groups: Sequence[Group]) -> bytes:
-    """What this rank is at in all its groups."""
+def pack(groups: Sequence[Group]) -> bytes:
+    """Returns what this rank is at in all its groups."""
     every = {key: [each and [each.number, str(each)] for each in (group.current(), group.last())]
              for key, group in zip(keys(groups), groups, strict=True)}
     return json.dumps(every).encode()
 
 
-def unpacked(rank: int, group: str, data: bytes) -> Progress:
-    """What a rank is at in a group."""
+def unpack(rank: int, group: str, data: bytes) -> Progress:
+    """Returns what a rank is at in a group."""
     every = json.loads(data)
     current, last = (each and Position(*each) for each in every.get(group, (None, None)))
     other = next((f"{each[0][1]} of group {name}" for name, each in every.items()
@@ -119,8 +119,8 @@ def unpacked(rank: int, group: str, data: bytes) -> Progress:
 
 
 def verdict(every: list[Progress], stuck: str, seconds: float) -> DistError:
-    """Which rank is behind, or differs, by what all ranks of a group are at; `stuck` takes too long. Of ranks
-    that differ, those are named that are not like the most."""
+    """Returns which rank is behind, or differs, by what all ranks of a group are at; `stuck` takes too long.
+    Of ranks that differ, those are named that are not like the most."""
     asked = "the same collectives in the same order in all ranks, each in that time"
     fix = "see what these ranks wrote last; NV_DIST_TIMEOUT allows more seconds"
     if stuck.startswith(ONE_TO_ONE):
@@ -135,7 +135,7 @@ def verdict(every: list[Progress], stuck: str, seconds: float) -> DistError:
     gone = [each for each in spoken if each.current is None and each.reached == furthest]
     for chosen, words in ((late, "{rank} has not reached {target} in {seconds:.3g} s ({at})"),
                           (gone, "{rank} has ended {target}, in which others still are ({at})")):
-        found = [words.format(rank=named([each.rank]), target=target, seconds=seconds, at=each)
+        found = [words.format(rank=name_ranks([each.rank]), target=target, seconds=seconds, at=each)
                  for each in chosen]
         if found: return DistError("; ".join(found), asked, fix, tuple(each.rank for each in chosen))
     return DistError(f"all ranks are in {target} for more than {seconds:.3g} s", "a transport that ends it",
@@ -147,8 +147,8 @@ def _differ(there: list[Progress], asked: str) -> DistError:
     most = max(steps, key=lambda one: (steps.count(one), one == steps[0]))
     usual = next(each for each in there if each.current == most)
     other = [each for each in there if each.current != most]
-    words = ", ".join(f"{named([each.rank])} is in {each.current}" for each in other)
-    return DistError(f"ranks differ: {words}, but {named([usual.rank])} in {usual.current}", asked,
+    words = ", ".join(f"{name_ranks([each.rank])} is in {each.current}" for each in other)
+    return DistError(f"ranks differ: {words}, but {name_ranks([usual.rank])} in {usual.current}", asked,
                      "make order, tensors and shapes the same in all ranks",
                      tuple(each.rank for each in other))
 
@@ -169,7 +169,7 @@ class Watchdog:
                                   for each in (self._look, self._listen))
         looker.start()
         self._listener.start()
-        store.watch(self._lost)
+        store.watch(self._lose)
 
     def before_end(self, function: Callable[[DistError], None]) -> None:
         """Calls it with the error before this process is ended: a server drains there."""
@@ -193,7 +193,7 @@ class Watchdog:
             failed = next((error for each in list(self.groups) if (error := each.failed()) is not None), None)
             if failed is not None: return self._end(failed)
             if (oldest := self._oldest()) is None: continue
-            if (left := self._left(*oldest)) is not None: return self._end(left)
+            if (left := self._error_of_left(*oldest)) is not None: return self._end(left)
             if not self.timeout_s: continue
             if time.monotonic() - oldest[1].started_s < self.timeout_s: continue
             try:
@@ -202,13 +202,13 @@ class Watchdog:
             except DistError: pass      # a rank that is lost ends all by another way
             return
 
-    def _left(self, group: Group, stuck: Operation) -> DistError | None:
+    def _error_of_left(self, group: Group, stuck: Operation) -> DistError | None:
         """An error for a collective that waits for ranks that have ended in good order."""
         now = time.monotonic()
         for rank in list(self.store.left): self._seen.setdefault(rank, now)
         gone = [rank for rank in group.members if now - self._seen.get(rank, now) >= LEFT_S]
         if not gone or now - stuck.started_s < LEFT_S: return None
-        return DistError(f"{named(gone)} ended while this rank was in {stuck}",
+        return DistError(f"{name_ranks(gone)} ended while this rank was in {stuck}",
                          "the same collectives in the same order in all ranks",
                          "see which of them these ranks do not call", tuple(gone))
 
@@ -223,8 +223,8 @@ class Watchdog:
         with contextlib.suppress(DistError):
             self.store.get(ASK, FOREVER_S)
             try:
-                self.store.set(f"{ASK}/{self.store.ranks.rank}", packed(list(self.groups)))
-                self._end(unpacked_error(self.store.get(VERDICT, 2 * ANSWER_S)))
+                self.store.set(f"{ASK}/{self.store.ranks.rank}", pack(list(self.groups)))
+                self._end(unpack_error(self.store.get(VERDICT, 2 * ANSWER_S)))
             except DistTimeout as error: self._end(error)
 
     def _judge(self, group: Group, stuck: Operation) -> None:
@@ -234,15 +234,15 @@ class Watchdog:
         key = keys(groups)[groups.index(group)]
         for rank in group.members:
             left = max(0.01, end - time.monotonic())
-            try: every.append(unpacked(rank, key, self.store.get(f"{ASK}/{rank}", left)))
+            try: every.append(unpack(rank, key, self.store.get(f"{ASK}/{rank}", left)))
             except DistError: every.append(Progress(rank, silent=self._why_silent(rank)))
-        self.store.set(VERDICT, packed_error(verdict(every, str(stuck), self.timeout_s)))
+        self.store.set(VERDICT, pack_error(verdict(every, str(stuck), self.timeout_s)))
 
     def _why_silent(self, rank: int) -> str:
         if rank in self.store.left: return "it has ended, and closed the store"
         return f"it does not answer in {ANSWER_S:g} s: stopped, or in a call that lets no other thread run"
 
-    def _lost(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int, reason: str) -> None:
         if rank == self.store.ranks.rank: return
         self._listener.join(ANSWER_S)   # which has the verdict, if that is why the rank has ended
         oldest = self._oldest()
@@ -251,7 +251,7 @@ class Watchdog:
                             f"see what rank {rank} wrote last", (rank,)))
 
     def _end(self, error: DistError) -> None:
-        """Of this process; the first reason counts."""
+        """Ends this process; the first reason counts."""
         if self.closed.is_set() or not self._ending.acquire(blocking=False): return
         with contextlib.suppress(OSError, ValueError):
             print(f"tinygrad-nv: rank {self.store.ranks.rank} ends: {error}", file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tinygrad_nv.dist.plan.cluster import PER_NODE, cluster
 from tinygrad_nv.dist.plan.collectives import GroupSize, collective
-from tinygrad_nv.dist.transports.library import moved_bytes
+from tinygrad_nv.dist.transports.library import count_bytes
 
 GPUS = {"sm_80": "A100", "sm_90a": "H100"}  # which GPU an architecture is taken for
 NAMES = {"broadcast": "all_gather", "recv": "send", "shift": "send"}
@@ -18,6 +18,6 @@ def seconds(kind: str, nbytes: int, ranks: int, arch: str, by_peers: bool = Fals
     """Returns the seconds of a collective of this many bytes, by NCCL, or where it is faster by a kernel over
     peer memory."""
     if arch not in GPUS or ranks > PER_NODE: return None
-    whole = max(moved_bytes(kind, nbytes, ranks))
+    whole = max(count_bytes(kind, nbytes, ranks))
     machine = cluster(f"{ranks}x{GPUS[arch]}")
     return collective(NAMES.get(kind, kind), whole, GroupSize(ranks, ranks), machine, peer=by_peers).seconds

@@ -42,7 +42,7 @@ CHUNKS = 2      # stages of a rank, where the schedule has several
 # by the names of --pipeline-schedule: of ranks and micro-batches
 SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "1f1b": schedules.one_f_one_b, "gpipe": schedules.gpipe, "zero-bubble": schedules.zero_bubble_h1,
-    "interleaved": lambda ranks, microbatches: schedules.interleaved(ranks, microbatches, CHUNKS)}
+    "interleaved": lambda ranks, microbatches: schedules.interleave(ranks, microbatches, CHUNKS)}
 
 
 @dataclass(frozen=True)

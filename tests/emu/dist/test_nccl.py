@@ -12,7 +12,7 @@ from tinygrad import dtypes
 
 from tests.support.dist import forked
 from tests.support.dist.forked import Rank
-from tinygrad_nv.dist.transports.nccl import CollectiveCall, carried
+from tinygrad_nv.dist.transports.nccl import CollectiveCall, carrier_of
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.driver import Copy, Fill
 
@@ -196,4 +196,4 @@ def test_order_among_streams_is_checked():
     (CollectiveCall("all_reduce", 4, dtypes.int16), "all_reduce of short"),
     (CollectiveCall("all_gather", 4, dtypes.bool), "all_gather of bool")])
 def test_dtypes_that_nccl_does_not_have(order, words):
-    with pytest.raises(DistError, match=words): carried(order)
+    with pytest.raises(DistError, match=words): carrier_of(order)

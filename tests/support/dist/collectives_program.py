@@ -16,7 +16,7 @@ from tinygrad_nv.dist.collectives.functions import (
     all_to_all,
     broadcast,
     buckets,
-    copied,
+    copy_to_ranks,
     recv,
     reduce_scatter,
     send,
@@ -141,7 +141,7 @@ def gradients(group: Group) -> None:
         return own.grad
     same(of(lambda t: all_reduce(t, group), w[r]), sum(w), "all_reduce")
     same(of(lambda t: all_reduce(t, group, replicated=True), w[0]), w[0], "replicated")
-    same(of(lambda t: copied(t, group), w[r]), sum(w), "copied")
+    same(of(lambda t: copy_to_ranks(t, group), w[r]), sum(w), "copied")
     parts = np.concatenate([each[:2] for each in w])
     same(of(lambda t: reduce_scatter(t, group), w[r][:2]), parts, "scatter")
     wide = given(group, (2 * n * n, 3), 5)

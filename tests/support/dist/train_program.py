@@ -14,7 +14,7 @@ import numpy as np
 from tinygrad import Tensor, TinyJit, dtypes, nn
 from tinygrad.helpers import Context, GlobalCounters
 
-from tinygrad_nv.dist.collectives.functions import all_reduce, copied
+from tinygrad_nv.dist.collectives.functions import all_reduce, copy_to_ranks
 from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.group import Group, init
 from tinygrad_nv.dist.train import data_parallel, experts, ring_attention, schedules
@@ -227,7 +227,7 @@ def zero_bubble(group: Group) -> None: piped(group, schedules.zero_bubble_h1(gro
 def pipelines(group: Group) -> None:
     """GPipe, 1F1B, and interleaved 1F1B."""
     n = group.size
-    for each in (schedules.gpipe(n, n), schedules.one_f_one_b(n, 2 * n), schedules.interleaved(n, 2 * n, 2)):
+    for each in (schedules.gpipe(n, n), schedules.one_f_one_b(n, 2 * n), schedules.interleave(n, 2 * n, 2)):
         piped(group, each)
 
 
@@ -241,7 +241,7 @@ def sequence(group: Group) -> None:
         ((2, tokens, H), (H,), (H, width), (width, H), (2, tokens, H))))
 
     def half(cut: SequenceParallel | None, x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        if cut is not None: x, scale = cut.own(x), cut.shared(scale)
+        if cut is not None: x, scale = cut.own(x), cut.share(scale)
         h = x * scale
         if cut is not None: h = cut.begin_half(h)
         h = (h @ up).relu() @ down
@@ -294,7 +294,7 @@ def vocabulary(group: Group) -> None:
         own[:count] = weight[first:first + count]
         mine, part, whole, of = (Tensor(each).realize() for each in (hidden, own, weight, hidden))
         loss = VocabularyLoss(group, first, count, size, **options)
-        made = loss(copied(mine, group), part, Tensor(labels), chunk)
+        made = loss(copy_to_ranks(mine, group), part, Tensor(labels), chunk)
         there = linear_cross_entropy(of, whole, Tensor(labels), reduction="none", **options)
         for each in (made, there): (each * Tensor(scale)).sum().backward()
         exact = exact_losses(hidden, weight, labels, scale, options.get("softcap"),

@@ -41,7 +41,7 @@ def test_variables_that_are_set_stay():
 
 def test_a_mask_is_put_back():
     before = cores.mask()
-    with cores.bound(before[:1]): assert cores.mask() == before[:1]
+    with cores.bind_cores(before[:1]): assert cores.mask() == before[:1]
     assert cores.mask() == before
 
 

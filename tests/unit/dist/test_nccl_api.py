@@ -13,7 +13,7 @@ def test_the_configuration_is_laid_out_as_in_the_header():
     """nccl.h, ncclConfig_t: 4-byte fields behind the size, a pointer, and a last field."""
     config = nccl_api.Config
     assert [getattr(config, name).offset for name, _ in config._fields_] == [0, 8, 12, 16, 20, 24, 28, 32, 40]
-    made = config.made()
+    made = config.make()
     assert (made.size, made.magic, made.blocking) == (ctypes.sizeof(config), 0xcafebeef, 0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinygrad_nv.dist.plan.cluster import cluster, device, figures, known_gpus
+from tinygrad_nv.dist.plan.cluster import cluster, device, figures, gpu_names
 from tinygrad_nv.dist.plan.collectives import GroupSize
 from tinygrad_nv.dist.plan.inference import InferenceStep, decode
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, require
@@ -104,7 +104,7 @@ def test_long_answers_and_long_prompts():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", known_gpus())
+@pytest.mark.parametrize("name", gpu_names())
 def test_every_gpu_plans(name: str):
     made = plan(LLAMA, Layout(), cluster(name), Inference(4, 512, 64, achieved=IDEAL))
     read = 2 * (LLAMA.parameters - LLAMA.vocab_size * LLAMA.hidden_size)
@@ -193,7 +193,7 @@ def test_pipelines_wait_and_chunks_wait_less():
 
 def test_less_power_is_a_lower_clock():
     where = cluster("8xH100")
-    slow = replace(where, device=where.device.limited(500))
+    slow = replace(where, device=where.device.with_power(500))
     fast, less = (plan(LLAMA, Layout(dp=8), each, Training(16)) for each in (where, slow))
     assert 1.1 < less.step_s / fast.step_s < 1.25
 

@@ -8,7 +8,7 @@ import pytest
 from tinygrad_nv.dist.plan.cluster import cluster
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training
 from tinygrad_nv.dist.plan.memory import inference, memory, most_sequences, training
-from tinygrad_nv.dist.plan.presets import names, preset, stored
+from tinygrad_nv.dist.plan.presets import names, preset, storage_of
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.models.parallel import local_config, stage_config, stage_layers
 
@@ -111,7 +111,7 @@ def test_quantised_matrices_and_float_embeddings():
     ({"quant_method": "compressed-tensors",
       "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}, "int4")])
 def test_how_a_checkpoint_is_stored(given: dict[str, object] | None, expected: str):
-    assert stored(replace(DENSE, quantization=given)) == expected
+    assert storage_of(replace(DENSE, quantization=given)) == expected
 
 
 def test_zero_shares_out_what_it_says():

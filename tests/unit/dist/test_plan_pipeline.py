@@ -8,12 +8,12 @@ import pytest
 from tinygrad_nv.dist.plan.layout import Training
 from tinygrad_nv.dist.plan.pipeline import bubble, idle, under_way
 from tinygrad_nv.dist.train.check import check
-from tinygrad_nv.dist.train.schedules import Schedule, gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from tinygrad_nv.dist.train.schedules import Schedule, gpipe, interleave, one_f_one_b, zero_bubble_h1
 
 Made = Callable[[int, int], Schedule]
 SCHEDULES: list[tuple[str, int, Made]] = [
     ("gpipe", 1, gpipe), ("1f1b", 1, one_f_one_b), ("zero-bubble", 1, zero_bubble_h1),
-    *[("interleaved", chunks, lambda p, m, v=chunks: interleaved(p, m, v)) for chunks in (1, 2, 3)]]
+    *[("interleaved", chunks, lambda p, m, v=chunks: interleave(p, m, v)) for chunks in (1, 2, 3)]]
 
 
 @pytest.mark.parametrize(("name", "virtual", "made"), SCHEDULES)

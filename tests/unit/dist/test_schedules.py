@@ -12,7 +12,7 @@ from tinygrad_nv.dist.train.schedules import (
     Op,
     Schedule,
     gpipe,
-    interleaved,
+    interleave,
     one_f_one_b,
     zero_bubble_h1,
 )
@@ -29,8 +29,8 @@ def test_bubbles(p: int, m: int, f: float, b: float, w: float) -> None:
     costs: Costs = {"F": f, "B": b, "W": w}
     late = (p - 1) * (b + max(f - w, 0))
     for schedule, bubble in ((gpipe(p, m), (p - 1) / (m + p - 1)), (one_f_one_b(p, m), (p - 1) / (m + p - 1)),
-                             (interleaved(p, m, 2), (p - 1) / (2 * m + p - 1)),
-                             (interleaved(p, m, 3), (p - 1) / (3 * m + p - 1)),
+                             (interleave(p, m, 2), (p - 1) / (2 * m + p - 1)),
+                             (interleave(p, m, 3), (p - 1) / (3 * m + p - 1)),
                              (zero_bubble_h1(p, m), late / (m * (f + b + w) + late))):
         report = check(schedule, costs)
         assert report.bubble == pytest.approx(bubble), (schedule.name, schedule.chunks)
@@ -41,7 +41,7 @@ def test_what_is_kept() -> None:
     assert check(one_f_one_b(4, 8)).kept == (4, 3, 2, 1)
     assert check(zero_bubble_h1(4, 8)).kept == (4, 4, 4, 4)
     # Megatron-LM: (p - r - 1) 2 + (v - 1) p + 1 of chunks
-    assert check(interleaved(4, 8, 2)).kept == (11, 9, 7, 5)
+    assert check(interleave(4, 8, 2)).kept == (11, 9, 7, 5)
     assert "27.3% of it waiting" in str(check(gpipe(4, 8)))
 
 
@@ -63,11 +63,11 @@ def test_schedules_that_are_not_whole() -> None:
         check(with_ranks(good, 1, good.ranks[1][:-1]))
     with pytest.raises(DistError, match="rank 0 of schedule ZB-H1 runs F0 of stage 1"):
         check(with_ranks(good, 0, (*good.ranks[0], Op("F", 1, 0))))
-    with pytest.raises(DistError, match="3 microbatches and 2 chunks over 2 ranks"): interleaved(2, 3, 2)
+    with pytest.raises(DistError, match="3 microbatches and 2 chunks over 2 ranks"): interleave(2, 3, 2)
     with pytest.raises(DistError, match="a pipeline of 0 ranks"): gpipe(0, 1)
 
 
-@pytest.mark.parametrize("schedule", [gpipe(3, 4), one_f_one_b(4, 6), interleaved(4, 8, 2),
+@pytest.mark.parametrize("schedule", [gpipe(3, 4), one_f_one_b(4, 6), interleave(4, 8, 2),
                                       zero_bubble_h1(4, 5), zero_bubble_h1(1, 2)], ids=lambda each: each.name)
 def test_transfers_meet(schedule: Schedule) -> None:
     """With sends that end when they are received, ranks come to their ends: each makes its next step when it

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.dist.dist_case import close, free_port, opened, ranks_of, together
 from tinygrad_nv.dist import rendezvous
-from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, named, take, unpacked_list
+from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, name_ranks, take, unpack_list
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.rendezvous import ports
 from tinygrad_nv.dist.store import Store
@@ -239,9 +239,9 @@ def test_a_store_without_the_token_is_not_believed():
             with suppress(TimeoutError):
                 while True:
                     with false.accept()[0] as connection:
-                        connection.sendall(Frame(Kind.GREETING, 0, "", MAGIC + bytes(32)).packed())
+                        connection.sendall(Frame(Kind.GREETING, 0, "", MAGIC + bytes(32)).pack())
                         connection.recv(1 << 16)
-                        connection.sendall(Frame(Kind.WELCOME, 0, "", bytes(32)).packed())
+                        connection.sendall(Frame(Kind.WELCOME, 0, "", bytes(32)).pack())
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -272,16 +272,16 @@ def take_all(connection: socket.socket) -> bytes:
 
 def test_frames():
     frame = Frame(Kind.SET, 7, "schlüssel", b"\0" * 5)
-    received = bytearray(frame.packed() * 2)
+    received = bytearray(frame.pack() * 2)
     assert [take(received), take(received), take(received)] == [frame, frame, None]
-    assert take(bytearray(frame.packed()[:-1])) is None
-    for wrong in (b"\x63" + frame.packed()[1:], Frame(Kind.SET, 0, "", bytes(9)).packed()):
+    assert take(bytearray(frame.pack()[:-1])) is None
+    for wrong in (b"\x63" + frame.pack()[1:], Frame(Kind.SET, 0, "", bytes(9)).pack()):
         with pytest.raises(BadFrame): take(bytearray(wrong), 8)
-    with pytest.raises(BadFrame): take(bytearray(frame.packed().replace("ü".encode(), b"\xff\xff")))
-    assert unpacked_list(b"") == []
+    with pytest.raises(BadFrame): take(bytearray(frame.pack().replace("ü".encode(), b"\xff\xff")))
+    assert unpack_list(b"") == []
 
 
 def test_names_of_ranks():
-    assert named([3]) == "rank 3"
-    assert named((1, 2, 5)) == "ranks 1, 2 and 5"
-    assert named(list(range(12))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks((1, 2, 5)) == "ranks 1, 2 and 5"
+    assert name_ranks(list(range(12))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"

@@ -12,7 +12,7 @@ import pytest
 from tests.support.dist.dist_case import close, ended, opened, program, ranks_of, spawned
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
-from tinygrad_nv.dist.watchdog import Position, Progress, Watchdog, keys, packed, unpacked, verdict
+from tinygrad_nv.dist.watchdog import Position, Progress, Watchdog, keys, pack, unpack, verdict
 from tinygrad_nv.errors import DistError
 
 
@@ -94,13 +94,13 @@ class Calls:
 
 def test_what_a_rank_is_at_is_packed_without_loss():
     first, second = Calls(), Calls("0-2", (0, 2))
-    assert unpacked(3, "all", packed([first, second])) == Progress(3)
+    assert unpack(3, "all", pack([first, second])) == Progress(3)
     first.begin("a")
-    assert unpacked(3, "all", packed([first, second])) == Progress(3, Position(1, "all_reduce #1 of a"))
-    assert unpacked(3, "0-2", packed([first, second])) == Progress(3, other="all_reduce #1 of a of group all")
+    assert unpack(3, "all", pack([first, second])) == Progress(3, Position(1, "all_reduce #1 of a"))
+    assert unpack(3, "0-2", pack([first, second])) == Progress(3, other="all_reduce #1 of a of group all")
     first.end()
-    assert unpacked(3, "all", packed([first, second])) == Progress(3, None, Position(1, "all_reduce #1 of a"))
-    assert unpacked(3, "unknown", packed([])) == Progress(3)
+    assert unpack(3, "all", pack([first, second])) == Progress(3, None, Position(1, "all_reduce #1 of a"))
+    assert unpack(3, "unknown", pack([])) == Progress(3)
     assert keys([first, second, Calls(), Calls()]) == ["all", "0-2", "all (1)", "all (2)"]
 
 

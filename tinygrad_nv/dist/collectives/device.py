@@ -1,8 +1,8 @@
 """A collective in the graph of a GPU: a program that calls NCCL instead of launching a kernel.
 
 Protocol: `on_device(group, order, …)` adds the program; its launch configuration has a `DeviceCall`. When the
-program runs, or becomes part of a CUDA graph, `_made` finds the group's communicator and makes the driver's
-work (runtime/library_call.py). To tinygrad it is a kernel that reads and writes buffers: eager, in a
+program runs, or becomes part of a CUDA graph, `_make_call` finds the group's communicator and makes the
+driver's work (runtime/library_call.py). To tinygrad it is a kernel that reads and writes buffers: eager, in a
 TinyJit's graph and in captured steps it is ordered like one, and independent kernels may run beside it.
 
 A group has one communicator for each device of this rank. It is made when a graph first needs it; all ranks
@@ -54,7 +54,7 @@ def communicator(group: Group, device: str) -> Communicator:
     name = Device.canonicalize(device)
     if (found := group.communicators.get(name)) is not None: return found
     opened = _device(name)
-    made = nccl.connect(opened.driver, group.rank, group.members, lambda own: _shared(group, own),
+    made = nccl.connect(opened.driver, group.rank, group.members, lambda own: _share(group, own),
                         group.struct.timeout_ns / 1e9)
     _keep(group, opened, made)
     return made
@@ -64,8 +64,8 @@ def _keep(group: Group, device: DrivenDevice, made: Communicator) -> None:
     """Has the device ask the communicator for errors, until the group is closed."""
     made.agree = lambda order: _agree(group, order)
     group.communicators[device.device] = made
-    device.checks.append(made.done)
-    group.closing.append(partial(device.checks.remove, made.done))
+    device.checks.append(made.finish)
+    group.closing.append(partial(device.checks.remove, made.finish))
 
 
 def _device(name: str) -> DrivenDevice:
@@ -77,8 +77,8 @@ def _device(name: str) -> DrivenDevice:
     return opened
 
 
-def _shared(group: Group, own: bytes) -> bytes:
-    """What the first rank says."""
+def _share(group: Group, own: bytes) -> bytes:
+    """Returns the bytes of the first rank."""
     said = np.frombuffer(own, np.uint8)
     heard = np.empty_like(said)
     group.run("broadcast", heard, said, said.size, dtypes.uint8, name="NCCL's unique id")
@@ -86,7 +86,7 @@ def _shared(group: Group, own: bytes) -> bytes:
 
 
 def anchor(group: Group, device: str) -> Tensor:
-    """What a recv has for an input: a byte of the device."""
+    """Returns the input of a recv: a byte of the device."""
     if (name := Device.canonicalize(device)) not in group.anchors:
         group.anchors[name] = Tensor.zeros(1, dtype=dtypes.uint8, device=name).contiguous().realize()
     return group.anchors[name]
@@ -150,7 +150,7 @@ def ready(group: Group, order: CollectiveCall, device: str) -> None:
         raise DistError(f"{order.kind} with {order.op!r}", f"one of {', '.join(nccl.OPS)}")
     if not 0 <= order.peer < group.size:
         raise DistError(f"{order.kind} with rank {order.peer}", f"0 to {group.size - 1}")
-    nccl.carried(order)
+    nccl.carrier_of(order)
     if group.planned: return
     if order.kind == "all_reduce": prepare(group, device)
     else: communicator(group, device)
@@ -167,7 +167,7 @@ def _body(what: DeviceCollective, *given: Tensor) -> tuple[Tensor, ...]:
     return (Tensor(_program(what, *(each.uop for each in given))),)
 
 
-def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
+def _lower(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
     """In a rewrite: the result is made where it is wanted, without a copy."""
     return (_program(what, *given),)
 
@@ -175,7 +175,7 @@ def _lowered(what: DeviceCollective, _: object, *given: UOp) -> tuple[UOp, ...]:
 def _program(what: DeviceCollective, *given: UOp) -> UOp:
     order, why = what.call.order, ""
     if order.kind == "all_reduce" and not what.planned:
-        by_peers = peer_ranks.lowered(what.call.group, order, what.shape, what.dtype, given[0], what.name)
+        by_peers = peer_ranks.lower(what.call.group, order, what.shape, what.dtype, given[0], what.name)
         if not isinstance(by_peers, str): return by_peers[0]
         why = f"; NCCL: {by_peers}"
     made, = program(order.kind, f"// {what}", str(given[0].device), [Output(what.shape, what.dtype)], given,
@@ -184,12 +184,12 @@ def _program(what: DeviceCollective, *given: UOp) -> UOp:
     return made
 
 
-def _made(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
+def _make_call(call: DeviceCall, device: str, buffers: Sequence[int]) -> LibraryCall:
     found = [group for group in world().groups if group.key == call.group]
     if not found: raise DistError(f"{call.order} of the group {call.group}", "a group of this process")
     out, given, *_ = buffers
     return communicator(found[0], device).call(call.order, given, out)
 
 
-library_call.register(DeviceCall, _made)
-named.lower(DeviceCollective, "collectives", _lowered)
+library_call.register(DeviceCall, _make_call)
+named.lower(DeviceCollective, "collectives", _lower)

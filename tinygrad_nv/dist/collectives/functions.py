@@ -7,7 +7,7 @@ same on all ranks if these build the same graphs.
 Gradients are those of the sum of all ranks' losses, as torch.distributed.nn.functional has them: that of
 `all_reduce` is an `all_reduce`. Where all ranks compute one loss that is counted once, as tensor parallel
 layers do (Megatron-LM, arXiv 1909.08053, section 3), `all_reduce(x, replicated=True)` passes the gradient on
-as it is, and `copied` is the identity with an `all_reduce` in its gradient.
+as it is, and `copy_to_ranks` is the identity with an `all_reduce` in its gradient.
 
 `wire` is the dtype in which bytes are sent: x is cast to it before, and the result back after.
 """
@@ -22,7 +22,7 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.dist.collectives.device import anchor, on_device, serves
-from tinygrad_nv.dist.collectives.kernel import Collective, called
+from tinygrad_nv.dist.collectives.kernel import Collective, call_kernel
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
@@ -50,10 +50,10 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", *, wire: DType | None =
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         if op != "sum": return None, None
         return (grad if replicated else all_reduce(Tensor(grad), group, name=f"gradient of {name}").uop), None
-    return _called("all_reduce", x, group, x.shape, prod(extents(x)), op=op, name=name, back=back)
+    return _call("all_reduce", x, group, x.shape, prod(extents(x)), op=op, name=name, back=back)
 
 
-def copied(x: Tensor, group: Group, name: str = "") -> Tensor:
+def copy_to_ranks(x: Tensor, group: Group, name: str = "") -> Tensor:
     """x, whose gradient is the sum of those of all ranks: what tensor parallel layers begin with."""
     if group.size == 1: return x
 
@@ -64,7 +64,7 @@ def copied(x: Tensor, group: Group, name: str = "") -> Tensor:
 
 def reduce_scatter(x: Tensor, group: Group, axis: int = 0, op: str = "sum", *, wire: DType | None = None,
                    name: str = "") -> Tensor:
-    """This rank's part of the sum over all ranks: rank r has the r-th of equal parts along `axis`."""
+    """Returns this rank's part of the sum over all ranks: rank r has the r-th of equal parts along `axis`."""
     if group.size == 1: return x
     if wire is not None and wire != x.dtype:
         return reduce_scatter(x.cast(wire), group, axis, op, name=name).cast(x.dtype)
@@ -74,12 +74,12 @@ def reduce_scatter(x: Tensor, group: Group, axis: int = 0, op: str = "sum", *, w
         if op != "sum": return None, None
         return all_gather(Tensor(grad), group, name=f"gradient of {name}").uop, None
     own = (shape[0] // group.size, *shape[1:])
-    made = _called("reduce_scatter", first, group, own, prod(own), op=op, name=name, back=back)
+    made = _call("reduce_scatter", first, group, own, prod(own), op=op, name=name, back=back)
     return _from_front(made, x, axis)
 
 
 def all_gather(x: Tensor, group: Group, axis: int = 0, name: str = "", after: Tensor | None = None) -> Tensor:
-    """What all ranks have, one after the other along `axis`. It runs after `after` is computed."""
+    """Returns the parts of all ranks, one after the other along `axis`. It runs after `after` is computed."""
     if group.size == 1: return x
     first, shape = _to_front(x, axis, "all_gather", None)
     more = (None,) if after is None else (None, None)
@@ -87,7 +87,7 @@ def all_gather(x: Tensor, group: Group, axis: int = 0, name: str = "", after: Te
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         return reduce_scatter(Tensor(grad), group, name=f"gradient of {name}").uop, *more
     whole = (shape[0] * group.size, *shape[1:])
-    return _from_front(_called("all_gather", first, group, whole, prod(shape), name=name, back=back,
+    return _from_front(_call("all_gather", first, group, whole, prod(shape), name=name, back=back,
                                  after=after), x, axis)
 
 
@@ -98,7 +98,7 @@ def all_to_all(x: Tensor, group: Group, split: int = 0, concat: int = 0, name: s
 
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         return all_to_all(Tensor(grad), group, name=f"gradient of {name}").uop, None
-    made = _called("all_to_all", first, group, shape, prod(shape) // group.size, name=name, back=back)
+    made = _call("all_to_all", first, group, shape, prod(shape) // group.size, name=name, back=back)
     # (ranks, part of split, rest) with the split axis back in its place, then ranks before `concat`
     made = _from_front_of(made.reshape(group.size, shape[0] // group.size, *shape[1:]), x, split)
     at = concat % x.ndim
@@ -108,26 +108,26 @@ def all_to_all(x: Tensor, group: Group, split: int = 0, concat: int = 0, name: s
 
 
 def broadcast(x: Tensor, group: Group, root: int = 0, name: str = "") -> Tensor:
-    """What rank `root` of the group has. Its gradient is the sum of all ranks', at the root."""
+    """Returns the tensor of rank `root` of the group. Its gradient is the sum of all ranks', at the root."""
     if group.size == 1: return x
 
     def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
         summed = all_reduce(Tensor(grad), group, name=f"gradient of {name}")
         # in memory, or a rank that has 0 of it would not come to the sum
         return (summed * group.is_rank(root).to(summed.device).cast(summed.dtype)).uop, None
-    return _called("broadcast", x, group, x.shape, prod(extents(x)), peer=root, name=name, back=back)
+    return _call("broadcast", x, group, x.shape, prod(extents(x)), peer=root, name=name, back=back)
 
 
 def send(x: Tensor, group: Group, to: int, name: str = "") -> Tensor:
     """Sends x to rank `to` of the group, which has to `recv` it. Returns a byte to realize: x is sent when
     that is computed."""
-    return _called("send", x, group, (1,), prod(extents(x)), peer=to, name=name, dtype=dtypes.uint8)
+    return _call("send", x, group, (1,), prod(extents(x)), peer=to, name=name, dtype=dtypes.uint8)
 
 
 def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: str = "",
          device: str | None = None) -> Tensor:
-    """What rank `source` of the group sends, of this shape and dtype, on a device (default: tinygrad's).
-    Calls that one graph shall have several of need different names."""
+    """Receives what rank `source` of the group sends, of this shape and dtype, on a device (default:
+    tinygrad's). Calls that one graph shall have several of need different names."""
     count, device = prod(shape), Device.canonicalize(device)
     if serves(device):
         order, told = CollectiveCall("recv", count, dtype, peer=source, name=name), title("recv", group, name)
@@ -135,7 +135,7 @@ def recv(shape: Sequence[int], dtype: DType, group: Group, source: int, name: st
     words = group.descriptor("recv", count, dtype, peer=source, name=name)
     what = Collective("recv", tuple(shape), dtype, count * dtype.itemsize, title("recv", group, name),
                       group.name)
-    return call(what, called, words)[0]
+    return call(what, call_kernel, words)[0]
 
 
 def all_reduce_many(tensors: Sequence[Tensor], group: Group, *, bucket_bytes: int = BUCKET_BYTES,
@@ -187,7 +187,7 @@ def require_cpu(kind: str, x: Tensor, expected: str) -> None:
 Back = Callable[..., tuple[UOp | None, ...]]
 
 
-def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
+def _call(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int, op: str = "sum",
             peer: int = 0, name: str = "", back: Back | None = None, dtype: DType | None = None,
             after: Tensor | None = None) -> Tensor:
     told, made = title(kind, group, name), dtype or x.dtype
@@ -198,7 +198,7 @@ def _called(kind: str, x: Tensor, group: Group, shape: Sequence[int], count: int
     require_cpu(kind, x, "a tensor on a GPU or the CPU")
     words = group.descriptor(kind, count, x.dtype, op, peer, name)
     what = Collective(kind, tuple(shape), made, 2 * count * x.dtype.itemsize, told, group.name)
-    return call(what, called, x.contiguous(), words.to(x.device), *more, grad=back)[0]
+    return call(what, call_kernel, x.contiguous(), words.to(x.device), *more, grad=back)[0]
 
 
 def title(kind: str, group: Group, name: str) -> str:

@@ -40,7 +40,7 @@ TEXTS = {name: f"{_TYPES}void {name}({arguments}) {{\n{_CALL.format(*used)}}}\n"
     ("collective_recv", "u8 *out, const u *words", ("out", "(void *)0")))}
 
 
-def called(what: Collective, *tensors: Tensor) -> tuple[Tensor, ...]:
+def call_kernel(what: Collective, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The kernel of a collective: `tensors` are its input, if it has one, the descriptor, and what has to be
     computed before, if anything."""
     other = "collective" if len(tensors) < 3 else "collective_after"

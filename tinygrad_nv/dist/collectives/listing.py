@@ -1,4 +1,4 @@
-"""Which collectives a graph has.
+"""Lists the collectives of a graph.
 
 Protocol: `collectives_of(*tensors)` lists the collectives that realizing these tensors runs, on CPUs and on
 GPUs.

@@ -35,7 +35,7 @@ Chosen = tuple[AllReduceSpec, AllReduceSchedule]
 
 @dataclass(frozen=True)
 class PeerAllReduce(Communicates):
-    """What a kernel sums, for explain()."""
+    """The sum that a kernel makes, for explain()."""
     spec: AllReduceSpec
     by_peers = True
 
@@ -45,7 +45,7 @@ class PeerAllReduce(Communicates):
     def __str__(self) -> str: return str(self.spec)
 
 
-def chosen(world: int, count: int, dtype: DType, op: str, gpu: GPU, columns: int = 0,
+def choose_kernel(world: int, count: int, dtype: DType, op: str, gpu: GPU, columns: int = 0,
            eps: float = 0.0) -> Chosen | str:
     """The kernel for a message of so many elements, with `columns` that of rows that are normalized; or why
     NCCL has it."""
@@ -63,20 +63,20 @@ def chosen(world: int, count: int, dtype: DType, op: str, gpu: GPU, columns: int
 
 
 def note(spec: AllReduceSpec, schedule: AllReduceSchedule) -> Note:
-    """What explain() tells of the kernel."""
+    """Returns what explain() tells of the kernel."""
     setting = config.get("NV_ALL_REDUCE")
     forced = f", NV_ALL_REDUCE={setting}" if setting in FORCED else ""
     return Note(schedule.template, f"{spec}: {schedule}{forced}", PeerAllReduce(spec), schedule)
 
 
-def summed(x: UOp, op: str, groups: Sequence[Sequence[int]]) -> UOp | str:
+def sum_over(x: UOp, op: str, groups: Sequence[Sequence[int]]) -> UOp | str:
     """x, which lies in memory on several GPUs, summed over each group of their numbers; or why NCCL does
     it."""
     devices, gpu = x.device, target_of(x.device)
     assert isinstance(devices, tuple)
     if not isinstance(gpu, GPU): return "GPUs that are not alike"
     if len(worlds := {len(each) for each in groups}) > 1: return f"groups of {sorted(worlds)} GPUs"
-    made = chosen(worlds.pop(), prod(int(extent) for extent in x.shape), x.dtype, op, gpu)
+    made = choose_kernel(worlds.pop(), prod(int(extent) for extent in x.shape), x.dtype, op, gpu)
     if isinstance(made, str): return made
     names = tuple(tuple(Device.canonicalize(devices[number]) for number in each) for each in groups)
     for each in names:

@@ -45,7 +45,7 @@ def all_reduce_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, gro
     order = CollectiveCall("all_reduce", prod(shape), x.dtype, name=name)
     ready(group, order, device)
     what = ReduceNorm(group.key, order, shape, x.dtype, eps, f"all_reduce over ranks {group.name} of {name}")
-    found = peer_ranks.chosen(what.group, order, Device.canonicalize(device), shape[-1], eps)
+    found = peer_ranks.choose_kernel(what.group, order, Device.canonicalize(device), shape[-1], eps)
     if isinstance(found, str): return None
 
     def grad(*given: UOp, call: UOp | None = None) -> tuple[UOp | None, ...]:
@@ -64,23 +64,23 @@ def all_reduce_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, gro
     return first, second
 
 
-def _normalized(new: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normalize(new: Tensor, weight: Tensor, eps: float) -> Tensor:
     f = new.float()
     return (f * (f.square().mean(-1, keepdim=True) + eps).rsqrt()).cast(new.dtype) * weight
 
 
 def _body(what: ReduceNorm, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    made = peer_ranks.lowered(what.group, what.order, what.shape, what.dtype, x.uop, what.name)
+    made = peer_ranks.lower(what.group, what.order, what.shape, what.dtype, x.uop, what.name)
     assert isinstance(made, tuple), made
     new = (Tensor(made[0]) + residual).contiguous()
-    return _normalized(new, weight, what.eps), new
+    return _normalize(new, weight, what.eps), new
 
 
-def _lowered(what: ReduceNorm, _: object, x: UOp, residual: UOp, weight: UOp) -> tuple[UOp, ...]:
-    made = peer_ranks.lowered(what.group, what.order, what.shape, what.dtype, x, what.name,
+def _lower(what: ReduceNorm, _: object, x: UOp, residual: UOp, weight: UOp) -> tuple[UOp, ...]:
+    made = peer_ranks.lower(what.group, what.order, what.shape, what.dtype, x, what.name,
                               (residual, weight), what.eps)
     if isinstance(made, str): raise Unsupported(made)
     return made
 
 
-named.lower(ReduceNorm, "collectives", _lowered)
+named.lower(ReduceNorm, "collectives", _lower)

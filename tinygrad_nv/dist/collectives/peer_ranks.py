@@ -5,7 +5,7 @@ of them address (tile/all_reduce/workspace.py), or says why there are none. All 
 load a step with such a kernel. Each says by the group's transport which host it is on, NV_ALL_REDUCE, its
 GPU's architecture, and what its memory (with flags that are zero before) is opened by, on GPUs a
 handle of cuIpcGetMemHandle; then whether it could open all others'. Where one could
-not, none has any. `lowered` puts a kernel into the graph in the place of a call of NCCL, where one is to do
+not, none has any. `lower` puts a kernel into the graph in the place of a call of NCCL, where one is to do
 it.
 
 At the end (`World.leave_peers`) each rank waits for its kernels, closes the others' memory, and says so. It
@@ -49,8 +49,8 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Workspaces:
-    """Those of a group's ranks as this rank's device addresses them, `own` among them, and the table of their
-    addresses."""
+    """Workspaces of a group's ranks as this rank's device addresses them, `own` among them, and the table of
+    their addresses."""
 
     def __init__(self, driver: Driver, own: int, addresses: Sequence[int]) -> None:
         self.driver, self.own, self.addresses = driver, own, tuple(addresses)
@@ -80,7 +80,8 @@ def _emulator(driver: Driver) -> Any: return cast(Any, driver).emulator
 
 
 def open_workspaces(group: Group, device: DrivenDevice) -> None:
-    """What kernels of the group on this rank's device need, or why there are none: in `group.peers`."""
+    """Opens what kernels of the group on this rank's device need, or notes why there are none: in
+    `group.peers`."""
     if device.device in group.peers: return
     setting = str(config.get("NV_ALL_REDUCE"))
     group.peers[device.device] = _exchange_handles(group, device.driver, setting) \
@@ -89,8 +90,8 @@ def open_workspaces(group: Group, device: DrivenDevice) -> None:
 
 
 def _exchange_handles(group: Group, driver: Driver, setting: str) -> Workspaces | str:
-    own, mine = _shared(driver) if setting != "nccl" else (0, {})
-    said = _exchanged(group, {"host": _host(), "setting": setting, "arch": driver.properties.arch, **mine})
+    own, mine = _share_workspace(driver) if setting != "nccl" else (0, {})
+    said = _exchange(group, {"host": _host(), "setting": setting, "arch": driver.properties.arch, **mine})
     if why := _unlike(group, said):
         # all ranks find this: none has opened another's memory
         if own: driver.close_shared(own)
@@ -103,10 +104,10 @@ def _exchange_handles(group: Group, driver: Driver, setting: str) -> Workspaces 
             if rank != group.rank: opened[rank] = driver.open_shared(bytes.fromhex(each["handle"]))
     except DriverError as no: problem = no.found
     others = [(rank, each["why"]) for rank, each in
-              zip(group.members, _exchanged(group, {"why": problem}), strict=True) if each["why"]]
+              zip(group.members, _exchange(group, {"why": problem}), strict=True) if each["why"]]
     if not others: return Workspaces(driver, own, [opened.get(rank, own) for rank in range(group.size)])
     for address in opened.values(): driver.close_shared(address)
-    _exchanged(group, {})       # memory is freed when no other rank has it open
+    _exchange(group, {})       # memory is freed when no other rank has it open
     if own: driver.close_shared(own)
     return f"rank {others[0][0]}: {others[0][1]}"
 
@@ -124,7 +125,7 @@ def _unlike(group: Group, said: Sequence[dict[str, Any]]) -> DistError | str:
     return f"GPUs that are not alike: {', '.join(archs)}" if len(archs) > 1 else ""
 
 
-def _shared(driver: Driver) -> tuple[int, dict[str, str]]:
+def _share_workspace(driver: Driver) -> tuple[int, dict[str, str]]:
     """A workspace whose flags are zero: its address, and what others open it by."""
     layout = Workspace()
     try: address, handle = driver.share(layout.nbytes)
@@ -141,8 +142,8 @@ def _shared(driver: Driver) -> tuple[int, dict[str, str]]:
 def _host() -> str: return f"{node()} {BOOT.read_text().strip() if BOOT.exists() else ''}"
 
 
-def _exchanged(group: Group, own: dict[str, str]) -> list[dict[str, Any]]:
-    """What all ranks of a group say."""
+def _exchange(group: Group, own: dict[str, str]) -> list[dict[str, Any]]:
+    """Returns what all ranks of a group say."""
     data = json.dumps({key: value[:SAID_BYTES // 2] for key, value in own.items()}).encode().ljust(SAID_BYTES)
     every = np.empty(SAID_BYTES * group.size, np.uint8)
     group.run("all_gather", every, np.frombuffer(data, np.uint8), SAID_BYTES, dtypes.uint8,
@@ -154,8 +155,8 @@ def _exchanged(group: Group, own: dict[str, str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RankPeers:
-    """What a kernel's `LaunchConfig.peers` says here: the group by its key, and the collective. Its methods
-    are those of `runtime.together.Peers`."""
+    """The group, by its key, and the collective of a kernel's `LaunchConfig.peers`. Its methods are those of
+    `runtime.together.Peers`."""
     group: str
     order: CollectiveCall
 
@@ -182,14 +183,14 @@ class RankPeers:
         """Tells the watchdog of a launch in a graph."""
         comm = self._communicator(device)
 
-        def told(event: Any, new: bool) -> None:
+        def tell(event: Any, new: bool) -> None:
             if new: comm.check()
             comm.note(self.order, event, new)
-        return told
+        return tell
 
     def agree(self, device: str) -> None:
         """A graph has the kernel: all ranks say what they call, each time."""
-        self._communicator(device).agreed_on(self.order)
+        self._communicator(device).agree_on(self.order)
 
     def launch(self, device: DrivenDevice, works: Sequence[Work], stream: Stream | None,
                  wait: bool) -> float | None:
@@ -211,22 +212,22 @@ def _group(key: str) -> Group:
     return found
 
 
-def chosen(key: str, order: CollectiveCall, device: str, columns: int = 0,
+def choose_kernel(key: str, order: CollectiveCall, device: str, columns: int = 0,
            eps: float = 0.0) -> peer_memory.Chosen | str:
     """The kernel of a collective, with `columns` that of rows that are normalized; or why NCCL does it."""
     group, gpu = _group(key), target_of(device)
     there = group.peers.get(device, "no workspaces")
     if isinstance(there, str): return there
     assert isinstance(gpu, GPU)
-    return peer_memory.chosen(group.size, order.count, order.dtype, order.op, gpu, columns, eps)
+    return peer_memory.choose_kernel(group.size, order.count, order.dtype, order.op, gpu, columns, eps)
 
 
-def lowered(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str,
+def lower(key: str, order: CollectiveCall, shape: tuple[int, ...], dtype: DType, x: UOp, name: str,
             behind: tuple[UOp, ...] = (), eps: float = 0.0) -> tuple[UOp, ...] | str:
     """The results of the kernel of a collective in the graph, or why NCCL does it. With residual and weight
     `behind` it, rows are normalized, and the second result is the new residual."""
     device = Device.canonicalize(str(x.device))
-    made, gpu = chosen(key, order, device, shape[-1] if behind else 0, eps), target_of(device)
+    made, gpu = choose_kernel(key, order, device, shape[-1] if behind else 0, eps), target_of(device)
     if isinstance(made, str): return made
     assert isinstance(gpu, GPU)
     spec, schedule = made

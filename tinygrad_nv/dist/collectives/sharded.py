@@ -44,11 +44,11 @@ def rewrite(sink: UOp) -> UOp:
 
     def change(node: UOp, new: Callable[[UOp], UOp]) -> UOp | None:
         if node.op is not Ops.ALLREDUCE or not _is_ours(node): return None
-        return reduced(new(node.src[0]), node.arg[0])
+        return reduce_sharded(new(node.src[0]), node.arg[0])
     return write_through(rebuilt(nodes, change))
 
 
-def reduced(x: UOp, op: Ops, groups: Groups = ()) -> UOp:
+def reduce_sharded(x: UOp, op: Ops, groups: Groups = ()) -> UOp:
     """`x`, which is on several devices, reduced over all of them, or over each of these groups of their
     numbers."""
     register()
@@ -57,7 +57,7 @@ def reduced(x: UOp, op: Ops, groups: Groups = ()) -> UOp:
     why = ""
     if devices[0].partition(":")[0] != "CPU":
         from tinygrad_nv.dist.collectives import peer_memory  # templates are loaded only where they are used
-        made = peer_memory.summed(whole, NAMES[op], apart)
+        made = peer_memory.sum_over(whole, NAMES[op], apart)
         if isinstance(made, UOp): return made.shrink_to(shape)
         why = f"#NCCL: {made}"
     told = "|".join(",".join(map(str, group)) for group in apart)
@@ -67,7 +67,7 @@ def reduced(x: UOp, op: Ops, groups: Groups = ()) -> UOp:
 
 
 def can_reduce(x: UOp, op: Ops) -> bool:
-    """Whether `reduced` takes this operand."""
+    """Whether `reduce_sharded` takes this operand."""
     devices = x.device
     kinds = {each.partition(":")[0] for each in devices} if isinstance(devices, tuple) else set()
     if len(kinds) != 1 or not kinds <= reducers.keys() or op not in NAMES or len(devices) > MOST_RANKS:
@@ -126,7 +126,7 @@ def _on_cpus(outs: Sequence[Buffer], ins: Sequence[Buffer], op: str) -> None:
 
 
 def _address(buffer: Buffer) -> int:
-    """Where a buffer of a CPU lies, once its device has done what was given to it."""
+    """Returns where a buffer of a CPU lies, once its device has done what was given to it."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer.as_memoryview(force_zero_copy=True)))
 
 

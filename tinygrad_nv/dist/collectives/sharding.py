@@ -25,7 +25,7 @@ from tinygrad.schedule.multi import _shard_idx
 from tinygrad.uop.ops import AxisType, GroupOp, Ops, PatternMatcher, UOp, UPat, _broadcast_shape
 
 from tinygrad_nv import hooks
-from tinygrad_nv.dist.collectives.sharded import Groups, can_reduce, reduced
+from tinygrad_nv.dist.collectives.sharded import Groups, can_reduce, reduce_sharded
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.hooks.layouts import is_mesh
 
@@ -56,7 +56,7 @@ def shard(x: Tensor, devices: Sequence[str], mesh: Sequence[int], axes: Mapping[
 
 
 def _coordinate(number: UOp, mesh: Sequence[int], along: int) -> UOp:
-    """Where a device stands along an axis of the mesh."""
+    """Returns where a device stands along an axis of the mesh."""
     stride, extent = prod(mesh[along + 1:]), mesh[along]
     return ((number // stride if stride > 1 else number) % extent if along else number // stride).simplify()
 
@@ -98,12 +98,12 @@ def _alu(root: UOp) -> UOp | None:
             if sharding.get(at, rng) is rng and _fits(tuple(joined.items()), len(devices)):
                 sharding = joined
                 stays.add(axis)
-        sources[i] = _joined(each, stays)
+        sources[i] = _join(each, stays)
     parts = [_part(each, shape, sharding) for each in sources]
     return _cut(parts[0].alu(root.op, *parts[1:]), sharding)
 
 
-def _joined(multi: UOp, stays: Collection[int] = ()) -> UOp:
+def _join(multi: UOp, stays: Collection[int] = ()) -> UOp:
     """A tensor that is cut along these of its axes alone, on the same devices: the others are gathered."""
     kept = {axis: rng for axis, rng in multi.sharding if axis in stays}
     if len(kept) == len(multi.sharding): return multi
@@ -118,7 +118,7 @@ def _joined(multi: UOp, stays: Collection[int] = ()) -> UOp:
 
 
 def _part(x: UOp, shape: tuple[int, ...], sharding: Mapping[int, UOp]) -> UOp:
-    """What a device has of an operand that is broadcast to `shape`, which is cut so."""
+    """Returns what a device has of an operand that is broadcast to `shape`, which is cut so."""
     own = dict(x.sharding)
     local = x.src[0] if x.op is Ops.UNSHARD else x
     for axis, rng in sharding.items():
@@ -144,17 +144,18 @@ def _together(x: UOp, op: Ops, over: Sequence[UOp], apart: Sequence[UOp]) -> UOp
     if not can_reduce(x, op):
         raise DistError(f"{op.name} of {x.dtype.name} over a part of the devices {x.device}",
                         "a sum or a maximum of a dtype that NCCL has", "cast before, and back after")
-    return reduced(x, op, groups(len(x.device or ()), over, apart))
+    return reduce_sharded(x, op, groups(len(x.device or ()), over, apart))
 
 
-def _gathered(multi: UOp, device: str) -> UOp:
+def _gather(multi: UOp, device: str) -> UOp:
     """All of a tensor on one device."""
     sharding, count = multi.sharding, len(multi.device or ())
     where = {tuple(_shard_idx(rng, number) for _, rng in sharding): number
              for number in reversed(range(count))}
 
     def parts(*begun: int) -> UOp:
-        """Those whose first coordinates are these, one after another along the axes of the others."""
+        """Returns the parts whose first coordinates are these, one after another along the axes of the
+        others."""
         if len(begun) == len(sharding): return multi.src[0].mselect(where[begun]).copy_to_device(device)
         axis, rng = sharding[len(begun)]
         first, *others = (parts(*begun, i) for i in range(int(rng.vmax) + 1))
@@ -164,9 +165,9 @@ def _gathered(multi: UOp, device: str) -> UOp:
 
 def _copy(copy: UOp, multi: UOp) -> UOp | None:
     if not _has_mesh(multi): return None
-    if copy.arg == multi.device: return _joined(multi)
-    if isinstance(copy.arg, str): return _gathered(multi, copy.arg)
-    return _gathered(multi, copy.arg[0]).copy_to_device(copy.arg)
+    if copy.arg == multi.device: return _join(multi)
+    if isinstance(copy.arg, str): return _gather(multi, copy.arg)
+    return _gather(multi, copy.arg[0]).copy_to_device(copy.arg)
 
 
 def _store_after(dest: UOp, src: UOp) -> UOp | None:
@@ -174,12 +175,12 @@ def _store_after(dest: UOp, src: UOp) -> UOp | None:
     if not _has_mesh(dest, src): return None
     local, sharding = dest.src[0], dict(dest.sharding)
     stays = [axis for axis, rng in src.sharding if sharding.get(axis) is rng]
-    return _cut(local.after(local.store(_part(_joined(src, stays), dest.shape, sharding))), sharding)
+    return _cut(local.after(local.store(_part(_join(src, stays), dest.shape, sharding))), sharding)
 
 
 def _store(dest: UOp, multi: UOp) -> UOp | None:
     """Into storage that is the whole on every device."""
-    return dest.store(_joined(multi)) if _has_mesh(multi) and dest.op is not Ops.UNSHARD else None
+    return dest.store(_join(multi)) if _has_mesh(multi) and dest.op is not Ops.UNSHARD else None
 
 
 _MULTI = UPat(Ops.UNSHARD, name="multi")

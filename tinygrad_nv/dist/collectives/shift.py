@@ -31,8 +31,8 @@ void collective_shift(u8 *out, const u8 *in, const u *first, const u *second, co
 
 
 def shift(x: Tensor, group: Group, by: int = 1, name: str = "", after: Tensor | None = None) -> Tensor:
-    """What rank `r - by` of the group has, on each rank r, in a circle. Its gradient is shifted back. It runs
-    after `after` is computed."""
+    """Returns what rank `r - by` of the group has, on each rank r, in a circle. Its gradient is shifted back.
+    It runs after `after` is computed."""
     if group.size == 1 or by % group.size == 0: return x
     shape, told = extents(x), title(f"shift by {by}", group, name)
 
@@ -49,10 +49,10 @@ def shift(x: Tensor, group: Group, by: int = 1, name: str = "", after: Tensor | 
     order = (sends, receives) if to > group.rank else (receives, sends)
     what = Collective("shift", shape, x.dtype, 2 * prod(shape) * x.dtype.itemsize, told, group.name)
     first = order[0] if after is None else after.contiguous()
-    return call(what, _called, x.contiguous(), *order, first, grad=back)[0]
+    return call(what, _call, x.contiguous(), *order, first, grad=back)[0]
 
 
-def _called(what: Collective, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+def _call(what: Collective, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     made = program("collective_shift", TEXT, str(x.device), [Output(what.shape, what.dtype)],
                    [x.uop, *(each.uop for each in more)], nbytes=what.nbytes, note=Note(what.kind, what.name))
     return (Tensor(made[0]),)

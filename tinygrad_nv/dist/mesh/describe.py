@@ -10,7 +10,7 @@ from tinygrad_nv.runtime.observe.memory_report import human
 from tinygrad_nv.table import align_columns
 
 
-def described(axes: Mapping[str, int], place: Mapping[str, int] | None, placements: Mapping[str, Placement],
+def describe(axes: Mapping[str, int], place: Mapping[str, int] | None, placements: Mapping[str, Placement],
               steps: Mapping[str, Sequence[Collective]]) -> str:
     """The table. `place` is where this rank is on each axis."""
     head = f"mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"

@@ -33,7 +33,7 @@ USUAL: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor is: `cuts` are the axes that cut each dimension, with `ways` parts of it."""
+    """Place of a tensor: `cuts` are the axes that cut each dimension, with `ways` parts of it."""
     name: str
     shape: tuple[int, ...]
     dtype: DType
@@ -43,12 +43,12 @@ class Placement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """What a device has."""
+        """Shape of the part of a device."""
         return tuple(extent // ways for extent, ways in zip(self.shape, self.ways, strict=True))
 
     @property
     def local_bytes(self) -> int:
-        """Of a device's part."""
+        """Bytes of a device's part."""
         return prod(self.local_shape) * self.dtype.itemsize
 
 
@@ -59,7 +59,7 @@ def check_layout(layout: LayoutRules, sizes: Sizes) -> dict[str, tuple[str, ...]
 
 def placement(name: str, shape: Sequence[int], dtype: DType, dims: Sequence[str],
               rules: Mapping[str, tuple[str, ...]], sizes: Sizes) -> Placement:
-    """Where a tensor is, by rules of `check_layout`. Raises `DistError`."""
+    """Returns where a tensor is, by rules of `check_layout`. Raises `DistError`."""
     what = f"{name or 'a tensor'} of shape {tuple(shape)}"
     if len(dims) != len(shape):
         raise DistError(f"{what} with the dimensions {', '.join(dims) or 'none'}",

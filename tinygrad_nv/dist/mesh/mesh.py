@@ -26,7 +26,7 @@ from tinygrad_nv.dist.collectives.functions import all_gather, part
 from tinygrad_nv.dist.collectives.kernel import Collective
 from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.group import Group, World, world
-from tinygrad_nv.dist.mesh.describe import described
+from tinygrad_nv.dist.mesh.describe import describe
 from tinygrad_nv.dist.mesh.layout import LayoutRules, Placement, check_layout, placement
 from tinygrad_nv.dist.mesh.steps import Steps
 from tinygrad_nv.errors import DistError
@@ -81,11 +81,11 @@ class Mesh(Steps):
 
     @property
     def rank(self) -> int:
-        """Of this process; of one process with several devices 0."""
+        """Rank of this process; of one process with several devices 0."""
         return 0 if self.world is None else self.world.rank
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
-        """Where a rank, this one by default, is on each axis."""
+        """Returns where a rank, this one by default, is on each axis."""
         left, made = self.rank if rank is None else rank, {}
         for axis, size in reversed(self.axes.items()): left, made[axis] = divmod(left, size)
         return {axis: made[axis] for axis in self.axes}
@@ -106,8 +106,8 @@ class Mesh(Steps):
         return self._groups[key]
 
     def place(self, x: Tensor, dims: Dims, name: str = "") -> Tensor:
-        """This rank's part of x, which has to be whole; over devices of one process, x over all of them.
-        Raises `DistError`."""
+        """Returns this rank's part of x, which has to be whole; over devices of one process, x over all of
+        them. Raises `DistError`."""
         found = self.placement(x, dims, name)
         if self.world is None: return self._over_devices(x, found)
         own = x
@@ -116,13 +116,13 @@ class Mesh(Steps):
         return own.contiguous() if own is not x else x
 
     def placement(self, x: Tensor, dims: Dims, name: str = "") -> Placement:
-        """Where x is, by the layout; kept under its name. Raises `DistError`."""
+        """Returns where x is, by the layout; kept under its name. Raises `DistError`."""
         shape = tuple(int(extent) for extent in x.shape)
         found = placement(name, shape, x.dtype, dims, self.rules, self.axes)
         if name: self.placements[name] = found
         return found
 
-    def gathered(self, own: Tensor, like: Placement) -> Tensor:
+    def gather(self, own: Tensor, like: Placement) -> Tensor:
         """The whole tensor, of the parts that ranks have."""
         for dim, axes in enumerate(like.cuts):
             if axes and self.world is not None: own = all_gather(own, self.group(*axes), dim, like.name)
@@ -136,15 +136,15 @@ class Mesh(Steps):
         results of their shape and dtype, in order: what comes back is the argument."""
         step = name or getattr(fn, "__name__", "step")
 
-        def mapped(*parts: Tensor) -> Any:
+        def run_parts(*parts: Tensor) -> Any:
             made = fn(*parts)
             results = [made] if isinstance(made, Tensor) else list(made)
             if output is not None: results = [self._whole(each, output, step) for each in results]
             self.steps[step] = collectives_of(*results)
-            for number in donate: _donated(parts[number], results, f"argument {number} of {step}")
+            for number in donate: _donate(parts[number], results, f"argument {number} of {step}")
             Tensor.realize(*results)
             return results[0] if isinstance(made, Tensor) else type(made)(results)
-        captured = TinyJit(mapped)
+        captured = TinyJit(run_parts)
 
         def call(*given: Tensor) -> Any:
             dims = inputs if inputs is not None else [None] * len(given)
@@ -153,15 +153,15 @@ class Mesh(Steps):
         return call
 
     def describe(self) -> str:
-        """Which tensor is where, bytes a device, collectives a step: as a table."""
-        return described(self.axes, self.coordinates() if self.world else None, self.placements, self.steps)
+        """Returns a table: which tensor is where, bytes a device, collectives a step."""
+        return describe(self.axes, self.coordinates() if self.world else None, self.placements, self.steps)
 
     def _whole(self, own: Tensor, dims: Dims, step: str) -> Tensor:
         """A result, gathered: its whole shape follows from that of the part."""
         ways = [prod(self.axes[axis] for axis in self.rules.get(dim, ())) for dim in dims]
         shape = tuple(int(extent) * n for extent, n in zip(own.shape, ways, strict=True))
         found = placement(f"result of {step}", shape, own.dtype, dims, self.rules, self.axes)
-        return self.gathered(own, found)
+        return self.gather(own, found)
 
     def _over_devices(self, x: Tensor, found: Placement) -> Tensor:
         cut = [dim for dim, axes in enumerate(found.cuts) if axes]
@@ -172,7 +172,7 @@ class Mesh(Steps):
         return x.shard(self.devices, cut[0] if cut else None)
 
 
-def _donated(argument: Tensor, results: list[Tensor], what: str) -> None:
+def _donate(argument: Tensor, results: list[Tensor], what: str) -> None:
     """Puts a result into an argument's memory."""
     for i, each in enumerate(results):
         if each.shape == argument.shape and each.dtype == argument.dtype and each is not argument:

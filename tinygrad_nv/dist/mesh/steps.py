@@ -46,13 +46,13 @@ class Steps:
         return MeshFunction(getattr(fn, "__name__", "map"), fn)
 
     def reduce(self, fn: str | Join, axis: Axis) -> MeshFunction:
-        """What fn makes of all parts along an axis, on every rank: "sum", "max" or "min"; or a function of
-        two, that parts are put into from the left, in the order of ranks."""
+        """Reduces all parts along an axis, on every rank, by fn: "sum", "max" or "min"; or a function of two,
+        that parts are put into from the left, in the order of ranks."""
         if isinstance(fn, str): return self.all_reduce(axis, fn)
         return self._step("reduce", axis, lambda x, group: functools.reduce(fn, _all(x, group, "reduce")))
 
     def scan(self, fn: Join, axis: Axis) -> MeshFunction:
-        """What fn, associative, makes of the parts up to this rank's."""
+        """Joins the parts up to this rank's by fn, which is associative."""
         def run(x: Tensor, group: Group) -> Tensor:
             reach = 1
             while reach < group.size:
@@ -68,7 +68,7 @@ class Steps:
         return self._step("all_reduce", axis, lambda x, group: functions.all_reduce(x, group, op))
 
     def reduce_scatter(self, axis: Axis, dim: int = 0) -> MeshFunction:
-        """This rank's part of the sum, along a dimension."""
+        """Returns this rank's part of the sum, along a dimension."""
         return self._step("reduce_scatter", axis, lambda x, group: functions.reduce_scatter(x, group, dim))
 
     def all_gather(self, axis: Axis, dim: int = 0) -> MeshFunction:
@@ -80,7 +80,7 @@ class Steps:
         return self._step("all_to_all", axis, lambda x, group: functions.all_to_all(x, group, split, concat))
 
     def shift(self, axis: Axis, by: int = 1) -> MeshFunction:
-        """What the rank `by` before this one has, in a circle."""
+        """Returns what the rank `by` before this one has, in a circle."""
         return self._step("shift", axis, lambda x, group: shift(x, group, by))
 
     def pipeline(self, stage: Callable[[Tensor], Tensor], axis: Axis, microbatches: int) -> MeshFunction:
@@ -88,7 +88,7 @@ class Steps:
         dimension at a time: the last rank's result, on every rank. A stage keeps shape and dtype, and has to
         bear zeros, which it gets while the pipeline fills. Gradients are those of one loss that all ranks
         compute alike. train/pipeline.py runs other schedules."""
-        def run(x: Tensor, group: Group) -> Tensor: return _piped(stage, x, group, microbatches)
+        def run(x: Tensor, group: Group) -> Tensor: return _pipe(stage, x, group, microbatches)
         return self._step("pipeline", axis, run)
 
     def _step(self, name: str, axis: Axis, run: Callable[[Tensor, Group], Tensor]) -> MeshFunction:
@@ -97,7 +97,7 @@ class Steps:
         return MeshFunction(f"{name} over {' x '.join(axes)}", lambda x: run(x, group))
 
 
-def _piped(stage: Callable[[Tensor], Tensor], x: Tensor, group: Group, microbatches: int) -> Tensor:
+def _pipe(stage: Callable[[Tensor], Tensor], x: Tensor, group: Group, microbatches: int) -> Tensor:
     if int(x.shape[0]) % microbatches:
         raise DistError(f"{microbatches} microbatches of a batch of {x.shape[0]}", "a number that divides it")
     parts = [part.contiguous() for part in x.chunk(microbatches)]

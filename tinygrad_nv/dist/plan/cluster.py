@@ -1,8 +1,8 @@
 """GPUs, and how they are connected: figures.toml, each figure with its source.
 
 Protocol: `cluster("8xH100", nodes=2, net="400G")` is 2 nodes of 8 GPUs. Names are not case-sensitive; a GPU,
-or a rate of the network, that there are no figures of raises `PlanError` by name. `Device.limited(watts)` is
-the device at a lower power limit: clocks that power leaves are those of ptx/timing.
+or a rate of the network, that there are no figures of raises `PlanError` by name. `Device.with_power(watts)`
+is the device at a lower power limit: clocks that power leaves are those of ptx/timing.
 """
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Device:
         """bf16, dense."""
         return self.model.tensor_flops_per_s
 
-    def limited(self, watts: float) -> Device:
+    def with_power(self, watts: float) -> Device:
         """The same at a lower power limit, with the clock that is left where tensor cores are busy."""
         if not self.timing: raise PlanError(f"--power of a {self.name}", "a GPU with figures of its power",
                                             "leave --power out")
@@ -101,7 +101,7 @@ def figures() -> dict[str, Any]:
     return tomllib.loads((resources.files("tinygrad_nv.dist.plan") / "figures.toml").read_text())
 
 
-def known_gpus() -> tuple[str, ...]:
+def gpu_names() -> tuple[str, ...]:
     """Names of GPUs."""
     return tuple(figures()["gpus"])
 
@@ -112,7 +112,7 @@ def device(name: str) -> Device:
     key = name.lower().replace("_", "-").replace(" ", "-")
     key = SPELLED.get(key, key)
     if (found := figures()["gpus"].get(key)) is None:
-        raise PlanError(f"no figures of a GPU {name!r}", f"one of {', '.join(known_gpus())}",
+        raise PlanError(f"no figures of a GPU {name!r}", f"one of {', '.join(gpu_names())}",
                         "name one of these, or add it to tinygrad_nv/dist/plan/figures.toml")
     model = next(each for each in GPU_MODELS if each.name == found["model"])
     model = replace(model, name=found["name"],

@@ -47,7 +47,7 @@ class GroupSize:
 
     @property
     def nodes(self) -> int:
-        """That it spans."""
+        """Number of nodes that it spans."""
         return ceil(self.ranks / self.local)
 
 

@@ -30,7 +30,7 @@ SPARSE_ROWS = 0.6       # of the tensor cores' peak that grouped matmuls without
 
 
 def launch_s(device: Device) -> float:
-    """Of a kernel in a graph, beside others."""
+    """Returns the seconds of the launch of a kernel in a graph, beside others."""
     return device.model.early_launch_s or device.model.launch_s
 
 
@@ -42,11 +42,12 @@ def matmul(device: Device, m: int, n: int, k: int, kind: str = "bf16") -> float:
         s = TABLE.choose(spec, GPU(device.model.arch, device.model.sm_count))
         if s is not None: return CostModel(spec, device.model).predict(s).seconds
     nbytes = n * k * DTYPES[kind] + 2 * m * (n + k)
-    return launch_s(device) + max(nbytes / streamed(device), 2.0 * m * n * k / sustained(device, kind))
+    return launch_s(device) + max(nbytes / stream_rate(device),
+                                  2.0 * m * n * k / tensor_core_rate(device, kind))
 
 
 @lru_cache(4096)
-def grouped(device: Device, experts: int, rows: int, n: int, k: int, kind: str = "bf16") -> float:
+def grouped_matmul(device: Device, experts: int, rows: int, n: int, k: int, kind: str = "bf16") -> float:
     """Seconds of `rows` rows, dealt at random to the matrices (n, k) of experts."""
     if kind in WORDS:
         spec = GroupedGemmSpec(experts, rows, n, k, dtypes.bfloat16) if kind == "bf16" else \
@@ -57,7 +58,7 @@ def grouped(device: Device, experts: int, rows: int, n: int, k: int, kind: str =
         if cost is not None: return _on(device, cost(spec, s, target), target)
     read = experts * (1 - (1 - 1 / experts) ** rows) * n * k * DTYPES[kind]
     rate = SPARSE_ROWS * device.peak_flops_per_s
-    return launch_s(device) + max(read / streamed(device), 2.0 * rows * n * k / rate)
+    return launch_s(device) + max(read / stream_rate(device), 2.0 * rows * n * k / rate)
 
 
 def _on(device: Device, found: Any, target: GPU) -> float:
@@ -70,20 +71,20 @@ def _on(device: Device, found: Any, target: GPU) -> float:
     return replace(found, computing=found.computing * slower, hbm=found.hbm * longer).seconds
 
 
-def streamed(device: Device) -> float:
+def stream_rate(device: Device) -> float:
     """Bytes a second of HBM, read in order."""
     return device.model.hbm_bytes_per_s * STREAMING
 
 
-def sustained(device: Device, kind: str) -> float:
+def tensor_core_rate(device: Device, kind: str) -> float:
     """Operations a second of tensor cores with weights of a type; those of few bits are multiplied as
     bf16."""
     return device.peak_flops_per_s * device.model.sustained * (2 if kind == "fp8" else 1)
 
 
-def moved(device: Device, nbytes: float, launches: int = 1) -> float:
+def move(device: Device, nbytes: float, launches: int = 1) -> float:
     """Seconds of kernels that read and write so many bytes."""
-    return launches * launch_s(device) + nbytes / streamed(device)
+    return launches * launch_s(device) + nbytes / stream_rate(device)
 
 
 def attention(device: Device, operations: float, length: int, d: int, backward: bool = False) -> float:
@@ -98,4 +99,4 @@ def decode_attention(device: Device, nbytes: float, operations: float) -> float:
     """Seconds of an attention of new tokens over so many bytes of keys and values: splits, and what combines
     them. Heads that share keys are rows of one matmul."""
     share = figures()["attention"][device.model.arch]["forward"]
-    return max(moved(device, nbytes, launches=2), operations / (device.peak_flops_per_s * share))
+    return max(move(device, nbytes, launches=2), operations / (device.peak_flops_per_s * share))

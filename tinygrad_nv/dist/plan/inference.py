@@ -27,7 +27,7 @@ from tinygrad_nv.dist.plan.layer import Layer, Seconds
 from tinygrad_nv.dist.plan.layout import DTYPES, HALF, Inference, Layout
 from tinygrad_nv.dist.plan.memory import kv_bytes
 from tinygrad_nv.dist.plan.shards import parameters, rank_config
-from tinygrad_nv.dist.plan.uses import Use, exposed
+from tinygrad_nv.dist.plan.uses import Use, expose
 from tinygrad_nv.models.config import ModelConfig
 
 
@@ -94,12 +94,12 @@ def _head(rank: ModelConfig, cluster: Cluster, sampled: int) -> Seconds:
     """Logits, and a token of them."""
     device = cluster.device
     return Seconds(compute.matmul(device, sampled, rank.vocab_size, rank.hidden_size),
-                   other=compute.moved(device, sampled * rank.vocab_size * HALF, launches=2))
+                   other=compute.move(device, sampled * rank.vocab_size * HALF, launches=2))
 
 
 def _collectives(rank: ModelConfig, layout: Layout, cluster: Cluster, tokens: int, sampled: int,
                  stage: int) -> tuple[Use, ...]:
-    """Of a stage."""
+    """Returns the collectives of a stage."""
     hidden, tensor = tokens * rank.hidden_size * HALF, layout.tensor_group(cluster)
     mixtures = sum(rank.moe.layers) if rank.moe is not None and layout.ep > 1 else 0
     found: list[tuple[str, Collective, float]] = []
@@ -118,4 +118,4 @@ def _collectives(rank: ModelConfig, layout: Layout, cluster: Cluster, tokens: in
     if stage < layout.pp - 1:
         sent = collective("send", hidden / layout.tp, layout.stages_apart(cluster), cluster)
         found.append(("hidden states (pp)", sent, 1))
-    return tuple(exposed(*each) for each in found)
+    return tuple(expose(*each) for each in found)

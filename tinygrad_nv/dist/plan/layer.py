@@ -18,7 +18,7 @@ INFERENCE_KERNELS = 3   # of a layer: two norms, and what rotates queries and ap
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of kernels, by what they do."""
+    """Seconds of kernels, by what they do."""
     matmul: float = 0.0
     attention: float = 0.0
     other: float = 0.0
@@ -79,18 +79,18 @@ class Layer:
         return [(2 * c.moe.width, c.hidden_size), (c.hidden_size, c.moe.width)]
 
     def rows(self, tokens: int) -> int:
-        """Of this rank's experts, where each data-parallel rank has so many tokens."""
+        """Returns the rows of this rank's experts, where each data-parallel rank has so many tokens."""
         assert self.rank.moe is not None
         return max(1, tokens * self.rank.moe.policy.k // (self.layout.tp if self.layout.ep > 1 else 1))
 
     def operations(self, tokens: int) -> float:
-        """Of matmuls."""
+        """Returns the operations of matmuls."""
         made = 2.0 * tokens * sum(n * k for n, k in self.matmuls)
         return made + 2.0 * sum(self.rows(tokens) * n * k for n, k in self.experts)
 
     # **** times ****
 
-    def multiplied(self, tokens: int) -> float:
+    def matmul_s(self, tokens: int) -> float:
         """Seconds of all matmuls."""
         made = sum(compute.matmul(self.device, tokens, n, k, self.kind) for n, k in self.matmuls)
         return made + self._experts(tokens, turned=False)
@@ -107,12 +107,13 @@ class Layer:
         if not self.experts: return 0.0
         assert self.rank.moe is not None
         rows = self.rows(tokens)
-        return sum(compute.grouped(self.device, self.rank.moe.experts, rows, *((k, n) if turned else (n, k)),
+        return sum(compute.grouped_matmul(self.device, self.rank.moe.experts, rows,
+                                          *((k, n) if turned else (n, k)),
                                    self.kind) for n, k in self.experts)
 
     def prefill(self, tokens: int, length: int) -> Seconds:
         """A forward pass of whole sequences of a length."""
-        return Seconds(self.multiplied(tokens), self.attended(tokens, length), self._inference(tokens))
+        return Seconds(self.matmul_s(tokens), self.attention_s(tokens, length), self._inference(tokens))
 
     def decode(self, tokens: int, context: int, cache_bytes: float) -> Seconds:
         """One token each of so many sequences of `context` tokens, over so many bytes of the cache in all."""
@@ -120,18 +121,18 @@ class Layer:
         elements = 2 * c.head_dim if latent is None else latent.width + latent.rank
         seen = context if window is None else min(context, window)
         done = 2.0 * tokens * seen * c.num_heads * elements
-        return Seconds(self.multiplied(tokens), compute.decode_attention(self.device, cache_bytes, done),
+        return Seconds(self.matmul_s(tokens), compute.decode_attention(self.device, cache_bytes, done),
                        self._inference(tokens))
 
     def _inference(self, tokens: int) -> float:
         """Norms and what appends; the gate is in the matmul's epilogue."""
         c = self.rank
         nbytes = HALF * tokens * (8 * c.hidden_size + 2 * c.attention_width)
-        if not self.mixture: return compute.moved(self.device, nbytes, INFERENCE_KERNELS)
+        if not self.mixture: return compute.move(self.device, nbytes, INFERENCE_KERNELS)
         more = HALF * self.rows(tokens) * c.hidden_size
-        return compute.moved(self.device, nbytes + more, INFERENCE_KERNELS + 2)
+        return compute.move(self.device, nbytes + more, INFERENCE_KERNELS + 2)
 
-    def attended(self, tokens: int, length: int, backward: bool = False) -> float:
+    def attention_s(self, tokens: int, length: int, backward: bool = False) -> float:
         """Causal attention of whole sequences; a backward pass has 2.5 times the operations."""
         c, window = self.rank, self.rank.windows[self.i]
         seen = length / 2 if window is None or window >= length else window

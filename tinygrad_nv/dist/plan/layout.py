@@ -34,7 +34,7 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """That it takes."""
+        """Number of GPUs that it takes."""
         return self.tp * self.pp * self.dp
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class Layout:
         return GroupSize(2, 2 if self.gpus <= cluster.per_node else 1)
 
 
-def achieved(name: str) -> float:
+def achievable(name: str) -> float:
     """A share of figures.toml."""
     share: float = figures()["achieved"][name]
     return share
@@ -69,7 +69,7 @@ def achieved(name: str) -> float:
 class Inference:
     """`batch` sequences in all at once, each with `input_len` tokens of prompt and `output_len` to make.
     `quantization`: of matrices, and of what they are multiplied with for fp8; `max_tokens` of a step of
-    prefill. `achieved`: of the modelled rates of kernels."""
+    prefill. `achievable`: of the modelled rates of kernels."""
     batch: int = 1
     input_len: int = 1024
     output_len: int = 128
@@ -77,7 +77,7 @@ class Inference:
     kv_dtype: str = "bf16"
     utilization: float = 0.9
     max_tokens: int = 8192
-    achieved: float = field(default_factory=lambda: achieved("inference"))
+    achieved: float = field(default_factory=lambda: achievable("inference"))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Training:
     data-parallel rank. Matrices are multiplied in `precision`; master weights, gradients' sums and AdamW's
     states are float32. `grad_bytes`: of an element of gradients on the wire. `virtual`: chunks of layers of a
     stage, interleaved. `overlap_tp`: collectives of tensor parallelism run beside the matmuls that need them,
-    which hides the share `overlap`. `achieved`: of the modelled rates of kernels."""
+    which hides the share `overlap`. `achievable`: of the modelled rates of kernels."""
     batch: int = 8
     seq_len: int = 8192
     microbatch: int = 1
@@ -98,8 +98,8 @@ class Training:
     grad_bytes: int = 4
     overlap_tp: bool = False
     utilization: float = 0.95
-    achieved: float = field(default_factory=lambda: achieved("training"))
-    overlap: float = field(default_factory=lambda: achieved("overlap"))
+    achieved: float = field(default_factory=lambda: achievable("training"))
+    overlap: float = field(default_factory=lambda: achievable("overlap"))
 
 
 Work = Inference | Training
@@ -113,11 +113,11 @@ def require(layout: Layout, config: ModelConfig, cluster: Cluster, work: Work) -
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Of a number, the smallest first."""
+    """Returns the divisors of a number, the smallest first."""
     return tuple(i for i in range(1, number + 1) if number % i == 0)
 
 
-def _named(numbers: tuple[int, ...]) -> str: return ", ".join(map(str, numbers))
+def _list_numbers(numbers: tuple[int, ...]) -> str: return ", ".join(map(str, numbers))
 
 
 def _of_gpus(layout: Layout, cluster: Cluster) -> PlanError | None:
@@ -136,7 +136,7 @@ def _of_model(layout: Layout, config: ModelConfig) -> PlanError | None:
     heads, kv, width = config.num_heads, config.num_kv_heads, config.intermediate_size
     if heads % layout.tp:
         return PlanError(f"--tp {layout.tp} does not divide {heads} heads",
-                         f"one of {_named(divisors(heads))}")
+                         f"one of {_list_numbers(divisors(heads))}")
     if config.latent is None and kv % layout.tp and layout.tp % kv:
         return PlanError(f"--tp {layout.tp} of {kv} key/value heads", f"a divisor or a multiple of {kv}")
     if width % layout.tp:
@@ -159,7 +159,7 @@ def _of_experts(layout: Layout, config: ModelConfig) -> PlanError | None:
                          "a divisor", f"--ep {layout.tp}, which leaves experts whole")
     if config.moe.experts % layout.ep:
         return PlanError(f"--ep {layout.ep} does not divide {config.moe.experts} experts",
-                         f"one of {_named(divisors(config.moe.experts))}")
+                         f"one of {_list_numbers(divisors(config.moe.experts))}")
     if (layout.tp * layout.dp) % layout.ep or layout.ep % layout.tp:
         return PlanError(f"--ep {layout.ep} of {layout.tp} x {layout.dp} ranks of a stage",
                          f"a multiple of tp {layout.tp} that divides {layout.tp * layout.dp}")

@@ -59,7 +59,7 @@ class Memory:
 
 
 def memory(config: ModelConfig, layout: Layout, work: Work, cluster: Cluster) -> Memory:
-    """Of the stage that takes most."""
+    """Returns the memory of the stage that takes most."""
     limit = int(cluster.device.memory_bytes * work.utilization) - figures()["overhead"]["context_bytes"]
     def of(stage: int) -> Memory:
         parts = inference(config, layout, work, stage) if isinstance(work, Inference) else \
@@ -81,7 +81,8 @@ def inference(config: ModelConfig, layout: Layout, work: Inference, stage: int) 
 
 
 def kv_bytes(rank: ModelConfig, work: Inference, tokens: int) -> int:
-    """Of one sequence of so many tokens, in whole pages; layers with a window keep what it sees."""
+    """Returns the bytes of the cache of one sequence of so many tokens, in whole pages; layers with a window
+    keep what it sees."""
     size = DTYPES[work.kv_dtype] * rank.kv_shape.elements
     whole = ceil((tokens + GROUP - 1) / PAGE)      # tokens are computed in groups
     pages = sum(whole if window is None else min(whole, ceil(window / PAGE) + 1) for window in rank.windows)
@@ -115,7 +116,7 @@ def training(config: ModelConfig, layout: Layout, work: Training, stage: int) ->
             "master weights": ceil(FLOAT * (share if work.zero else whole)),
             "AdamW": ceil(2 * FLOAT * (share if work.zero else whole)),
             "gradients": ceil(FLOAT * (share + resident if work.zero >= 2 and streams else whole)),
-            "activations": ceil(kept * flying + recomputed_bytes(rank, layout, work, tokens)),
+            "activations": ceil(kept * flying + recompute_bytes(rank, layout, work, tokens)),
             "logits": last * tokens * rank.vocab_size * LOGITS}
 
 
@@ -146,6 +147,6 @@ def activation_bytes(rank: ModelConfig, layout: Layout, work: Training, tokens: 
     return HALF * tokens * rank.num_layers * each
 
 
-def recomputed_bytes(rank: ModelConfig, layout: Layout, work: Training, tokens: int) -> float:
-    """Of one layer, for the time of its backward pass."""
+def recompute_bytes(rank: ModelConfig, layout: Layout, work: Training, tokens: int) -> float:
+    """Returns the bytes of one layer that is computed again, for the time of its backward pass."""
     return HALF * tokens * sum(_widths(rank, layout))

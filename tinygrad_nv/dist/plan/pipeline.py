@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from tinygrad_nv.dist.plan.layout import Training
 from tinygrad_nv.dist.train.check import EVEN, Report, check
-from tinygrad_nv.dist.train.schedules import Schedule, gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from tinygrad_nv.dist.train.schedules import Schedule, gpipe, interleave, one_f_one_b, zero_bubble_h1
 
 COUNTED = 2     # microbatches of each stage
 PLAIN: dict[str, Callable[[int, int], Schedule]] = {
@@ -30,7 +30,7 @@ PLAIN: dict[str, Callable[[int, int], Schedule]] = {
 @lru_cache(1024)
 def report(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Report:
     """A schedule on paper. Raises `DistError` for microbatches that an interleaved one cannot have."""
-    return check(interleaved(stages, microbatches, virtual) if schedule == "interleaved" else
+    return check(interleave(stages, microbatches, virtual) if schedule == "interleaved" else
                  PLAIN[schedule](stages, microbatches), EVEN)
 
 

@@ -24,7 +24,7 @@ from tinygrad_nv.runtime.observe.memory_report import human
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a layout. `kernels`: seconds of a step's kernels in the slowest stage, of training those of a
+    """Plan of a layout. `kernels`: seconds of a step's kernels in the slowest stage, of training those of a
     microbatch; `uses`: collectives of a step; `step_s` a decode step at the middle of the answer, or a step
     of training; `first_token_s` of one prompt by itself; `tokens_per_s` of all GPUs: of output tokens with
     prompts between them, or of all tokens trained on; `mfu` of training, `bandwidth` the share of HBM's peak
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def exposed_s(self) -> float:
-        """Of collectives in a step, what nothing hides."""
+        """Seconds of collectives in a step that nothing hides."""
         return sum(each.exposed_s for each in self.uses)
 
 

@@ -27,7 +27,7 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def names() -> tuple[str, ...]:
-    """Of all presets."""
+    """Returns the names of all presets."""
     return tuple(_presets())
 
 
@@ -48,7 +48,7 @@ def find(name: str, path: Path | None = None) -> ModelConfig:
     return read_config(where) if os.path.exists(where) else preset(name)
 
 
-def stored(config: ModelConfig) -> str:
+def storage_of(config: ModelConfig) -> str:
     """How a checkpoint's matrices are stored, as `Inference.quantization` names it. Raises `PlanError` for a
     way that plans do not know."""
     if (given := config.quantization) is None: return "bf16"

@@ -24,7 +24,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def setting(work: Work) -> str:
-    """Of training: what is chosen beside the layout."""
+    """Returns, of training, the settings that are chosen beside the layout."""
     if not isinstance(work, Training): return ""
     said = [f"ZeRO {work.zero}"] * bool(work.zero)
     return ", ".join([*said, f"recompute {work.recompute}", f"microbatch {work.microbatch}"])

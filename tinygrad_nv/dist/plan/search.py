@@ -26,7 +26,7 @@ MICROBATCHES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Choice:
-    """What is decided already; None is searched. `sp` None: wherever training is tensor parallel."""
+    """Choices that are made already; None is searched. `sp` None: wherever training is tensor parallel."""
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None

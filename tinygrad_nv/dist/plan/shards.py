@@ -1,4 +1,4 @@
-"""What one rank holds: a slice of the model, as a configuration of its own.
+"""Shards: the slice of a model that one rank holds, as a configuration of its own.
 
 Protocol: `rank_config(config, layout, stage)` is the model that a rank of a pipeline stage computes: its
 layers (those that the engine gives the stage: models/parallel.py), its heads, its columns, its experts.
@@ -18,8 +18,8 @@ from tinygrad_nv.models.parallel import stage_layers
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank: `matrices` are multiplied and can be quantised, `experts` of them those of experts;
-    `others` are the embedding, the head, norms and routers."""
+    """Numbers of parameters of one rank: `matrices` are multiplied and can be quantised, `experts` of them
+    those of experts; `others` are the embedding, the head, norms and routers."""
     matrices: int
     experts: int
     others: int
@@ -47,7 +47,7 @@ def rank_config(config: ModelConfig, layout: Layout, stage: int) -> ModelConfig:
 
 
 def parameters(config: ModelConfig, layout: Layout, stage: int) -> Parameters:
-    """What a rank of a stage stores."""
+    """Returns the numbers of parameters that a rank of a stage stores."""
     rank = rank_config(config, layout, stage)
     ends = rank.hidden_size * (rank.vocab_size * (2 - rank.tied) + 1)
     layers = rank.parameters - ends

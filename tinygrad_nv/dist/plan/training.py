@@ -33,7 +33,7 @@ from tinygrad_nv.dist.plan.layer import Layer, Seconds
 from tinygrad_nv.dist.plan.layout import HALF, Layout, Training
 from tinygrad_nv.dist.plan.pipeline import bubble, idle
 from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
-from tinygrad_nv.dist.plan.uses import Use, beside, exposed
+from tinygrad_nv.dist.plan.uses import Use, beside, expose
 from tinygrad_nv.models.config import ModelConfig
 
 ADAMW_BYTES = 34        # of a parameter: master and states read and written, gradient read twice, bf16 made
@@ -78,7 +78,7 @@ def train(config: ModelConfig, layout: Layout, work: Training, cluster: Cluster)
 
 
 def operations(config: ModelConfig, work: Training) -> float:
-    """Of a step, as MFU counts them."""
+    """Returns the operations of a step, as MFU counts them."""
     embedding = config.hidden_size * config.vocab_size * (not config.tied)
     used = config.parameters - config.inactive_parameters() - embedding
     d = config.head_dim if config.latent is None else (config.latent.head + config.latent.value) / 2
@@ -99,7 +99,7 @@ def _stage(config: ModelConfig, layout: Layout, work: Training, cluster: Cluster
         forward, backward = forward + kinds[key][0], backward + kinds[key][1]
     if stage == layout.pp - 1:
         logits = compute.matmul(device, tokens, rank.vocab_size, rank.hidden_size)
-        loss = compute.moved(device, tokens * rank.vocab_size * LOSS_BYTES / 2)
+        loss = compute.move(device, tokens * rank.vocab_size * LOSS_BYTES / 2)
         forward += Seconds(logits, other=loss)
         backward += Seconds(compute.matmul(device, tokens, rank.hidden_size, rank.vocab_size) +
                             compute.matmul(device, rank.vocab_size, rank.hidden_size, tokens), other=loss)
@@ -119,9 +119,9 @@ def _stage(config: ModelConfig, layout: Layout, work: Training, cluster: Cluster
 
 def _layer(one: Layer, work: Training, tokens: int) -> tuple[Seconds, Seconds]:
     """Forward and backward pass, recomputation in the latter."""
-    moved = compute.moved(one.device, one.elementwise(tokens), launches=5)
-    forward = Seconds(one.multiplied(tokens), one.attended(tokens, work.seq_len), moved)
-    backward = Seconds(one.gradients(tokens), one.attended(tokens, work.seq_len, backward=True), 2 * moved)
+    moved = compute.move(one.device, one.elementwise(tokens), launches=5)
+    forward = Seconds(one.matmul_s(tokens), one.attention_s(tokens, work.seq_len), moved)
+    backward = Seconds(one.gradients(tokens), one.attention_s(tokens, work.seq_len, backward=True), 2 * moved)
     again = {"none": Seconds(), "full": forward,
              "selective": Seconds(forward.matmul / 2, 0.0, forward.other)}[work.recompute]
     return forward, backward + again
@@ -131,7 +131,7 @@ def _layer(one: Layer, work: Training, tokens: int) -> tuple[Seconds, Seconds]:
 
 def _within(rank: ModelConfig, layout: Layout, work: Training, cluster: Cluster,
             tokens: int, matmul_s: float) -> list[Use]:
-    """Of tensor, expert and pipeline parallelism, in both passes of a microbatch."""
+    """Returns the collectives of tensor, expert and pipeline parallelism, in both passes of a microbatch."""
     hidden = tokens * rank.hidden_size * HALF
     passes = 2 + (work.recompute == "full")
     tensor, found = layout.tensor_group(cluster), list[Use]()
@@ -139,20 +139,20 @@ def _within(rank: ModelConfig, layout: Layout, work: Training, cluster: Cluster,
         kinds = ("all_gather", "reduce_scatter") if layout.sp else ("all_reduce",)
         calls = 2 * rank.num_layers * passes
         each = [collective(kind, hidden, tensor, cluster, peer=False) for kind in kinds]
-        if work.overlap_tp: found += _overlapped(each, calls, work.overlap, matmul_s)
-        else: found += [exposed("hidden states (tp)", one, calls) for one in each]
+        if work.overlap_tp: found += _overlap(each, calls, work.overlap, matmul_s)
+        else: found += [expose("hidden states (tp)", one, calls) for one in each]
     if layout.ep > 1 and rank.moe is not None:
         sent = hidden / layout.tp * rank.moe.policy.k
         one = collective("all_to_all", sent, layout.expert_group(cluster), cluster)
-        found.append(exposed("tokens to experts and back (ep)", one, 2 * passes * sum(rank.moe.layers)))
+        found.append(expose("tokens to experts and back (ep)", one, 2 * passes * sum(rank.moe.layers)))
     if layout.pp > 1:
         share = hidden / (layout.tp if layout.sp else 1)
         one = collective("send", share, layout.stages_apart(cluster), cluster)
-        found.append(exposed("hidden states (pp)", one, 2 * work.virtual))
+        found.append(expose("hidden states (pp)", one, 2 * work.virtual))
     return found
 
 
-def _overlapped(each: list[Collective], calls: float, share: float, matmul_s: float) -> list[Use]:
+def _overlap(each: list[Collective], calls: float, share: float, matmul_s: float) -> list[Use]:
     """A share of them runs beside the matmuls, which copy engines leave their SMs."""
     total = calls * sum(one.seconds for one in each)
     open_s = total - min(share * total, matmul_s)
@@ -171,7 +171,8 @@ class _Exchange:
 
 def _exchange(config: ModelConfig, rank: ModelConfig, layout: Layout, work: Training, cluster: Cluster,
               stage: int, passes: tuple[float, float], microbatches: int) -> _Exchange:
-    """Of weights and gradients. Experts on other data-parallel ranks are not exchanged."""
+    """Returns the exchange of weights and gradients. Experts on other data-parallel ranks are not
+    exchanged."""
     held, group, device = parameters(config, layout, stage), layout.data_group(cluster), cluster.device
     shared = held.total - (held.experts if layout.ep > 1 else 0)
     layers, (forward_s, backward_s) = rank.num_layers, passes
@@ -204,4 +205,4 @@ def _optimizer(config: ModelConfig, layout: Layout, work: Training, cluster: Clu
     """AdamW of a rank's share, and the norm of gradients."""
     held = parameters(config, layout, stage)
     mine = optimizer_share(held, layout) if work.zero else held.total
-    return compute.moved(cluster.device, ADAMW_BYTES * mine) / work.achieved
+    return compute.move(cluster.device, ADAMW_BYTES * mine) / work.achieved

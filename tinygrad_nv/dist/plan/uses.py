@@ -24,11 +24,11 @@ class Use:
 
     @property
     def seconds(self) -> float:
-        """Of all calls."""
+        """Seconds of all calls."""
         return self.count * self.collective.seconds
 
     def plus(self, more: Use) -> Use:
-        """As many calls of the same collective more."""
+        """Returns the use with as many calls of the same collective more."""
         return replace(self, count=self.count + more.count, exposed_s=self.exposed_s + more.exposed_s)
 
     def times(self, count: float) -> Use:
@@ -36,8 +36,8 @@ class Use:
         return replace(self, count=self.count * count, exposed_s=self.exposed_s * count)
 
 
-def exposed(purpose: str, collective: Collective, count: float) -> Use:
-    """One that nothing runs beside."""
+def expose(purpose: str, collective: Collective, count: float) -> Use:
+    """Returns a use that nothing runs beside."""
     return Use(purpose, collective, count, count * collective.seconds)
 
 

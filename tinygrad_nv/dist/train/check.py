@@ -59,7 +59,7 @@ def check(schedule: Schedule, costs: Costs = EVEN) -> Report:
     if stuck: raise _deadlock(schedule, stuck, ends)
     busy = sum(cost_of(schedule, op, costs) for ops in schedule.ranks for op in ops)
     makespan = max(clock)
-    return Report(makespan, 1 - busy / (makespan * len(schedule.ranks)), kept(schedule), begins, ends)
+    return Report(makespan, 1 - busy / (makespan * len(schedule.ranks)), most_kept(schedule), begins, ends)
 
 
 def cost_of(schedule: Schedule, op: Op, costs: Costs) -> float:
@@ -68,14 +68,14 @@ def cost_of(schedule: Schedule, op: Op, costs: Costs) -> float:
 
 
 def needs(schedule: Schedule, op: Op) -> list[Op]:
-    """What an `Op` waits for."""
+    """Returns the operations that an `Op` waits for."""
     if op.kind == "W": return [Op("B", op.stage, op.microbatch)]
     if op.kind == "F": return [Op("F", op.stage - 1, op.microbatch)] if op.stage else []
     own = Op("F", op.stage, op.microbatch)
     return [own, Op("B", op.stage + 1, op.microbatch)] if op.stage + 1 < schedule.stages else [own]
 
 
-def kept(schedule: Schedule) -> tuple[int, ...]:
+def most_kept(schedule: Schedule) -> tuple[int, ...]:
     """Microbatches that each rank has in memory at most: from F to the last pass that needs its input."""
     last, made = "W" if schedule.splits else "B", list[int]()
     for ops in schedule.ranks:

@@ -46,7 +46,7 @@ class VocabularyLoss:
         rows, columns = int(hidden.shape[0]), int(weight.shape[0])
         most = chunk or max(CHUNK_BYTES // (4 * columns), -(-rows // MOST_CHUNKS))
         ends = [(at, min(at + most, rows)) for at in range(0, rows, most)]
-        found = [self._summed(hidden[a:b], weight, labels[a:b], f"rows from {a}") for a, b in ends]
+        found = [self._sums(hidden[a:b], weight, labels[a:b], f"rows from {a}") for a, b in ends]
         lse, own, total = (Tensor.cat(*(each[i] for each in found)).contiguous().detach() for i in range(3))
         value = self._losses(lse, own, total, labels)
 
@@ -69,22 +69,22 @@ class VocabularyLoss:
         return self._there(weight).where(logits, -math.inf), slope
 
     def _there(self, weight: Tensor) -> Tensor:
-        """Which rows of a matrix are tokens, bool (1, V')."""
+        """Tells which rows of a matrix are tokens, bool (1, V')."""
         return (Tensor.arange(int(weight.shape[0])).to(weight.device) < self.count).unsqueeze(0)
 
-    def _labelled(self, labels: Tensor, weight: Tensor) -> Tensor:
-        """Where the label is, bool (T, V')."""
+    def _is_label(self, labels: Tensor, weight: Tensor) -> Tensor:
+        """Tells where the label is, bool (T, V')."""
         columns = Tensor.arange(int(weight.shape[0]), dtype=dtypes.int32).to(weight.device)
         return ((labels - self.first).unsqueeze(1) == columns.unsqueeze(0)) & self._there(weight)
 
-    def _summed(self, hidden: Tensor, weight: Tensor, labels: Tensor, name: str
+    def _sums(self, hidden: Tensor, weight: Tensor, labels: Tensor, name: str
                 ) -> tuple[Tensor, Tensor, Tensor]:
         """Over all ranks' tokens: log-sum-exp, the label's x, and the sum of x; each (T)."""
         x, _ = self._logits(hidden.detach(), weight.detach())
         top = all_reduce(x.max(-1).contiguous(), self.group, "max", name=f"largest logits of {name}")
         there = self._there(weight)
         made = Tensor.stack((x - top.unsqueeze(1)).exp().sum(-1),
-                            self._labelled(labels, weight).where(x, 0).sum(-1), there.where(x, 0).sum(-1))
+                            self._is_label(labels, weight).where(x, 0).sum(-1), there.where(x, 0).sum(-1))
         added = all_reduce(made.contiguous(), self.group, name=f"sums of logits of {name}")
         return added[0].log() + top, added[1], added[2]
 
@@ -101,7 +101,7 @@ class VocabularyLoss:
         x, slope = self._logits(hidden, weight)
         p = (x - lse.unsqueeze(1)).exp()
         if self.z_loss: p = p * (1 + 2 * self.z_loss * lse).unsqueeze(1)
-        made = p - self._labelled(labels, weight).where(1 - self.label_smoothing, 0.0)
+        made = p - self._is_label(labels, weight).where(1 - self.label_smoothing, 0.0)
         if self.label_smoothing:
             made = made - self._there(weight).where(self.label_smoothing / self.size, 0.0)
         scale = (labels != self.ignore).where(grad, 0).unsqueeze(1)

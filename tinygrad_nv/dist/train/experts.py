@@ -45,7 +45,7 @@ class LocalExperts:
 
 def dispatch(tokens: Tensor, experts: LocalExperts, group: Group, policy: Policy | str = "top2",
              capacity: int | None = None) -> Tensor:
-    """What all ranks' experts make of this rank's tokens (…, H). Raises `DistError`."""
+    """Returns the sum of all ranks' experts for this rank's tokens (…, H). Raises `DistError`."""
     policy, count, local = policy_of(policy), int(experts.router.shape[0]), int(experts.down.shape[0])
     if local * group.size != count or int(experts.gate_up.shape[0]) != local:
         raise DistError(f"{local} experts on rank {group.rank} of {group.size}, of {count} of the router",
@@ -56,20 +56,20 @@ def dispatch(tokens: Tensor, experts: LocalExperts, group: Group, policy: Policy
         raise DistError(f"a capacity of {capacity} rows", "1 or more, or None for no limit",
                         "change capacity")
     room = capacity or int(x.shape[0]) * min(policy.k, local)
-    slots, numbers = _sent(routing, group, local, room)
+    slots, numbers = _rows_to_send(routing, group, local, room)
     # the lookup gives zeros for a number of no row, and no gradient
     rows = embedding(x, (slots < int(routing.order.shape[0])).where(slots // policy.k, int(x.shape[0])))
     came = all_to_all(rows.reshape(group.size * room, -1).contiguous(), group, name="tokens to experts")
-    made = _computed(came, all_to_all(numbers, group, name="numbers of experts"), experts)
+    made = _compute(came, all_to_all(numbers, group, name="numbers of experts"), experts)
     back = all_to_all(made, group, name="results of experts")
     place = _places(routing, local, room, group.size)
     parts = embedding(back, place).reshape(int(x.shape[0]), policy.k, -1)
     return (parts * routing.weights.unsqueeze(-1).cast(parts.dtype)).sum(1).reshape(tokens.shape)
 
 
-def _sent(routing: Routing, group: Group, local: int, room: int) -> tuple[Tensor, Tensor]:
-    """Of each row that is sent, (n · room,) int32: its slot, or the number of slots for none; and its expert
-    on the rank that gets it, or `local` for none."""
+def _rows_to_send(routing: Routing, group: Group, local: int, room: int) -> tuple[Tensor, Tensor]:
+    """Returns, of each row that is sent, (n · room,) int32: its slot, or the number of slots for none; and
+    its expert on the rank that gets it, or `local` for none."""
     count = int(routing.order.shape[0])
     bounds = routing.offsets[::local].contiguous()                                      # (n + 1)
     at = bounds[:-1].unsqueeze(1) + Tensor.arange(room, dtype=dtypes.int32).unsqueeze(0)
@@ -80,8 +80,8 @@ def _sent(routing: Routing, group: Group, local: int, room: int) -> tuple[Tensor
     return slots, filled.where(experts, local).cast(dtypes.int32).contiguous()
 
 
-def _computed(rows: Tensor, numbers: Tensor, experts: LocalExperts) -> Tensor:
-    """What this rank's experts make of rows that came; zeros for those of none."""
+def _compute(rows: Tensor, numbers: Tensor, experts: LocalExperts) -> Tensor:
+    """Computes this rank's experts for rows that came; zeros for those of none."""
     local = int(experts.down.shape[0])
     order, offsets = group_rows(numbers, local)
     inner = grouped_matmul(rows, experts.gate_up, offsets, order, gather=1, activation=experts.activation,

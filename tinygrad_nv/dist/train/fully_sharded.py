@@ -44,7 +44,7 @@ class FullySharded:
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's parts of the parameters, one vector a layer."""
+        """Parts of the parameters of this rank, one vector a layer."""
         return [each.shard for each in self.layers]
 
     def __call__(self, x: Tensor, *more: Tensor) -> Tensor:
@@ -58,10 +58,10 @@ class FullySharded:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """All layers have their parameters within: to save or to look at them. All ranks call it."""
-        full = [each.gathered() for each in self.layers]
+        full = [each.gather() for each in self.layers]
         Tensor.realize(*full)
         with contextlib.ExitStack() as stack:
-            for each, flat in zip(self.layers, full, strict=True): stack.enter_context(each.filled(flat))
+            for each, flat in zip(self.layers, full, strict=True): stack.enter_context(each.fill(flat))
             yield
 
 
@@ -72,8 +72,8 @@ class _Passed:
     reduced: list[UOp]
 
     def first(self, grad: Tensor) -> UOp:
-        """What is computed when the next layer's parameters are gathered, which is when the layer behind has
-        its gradient and the one behind that is done."""
+        """Returns what is computed when the next layer's parameters are gathered, which is when the layer
+        behind has its gradient and the one behind that is done."""
         if not self.gradients: return grad.uop
         return self.reduced[-2] if len(self.reduced) > 1 else self.gradients[-1]
 
@@ -90,20 +90,20 @@ class _Layer:
                             "parameters, all of one dtype", "cast them, or make them a layer of their own")
         self.dtype = found.pop()
         self.flat = Flat(self.parameters, group.size)
-        whole = self.flat.joined([each.detach() for each in self.parameters])
+        whole = self.flat.join([each.detach() for each in self.parameters])
         self.shard = self.flat.own(whole, group.rank).cast(dtype).contiguous().realize()
         for each in self.parameters: _empty(each)
 
-    def gathered(self, first: UOp | None = None, name: str = "") -> Tensor:
+    def gather(self, first: UOp | None = None, name: str = "") -> Tensor:
         """The vector of all parameters, gathered after `first` is computed."""
         own = self.shard if self.shard.dtype == self.dtype else self.shard.cast(self.dtype).contiguous()
         return all_gather(own, self.group, name=f"{self.name}{name}",
                           after=None if first is None else Tensor(first))
 
     @contextlib.contextmanager
-    def filled(self, flat: Tensor) -> Iterator[list[Tensor]]:
+    def fill(self, flat: Tensor) -> Iterator[list[Tensor]]:
         """The layer has its parameters within."""
-        made = self.flat.parted(flat)
+        made = self.flat.split(flat)
         try:
             for each, new in zip(self.parameters, made, strict=True): each.replace(new)
             yield made
@@ -111,14 +111,14 @@ class _Layer:
             for each in self.parameters: _empty(each)
 
     def __call__(self, x: Tensor, more: Sequence[Tensor], before: UOp | None, passed: _Passed) -> Tensor:
-        """What the layer makes of x. `before` is computed when its parameters are gathered; `passed` is
-        what the layers behind have done."""
-        with self.filled(self.gathered(before)): y = self.layer(x, *more)
+        """Runs the layer on x. `before` is computed when its parameters are gathered; `passed` is what the
+        layers behind have done."""
+        with self.fill(self.gather(before)): y = self.layer(x, *more)
 
         def back(grad: Tensor, x: Tensor, _: Tensor, *more: Tensor) -> list[Tensor | None]:
             grad, given = grad.contiguous(), x.detach()
-            full = self.gathered(passed.first(grad), " again")
-            with self.filled(full): again = self.layer(given, *more)
+            full = self.gather(passed.first(grad), " again")
+            with self.fill(full): again = self.layer(given, *more)
             dx, whole = again.gradient(given, full, gradient=grad)
             own = reduce_scatter(whole, self.group, name=f"gradients {self.name}")
             passed.gradients.append(grad.uop)

@@ -56,7 +56,7 @@ PipelineStep = Op | Transfer
 
 
 def steps(schedule: Schedule) -> tuple[tuple[PipelineStep, ...], ...]:
-    """What each rank does, in order. Raises `DistError` for a schedule that cannot run."""
+    """Returns the steps of each rank, in order. Raises `DistError` for a schedule that cannot run."""
     report = check(schedule)
     # a transfer is made when its pass ends: before passes that begin then, behind those that begin before
     made: list[list[tuple[tuple[float, int, int], PipelineStep]]] = [[] for _ in schedule.ranks]
@@ -78,9 +78,9 @@ def uses(schedule: Schedule, op: Op) -> list[Op]:
 
 
 def rooms(schedule: Schedule, order: Sequence[PipelineStep], rank: int) -> dict[Op, int]:
-    """Of each pass of a rank that gets what another rank sends, the number of the place where it is. A
-    stage's input is kept until the last pass of the microbatch, the gradient of its result, too, where passes
-    are split."""
+    """Returns, of each pass of a rank that gets what another rank sends, the number of the place where it is.
+    A stage's input is kept until the last pass of the microbatch, the gradient of its result, too, where
+    passes are split."""
     last, made = "W" if schedule.splits else "B", dict[Op, int]()
     held = dict[tuple[int, int], set[int]]()    # by stage and microbatch
     for step in order:
@@ -94,7 +94,7 @@ def rooms(schedule: Schedule, order: Sequence[PipelineStep], rank: int) -> dict[
 
 
 class Pipeline:
-    """This rank's part of a pipeline. Stages compute on `device` (default: tinygrad's)."""
+    """Part of a pipeline that this rank has. Stages compute on `device` (default: tinygrad's)."""
 
     def __init__(self, schedule: Schedule, group: Group, stages: Mapping[int, Stage], shape: Sequence[int],
                  dtype: DType, device: str | None = None) -> None:
@@ -137,13 +137,13 @@ class Pipeline:
             if given.shape != self.shape or given.dtype != self.dtype:
                 raise DistError(f"{step.made} makes {given.dtype.name} {given.shape}",
                                 f"{self.dtype.name} {self.shape}, as all stages hand on")
-            self._captured((step.to, name), lambda x: send(x, self.group, step.to, name).realize())(given)
+            self._capture((step.to, name), lambda x: send(x, self.group, step.to, name).realize())(given)
         else:
-            received = self._captured((step.source, name, self._rooms[step.used]), lambda: recv(
+            received = self._capture((step.source, name, self._rooms[step.used]), lambda: recv(
                 self.shape, self.dtype, self.group, step.source, name, self.device).realize())
             self.room[step.used] = received()
 
-    def _captured(self, key: tuple[object, ...], program: Callable[..., Tensor]) -> Any:
+    def _capture(self, key: tuple[object, ...], program: Callable[..., Tensor]) -> Any:
         """A transfer as a TinyJit, which captures at its first call."""
         if key not in self._transfers:
             self._transfers[key] = made = TinyJit(program)
@@ -164,27 +164,27 @@ class Recomputed:
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor:
         """The function's result."""
         self.inputs[microbatch] = x
-        return self._called(microbatch, x).realize()
+        return self._call(microbatch, x).realize()
 
     def backward(self, microbatch: int, grad: Tensor | None, weights: bool) -> Tensor | None:
         """The gradient of x."""
         x = self.inputs[microbatch]
         if not weights: self.gradients[microbatch] = grad
         else: del self.inputs[microbatch]
-        return self._derived(microbatch, x, grad, x is not None, weights)
+        return self._derive(microbatch, x, grad, x is not None, weights)
 
     def weights(self, microbatch: int) -> None:
         """Gradients of parameters, of a backward pass before."""
-        self._derived(microbatch, self.inputs.pop(microbatch), self.gradients.pop(microbatch), False, True)
+        self._derive(microbatch, self.inputs.pop(microbatch), self.gradients.pop(microbatch), False, True)
 
-    def _called(self, microbatch: int, x: Tensor | None) -> Tensor:
+    def _call(self, microbatch: int, x: Tensor | None) -> Tensor:
         return self.function(*(() if x is None else (x,)), *self.data(microbatch))
 
-    def _derived(self, microbatch: int, x: Tensor | None, grad: Tensor | None, inputs: bool,
+    def _derive(self, microbatch: int, x: Tensor | None, grad: Tensor | None, inputs: bool,
                  weights: bool) -> Tensor | None:
         wanted = [*([x] if inputs and x is not None else []), *(self.parameters if weights else [])]
         if not wanted: return None
-        made = self._called(microbatch, x).gradient(*wanted, gradient=grad)
+        made = self._call(microbatch, x).gradient(*wanted, gradient=grad)
         dx = made.pop(0).contiguous() if inputs else None
         for parameter, own in zip(self.parameters if weights else (), made, strict=True):
             parameter.grad = own if parameter.grad is None else parameter.grad + own

@@ -33,7 +33,7 @@ HIDDEN = flash.HIDDEN
 
 
 def zigzag(x: Tensor, group: Group, axis: int = -2) -> Tensor:
-    """This rank's part of a whole sequence along an axis: chunks r and 2 n - 1 - r of 2 n. Raises
+    """Returns this rank's part of a whole sequence along an axis: chunks r and 2 n - 1 - r of 2 n. Raises
     `DistError`."""
     parts, axis = 2 * group.size, axis % x.ndim
     if int(x.shape[axis]) % parts:
@@ -78,22 +78,22 @@ class _Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out in q's dtype, and l."""
-        sent = _joined(k, v)
+        sent = _join(k, v)
         made = _attend(self.own, q, k, v)
         for step in range(1, self.group.size):
             sent = shift(sent, self.group, name="keys and values")
-            k, v = _parted(sent)
+            k, v = _part(sent)
             if not self.causal:
-                made = _merged(made, _attend(self.other, q, k, v))
+                made = _merge(made, _attend(self.other, q, k, v))
                 continue
             early = self._early(step, str(q.device))
             (qa, qb), (ka, kb), (va, vb) = (each.chunk(2, 2) for each in (q, k, v))
             first, second = (tuple(each.chunk(2, 2)[half] for each in made) for half in (0, 1))
-            second = _merged(second, _attend(self.other, qb, ka, va))
+            second = _merge(second, _attend(self.other, qb, ka, va))
             out, lse = _attend(self.other, *(early.where(a, b) for a, b in ((qa, qb), (ka, kb), (va, vb))))
             # a pair that is not this half's has no weight in it
-            first = _merged(first, (out, early.squeeze(-1).where(lse, HIDDEN)))
-            second = _merged(second, (out, early.squeeze(-1).where(HIDDEN, lse)))
+            first = _merge(first, (out, early.squeeze(-1).where(lse, HIDDEN)))
+            second = _merge(second, (out, early.squeeze(-1).where(HIDDEN, lse)))
             made = tuple(a.cat(b, dim=2).contiguous() for a, b in zip(first, second, strict=True))
         return made[0].cast(q.dtype).contiguous(), made[1].contiguous()
 
@@ -102,32 +102,32 @@ class _Attention:
         """The gradients of q, k and v."""
         delta = (grad.float() * out.float()).sum(-1).contiguous()
         rows = lse, delta, grad
-        dq, *made = (each.float() for each in _derived(self.own, q, k, v, *rows))
-        sent, summed, before = _joined(k, v), _joined(*made), grad
+        dq, *made = (each.float() for each in _derive(self.own, q, k, v, *rows))
+        sent, summed, before = _join(k, v), _join(*made), grad
         for step in range(1, self.group.size):
             # one behind the other, so that ranks send in the same order
             before = sent = shift(sent, self.group, name="keys and values again", after=before)
             before = summed = shift(summed, self.group, name="gradients of keys and values", after=before)
-            k, v = _parted(sent)
+            k, v = _part(sent)
             if not self.causal:
-                own, *made = _derived(self.other, q, k, v, *rows)
-                dq, summed = dq + own, (summed + _joined(*made).float()).contiguous()
+                own, *made = _derive(self.other, q, k, v, *rows)
+                dq, summed = dq + own, (summed + _join(*made).float()).contiguous()
                 continue
             early = self._early(step, str(q.device))
             (qa, qb), (ka, kb), (va, vb) = (each.chunk(2, 2) for each in (q, k, v))
             halves = [each.chunk(2, 2) for each in rows]
             late = [each[1] for each in halves]
             chosen = [(early if each[0].ndim == 4 else early.squeeze(-1)).where(*each) for each in halves]
-            dqb, *ofa = _derived(self.other, qb, ka, va, *late)
-            dqx, *ofx = _derived(self.other, early.where(qa, qb), early.where(ka, kb), early.where(va, vb),
+            dqb, *ofa = _derive(self.other, qb, ka, va, *late)
+            dqx, *ofx = _derive(self.other, early.where(qa, qb), early.where(ka, kb), early.where(va, vb),
                                  *chosen)
             own = early.where(dqx, 0).cat(dqb + early.where(0, dqx), dim=2)
             both = [(a + early.where(x, 0)).cat(early.where(0, x), dim=2)
                     for a, x in zip(ofa, ofx, strict=True)]
-            dq, summed = (dq + own).contiguous(), (summed + _joined(*both).float()).contiguous()
+            dq, summed = (dq + own).contiguous(), (summed + _join(*both).float()).contiguous()
         if self.group.size > 1:
             summed = shift(summed, self.group, name="gradients of keys and values", after=before)
-        return [dq.cast(q.dtype), *(each.cast(k.dtype) for each in _parted(summed))]
+        return [dq.cast(q.dtype), *(each.cast(k.dtype) for each in _part(summed))]
 
     def _early(self, step: int, device: str) -> Tensor:
         """Whether what came in a shift is of a rank before this one, bool (1, 1, 1, 1)."""
@@ -144,12 +144,12 @@ def _attend(what: flash.FlashAttention, q: Tensor, k: Tensor, v: Tensor) -> Made
     return out.float(), lse
 
 
-def _derived(what: flash.FlashAttention, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Made:
+def _derive(what: flash.FlashAttention, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor) -> Made:
     """The gradients of q, k and v, of the LSE, delta and gradient of rows."""
     return call(flash.FlashAttentionBackward(what), flash.backward, *_contiguous(q, k, v, *rows))
 
 
-def _merged(a: Made, b: Made) -> Made:
+def _merge(a: Made, b: Made) -> Made:
     """Two attentions of the same rows over different columns as one."""
     (out_a, lse_a), (out_b, lse_b) = a, b
     top = lse_a.maximum(lse_b)
@@ -160,10 +160,10 @@ def _merged(a: Made, b: Made) -> Made:
     return (out_a * share_a + out_b * share_b).contiguous(), (total.log() + base).contiguous()
 
 
-def _joined(k: Tensor, v: Tensor) -> Tensor: return Tensor.stack(k, v).contiguous()
+def _join(k: Tensor, v: Tensor) -> Tensor: return Tensor.stack(k, v).contiguous()
 
 
-def _parted(sent: Tensor) -> tuple[Tensor, Tensor]: return sent[0], sent[1]
+def _part(sent: Tensor) -> tuple[Tensor, Tensor]: return sent[0], sent[1]
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]: return [each.contiguous() for each in tensors]

@@ -35,7 +35,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank runs, in order. `splits`: the backward pass is in two halves, B and W."""
+    """Order of the passes of each rank. `splits`: the backward pass is in two halves, B and W."""
     name: str
     chunks: int
     microbatches: int
@@ -44,11 +44,11 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Of the whole network."""
+        """Number of stages of the whole network."""
         return len(self.ranks) * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """Where a stage is."""
+        """Returns the rank of a stage."""
         return stage % len(self.ranks)
 
 
@@ -66,11 +66,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
     def of_rank(r: int) -> tuple[Op, ...]:
         forward, backward = ([Op(kind, r, m) for m in range(microbatches)] for kind in ("F", "B"))
-        return _alternated(forward, backward, ranks - r - 1)
+        return _alternate(forward, backward, ranks - r - 1)
     return Schedule("1F1B", 1, microbatches, False, tuple(map(of_rank, range(ranks))))
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+def interleave(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """1F1B over `chunks` stages a rank: groups of `ranks` microbatches go through one chunk after the other,
     and the pipeline fills in a fraction of the time. `ranks` has to divide `microbatches`."""
     _require(ranks, microbatches)
@@ -86,7 +86,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
     def of_rank(r: int) -> tuple[Op, ...]:
         ahead = (ranks - r - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * ranks
-        return _alternated(passes("F", r), passes("B", r), ahead)
+        return _alternate(passes("F", r), passes("B", r), ahead)
     return Schedule("interleaved 1F1B", chunks, microbatches, False, tuple(map(of_rank, range(ranks))))
 
 
@@ -107,7 +107,7 @@ def zero_bubble_h1(ranks: int, microbatches: int) -> Schedule:
     return Schedule("ZB-H1", 1, microbatches, True, tuple(map(of_rank, range(ranks))))
 
 
-def _alternated(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
+def _alternate(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:
     """`ahead` forward passes, then one of each in turn, then what is left."""
     ahead = min(ahead, len(forward))
     pairs = [op for pair in zip(forward[ahead:], backward, strict=False) for op in pair]

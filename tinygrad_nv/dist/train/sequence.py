@@ -10,7 +10,7 @@ leaves each rank its tokens: an all_gather and a reduce_scatter, which carry wha
     y = sequence.whole(x)                       # for what all ranks compute alike, such as a loss
 
 Gradients are those of one loss that all ranks compute alike. A parameter that a rank applies to its own
-tokens, such as a norm's weight, is passed through `shared`, which sums its gradient over ranks.
+tokens, such as a norm's weight, is passed through `share`, which sums its gradient over ranks.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
-from tinygrad_nv.dist.collectives.functions import all_gather, copied, part, reduce_scatter
+from tinygrad_nv.dist.collectives.functions import all_gather, copy_to_ranks, part, reduce_scatter
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.train.graph import with_gradient
 from tinygrad_nv.errors import DistError
@@ -35,11 +35,11 @@ class SequenceParallel:
         return all_gather(x, self.group, self.axis, name=name)
 
     def sum_halves(self, x: Tensor, name: str = "") -> Tensor:
-        """This rank's tokens of the sum over ranks."""
+        """Returns this rank's tokens of the sum over ranks."""
         return reduce_scatter(x, self.group, self.axis, name=name)
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's tokens of what all ranks have alike. Raises `DistError`."""
+        """Returns this rank's tokens of what all ranks have alike. Raises `DistError`."""
         if self.group.size == 1: return x
         count, ranks = int(x.shape[self.axis]), self.group.size
         if count % ranks:
@@ -54,9 +54,9 @@ class SequenceParallel:
         made = all_gather(x, self.group, self.axis, name="all tokens")
         return with_gradient("all tokens", made, [x], lambda grad, _: [self._part(grad)])
 
-    def shared(self, weight: Tensor, name: str = "") -> Tensor:
+    def share(self, weight: Tensor, name: str = "") -> Tensor:
         """A parameter that each rank applies to its own tokens."""
-        return copied(weight, self.group, name)
+        return copy_to_ranks(weight, self.group, name)
 
     def _part(self, x: Tensor) -> Tensor:
         return part(x, self.axis, self.group.rank, self.group.size).contiguous()

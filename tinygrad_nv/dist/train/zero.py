@@ -31,7 +31,7 @@ from tinygrad_nv.dist.train.data_parallel import gradients_of
 
 
 class Optimizer(Protocol):
-    """What an optimiser of tinygrad's has."""
+    """Protocol of an optimiser of tinygrad's."""
 
     def schedule_step(self) -> list[Tensor]: ...
 
@@ -45,12 +45,12 @@ class Flat:
         self.part = -(-self.count // ranks)
         self.padded = self.part * ranks
 
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """The vector of all of them."""
         flat = Tensor.cat(*(each.reshape(-1) for each in tensors))
         return flat if self.padded == self.count else flat.pad((0, self.padded - self.count))
 
-    def parted(self, flat: Tensor) -> list[Tensor]:
+    def split(self, flat: Tensor) -> list[Tensor]:
         """The tensors that a vector is made of."""
         made, at = [], 0
         for shape in self.shapes:
@@ -69,12 +69,12 @@ class _Bucket:
     def __init__(self, parameters: Sequence[Tensor], group: Group, number: int) -> None:
         self.parameters, self.group, self.name = list(parameters), group, f"bucket {number}"
         self.flat = Flat(parameters, group.size)
-        whole = self.flat.joined([each.detach() for each in parameters])
+        whole = self.flat.join([each.detach() for each in parameters])
         self.shard = self.flat.own(whole, group.rank).cast(dtypes.float32).contiguous().realize()
 
     def reduce(self, divisor: int, wire: DType | None) -> None:
         """The gradients into that of the part."""
-        joined = self.flat.joined(gradients_of(self.parameters))
+        joined = self.flat.join(gradients_of(self.parameters))
         own = reduce_scatter(joined, self.group, wire=wire, name=f"gradients {self.name}")
         own = own.cast(dtypes.float32) / divisor
         self.shard.grad = own if self.shard.grad is None else self.shard.grad + own
@@ -84,7 +84,7 @@ class _Bucket:
         """The parameters from the parts of all ranks."""
         own = self.shard.detach().cast(self.parameters[0].dtype)
         whole = all_gather(own, self.group, name=f"parameters {self.name}")
-        for each, new in zip(self.parameters, self.flat.parted(whole), strict=True): each.assign(new)
+        for each, new in zip(self.parameters, self.flat.split(whole), strict=True): each.assign(new)
 
 
 class ShardedOptimizer:
@@ -100,7 +100,7 @@ class ShardedOptimizer:
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's parts of the parameters, one for each bucket."""
+        """Parts of the parameters of this rank, one for each bucket."""
         return [each.shard for each in self.buckets]
 
     def reduce(self) -> None:
@@ -114,7 +114,7 @@ class ShardedOptimizer:
         Tensor.realize(*self.schedule_step())
 
     def schedule_step(self) -> list[Tensor]:
-        """What has to be realized for a step, as tinygrad's optimisers have it."""
+        """Returns the tensors to realize for a step, as tinygrad's optimisers have it."""
         if any(each.grad is not None for bucket in self.buckets for each in bucket.parameters): self._reduce()
         made = self.inner.schedule_step()
         for each in self.buckets: each.gather()

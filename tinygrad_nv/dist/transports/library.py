@@ -29,7 +29,7 @@ TYPES: tuple[DType, ...] = (
 OK, MISMATCH, LATE, ABORTED, FAILED = range(5)
 
 
-def moved_bytes(kind: str, nbytes: int, ranks: int) -> tuple[int, int]:
+def count_bytes(kind: str, nbytes: int, ranks: int) -> tuple[int, int]:
     """Bytes that a collective reads and writes on a rank; `nbytes` as `Call.count` counts: of the whole
     buffer of all_reduce, broadcast, send and recv, of one rank's part otherwise."""
     reads = {"recv": 0, "reduce_scatter": ranks, "all_to_all": ranks}.get(kind, 1)
@@ -61,7 +61,7 @@ class Library:
         assert self.c.group_bytes() == ctypes.sizeof(GroupStruct)
 
     def address(self, name: str) -> int:
-        """Where a function is."""
+        """Returns the address of a function."""
         found = ctypes.cast(getattr(self.c, name), ctypes.c_void_p).value
         assert found is not None
         return found

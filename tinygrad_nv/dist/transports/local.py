@@ -37,5 +37,5 @@ def communicators(names: tuple[str, ...]) -> tuple[Communicator, ...]:
                             "devices of tinygrad_nv", "pip install cuda-python")
     made = nccl.connect_all([each.driver for each in devices],
                             [int(name.partition(":")[2] or 0) for name in names])
-    for each, comm in zip(devices, made, strict=True): each.checks.append(comm.done)
+    for each, comm in zip(devices, made, strict=True): each.checks.append(comm.finish)
     return tuple(made)

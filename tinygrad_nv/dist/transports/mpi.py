@@ -83,7 +83,7 @@ def connect(struct: GroupStruct, members: Sequence[int]) -> Any:
 
 
 def _address(name: str) -> int:
-    """Where a function of the MPI that mpi4py has loaded is."""
+    """Returns the address of a function of the MPI that mpi4py has loaded."""
     for path in _libraries():
         try: found = ctypes.cast(getattr(ctypes.CDLL(path), name), ctypes.c_void_p).value
         except (AttributeError, OSError): continue

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from tinygrad import dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.dist.transports.library import moved_bytes
+from tinygrad_nv.dist.transports.library import count_bytes
 from tinygrad_nv.dist.transports.nccl_api import (
     ALL_TO_ALL_VERSION,
     IN_PROGRESS,
@@ -68,7 +68,7 @@ class CollectiveCall:
 
     @property
     def nbytes(self) -> int:
-        """Of `count` elements."""
+        """Bytes of `count` elements."""
         return self.count * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def library(driver: Driver) -> NCCL:
     return NCCL(_emulated)
 
 
-def carried(order: CollectiveCall) -> tuple[int, int]:
+def carrier_of(order: CollectiveCall) -> tuple[int, int]:
     """NCCL's number of the type that carries a collective, and how many of it. Raises `DistError`."""
     if order.dtype in TYPES: return TYPES[order.dtype], order.count
     if order.kind in REDUCTIONS or order.dtype not in (dtypes.int16, dtypes.uint16):
@@ -136,7 +136,7 @@ class Communicator:
 
     def enqueue(self, order: CollectiveCall, given: int, out: int, stream: int) -> None:
         """Puts a collective into a stream. Addresses of what is not there are 0. Raises `DistError`."""
-        kind, count = carried(order)
+        kind, count = carrier_of(order)
         self.begin(order)
         if order.kind in REDUCTIONS:
             self._call(LINES[order.kind], order, given, out, count, kind, OPS[order.op], self.handle, stream)
@@ -165,7 +165,7 @@ class Communicator:
     def begin(self, order: CollectiveCall) -> None:
         """A collective of this rank's device begins, of NCCL or of a kernel. Raises `DistError`."""
         self.check()
-        if self.agree is not None and order not in self.agreed: self.agreed_on(order)
+        if self.agree is not None and order not in self.agreed: self.agree_on(order)
         self.note(order)
 
     def _call(self, function: str, order: CollectiveCall, *args: int) -> None:
@@ -187,34 +187,34 @@ class Communicator:
     def call(self, order: CollectiveCall, given: int, out: int) -> LibraryCall:
         """The work that a collective is on these addresses. A send makes a byte, by which it is found in the
         graph, and a recv does not look at what it is given."""
-        reads, writes = moved_bytes(order.kind, order.nbytes, self.size)
+        reads, writes = count_bytes(order.kind, order.nbytes, self.size)
         used = [(given, reads)] if reads else [], [(out, writes)] if writes else []
         made = 1 if order.kind == "send" else writes
         return LibraryCall(
             f"{order} among ranks {'-'.join(map(str, self.members))}", tuple(used[0]), ((out, made),),
             lambda stream: self.enqueue(order, given, out, stream),
-            lambda: self._held(order, (*used[0], *used[1])),
+            lambda: self._hold(order, (*used[0], *used[1])),
             lambda event, replay: self.note(order, event, replay))
 
-    def _held(self, order: CollectiveCall, used: Sequence[tuple[int, int]]) -> object:
-        """What a graph with this collective holds. Its calls come in its order, which all ranks must share:
-        they say what they call, each time, while eager ones say so once."""
-        if self.agree is not None: self.agreed_on(order)
+    def _hold(self, order: CollectiveCall, used: Sequence[tuple[int, int]]) -> object:
+        """Returns what a graph with this collective holds. Its calls come in its order, which all ranks must
+        share: they say what they call, each time, while eager ones say so once."""
+        if self.agree is not None: self.agree_on(order)
         return [self.registration(*each) for each in used]
 
-    def agreed_on(self, order: CollectiveCall) -> None:
+    def agree_on(self, order: CollectiveCall) -> None:
         """Has the ranks compare what they call."""
         self.agreed.add(order)
         if self.agree is not None and order.kind not in ("send", "recv"): self.agree(order)
 
     def note(self, order: CollectiveCall, event: Event | None = None, new: bool = True) -> None:
-        """What the watchdog is told when it asks."""
+        """Notes what the watchdog is told when it asks."""
         number = next(self.numbers) if new or self.given is None else self.given.number
         self.given = self.latest = Last(number, order, time.clock_gettime(time.CLOCK_MONOTONIC), event)
 
     @property
     def last(self) -> Last | None:
-        """What it was given last, None once that is done."""
+        """Collective that it was given last, None once that is done."""
         found = self.given
         if found is not None and found.event is not None and self.driver.has_passed(found.event): return None
         return found
@@ -235,10 +235,10 @@ class Communicator:
         result = self._state()
         if result in (SUCCESS, IN_PROGRESS): return
         doing = f"#{self.given.number} {self.given.order}" if self.given else "between collectives"
-        raise self.nccl.failed(f"{self}: {doing}", result, self.handle)
+        raise self.nccl.failure(f"{self}: {doing}", result, self.handle)
 
-    def done(self) -> None:
-        """The host has waited for the device: raises what it failed in."""
+    def finish(self) -> None:
+        """Notes that the host has waited for the device: raises what it failed in."""
         self.check()
         self.given = None
 
@@ -268,7 +268,7 @@ class Communicator:
     def split(self, color: int, key: int, members: Sequence[int]) -> Communicator:
         """All ranks call it: those of one color are a communicator of their own, in the order of keys, made
         from this one's connections. `members` are those of this rank's color."""
-        handle, config = ctypes.c_void_p(), Config.made(split_share=True)
+        handle, config = ctypes.c_void_p(), Config.make(split_share=True)
         with self.driver.inside():
             self.nccl.call("ncclCommSplit", self.handle, color, key, ctypes.byref(handle),
                            ctypes.byref(config), handle=self.handle)
@@ -314,10 +314,11 @@ BroadcastBytes = Callable[[bytes], bytes]   # (those of the first rank) -> the s
 
 def connect(driver: Driver, rank: int, members: Sequence[int], share: BroadcastBytes,
             timeout_s: float) -> Communicator:
-    """This rank's communicator over the device of `driver`, once all ranks have come. Raises `DistError`."""
+    """Returns this rank's communicator over the device of `driver`, once all ranks have come. Raises
+    `DistError`."""
     nccl = library(driver)
     unique = UniqueId.from_buffer_copy(share(nccl.unique_id() if rank == 0 else bytes(128)))
-    handle, config = ctypes.c_void_p(), Config.made()
+    handle, config = ctypes.c_void_p(), Config.make()
     with driver.inside():
         nccl.call("ncclCommInitRankConfig", ctypes.byref(handle), len(members), unique, rank,
                   ctypes.byref(config))

@@ -50,7 +50,7 @@ class Config(ctypes.Structure):
         ("net_name", ctypes.c_char_p), ("split_share", _int)]
 
     @staticmethod
-    def made(split_share: bool = False) -> Config:
+    def make(split_share: bool = False) -> Config:
         """One that does not block."""
         return Config(ctypes.sizeof(Config), 0xcafebeef, LOWEST_VERSION, 0, *[UNDEFINED] * 3, None,
                       int(split_share))
@@ -87,30 +87,31 @@ class NCCL:
         self.call("ncclGetVersion", ctypes.byref(version))
         self.version = version.value
         if self.version < LOWEST_VERSION:
-            raise DistError(f"NCCL {dotted(self.version)}", f"NCCL {dotted(LOWEST_VERSION)} or later",
+            raise DistError(f"NCCL {version_text(self.version)}",
+                            f"NCCL {version_text(LOWEST_VERSION)} or later",
                             "pip install nvidia-nccl-cu13")
 
     def call(self, name: str, *args: Any, handle: int | None = None) -> int:
         """Calls a function. Raises `DistError` in NCCL's words; that of the communicator `handle`, if it has
         any."""
         result: int = getattr(self.library, name)(*args)
-        if result not in (SUCCESS, IN_PROGRESS): raise self.failed(name, result, handle)
+        if result not in (SUCCESS, IN_PROGRESS): raise self.failure(name, result, handle)
         return result
 
-    def failed(self, doing: str, result: int, handle: int | None = None) -> DistError:
+    def failure(self, doing: str, result: int, handle: int | None = None) -> DistError:
         """The error of a result."""
         words = _text(self.library.ncclGetErrorString(result))
         last = _text(self.library.ncclGetLastError(handle)) if handle else ""
         return DistError(f"{doing}: {words}" + (f": {last}" if last else ""))
 
     def unique_id(self) -> bytes:
-        """What ranks have to know to connect."""
+        """Returns the id that ranks have to know to connect."""
         made = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(made))
         return bytes(made)
 
     def async_error(self, handle: int) -> int:
-        """What a communicator has failed in since, SUCCESS, or IN_PROGRESS."""
+        """Returns what a communicator has failed in since, SUCCESS, or IN_PROGRESS."""
         found = _int()
         self.call("ncclCommGetAsyncError", handle, ctypes.byref(found))
         return found.value
@@ -125,10 +126,10 @@ class NCCL:
                                 "see what the other ranks do, or raise NV_DIST_TIMEOUT")
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP_S)
-        if result != SUCCESS: raise self.failed(doing, result, handle)
+        if result != SUCCESS: raise self.failure(doing, result, handle)
 
 
-def dotted(version: int) -> str:
+def version_text(version: int) -> str:
     """A version as people write it."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -156,7 +157,7 @@ def real() -> NCCL:
 
 
 def _paths() -> list[str]:
-    """Where it may be: the wheel's, then what the system finds."""
+    """Returns the paths where it may be: the wheel's, then what the system finds."""
     try: found = importlib.util.find_spec("nvidia.nccl")
     except ImportError: found = None
     folders = found.submodule_search_locations or [] if found is not None else []

@@ -31,8 +31,8 @@ from tinygrad_nv.dist.transports.library import (
     OPS,
     Call,
     GroupStruct,
+    count_bytes,
     library,
-    moved_bytes,
 )
 from tinygrad_nv.dist.transports.library import TYPES as ALL_TYPES
 from tinygrad_nv.dist.transports.nccl_api import (
@@ -44,7 +44,7 @@ from tinygrad_nv.dist.transports.nccl_api import (
     TYPES,
 )
 from tinygrad_nv.dist.transports.nccl_api import OPS as OP_NUMBERS
-from tinygrad_nv.dist.transports.shared import SLOT_BYTES, group_bytes, mapped, without_name
+from tinygrad_nv.dist.transports.shared import SLOT_BYTES, group_bytes, map_memory, without_name
 from tinygrad_nv.runtime.emulated.driver import CURRENT, EmulatedDriver
 
 VERSION = 22800
@@ -88,7 +88,7 @@ class Queued:
     peer: int = 0
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return f"{self.kind} of {self.count} {DTYPES[self.type].name}"
 
 
@@ -125,13 +125,13 @@ class EmulatedNCCL:
 
     def ncclCommInitRankConfig(self, comm: Any, size: int, unique: Any, rank: int, config: Any) -> int:
         made = Communicator(CURRENT.device, rank, size, error=IN_PROGRESS)
-        comm._obj.value = self._kept(made)
+        comm._obj.value = self._keep(made)
         path = bytes(unique).rstrip(b"\0").decode()
         return self._connecting(made, path, blocking=bool(config._obj.blocking))
 
     def _connecting(self, made: Communicator, path: str, blocking: bool) -> int:
         """Maps the memory and waits for the others, in a thread unless it may block."""
-        try: made.memory = mapped(path, group_bytes(made.size))
+        try: made.memory = map_memory(path, group_bytes(made.size))
         except OSError as error:
             made.fail(REMOTE_ERROR, f"{path}: {error.strerror}")
             return SUCCESS
@@ -140,38 +140,38 @@ class EmulatedNCCL:
                                          slot_bytes=SLOT_BYTES, run=library().address("shared_run"))
                              for _ in range(2))
 
-        def connected() -> None:
+        def connect() -> None:
             here = ctypes.create_string_buffer(4 * made.size)
-            _moved(made, "all_gather", here, here, 1, BYTE)
+            _move(made, "all_gather", here, here, 1, BYTE)
             if path in self.served: os.close(self.served.pop(path))     # all have mapped it
             if made.error == IN_PROGRESS: made.error = SUCCESS
-        if blocking: connected()
-        else: threading.Thread(target=connected, daemon=True).start()
+        if blocking: connect()
+        else: threading.Thread(target=connect, daemon=True).start()
         return SUCCESS if blocking else IN_PROGRESS
 
     def ncclCommInitAll(self, comms: Any, count: int, devices: Any) -> int:
         """`devices` are emulated ones: no numbers stand for them."""
         clique = object()
-        for i in range(count): comms[i] = self._kept(Communicator(devices[i], i, count, clique))
+        for i in range(count): comms[i] = self._keep(Communicator(devices[i], i, count, clique))
         return SUCCESS
 
     def ncclCommSplit(self, comm: int, color: int, key: int, made: Any, config: Any) -> int:
         """All ranks of the communicator call it; those of a color, by their keys, are one."""
         parent = self.communicators[comm]
         mine, every = (ctypes.c_int64 * 2)(color, key), (ctypes.c_int64 * (2 * parent.size))()
-        if not _moved(parent, "all_gather", every, mine, 2, TYPES[dtypes.int64]): return SUCCESS
+        if not _move(parent, "all_gather", every, mine, 2, TYPES[dtypes.int64]): return SUCCESS
         pairs = [(every[2 * r], every[2 * r + 1], r) for r in range(parent.size)]
         members = [r for _, _, r in sorted(pair for pair in pairs if pair[0] == color)]
         child = Communicator(parent.device, members.index(parent.rank), len(members), error=IN_PROGRESS)
-        made._obj.value = self._kept(child)
+        made._obj.value = self._keep(child)
         path = ctypes.create_string_buffer(128)
         if child.rank == 0: self.ncclGetUniqueId(ctypes.byref(path))
         paths = ctypes.create_string_buffer(128 * parent.size)
-        if not _moved(parent, "all_gather", paths, path, 128, BYTE): return SUCCESS
+        if not _move(parent, "all_gather", paths, path, 128, BYTE): return SUCCESS
         at = 128 * members[0]
         return self._connecting(child, paths.raw[at:at + 128].rstrip(b"\0").decode(), blocking=False)
 
-    def _kept(self, made: Communicator) -> int:
+    def _keep(self, made: Communicator) -> int:
         self.communicators[number := next(self.numbers)] = made
         return number
 
@@ -208,28 +208,28 @@ class EmulatedNCCL:
     # **** collectives ****
 
     def ncclAllReduce(self, given: int, out: int, count: int, kind: int, op: int, comm: int, _: int) -> int:
-        return self._called(comm, "all_reduce", given, out, count, kind, op=op)
+        return self._call(comm, "all_reduce", given, out, count, kind, op=op)
 
     def ncclReduceScatter(self, given: int, out: int, count: int, kind: int, op: int, comm: int,
                           _: int) -> int:
-        return self._called(comm, "reduce_scatter", given, out, count, kind, op=op)
+        return self._call(comm, "reduce_scatter", given, out, count, kind, op=op)
 
     def ncclAllGather(self, given: int, out: int, count: int, kind: int, comm: int, _: int) -> int:
-        return self._called(comm, "all_gather", given, out, count, kind)
+        return self._call(comm, "all_gather", given, out, count, kind)
 
     def ncclAlltoAll(self, given: int, out: int, count: int, kind: int, comm: int, _: int) -> int:
-        return self._called(comm, "all_to_all", given, out, count, kind)
+        return self._call(comm, "all_to_all", given, out, count, kind)
 
     def ncclBroadcast(self, given: int, out: int, count: int, kind: int, root: int, comm: int, _: int) -> int:
-        return self._called(comm, "broadcast", given, out, count, kind, peer=root)
+        return self._call(comm, "broadcast", given, out, count, kind, peer=root)
 
     def ncclSend(self, given: int, count: int, kind: int, peer: int, comm: int, _: int) -> int:
-        return self._called(comm, "send", given, 0, count, kind, peer=peer)
+        return self._call(comm, "send", given, 0, count, kind, peer=peer)
 
     def ncclRecv(self, out: int, count: int, kind: int, peer: int, comm: int, _: int) -> int:
-        return self._called(comm, "recv", 0, out, count, kind, peer=peer)
+        return self._call(comm, "recv", 0, out, count, kind, peer=peer)
 
-    def _called(self, comm: int, what: str, given: int, out: int, count: int, kind: int, op: int = 0,
+    def _call(self, comm: int, what: str, given: int, out: int, count: int, kind: int, op: int = 0,
                 peer: int = 0) -> int:
         found = self.communicators[comm]
         if kind not in DTYPES or op not in OP_NAMES or not 0 <= peer < found.size: return INVALID_ARGUMENT
@@ -281,14 +281,14 @@ class EmulatedNCCL:
     def _together(self, calls: Sequence[Queued]) -> int:
         first = calls[0]
         if len({(c.kind, c.count, c.type, c.op) for c in calls}) > 1:
-            for call in calls: call.to.fail(INVALID_USAGE, " and ".join(each.told for each in calls))
+            for call in calls: call.to.fail(INVALID_USAGE, " and ".join(each.text for each in calls))
             return SUCCESS
         if first.kind != "all_reduce":
             self.last = f"{first.kind} among ranks of one process".encode()
             return INVALID_USAGE
         nbytes = first.count * DTYPES[first.type].itemsize
-        given = [_address(call.to, call.given, nbytes, call.told) for call in calls]
-        outs = [_address(call.to, call.out, nbytes, call.told) for call in calls]
+        given = [_address(call.to, call.given, nbytes, call.text) for call in calls]
+        outs = [_address(call.to, call.out, nbytes, call.text) for call in calls]
         library().c.reduce(ctypes.c_void_p(outs[0]), (ctypes.c_void_p * len(given))(*given), *map(
             ctypes.c_uint64, (len(given), first.count, _type(first.type), OPS.index(OP_NAMES[first.op]))))
         for out in outs[1:]: ctypes.memmove(out, outs[0], nbytes)
@@ -301,20 +301,20 @@ def _type(number: int) -> int: return ALL_TYPES.index(DTYPES[number])
 
 
 def _address(to: Communicator, address: int, nbytes: int, what: str) -> int:
-    """Where bytes of the device lie in this process."""
+    """Returns where bytes of the device lie in this process."""
     return int(to.device.memory_at(address, nbytes, what).ctypes.data)
 
 
 def _run(call: Queued) -> bool:
     """Runs a call; whether what follows it has to be left."""
     to = call.to
-    reads, writes = moved_bytes(call.kind, call.count * DTYPES[call.type].itemsize, to.size)
-    given = _address(to, call.given, reads, call.told) if call.given else 0
-    out = _address(to, call.out, writes, call.told) if call.out else 0
-    return not _moved(to, call.kind, out, given, call.count, call.type, call.op, call.peer)
+    reads, writes = count_bytes(call.kind, call.count * DTYPES[call.type].itemsize, to.size)
+    given = _address(to, call.given, reads, call.text) if call.given else 0
+    out = _address(to, call.out, writes, call.text) if call.out else 0
+    return not _move(to, call.kind, out, given, call.count, call.type, call.op, call.peer)
 
 
-def _moved(to: Communicator, kind: str, out: Any, given: Any, count: int, number: int, op: int = 0,
+def _move(to: Communicator, kind: str, out: Any, given: Any, count: int, number: int, op: int = 0,
            peer: int = 0) -> bool:
     """Moves the bytes; whether it went well. What went wrong is kept with the communicator."""
     if to.error not in (SUCCESS, IN_PROGRESS): return False

@@ -26,7 +26,7 @@ def connect(struct: GroupStruct, leads: bool, name: str, exchange: Exchange) -> 
     made, own = without_name(size) if leads else (-1, "")
     try:
         path = exchange(f"{name}/memory", own.encode())[0].decode()
-        try: memory = mmap.mmap(made, size) if leads else mapped(path, size)
+        try: memory = mmap.mmap(made, size) if leads else map_memory(path, size)
         except OSError as error:
             raise DistError(f"the memory of another rank, {path}, cannot be mapped: {error.strerror}",
                             "ranks of one user in one container",
@@ -49,7 +49,7 @@ def without_name(size: int) -> tuple[int, str]:
     return made, f"/proc/{os.getpid()}/fd/{made}"
 
 
-def mapped(path: str, size: int) -> mmap.mmap:
+def map_memory(path: str, size: int) -> mmap.mmap:
     """Memory of another process. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try: return mmap.mmap(descriptor, size)
@@ -57,5 +57,5 @@ def mapped(path: str, size: int) -> mmap.mmap:
 
 
 def group_bytes(ranks: int) -> int:
-    """Of the memory that so many ranks share."""
+    """Returns the bytes of the memory that so many ranks share."""
     return int(library().c.shared_bytes(ctypes.c_uint64(ranks), ctypes.c_uint64(SLOT_BYTES)))

@@ -21,7 +21,7 @@ class Named(dict[str, Buffer]):
         super().__init__(buffers)
         self.groups = {each.name: each for each in groups}
         for group in groups:
-            for name, tensor in group.named_descriptors().items(): self[name] = _buffer(tensor)
+            for name, tensor in group.descriptors_by_name().items(): self[name] = _buffer(tensor)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or str(name).split("/")[:2][0] == DESCRIPTOR
@@ -29,7 +29,7 @@ class Named(dict[str, Buffer]):
     def __missing__(self, name: str) -> Buffer:
         words = name.split("/")
         if words[0] != DESCRIPTOR or words[1] not in self.groups: raise KeyError(name)
-        self[name] = made = _buffer(self.groups[words[1]].named_descriptor(name))
+        self[name] = made = _buffer(self.groups[words[1]].descriptor_of(name))
         return made
 
 
