@@ -17,7 +17,7 @@ from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load
-from tinygrad_nv.tile.norm.gated import gated_gradient
+from tinygrad_nv.tile.norm.gated import gate_gradient
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 
@@ -377,7 +377,7 @@ class GatedGradient(Workload):
     @property
     def spec(self) -> NormSpec:
         """What is computed."""
-        return gated_gradient(self.m, self.n, BF16, "silu")
+        return gate_gradient(self.m, self.n, BF16, "silu")
 
     @property
     def work(self) -> float:

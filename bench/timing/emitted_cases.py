@@ -163,7 +163,7 @@ def gemm() -> Iterator[Case]:
     small = {"f16 300x200x520": matmul(300, 200, 520, F16)}
     yield from crossed("gemm", small, GPUS, {
         "mma 128x128": MMA, "mma 64x64, 4 stages": MMA.block(64, 64).stages(4),
-        "mma split 3": MMA.block(64, 64).split(3), "mma swapped": MMA.block(64, 128).swapped(),
+        "mma split 3": MMA.block(64, 64).split(3), "mma swapped": MMA.block(64, 128).swap_operands(),
         "mma 256x128": MMA.block(256, 128).warps(4, 2), "mma 16x64": MMA.block(16, 64).k(64).warps(1, 2)})
     wide = {"bf16 640x512x1024": matmul(640, 512, 1024)}
     yield from crossed("gemm", wide, HOPPER, {
@@ -171,7 +171,7 @@ def gemm() -> Iterator[Case]:
         "wgmma cluster 2x1": WGMMA.cluster(2), "wgmma cluster 1x2": WGMMA.cluster(1, 2),
         "wgmma cluster 2x2, ping-pong": WGMMA.block(64, 64).pingpong().cluster(2, 2),
         "wgmma split 2": WGMMA.split(2), "wgmma split 4": WGMMA.split(4), "wgmma stream-K": WGMMA.streamed(),
-        "wgmma swapped": WGMMA.block(128, 64).swapped(), "wgmma swizzle 64B": WGMMA.swizzle("64B"),
+        "wgmma swapped": WGMMA.block(128, 64).swap_operands(), "wgmma swizzle 64B": WGMMA.swizzle("64B"),
         "wgmma swizzle 32B": WGMMA.swizzle("32B"), "wgmma 3 consumers": WGMMA.block(192, 96).warps(16),
         "wgmma 64x8": WGMMA.block(64, 8).warps(8), "wgmma group 1": WGMMA.grouped(1)})
     some = {"e4m3 512x256x1024": matmul(512, 256, 1024, E4M3), "gated 256": gated(256, 256, 512)}
@@ -187,12 +187,12 @@ def scaled_gemm() -> Iterator[Case]:
     yield from crossed("scaled_gemm", wide, HOPPER, {
         "ping-pong": BLOCKS.block(64, 128).pingpong(), "cluster 2x1": BLOCKS.cluster(2),
         "split 2": BLOCKS.split(2), "stream-K": BLOCKS.streamed(), "256x128": BLOCKS.block(256, 128),
-        "swapped": BLOCKS.block(128, 32).swapped()})
+        "swapped": BLOCKS.block(128, 32).swap_operands()})
     few = {"100x200x1024": blocks(100, 200, 1024)}
     yield from crossed("scaled_gemm", few, ("sm_89",), {
         "mma 128x128": ScaledMma().block(128, 128).warps(2, 4).stages(3),
         "mma split 3": ScaledMma().block(64, 64).warps(2, 2).stages(3).split(3),
-        "mma swapped": ScaledMma().block(64, 32).warps(2, 1).stages(4).swapped()})
+        "mma swapped": ScaledMma().block(64, 32).warps(2, 1).stages(4).swap_operands()})
 
 
 def quant_gemm() -> Iterator[Case]:

@@ -46,7 +46,7 @@ from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
-from tinygrad_nv.tile.norm.gated import gated_gradient
+from tinygrad_nv.tile.norm.gated import gate_gradient
 from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
@@ -131,7 +131,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "rms": rms(4096, 4096), "layer *": layer(4096, 4096), "softmax *": softmax(4096, 4096),
         "argmax *": argmax(16, 128256), "silu(gate) up *": elements(4096, 14336),
         "codes of groups *": codes(4096, 4096, 128), "codes of rows *": codes(4096, 4096),
-        "gradient of silu(gate) up": gated_gradient(4096, 14336, BF16, "silu")},
+        "gradient of silu(gate) up": gate_gradient(4096, 14336, BF16, "silu")},
     "column_sum": {"weight of a norm": norm_weight(4096, 4096), "bias *": bias_sum(8192, 14336)},
     "kv_append": {"bf16": append()},
     "embedding": {"bf16": EmbeddingSpec(128256, 4096, BF16, Tokens(dtypes.int32, (4, 1024), (1024, 1)))},

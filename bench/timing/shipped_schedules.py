@@ -35,12 +35,12 @@ def main() -> None:
     for name, m, (n, k) in itertools.product(arguments.gpu, ROWS, MATRICES):
         named, spec = figures(name), dense(m, n, k, "bf16")
         gpu = GPU(named.arch, named.sms, model=name)
-        if database.shipped(spec, named.arch, gpu) is not None: continue
+        if database.find_shipped(spec, named.arch, gpu) is not None: continue
         best = next(each for each in tune(spec, gpu, arguments.beam) if each.seconds is not None)
         entry = database.Entry(database.kept_as(spec), named.arch, database.toolchain(), best.schedule,
                                float(best.seconds or 0), "modelled", name, database.origin())
         there = database.parse(database.SHIPPED.read_text(), database.SHIPPED)
-        database.SHIPPED.write_text(database.dumped([*there, entry]))
+        database.SHIPPED.write_text(database.dump([*there, entry]))
         print(f"{name}: {spec}: {best.schedule}", flush=True)
 
 

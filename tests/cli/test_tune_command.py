@@ -182,7 +182,7 @@ def test_export_clear_import(tmp_path: Path, command):
 
 def test_what_cannot_be_is_not_imported(tmp_path: Path, command):
     impossible = entry(schedule=Mma().block(100, 64))
-    (tmp_path / "in.json").write_text(database.dumped([entry(), impossible]))
+    (tmp_path / "in.json").write_text(database.dump([entry(), impossible]))
     done = command("tune", "--import", str(tmp_path / "in.json")).succeeded()
     assert done.out.startswith("1 schedules added")
     assert done.err.startswith("note: mma 100x64x32, 2x2 warps, 3 stages is ignored for 96x80x512 bf16 NT → "

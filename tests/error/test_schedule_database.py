@@ -30,7 +30,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("content", [
     b"", b"garbage", b"\xff\xfe\x00", b"[]", b"null", b'{"format": "tinygrad_nv schedules 9", "entries": []}',
     b'{"format": "tinygrad_nv schedules 1"}', b'{"format": "tinygrad_nv schedules 1", "entries": {}}',
-    b"[" * 100_000, database.dumped([ENTRY]).encode()[:-40]])
+    b"[" * 100_000, database.dump([ENTRY]).encode()[:-40]])
 def test_a_file_that_is_no_database_is_set_aside(file: Path, content: bytes):
     file.write_bytes(content)
     with pytest.warns(ScheduleWarning, match=r"schedules\.json is no schedule database .*\n?"
@@ -57,7 +57,7 @@ def test_storing_into_a_corrupt_file_sets_it_aside(file: Path):
 
 
 def test_an_entry_that_cannot_be_read_is_ignored_and_the_others_are_not(file: Path):
-    data = json.loads(database.dumped([ENTRY]))
+    data = json.loads(database.dump([ENTRY]))
     data["entries"] += [{"spec": 3}, {**data["entries"][0], "spec": {"m": 1}}]
     file.write_text(json.dumps(data))
     with pytest.warns(ScheduleWarning) as warned: assert database.lookup(SPEC, "sm_80") == ENTRY.schedule
@@ -66,7 +66,7 @@ def test_an_entry_that_cannot_be_read_is_ignored_and_the_others_are_not(file: Pa
 
 
 def test_a_field_of_another_template_is_named(file: Path):
-    data = json.loads(database.dumped([ENTRY]))
+    data = json.loads(database.dump([ENTRY]))
     data["entries"][0]["schedule"]["cluster_m"] = 2
     file.write_text(json.dumps(data))
     words = "entry 0 of .* ignored: cluster_m=2 is of another template than mma"

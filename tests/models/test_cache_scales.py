@@ -22,7 +22,7 @@ from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.quant.activations import to_e4m3
-from tinygrad_nv.tile.reference import rounded as to_float
+from tinygrad_nv.tile.reference import round_to as to_float
 
 LAYERS = 2
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -309,7 +309,7 @@ def _list(arguments: argparse.Namespace) -> None:
     rows = [("spec", "arch", "toolchain", "schedule", "us", "bound", "how", "origin")]
     for entry in entries:
         rows.append((shorten(str(entry.spec), 60), entry.arch, entry.toolchain,
-                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bottleneck(entry), entry.known_by,
+                     str(entry.schedule), f"{entry.seconds * 1e6:.2f}", _bottleneck(entry), entry.provenance,
                      entry.origin or "-"))
     print("\n".join(align_columns(rows, (4,))))
 
@@ -322,7 +322,7 @@ def _bottleneck(entry: database.Entry) -> str:
 
 def _export(file: Path) -> None:
     entries = database.entries()
-    file.write_text(database.dumped(entries))
+    file.write_text(database.dump(entries))
     print(f"{len(entries)} schedules written to {file}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from tinygrad_nv.cpu.isa import ISA, LEVELS, PORTABLE
 from tinygrad_nv.errors import ScheduleError
-from tinygrad_nv.tile.schedule import Schedule, counted
+from tinygrad_nv.tile.schedule import Schedule, count_words
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CPUSchedule(Schedule):
         """Whether an entry for an architecture of the schedule database may have it."""
         return arch.startswith(f"cpu {self.isa},")
 
-    def words(self) -> list[str]: return [str(self.isa), counted(self.parts, "part")]
+    def words(self) -> list[str]: return [str(self.isa), count_words(self.parts, "part")]
 
 
 def _isa(data: Any) -> ISA:

@@ -151,7 +151,7 @@ def spec_of(spec: GemmSpec) -> str:
 def _operand(operand: Operand, rows: str) -> str:
     major = operand.major.replace("MN", rows.upper())
     strides = _strides([(rows, operand.mn), ("k", operand.k)], operand.batch, operand.offset)
-    aligned_to = f"rows aligned to {operand.aligned_bytes} B"
+    aligned_to = f"rows aligned to {operand.alignment_bytes} B"
     return f"{short(operand.dtype)}, {_major(major)}, {strides}; {aligned_to}"
 
 

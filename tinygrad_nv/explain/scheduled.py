@@ -158,7 +158,7 @@ def _explain_miss(call: UOp, misses: list[program.Miss]) -> tuple[str | None, st
         return name.partition(":")[0], why or "custom function"
     if not hooks.enabled(): return None, "tinygrad_nv is disabled"
     near = next((m for m in misses if _computes(call, m)), None)
-    kept = f"; {order.WRITTEN}" if order.wanted() and body.arg.opts_to_apply == () else ""
+    kept = f"; {order.WRITTEN}" if order.is_wanted() and body.arg.opts_to_apply == () else ""
     if near is None: return None, (target.why_no_cpu(call.src[1].device) or UNMATCHED) + kept
     misses.remove(near)
     return None, f"{near.template}: {near.reason}{kept}"

@@ -71,12 +71,12 @@ class Autotuned(Kernel):
         given = self.bind(args, self.fill_constants(own, kwargs), self.chosen)
         device = next(iter(given.tensors.values())).device
         if (target := target_of(device)) is None: return own
-        if order.wanted():
+        if order.is_wanted():
             free = {name: values for name, values in self.space.items() if name not in kwargs}
             return self._of(Searched(tuple(next(candidates(free, self.chosen.numbers, {})).items())))
         spec = self._spec(given, kwargs)
         if (entry := self.winners.get((spec, target.arch))) is None:
-            if (entry := database.known(spec, target.arch, target, self.file)) is None:
+            if (entry := database.find_winner(spec, target.arch, target, self.file)) is None:
                 entry = self._search(spec, args, kwargs, target)
                 self._keep([entry])
             self.winners[spec, target.arch] = entry
@@ -141,7 +141,7 @@ class Autotuned(Kernel):
         own = [each for each in database.entries(self.file)
                if isinstance(each.spec, KernelSpec) and each.spec.name == self.name]
         file = Path(path).expanduser()
-        try: file.write_text(database.dumped(own))
+        try: file.write_text(database.dump(own))
         except OSError as error: raise _unwritable(file, error) from error
 
     def load(self, path: str | Path) -> None:

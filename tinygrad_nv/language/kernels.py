@@ -130,7 +130,7 @@ class Kernel:
         own = self.signature.parameters.parameters
         constants = tuple((name, value) for name, value in kwargs.items()
                           if name in given.constants and own[name].kind is own[name].KEYWORD_ONLY)
-        if given.deterministic or order.wanted(): _one_order(made)
+        if given.deterministic or order.is_wanted(): _one_order(made)
         _alone(given, self.label)
         words = check_effects(made, schedule, given.tensors)
         call = Call(self.fn.__name__, made.key, made, schedule, self.vjp, constants, words, tuple(initial),
@@ -331,7 +331,7 @@ def _call_kernels(call: Call, target: Target, given: Sequence[UOp],
                                                                                           each.dtype)
         for each in call.program.tensors if each.output]
     words = f"{call.name}: {call.schedule}{call.effects and '; ' + call.effects}"
-    if order.wanted(): words += f"; {order.CLASS}{order.PROGRAM}"
+    if order.is_wanted(): words += f"; {order.CLASS}{order.PROGRAM}"
     note = Note("tile", words, None, call.schedule)
     return program.call(kernels, given[0].device, where, given[:count], note=note)
 

@@ -123,7 +123,7 @@ class OnnxRunner:
 
     def _key(self, inputs: Mapping[str, Any]) -> Hashable:
         """Key of a capture for inputs: all that it depends on; None for inputs that are no plain tensors."""
-        parts: list[Hashable] = [order.wanted(), Device.DEFAULT]
+        parts: list[Hashable] = [order.is_wanted(), Device.DEFAULT]
         for name, x in inputs.items():
             element: int | None
             if isinstance(x, np.ndarray): element, shape = ELEMENTS.get(x.dtype), x.shape

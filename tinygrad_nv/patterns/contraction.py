@@ -25,7 +25,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp, sint
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space, largest
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import FLOAT16S, FP8, INT8S, MOST_BATCH_DIMENSIONS
-from tinygrad_nv.tile.order import wanted as in_one_order
+from tinygrad_nv.tile.order import is_wanted as in_one_order
 
 COPY_REUSED = 16  # an operand whose elements are used so often may be copied first
 Order = Sequence[int]

@@ -23,7 +23,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.operations import OPERATIONS, folded
+from tinygrad_nv.tile.operations import OPERATIONS, fold
 
 NODES = (dtypes.float32, dtypes.float16, dtypes.bfloat16, dtypes.int32, dtypes.bool)
 STORED = NODES[:-1]
@@ -238,4 +238,4 @@ def number(node: UOp) -> float | int | bool | None:
     if node.dtype not in dtypes.weaks: return None
     if (name := NAMES.get(node.op)) is None: return None
     values = [value for s in node.src if (value := number(s)) is not None]
-    return folded(name, *values) if len(values) == len(node.src) else None
+    return fold(name, *values) if len(values) == len(node.src) else None

@@ -12,7 +12,7 @@ from tinygrad.uop.ops import UOp, sint
 
 from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.tile.expression import Expression, Sum, loads, substituted
+from tinygrad_nv.tile.expression import Expression, Sum, loads, substitute
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Result
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
@@ -43,7 +43,7 @@ class NamedMatmul:
         n, known = gemm.n // parts, dict[Expression, Expression]()
         for i in range(parts): known[Sum(gemm.out.dtype, i)] = _part(gemm, i, n)
         for load in loads(after): known[load] = replace(load, parameter=load.parameter + len(gemm.parameters))
-        epilogue = substituted(after, known)
+        epilogue = substitute(after, known)
         made = replace(gemm, n=n, out=Result(epilogue.dtype, n, 1), epilogue=epilogue, parts=parts,
                        part=n * gemm.k if parts > 1 else 0)
         spec = made if isinstance(self.spec, GemmSpec) else replace(self.spec, gemm=made)
@@ -64,4 +64,4 @@ def _part(gemm: GemmSpec, number: int, n: int) -> Expression:
     """The epilogue of a part of the columns."""
     known: dict[Expression, Expression] = {Sum(gemm.accumulate): Sum(gemm.accumulate, number)}
     for load in loads(gemm.epilogue): known[load] = replace(load, offset=load.offset + number * n * load.n)
-    return substituted(gemm.epilogue, known)
+    return substitute(gemm.epilogue, known)

@@ -123,9 +123,9 @@ class Chosen:
     def tuning_note(self) -> str:
         """Note on how the time is known of a schedule that was found by trying, and the time; \"\" of
         others."""
-        entry = database.known(self.spec, self.target.arch, self.target)
+        entry = database.find_winner(self.spec, self.target.arch, self.target)
         return "" if entry is None or entry.schedule != self.schedule else \
-            f"{entry.known_by}: {entry.seconds * 1e6:.1f} µs"
+            f"{entry.provenance}: {entry.seconds * 1e6:.1f} µs"
 
     def call(self, device: str | tuple[str, ...] | None, outputs: Sequence[program.Output | UOp],
                inputs: Sequence[UOp], name: str = "", words: str = "", **counted: Any) -> tuple[UOp, ...]:
@@ -133,7 +133,7 @@ class Chosen:
         shows, `words` are for its reader."""
         assert device is not None
         text = f"{self.spec}: {self.schedule}" if self.schedule.words() else str(self.spec)
-        if order.wanted() and (made := TABLE.ordered(self.spec, self.target)):
+        if order.is_wanted() and (made := TABLE.ordered(self.spec, self.target)):
             text += f"; {order.CLASS}{made.words}"
         elif tuned := self.tuning_note: text += f", {tuned}"
         note = Note(name or self.schedule.template, text + words, self.spec, self.schedule)

@@ -22,7 +22,7 @@ def place(base: Value, nbytes: int) -> MemoryOperand:
     return (base + nbytes if nbytes > 0 else base - -nbytes).at()
 
 
-def advanced(kb: Kernel, base: Value, index: Value, nbytes: int) -> Value:
+def advance(kb: Kernel, base: Value, index: Value, nbytes: int) -> Value:
     """`base` (u64) plus `index` (u32) times a stride in bytes."""
     if nbytes == 0: return base
     if not 0 < nbytes < 1 << 31:
@@ -47,27 +47,27 @@ def read(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: 
     """`count` (1 or 2) elements side by side."""
     at = place(base, nbytes)
 
-    def fetched(kind: str, memory: str, number: int) -> list[Value]:
+    def fetch(kind: str, memory: str, number: int) -> list[Value]:
         made = kb.regs(kind, number) if guard is None else kb.regs(kind, number, 0.0 if kind == "f32" else 0)
         vector = f".v{number}" if number > 1 else ""
         kb.emit(f"ld.{space}{vector}.{memory}", made if number > 1 else made[0], at, guard=guard)
         return made
 
     if dtype in FLOAT16S:
-        if count == 2: return Lanes(kb, dtype, [], fetched("b32", "b32", 1)[0])
-        half, wide = fetched("b16", "b16", 1)[0], kb.reg("f32")
+        if count == 2: return Lanes(kb, dtype, [], fetch("b32", "b32", 1)[0])
+        half, wide = fetch("b16", "b16", 1)[0], kb.reg("f32")
         kb.emit(f"cvt.f32.{FLOAT16S[dtype]}", wide, half)
         return Lanes(kb, dtype, [wide])
     if dtype in FP8:
-        pair = fetched("b16", "b16" if count == 2 else "u8", 1)[0]
+        pair = fetch("b16", "b16" if count == 2 else "u8", 1)[0]
         return Lanes(kb, dtype, from_fp8(kb, pair, dtype)[:count])
     if dtype == dtypes.bool:
-        return Lanes(kb, dtype, [byte != 0 for byte in fetched("u32", "u8", count)])
+        return Lanes(kb, dtype, [byte != 0 for byte in fetch("u32", "u8", count)])
     if dtype in NARROW:
         sign = "u" if dtypes.is_unsigned(dtype) else "s"
-        return Lanes(kb, dtype, list(fetched("s32", f"{sign}{8 * dtype.itemsize}", count)))
+        return Lanes(kb, dtype, list(fetch("s32", f"{sign}{8 * dtype.itemsize}", count)))
     kind = "f32" if dtype == dtypes.float32 else "u32" if dtype == dtypes.uint32 else "s32"
-    return Lanes(kb, dtype, list(fetched(kind, kind, count)))
+    return Lanes(kb, dtype, list(fetch(kind, kind, count)))
 
 
 def read_vector(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, guard: Value | None = None,
@@ -92,7 +92,7 @@ def read_vector(kb: Kernel, base: Value, nbytes: int, dtype: DType, count: int, 
 def write(kb: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard: Value | None = None,
           space: str = "global", first: int = 0) -> None:
     """`count` (1 or 2) elements side by side, from element `first` on."""
-    kind, words = stored_form(kb, value, count, first)
+    kind, words = store_form(kb, value, count, first)
     vector = ".v2" if len(words) > 1 else ""
     kb.emit(f"st.{space}{vector}.{kind}", place(base, nbytes), words if len(words) > 1 else words[0],
            guard=guard)
@@ -104,14 +104,14 @@ def write_vector(kb: Kernel, base: Value, nbytes: int, values: Sequence[Lanes],
     first = values[0]
     if len(values) == 1 and first.packed is None and len(first.wide) == 1:
         return write(kb, base, nbytes, first, 1, guard)
-    words = [word for each in values for word in stored_form(kb, each, 2)[1]]
+    words = [word for each in values for word in store_form(kb, each, 2)[1]]
     for i in range(0, len(words), 4):
         piece = words[i:i + 4]
         some = f".v{len(piece)}" if len(piece) > 1 else ""
         kb.emit(f"st.global{some}.b32", place(base, nbytes + 4 * i), piece if some else piece[0], guard=guard)
 
 
-def stored_form(kb: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
+def store_form(kb: Kernel, value: Lanes, count: int, first: int = 0) -> tuple[str, list[Value]]:
     """The type of a store and its registers."""
     dtype = value.dtype
     if dtype in FLOAT16S: return ("b32", [value.pair()]) if count == 2 else ("b16", [half(kb, value, first)])

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 def choose(spec: Any, gpu: GPU) -> Any:
     """The schedule; None when there is none."""
-    known = database.known(spec, gpu.arch, gpu)
+    known = database.find_winner(spec, gpu.arch, gpu)
     if BEAM.value < 1 and known is not None: return known.schedule
     family = TABLE.family(gpu.kind, type(spec))
     default = None if family is None else family.default(spec, gpu)

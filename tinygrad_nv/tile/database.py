@@ -1,14 +1,14 @@
 """Schedules that were found by trying: a file that outlives the process.
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
-other code; and by how its time is known: measured, modelled for a GPU, or counted (clock.py). `known` takes
-the first of these that there is, and nothing that was modelled for another GPU; then, where NV_SCHEDULES
-names no file, what comes with the package (shipped.json), modelled for the GPU. The architecture of a CPU is
-its instruction set and threads, its toolchain what identifies the C compiler. The file is JSON (`FORMAT`), at
-NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it changed, and replaced as
-a whole under a lock, merged with what others wrote since, so that several processes may tune. A file that
-cannot be read is renamed to *.corrupt-N with a warning and an empty one takes its place; an entry that cannot
-be read, or that legality no longer accepts, is ignored with a note.
+other code; and by how its time is known: measured, modelled for a GPU, or counted (clock.py). `find_winner`
+takes the first of these that there is, and nothing that was modelled for another GPU; then, where
+NV_SCHEDULES names no file, what comes with the package (shipped.json), modelled for the GPU. The architecture
+of a CPU is its instruction set and threads, its toolchain what identifies the C compiler. The file is JSON
+(`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it changed,
+and replaced as a whole under a lock, merged with what others wrote since, so that several processes may tune.
+A file that cannot be read is renamed to *.corrupt-N with a warning and an empty one takes its place; an entry
+that cannot be read, or that legality no longer accepts, is ignored with a note.
 """
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Entry:
     def key(self) -> Key: return _text(self.spec), self.arch, self.toolchain, self.how, self.gpu
 
     @property
-    def known_by(self) -> str:
+    def provenance(self) -> str:
         """How its seconds are known, for a reader."""
         return f"{self.how} for {self.gpu}" if self.gpu else self.how
 
@@ -175,34 +175,35 @@ def problems(spec: Any, schedule: Schedule, target: Any) -> Sequence[str]:
 
 
 def lookup(spec: Any, arch: str, target: Any = None) -> Any:
-    """The schedule of the entry that is `known`, on a GPU of the architecture where no target is given."""
-    entry = known(spec, arch, target or GPU(arch))
+    """Returns the schedule that `find_winner` finds, on a GPU of the architecture without a target."""
+    entry = find_winner(spec, arch, target or GPU(arch))
     return None if entry is None else entry.schedule
 
 
-def known(spec: Any, arch: str, target: Any, file: Path | None = None) -> Entry | None:
+def find_winner(spec: Any, arch: str, target: Any, file: Path | None = None) -> Entry | None:
     """The winner for a spec on a target; None where there is no legal one. One that is not legal is noted.
     What compiles is asked for where there is a file. `file`: another than the database's, without those that
     come with the package."""
     if not is_tuned(spec): return None
     if (own := _own(spec, arch, target, file or path())) is not None: return own
-    return shipped(spec, arch, target) if file is None and not config.get("NV_SCHEDULES") else None
+    return find_shipped(spec, arch, target) if file is None and not config.get("NV_SCHEDULES") else None
 
 
-def shipped(spec: Any, arch: str, target: Any) -> Entry | None:
+def find_shipped(spec: Any, arch: str, target: Any) -> Entry | None:
     """What comes with the package for a spec on a GPU: modelled for it, with some version of ptxas."""
     gpu = getattr(target, "figures", "")
-    found = _shipped().get((_text(kept_as(spec)), arch, gpu)) if gpu and arch in _shipped_archs() else None
+    found = _load_shipped().get((_text(kept_as(spec)), arch,
+                                 gpu)) if gpu and arch in _load_shipped_archs() else None
     return None if found is None or problems(spec, found.schedule, target) else found
 
 
 @functools.cache
-def _shipped() -> dict[tuple[str, str, str], Entry]:
+def _load_shipped() -> dict[tuple[str, str, str], Entry]:
     return {(_text(each.spec), each.arch, each.gpu): each for each in parse(SHIPPED.read_text(), SHIPPED)}
 
 
 @functools.cache
-def _shipped_archs() -> frozenset[str]: return frozenset(arch for _, arch, _ in _shipped())
+def _load_shipped_archs() -> frozenset[str]: return frozenset(arch for _, arch, _ in _load_shipped())
 
 
 def _own(spec: Any, arch: str, target: Any, file: Path) -> Entry | None:
@@ -277,7 +278,7 @@ def _set_aside(file: Path, mark: tuple[int, ...], why: str, locked: bool) -> Non
     """Renames a file that cannot be read, so that it is neither lost nor read again; not one that another
     process put in its place meanwhile."""
     try:
-        with contextlib.nullcontext() if locked else _locked(file):
+        with contextlib.nullcontext() if locked else _lock(file):
             if _mark(file) != mark: return
             number = 1
             while (aside := file.with_name(f"{file.name}.corrupt-{number}")).exists(): number += 1
@@ -292,7 +293,7 @@ def store(new: Iterable[Entry], file: Path | None = None) -> None:
     """Adds entries, in place of those with the same key. Raises OSError where the file cannot be written."""
     file = file or path()
     private.make(file.parent)
-    with _locked(file):
+    with _lock(file):
         _write(file, {**_read(file, locked=True), **{entry.key: entry for entry in new}}.values())
 
 
@@ -318,20 +319,20 @@ def clear() -> int:
     """Takes all entries out; how many there were."""
     file = path()
     if not file.exists(): return 0
-    with _locked(file):
+    with _lock(file):
         count = len(_read(file, locked=True))
         with contextlib.suppress(FileNotFoundError): file.unlink()
     return count
 
 
-def dumped(which: Iterable[Entry]) -> str:
+def dump(which: Iterable[Entry]) -> str:
     """The text of a file with these entries."""
     return json.dumps({"format": FORMAT, "entries": [entry.to_json() for entry in which]}, indent=1) + "\n"
 
 
 def _write(file: Path, which: Iterable[Entry]) -> None:
-    private.write(file, dumped(which).encode())
+    private.write(file, dump(which).encode())
 
 
-def _locked(file: Path) -> AbstractContextManager[None]:
+def _lock(file: Path) -> AbstractContextManager[None]:
     return private.lock_file(file.with_name(f"{file.name}.lock"))

@@ -20,7 +20,7 @@ from tinygrad_nv.tile.arguments import NOTHING, Contents, integers, launches
 from tinygrad_nv.tile.launch import MapArgument
 
 
-def launched(made: Any, spec: Any, arch: str, given: Contents = NOTHING, **options: Any) -> list[Report]:
+def launch_all(made: Any, spec: Any, arch: str, given: Contents = NOTHING, **options: Any) -> list[Report]:
     """A report for each launch; `options` are those of `Emulator.launch`. Raises `KernelError` where a kernel
     does not come to its end."""
     emu, values, reports = Emulator(arch, check=False), integers(spec), []
@@ -40,7 +40,7 @@ def launched(made: Any, spec: Any, arch: str, given: Contents = NOTHING, **optio
 
 def timings(made: Any, spec: Any, gpu: str, log: int = 0, given: Contents = NOTHING) -> list[Timing]:
     """A prediction for each launch, with `log` issues. Raises `ConfigError` for a GPU without figures."""
-    found = launched(made, spec, figures(gpu).arch, given, timing=gpu, log=log, keep=False)
+    found = launch_all(made, spec, figures(gpu).arch, given, timing=gpu, log=log, keep=False)
     return [each.timing for each in found if each.timing is not None]
 
 

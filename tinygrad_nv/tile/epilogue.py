@@ -3,7 +3,7 @@
 Protocol: a `EpilogueEmitter` evaluates pairs, two elements that are neighbours in a row; a pair is named by
 two numbers of the caller's, one for its row and one for its columns. What does not depend on the row (or the
 columns) is computed once for all pairs of the same columns (or row), where it is first needed: all code of
-one `EpilogueEmitter` must be in one straight line. `finished` is the same for one element.
+one `EpilogueEmitter` must be in one straight line. `evaluate_element` is the same for one element.
 
 Floats are computed in float32 and rounded to the node's dtype, unless that changes nothing: sums, products
 and choices of 16-bit floats are computed two at a time by instructions that round once, which gives the same
@@ -42,12 +42,12 @@ from tinygrad_nv.tile.lanes import (
     Lanes,
     Number,
     bits16,
-    converted,
+    convert,
     kind_of,
-    rounded,
-    wrapped,
+    round_floats,
+    wrap,
 )
-from tinygrad_nv.tile.operations import OPERATIONS, Operation, folded
+from tinygrad_nv.tile.operations import OPERATIONS, Operation, fold
 
 
 def problems(root: Expression, arch: str) -> list[str]:
@@ -132,12 +132,12 @@ class EpilogueEmitter:
         for number, step in enumerate(self.steps):
             key = (number, row if step.on_row else -1, pair if step.on_columns else -1)
             if key not in self.known:
-                self.known[key] = self._made(step, [values[i] for i in step.args], row, pair,
+                self.known[key] = self._emit_step(step, [values[i] for i in step.args], row, pair,
                                              last=number == len(self.steps) - 1)
             values.append(self.known[key])
         return values
 
-    def _made(self, step: EpilogueStep, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
+    def _emit_step(self, step: EpilogueStep, args: list[Lanes], row: int, pair: int, last: bool) -> Lanes:
         kb, node = self.kb, step.node
         if isinstance(node, Sum): return Lanes(kb, node.dtype, list(self.sources.sums(node.part, row, pair)))
         if isinstance(node, Load): return self.sources.load(node, row, pair)
@@ -148,16 +148,16 @@ class EpilogueEmitter:
         if node.op == "cast":
             # bytes of a result are made when they are stored
             if last and node.dtype in FP8:
-                return Lanes(kb, node.dtype, converted(args[0], dtypes.float32).each())
-            return converted(args[0], node.dtype)
+                return Lanes(kb, node.dtype, convert(args[0], dtypes.float32).each())
+            return convert(args[0], node.dtype)
         if (number := of_constants(kb, node, args)) is not None: return number
-        if (argument := unchanged(node)) is not None: return args[argument]
+        if (argument := unchanged_argument(node)) is not None: return args[argument]
         two = step.on_columns and self.width == 2
         if node in self.coarse:
             (by,) = args[1].wide
             assert isinstance(by, float)
             return Lanes(kb, node.dtype, each_lane(args[:1], lambda x: self._quotient(x, by)))
-        if rectified(node): return self._float(OPERATIONS["max"], node.dtype, args[1:], two)
+        if is_relu(node): return self._float(OPERATIONS["max"], node.dtype, args[1:], two)
         if dtypes.is_float(node.dtype) and node.op != "where":
             return self._float(OPERATIONS[node.op], node.dtype, args, two)
         return self._plain(node, args, two)
@@ -171,16 +171,16 @@ class EpilogueEmitter:
         if op.name == "reciprocal" and dtype == dtypes.float32:
             return Lanes(kb, dtype, each_lane(args, self._reciprocal))
         opcode = op.ptx_short if op.ptx_short and dtype != dtypes.float32 else op.ptx_f32
-        wide = each_lane(args, lambda *operands: self._emitted(opcode, "f32", *operands))
-        return Lanes(kb, dtype, wide) if op.exact else rounded(kb, wide, dtype)
+        wide = each_lane(args, lambda *operands: self._emit(opcode, "f32", *operands))
+        return Lanes(kb, dtype, wide) if op.exact else round_floats(kb, wide, dtype)
 
     def _reciprocal(self, x: Number) -> Value:
         """1 / x to nearest: Newton's step, which is the fast path of rcp.rn, without a branch to its slow
         one. Where the step makes no sense (0, infinity, NaN) the approximation is exact."""
-        close = self._emitted(OPERATIONS["reciprocal"].ptx_f32, "f32", x)
-        error = self._emitted("fma.rn.f32", "f32", self._emitted("neg.f32", "f32", x), close, 1.0)
-        made = self._emitted("fma.rn.f32", "f32", close, error, close)
-        small = self._emitted("setp.lt.f32", "pred", self._emitted("abs.f32", "f32", error), 0.5)
+        close = self._emit(OPERATIONS["reciprocal"].ptx_f32, "f32", x)
+        error = self._emit("fma.rn.f32", "f32", self._emit("neg.f32", "f32", x), close, 1.0)
+        made = self._emit("fma.rn.f32", "f32", close, error, close)
+        small = self._emit("setp.lt.f32", "pred", self._emit("abs.f32", "f32", error), 0.5)
         return self.kb.select(small, made, close)
 
     def _quotient(self, x: Number, by: float) -> Value:
@@ -188,25 +188,25 @@ class EpilogueEmitter:
         chooses (Markstein): the reciprocal is to nearest, remainders are exact. Where the product overflows,
         or x is infinite or NaN, it stands for the quotient."""
         factor = nearest(1 / by, dtypes.float32)
-        product = made = self._emitted("mul.f32", "f32", x, factor)
+        product = made = self._emit("mul.f32", "f32", x, factor)
         for _ in range(2):
-            rest = self._emitted("fma.rn.f32", "f32", made, -by, x)
-            made = self._emitted("fma.rn.f32", "f32", rest, factor, made)
-        size = self._emitted("abs.f32", "f32", product)
-        finite = self._emitted("setp.le.f32", "pred", size, FLOATS[dtypes.float32][2])
+            rest = self._emit("fma.rn.f32", "f32", made, -by, x)
+            made = self._emit("fma.rn.f32", "f32", rest, factor, made)
+        size = self._emit("abs.f32", "f32", product)
+        finite = self._emit("setp.le.f32", "pred", size, FLOATS[dtypes.float32][2])
         return self.kb.select(finite, made, product)
 
     def _pair(self, op: Operation, kind: str, args: list[Value]) -> Value:
         """An operation of two 16-bit floats at a time."""
         if op.ptx_fused is None or kind == "f16" or self.kb.arch >= "sm_90":
-            return self._emitted(op.ptx_pair.format(kind=kind), "b32", *args)
+            return self._emit(op.ptx_pair.format(kind=kind), "b32", *args)
         order, factor = op.ptx_fused
         if op.name not in self.factors:
             self.factors[op.name] = self.kb.reg("b32", bits16(factor, dtypes.bfloat16) * 0x10001)
         named = {"a": args[0], "b": args[1], "f": self.factors[op.name]}
-        return self._emitted("fma.rn.bf16x2", "b32", *(named[operand] for operand in order))
+        return self._emit("fma.rn.bf16x2", "b32", *(named[operand] for operand in order))
 
-    def _emitted(self, opcode: str, kind: str, *operands: Number) -> Value:
+    def _emit(self, opcode: str, kind: str, *operands: Number) -> Value:
         made = self.kb.reg(kind)
         self.kb.emit(opcode, made, *operands)
         return made
@@ -215,28 +215,28 @@ class EpilogueEmitter:
 
     def _plain(self, node: Apply, args: list[Lanes], two: bool) -> Lanes:
         kb, op = self.kb, OPERATIONS[node.op]
-        if op.name == "where": return self._chosen(node.dtype, args, two)
+        if op.name == "where": return self._emit_where(node.dtype, args, two)
         source = args[-1].dtype
         kind = kind_of(source)
         opcode = op.ptx(source).format(kind=kind)
         if kind == "pred" and op.name == "less":  # false before true
             return Lanes(kb, node.dtype, each_lane(
-                args, lambda a, b: self._emitted(opcode, kind, _not(a), b)))
-        made = each_lane(args, lambda *operands: self._emitted(
+                args, lambda a, b: self._emit(opcode, kind, _not(a), b)))
+        made = each_lane(args, lambda *operands: self._emit(
             opcode, "pred" if op.compares else kind, *operands))
-        kept = op.compares or op.closed or kind == "pred"
-        return Lanes(kb, node.dtype, made if kept else [wrapped(kb, each, node.dtype) for each in made])
+        kept = op.compares or op.fits_dtype or kind == "pred"
+        return Lanes(kb, node.dtype, made if kept else [wrap(kb, each, node.dtype) for each in made])
 
-    def _chosen(self, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
+    def _emit_where(self, dtype: DType, args: list[Lanes], two: bool) -> Lanes:
         kb, kind = self.kb, kind_of(dtype)
         if kind == "pred":
-            return Lanes(kb, dtype, each_lane(args, lambda p, a, b: self._emitted(
-                "or.pred", "pred", self._emitted("and.pred", "pred", p, a),
-                self._emitted("and.pred", "pred", _not(p), b))))
+            return Lanes(kb, dtype, each_lane(args, lambda p, a, b: self._emit(
+                "or.pred", "pred", self._emit("and.pred", "pred", p, a),
+                self._emit("and.pred", "pred", _not(p), b))))
         if two and dtype in FLOAT16S and len(args[0].each()) == 1:
             return Lanes(kb, dtype, [], kb.select(args[0].register(), args[1].pair(), args[2].pair(), "b32"))
         opcode = OPERATIONS["where"].ptx(dtype).format(kind=kind)
-        return Lanes(kb, dtype, each_lane(args, lambda p, a, b: self._emitted(opcode, kind, a, b, p)))
+        return Lanes(kb, dtype, each_lane(args, lambda p, a, b: self._emit(opcode, kind, a, b, p)))
 
 
 def _not(predicate: Number) -> Value:
@@ -261,7 +261,7 @@ def coarse(found: Sequence[EpilogueStep]) -> frozenset[Expression]:
                      and all(user.op == "round" or user.dtype in FP8 for user in those))
 
 
-def rectified(node: Apply) -> bool:
+def is_relu(node: Apply) -> bool:
     """Whether a node is `0 < x ? x : 0`, which is max(x, 0) also where x is NaN or -0."""
     if node.op != "where" or not dtypes.is_float(node.dtype): return False
     test, x, otherwise = node.args
@@ -274,11 +274,11 @@ def of_constants(kb: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None
     numbers = [float(arg.wide[0]) for arg in args if arg.wide and not isinstance(arg.wide[0], Value)]
     if not (OPERATIONS[node.op].arithmetic and len(numbers) == len(args) and dtypes.is_float(node.dtype)):
         return None
-    number = folded(node.op, *numbers)
+    number = fold(node.op, *numbers)
     return None if number is None else Lanes(kb, node.dtype, [nearest(number, node.dtype)])
 
 
-def unchanged(node: Apply) -> int | None:
+def unchanged_argument(node: Apply) -> int | None:
     """The number of the argument that a node's value is, by the identities with which tinygrad simplifies its
     own kernels: x + 0, x · 1, and x · 0 for finite x."""
     if node.op not in ("add", "mul") or not dtypes.is_float(node.dtype): return None
@@ -293,7 +293,7 @@ def constant(kb: Kernel, node: Constant) -> Number:
     """A constant as an operand: a predicate must be in a register."""
     if node.dtype == dtypes.bool: return kb.reg("pred", int(node.value))
     if dtypes.is_float(node.dtype): return nearest(float(node.value), node.dtype)
-    return wrapped(kb, int(node.value), node.dtype)
+    return wrap(kb, int(node.value), node.dtype)
 
 
 # **** one element ****
@@ -314,7 +314,7 @@ class _Single:
     def position(self, axis: str | int, row: int, pair: int) -> Sequence[Value]: return [self.index(axis)]
 
 
-def finished(kb: Kernel, root: Expression, sums: Sequence[Value], load: Callable[[Load], Value],
+def evaluate_element(kb: Kernel, root: Expression, sums: Sequence[Value], load: Callable[[Load], Value],
              position: Callable[[str | int], Value]) -> Value:
     """The value of `root` for one element: f32 for floats (rounded to its dtype, but for 8-bit floats),
     s32 or u32 for integers, a predicate for booleans. `load` gives a load's element in the same form,
@@ -322,11 +322,11 @@ def finished(kb: Kernel, root: Expression, sums: Sequence[Value], load: Callable
     return EpilogueEmitter(kb, root, _Single(kb, sums, load, position), width=1).at(0, 0).register()
 
 
-def loaded(kb: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:
-    """Element `index` (u64) of `dtype` in the form `finished` wants."""
+def load_element(kb: Kernel, pointer: Value, index: Value, dtype: DType) -> Value:
+    """Element `index` (u64) of `dtype` in the form `evaluate_element` wants."""
     return read(kb, pointer + index * dtype.itemsize, 0, dtype, 1).register()
 
 
-def stored(kb: Kernel, address: Value, value: Value, dtype: DType) -> None:
-    """Stores a value of `finished` as one element of `dtype`."""
+def store_element(kb: Kernel, address: Value, value: Value, dtype: DType) -> None:
+    """Stores a value of `evaluate_element` as one element of `dtype`."""
     write(kb, address, 0, Lanes(kb, dtype, [value]), 1)

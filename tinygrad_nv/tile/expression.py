@@ -180,7 +180,7 @@ def walk(root: Expression, seen: set[Expression] | None = None) -> Iterator[Expr
     yield root
 
 
-def substituted(root: Expression, known: Mapping[Expression, Expression]) -> Expression:
+def substitute(root: Expression, known: Mapping[Expression, Expression]) -> Expression:
     """An expression with others in the place of some of its nodes. A node used twice stays one."""
     made = dict(known)
     for node in walk(root):
@@ -190,7 +190,7 @@ def substituted(root: Expression, known: Mapping[Expression, Expression]) -> Exp
     return made[root]
 
 
-def transposed(root: Expression) -> Expression:
+def transpose(root: Expression) -> Expression:
     """An expression whose rows and columns have changed places. A node used twice stays one."""
     made: dict[Expression, Expression] = {}
     for node in walk(root):
@@ -249,7 +249,7 @@ def short(dtype: DType) -> str:
 def show(node: Expression, names: Mapping[Expression, str] | None = None) -> str:
     """An expression as text, for a reader; nodes in `names` by their names. Of one that is too long as a tree
     the number of its operations, and a word that tells it from others."""
-    return _digest(node) if tree_size(node) > SHOWN else _shown(node, names or {})
+    return _digest(node) if tree_size(node) > SHOWN else _show(node, names or {})
 
 
 def tree_size(node: Expression) -> int:
@@ -266,7 +266,7 @@ def _digest(root: Expression) -> str:
     return f"{len(lines)} operations, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
-def _shown(node: Expression, names: Mapping[Expression, str]) -> str:
+def _show(node: Expression, names: Mapping[Expression, str]) -> str:
     """A short expression as text."""
     if node in names: return names[node]
     if isinstance(node, Sum): return f"sum{node.part or ''}"
@@ -277,8 +277,8 @@ def _shown(node: Expression, names: Mapping[Expression, str]) -> str:
         where = "".join(axis for axis, stride in strides if stride)
         return f"x{node.parameter}[{where}]"
     assert isinstance(node, Apply)
-    if node.op == "cast": return f"{_shown(node.args[0], names)}.{short(node.dtype)}"
-    args = [_shown(arg, names) for arg in node.args]
+    if node.op == "cast": return f"{_show(node.args[0], names)}.{short(node.dtype)}"
+    args = [_show(arg, names) for arg in node.args]
     if sign := OPERATIONS[node.op].sign: return f"({args[0]} {sign} {args[1]})"
     return f"{node.op}({', '.join(args)})"
 

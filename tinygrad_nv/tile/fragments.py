@@ -15,7 +15,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import Places, joined, swizzled
+from tinygrad_nv.tile.ops import Places, join_elements, swizzle_offset
 
 STEP_BYTES = 32
 NAMES = {dtypes.bfloat16: "bf16", dtypes.float16: "f16", dtypes.float32: "tf32", dtypes.int8: "s8",
@@ -52,7 +52,7 @@ class Fragments:
             along_mn, along_k = (high, mid) if self.is_b else (mid, high)
             if self.mn_major: row, byte = low + along_k * 8, (self.first + along_mn * 8) * size
             else: row, byte = self.first + low + along_mn * 8, along_k * 16
-        self.places = Places(kb, self.tile, swizzled(self.tile, row, byte))
+        self.places = Places(kb, self.tile, swizzle_offset(self.tile, row, byte))
         self.places.prepare([self._plain(mn, step, r) + j * self.tile.span
                              for mn in range(0, self.extent, 16) for step in range(self.steps)
                              for r in range(4) for j in range(4 if size == 1 and self.mn_major else 1)])
@@ -97,7 +97,7 @@ class Fragments:
             parts = kb.regs("b32", 4)
             for j, part in enumerate(parts):
                 kb.emit("ld.shared.u8", part, self.places(plain + j * tile.span, self.start))
-            register.set(joined(kb, parts))
+            register.set(join_elements(kb, parts))
 
     def _round(self, four: list[Value]) -> None:
         """To nearest, 10 bits of mantissa. The instruction would cut the rest off, which is twice the error

@@ -44,7 +44,7 @@ class Lanes:
         """The wide form: one value where both elements have the same, else two."""
         if not self.wide:
             assert self.packed is not None
-            self.wide = list(unpacked(self.kb, self.packed, self.dtype))
+            self.wide = list(unpack(self.kb, self.packed, self.dtype))
         return self.wide
 
     def at(self, i: int) -> Number:
@@ -59,11 +59,11 @@ class Lanes:
 
     def pair(self) -> Value:
         """The packed form."""
-        if self.packed is None: self.packed = packed(self.kb, self.wide, self.dtype)
+        if self.packed is None: self.packed = pack(self.kb, self.wide, self.dtype)
         return self.packed
 
 
-def packed(kb: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
+def pack(kb: Kernel, wide: Sequence[Number], dtype: DType) -> Value:
     """One or two floats, rounded to a 16-bit dtype, in a b32."""
     made = kb.reg("b32")
     if all(not isinstance(value, Value) for value in wide):
@@ -80,7 +80,7 @@ def bits16(value: float, dtype: DType) -> int:
     return int.from_bytes(struct.pack("<f", exact), "little") >> 16
 
 
-def unpacked(kb: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
+def unpack(kb: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
     """Both halves of a b32, as f32."""
     low, high = kb.reg("f32"), kb.reg("f32")
     if dtype == dtypes.bfloat16:  # a bf16 is the upper half of a float
@@ -93,15 +93,15 @@ def unpacked(kb: Kernel, pair: Value, dtype: DType) -> tuple[Value, Value]:
     return low, high
 
 
-def rounded(kb: Kernel, wide: list[Number], dtype: DType) -> Lanes:
+def round_floats(kb: Kernel, wide: list[Number], dtype: DType) -> Lanes:
     """Floats as float32 computed them, rounded to `dtype`."""
-    if dtype in FLOAT16S: return Lanes(kb, dtype, [], packed(kb, wide, dtype)) if len(wide) > 1 else \
-        Lanes(kb, dtype, [_rounded_one(kb, wide[0], dtype)])
+    if dtype in FLOAT16S: return Lanes(kb, dtype, [], pack(kb, wide, dtype)) if len(wide) > 1 else \
+        Lanes(kb, dtype, [_round_one(kb, wide[0], dtype)])
     if dtype in FP8: return Lanes(kb, dtype, from_fp8(kb, to_fp8(kb, wide, dtype), dtype)[:len(wide)])
     return Lanes(kb, dtype, wide)
 
 
-def _rounded_one(kb: Kernel, value: Number, dtype: DType) -> Number:
+def _round_one(kb: Kernel, value: Number, dtype: DType) -> Number:
     if not isinstance(value, Value): return nearest(value, dtype)
     half, made = kb.reg("b16"), kb.reg("f32")
     kb.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, value)
@@ -120,10 +120,10 @@ def from_fp8(kb: Kernel, pair: Value, dtype: DType) -> list[Number]:
     """Both bytes of a b16, as f32."""
     halves = kb.reg("b32")
     kb.emit(f"cvt.rn.f16x2.{FP8[dtype]}", halves, pair)
-    return list(unpacked(kb, halves, dtypes.float16))
+    return list(unpack(kb, halves, dtypes.float16))
 
 
-def wrapped(kb: Kernel, value: Number, dtype: DType) -> Number:
+def wrap(kb: Kernel, value: Number, dtype: DType) -> Number:
     """An integer cut to the width of a dtype of 8 or 16 bits."""
     if dtype not in NARROW: return value
     opcode, width = NARROW[dtype]
@@ -135,15 +135,15 @@ def wrapped(kb: Kernel, value: Number, dtype: DType) -> Number:
     return made
 
 
-def converted(value: Lanes, target: DType) -> Lanes:
+def convert(value: Lanes, target: DType) -> Lanes:
     """A value cast to another dtype. Floats become integers towards zero; booleans are what is not 0."""
     kb, source = value.kb, value.dtype
     if source == target: return value
     if target == dtypes.bool: return Lanes(kb, target, [_not_zero(kb, each, source) for each in value.each()])
     if dtypes.is_float(target):
         wide = [_as_float(kb, each, source) for each in value.each()]
-        return Lanes(kb, target, wide) if exact(source, target) else rounded(kb, wide, target)
-    return Lanes(kb, target, [wrapped(kb, _as_integer(kb, each, source, target), target)
+        return Lanes(kb, target, wide) if exact(source, target) else round_floats(kb, wide, target)
+    return Lanes(kb, target, [wrap(kb, _as_integer(kb, each, source, target), target)
                              for each in value.each()])
 
 

@@ -86,13 +86,13 @@ class LaunchConfig:
 
     def describe(self) -> str:
         """Comment lines for a reader of the kernel's PTX. Nothing parses them."""
-        lines = [f"// launch: dynamic_smem={self.dynamic_smem} cluster={_listed(self.cluster)} "
+        lines = [f"// launch: dynamic_smem={self.dynamic_smem} cluster={_list_numbers(self.cluster)} "
                  f"pdl={int(self.pdl)}"]
         lines += [f"// zero: pointer={each.pointer} bytes={each.nbytes}" for each in self.zeroed]
-        lines += [f"// integer: offset={i.offset} factors={_listed(i.factors)}" for i in self.integers]
+        lines += [f"// integer: offset={i.offset} factors={_list_numbers(i.factors)}" for i in self.integers]
         if self.peers is not None: lines.append(f"// together: {self.peers}")
-        lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_listed(m.dims)} "
-                  f"strides={_listed(m.strides)} box={_listed(m.box)} swizzle={m.swizzle} "
+        lines += [f"// tensormap: pointer={m.pointer} dtype={m.dtype} dims={_list_numbers(m.dims)} "
+                  f"strides={_list_numbers(m.strides)} box={_list_numbers(m.box)} swizzle={m.swizzle} "
                   f"offset={m.offset_bytes} dynamic={m.dynamic} integer={m.integer}{_columns(m)}"
                   for m in self.maps]
         return "\n".join(lines) + "\n"
@@ -103,7 +103,7 @@ PLAIN = LaunchConfig()  # of a kernel that needs nothing of this
 
 def _columns(m: MapArgument) -> str:
     if not m.lower: return ""
-    return f" im2col={_listed(m.lower)}..{_listed(m.upper)} steps={_listed(m.steps)}"
+    return f" im2col={_list_numbers(m.lower)}..{_list_numbers(m.upper)} steps={_list_numbers(m.steps)}"
 
 
-def _listed(numbers: tuple[int, ...]) -> str: return ",".join(map(str, numbers))
+def _list_numbers(numbers: tuple[int, ...]) -> str: return ",".join(map(str, numbers))

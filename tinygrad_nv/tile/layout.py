@@ -55,11 +55,11 @@ class SharedTile:
         """The place of a byte of a row before the swizzle."""
         return byte // self.span * self.rows * self.span + row * self.span + byte % self.span
 
-    def swizzled(self, plain: int) -> int:
+    def swizzle(self, plain: int) -> int:
         """The swizzle of an offset."""
         start, mask, to = self.bits
         return plain ^ (plain >> start & mask) << to
 
     def offset(self, row: int, byte: int) -> int:
         """The place of a byte of a row."""
-        return self.swizzled(self.plain(row, byte))
+        return self.swizzle(self.plain(row, byte))

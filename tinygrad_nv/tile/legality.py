@@ -21,11 +21,11 @@ def legality(own: Callable[[S, C, str], Iterable[str]]) -> Callable[[S, C, GPU],
     """Why a template cannot have a schedule; empty when it can. Remembered: a schedule that was chosen is
     asked about once more when its kernel is built, and whenever the database gives it."""
     @lru_cache(4096)
-    def found(spec: S, s: C, arch: str) -> tuple[str, ...]:
+    def find_problems(spec: S, s: C, arch: str) -> tuple[str, ...]:
         if arch not in SMEM_BYTES: return (f"{arch} is not {', '.join(SMEM_BYTES)}",)
         if min((n for n in vars(s).values() if type(n) is int), default=1) < 1:
             return (f"{s}: extents below 1",)
         return tuple(own(spec, s, arch))
 
-    def problems(spec: S, s: C, gpu: GPU) -> list[str]: return [*found(spec, s, gpu.arch)]
+    def problems(spec: S, s: C, gpu: GPU) -> list[str]: return [*find_problems(spec, s, gpu.arch)]
     return problems

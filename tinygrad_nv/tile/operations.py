@@ -34,7 +34,7 @@ _ORDER = "({{0}} ^ (s32)0x80000000) {} ({{1}} ^ (s32)0x80000000)"
 @dataclass(frozen=True)
 class Operation:
     """A row of the table. `value` takes Python numbers and raises ArithmeticError or ValueError where there
-    is no result, as of 1 / 0; `folded` catches these."""
+    is no result, as of 1 / 0; `fold` catches these."""
     name: str
     arity: int
     value: Callable[..., Number] | None = None
@@ -59,7 +59,7 @@ class Operation:
     c_bool: str = ""
 
     @property
-    def closed(self) -> bool:
+    def fits_dtype(self) -> bool:
         """Whether the result of 8- or 16-bit integers, in PTX, fits their dtype without being wrapped."""
         return self.exact or self.ptx_integer.endswith(".b32")
 
@@ -163,7 +163,7 @@ _ROWS = (
 OPERATIONS = {each.name: each for each in _ROWS}
 
 
-def folded(name: str, *numbers: Number) -> Number | None:
+def fold(name: str, *numbers: Number) -> Number | None:
     """What an operation makes of Python numbers; None where there is none, as of 1 / 0."""
     if (value := OPERATIONS[name].value) is None: return None
     try: return value(*numbers)

@@ -47,22 +47,22 @@ class Places:
         if bits not in self.sums: self.sums[bits] = self.stage + self._variant(bits)
         return self.sums[bits].at(plain - plain % self.tile.window + more)
 
-    def _bits(self, plain: int) -> int: return self.tile.swizzled(plain) % self.tile.window
+    def _bits(self, plain: int) -> int: return self.tile.swizzle(plain) % self.tile.window
 
     def _variant(self, bits: int) -> Value:
         if bits not in self.variants: self.variants[bits] = self.own ^ bits if bits else self.own
         return self.variants[bits]
 
 
-def swizzled(tile: SharedTile, row: Value, byte: Value) -> Value:
+def swizzle_offset(tile: SharedTile, row: Value, byte: Value) -> Value:
     """`SharedTile.offset` of values: u32."""
     plain = row * tile.span + (byte & tile.span - 1)
     if tile.row_bytes > tile.span: plain = plain + (byte // tile.span) * (tile.rows * tile.span)
-    return swizzled_plain(plain, tile)
+    return swizzle_plain(plain, tile)
 
 
-def swizzled_plain(plain: Value, tile: SharedTile) -> Value:
-    """`SharedTile.swizzled` of a value."""
+def swizzle_plain(plain: Value, tile: SharedTile) -> Value:
+    """`SharedTile.swizzle_offset` of a value."""
     start, mask, to = tile.bits
     return plain ^ ((plain >> start) & mask) << to if mask else plain
 
@@ -73,7 +73,7 @@ def width_of(operand: Operand, extent: int, residue: int) -> int:
     size = operand.dtype.itemsize
     if not operand.major: return size
     inner = (residue if operand.major == "K" else extent) * size
-    return min(operand.aligned_bytes, inner & -inner)
+    return min(operand.alignment_bytes, inner & -inner)
 
 
 def tile_of(operand: Operand, block_mn: int, block_k: int) -> SharedTile:
@@ -120,7 +120,7 @@ class TileCopy(Passes):
         self.tile = tile = tile_of(operand, self.block_mn, self.block_k)
         self.threads, a_row = kb.threads[0], tile.span // CHUNK
         lane = kb.tid.x
-        self.places = Places(kb, tile, swizzled_plain(lane * CHUNK, tile))
+        self.places = Places(kb, tile, swizzle_plain(lane * CHUNK, tile))
         byte, row = lane % a_row * CHUNK, lane // a_row
         if self.threads > a_row * tile.rows:
             byte, row = byte + row // tile.rows * tile.span, row % tile.rows
@@ -209,7 +209,7 @@ class TileCopy(Passes):
         for word in range(0, CHUNK, 4):
             parts = [self._element(row, column + at, guard, masked)
                      for at in range(word, word + 4, self.size)]
-            words.append(joined(kb, parts))
+            words.append(join_elements(kb, parts))
         kb.emit("st.shared.v4.b32", self.places(plain, self.start), words, guard=guard)
 
     def _element(self, row: int, column: int, guard: Value | None, masked: bool) -> Value:
@@ -246,7 +246,7 @@ def _both(kb: Kernel, guard: Value, inside: Value) -> Value:
     return guard & inside
 
 
-def joined(kb: Kernel, parts: list[Value]) -> Value:
+def join_elements(kb: Kernel, parts: list[Value]) -> Value:
     """A b32 of one element, two of 16 bits, or four of 8 bits in b32 registers."""
     if len(parts) == 1: return parts[0]
     made = kb.reg("b32")

@@ -32,6 +32,6 @@ class Ordered:
     words: str
 
 
-def wanted() -> bool:
+def is_wanted() -> bool:
     """Whether schedules have to be of one class."""
     return bool(config.get(SETTING))

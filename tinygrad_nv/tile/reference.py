@@ -103,7 +103,7 @@ def axes(extents: Sequence[int]) -> list[Tensor]:
             for axis, extent in enumerate(extents)]
 
 
-def gathered(storage: Tensor, place: Place) -> Tensor:
+def gather(storage: Tensor, place: Place) -> Tensor:
     """The elements of a place, [*extents]."""
     return elements(storage, index_of(place, axes(place.extents)).expand(place.extents))
 
@@ -125,7 +125,7 @@ def _eight(code: int, dtype: DType) -> float:
     return -value if code >= 128 else value
 
 
-def rounded(x: Tensor, dtype: DType) -> Tensor:
+def round_to(x: Tensor, dtype: DType) -> Tensor:
     """x of another dtype; of 8-bit floats the nearest, ties to even, what is too large the largest, as
     float32. Contiguous: tinygrad leaves out a cast to float16 and back within a kernel."""
     if dtype not in FP8: return x.cast(dtype).contiguous()
@@ -142,13 +142,13 @@ def index_of(place: Place, at: Sequence[Tensor]) -> Tensor:
     return sum(steps[1:], steps[0] + place.offset) if steps else at[0] * 0 + place.offset
 
 
-def widened(dtype: DType, exact: bool) -> DType:
+def compute_dtype(dtype: DType, exact: bool) -> DType:
     """What numbers of a dtype are computed in: float64 where nothing is rounded."""
     if exact and dtypes.is_float(dtype): return dtypes.float64
     return dtypes.float32 if dtype in FP8 else dtype
 
 
-def evaluated(root: Expression, extents: tuple[int, ...], sums: Sequence[Tensor], given: Given, exact: bool,
+def evaluate(root: Expression, extents: tuple[int, ...], sums: Sequence[Tensor], given: Given, exact: bool,
               at: Mapping[Axis, Tensor] | None = None) -> Tensor:
     """An expression over [*batch, m, n]. `at`: what positions are that are not those of the extents, where
     nothing is loaded from."""
@@ -156,29 +156,29 @@ def evaluated(root: Expression, extents: tuple[int, ...], sums: Sequence[Tensor]
     whole = own | dict(at or {})
     made: dict[Expression, Tensor] = {}
     for node in walk(root):
-        kind = widened(node.dtype, exact)
+        kind = compute_dtype(node.dtype, exact)
         if isinstance(node, Sum): found = sums[node.part]
         elif isinstance(node, Constant): found = Tensor(node.value, dtype=kind)
         elif isinstance(node, Position): found = whole[node.axis].cast(kind)
-        elif isinstance(node, Load): found = _loaded(node, own, given, extents).cast(kind)
+        elif isinstance(node, Load): found = _load(node, own, given, extents).cast(kind)
         else:
             assert isinstance(node, Apply)
-            found = _applied(node, [made[arg] for arg in node.args], exact)
+            found = _apply(node, [made[arg] for arg in node.args], exact)
         made[node] = found.expand(extents)
     return made[root]
 
 
-def _loaded(load: Load, whole: Mapping[Axis, Tensor], given: Given, extents: tuple[int, ...]) -> Tensor:
+def _load(load: Load, whole: Mapping[Axis, Tensor], given: Given, extents: tuple[int, ...]) -> Tensor:
     batch = len(extents) - 2
     place = Place(load.offset, extents, (*(load.batch or (0,) * batch), load.m, load.n))
     index = index_of(place, [whole[axis] for axis in (*range(batch), "m", "n")])
     return elements(given[f"x{load.parameter}"], index)
 
 
-def _applied(node: Apply, args: list[Tensor], exact: bool) -> Tensor:
+def _apply(node: Apply, args: list[Tensor], exact: bool) -> Tensor:
     if node.op == "cast":
         wide = exact and dtypes.is_float(node.dtype)
-        return args[0].cast(dtypes.float64) if wide else rounded(args[0], node.dtype)
+        return args[0].cast(dtypes.float64) if wide else round_to(args[0], node.dtype)
     if node.op == "div": return _quotient(args[0], args[1])
     if node.op == "round": return args[0].round()
     if node.op == "min": return (args[1] < args[0]).where(args[1], args[0])

@@ -40,18 +40,18 @@ class Store(Destination):
     def tile(self, first_m: Value, first_n: Value, batch: Sequence[Value], cells: Sequence[Cell]) -> None:
         """Stores what a warp holds, whose first element is at (`first_m`, `first_n`) of the matrix."""
         share = Share(self, first_m, first_n, batch, cells)
-        if self.staged: return Staged(share).run()
+        if self.is_staged: return Staged(share).run()
         # columns outside: what belongs to a row is needed throughout, and there are fewer rows
         for row, column in sorted(share.halves, key=lambda at: (at[1], at[0])):
             share.put(row, column, share.finish.at(row, column))
         return None
 
     @property
-    def staged(self) -> bool:
+    def is_staged(self) -> bool:
         """Whether the result goes by way of shared memory."""
         mapped = (self.plan.map is None) == (self.out_map is None)
         return self.plan.panel is not None and self.staging is not None and mapped
 
     def finish(self) -> None:
         """Waits until shared memory may go."""
-        if self.staged and self.out_map is not None: self.kb.tma_wait(0, read=True)
+        if self.is_staged and self.out_map is not None: self.kb.tma_wait(0, read=True)

@@ -101,7 +101,7 @@ class Warps:
     def warp_words(self) -> str:
         """As a schedule shows them."""
         shown = f"{self.warps_m}x{self.warps_n}" if self.warps_n > 1 else ""
-        return counted(self.warps_m * self.warps_n, "warp", shown)
+        return count_words(self.warps_m * self.warps_n, "warp", shown)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class RowWarps:
 
     def warp_words(self) -> str:
         """As a schedule shows them."""
-        return counted(self.warps_m, "warp")
+        return count_words(self.warps_m, "warp")
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,6 @@ class Warpgroups(RowWarps):
         return self.warps_m // 4 - 1
 
 
-def counted(count: int, word: str, shown: str = "") -> str:
+def count_words(count: int, word: str, shown: str = "") -> str:
     """A number and what it counts: "1 stage", "2x2 warps"."""
     return f"{shown or count} {word}{'' if count == 1 else 's'}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.tile.access import advanced, read, write
+from tinygrad_nv.tile.access import advance, read, write
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Load
 from tinygrad_nv.tile.gemm.spec import Result, Stored
@@ -54,7 +54,7 @@ class Share:
 
     # **** what is inside ****
 
-    def bounded(self, index: Value, offset: int, bound: Value | int) -> Value:
+    def is_below(self, index: Value, offset: int, bound: Value | int) -> Value:
         """Whether `index` + `offset` is below a bound."""
         key = (index.name, str(offset))
         if key not in self.inside: self.inside[key] = (index + offset if offset else index) < bound
@@ -64,8 +64,8 @@ class Share:
         """A predicate that holds inside, of row `m` + `row` and column `n` + `column`; None where all is. A
         row or column left out is not asked for."""
         plan = self.store.plan
-        in_m = self.bounded(m, row, self.store.rows) if plan.edges_m and row is not None else None
-        in_n = self.bounded(n, column, self.stored.n) if plan.edges_n and column is not None else None
+        in_m = self.is_below(m, row, self.store.rows) if plan.edges_m and row is not None else None
+        in_n = self.is_below(n, column, self.stored.n) if plan.edges_n and column is not None else None
         if in_m is None or in_n is None: return in_m if in_n is None else in_n
         key = (in_m.name, in_n.name)
         if key not in self.inside: self.inside[key] = in_m & in_n
@@ -108,8 +108,8 @@ class Share:
         size = tensor.dtype.itemsize
         base = pointer + tensor.offset * size if tensor.offset else pointer
         for index, stride in zip(self.batch, tensor.batch or [0] * len(self.batch), strict=True):
-            base = advanced(self.kb, base, index, stride * size)
-        return advanced(self.kb, advanced(self.kb, base, m, tensor.m * size), n, tensor.n * size)
+            base = advance(self.kb, base, index, stride * size)
+        return advance(self.kb, advance(self.kb, base, m, tensor.m * size), n, tensor.n * size)
 
     # **** the result ****
 

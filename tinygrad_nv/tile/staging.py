@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import place, stored_form
+from tinygrad_nv.tile.access import place, store_form
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import Result, Stored
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes
@@ -82,7 +82,7 @@ class Staged:
         self.first_m = share.m0 - self.inner if panel.group > 1 else share.m0
         self.first_n = share.n0
         self.tma = store.out_map is not None
-        self.load = staged_load(self.stored, store.plan)
+        self.load = find_staged_load(self.stored, store.plan)
         self.kinds: dict[str, Lines] = {}
         self.made: dict[tuple[str, ...], Value] = {}
         self.chunk: tuple[Value, Value] | tuple[()] = ()
@@ -134,7 +134,7 @@ class Staged:
         if self.size == 4: return self._write_words(start, row, column, values)
         lines = self._lines("rows", lambda lane: (self.inner + (lane >> 2), (lane & 3) * (2 * self.size)))
         for (r, c), value in values.items():
-            kind, words = stored_form(self.kb, value, 2)
+            kind, words = store_form(self.kb, value, 2)
             self.kb.st("shared", kind, lines.at(r - row, (c - column) * self.size, start), words[0])
         return None
 
@@ -192,15 +192,15 @@ class Staged:
         if not apart:
             for (r, c), value in values.items():
                 kb.st("shared", "b32", lines.at(r - row, (c - column) * 4, start),
-                      stored_form(kb, value, 2)[1])
+                      store_form(kb, value, 2)[1])
             return
         if ("other",) not in self.made: self.made["other",] = (kb.special("laneid") & bit) != 0
         other = self.made["other",]
         for (r, c), value in values.items():
             byte = (c - column) * 4
             if byte & apart: continue
-            first = stored_form(kb, value, 2)[1]
-            second = stored_form(kb, values[r, c + apart // 4], 2)[1]
+            first = store_form(kb, value, 2)[1]
+            second = store_form(kb, values[r, c + apart // 4], 2)[1]
             for one, two, swap in ((first, second, False), (second, first, True)):
                 words = [kb.select(other, b, a, "b32") for a, b in zip(one, two, strict=True)]
                 own = lines.at(r - row, byte + (apart if swap else 0), start)
@@ -221,7 +221,7 @@ class Staged:
         lines = self._lines("columns", lambda lane: ((lane & 3) << 1, (self.inner + (lane >> 2)) * size))
         for (r, c), value in values.items():
             for i in range(2):
-                kind, words = stored_form(kb, value, 1, i)
+                kind, words = store_form(kb, value, 1, i)
                 kb.st("shared", kind, lines.at(c - column + i, (r - row) * size, start), words[0])
 
     # **** shared memory to the result ****
@@ -306,7 +306,7 @@ class Staged:
                 self.share.handed[load, *each] = Lanes(kb, load.dtype, [], word)
 
 
-def staged_load(stored: Stored, plan: StorePlan) -> Load | None:
+def find_staged_load(stored: Stored, plan: StorePlan) -> Load | None:
     """A load that a panel can hold before the result does: 16-bit elements of every row and column, side by
     side as the result's, their lines aligned to 16 bytes."""
     out, along_n = stored.out, stored.out.major == "N"

@@ -92,7 +92,7 @@ def store_plan(stored: Stored, tile: StoreTile) -> StorePlan:
     """The plan for a result and a CTA's tile."""
     out = stored.out
     plan = StorePlan(stored.symbolic or stored.m % tile.rows != 0, stored.n % tile.columns != 0)
-    if not out.major or out.operand("m").aligned_bytes < 16: return plan
+    if not out.major or out.operand("m").alignment_bytes < 16: return plan
     panel = panel_of(out.major, tile.group_rows, tile.group_columns, tile.warps, out.dtype.itemsize)
     if panel is None: return plan
     # lines end where a chunk of 16 bytes does: by TMA, too, which an H100 lets write all of the last chunk

@@ -239,7 +239,7 @@ class Table:
     def choose(self, spec: Any, target: Any) -> Any:
         """The schedule of a spec on a target; None where no template takes it. Of one class where that is
         wanted (order.py)."""
-        if order.wanted():
+        if order.is_wanted():
             return None if (made := self.ordered(spec, target)) is None else made.schedule
         found = self.family(target.kind, type(spec))
         return None if found is None else found.choose(spec, target)
@@ -253,7 +253,7 @@ class Table:
         """Why there is no schedule of a spec on a target."""
         found = self.family(target.kind, type(spec))
         if found is None: return f"no template for {spec}"
-        if order.wanted() and found.default(spec, target) is not None:
+        if order.is_wanted() and found.default(spec, target) is not None:
             return f"deterministic: no class of {found.name} schedules keeps a row's sums in one order" \
                 if not found.orders else f"deterministic: no {found.name} schedule of its class takes it"
         return found.why_not(spec, target)

@@ -36,7 +36,7 @@ class TileScheduler:
         self.split = tile % s.splits if s.splits > 1 else kb.reg("u32", 0)
         if s.splits > 1: tile = tile // s.splits
         tiles_m = self.tiles_m if isinstance(rows, int) else (rows + (s.block_m - 1)) // s.block_m
-        self.m, self.n = _grouped(kb, tile, tiles_m, self.tiles_n, s.group)
+        self.m, self.n = _group_order(kb, tile, tiles_m, self.tiles_n, s.group)
         matrix = kb.ctaid.y if self.deep == 1 else kb.ctaid.y + kb.ctaid.z * self.high
         if matrices == 1: matrix = kb.reg("u32", 0)
         if self.high * self.deep > matrices: kb.emit("exit", guard=matrix >= matrices)
@@ -45,7 +45,8 @@ class TileScheduler:
         self.batch = _indices(matrix, spec.batch)
 
 
-def _grouped(kb: Kernel, tile: Value, tiles_m: Value | int, tiles_n: int, group: int) -> tuple[Value, Value]:
+def _group_order(kb: Kernel, tile: Value, tiles_m: Value | int, tiles_n: int, group: int) -> tuple[Value,
+                                                                                                   Value]:
     """Row and column of a tile's number."""
     if tiles_n == 1: return tile, kb.reg("u32", 0)
     if isinstance(tiles_m, int):

@@ -72,12 +72,12 @@ def tune(spec: Any, gpu: GPU, beam: int = 1,
     tried: list[Built] = []
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        for each in pool.map(lambda s: _built(spec, s, gpu, model is not None), wanted):
-            tried.append(_timed(each, spec, gpu, family, model or gpu.clock))
+        for each in pool.map(lambda s: _build(spec, s, gpu, model is not None), wanted):
+            tried.append(_time(each, spec, gpu, family, model or gpu.clock))
             progress(len(tried), steps)
     finally: pool.shutdown(cancel_futures=True)
-    if both: tried = [*_measured(tried, spec, gpu, family, count, lambda n: progress(len(wanted) + n, steps))]
-    found = _ranked([replace(each.candidate, how=how) for each in tried], TIE if how == "modelled" else 1.0)
+    if both: tried = [*_measure(tried, spec, gpu, family, count, lambda n: progress(len(wanted) + n, steps))]
+    found = _rank([replace(each.candidate, how=how) for each in tried], TIE if how == "modelled" else 1.0)
     if found and (best := found[0]).seconds is not None:
         database.store([database.Entry(database.kept_as(spec), gpu.arch, database.toolchain(), best.schedule,
                                        best.seconds, how, gpu.figures if how == "modelled" else "",
@@ -122,7 +122,7 @@ def schedules(spec: Any, gpu: GPU, count: int) -> list[Schedule]:
 
 # **** one candidate ****
 
-def _built(spec: Any, s: Schedule, gpu: GPU, lines: bool) -> Built:
+def _build(spec: Any, s: Schedule, gpu: GPU, lines: bool) -> Built:
     """A candidate's kernels, assembled where that can be; with `lines` of PTX as the timing model's."""
     cost = TABLE.of(s).cost
     candidate = Candidate(s, None if cost is None else cost(spec, s, gpu))
@@ -148,7 +148,7 @@ def _kernels(made: Any) -> list[TileKernel]:
             for each in one.kernels]
 
 
-def _timed(built: Built, spec: Any, gpu: GPU, family: Family, clock: Clock | None) -> Built:
+def _time(built: Built, spec: Any, gpu: GPU, family: Family, clock: Clock | None) -> Built:
     """With its seconds, unless it is out."""
     candidate = built.candidate
     if built.made is None: return built
@@ -163,7 +163,7 @@ def _timed(built: Built, spec: Any, gpu: GPU, family: Family, clock: Clock | Non
     return replace(built, candidate=replace(candidate, seconds=taken, modelled=modelled_s, why=""))
 
 
-def _measured(tried: Sequence[Built], spec: Any, gpu: GPU, family: Family, count: int,
+def _measure(tried: Sequence[Built], spec: Any, gpu: GPU, family: Family, count: int,
               progress: Callable[[int], None]) -> Iterator[Built]:
     """The best of those that were modelled, timed on the GPU, and those that the model could not time where
     there are too few; the others are out."""
@@ -171,13 +171,13 @@ def _measured(tried: Sequence[Built], spec: Any, gpu: GPU, family: Family, count
     for number, each in enumerate(ordered):
         if each.made is None: yield each
         elif number < count:
-            yield _timed(each, spec, gpu, family, gpu.clock)
+            yield _time(each, spec, gpu, family, gpu.clock)
             progress(number + 1)
         else: yield Built(replace(each.candidate, seconds=None,
                                   why=each.candidate.why or "modelled slower than what was measured"))
 
 
-def _ranked(candidates: Sequence[Candidate], tie: float) -> list[Candidate]:
+def _rank(candidates: Sequence[Candidate], tie: float) -> list[Candidate]:
     """The fastest first, in their order of those that are as fast as the first."""
     most = tie * min((each.seconds for each in candidates if each.seconds is not None), default=0.0)
     first = [each for each in candidates if each.seconds is not None and each.seconds <= most]

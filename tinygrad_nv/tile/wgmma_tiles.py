@@ -6,7 +6,7 @@ other way round. Descriptors are those of the PTX manual, "Matrix descriptor": f
 lie 8 · span bytes after the eight before; for MN-major ones columns are a box apart, and eight rows of K
 8 · span bytes.
 
-`taken` says in which major TMA can bring an operand, or why it cannot.
+`choose_major` says in which major TMA can bring an operand, or why it cannot.
 """
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def natural_span(row_bytes: int) -> int:
     return next((span for span in SPANS if row_bytes % span == 0), 32)
 
 
-def taken(operand: Operand, mn: int, k: int) -> tuple[str, str]:
+def choose_major(operand: Operand, mn: int, k: int) -> tuple[str, str]:
     """The major in which TMA can bring an operand of `mn` × `k` elements, and "" ; or "" and why not."""
     size, why = operand.dtype.itemsize, []
     choices = (("K", operand.k, k, operand.mn, mn), ("MN", operand.mn, mn, operand.k, k))
@@ -109,7 +109,7 @@ def unreachable(operand: Operand, batch: tuple[int, ...], rank: int) -> list[str
     return out
 
 
-def walked(operand: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
+def map_dimensions(operand: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
     """The dimensions of the batch that a map of the operand has: those it differs along."""
     return tuple(i for i, (stride, extent) in enumerate(zip(operand.batch, batch, strict=True))
                  if stride and extent > 1)
@@ -121,7 +121,7 @@ def map_argument(operand: Operand, tile: OperandTile, pointer: int, mn: int, k: 
     size, extents = tile.size, (k, mn) if tile.major == "K" else (mn, k)
     pitch = (operand.mn if tile.major == "K" else operand.k) * size
     if extents[1] == 1: pitch = -(-extents[0] * size // 16) * 16  # never used, but must be one
-    axes = walked(operand, batch)
+    axes = map_dimensions(operand, batch)
     return MapArgument(pointer, MAP_DTYPES[operand.dtype], (*extents, *(batch[i] for i in axes)),
                        (pitch, *(operand.batch[i] * size for i in axes)),
                        (tile.inner, rows, *(1 for _ in axes)), f"{tile.span}B",

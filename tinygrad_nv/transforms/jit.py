@@ -74,7 +74,7 @@ class jit:
         if capturing or active(): return self.fn(*args, **kwargs)
         given = _buffers(leaves)
         kinds = tuple((each.shape, each.dtype, each.device, each.uop.axis) for each in given)
-        key = order.wanted(), tree, kinds
+        key = order.is_wanted(), tree, kinds
         try: found = self.captured.get(key)
         except TypeError as error:
             raise TransformError(f"jit of {self._name} with an argument that has no hash: {error}",

@@ -32,12 +32,12 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile import epilogue as gpu
-from tinygrad_nv.tile.access import advanced, read, write
+from tinygrad_nv.tile.access import advance, read, write
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import FLOATS, Apply, Constant, Expression, Load, Sum, nearest, short
 from tinygrad_nv.tile.lanes import FP8, SUPPORTED, Lanes
-from tinygrad_nv.tile.operations import OPERATIONS, Number, folded
+from tinygrad_nv.tile.operations import OPERATIONS, Number, fold
 
 KINDS = {**TORCH, dtypes.uint16: torch.uint16, dtypes.uint32: torch.uint32}
 NUMBERS = [0.0, -0.0, 1.0, -1.0, 0.1, -7.3, 3.0, 300.0, 2.0**-9, 1 + 2**-7]
@@ -110,7 +110,7 @@ def rounded(x: Number, dtype: DType) -> Number:
 
 def values(case: Case) -> list[Number | None]:
     """Python's, None where it has none."""
-    found = (args[0] if case.op == "cast" else folded(case.op, *args) for args in arguments(case))
+    found = (args[0] if case.op == "cast" else fold(case.op, *args) for args in arguments(case))
     return [None if value is None else rounded(value, case.target) for value in found]
 
 
@@ -172,7 +172,7 @@ class Elements:
     width: int
 
     def at(self, parameter: int, dtype: DType) -> Value:
-        return advanced(self.k, self.pointers[parameter] + self.slot * SLOT, self.first, dtype.itemsize)
+        return advance(self.k, self.pointers[parameter] + self.slot * SLOT, self.first, dtype.itemsize)
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
         return read(self.k, self.at(load.parameter, load.dtype), 0, load.dtype, self.width)
@@ -298,7 +298,7 @@ def evaluated(node: Expression, x: float) -> float | None:
     assert isinstance(node, Apply)
     args = [evaluated(arg, x) for arg in node.args]
     if any(arg is None for arg in args): return None
-    return args[0] if node.op == "cast" else folded(node.op, *(arg for arg in args if arg is not None))
+    return args[0] if node.op == "cast" else fold(node.op, *(arg for arg in args if arg is not None))
 
 
 def compared(score: Expression) -> int:
@@ -345,7 +345,7 @@ def test_the_graph_has_the_same_operation(op: str):
     for case in cases(op):
         if not (OPERATIONS[op].ptx(case.source)): continue
         for args in arguments(case):
-            want = folded(op, *args)
+            want = fold(op, *args)
             if want is None or any(arg != arg for arg in args): continue  # tinygrad's max of NaN is another
             theirs = rounded(python_alu[Ops[graph]](*args), case.target)
             assert alike(case, theirs, rounded(want, case.target), ulps=0), args
@@ -355,4 +355,4 @@ def test_only_cast_has_no_value():
     assert [row.name for row in OPERATIONS.values() if row.value is None] == ["cast"]
     assert len({row.graph for row in OPERATIONS.values() if row.graph}) == len(NAMES)
     for op, x in (("reciprocal", 0.0), ("log2", -1.0), ("exp2", 1e9), ("cast", 1)):
-        assert folded(op, x) is None
+        assert fold(op, x) is None

@@ -19,7 +19,7 @@ from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Load, Position, Sum, gelu, silu, where
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.norm.gated import gated, gated_gradient
+from tinygrad_nv.tile.norm.gated import apply_gate, gate_gradient
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -67,8 +67,8 @@ def norms() -> dict[str, Any]:
             "softmax bf16": specs.softmax(9, 1030), "argmax": specs.argmax(4, 320),
             "counted": specs.counted(20, 100), "to e4m3": specs.codes(6, 256),
             "to e4m3 of groups": specs.codes(6, 384, 128), "elements": specs.elements(6, 200),
-            "beside": gated_gradient(5, 72, BF16, "silu"),
-            "beside f32": gated_gradient(3, 77, F32, "gelu"), "gated": gated(6, 40, F16, "gelu_tanh"),
+            "beside": gate_gradient(5, 72, BF16, "silu"),
+            "beside f32": gate_gradient(3, 77, F32, "gelu"), "gated": apply_gate(6, 40, F16, "gelu_tanh"),
             "symbolic": specs.rms(12, 64, F32, symbolic=True)}
 
 

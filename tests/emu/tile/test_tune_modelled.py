@@ -23,7 +23,7 @@ from tinygrad_nv.tile.attention.dense import gradient
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.clock import How, figures_of
 from tinygrad_nv.tile.decode.dense import dense as decode
-from tinygrad_nv.tile.emulated import launched, timings
+from tinygrad_nv.tile.emulated import launch_all, timings
 from tinygrad_nv.tile.gemm.dense import dense as matmul
 from tinygrad_nv.tile.modelled import ModelledClock, clock_of
 from tinygrad_nv.tile.schedule import Schedule
@@ -79,7 +79,7 @@ def test_each_family_is_tuned_by_the_model(name: str):
     assert default in [each.schedule for each in tried]
     assert len(tried) == tune.PER_BEAM + 1 == len({each.schedule for each in tried})
     (entry,) = database.entries()
-    assert (entry.how, entry.gpu, entry.known_by) == ("modelled", "h100", "modelled for h100")
+    assert (entry.how, entry.gpu, entry.provenance) == ("modelled", "h100", "modelled for h100")
     assert (entry.schedule, entry.seconds) == (winner.schedule, winner.seconds)
     assert TABLE.choose(spec, HOPPER) == winner.schedule
     alone = sum(each.seconds for each in timings(TABLE.build(spec, winner.schedule, HOPPER), spec, "h100"))
@@ -238,7 +238,7 @@ def test_a_cache_has_pages_of_its_own_for_each_request_and_all_tokens():
     cache = 2 * 8 * 2 * 512 * 64 * 2
     made = TABLE.build(spec, TABLE.choose(spec, HOPPER), HOPPER)
     read = sum(each.stats.global_read_bytes + each.stats.asynchronous_bytes
-               for each in launched(made, spec, "sm_90a"))
+               for each in launch_all(made, spec, "sm_90a"))
     assert read > cache
 
 

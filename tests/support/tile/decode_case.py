@@ -121,7 +121,7 @@ def requests(spec: DecodeSpec, lengths: list[int], seed: int = 0, spare: int = 3
                 token = int(table[b, key // spec.page_size]), key % spec.page_size
                 lies[token] = values(random, (spec.heads, d), pages.dtype, scale)
                 valid[token] = True
-        if spec.quantised:
+        if spec.is_quantised:
             scales = torch.rand(total, spec.heads, generator=random) * 0.05 + 0.01
             exists = torch.zeros(total, spec.heads, dtype=torch.bool)
             exists[table[known].long()] = True
@@ -225,7 +225,7 @@ def gathered(spec: DecodeSpec, given: Given, name: str, b: int, keys: torch.Tens
     found = torch.stack([lies[p, t] for p, t in zip(page.tolist(), (keys % spec.page_size).tolist(),
                                                     strict=True)]).to(wide)
     scales = torch.ones(len(keys), spec.heads, dtype=wide)
-    if spec.quantised: scales = given.storages[f"{name}_scale"].reshape(-1, spec.heads)[page].to(wide)
+    if spec.is_quantised: scales = given.storages[f"{name}_scale"].reshape(-1, spec.heads)[page].to(wide)
     return found.transpose(0, 1), scales.transpose(0, 1)[:, :, None]
 
 

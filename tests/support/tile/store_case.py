@@ -13,7 +13,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tests.support.tile.gemm_case import arguments, product, reference, run
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.access import advance, read
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -100,8 +100,8 @@ class _Outer:
                 size = operand.dtype.itemsize
                 at = pointer + (operand.offset + (part * spec.part if values is b else 0)) * size
                 for number, stride in zip(batch, operand.batch, strict=True):
-                    at = advanced(k, at, number, stride * size)
-                at = advanced(k, at, index, operand.mn * size)
+                    at = advance(k, at, number, stride * size)
+                at = advance(k, at, index, operand.mn * size)
                 values.append(read(k, at, 0, operand.dtype, 1, index < bound).register())
         kind = "f32" if dtypes.is_float(spec.a.dtype) else "s32"
         made = []

@@ -16,7 +16,7 @@ from tests.support.engine.sampler_case import Case, V, logits_of, their_filtered
 from tinygrad_nv.engine.sampling import Filters, SamplingParams, fresh_seed
 from tinygrad_nv.engine.worker.sampler import next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
-from tinygrad_nv.tile.sampling.reference import gumbel_of, noisy, ordered_bits, threshold
+from tinygrad_nv.tile.sampling.reference import gumbel_of, noisy, order_bits, threshold
 from tinygrad_nv.tile.sampling.spec import NUMBERS, Number
 
 
@@ -27,7 +27,7 @@ def draw(logits: np.ndarray, params: SamplingParams, position: int = 0, seen: tu
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=2, max_size=2, unique=True))
 def test_ordered_bits_keep_the_order_of_floats(pair: list[float]):
-    a, b = (int(k) for k in ordered_bits(Tensor(np.array(pair, np.float32))).numpy())
+    a, b = (int(k) for k in order_bits(Tensor(np.array(pair, np.float32))).numpy())
     assert (a < b) == (pair[0] < pair[1]) or pair[0] == pair[1]
 
 
@@ -35,7 +35,7 @@ def test_ordered_bits_keep_the_order_of_floats(pair: list[float]):
 @pytest.mark.parametrize("k", [1, 2, 50, V])
 def test_threshold_keeps_exactly_the_k_largest(k: int):
     x = np.stack([logits_of(1), logits_of(2)])
-    keys = ordered_bits(Tensor(x))
+    keys = order_bits(Tensor(x))
     kept = (keys >= threshold(keys, Tensor.ones(2, V), Tensor([[float(k)], [3.0]]))).numpy()
     for row, logits, count in zip(kept, x, (k, 3), strict=True):
         assert set(np.flatnonzero(row)) == set(np.argsort(-logits)[:count])
@@ -54,7 +54,7 @@ def test_threshold_resolves_the_last_bit(low: int):
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.9, 0.999])
 def test_threshold_keeps_the_smallest_nucleus(p: float):
     x = logits_of(2)
-    keys = ordered_bits(Tensor(x[None]))
+    keys = order_bits(Tensor(x[None]))
     kept = (keys >= threshold(keys, Tensor(x[None]).softmax(-1), Tensor([[p]]))).numpy()
     order = np.argsort(-x)
     mass = np.cumsum(torch.tensor(x, dtype=torch.float64).softmax(-1).numpy()[order])
@@ -148,12 +148,12 @@ def test_no_noise_is_infinite_and_its_law_is_gumbels():
 
 @pytest.mark.parametrize("target", [1.0, 1.5, np.inf])
 def test_a_target_that_is_out_of_reach_keeps_every_token(target: float):
-    keys = ordered_bits(Tensor(logits_of(5)[None]))
+    keys = order_bits(Tensor(logits_of(5)[None]))
     assert threshold(keys, Tensor.full((1, V), 0.999 / V), Tensor([[target]])).item() == 0
 
 
 def test_ties_at_the_threshold_are_all_kept():
-    keys = ordered_bits(Tensor([[1.0, 2, 2, 2, -1]]))
+    keys = order_bits(Tensor([[1.0, 2, 2, 2, -1]]))
     kept = keys >= threshold(keys, Tensor.ones(1, 5), Tensor([[2.0]]))
     assert kept.tolist() == [[False, True, True, True, False]]
 

@@ -167,11 +167,11 @@ def test_explain_states_the_class():
 def test_the_switch_ends_with_its_block_and_is_one_threads_own():
     seen: list[bool] = []
     with deterministic():
-        thread = threading.Thread(target=lambda: seen.append(order.wanted()))
+        thread = threading.Thread(target=lambda: seen.append(order.is_wanted()))
         thread.start()
         thread.join()
-        assert order.wanted()
-    assert (seen, order.wanted()) == ([False], False)
+        assert order.is_wanted()
+    assert (seen, order.is_wanted()) == ([False], False)
 
 
 def test_what_was_scheduled_before_is_not_taken():

@@ -42,7 +42,7 @@ def test_every_instruction_set(activation: str, level: isa.ISA):
     """Against float64, with NaN beside the rows; the same bits by any number of parts."""
     target = replace(host(), isa=level)
     for dtype, n in ((F32, 37), (BF16, 40)):
-        for spec in (specs.gated(5, n, dtype, activation), specs.gated_gradient(5, n, dtype, activation)):
+        for spec in (specs.apply_gate(5, n, dtype, activation), specs.gate_gradient(5, n, dtype, activation)):
             given, schedule = storages(spec, seed=n), norm.default(spec, target)
             found = [run(spec, replace(schedule, parts=parts), target, given) for parts in (1, 3)]
             assert all(torch.equal(each, other) for each, other in
@@ -92,7 +92,7 @@ def test_a_captured_step_has_the_same_bits():
 
 def test_results_beside_each_other():
     """What a spec refuses: nothing before, other strides, an offset below."""
-    spec = specs.gated_gradient(4, 8, F32, "silu")
+    spec = specs.gate_gradient(4, 8, F32, "silu")
     first, second = spec.results
     for results in ((second,), (first, replace(second, result=Result(F32, 8, 1, (), 8))),
                     (replace(second, beside=False), replace(first, beside=True))):

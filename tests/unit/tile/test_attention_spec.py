@@ -59,7 +59,7 @@ def test_operands_and_results():
 @pytest.mark.parametrize(("row", "offset", "nbytes"),
                          [(64, 0, 16), (64, 4, 8), (66, 0, 4), (65, 0, 2), (72, 0, 16)])
 def test_alignment_of_rows(row: int, offset: int, nbytes: int):
-    assert Rows(BF16, row, (640, 320, 0), offset).aligned_bytes == nbytes
+    assert Rows(BF16, row, (640, 320, 0), offset).alignment_bytes == nbytes
 
 
 def test_pairs_and_flops():

@@ -13,7 +13,7 @@ from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.cost import CostModel, predict
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
-from tinygrad_nv.tile.gemm.trial import Trial, counted
+from tinygrad_nv.tile.gemm.trial import Trial, work_from_trial
 from tinygrad_nv.tile.gpu import A100, GPU_MODELS, H100, L40S, RTX4090, gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -21,7 +21,8 @@ from tinygrad_nv.tile.templates import TABLE
 W = Wgmma()
 COOPERATIVE, TURNS = W.block(128, 256), W.block(128, 128).stages(6).pingpong()
 SMALL = W.block(64, 64).warps(8)
-FEW = (W.block(64, 16).warps(8).stages(7).swapped(), W.block(64, 16).warps(8).stages(7).swapped().split(2))
+FEW = (W.block(64, 16).warps(8).stages(7).swap_operands(),
+       W.block(64, 16).warps(8).stages(7).swap_operands().split(2))
 GEMV = Gemv().columns(16).k(512).warps(4)
 FORMS = (COOPERATIVE, COOPERATIVE.cluster(2), COOPERATIVE.cluster(1, 2), TURNS, TURNS.cluster(2),
          W.block(128, 128).split(4), SMALL, *FEW, Mma(), Mma().stages(5).split(3),
@@ -202,12 +203,12 @@ def stats(steps: int, conflicts: int = 0) -> Stats:
 
 def test_counters_become_cycles():
     model, s = CostModel(dense(4096, 4096, 4096), A100), Mma()
-    made = counted(Trial(stats(5), stats(9), (5, 9), 1), model, s)
+    made = work_from_trial(Trial(stats(5), stats(9), (5, 9), 1), model, s)
     assert made.tensor == pytest.approx(128 * 128 * 32 / 1024 / A100.sustained)
     assert (made.shared, made.issue) == (256, 272)
     assert made.finish == work.STORE_LATENCY + 4096
     assert made.ahead == s.depth - 1
-    worse = counted(Trial(stats(5, 500), stats(9, 500), (5, 9), 1), model, s)
+    worse = work_from_trial(Trial(stats(5, 500), stats(9, 500), (5, 9), 1), model, s)
     assert worse.shared == 756
     assert model.timed(s, worse).seconds > 1.2 * model.timed(s, made).seconds
 
@@ -225,7 +226,7 @@ def test_wgmma_reads_both_operands_from_shared_memory():
     few, many = (Stats((replace(one, warps=4 * n, flops=n * one.flops),), asynchronous_bytes=24576 * n // 4)
                  for n in (4, 8))
     model = CostModel(dense(4096, 4096, 4096), H100)
-    made = counted(Trial(few, many, (1, 2), 1), model, s)
+    made = work_from_trial(Trial(few, many, (1, 2), 1), model, s)
     assert made.shared == (4 * (64 + 128) * 32 + 24576) / 128
     assert made.tensor == pytest.approx(model.planned(s).tensor)
     assert made.shared == model.planned(s).shared

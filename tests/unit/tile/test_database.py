@@ -145,7 +145,7 @@ def test_another_toolchain_has_other_winners(monkeypatch):
 def test_the_file_is_read_again_when_another_process_wrote_it(file):
     database.store([entry()])
     assert database.lookup(SPEC, "sm_80") == FAST
-    file.write_text(database.dumped([entry(schedule=FAST.stages(6))]))
+    file.write_text(database.dump([entry(schedule=FAST.stages(6))]))
     assert database.lookup(SPEC, "sm_80") == FAST.stages(6)
     file.unlink()
     assert database.lookup(SPEC, "sm_80") is None
@@ -188,7 +188,7 @@ def test_an_export_is_a_database(file):
     database.store([entry()])
     text = file.read_text()
     assert database.parse(text, file) == [entry()]
-    assert database.dumped(database.entries()) == text
+    assert database.dump(database.entries()) == text
 
 
 def test_entries_that_are_none_are_refused():
@@ -226,9 +226,9 @@ def test_what_is_measured_is_taken_before_what_is_modelled_and_that_before_what_
     database.store([known("measured", FAST.stages(2))])
     database.store([known("modelled", FAST.stages(4), "h100"), known("counted", FAST)])
     for gpu in (h100, h200, GPU("sm_90a")): assert database.lookup(SPEC, "sm_90a", gpu) == FAST.stages(2)
-    assert [each.known_by for each in database.entries()] == ["counted", "modelled for h100",
+    assert [each.provenance for each in database.entries()] == ["counted", "modelled for h100",
                                                               "modelled for h200", "measured"]
-    assert database.parse(database.dumped(database.entries()), Path("x")) == database.entries()
+    assert database.parse(database.dump(database.entries()), Path("x")) == database.entries()
 
 
 def test_one_that_is_not_legal_leaves_its_place_to_the_next(monkeypatch):
@@ -264,7 +264,7 @@ OLD = {"block_m": 128, "block_n": 128, "block_k": 32, "warps_m": 2, "warps_n": 2
 
 @pytest.mark.parametrize(("template", "said", "schedule"), [
     ("mma", {"block_m": 64, "depth": 5, "splits": 3, "swap": True},
-     Mma().block(64, 128).stages(5).split(3).swapped()),
+     Mma().block(64, 128).stages(5).split(3).swap_operands()),
     ("wgmma", {"block_k": 64, "warps_m": 12, "warps_n": 1, "cluster_m": 2, "mode": "pingpong",
                "swizzle_width": "64B"}, Wgmma().stages(3).cluster(2).pingpong().swizzle("64B")),
     ("wgmma", {"block_n": 256, "block_k": 64, "warps_m": 12, "warps_n": 1, "stream": True},

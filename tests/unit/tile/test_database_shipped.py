@@ -24,26 +24,26 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("NV_SCHEDULES", raising=False)
     monkeypatch.setenv("NV_CACHE_DIR", str(tmp_path))
     shipped = Entry(SPEC, "sm_80", "ptxas 99.9", FAST, 1e-5, "modelled", "a100", "tinygrad_nv 9")
-    (tmp_path / "shipped.json").write_text(database.dumped([shipped]))
+    (tmp_path / "shipped.json").write_text(database.dump([shipped]))
     monkeypatch.setattr(database, "SHIPPED", tmp_path / "shipped.json")
-    for each in (database._shipped, database._shipped_archs): each.cache_clear()
+    for each in (database._load_shipped, database._load_shipped_archs): each.cache_clear()
     yield tmp_path
-    for each in (database._shipped, database._shipped_archs): each.cache_clear()
+    for each in (database._load_shipped, database._load_shipped_archs): each.cache_clear()
 
 
 def test_a_shipped_schedule_is_known_where_nothing_better_is(places: Path,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    found = database.known(SPEC, "sm_80", A100)
+    found = database.find_winner(SPEC, "sm_80", A100)
     assert found is not None
-    assert (found.schedule, found.how, found.known_by) == (FAST, "modelled", "modelled for a100")
-    assert database.known(dense(64, 64, 128), "sm_80", A100) is None
+    assert (found.schedule, found.how, found.provenance) == (FAST, "modelled", "modelled for a100")
+    assert database.find_winner(dense(64, 64, 128), "sm_80", A100) is None
     other = GPU("sm_90a", figures("h100").sms, model="h100")
-    assert database.known(SPEC, "sm_90a", other) is None
+    assert database.find_winner(SPEC, "sm_90a", other) is None
     own = Entry(SPEC, "sm_80", database.toolchain(), Mma().block(32, 64), 2e-5, "modelled", "a100")
     database.store([own])
-    assert database.known(SPEC, "sm_80", A100) == own       # what was found here comes first
+    assert database.find_winner(SPEC, "sm_80", A100) == own       # what was found here comes first
     monkeypatch.setenv("NV_SCHEDULES", str(places / "none.json"))
-    assert database.known(SPEC, "sm_80", A100) is None      # a file that is named is all there is
+    assert database.find_winner(SPEC, "sm_80", A100) is None      # a file that is named is all there is
 
 
 def test_what_is_shipped_is_legal_and_marked() -> None:
@@ -70,7 +70,7 @@ def test_merging_takes_what_is_new_or_faster(places: Path) -> None:
 def test_the_command_merges(places: Path, command: Any) -> None:
     file = places / "other.json"
     there = Entry(SPEC, "sm_80", "ptxas 1", FAST, 1e-5, "measured", origin="there")
-    file.write_text(database.dumped([there]))
+    file.write_text(database.dump([there]))
     assert "1 schedules added" in command("tune", "--merge", file).succeeded().out
     assert "0 schedules added" in command("tune", "--merge", file).succeeded().out
     assert "there" in command("tune", "--list").succeeded().out

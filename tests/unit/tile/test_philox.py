@@ -8,7 +8,7 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.patterns.attention.dropout import draw_seed, keep
 from tinygrad_nv.patterns.attention.named import FlashAttention, attend
-from tinygrad_nv.tile.attention.dropout import keeps, kept_of, philox
+from tinygrad_nv.tile.attention.dropout import keep_256ths, keeps, philox
 
 # Random123, tests/kat_vectors: counter, key, result
 KNOWN = [
@@ -51,7 +51,7 @@ def test_the_share_that_is_kept():
 
 
 def test_probabilities_are_multiples_of_a_256th():
-    assert [kept_of(p) for p in (0.0, 0.1, 0.5, 0.9, 1 / 256, 1.0)] == [256, 230, 128, 26, 255, 0]
+    assert [keep_256ths(p) for p in (0.0, 0.1, 0.5, 0.9, 1 / 256, 1.0)] == [256, 230, 128, 26, 255, 0]
 
 
 @pytest.mark.sampled(1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.cpu.schedule import CPUSchedule
-from tinygrad_nv.tile.schedule import counted
+from tinygrad_nv.tile.schedule import count_words
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class CPUFlash(CPUSchedule):
     template: ClassVar[str] = "flash"
 
     def words(self) -> list[str]:
-        return [*super().words(), f"{self.rows}x{self.block_n}", counted(self.heads, "head")]
+        return [*super().words(), f"{self.rows}x{self.block_n}", count_words(self.heads, "head")]
 
 
 @dataclass(frozen=True)

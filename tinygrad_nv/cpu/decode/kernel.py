@@ -160,7 +160,7 @@ class _Decode:
         inputs = [(c_type(spec.q.dtype), "q"), (c_type(spec.k.dtype), "k")]
         inputs += [(c_type(spec.v.dtype), "v")] * (not spec.latent)
         inputs += [("s32", "table")] * spec.table + [("s32", "lengths")] * (spec.length == "memory")
-        inputs += [("float", "k_scale"), ("float", "v_scale")] * spec.quantised
+        inputs += [("float", "k_scale"), ("float", "v_scale")] * spec.is_quantised
         inputs += [("float", "sinks")] * spec.sinks
         inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
         names, lines = ["length"], ""

@@ -45,7 +45,7 @@ class SplitText:
     def declare_arrays(self) -> str:
         """Returns C that declares the arrays."""
         rows = self.rows
-        scales = f"float k_by[{self.keys}], v_by[{self.keys}];" if self.spec.quantised else ""
+        scales = f"float k_by[{self.keys}], v_by[{self.keys}];" if self.spec.is_quantised else ""
         return f"""float wide[{rows}][{self.d}] __attribute__((aligned(64)));
   float s[{rows}][{self.keys}] __attribute__((aligned(64)));
   float sums[{rows}][{self.d_v}] __attribute__((aligned(64)));
@@ -90,7 +90,7 @@ class SplitText:
             where = f"const s64 page = table[b * {spec.pages} + key / {spec.page_size}], " \
                     f"token = key % {spec.page_size};"
         filled = f"for (s64 j = count; j < {self.keys}; j++) {{ k_at[j] = k_at[count - 1]; " \
-                 + f"{'k_by[j] = v_by[j] = 0.f;' if spec.quantised else ''} }}"
+                 + f"{'k_by[j] = v_by[j] = 0.f;' if spec.is_quantised else ''} }}"
         return f"""for (s64 j = 0; j < count; j++) {{
           const s64 key = c + j; {where}
           k_at[j] = {at(spec.k)}; v_at[j] = {at(spec.v)};
@@ -150,8 +150,8 @@ class SplitText:
         logits = f"{score} * {math.log2(math.e).hex()}f"
         if multiple(spec.score) is None:    # the least float32 is one that is seen, if nothing else is
             logits, seen = f"max_({logits}, -(vf){LARGEST})", f"{seen} & ({score} > -__builtin_inff())"
-        scaled = " * load_f32(k_by + j)" if spec.quantised else ""
-        valued = " * load_f32(v_by + j)" if spec.quantised else ""
+        scaled = " * load_f32(k_by + j)" if spec.is_quantised else ""
+        valued = " * load_f32(v_by + j)" if spec.is_quantised else ""
         return f"""const s64 i = (r0 + r) / {spec.group}, g = (r0 + r) % {spec.group}, t = {at}; (void)g;
           vf most = (vf)-__builtin_inff(), all = (vf)0.f;
           for (s64 j = 0; j < count; j += W) {{

@@ -26,20 +26,20 @@ def orient(spec: GemmSpec, isa: ISA) -> GemmSpec:
     """Returns a blocked product as it is or transposed, whichever has vectors along n."""
     if spec.symbolic or spec.parts > 1: return spec
     narrow = 2 * spec.n <= isa.lanes and spec.m > spec.n
-    return spec.swapped() if narrow or (spec.out.n != 1 and spec.out.m == 1 and spec.m > 1) else spec
+    return spec.swap_operands() if narrow or (spec.out.n != 1 and spec.out.m == 1 and spec.m > 1) else spec
 
 
 def few_rows(spec: GemmSpec) -> GemmSpec:
     """Returns a product of gemv: transposed if there are fewer columns than rows that way, and too many rows
     as it is."""
     turned = spec.m > MOST_ROWS >= spec.n and spec.parts == 1 and not spec.symbolic
-    return spec.swapped() if turned else spec
+    return spec.swap_operands() if turned else spec
 
 
 def for_tiles(spec: GemmSpec) -> GemmSpec:
     """Returns a product of AMX as it is or transposed, whichever has vectors of the result along n."""
     turned = spec.out.n != 1 and spec.out.m == 1 and spec.parts == 1 and not spec.symbolic
-    return spec.swapped() if turned else spec
+    return spec.swap_operands() if turned else spec
 
 
 def tile_kind(spec: GemmSpec) -> str:

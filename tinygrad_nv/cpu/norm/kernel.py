@@ -24,7 +24,7 @@ from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
 from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, short, substituted, walk
+from tinygrad_nv.tile.expression import Apply, Expression, Load, Sum, short, substitute, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import NormSpec
 from tinygrad_nv.tile.operations import OPERATIONS
@@ -193,8 +193,8 @@ def _plan_stages(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
             continue
         array = len(spec.parameters) + i
         again = {kept: Load(array, dtypes.float32, 0, 1)}
-        values = [substituted(value, again) for value in values]
-        here = substituted(term, {kept: Sum(kept.dtype, count + i)})
+        values = [substitute(value, again) for value in values]
+        here = substitute(term, {kept: Sum(kept.dtype, count + i)})
         stages.append(_Stage(each.op, here, kept, array))
     return stages, values
 

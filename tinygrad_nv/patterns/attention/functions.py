@@ -24,7 +24,7 @@ from tinygrad_nv.patterns.attention.named import (
 from tinygrad_nv.patterns.attention.operands import Operands, arrange_operands, check
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes
-from tinygrad_nv.tile.attention.dropout import kept_of
+from tinygrad_nv.tile.attention.dropout import keep_256ths
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.expression import short
 
@@ -122,4 +122,4 @@ def _attend(what: FlashAttention, given: Operands, dropout_p: float, sinks: Tens
 
 def _keep_256ths(dropout_p: float) -> int:
     """Returns the number of weights of 256 that are kept."""
-    return kept_of(dropout_p) if TRAINING and dropout_p else EVERY
+    return keep_256ths(dropout_p) if TRAINING and dropout_p else EVERY

@@ -279,7 +279,7 @@ def fold_constants(node: Apply) -> Expression:
     args, op = node.args, node.op
     numbers = [arg.value for arg in args if isinstance(arg, Constant)]
     if len(numbers) == len(args):
-        value = operations.folded(op, *numbers)
+        value = operations.fold(op, *numbers)
         return node if value is None else Constant(truncate[node.dtype](value), node.dtype)
     if node.dtype == dtypes.bool: return _condition(node)
     last = args[-1]

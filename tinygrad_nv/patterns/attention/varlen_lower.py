@@ -88,4 +88,4 @@ def _read(x: UOp) -> Laid:
     found = lay_out(x)
     row, head, d = found.strides
     lies = Rows(found.dtype, row, (0, head, 0), found.offset)
-    return found if d == 1 and lies.aligned_bytes >= LEAST_BYTES else copy_dense(x)
+    return found if d == 1 and lies.alignment_bytes >= LEAST_BYTES else copy_dense(x)

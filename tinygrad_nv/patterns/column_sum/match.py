@@ -26,7 +26,7 @@ from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, substituted, walk
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, substitute, walk
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 NAME = "column_sum"
@@ -114,7 +114,7 @@ def _match_reduction(reduction: UOp, dtype: DType, extents: tuple[int, int], tar
         known[Load(i, node.dtype, 0, 0)] = load
     loads = [load for load in known.values() if isinstance(load, Load)]
     if not any(load.m and load.n == 1 for load in loads): return None
-    term = substituted(made.expression, known).cast(dtypes.float32)
+    term = substitute(made.expression, known).cast(dtypes.float32)
     if not all(isinstance(node, Apply | Load | Constant) for node in walk(term)): raise Unfused("positions")
     return _Match(choose(ColumnSumSpec(m, n, term, dtype), target, inputs=len(inputs)), tuple(inputs))
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinygrad_nv.tile.cross_entropy.reference import computed
+from tinygrad_nv.tile.cross_entropy.reference import compute_losses
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
 
 X = TypeVar("X")
@@ -132,4 +132,4 @@ def _losses(what: RowLosses | LinearLosses, logits: Tensor, given: Operands[Tens
         teacher = (teacher.float() @ given.teacher_weight.float().T).contiguous()
     T, V = map(int, logits.shape)
     spec = rows_spec(what, (T, V), logits.dtype, None if teacher is None else teacher.dtype, gradient)
-    return computed(spec, logits, given.labels, teacher, given.scale)
+    return compute_losses(spec, logits, given.labels, teacher, given.scale)

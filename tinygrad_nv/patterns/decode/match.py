@@ -54,7 +54,7 @@ BETTER = {"gpu": is_decode, "cpu": is_decode_on_cpu}
 def choose_decode(made: Found, target: Target) -> Chosen | None:
     """Returns the decode attention that an attention is, where that is better: never where sums have one
     order."""
-    if order.wanted(): return None
+    if order.is_wanted(): return None
     spec = _rows_to_heads(made.spec)
     if spec.lse or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
     if spec.sinks is not None and spec is not made.spec: return None  # of heads that are rows now

@@ -167,5 +167,5 @@ def _dense(x: UOp) -> UOp:
 def _read(queries: UOp, group: int) -> Laid:
     """Queries where they lie, or copied where lanes could not load their rows."""
     found = lay_out(queries)
-    return found if found.strides[-1] == 1 and _rows(found, group).aligned_bytes >= ROW_BYTES \
+    return found if found.strides[-1] == 1 and _rows(found, group).alignment_bytes >= ROW_BYTES \
         else copy_dense(queries)

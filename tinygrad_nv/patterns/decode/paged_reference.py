@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from tinygrad import Tensor
 
-from tinygrad_nv.tile.decode.reference import weighted
+from tinygrad_nv.tile.decode.reference import weigh_values
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def attend_paged(what: PagedAttention, q: Tensor, k_pages: Tensor, v_pages: Tens
     if what.softcap is not None: s = (s / what.softcap).tanh() * what.softcap
     scale = spread(scales[1], table, k_pages.shape[1]) if scales else None
     if sinks is not None: sinks = sinks.reshape(1, kv_heads, -1, 1, 1)
-    out = weighted(s, visible, v.float(), q.dtype, scale, sinks)
+    out = weigh_values(s, visible, v.float(), q.dtype, scale, sinks)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, v.shape[-1]).cast(q.dtype).contiguous(),
 
 

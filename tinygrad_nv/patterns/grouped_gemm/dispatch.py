@@ -19,7 +19,7 @@ from tinygrad_nv.patterns.quant_grouped.named import quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.grouped_gemm.reference import activated
+from tinygrad_nv.tile.grouped_gemm.reference import activate
 from tinygrad_nv.tile.router.reference import routed
 from tinygrad_nv.tile.router.spec import Policy
 
@@ -86,7 +86,7 @@ def dispatch_plain(tokens: Tensor, experts: Experts, policy: Policy | str = "top
     own = (chosen.unsqueeze(-1) == numbers).where(weights.unsqueeze(-1), 0).sum(1)      # (T, E)
     both = x.float().unsqueeze(0) @ _dense(experts.gate_up, 2).transpose(1, 2)          # (E, T, 2 I)
     if experts.gate_up_bias is not None: both = both + experts.gate_up_bias.float().unsqueeze(1)
-    made = activated(experts.activation, both) @ _dense(experts.down, 1).transpose(1, 2)
+    made = activate(experts.activation, both) @ _dense(experts.down, 1).transpose(1, 2)
     if experts.down_bias is not None: made = made + experts.down_bias.float().unsqueeze(1)
     return (made * own.T.unsqueeze(-1)).sum(0).cast(x.dtype).reshape(tokens.shape)
 

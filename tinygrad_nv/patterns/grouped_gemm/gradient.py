@@ -26,7 +26,7 @@ from tinygrad_nv.patterns.embedding.named import (
 from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.named import call
 from tinygrad_nv.patterns.router.rows import group_rows
-from tinygrad_nv.tile.grouped_gemm.reference import activated
+from tinygrad_nv.tile.grouped_gemm.reference import activate
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _rows(given: Given, grad: Tensor) -> tuple[Tensor, bool, Tensor | None]:
     u = _mask_unknown(given, _matmul(given, False), False).float().contiguous().detach()
     da, found = grad.float(), None
     if given.scatter and order is not None: da = embedding(grad, order).float()
-    a = activated(given.activation, u)
+    a = activate(given.activation, u)
     if weights is not None and order is not None:
         found = _by_slot((da * a).sum(-1), order)
         da = da * weights[order].unsqueeze(-1)

@@ -74,7 +74,7 @@ def _check(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor, order: Te
 def multiply(what: GroupedMatmul, x: Tensor, w: Tensor, offsets: Tensor,
                *more: Tensor) -> tuple[Tensor, ...]:
     """Returns the rows' products in plain tinygrad."""
-    made = reference.multiplied(_spec(what, x.uop, w.uop), x, w, offsets, *apart(what, more))
+    made = reference.multiply_groups(_spec(what, x.uop, w.uop), x, w, offsets, *apart(what, more))
     return (made.cast(x.dtype),)
 
 

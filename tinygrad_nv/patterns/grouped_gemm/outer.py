@@ -51,7 +51,8 @@ def grouped_outer(y: Tensor, x: Tensor, offsets: Tensor, order: Tensor | None = 
 
 def _sum_outer(what: GroupedOuter, y: Tensor, x: Tensor, offsets: Tensor, *order: Tensor) -> tuple[Tensor,
                                                                                                    ...]:
-    return (reference.summed(_spec(what, y.uop, x.uop, offsets.uop), y, x, offsets, *order).cast(x.dtype),)
+    return (reference.sum_outer_products(_spec(what, y.uop, x.uop, offsets.uop), y, x, offsets,
+                                         *order).cast(x.dtype),)
 
 
 def _spec(what: GroupedOuter, y: UOp, x: UOp, offsets: UOp) -> GroupedOuterSpec:

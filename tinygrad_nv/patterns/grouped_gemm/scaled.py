@@ -100,7 +100,7 @@ def multiply(what: ScaledGroupedMatmul, x: Tensor, x_scale: Tensor, codes: Tenso
     rows = (numbers_of(x, E4M3.dtype) * wide).contiguous()
     w = dequantize_stack(BLOCKS, what.stack, {"codes": codes, "scales": scales})
     w = w.reshape(spec.groups, spec.n, spec.k).contiguous()
-    return (reference.multiplied(spec, rows, w, offsets, *apart(what, more)).cast(what.dtype),)
+    return (reference.multiply_groups(spec, rows, w, offsets, *apart(what, more)).cast(what.dtype),)
 
 
 # **** kernels ****

@@ -43,7 +43,7 @@ def lower_kv_append(what: KVAppend, target: Target, *arguments: UOp) -> tuple[UO
 def _rows(x: UOp, aligned: int) -> Laid:
     """New rows where they lie, or copied where heads do not begin at multiples of so many bytes."""
     found = lay_out(x)
-    fits = found.strides[-1] == 1 and _heads(found).aligned_bytes >= aligned
+    fits = found.strides[-1] == 1 and _heads(found).alignment_bytes >= aligned
     return found if fits else copy_dense(x)
 
 

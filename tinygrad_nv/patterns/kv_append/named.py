@@ -34,7 +34,7 @@ from tinygrad_nv.patterns.decode.paged_check import Limits, check_pages_used
 from tinygrad_nv.patterns.kv_append.lower import NAME, lower_kv_append
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.tile.decode.spec import BYTES
-from tinygrad_nv.tile.kv_append.reference import KVAppend, appended
+from tinygrad_nv.tile.kv_append.reference import KVAppend, append
 
 
 def kv_append(k_pages: Tensor, v_pages: Tensor | None, k: Tensor, v: Tensor | None, table: Tensor | None,
@@ -81,7 +81,7 @@ def kv_append(k_pages: Tensor, v_pages: Tensor | None, k: Tensor, v: Tensor | No
              *([] if q is None else [q]), *scales]
     what = KVAppend(bool(rope), interleaved, q is not None, bool(scales), table is not None, rounded,
                     v is not None)
-    made = call(what, appended, *given)
+    made = call(what, append, *given)
     return *(old.assign(one) for old, one in zip(pages, made, strict=False)), *made[len(pages):]
 
 

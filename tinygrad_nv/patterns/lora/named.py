@@ -74,7 +74,7 @@ def _check(x: Tensor, a: Tensor, b: Tensor, ranks: Tensor, segments: tuple[int, 
 
 def compute(what: LoraShrink | LoraExpand, x: Tensor, w: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     """Returns the products in plain tinygrad."""
-    return (reference.computed(what.spec(x.uop, w.uop), x, w, *more).cast(x.dtype),)
+    return (reference.compute_results(what.spec(x.uop, w.uop), x, w, *more).cast(x.dtype),)
 
 
 def lower_shrink(what: LoraShrink, target: Target, x: UOp, a: UOp, ranks: UOp, offsets: UOp,

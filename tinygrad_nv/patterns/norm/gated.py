@@ -89,7 +89,7 @@ def _factor(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 def lower_gated(what: Gated, target: Target, both: UOp) -> tuple[UOp, ...]:
     """Returns the result by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     rows, width = _extents(both)
-    spec = specs.gated(rows, width, both.dtype, what.activation)
+    spec = specs.apply_gate(rows, width, both.dtype, what.activation)
     out = program.Output((*both.shape[:-1], width), both.dtype)
     return choose(spec, target).call(both.device, [out], [_memory(both)], NAME, flops=spec.flops)
 
@@ -97,7 +97,7 @@ def lower_gated(what: Gated, target: Target, both: UOp) -> tuple[UOp, ...]:
 def lower_gradient(what: GatedGradient, target: Target, both: UOp, grad: UOp) -> tuple[UOp, ...]:
     """Returns the gradient by a kernel. Raises `Unsupported` or `SpecError` where there is none."""
     rows, width = _extents(both)
-    spec = specs.gated_gradient(rows, width, both.dtype, what.activation)
+    spec = specs.gate_gradient(rows, width, both.dtype, what.activation)
     out = program.Output(both.shape, both.dtype)
     return choose(spec, target).call(both.device, [out], [_memory(both), _memory(grad)], NAME,
                                        " gradient", flops=spec.flops)

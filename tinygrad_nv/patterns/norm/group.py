@@ -59,7 +59,7 @@ def normalise(what: GroupNorm, x: Tensor, weight: Tensor, bias: Tensor,
     f = x.float()
     for each in shift: f = f + each.float().reshape(x.shape[0], *(1,) * (x.ndim - 2), x.shape[-1])
     silu = what.activation == "silu"
-    made = reference.normalised(f, what.groups, weight.float(), bias.float(), what.eps, silu)
+    made = reference.normalise(f, what.groups, weight.float(), bias.float(), what.eps, silu)
     return made.cast(x.dtype),
 
 

@@ -35,7 +35,7 @@ from tinygrad_nv.patterns.norm.shared import MOST_STATISTICS, find_shared
 from tinygrad_nv.patterns.rewriting import rebuilt, write_through
 from tinygrad_nv.patterns.target import Chosen, Target, choose, target_of
 from tinygrad_nv.runtime.observe import ranges
-from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substituted, walk
+from tinygrad_nv.tile.expression import Constant, Expression, Load, Position, Sum, substitute, walk
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 
@@ -281,11 +281,11 @@ def _spec(end: UOp, first: UOp | None,
                                                     each.offset)
     for i, (place, each) in enumerate(zip(places, where, strict=True), 1 + len(lies)):
         known[place] = _position_in(dims, i, each.offset)
-    statistics = tuple(Statistic(s.op, substituted(s.term, known)) for s in rows.statistics)
+    statistics = tuple(Statistic(s.op, substitute(s.term, known)) for s in rows.statistics)
     result = Result(end.dtype, dims.m.strides[0], dims.n.strides[0], tuple(d.strides[0] for d in dims.batch),
                     out.offset)
     symbol = dims.m.extent if isinstance(dims.m.extent, UOp) else None
-    computed = Computed(result, substituted(rows.expression, known))
+    computed = Computed(result, substitute(rows.expression, known))
     spec = NormSpec(largest(dims.m.extent), n, statistics, (computed,),
                     tuple(largest(d.extent) for d in dims.batch), symbol is not None)
     return spec, tuple(inputs), symbol

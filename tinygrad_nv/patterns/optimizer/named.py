@@ -115,7 +115,7 @@ def _launches(entries: list[T], pointers: int, device: str | tuple[str, ...] | N
 
 def _update(what: AdamWUpdate, *given: Tensor) -> tuple[Tensor, ...]:
     spec = what.spec([x.uop for x in given])
-    made = reference.updated(spec, *(x.float() for x in given))
+    made = reference.update(spec, *(x.float() for x in given))
     return tuple(new.cast(old.dtype) for new, old in zip(made, given, strict=False))
 
 

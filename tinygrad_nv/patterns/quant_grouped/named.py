@@ -89,7 +89,7 @@ def multiply(what: QuantGroupedMatmul, x: Tensor, *rest: Tensor) -> tuple[Tensor
     spec, names = what.spec(x.uop), stack_buffers(what.type, what.stack)
     stack, offsets, more = dict(zip(names, rest, strict=False)), rest[len(names)], rest[len(names) + 1:]
     w = reference.matrices(replace(spec, int8=False), stack)
-    return (grouped.multiplied(spec.grouped, x, w, offsets, *apart(what, more)).cast(x.dtype),)
+    return (grouped.multiply_groups(spec.grouped, x, w, offsets, *apart(what, more)).cast(x.dtype),)
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:

@@ -87,7 +87,7 @@ def call_gradient(what: RotatedHeads, grads: list[Tensor], cos: Tensor, sin: Ten
 
 def rotate(what: RotatedHeads, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Returns q, k and v in plain tinygrad."""
-    q, k, v = reference.rotated(qkv.float(), *_angles(cos, sin), what.heads, what.kv_heads)
+    q, k, v = reference.rotate_qkv(qkv.float(), *_angles(cos, sin), what.heads, what.kv_heads)
     made = q, k.unsqueeze(0), v.unsqueeze(0).unsqueeze(0)
     return tuple(each.cast(qkv.dtype) for each in made)
 
@@ -95,7 +95,7 @@ def rotate(what: RotatedHeads, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 def derive(what: RotatedHeadsGradient, q: Tensor, k: Tensor, v: Tensor, cos: Tensor,
             sin: Tensor) -> tuple[Tensor, ...]:
     """Returns the gradient of q|k|v in plain tinygrad."""
-    return (reference.derived((q.float(), k.float(), v.float()), *_angles(cos, sin)).cast(q.dtype),)
+    return (reference.derive((q.float(), k.float(), v.float()), *_angles(cos, sin)).cast(q.dtype),)
 
 
 def _angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.router.reference import routed, scored, weighted
+from tinygrad_nv.tile.router.reference import routed, score, weigh_experts
 from tinygrad_nv.tile.router.spec import FLOATS, Policy, RouterSpec, check
 from tinygrad_nv.tile.templates import TABLE
 
@@ -62,8 +62,9 @@ def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:
     what, logits, experts = call_.arg.aux, Tensor(call_.src[1]), Tensor(call_.gettuple(0)).detach()
     wide = logits.float().detach()
     numbers = Tensor.arange(int(logits.shape[1]), dtype=dtypes.int32).to(logits.device)
-    chosen = (experts.unsqueeze(-1) == numbers).where(scored(what.policy, wide).unsqueeze(1), 0).sum(-1)
-    made = weighted(what.policy, chosen).gradient(wide, gradient=Tensor(grad).float())[0].cast(logits.dtype)
+    chosen = (experts.unsqueeze(-1) == numbers).where(score(what.policy, wide).unsqueeze(1), 0).sum(-1)
+    made = weigh_experts(what.policy, chosen).gradient(wide,
+                                                       gradient=Tensor(grad).float())[0].cast(logits.dtype)
     return made.uop, *[None] * what.biased
 
 

@@ -15,7 +15,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
-from tinygrad_nv.tile.sampling.reference import choice, filtered, tally
+from tinygrad_nv.tile.sampling.reference import apply_filter, choice, tally
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 
 # **** filters ****
@@ -26,7 +26,7 @@ def largest(logits: Tensor, weights: Tensor | None, numbers: Tensor, number: Num
     weights. Ties are all kept."""
     R, V = map(int, logits.shape)
     spec = FilterSpec(R, V, number, weights is None)
-    return call(spec, filtered, logits, *([] if weights is None else [weights]), numbers)[0]
+    return call(spec, apply_filter, logits, *([] if weights is None else [weights]), numbers)[0]
 
 
 # **** choices ****

@@ -33,7 +33,7 @@ from tinygrad_nv.patterns.rewriting import stored_value
 from tinygrad_nv.patterns.scaled_gemm import named as scaled
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
 from tinygrad_nv.patterns.target import Target
-from tinygrad_nv.tile.expression import Expression, Load, Sum, substituted
+from tinygrad_nv.tile.expression import Expression, Load, Sum, substitute
 
 Codes = Callable[[Expression], Expression]
 MATMULS: Mapping[type, Callable[..., NamedMatmul]] = {
@@ -171,7 +171,7 @@ def _quantize_named_matmul(uses: Uses, region: _Region, target: Target, codes: C
     for i, ((node, _), each) in enumerate(zip(tail.loads, lies[count:], strict=True)):
         m, along = (dim.strides[1 + count + i] for dim in (dims.m, dims.n))
         known[Load(i, node.dtype, 0, 0)] = Load(extras.index(node), node.dtype, m, along, (), each.offset)
-    after = codes(substituted(tail.expression, known))
+    after = codes(substitute(tail.expression, known))
     made = matmul.with_epilogue(after, len(parts), extras)
     return made.call(target, dtype)[0].reshape(end.shape)
 

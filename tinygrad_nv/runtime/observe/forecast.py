@@ -55,7 +55,7 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
             spec = replace(spec, m=max(1, flops * spec.m // spec.flops))
         predicted = cost(spec, schedule, GPU(gpu.arch, gpu.sm_count))
         found = Forecast(predicted.seconds, predicted.bound, "cost model")
-    return found if tried is None else replace(found, seconds=tried.seconds, model=tried.known_by)
+    return found if tried is None else replace(found, seconds=tried.seconds, model=tried.provenance)
 
 
 def _tuned_entry(spec: Any, schedule: Schedule, gpu: Properties) -> database.Entry | None:
@@ -63,7 +63,7 @@ def _tuned_entry(spec: Any, schedule: Schedule, gpu: Properties) -> database.Ent
     once is no prediction."""
     if integers(spec): return None
     target = GPU(gpu.arch, gpu.sm_count, model=figures_of(gpu.arch, gpu.sm_count, gpu.name))
-    entry = database.known(spec, gpu.arch, target)
+    entry = database.find_winner(spec, gpu.arch, target)
     if entry is None or entry.schedule != schedule or entry.how == "measured": return None
     return entry
 

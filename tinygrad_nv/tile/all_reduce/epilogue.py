@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule
 from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
 from tinygrad_nv.tile.all_reduce.vectors import (
     WORDS,
     Words,
-    added,
+    add_vectors,
     elements,
     load,
     store,
@@ -48,7 +48,7 @@ class Plain:
     def put(self, at: Value, words: Words) -> None:
         """Vector `at` of the message; of the last one what there is."""
         kb, spec = self.kb, self.spec
-        target = advanced(kb, self.out, at, VECTOR_BYTES)
+        target = advance(kb, self.out, at, VECTOR_BYTES)
         if not (rest := spec.count % spec.of_vector):
             store(kb, target.at(), words)
             return
@@ -80,23 +80,23 @@ class ResidualNorm:
                         kb.emit("fma.rn.f32", squares, value, value, squares)
             scale = self.scale(squares)
             for column, row in zip(columns, rows, strict=True):
-                with kb.if_(column < self.row): self.normalized(first + (start + column), column, row, scale)
+                with kb.if_(column < self.row): self.normalize(first + (start + column), column, row, scale)
 
     def new(self, first: Value, at: Value, sums: Sums, into: Words) -> None:
         """A vector of the new residual, at vector `at` of the round."""
         kb, dtype = self.kb, self.spec.dtype
-        more = load(kb, advanced(kb, self.residual, first + at, VECTOR_BYTES).at())
-        made = added(elements(kb, sums(at), dtype), elements(kb, more, dtype))
+        more = load(kb, advance(kb, self.residual, first + at, VECTOR_BYTES).at())
+        made = add_vectors(elements(kb, sums(at), dtype), elements(kb, more, dtype))
         for word, each in zip(into, vector(kb, made, dtype), strict=True): word.set(each)
-        store(kb, advanced(kb, self.residual_out, first + at, VECTOR_BYTES).at(), into)
+        store(kb, advance(kb, self.residual_out, first + at, VECTOR_BYTES).at(), into)
 
-    def normalized(self, at: Value, column: Value, row: Words, scale: Value) -> None:
+    def normalize(self, at: Value, column: Value, row: Words, scale: Value) -> None:
         """A vector of a normalized row, at vector `at` of the message."""
         kb, dtype = self.kb, self.spec.dtype
-        weight = load(kb, advanced(kb, self.weight, column, VECTOR_BYTES).at())
+        weight = load(kb, advance(kb, self.weight, column, VECTOR_BYTES).at())
         scaled = vector(kb, [value * scale for value in elements(kb, row, dtype)], dtype)
         made = [a * b for a, b in zip(elements(kb, scaled, dtype), elements(kb, weight, dtype), strict=True)]
-        store(kb, advanced(kb, self.out, at, VECTOR_BYTES).at(), vector(kb, made, dtype))
+        store(kb, advance(kb, self.out, at, VECTOR_BYTES).at(), vector(kb, made, dtype))
 
     def scale(self, squares: Value) -> Value:
         """1 / √(mean + eps), of what all threads of the CTA have: the same order in every GPU."""

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.all_reduce.epilogue import Epilogue, Plain, ResidualNorm
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, Multimem, OneShot, TwoShot
 from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
 from tinygrad_nv.tile.all_reduce.vectors import (
     Words,
-    added,
+    add_vectors,
     copy_elements,
     elements,
     load,
@@ -37,20 +37,20 @@ from tinygrad_nv.tile.template import GPU
 def one_shot(spec: AllReduceSpec, s: OneShot, gpu: GPU) -> TileKernel:
     """The kernel. Parameters in this order: out; of rows with a norm residual_out; x; of rows with a norm
     residual and weight; peers, the addresses of all workspaces in order of ranks; u32 rank."""
-    return _finished(_OneShot(spec, s, gpu))
+    return _finish_kernel(_OneShot(spec, s, gpu))
 
 
 def two_shot(spec: AllReduceSpec, s: TwoShot, gpu: GPU) -> TileKernel:
     """The kernel, with the parameters of `one_shot`."""
-    return _finished(_TwoShot(spec, s, gpu))
+    return _finish_kernel(_TwoShot(spec, s, gpu))
 
 
 def multimem(spec: AllReduceSpec, s: Multimem, gpu: GPU) -> TileKernel:
     """The kernel, with the parameters of `one_shot`; before the rank, the address of the multicast object."""
-    return _finished(_Multimem(spec, s, gpu))
+    return _finish_kernel(_Multimem(spec, s, gpu))
 
 
-def _finished(made: AllReduceKernel) -> TileKernel:
+def _finish_kernel(made: AllReduceKernel) -> TileKernel:
     made.write()
     kb = made.kb
     return TileKernel(kb.name, kb.ptx(), (made.s.ctas, 1, 1), made.s.threads, pdl=kb.hopper)
@@ -85,7 +85,7 @@ class AllReduceKernel:
             if self.spec.world % 2:
                 kb.emit("ld.global.u64", self.peers[-1], self.table.at(8 * (self.spec.world - 1)))
             self.own = kb.reg("u64")
-            kb.emit("ld.global.u64", self.own, advanced(kb, self.table, self.rank, 8).at())
+            kb.emit("ld.global.u64", self.own, advance(kb, self.table, self.rank, 8).at())
             self.line = self.own + lines.to("u64")
             self.lines, first = lines, s.workspace.data
             self.at = [peer + (halves + first).to("u64") for peer in self.peers]
@@ -94,9 +94,9 @@ class AllReduceKernel:
         with kb.comment("the thread's peer, whose arrivals it tells and waits for"):
             self.tells = kb.tid.x < self.spec.world
             peer = kb.reg("u64", 0)
-            kb.emit("ld.global.u64", peer, advanced(kb, self.table, kb.tid.x, 8).at(), guard=self.tells)
-            self.told = advanced(kb, peer + lines.to("u64"), self.rank, 4)
-            self.heard = advanced(kb, self.line, kb.tid.x, 4)
+            kb.emit("ld.global.u64", peer, advance(kb, self.table, kb.tid.x, 8).at(), guard=self.tells)
+            self.told = advance(kb, peer + lines.to("u64"), self.rank, 4)
+            self.heard = advance(kb, self.line, kb.tid.x, 4)
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
@@ -119,8 +119,8 @@ class AllReduceKernel:
         self.count = spec.vectors - self.count
         kb.emit("min.u32", self.count, self.count, self.round_vectors)
         self.halves, self.half = [each + half for each in self.at], self.mine + half
-        with kb.comment("x into the half"): self.each_vector(self.staged)
-        self.exchanged(0)
+        with kb.comment("x into the half"): self.each_vector(self.stage_vector)
+        self.exchange(0)
         self.sums()
 
     def each_vector(self, done: Callable[[Value], None]) -> None:
@@ -128,11 +128,11 @@ class AllReduceKernel:
         kb = self.kb
         with kb.loop(kb.tid.x, self.count, self.s.threads, kind="u32") as i: done(i)
 
-    def staged(self, i: Value) -> None:
+    def stage_vector(self, i: Value) -> None:
         """A vector of x into the half; what the last one has too little is zero."""
         kb, spec = self.kb, self.spec
-        source = advanced(kb, self.x, self.first + i, VECTOR_BYTES)
-        target = advanced(kb, self.half, i, VECTOR_BYTES)
+        source = advance(kb, self.x, self.first + i, VECTOR_BYTES)
+        target = advance(kb, self.half, i, VECTOR_BYTES)
         if not (rest := spec.count % spec.of_vector):
             store(kb, target.at(), load(kb, source.at()))
             return
@@ -142,7 +142,7 @@ class AllReduceKernel:
             store(kb, target.at(), kb.regs("b32", 4, 0))
             copy_elements(kb, target, source, rest, spec.dtype)
 
-    def exchanged(self, phase: int) -> None:
+    def exchange(self, phase: int) -> None:
         """All peers' CTAs of this channel have come here, and what they wrote is visible."""
         kb, epoch = self.kb, self.epochs[phase]
         with kb.comment(f"phase {phase}"):
@@ -159,12 +159,12 @@ class AllReduceKernel:
                 with kb.while_(late): pass
             kb.sync()
 
-    def summed(self, i: Value) -> Words:
+    def sum_vector(self, i: Value) -> Words:
         """Vector `i` of the round, of all peers, added up in order of ranks."""
         kb, dtype = self.kb, self.spec.dtype
-        read = [load(kb, advanced(kb, half, i, VECTOR_BYTES).at()) for half in self.halves]
+        read = [load(kb, advance(kb, half, i, VECTOR_BYTES).at()) for half in self.halves]
         sums = elements(kb, read[0], dtype)
-        for each in read[1:]: sums = added(sums, elements(kb, each, dtype))
+        for each in read[1:]: sums = add_vectors(sums, elements(kb, each, dtype))
         return vector(kb, sums, dtype)
 
     def sums(self) -> None:
@@ -175,7 +175,7 @@ class AllReduceKernel:
 class _OneShot(AllReduceKernel):
     """Every GPU adds up everything."""
 
-    def sums(self) -> None: self.epilogue.write(self.first, self.count, self.s.threads, self.summed)
+    def sums(self) -> None: self.epilogue.write(self.first, self.count, self.s.threads, self.sum_vector)
 
 
 class _TwoShot(AllReduceKernel):
@@ -189,19 +189,19 @@ class _TwoShot(AllReduceKernel):
             first, end = self.rank * shard, kb.reg("u32")
             kb.emit("min.u32", end, first + shard, self.count)
             with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
-                target = advanced(kb, self.half, i - first, VECTOR_BYTES)
-                store(kb, target.at(behind), self.summed(i))
-        self.exchanged(1)
+                target = advance(kb, self.half, i - first, VECTOR_BYTES)
+                store(kb, target.at(behind), self.sum_vector(i))
+        self.exchange(1)
         if isinstance(self.epilogue, Plain):
             self.gather(self.epilogue, shard, behind)
             return
 
-        def gathered(i: Value) -> Words:
+        def gather_vector(i: Value) -> Words:
             owner = i // shard
             half = self.halves[0]
             for number in range(1, spec.world): half = kb.select(owner == number, self.halves[number], half)
-            return load(kb, advanced(kb, half, i - owner * shard, VECTOR_BYTES).at(behind))
-        self.epilogue.write(self.first, self.count, self.s.threads, gathered)
+            return load(kb, advance(kb, half, i - owner * shard, VECTOR_BYTES).at(behind))
+        self.epilogue.write(self.first, self.count, self.s.threads, gather_vector)
 
     def gather(self, epilogue: Plain, shard: int, behind: int) -> None:
         """A vector of every GPU's shard, all under way together."""
@@ -209,7 +209,7 @@ class _TwoShot(AllReduceKernel):
         with kb.comment("all shards"), kb.loop(kb.tid.x, shard, self.s.threads, kind="u32") as i:
             places = [i + number * shard for number in range(self.spec.world)]
             there = [at < self.count for at in places]
-            read = [load(kb, advanced(kb, half, i, VECTOR_BYTES).at(behind), guard)
+            read = [load(kb, advance(kb, half, i, VECTOR_BYTES).at(behind), guard)
                     for half, guard in zip(self.halves, there, strict=True)]
             for at, guard, words in zip(places, there, read, strict=True):
                 with kb.if_(guard): epilogue.put(self.first + at, words)
@@ -228,10 +228,11 @@ class _Multimem(AllReduceKernel):
             every, first, end = self.every + self.side, self.rank * shard, kb.reg("u32")
             kb.emit("min.u32", end, first + shard, self.count)
             with kb.loop(first + kb.tid.x, end, self.s.threads, kind="u32") as i:
-                at = advanced(kb, every, i, VECTOR_BYTES)
+                at = advance(kb, every, i, VECTOR_BYTES)
                 kb.emit("multimem.st.weak.global.v4.f32", at.at(behind), load_reduce(kb, at, spec.dtype))
             kb.emit("fence.proxy.alias")
-        self.exchanged(1)
+        self.exchange(1)
 
-        def gathered(i: Value) -> Words: return load(kb, advanced(kb, self.half, i, VECTOR_BYTES).at(behind))
-        self.epilogue.write(self.first, self.count, self.s.threads, gathered)
+        def gather_vector(i: Value) -> Words: return load(kb,
+                                                          advance(kb, self.half, i, VECTOR_BYTES).at(behind))
+        self.epilogue.write(self.first, self.count, self.s.threads, gather_vector)

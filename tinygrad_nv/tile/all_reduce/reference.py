@@ -5,7 +5,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.all_reduce.spec import FLOATS, AllReduceSpec
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, dense, gather, round_to
 
 
 def arguments(spec: AllReduceSpec) -> tuple[Argument, ...]:
@@ -22,11 +22,11 @@ def arguments(spec: AllReduceSpec) -> tuple[Argument, ...]:
 def reference(spec: AllReduceSpec, given: Given, exact: bool = False) -> Results:
     """What every GPU has in the end."""
     places = {each.name: each.places[0] for each in arguments(spec)}
-    wide = widened(dtypes.float32, exact) if spec.dtype in FLOATS else spec.dtype
+    wide = compute_dtype(dtypes.float32, exact) if spec.dtype in FLOATS else spec.dtype
 
-    def of(name: str) -> Tensor: return gathered(given[name], places[name]).cast(wide)
+    def of(name: str) -> Tensor: return gather(given[name], places[name]).cast(wide)
 
-    def one(made: Tensor) -> Tensor: return made if exact else rounded(made, spec.dtype)
+    def one(made: Tensor) -> Tensor: return made if exact else round_to(made, spec.dtype)
     x = of("x")
     total = x[0]
     for rank in range(1, spec.world): total = (total + x[rank]).contiguous()

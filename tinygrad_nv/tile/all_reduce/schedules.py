@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from tinygrad_nv.tile.all_reduce.spec import VECTOR_BYTES, AllReduceSpec
 from tinygrad_nv.tile.all_reduce.workspace import Workspace
-from tinygrad_nv.tile.schedule import Schedule, counted
+from tinygrad_nv.tile.schedule import Schedule, count_words
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AllReduceSchedule(Schedule):
         return Workspace(self.channels, self.half_bytes)
 
     def words(self) -> list[str]:
-        return [counted(self.ctas, "CTA"), f"{self.threads} threads",
+        return [count_words(self.ctas, "CTA"), f"{self.threads} threads",
                 f"{self.channels} channels of 2 x {self.half_bytes} bytes"]
 
     def unit(self, spec: AllReduceSpec) -> int:

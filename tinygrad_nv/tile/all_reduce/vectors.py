@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.lanes import FLOAT16S, packed, unpacked
+from tinygrad_nv.tile.lanes import FLOAT16S, pack, unpack
 
 WORDS = 4
 Words = list[Value]
@@ -43,8 +43,8 @@ def load_reduce(kb: Kernel, place: Value, dtype: DType) -> Words:
 
 def elements(kb: Kernel, words: Words, dtype: DType) -> list[Value]:
     """Of a vector: float32, or integers of the dtype's width."""
-    if dtype in FLOAT16S: return [each for word in words for each in unpacked(kb, word, dtype)]
-    if dtype.itemsize == 4: return [moved(kb, word, _kind(dtype)) for word in words]
+    if dtype in FLOAT16S: return [each for word in words for each in unpack(kb, word, dtype)]
+    if dtype.itemsize == 4: return [move_bits(kb, word, _kind(dtype)) for word in words]
     made = kb.regs("u64", WORDS // 2)
     for i, each in enumerate(made): kb.emit("mov.b64", each, words[2 * i:2 * i + 2])
     return made
@@ -52,19 +52,19 @@ def elements(kb: Kernel, words: Words, dtype: DType) -> list[Value]:
 
 def vector(kb: Kernel, values: Sequence[Value], dtype: DType) -> Words:
     """Elements as words, rounded once."""
-    if dtype in FLOAT16S: return [packed(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
-    if dtype.itemsize == 4: return [moved(kb, value, "b32") for value in values]
+    if dtype in FLOAT16S: return [pack(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+    if dtype.itemsize == 4: return [move_bits(kb, value, "b32") for value in values]
     made = kb.regs("b32", WORDS)
     for i, each in enumerate(values): kb.emit("mov.b64", made[2 * i:2 * i + 2], each)
     return made
 
 
-def added(sums: Sequence[Value], more: Sequence[Value]) -> list[Value]:
+def add_vectors(sums: Sequence[Value], more: Sequence[Value]) -> list[Value]:
     """Element by element."""
     return [a + b for a, b in zip(sums, more, strict=True)]
 
 
-def moved(kb: Kernel, value: Value, kind: str) -> Value:
+def move_bits(kb: Kernel, value: Value, kind: str) -> Value:
     """The same bits in a register of another kind."""
     made = kb.reg(kind)
     kb.emit("mov.b32", made, value)

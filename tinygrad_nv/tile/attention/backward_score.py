@@ -15,7 +15,7 @@ from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.score import Cells, Extents, Scores
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
-from tinygrad_nv.tile.expression import Constant, loads, transposed
+from tinygrad_nv.tile.expression import Constant, loads, transpose
 
 
 def registers(cells: Cells) -> Iterator[Value]:
@@ -31,7 +31,7 @@ class TurnedScores(Scores):
     def of_spec(kb: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
                 batch: Sequence[Value], first: Value, keys: int, rows: int) -> TurnedScores:
         """Of blocks of `keys` by `rows`."""
-        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transposed(spec.score), band=FULL, start=0,
+        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transpose(spec.score), band=FULL, start=0,
                         symbolic=())
         return TurnedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
                             first,
@@ -47,7 +47,7 @@ class TurnedScores(Scores):
         self.batch = [*self.batch[:2], walk.query]
         self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
 
-    def turned(self, sums: Cells, base: Value) -> tuple[Cells, Cells | None]:
+    def score_and_slope(self, sums: Cells, base: Value) -> tuple[Cells, Cells | None]:
         """Scores of sums, and slopes."""
         if self.linear: return sums, None
         kb, same = self.kb, isinstance(self.derivative, Constant)

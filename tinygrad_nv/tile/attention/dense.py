@@ -29,11 +29,11 @@ def dense(batch: int, heads: int, rows: int, d: int, dtype: str = "bf16", kv_hea
     if causal and keys < rows: raise SpecError(f"{rows} rows of {keys} keys", "at least as many keys")
     group, turned = heads // kv_heads, layout == "BSHD"
 
-    def laid(extent: int, many: int, of_query: bool) -> Rows:
+    def rows_of(extent: int, many: int, of_query: bool) -> Rows:
         head, row = (d, many * d) if turned else (extent * d, d)
         return Rows(WORDS[dtype], row, (many * extent * d, group * head, head) if of_query else
                     (many * extent * d, head, 0))
-    q, k = laid(rows, heads, True), laid(keys, kv_heads, False)
+    q, k = rows_of(rows, heads, True), rows_of(keys, kv_heads, False)
     return AttentionSpec(rows, keys, d, d, q, k, k, q, (batch, kv_heads, group), Sum() * (1 / math.sqrt(d)),
                          Band(None, 0) if causal else FULL, keys - rows if causal else 0)
 

@@ -37,7 +37,7 @@ def _of(node: Expression, made: dict[Expression, Expression]) -> Expression:
     rule = OPERATIONS[node.op].slope
     if rule is None or not dtypes.is_float(node.dtype):
         raise SpecError(f"the derivative of {show(node)}", "floats from the sum to the score")
-    if (known := _logistic(node, made) or _masked(node, slopes)) is not None: return known
+    if (known := _logistic(node, made) or _differentiate_mask(node, slopes)) is not None: return known
     values = [arg if arg.dtype == dtypes.bool else arg.cast(dtypes.float32) for arg in node.args]
     found: Expression = rule(node.cast(dtypes.float32), *values, *slopes)
     return found
@@ -54,7 +54,7 @@ def _logistic(node: Apply, made: dict[Expression, Expression]) -> Expression | N
     return None
 
 
-def _masked(node: Apply, slopes: list[Expression]) -> Expression | None:
+def _differentiate_mask(node: Apply, slopes: list[Expression]) -> Expression | None:
     """That of a choice between x and -inf, None for other nodes."""
     if node.op != "where": return None
     least = Constant(-math.inf, node.dtype)

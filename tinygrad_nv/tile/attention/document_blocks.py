@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.documents import bounds
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import Load
@@ -38,9 +38,9 @@ class Documents:
 
 
 def _read(kb: Kernel, load: Load, extras: Sequence[Value], batch: Sequence[Value], token: Value) -> Value:
-    at = advanced(kb, extras[load.parameter] + load.offset * 4, token, 4)
+    at = advance(kb, extras[load.parameter] + load.offset * 4, token, 4)
     for index, stride in zip(batch[:2], (load.batch or (0, 0, 0))[:2], strict=True):
-        if stride: at = advanced(kb, at, index, stride * 4)
+        if stride: at = advance(kb, at, index, stride * 4)
     made = kb.reg("s32")
     kb.emit("ld.global.s32", made, at.at())
     return made

@@ -9,8 +9,8 @@ batch's three indices as one number), with the seed in memory, two u32, as the k
     kept       where the byte is below `kept`; what is kept is multiplied by 256 / kept
 
 so that one call gives a lane all that it holds of a row in 64 columns of an accumulator of mma.m16n8 or
-wgmma. The mean is exact for the probability that there is, 1 − kept / 256: `kept_of` rounds the asked-for one
-to a multiple of 1/256.
+wgmma. The mean is exact for the probability that there is, 1 − kept / 256: `keep_256ths` rounds the asked-for
+one to a multiple of 1/256.
 
 `philox` and `keeps` are the reference, of whatever computes with integers of 64 bits: Python's, numpy's
 uint64, tinygrad's. `Dropout` is a kernel's:
@@ -51,7 +51,7 @@ LOW = 0xFFFFFFFF
 SPAN, CHUNK = 64, 16                # columns of a call, of a word of it
 
 
-def kept_of(dropout_p: float) -> int:
+def keep_256ths(dropout_p: float) -> int:
     """Elements of 256 that are kept, of a probability to be dropped."""
     return round(EVERY * (1 - dropout_p))
 
@@ -109,7 +109,7 @@ class Generator:
                 assert a is not None
                 assert c is not None
                 (low, high), (under, over) = self._wide(a, 0), self._wide(c, 1)
-                counters[i] = [self._mixed(over, b, first), under, self._mixed(high, d, second), low]
+                counters[i] = [self._mix(over, b, first), under, self._mix(high, d, second), low]
         return [[word for word in counter if word is not None] for counter in counters]
 
     def _wide(self, value: Value, which: int) -> tuple[Value, Value]:
@@ -120,7 +120,7 @@ class Generator:
         kb.emit("mov.b64", [low, high], product)
         return low, high
 
-    def _mixed(self, a: Value, b: Value | None, c: Value) -> Value:
+    def _mix(self, a: Value, b: Value | None, c: Value) -> Value:
         if b is None: return a ^ c
         made = self.kb.reg("u32")
         self.kb.emit("lop3.b32", made, a, b, c, 0x96)  # a ^ b ^ c

@@ -19,7 +19,8 @@ MANY = 1024     # rows, for which candidates come in the order of what they are 
 
 
 @lru_cache(4096)
-def ordered(templates: Sequence[AnyTemplate], spec: AttentionSpec | BackwardSpec, gpu: GPU) -> Ordered | None:
+def choose_ordered(templates: Sequence[AnyTemplate], spec: AttentionSpec | BackwardSpec,
+                   gpu: GPU) -> Ordered | None:
     """The schedule of the class; None where no template takes an attention."""
     if isinstance(spec, BackwardSpec):
         found = _first(templates, spec, spec, gpu)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 STORES = {2: ("b16", 1), 4: ("b32", 1), 8: ("v2.b32", 2), 16: ("v4.b32", 4)}  # of so many bytes
@@ -20,18 +20,18 @@ def clear(kb: Kernel, spec: AttentionSpec, out: Value, cu_q: Value, batch: Seque
     assert spec.total is not None
     size, rows = spec.out.dtype.itemsize, spec.out
     nbytes = spec.d_v * size
-    width = min(rows.aligned_bytes, nbytes & -nbytes)
+    width = min(rows.alignment_bytes, nbytes & -nbytes)
     kind, count = STORES[width]
     with kb.if_(batch[0] == spec.batch[0]), kb.comment("rows after the last sequence"):
         begin = kb.reg("u32")
         kb.emit("ld.global.u32", begin, cu_q.at(4 * spec.batch[0]))
         base = out + rows.offset * size
         for index, stride in zip(batch[1:], rows.batch[1:], strict=True):
-            base = advanced(kb, base, index, stride * size)
+            base = advance(kb, base, index, stride * size)
         with kb.loop(begin + block * block_m, spec.total[0], kb.nctaid.x * block_m) as first, \
              kb.loop(kb.tid.x, block_m * (nbytes // width), kb.threads[0]) as i:
             row = first + i // (nbytes // width)
-            at = advanced(kb, advanced(kb, base, row, rows.row * size), i % (nbytes // width), width)
+            at = advance(kb, advance(kb, base, row, rows.row * size), i % (nbytes // width), width)
             kb.emit(f"st.global.{kind}", at.at(), [0] * count if count > 1 else 0, guard=row < spec.total[0])
         kb.emit("exit")
 

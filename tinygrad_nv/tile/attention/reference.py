@@ -22,14 +22,14 @@ from tinygrad_nv.tile.reference import (
     Place,
     Role,
     axes,
+    compute_dtype,
     dense,
     elements,
-    evaluated,
-    gathered,
+    evaluate,
+    gather,
     index_of,
     parameters,
-    rounded,
-    widened,
+    round_to,
 )
 
 LIFT = 256.0    # of p of 8 bits before it is rounded (spec.py)
@@ -93,18 +93,18 @@ def reference(spec: AttentionSpec | BackwardSpec, given: Given, exact: bool = Fa
     s, seen, _ = _scores(spec, given, exact)
     top, sinks = s.max(-1, keepdim=True), None
     if spec.sinks is not None:
-        sinks = gathered(given["sinks"], _sinks(spec)).reshape(*spec.batch, 1, 1).cast(s.dtype)
+        sinks = gather(given["sinks"], _sinks(spec)).reshape(*spec.batch, 1, 1).cast(s.dtype)
         top = top.maximum(sinks)
     base = (top == -math.inf).where(0, top)
     e = (s - base).exp().contiguous()
     total = e.sum(-1, keepdim=True)
     if sinks is not None: total = total + (sinks - base).exp()
     kept = e * _keep(spec, given, s.shape) if spec.kept < EVERY else e
-    if spec.scales is not None: p = _rounded(kept * LIFT, dtypes.fp8e4m3, exact) / LIFT
-    else: p = _rounded(kept, spec.v.dtype, exact)
+    if spec.scales is not None: p = _round(kept * LIFT, dtypes.fp8e4m3, exact) / LIFT
+    else: p = _round(kept, spec.v.dtype, exact)
     out = p @ _operand(spec, given, "v", exact) / (total == 0).where(1, total)
-    out = out.cast(widened(spec.out.dtype, exact)).contiguous()
-    if spec.ragged: out = _laid_out(spec, given["cu_q"], out)
+    out = out.cast(compute_dtype(spec.out.dtype, exact)).contiguous()
+    if spec.ragged: out = _lay_out(spec, given["cu_q"], out)
     l = (top + total.log()).squeeze(-1)
     if spec.ragged: l = seen[..., 1].where(l, math.nan)
     return (out, l) if spec.lse else (out,)
@@ -114,23 +114,23 @@ def _gradients(spec: BackwardSpec, given: Given, exact: bool) -> tuple[Tensor, .
     one = spec.forward
     s, _, slope = _scores(one, given, exact)
     q, k, v = (_operand(one, given, name, exact) for name in "qkv")
-    grad = gathered(given["grad"], _place(one, spec.grad, one.s_q, one.d_v)).cast(q.dtype).contiguous()
-    l, delta = (gathered(given[name], dense(*one.batch, one.s_q, 1)).cast(q.dtype) for name in ("l", "delta"))
+    grad = gather(given["grad"], _place(one, spec.grad, one.s_q, one.d_v)).cast(q.dtype).contiguous()
+    l, delta = (gather(given[name], dense(*one.batch, one.s_q, 1)).cast(q.dtype) for name in ("l", "delta"))
     p = (s == -math.inf).where(0, (s - (l == -math.inf).where(0, l)).exp()).contiguous()
     dp, kept = grad @ v.transpose(-1, -2), p
     if one.kept < EVERY:
         keep = _keep(one, given, s.shape)
         dp, kept = dp * keep, p * keep
     ds = (p == 0).where(0, p * (dp - delta) * slope)
-    ds, kept = (_rounded(x, dtype, exact).contiguous()
+    ds, kept = (_round(x, dtype, exact).contiguous()
                 for x, dtype in ((ds, one.q.dtype), (kept, one.v.dtype)))
     dk, dv = ((x.transpose(-1, -2) @ y).sum(2, keepdim=True) for x, y in ((ds, q), (kept, grad)))
-    return (ds @ k, *(x.cast(widened(rows.dtype, exact)) for x, rows in ((dk, spec.dk), (dv, spec.dv))))
+    return (ds @ k, *(x.cast(compute_dtype(rows.dtype, exact)) for x, rows in ((dk, spec.dk), (dv, spec.dv))))
 
 
-def _rounded(x: Tensor, dtype: DType, exact: bool) -> Tensor:
+def _round(x: Tensor, dtype: DType, exact: bool) -> Tensor:
     """To a dtype and back."""
-    return x if exact else rounded(x, dtype).cast(x.dtype)
+    return x if exact else round_to(x, dtype).cast(x.dtype)
 
 
 def _keep(spec: AttentionSpec, given: Given, extents: tuple[Any, ...]) -> Tensor:
@@ -155,7 +155,7 @@ def _scores(spec: AttentionSpec, given: Given, exact: bool) -> tuple[Tensor, Ten
     if spec.ragged:
         rows, keys = ((given[name][1:] - given[name][:-1])[b] for name in ("cu_q", "cu_k"))
         start, there, seen = keys - rows, (row < rows).expand(extents), (row < rows) & (column < keys)
-    score = evaluated(spec.score, extents, [sums], given, exact, {"start": start})
+    score = evaluate(spec.score, extents, [sums], given, exact, {"start": start})
     if spec.band.first is not None: seen = seen & (column >= row + start + spec.band.first)
     if spec.band.last is not None: seen = seen & (column <= row + start + spec.band.last)
     slope = score.sum().gradient(sums)[0]
@@ -169,7 +169,7 @@ def _operand(spec: AttentionSpec, given: Given, name: str, exact: bool) -> Tenso
     sequence lacks is 0."""
     one, count, d = {"q": (spec.q, spec.s_q, spec.d), "k": (spec.k, spec.s_kv, spec.d),
                      "v": (spec.v, spec.s_kv, spec.d_v)}[name]
-    place, wide = _place(spec, one, count, d, name != "q"), widened(dtypes.float32, exact)
+    place, wide = _place(spec, one, count, d, name != "q"), compute_dtype(dtypes.float32, exact)
     at = axes(place.extents)
     index, there = index_of(place, at), None
     if spec.ragged:
@@ -191,7 +191,7 @@ def _place(spec: AttentionSpec, rows: Rows, count: int, d: int, keys: bool = Fal
     return Place(rows.offset, (*batch, count, d), (*rows.batch, rows.row, 1))
 
 
-def _laid_out(spec: AttentionSpec, begins: Tensor, out: Tensor) -> Tensor:
+def _lay_out(spec: AttentionSpec, begins: Tensor, out: Tensor) -> Tensor:
     """Rows of sequences where they belong: [1, heads, group, total, d_v], zeros where they are none's."""
     assert spec.total is not None
     row, last = Tensor.arange(spec.total[0]), spec.batch[0] - 1

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from tinygrad_nv.tile.schedule import Mode, RowWarps, Schedule, Tiled, Warpgroups, Warps, counted
+from tinygrad_nv.tile.schedule import Mode, RowWarps, Schedule, Tiled, Warpgroups, Warps, count_words
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class TiledSchedule(Tiled, Schedule, ABC):
     def near(self) -> tuple[Self, ...]: return (self.stages(self.depth + 1),)
 
     def words(self) -> list[str]:
-        return [f"{self.block_m}x{self.block_n}", self.warp_words(), counted(self.depth, "stage")]
+        return [f"{self.block_m}x{self.block_n}", self.warp_words(), count_words(self.depth, "stage")]
 
     @abstractmethod
     def warp_words(self) -> str:

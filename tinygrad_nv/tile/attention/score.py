@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.access import advance, read
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.spec import AttentionSpec, multiple
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
@@ -47,7 +47,7 @@ class Extents:
     first: tuple[Value, Value] | None = None
 
     @staticmethod
-    def declared(kb: Kernel, spec: AttentionSpec) -> Extents:
+    def declare_params(kb: Kernel, spec: AttentionSpec) -> Extents:
         """Declares those that are symbolic."""
         s_q, s_kv, start = (kb.param(name, "u32") if name in spec.symbolic else getattr(spec, name)
                             for name in ("s_q", "s_kv", "start"))
@@ -59,7 +59,7 @@ class Extents:
         the results have room for, and no fewer than 0: what is too long is cut off at its end."""
         firsts, counts = [], []
         for pointer, most in zip(cu, (spec.s_q, spec.s_kv), strict=True):
-            at, (first, end) = advanced(kb, pointer, sequence, 4), kb.regs("s32", 2)
+            at, (first, end) = advance(kb, pointer, sequence, 4), kb.regs("s32", 2)
             kb.emit("ld.global.s32", first, at.at())
             kb.emit("ld.global.s32", end, at.at(4))
             counts.append(least(kb, least(kb, end - first, most), 0, "max"))
@@ -68,7 +68,7 @@ class Extents:
         return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
 
 
-def signed(kb: Kernel, value: Value | int) -> Value:
+def to_signed(kb: Kernel, value: Value | int) -> Value:
     """A count as s32."""
     return value.to("s32") if isinstance(value, Value) else kb.reg("s32", value)
 
@@ -95,14 +95,14 @@ class Columns:
 
     def __post_init__(self) -> None:
         kb, band = self.kb, self.spec.band
-        s_kv = signed(kb, self.extents.s_kv)
+        s_kv = to_signed(kb, self.extents.s_kv)
         self.end, self.full_end = s_kv, s_kv
         low: Value | None = None
         self.full_begin: Value | None = None
         if not band.full:
-            start = self.first.to("s32") + signed(kb, self.extents.start)
-            bottom = least(kb, self.first.to("s32") + self.rows, signed(kb, self.extents.s_q)) \
-                + signed(kb, self.extents.start)
+            start = self.first.to("s32") + to_signed(kb, self.extents.start)
+            bottom = least(kb, self.first.to("s32") + self.rows, to_signed(kb, self.extents.s_q)) \
+                + to_signed(kb, self.extents.start)
             if band.last is not None:
                 self.end = least(kb, least(kb, bottom + band.last, s_kv), 0, "max")
                 self.full_end = least(kb, start + band.last + 1, s_kv)
@@ -182,14 +182,14 @@ class Scores:
         """Indices of the pair."""
         if axis == "m": return [(self.row + row).to("s32")]
         if axis == "n": return [(self.at + (pair + i)).to("s32") for i in range(2)]
-        if axis == "start": return [signed(self.kb, self.extents.start)]
+        if axis == "start": return [to_signed(self.kb, self.extents.start)]
         return [self.batch[int(axis)].to("s32")]
 
     def load(self, load: Load, row: int, pair: int) -> Lanes:
         """Elements of a parameter; 0 outside."""
         kb, size = self.kb, load.dtype.itemsize
         if load not in self.bases: self.bases[load] = self._base(load)
-        base = advanced(kb, self.bases[load], self.at, load.n * size)
+        base = advance(kb, self.bases[load], self.at, load.n * size)
         at, on_row = (row * load.m + pair * load.n) * size, row if load.m else None
         if not load.n: return read(kb, base, at, load.dtype, 1, self._guard(on_row, None))
         s_kv = self.extents.s_kv
@@ -207,8 +207,8 @@ class Scores:
         size, made = load.dtype.itemsize, self.extras[load.parameter]
         if load.offset: made = made + load.offset * size
         for index, stride in zip(self.batch, load.batch or (0, 0, 0), strict=True):
-            made = advanced(self.kb, made, index, stride * size)
-        return advanced(self.kb, made, self.row, load.m * size)
+            made = advance(self.kb, made, index, stride * size)
+        return advance(self.kb, made, self.row, load.m * size)
 
     def _guard(self, row: int | None, column: int | None) -> Value | None:
         """A predicate that holds inside; None where all is."""
@@ -228,8 +228,8 @@ class Scores:
         """−inf in columns that a row does not see."""
         kb, band = self.kb, self.spec.band
         own = base + self.column.to("s32")
-        end = signed(kb, self.extents.s_kv) - own
-        here = self.row.to("s32") + signed(kb, self.extents.start) - own
+        end = to_signed(kb, self.extents.s_kv) - own
+        here = self.row.to("s32") + to_signed(kb, self.extents.start) - own
         for i, row in enumerate(cells):
             for h in range(2):
                 at = here + (16 * i + 8 * h)
@@ -263,7 +263,7 @@ class OnlineSoftmax:
         kb, rescales = self.kb, []
         for number, row_max in enumerate(self.row_max):
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
-            new = self._moved(row, row_max)
+            new = self._row_max_update(row, row_max)
             safe, rescale = kb.select(new == -math.inf, 0.0, new), kb.reg("f32")
             factor = self._factor(safe)
             scaled = safe * factor
@@ -277,7 +277,7 @@ class OnlineSoftmax:
             rescales.append(rescale)
         return rescales
 
-    def _moved(self, row: Sequence[Value], row_max: Value) -> Value:
+    def _row_max_update(self, row: Sequence[Value], row_max: Value) -> Value:
         """The new max of a row, in all four lanes that have it."""
         kb, made = self.kb, self.kb.reg("f32", row[0])
         for value in row[1:]: kb.emit("max.f32", made, made, value)
@@ -316,7 +316,7 @@ class OnlineSoftmax:
             whole = across(kb, row_sum, "add.f32")
             inverse, log = kb.regs("f32", 2)
             if sink is not None:
-                self._sunk(row_max, whole, sink, inverse, log)
+                self._apply_sink(row_max, whole, sink, inverse, log)
                 inverses.append(inverse)
                 logs.append(log)
                 continue
@@ -330,7 +330,7 @@ class OnlineSoftmax:
         return inverses, logs
 
 
-    def _sunk(self, row_max: Value, row_sum: Value, sink: Value, inverse: Value, log: Value) -> None:
+    def _apply_sink(self, row_max: Value, row_sum: Value, sink: Value, inverse: Value, log: Value) -> None:
         """1 / (row_sum + the sink's weight) and l of a row, both relative to the larger of its max and its
         sink."""
         kb, hidden = self.kb, row_max == -math.inf
@@ -352,7 +352,7 @@ def sink_of(kb: Kernel, spec: AttentionSpec, sinks: Value | None, batch: Sequenc
     """The sink of a matrix of the batch (u32)."""
     if sinks is None or spec.sinks is None: return None
     at = sinks
-    for index, stride in zip(batch, spec.sinks, strict=True): at = advanced(kb, at, index, stride * 4)
+    for index, stride in zip(batch, spec.sinks, strict=True): at = advance(kb, at, index, stride * 4)
     return kb.ld("global", "f32", at.at())[0]
 
 

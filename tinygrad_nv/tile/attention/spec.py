@@ -95,7 +95,7 @@ class Rows:
     offset: int = 0
 
     @property
-    def aligned_bytes(self) -> int:
+    def alignment_bytes(self) -> int:
         """The power of two, at most 16, of which every row's beginning is a multiple if the storage's is."""
         most = 16
         while any(number * self.dtype.itemsize % most for number in (self.row, self.offset, *self.batch)):

@@ -7,7 +7,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.backward_wgmma import legality as backward_wgmma_legality
 from tinygrad_nv.tile.attention.fma import legality as fma_legality
 from tinygrad_nv.tile.attention.mma import legality as mma_legality
-from tinygrad_nv.tile.attention.ordered import ordered
+from tinygrad_nv.tile.attention.ordered import choose_ordered
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma, FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.wgmma import legality as wgmma_legality
@@ -21,7 +21,7 @@ FOLDER = "tinygrad_nv.tile.attention"
 
 
 def _ordered(spec: AttentionSpec | BackwardSpec, gpu: GPU) -> Ordered | None:
-    return ordered(FAMILY.templates, spec, gpu)
+    return choose_ordered(FAMILY.templates, spec, gpu)
 
 
 FAMILY = Family("attention", (

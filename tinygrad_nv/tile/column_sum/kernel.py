@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read, read_vector, write
+from tinygrad_nv.tile.access import advance, read, read_vector, write
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.column_sum.templates import TOGETHER, WARPS, ColumnSum
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
-from tinygrad_nv.tile.lanes import Lanes, converted
+from tinygrad_nv.tile.lanes import Lanes, convert
 from tinygrad_nv.tile.template import GPU
 
 THREADS = 32 * WARPS
@@ -101,14 +101,14 @@ class _Columns:
         size = load.dtype.itemsize
         at = self.inputs[load.parameter]
         if load.offset: at = at + load.offset * size
-        return advanced(self.kb, at, self.first, load.n * size)
+        return advance(self.kb, at, self.first, load.n * size)
 
     def row(self, at: Sequence[Value], m: Value, end: Value, inside: Value | None) -> tuple[_Row, Value]:
         """A row loaded, and whether it is there, with these columns."""
         kb, found = self.kb, dict[Load, list[Lanes]]()
         there = m < end if inside is None else (m < end) & inside
         for load, base in zip(self.loads, at, strict=True):
-            place, dtype = advanced(kb, base, m, load.m * load.dtype.itemsize), load.dtype
+            place, dtype = advance(kb, base, m, load.m * load.dtype.itemsize), load.dtype
             found[load] = read_vector(kb, place, 0, dtype, self.plan.vector, there, self.space) if load.n \
                 else [read(kb, place, 0, dtype, 1, there, self.space)]
         return _Row(found, m, self.first, self.width), there
@@ -136,6 +136,6 @@ class _Columns:
                 kb.emit("ld.shared.f32", part, own.at(4 * warp * span))
                 made += part
             dtype = spec.dtype if self.plan.groups == 1 else dtypes.float32
-            at = advanced(kb, advanced(kb, self.out, self.group, spec.n * dtype.itemsize), column,
+            at = advance(kb, advance(kb, self.out, self.group, spec.n * dtype.itemsize), column,
                           dtype.itemsize)
-            write(kb, at, 0, converted(Lanes(kb, dtypes.float32, [made]), dtype), 1)
+            write(kb, at, 0, convert(Lanes(kb, dtypes.float32, [made]), dtype), 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
-from tinygrad_nv.tile.reference import Argument, Given, dense, evaluated, parameters, rounded
+from tinygrad_nv.tile.reference import Argument, Given, dense, evaluate, parameters, round_to
 
 
 def arguments(spec: ColumnSumSpec) -> tuple[Argument, ...]:
@@ -14,5 +14,5 @@ def arguments(spec: ColumnSumSpec) -> tuple[Argument, ...]:
 
 def reference(spec: ColumnSumSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """The sums, [n]."""
-    made = evaluated(spec.term, (spec.m, spec.n), (), given, exact).sum(0)
-    return (made if exact else rounded(made, spec.dtype),)
+    made = evaluate(spec.term, (spec.m, spec.n), (), given, exact).sum(0)
+    return (made if exact else round_to(made, spec.dtype),)

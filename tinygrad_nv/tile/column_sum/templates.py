@@ -14,7 +14,7 @@ from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.order import OVER_ROWS
-from tinygrad_nv.tile.schedule import Schedule, counted
+from tinygrad_nv.tile.schedule import Schedule, count_words
 from tinygrad_nv.tile.template import GPU, Family, Template, later
 
 WARPS = 8           # of a CTA, each with its own rows
@@ -30,7 +30,8 @@ class ColumnSum(Schedule):
     vector: int = 1
     groups: int = 1
 
-    def words(self) -> list[str]: return [f"{self.vector} columns a thread", counted(self.groups, "group")]
+    def words(self) -> list[str]: return [f"{self.vector} columns a thread",
+                                          count_words(self.groups, "group")]
 
     @property
     def span(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.conv.schedules import ConvMma
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
@@ -26,7 +26,7 @@ from tinygrad_nv.tile.template import GPU
 def conv_mma(spec: ConvSpec, schedule: ConvMma, gpu: GPU) -> GemmKernel:
     """The kernel. Parameters in this order: out, x, w, those of the epilogue."""
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return ConvMmaKernel(kb, MmaPlan.of(spec.gemm, schedule.mma), spec).written()
+    return ConvMmaKernel(kb, MmaPlan.of(spec.gemm, schedule.mma), spec).emit_kernel()
 
 
 class ConvMmaKernel(MmaKernel):
@@ -69,7 +69,7 @@ class PatchCopy(TileCopy):
         image = own // (c.out_height * c.out_width)
         i, j = down * c.stride[0], across * c.stride[1]
         nbytes = c.channels * self.size
-        start = advanced(self.kb, self.pointer, image * (c.height * c.width) + i * c.width + j, nbytes)
+        start = advance(self.kb, self.pointer, image * (c.height * c.width) + i * c.width + j, nbytes)
         above, left = c.padding[0], c.padding[2]
         start = start + self.byte.to("u64") - (above * c.width + left) * nbytes
         return start, i - above, j - left

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.tile.conv.spec import ConvSpec
-from tinygrad_nv.tile.reference import Argument, Given, dense, evaluated, parameters, widened
+from tinygrad_nv.tile.reference import Argument, Given, compute_dtype, dense, evaluate, parameters
 
 
 def arguments(spec: ConvSpec) -> tuple[Argument, ...]:
@@ -18,12 +18,12 @@ def arguments(spec: ConvSpec) -> tuple[Argument, ...]:
 
 def reference(spec: ConvSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[B OH OW, O]."""
-    wide, gemm = widened(dtypes.float32, exact), spec.gemm
+    wide, gemm = compute_dtype(dtypes.float32, exact), spec.gemm
     x = given["x"].reshape(spec.batch, spec.height, spec.width, spec.channels).cast(wide)
     w = given["w"].reshape(spec.outputs, *spec.kernel, spec.channels).cast(wide)
     left = patches(x, spec).reshape(gemm.m, gemm.k).contiguous()
     sums = left @ w.reshape(gemm.n, gemm.k).T
-    return evaluated(spec.epilogue, (gemm.m, gemm.n), [sums], given, exact),
+    return evaluate(spec.epilogue, (gemm.m, gemm.n), [sums], given, exact),
 
 
 def patches(x: Tensor, spec: ConvSpec) -> Tensor:

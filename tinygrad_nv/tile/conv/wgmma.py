@@ -15,7 +15,7 @@ from tinygrad_nv.tile.conv.schedules import ConvWgmma
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.kernel import WgmmaKernel
-from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads, OperandLoads, signed
+from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads, OperandLoads, to_signed
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -30,7 +30,7 @@ def conv_wgmma(spec: ConvSpec, schedule: ConvWgmma, gpu: GPU) -> GemmKernel:
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                 cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
     ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
-    return ConvWgmmaKernel(kb, plan, ctas, spec).written()
+    return ConvWgmmaKernel(kb, plan, ctas, spec).emit_kernel()
 
 
 class ConvWgmmaKernel(WgmmaKernel):
@@ -41,7 +41,7 @@ class ConvWgmmaKernel(WgmmaKernel):
         self.conv = conv
         super().__init__(kb, plan, ctas)
 
-    def made_loads(self, first_pointer: int) -> GemmLoads:
+    def make_loads(self, first_pointer: int) -> GemmLoads:
         return ConvLoads(self.kb, self.plan, first_pointer, self.conv)
 
 
@@ -65,12 +65,12 @@ class ConvLoads(GemmLoads):
         kb, c = self.kb, self.conv
         first = mn if side.number is None else mn + side.number * side.rows
         i, j = first // c.out_width % c.out_height, first % c.out_width
-        self.across.set(signed(kb, j * c.stride[1] - c.padding[2]))
-        self.down.set(signed(kb, i * c.stride[0] - c.padding[0]))
-        self.image.set(signed(kb, first // (c.out_height * c.out_width)))
+        self.across.set(to_signed(kb, j * c.stride[1] - c.padding[2]))
+        self.down.set(to_signed(kb, i * c.stride[0] - c.padding[0]))
+        self.image.set(to_signed(kb, first // (c.out_height * c.out_width)))
         tap = start // c.channels
         channel = start - tap * c.channels
-        side.at_k.set(channel if isinstance(channel, int) else signed(kb, channel))
+        side.at_k.set(channel if isinstance(channel, int) else to_signed(kb, channel))
         self.r.set(tap // c.kernel[1])
         self.s.set(tap % c.kernel[1])
         return None

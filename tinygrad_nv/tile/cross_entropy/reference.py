@@ -5,7 +5,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, dense, gather, round_to
 
 
 def arguments(spec: RowsSpec) -> tuple[Argument, ...]:
@@ -25,23 +25,23 @@ def arguments(spec: RowsSpec) -> tuple[Argument, ...]:
 
 def reference(spec: RowsSpec, given: Given, exact: bool = False) -> Results:
     """The gradient, where there is one, and losses."""
-    found = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)
+    found = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)
              if each.role != "out"}
-    wide = widened(dtypes.float32, exact)
-    losses, gradient = computed(spec, found["logits"], found["labels"], found.get("teacher"),
+    wide = compute_dtype(dtypes.float32, exact)
+    losses, gradient = compute_losses(spec, found["logits"], found["labels"], found.get("teacher"),
                                 found.get("scale"), wide)
     if spec.gradient is None: return losses,
-    return gradient if exact else rounded(gradient, spec.gradient), losses
+    return gradient if exact else round_to(gradient, spec.gradient), losses
 
 
-def computed(spec: RowsSpec, logits: Tensor, labels: Tensor, teacher: Tensor | None = None,
+def compute_losses(spec: RowsSpec, logits: Tensor, labels: Tensor, teacher: Tensor | None = None,
              scale: Tensor | None = None, wide: DType = dtypes.float32) -> tuple[Tensor, Tensor]:
     """Losses [rows], and the gradient of logits [rows, size] before it is rounded."""
-    x, slope = _capped(spec.loss, logits.cast(wide))
+    x, slope = _cap(spec.loss, logits.cast(wide))
     counted = labels != spec.loss.ignore_index
     if isinstance(spec, DistillationSpec):
         assert teacher is not None
-        losses, gradient = _distilled(spec.temperature, x, teacher.cast(wide))
+        losses, gradient = _distill(spec.temperature, x, teacher.cast(wide))
     else:
         assert isinstance(spec, CrossEntropySpec)
         losses, gradient = _cross_entropy(spec.loss, x, labels)
@@ -50,7 +50,7 @@ def computed(spec: RowsSpec, logits: Tensor, labels: Tensor, teacher: Tensor | N
     return counted.where(losses, 0), counted.unsqueeze(-1).where(gradient, 0)
 
 
-def _capped(loss: Loss, logits: Tensor) -> tuple[Tensor, Tensor]:
+def _cap(loss: Loss, logits: Tensor) -> tuple[Tensor, Tensor]:
     """x, and its slope."""
     x = logits / loss.divisor
     if loss.softcap is None: return x, x.const_like(1 / loss.divisor)
@@ -76,7 +76,7 @@ def _cross_entropy(loss: Loss, x: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     return losses, gradient + p * (lse * (2 * loss.z_loss)).unsqueeze(-1) if loss.z_loss else gradient
 
 
-def _distilled(temperature: float, x: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+def _distill(temperature: float, x: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """Losses, and the gradient of x."""
     p, q = ((each / temperature).log_softmax(-1).contiguous() for each in (x, teacher))
     part = (q.exp() == 0).where(0, q.exp() * (q - p))

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read, write
+from tinygrad_nv.tile.access import advance, read, write
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, RowsSpec
 from tinygrad_nv.tile.cross_entropy.templates import CLUSTERS, THREADS, Rows, wide_of
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, packed, unpacked
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, pack, unpack
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.warp import across
 
@@ -54,12 +54,12 @@ class Sums:
 
 def cross_entropy(spec: CrossEntropySpec, schedule: Rows, gpu: GPU) -> TileKernel:
     """The kernel of a cross entropy."""
-    return _CrossEntropy(spec, schedule, gpu.arch).written()
+    return _CrossEntropy(spec, schedule, gpu.arch).emit_kernel()
 
 
 def distillation(spec: DistillationSpec, schedule: Rows, gpu: GPU) -> TileKernel:
     """The kernel of a distillation."""
-    return _Distillation(spec, schedule, gpu.arch).written()
+    return _Distillation(spec, schedule, gpu.arch).emit_kernel()
 
 
 class _Rows:
@@ -85,22 +85,22 @@ class _Rows:
         if cluster: self.shares = kb.shared("shares", 4 * 8)
         self.kept = kb.shared("kept", 4 * self.wide * self.count) if schedule.kept else None
 
-    def written(self) -> TileKernel:
+    def emit_kernel(self) -> TileKernel:
         """The kernel."""
         kb, spec = self.kb, self.spec
         self.row = kb.ctaid.x
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
-        self.from_ = advanced(kb, self.logits, self.row, spec.size * spec.dtype.itemsize)
-        self.to = advanced(kb, self.gradient, self.row, spec.size * (spec.gradient or spec.dtype).itemsize)
+        self.from_ = advance(kb, self.logits, self.row, spec.size * spec.dtype.itemsize)
+        self.to = advance(kb, self.gradient, self.row, spec.size * (spec.gradient or spec.dtype).itemsize)
         self.first = kb.ctaid.z * self.count if self.blocks > 1 else kb.reg("u32", 0)
         self.end = kb.reg("u32")
         kb.emit("min.u32", self.end, self.first + self.count, spec.size // self.wide)
-        self.label = kb.ld("global", "s32", advanced(kb, self.labels, self.row, 4).at())[0]
+        self.label = kb.ld("global", "s32", advance(kb, self.labels, self.row, 4).at())[0]
         ignored = self.label == spec.loss.ignore_index
         with kb.if_(ignored):
-            self.stored_loss(kb.reg("f32", 0.0))
+            self.store_loss(kb.reg("f32", 0.0))
             if spec.gradient is not None:
                 self.over(self.zeros)
         with kb.else_(): self.of_row()
@@ -124,12 +124,12 @@ class _Rows:
             at = [i + e * THREADS if e else i for e in range(TOGETHER)]
             step(at, [each < self.end for each in at])
 
-    def fetched(self, row: Value, dtype: DType, at: list[Value], guards: list[Value],
+    def fetch_vectors(self, row: Value, dtype: DType, at: list[Value], guards: list[Value],
                 value: Callable[[Value], Value]) -> list[list[Value]]:
         """A value of each element of vectors; -infinity where there is none."""
         kb, loaded = self.kb, []
         for i, guard in zip(at, guards, strict=True):
-            loaded.append(self.words(advanced(kb, row, i, self.wide * dtype.itemsize), dtype, guard))
+            loaded.append(self.words(advance(kb, row, i, self.wide * dtype.itemsize), dtype, guard))
         return [[kb.select(guard, value(x), -math.inf, "f32") for x in self.floats(words, dtype)]
                 for words, guard in zip(loaded, guards, strict=True)]
 
@@ -146,19 +146,19 @@ class _Rows:
     def floats(self, words: list[Value], dtype: DType) -> list[Value]:
         """A vector's elements as float32."""
         if dtype == dtypes.float32 or self.wide == 1: return words
-        return [half for word in words for half in unpacked(self.kb, word, dtype)]
+        return [half for word in words for half in unpack(self.kb, word, dtype)]
 
     def put(self, i: Value, values: Sequence[Value], guard: Value) -> None:
         """Stores a vector of the gradient."""
         kb, dtype = self.kb, self.spec.gradient
         assert dtype is not None
-        at = advanced(kb, self.to, i, self.wide * dtype.itemsize)
+        at = advance(kb, self.to, i, self.wide * dtype.itemsize)
         if self.wide == 1:
             write(kb, at, 0, Lanes(kb, dtype, [values[0]]), 1, guard)
             return
         words, kind = list(values), "f32"
         if dtype in FLOAT16S:
-            words, kind = [packed(kb, values[e:e + 2], dtype) for e in range(0, self.wide, 2)], "b32"
+            words, kind = [pack(kb, values[e:e + 2], dtype) for e in range(0, self.wide, 2)], "b32"
         vector = f".v{len(words)}" if len(words) > 1 else ""
         kb.emit(f"st.global{vector}.{kind}", at.at(), words if vector else words[0], guard=guard)
 
@@ -179,7 +179,7 @@ class _Rows:
     def again(self, at: list[Value], guards: list[Value]) -> list[list[Value]]:
         """x of vectors, once more."""
         kb = self.kb
-        if self.kept is None: return self.fetched(self.from_, self.spec.dtype, at, guards, self.value)
+        if self.kept is None: return self.fetch_vectors(self.from_, self.spec.dtype, at, guards, self.value)
         found = []
         for i, guard in zip(at, guards, strict=True):
             vector = kb.regs("f32", self.wide, 0.0)
@@ -284,11 +284,11 @@ class _Rows:
             for slot, x in enumerate(found): kb.emit("ld.shared::cluster.f32", x, at.at(4 * slot))
             ranks.append([each.of(found) for each in mine])
         kb.cluster_arrive()     # shared memory is there as long as others read it
-        made = [self.joined([rank[i] for rank in ranks]) for i in range(len(mine))]
+        made = [self.join_sums([rank[i] for rank in ranks]) for i in range(len(mine))]
         kb.cluster_wait()
         return made
 
-    def joined(self, several: list[Sums]) -> Sums:
+    def join_sums(self, several: list[Sums]) -> Sums:
         """Sums of several, one after the other."""
         kb, most = self.kb, several[0].most
         if most is not None:
@@ -301,7 +301,7 @@ class _Rows:
             for total, x in zip(sums, each.sums, strict=True): total += x * rescale
         return Sums(most, sums)
 
-    def raised(self, sums: Sums, vectors: list[list[Value]]) -> Value:
+    def raise_max(self, sums: Sums, vectors: list[list[Value]]) -> Value:
         """`most` of sums not below the elements of vectors, and the sums rescaled to it."""
         kb, before = self.kb, self.kb.reg("f32")
         assert sums.most is not None
@@ -314,18 +314,18 @@ class _Rows:
 
     # **** results ****
 
-    def stored_loss(self, loss: Value) -> None:
+    def store_loss(self, loss: Value) -> None:
         """The row's loss, by the first thread of its first CTA."""
         kb = self.kb
         first = kb.tid.x == 0
         if self.blocks > 1: first = first & (kb.ctaid.z == 0)
-        kb.emit("st.global.f32", advanced(kb, self.losses, self.row, 4).at(), loss, guard=first)
+        kb.emit("st.global.f32", advance(kb, self.losses, self.row, 4).at(), loss, guard=first)
 
     def factor(self) -> Value:
         """w of the row."""
         kb = self.kb
         if self.scale is None: return kb.reg("f32", 1.0)
-        return kb.ld("global", "f32", advanced(kb, self.scale, self.row, 4).at())[0]
+        return kb.ld("global", "f32", advance(kb, self.scale, self.row, 4).at())[0]
 
 
 class _CrossEntropy(_Rows):
@@ -334,20 +334,20 @@ class _CrossEntropy(_Rows):
     def of_row(self) -> None:
         kb, spec, loss = self.kb, self.spec, self.spec.loss
         known = (self.label >= 0) & (self.label < spec.size)
-        at = advanced(kb, self.from_, kb.select(known, self.label, 0, "s32").to("u32"), spec.dtype.itemsize)
+        at = advance(kb, self.from_, kb.select(known, self.label, 0, "s32").to("u32"), spec.dtype.itemsize)
         own = self.value(read(kb, at, 0, spec.dtype, 1).register())
         soft, far = Sums(kb.reg("f32", LEAST), [kb.reg("f32", 0.0)]), Sums(None, [kb.reg("f32", 0.0)])
 
-        def summed(at: list[Value], guards: list[Value]) -> None:
-            vectors = self.fetched(self.from_, spec.dtype, at, guards, self.value)
-            most = self.raised(soft, vectors)
+        def sum_vectors(at: list[Value], guards: list[Value]) -> None:
+            vectors = self.fetch_vectors(self.from_, spec.dtype, at, guards, self.value)
+            most = self.raise_max(soft, vectors)
             for i, vector, guard in zip(at, vectors, guards, strict=True):
                 if spec.gradient is not None: self.keep(i, vector, guard)
                 for x in vector:
                     total = soft.sums[0]
                     total += self.exp(x - most)
                     if loss.label_smoothing: kb.emit("add.f32", far.sums[0], far.sums[0], x, guard=guard)
-        self.over(summed)
+        self.over(sum_vectors)
         stats = self.of_all([soft, *([far] if loss.label_smoothing else [])])
         most, total = stats[0].flat
         log, smoothing = self.log(total), loss.label_smoothing
@@ -356,7 +356,7 @@ class _CrossEntropy(_Rows):
             value = value * (1 - smoothing) + (most - stats[1].sums[0] * (1 / spec.size) + log) * smoothing
         lse = most + log
         if loss.z_loss: value = value + lse * lse * loss.z_loss
-        self.stored_loss(value)
+        self.store_loss(value)
         if spec.gradient is not None: self.gradients(own, most, total, lse, known)
 
     def gradients(self, own: Value, most: Value, total: Value, lse: Value, known: Value) -> None:
@@ -367,7 +367,7 @@ class _CrossEntropy(_Rows):
         z = lse * (2 * loss.z_loss) if loss.z_loss else None
         p = inverse if z is None else inverse * z + inverse
 
-        def finished(x: Value, value: Value) -> Value:
+        def finish_element(x: Value, value: Value) -> Value:
             slope = self.slope(x)
             return value * w if isinstance(slope, float) and slope == 1 else value * slope * w
 
@@ -375,7 +375,7 @@ class _CrossEntropy(_Rows):
             for i, vector, guard in zip(at, self.again(at, guards), guards, strict=True):
                 values = [self.exp(x - most) * p for x in vector]
                 if even: values = [value - even for value in values]
-                made = [finished(x, value) for x, value in zip(vector, values, strict=True)]
+                made = [finish_element(x, value) for x, value in zip(vector, values, strict=True)]
                 self.put(i, made, guard)
         self.over(stored)
         q = self.exp(own - most) * inverse
@@ -387,8 +387,8 @@ class _CrossEntropy(_Rows):
         here = known & (vector >= self.first) & (vector < self.end)
         here = here & ((vector - self.first) % THREADS == kb.tid.x)
         assert spec.gradient is not None
-        at = advanced(kb, self.to, kb.select(known, index, 0, "u32"), spec.gradient.itemsize)
-        write(kb, at, 0, Lanes(kb, spec.gradient, [finished(own, mine)]), 1, here)
+        at = advance(kb, self.to, kb.select(known, index, 0, "u32"), spec.gradient.itemsize)
+        write(kb, at, 0, Lanes(kb, spec.gradient, [finish_element(own, mine)]), 1, here)
 
 
 class _Distillation(_Rows):
@@ -398,26 +398,26 @@ class _Distillation(_Rows):
     def of_row(self) -> None:
         kb, spec, t = self.kb, self.spec, self.spec.temperature
         assert self.teacher is not None
-        self.taught = advanced(kb, self.teacher, self.row, spec.size * spec.teacher.itemsize)
+        self.taught = advance(kb, self.teacher, self.row, spec.size * spec.teacher.itemsize)
         x_sums = Sums(kb.reg("f32", LEAST), [kb.reg("f32", 0.0)])
         y_sums = Sums(kb.reg("f32", LEAST), kb.regs("f32", 2, 0.0))
 
-        def summed(at: list[Value], guards: list[Value]) -> None:
-            xs = self.fetched(self.from_, spec.dtype, at, guards, self.value)
+        def sum_vectors(at: list[Value], guards: list[Value]) -> None:
+            xs = self.fetch_vectors(self.from_, spec.dtype, at, guards, self.value)
             if spec.gradient is not None:
                 for i, vector, guard in zip(at, xs, guards, strict=True): self.keep(i, vector, guard)
             xs = [[x / t if t != 1 else x for x in vector] for vector in xs]
             ys = self.teachers(at, guards)
-            most, top = self.raised(x_sums, xs), self.raised(y_sums, ys)
+            most, top = self.raise_max(x_sums, xs), self.raise_max(y_sums, ys)
             for x, y in ((x, y) for a, b in zip(xs, ys, strict=True) for x, y in zip(a, b, strict=True)):
                 e, (total, mass, cross) = self.exp(y - top), (*x_sums.sums, *y_sums.sums)
                 total += self.exp(x - most)
                 mass += e
                 kb.emit("fma.rn.f32", cross, e, y - x, cross, guard=e != 0.0)
-        self.over(summed)
+        self.over(sum_vectors)
         (most, total), (top, mass, cross) = (each.flat for each in self.of_all([x_sums, y_sums]))
         value = (cross / mass - (top - most)) + (self.log(total) - self.log(mass))
-        self.stored_loss(value * (t * t))
+        self.store_loss(value * (t * t))
         if spec.gradient is None: return
         w, p, q = self.factor() * t, kb.reg("f32", 1.0) / total, kb.reg("f32", 1.0) / mass
 
@@ -434,4 +434,5 @@ class _Distillation(_Rows):
     def teachers(self, at: list[Value], guards: list[Value]) -> list[list[Value]]:
         """y of vectors."""
         t = self.spec.temperature
-        return self.fetched(self.taught, self.spec.teacher, at, guards, lambda y: y / t if t != 1 else y)
+        return self.fetch_vectors(self.taught, self.spec.teacher, at, guards,
+                                  lambda y: y / t if t != 1 else y)

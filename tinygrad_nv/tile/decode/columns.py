@@ -16,7 +16,7 @@ from tinygrad_nv.tile.expression import Position, walk
 
 
 @lru_cache(1024)
-def divided(spec: DecodeSpec) -> DecodeSpec:
+def divide_columns(spec: DecodeSpec) -> DecodeSpec:
     """The spec that CTAs have; the same where values are narrow enough, or cannot be divided."""
     count = -(-spec.d_v // MOST_HEAD)
     if count == 1 or spec.heads > 1 or spec.sinks or spec.d_v % count or Position(1) in walk(spec.score):

@@ -75,7 +75,7 @@ def store_out(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value]
     for i in (0, 2):
         pairs.append(kb.reg("b32"))
         kb.emit(f"cvt.rn.{FLOAT16S[o.dtype]}x2.f32", pairs[-1], values[i + 1], values[i])
-    if o.aligned_bytes >= 8: kb.st("global", "b32", address.at(), pairs)
+    if o.alignment_bytes >= 8: kb.st("global", "b32", address.at(), pairs)
     else:
         for i, pair in enumerate(pairs): kb.st("global", "b32", address.at(4 * i), pair)
 
@@ -123,7 +123,7 @@ class Merge:
         line = group * plan.block_rows + row
         for h in range(2):
             at = self.base + (line + 8 * h) * (4 * plan.pitch)
-            if plan.spec.quantised:
+            if plan.spec.is_quantised:
                 at = at + lane * 16
                 for j in range(0, len(sums), 2):
                     even, odd = (sums[j + i][2 * h:2 * h + 2] for i in range(2))
@@ -135,7 +135,7 @@ class Merge:
                 stats = self.base + (line + 8 * h) * 8
                 kb.st("shared", "f32", stats.at(self.stats_start), [row_max[h], row_sum[h]])
 
-    def merged(self, row: Value, column: Value) -> tuple[list[Value], Value, Value]:
+    def merge_sums(self, row: Value, column: Value) -> tuple[list[Value], Value, Value]:
         """Four sums of a row, its row_max and row_sum."""
         kb, plan = self.kb, self.plan
         stats, at = self.base + row * 8, self.base + row * (4 * plan.pitch) + column * 4

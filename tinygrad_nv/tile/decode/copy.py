@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.spec import Pages
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import CHUNK, Places, swizzled_plain
+from tinygrad_nv.tile.ops import CHUNK, Places, swizzle_plain
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PagedTileCopy:
 
     def __post_init__(self) -> None:
         kb, tile = self.kb, self.tile
-        self.places = Places(kb, tile, swizzled_plain(self.thread * CHUNK, tile))
+        self.places = Places(kb, tile, swizzle_plain(self.thread * CHUNK, tile))
         across = tile.span // CHUNK
         self.at_once = min(tile.rows, self.threads // across)  # rows of a pass
         byte, row = self.thread % across * CHUNK, self.thread // across

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.decode.columns import divided
+from tinygrad_nv.tile.decode.columns import divide_columns
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.schedules import Decode, LatentWgmma
@@ -32,7 +32,7 @@ LEAST_SPLITS = 8    # of many heads: a request's length may be far above those o
 
 def candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[Decode]:
     """With more warps before fewer, which take less shared memory."""
-    spec = divided(spec)
+    spec = divide_columns(spec)
     wanted = 1 if spec.rows <= 16 else 2 if spec.rows <= 32 else 4
     for rows in (4, 2, 1):
         for groups in (4, 2, 1):

@@ -25,7 +25,7 @@ adds in a fixed order (combine.py).
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel
-from tinygrad_nv.tile.decode.columns import divided
+from tinygrad_nv.tile.decode.columns import divide_columns
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine
 from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span, SplitPlan
 from tinygrad_nv.tile.decode.schedules import Decode
@@ -37,7 +37,7 @@ from tinygrad_nv.tile.template import GPU
 
 def decode_attention(spec: DecodeSpec, schedule: Decode, gpu: GPU) -> DecodeKernel:
     """The kernels of a decode attention, by a legal schedule."""
-    plan = DecodePlan.of(divided(spec), schedule)
+    plan = DecodePlan.of(divide_columns(spec), schedule)
     kernels = [_split(plan, gpu.arch)]
     if plan.workspace_bytes: kernels.append(combine_kernel(plan, gpu.arch))
     return DecodeKernel(tuple(kernels), plan.workspace_bytes)

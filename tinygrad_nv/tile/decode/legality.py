@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.attention.spec import MOST_HEAD, OPERANDS
-from tinygrad_nv.tile.decode.columns import divided
+from tinygrad_nv.tile.decode.columns import divide_columns
 from tinygrad_nv.tile.decode.combine import MOST_SPLITS
 from tinygrad_nv.tile.decode.plan import DecodePlan
 from tinygrad_nv.tile.decode.schedules import Decode
@@ -20,7 +20,7 @@ def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
     if spec.q.dtype not in OPERANDS:
         kind = short(spec.q.dtype)
         return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
-    spec = divided(spec)
+    spec = divide_columns(spec)
     s, plan = schedule, DecodePlan.of(spec, schedule)
     out = _spec_problems(spec) + epilogue.problems(spec.score, arch)
     if s.warps_m not in (1, 2, 4) or s.warps_n not in (1, 2, 4, 8):
@@ -41,21 +41,22 @@ def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
 
 def _spec_problems(spec: DecodeSpec) -> list[str]:
     """Of what is asked, whatever the schedule."""
-    out, unit = [], 32 if spec.quantised else 16
+    out, unit = [], 32 if spec.is_quantised else 16
     for name, extent in (("d", spec.d), ("d_v", spec.d_v)):
         if extent % unit: out.append(f"{name}={extent} is not a multiple of {unit}")
     if spec.d_v > MOST_HEAD:
         out.append(f"d_v={spec.d_v} of {spec.heads} key heads, at most {MOST_HEAD}: sums are in registers")
     for name, pages in (("keys", spec.k), ("values", spec.v)):
-        if pages.aligned_bytes < 16:
-            out.append(f"{name} begin at multiples of {pages.aligned_bytes} B, copies at multiples of 16")
+        if pages.alignment_bytes < 16:
+            out.append(f"{name} begin at multiples of {pages.alignment_bytes} B, copies at multiples of 16")
         far = [("pages", pages.page)] if spec.table else [(f"{MOST_TILE} tokens", MOST_TILE * pages.token)]
         for what, stride in far:
             if (stride := stride * pages.dtype.itemsize) > MOST_STRIDE:
                 out.append(f"{what} of {name} {stride} B apart, at most {MOST_STRIDE}")
-    least = 8 if spec.quantised else 4
-    if spec.q.aligned_bytes < least: out.append(f"rows of q begin at multiples of {spec.q.aligned_bytes} B, "
+    least = 8 if spec.is_quantised else 4
+    if spec.q.alignment_bytes < least:
+        out.append(f"rows of q begin at multiples of {spec.q.alignment_bytes} B, "
                                                 f"loads at multiples of {least}")
-    if spec.out.aligned_bytes < 4: out.append(f"rows of the result begin at multiples of "
-                                              f"{spec.out.aligned_bytes} B, stores at multiples of 4")
+    if spec.out.alignment_bytes < 4: out.append(f"rows of the result begin at multiples of "
+                                              f"{spec.out.alignment_bytes} B, stores at multiples of 4")
     return out

@@ -47,7 +47,7 @@ class Keys:
             self.fragments.load(load, self.loaded)
         eights = [four[at:at + 2] for four in self.loaded for at in (0, 2)]
         if self.per_load == 1: return eights
-        return [[widened(self.kb, two[half], at, at + 1, self.dtype, self.wide) for at in (0, 2)]
+        return [[widen_bytes(self.kb, two[half], at, at + 1, self.dtype, self.wide) for at in (0, 2)]
                 for two in eights]
 
 
@@ -66,11 +66,11 @@ class Values:
         self.fragments.load(step, loaded)
         eights = [four[at:at + 2] for four in loaded for at in (0, 2)]
         if self.dtype.itemsize == 2: return eights
-        return [[widened(self.kb, word, at, at + 2, self.dtype, self.wide) for word in two]
+        return [[widen_bytes(self.kb, word, at, at + 2, self.dtype, self.wide) for word in two]
                 for two in eights for at in (0, 1)]
 
 
-def widened(kb: Kernel, word: Value, first: int, second: int, dtype: DType, wide: DType) -> Value:
+def widen_bytes(kb: Kernel, word: Value, first: int, second: int, dtype: DType, wide: DType) -> Value:
     """Two bytes of a b32 as two numbers of a 16-bit float, exactly."""
     made = kb.reg("b32")
     if dtype == dtypes.int8: return _integers(kb, word, first, second, wide, made)
@@ -79,7 +79,7 @@ def widened(kb: Kernel, word: Value, first: int, second: int, dtype: DType, wide
     (shift, keep, power), moved = places, kb.reg("b32")
     kb.emit("shr.u32", moved, made, shift)
     kept = (moved & keep) | (made & 0x80008000)
-    return _fused(kb, wide, kept, kb.reg("b32", power), kb.reg("b32", 0x80008000))
+    return _fma(kb, wide, kept, kb.reg("b32", power), kb.reg("b32", 0x80008000))
 
 
 def _integers(kb: Kernel, word: Value, first: int, second: int, wide: DType, made: Value) -> Value:
@@ -88,10 +88,10 @@ def _integers(kb: Kernel, word: Value, first: int, second: int, wide: DType, mad
     high = 0x43434343 if wide == dtypes.bfloat16 else 0x64646464
     kb.emit("prmt.b32", made, word, high, 4 << 12 | second << 8 | 4 << 4 | first)
     minus_one = kb.reg("b32", 0xBF80BF80 if wide == dtypes.bfloat16 else 0xBC00BC00)
-    return _fused(kb, wide, made & 0xFF80FF80, minus_one, made & 0xFF7FFF7F)
+    return _fma(kb, wide, made & 0xFF80FF80, minus_one, made & 0xFF7FFF7F)
 
 
-def _fused(kb: Kernel, wide: DType, a: Value, b: Value, c: Value) -> Value:
+def _fma(kb: Kernel, wide: DType, a: Value, b: Value, c: Value) -> Value:
     """a · b + c, of two numbers each."""
     made = kb.reg("b32")
     kb.emit(f"fma.rn.{'bf16x2' if wide == dtypes.bfloat16 else 'f16x2'}", made, a, b, c)

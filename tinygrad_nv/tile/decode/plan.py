@@ -135,7 +135,7 @@ class DecodePlan(SplitPlan):
     def pitch(self) -> int:
         """Floats between rows of sums in shared memory: 8 beyond a multiple of 32 for stores of two from
         lanes of eight rows, 16 beyond it for stores of four."""
-        return up(self.spec.d_v, 32) + (16 if self.spec.quantised else 8)
+        return up(self.spec.d_v, 32) + (16 if self.spec.is_quantised else 8)
 
     @property
     def sums_bytes(self) -> int:
@@ -155,7 +155,7 @@ class DecodePlan(SplitPlan):
     @property
     def table_bytes(self) -> int:
         """A split's pages, and their scales."""
-        return 4 * self.most_pages * (3 if self.spec.quantised else 1)
+        return 4 * self.most_pages * (3 if self.spec.is_quantised else 1)
 
     @property
     def smem_bytes(self) -> int: return up(self.ring_bytes, 16) + up(self.q_bytes, 16) + self.table_bytes
@@ -172,7 +172,7 @@ class Parameters:
         self.values = self.keys if spec.latent else kb.pointer("values")
         if spec.table: self.table = kb.pointer("table")
         if spec.length == "memory": self.lengths = kb.pointer("lengths")
-        if spec.quantised: self.scales = [kb.pointer(name) for name in ("k_scale", "v_scale")]
+        if spec.is_quantised: self.scales = [kb.pointer(name) for name in ("k_scale", "v_scale")]
         self.sinks = kb.pointer("sinks") if spec.sinks else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         if spec.length == "argument": self.argument = kb.param("length", "u32")

@@ -16,14 +16,14 @@ from tinygrad_nv.tile.reference import (
     Given,
     Place,
     axes,
+    compute_dtype,
     dense,
     elements,
-    evaluated,
-    gathered,
+    evaluate,
+    gather,
     index_of,
     parameters,
-    rounded,
-    widened,
+    round_to,
 )
 
 
@@ -53,7 +53,7 @@ def reference(spec: DecodeSpec, given: Given, exact: bool = False) -> tuple[Tens
     """[batch, heads, group, s_q, d_v]."""
     extents = (spec.batch, spec.heads, spec.group, spec.s_q, spec.longest)
     known = {each.name: each.places[0] for each in arguments(spec)}
-    length = gathered(given["lengths"], known["lengths"]) if spec.length == "memory" else \
+    length = gather(given["lengths"], known["lengths"]) if spec.length == "memory" else \
         Tensor.full((spec.batch,), spec.longest, dtype=dtypes.int32)
     length = length.reshape(-1, 1, 1, 1, 1)
     *_, row, key = axes(extents)
@@ -65,15 +65,15 @@ def reference(spec: DecodeSpec, given: Given, exact: bool = False) -> tuple[Tens
     there = seen.any(-2, keepdim=True).transpose(-1, -2).reshape(spec.batch, 1, -1)
     k, k_scale = _rows(spec, given, "k", spec.k, spec.k_scale, there, exact)
     v, v_scale = _rows(spec, given, "v", spec.v, spec.v_scale, there, exact)
-    q = gathered(given["q"], known["q"]).cast(k.dtype).contiguous()
+    q = gather(given["q"], known["q"]).cast(k.dtype).contiguous()
     sums = q @ (k * k_scale).contiguous().unsqueeze(2).transpose(-1, -2)
-    s = evaluated(spec.score, extents, [sums.contiguous()], given, exact, {"m": place, "start": start})
-    scale = v_scale.reshape(spec.batch, -1, 1, 1, spec.longest) if spec.quantised else None
+    s = evaluate(spec.score, extents, [sums.contiguous()], given, exact, {"m": place, "start": start})
+    scale = v_scale.reshape(spec.batch, -1, 1, 1, spec.longest) if spec.is_quantised else None
     sinks = given["sinks"].reshape(1, spec.heads, spec.group, 1, 1) if spec.sinks else None
-    return weighted(s, seen, v, None if exact else spec.q.dtype, scale, sinks),
+    return weigh_values(s, seen, v, None if exact else spec.q.dtype, scale, sinks),
 
 
-def weighted(s: Tensor, seen: Tensor, v: Tensor, kind: DType | None, scale: Tensor | None = None,
+def weigh_values(s: Tensor, seen: Tensor, v: Tensor, kind: DType | None, scale: Tensor | None = None,
              sinks: Tensor | None = None) -> Tensor:
     """Values [B, H, keys, D] weighted by the softmax of what is seen of scores [B, H, G, S, keys], among
     which `sinks` [1, H, G, 1, 1] are one more. Weights are multiplied by `scale` and then rounded, if to a
@@ -89,7 +89,7 @@ def weighted(s: Tensor, seen: Tensor, v: Tensor, kind: DType | None, scale: Tens
     if scale is not None: p = seen.where(p * scale, 0)
     # what no row sees may be NaN, also beside a weight of 0
     there = seen.any(-2, keepdim=True).permute(0, 1, 2, 4, 3).squeeze(2)
-    if kind is not None: p = rounded(p, kind).cast(s.dtype)
+    if kind is not None: p = round_to(p, kind).cast(s.dtype)
     return p.contiguous() @ there.where(v, 0).unsqueeze(2)
 
 
@@ -98,7 +98,7 @@ def _rows(spec: DecodeSpec, given: Given, name: str, pages: Pages, scales: Scale
     """Keys or values of each request as they are stored, [batch, heads, longest, d], and what they are
     multiplied by, [batch, heads, longest, 1]."""
     b, h, key, e = axes((spec.batch, spec.heads, spec.longest, spec.d if name == "k" else spec.d_v))
-    there, wide = there.unsqueeze(-1), widened(dtypes.float32, exact)
+    there, wide = there.unsqueeze(-1), compute_dtype(dtypes.float32, exact)
     entry = b * spec.pages + key // spec.page_size
     page = given["table"][entry.flatten()].reshape(entry.shape) if spec.table else entry
     page = there.where(page, 0)

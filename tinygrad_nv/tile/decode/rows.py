@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read
+from tinygrad_nv.tile.access import advance, read
 from tinygrad_nv.tile.attention.score import across
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
@@ -90,13 +90,13 @@ class LaneRows:
             elements = kb.reg("u64", q.offset)
             for index, stride in zip((*self.batch, head, row), (*q.batch, q.row), strict=True):
                 elements = elements + index.to("u64") * stride
-            elements = elements + (lane % 4 * (4 if spec.quantised else 2)).to("u64")
+            elements = elements + (lane % 4 * (4 if spec.is_quantised else 2)).to("u64")
             at.append(pointer + elements * 2)
         made = []
         for step in range(0, spec.d, 16):
             four = kb.regs("b32", 4, 0)
             for h in range(2):
-                if spec.quantised:
+                if spec.is_quantised:
                     kb.emit("ld.global.v2.b32", [four[h], four[h + 2]], at[h].at(2 * step),
                            guard=self.there[h])
                     continue
@@ -127,7 +127,7 @@ class DecodeSoftmax:
             seen, row = self.rows.seen[h] - column, list[Value]()
             low = self.rows.low[h] - column if self.spec.chunked else None
             for j, cell in enumerate(cells):
-                for e in range(2): row.append(self._masked(cell[2 * h + e], seen, low, 8 * j + e))
+                for e in range(2): row.append(self._mask_scores(cell[2 * h + e], seen, low, 8 * j + e))
             new = kb.reg("f32", row_max)
             for value in row: kb.emit("max.f32", new, new, value)
             new = across(kb, new, "max.f32")
@@ -145,7 +145,7 @@ class DecodeSoftmax:
         """The sums of whole rows."""
         return [across(self.kb, row_sum, "add.f32") for row_sum in self.row_sum]
 
-    def _masked(self, value: Value, seen: Value, low: Value | None, column: int) -> Value:
+    def _mask_scores(self, value: Value, seen: Value, low: Value | None, column: int) -> Value:
         """−inf where the row sees `seen` keys from the lane's first column on, of chunks those from `low` on,
         and this is not one."""
         sees = seen > column
@@ -159,10 +159,10 @@ class DecodeSoftmax:
         sources = _Pairs(self.kb, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
         # one for each row: they differ in query heads, which it takes to be the same for all
         finishes = [EpilogueEmitter(self.kb, self.spec.score, sources) for _ in range(2)]
-        return [[self._scaled(finish.at(h, j).register(e)) for h, finish in enumerate(finishes)
+        return [[self._scale_scores(finish.at(h, j).register(e)) for h, finish in enumerate(finishes)
                  for e in range(2)] for j in range(len(sums))]
 
-    def _scaled(self, score: Value) -> Value:
+    def _scale_scores(self, score: Value) -> Value:
         """Times log2 e; the smallest numbers, with which some masks hide keys, do not become −inf."""
         kb, made = self.kb, self.kb.reg("f32")
         kb.emit("max.f32", made, score * LOG2E, -LARGEST)
@@ -185,7 +185,7 @@ class _Loaded:
         base = pointer + load.offset * size if load.offset else pointer
         indices, strides = (*rows.batch, rows.head[h], rows.row[h]), (*(load.batch or (0, 0, 0)), load.m)
         for index, stride in zip(indices, strides, strict=True):
-            base = advanced(kb, base, index, stride * size)
+            base = advance(kb, base, index, stride * size)
         self.base = base
         # pairs begin at even keys; the last one has two where all keys that there are do
         even = not any(x % 2 for x in (spec.longest, load.m, load.offset, *load.batch))
@@ -196,7 +196,7 @@ class _Loaded:
         """Of a pair of keys, the lane's first of which is `column` (s32); 0 where the row does not see it."""
         if self.fixed is not None: return self.fixed
         kb, load, size = self.kb, self.load, self.load.dtype.itemsize
-        base, after = advanced(kb, self.base, column.to("u32"), load.n * size), self.seen - column
+        base, after = advance(kb, self.base, column.to("u32"), load.n * size), self.seen - column
         if self.pairs: return read(kb, base, 8 * pair * size, load.dtype, 2, after > 8 * pair)
         return Lanes(kb, load.dtype, [read(kb, base, (8 * pair + e) * load.n * size, load.dtype, 1,
                                           after > 8 * pair + e).at(0) for e in range(2)])

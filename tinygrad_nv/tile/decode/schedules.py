@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from tinygrad_nv.tile.schedule import Schedule, Warps, counted
+from tinygrad_nv.tile.schedule import Schedule, Warps, count_words
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class KeySplits(Schedule):
 
     def split_words(self) -> list[str]:
         """Stages and splits, as a schedule shows them."""
-        return [counted(self.depth, "stage"),
-                f"{counted(self.splits, 'split')} of {self.split_keys} keys or more"]
+        return [count_words(self.depth, "stage"),
+                f"{count_words(self.splits, 'split')} of {self.split_keys} keys or more"]
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Pages:
     offset: int = 0
 
     @property
-    def aligned_bytes(self) -> int:
+    def alignment_bytes(self) -> int:
         """The power of two, at most 16, of which every token's beginning is a multiple."""
         most = 16
         numbers = (self.page, self.token, self.head, self.offset)
@@ -128,8 +128,8 @@ class DecodeSpec:
         self._check_score()
 
     def _check_pages(self) -> None:
-        if self.latent and ((self.k.page, self.k.token) != (self.v.page, self.v.token) or self.quantised):
-            raise SpecError("values among keys whose " + ("dtype has scales" if self.quantised else
+        if self.latent and ((self.k.page, self.k.token) != (self.v.page, self.v.token) or self.is_quantised):
+            raise SpecError("values among keys whose " + ("dtype has scales" if self.is_quantised else
                                                           "pages or tokens lie elsewhere"),
                             "pages and tokens of keys, of floats")
         if self.table:
@@ -150,7 +150,7 @@ class DecodeSpec:
             raise SpecError(f"keys of {short(self.k.dtype)}, values of {short(self.v.dtype)}",
                             f"for both q's {short(self.q.dtype)}, or one of {', '.join(map(short, BYTES))}")
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if (scale is None) == self.quantised or (scale is not None and not self.table):
+            if (scale is None) == self.is_quantised or (scale is not None and not self.table):
                 raise SpecError(f"{'no ' if scale is None else ''}{name} with {short(self.k.dtype)}",
                                 "scales with keys and values of 8 bits in pages, and only then")
 
@@ -163,7 +163,7 @@ class DecodeSpec:
                 raise SpecError(f"{node} in a score", "0 (request), 1 (key head) or 2 (its query head)")
 
     @property
-    def quantised(self) -> bool:
+    def is_quantised(self) -> bool:
         """Whether keys and values have scales."""
         return self.k.dtype in BYTES
 
@@ -201,7 +201,7 @@ class DecodeSpec:
     def __str__(self) -> str:
         heads = f"{self.heads * self.group} heads" + (f" of {self.heads}" if self.group > 1 else "")
         d = str(self.d) if self.d == self.d_v else f"{self.d}/{self.d_v}"
-        kv = f" of {short(self.k.dtype)}" if self.quantised else ""
+        kv = f" of {short(self.k.dtype)}" if self.is_quantised else ""
         most = "" if self.length == "most" else "≤"
         words = [f"decode {self.batch}x{self.s_q}x{most}{self.longest}", heads, f"d {d}",
                  short(self.q.dtype) + kv]

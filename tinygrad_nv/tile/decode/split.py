@@ -13,7 +13,7 @@ from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
 from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax, LaneRows
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.fragments import instruction
-from tinygrad_nv.tile.lanes import packed
+from tinygrad_nv.tile.lanes import pack
 
 
 class SplitKernel:
@@ -49,7 +49,7 @@ class SplitKernel:
             if self.spec.table: self._tables()
             else: self._begin()
             kb.sync()
-            if self.spec.quantised: self._largest_scale()
+            if self.spec.is_quantised: self._largest_scale()
             self._multiply()
             self._finish()
 
@@ -197,19 +197,19 @@ class SplitKernel:
                 for cell, pair in zip(sums, self.keys.of(step), strict=True):
                     kb.mma(shape, types, cell, self._query(step), pair, cell)
         with kb.comment("softmax"):
-            if spec.quantised: self._scaled(sums, key, 1)
+            if spec.is_quantised: self._scale_columns(sums, key, 1)
             rescales = self.softmax.step(sums, key)
-            if spec.quantised: self._scaled(sums, key, 2, self.relative)
+            if spec.is_quantised: self._scale_columns(sums, key, 2, self.relative)
             for cell in self.out:
                 for i, value in enumerate(cell): value *= rescales[i // 2]
         with kb.comment("weights v"):
             for step in range(self.plan.keys // 16):
-                weights = [packed(kb, cell[at:at + 2], spec.q.dtype) for cell in sums[2 * step:2 * step + 2]
+                weights = [pack(kb, cell[at:at + 2], spec.q.dtype) for cell in sums[2 * step:2 * step + 2]
                            for at in (0, 2)]
                 for cell, pair in zip(self.out, self.values.of(step), strict=True):
                     kb.mma(shape, types, cell, weights, pair, cell)
 
-    def _scaled(self, cells: Cells, key: Value, which: int, factor: Value | None = None) -> None:
+    def _scale_columns(self, cells: Cells, key: Value, which: int, factor: Value | None = None) -> None:
         """Columns times the scales of their pages."""
         kb, size = self.kb, self.spec.page_size
         for j, cell in enumerate(cells):
@@ -227,7 +227,7 @@ class SplitKernel:
         kb, plan, spec = self.kb, self.plan, self.spec
         merge, quads = Merge(kb, plan, self.ring), spec.d_v // 4
         row_sum = self.softmax.row_sums()
-        if spec.quantised:
+        if spec.is_quantised:
             for cell in self.out:
                 for value in cell: value *= self.most
         kb.sync()
@@ -237,7 +237,7 @@ class SplitKernel:
         with kb.loop(kb.tid.x, plan.block_rows * quads, plan.schedule.threads, name="element") as element:
             row, column = element // quads, element % quads * 4
             number = self.block * plan.block_rows + row
-            with kb.if_(number < spec.rows): self._store(number, column, *merge.merged(row, column))
+            with kb.if_(number < spec.rows): self._store(number, column, *merge.merge_sums(row, column))
 
     def _store(self, row: Value, column: Value, sums: list[Value], row_max: Value, row_sum: Value) -> None:
         """Four elements of a row, from `column` on."""

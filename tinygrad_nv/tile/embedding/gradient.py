@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read_vector, write_vector
+from tinygrad_nv.tile.access import advance, read_vector, write_vector
 from tinygrad_nv.tile.embedding.plan import GradientPlan
-from tinygrad_nv.tile.embedding.rows import known_row, token_place
+from tinygrad_nv.tile.embedding.rows import load_row_index, token_place
 from tinygrad_nv.tile.embedding.sorting import sort_tokens
 from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec
 from tinygrad_nv.tile.kernel import RowSumsKernel, TileKernel
-from tinygrad_nv.tile.lanes import Lanes, converted
+from tinygrad_nv.tile.lanes import Lanes, convert
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
@@ -39,7 +39,7 @@ def gradient(spec: EmbeddingGradientSpec, schedule: Schedule, gpu: GPU) -> RowSu
     plan = GradientPlan.of(spec)
     sums = [_sums(plan, gpu, "embedding_rows", -(-spec.rows // (ROWS * WARPS)))]
     if plan.segments: sums.insert(0, _sums(plan, gpu, "embedding_segments", -(-plan.segments // WARPS)))
-    return RowSumsKernel((sort_tokens(plan, gpu.arch), *sums), plan.words, plan.sorted)
+    return RowSumsKernel((sort_tokens(plan, gpu.arch), *sums), plan.words, plan.sort_tokens)
 
 
 def _sums(plan: GradientPlan, gpu: GPU, name: str, ctas: int) -> TileKernel:
@@ -69,8 +69,8 @@ class _Sums:
 
     def cells(self, base: Value, row: Value, dtype: DType) -> Value:
         """Where the thread's columns of a row lie: u64."""
-        at = advanced(self.kb, base, self.column, dtype.itemsize)
-        return advanced(self.kb, at, row, self.spec.width * dtype.itemsize)
+        at = advance(self.kb, base, self.column, dtype.itemsize)
+        return advance(self.kb, at, row, self.spec.width * dtype.itemsize)
 
     def add(self, totals: Sequence[Value], base: Value, rows: Sequence[Value], there: Sequence[Value],
             dtype: DType) -> None:
@@ -87,7 +87,7 @@ class _Sums:
         """Adds up to SEGMENT tokens of the order, from place `first` on."""
         kb = self.kb
         number, many = kb.reg("u32", 0), kb.reg("u32", count)
-        at = advanced(kb, advanced(kb, self.workspace, first, 4), self.lane, 4)
+        at = advance(kb, advance(kb, self.workspace, first, 4), self.lane, 4)
         kb.emit("ld.global.u32", number, at.at(4 * self.plan.order_at), guard=self.lane < many)
         with kb.loop(0, many, DEEP, kind="u32") as begin:
             rows = [self.from_lane(number, begin + i) for i in range(DEEP)]
@@ -113,7 +113,7 @@ class _Sums:
     def store(self, base: Value, row: Value, totals: Sequence[Value], dtype: DType) -> None:
         """Rounds and stores the thread's columns of a row."""
         width = min(2, len(totals))
-        made = [converted(Lanes(self.kb, dtypes.float32, list(totals[i:i + width])), dtype)
+        made = [convert(Lanes(self.kb, dtypes.float32, list(totals[i:i + width])), dtype)
                 for i in range(0, len(totals), width)]
         write_vector(self.kb, self.cells(base, row, dtype), 0, made, self.inside)
 
@@ -126,9 +126,9 @@ class _Sums:
         sorted_ = kb.ld("global", "u32", self.workspace.at(4 * self.spec.rows))[0]
         with kb.if_((self.warp < plan.segments) & (last < sorted_)):
             # only the row that has the last place can have a segment that begins here and is whole
-            token = kb.ld("global", "u32", advanced(kb, self.workspace, last, 4).at(4 * plan.order_at))[0]
-            row = known_row(kb, self.spec, token_place(kb, self.spec, self.tokens, token))
-            at = advanced(kb, self.workspace, row, 4)
+            token = kb.ld("global", "u32", advance(kb, self.workspace, last, 4).at(4 * plan.order_at))[0]
+            row = load_row_index(kb, self.spec, token_place(kb, self.spec, self.tokens, token))
+            at = advance(kb, self.workspace, row, 4)
             begin, end = (kb.ld("global", "u32", at.at(4 * i))[0] for i in range(2))
             first = last - (last - begin) % SEGMENT
             with kb.if_(first + SEGMENT <= end):
@@ -141,7 +141,7 @@ class _Sums:
         kb, rows = self.kb, self.spec.rows
         first = self.cta * (ROWS * WARPS) + (kb.tid.x >> 5)
         offset, place = kb.reg("u32", 0), first + (self.lane >> 1) * WARPS + (self.lane & 1)
-        kb.emit("ld.global.u32", offset, advanced(kb, self.workspace, place, 4).at(), guard=place <= rows)
+        kb.emit("ld.global.u32", offset, advance(kb, self.workspace, place, 4).at(), guard=place <= rows)
         with kb.loop(0, 2 * ROWS, 2, kind="u32") as i:
             row = first + i * (WARPS // 2)
             kb.break_(row >= rows)

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.embedding.rows import token_place
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.kernel import TileKernel
@@ -57,9 +57,9 @@ def _write(kb: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, 
         if kind == "s32": number = short.to("s64")
         row = kb.select(number < 0, number + spec.rows, number, "s64")
         known = kb.reg("pred")
-        kb.emit("setp.lt.u64", known, _unsigned(kb, row), spec.rows)
-    source = weight + _unsigned(kb, row) * row_bytes + first.to("u64")
-    target = advanced(kb, out, token, row_bytes) + first.to("u64")
+        kb.emit("setp.lt.u64", known, _to_unsigned(kb, row), spec.rows)
+    source = weight + _to_unsigned(kb, row) * row_bytes + first.to("u64")
+    target = advance(kb, out, token, row_bytes) + first.to("u64")
     kind, registers = PIECES[piece]
     vector = f".v{registers}" if registers > 1 else ""
     loaded, whole = [], row_bytes % (deep * team * piece) == 0
@@ -76,7 +76,7 @@ def _write(kb: Kernel, spec: EmbeddingSpec, team: int, tokens: int, piece: int, 
                    guard=guard)
 
 
-def _unsigned(kb: Kernel, value: Value) -> Value:
+def _to_unsigned(kb: Kernel, value: Value) -> Value:
     """An s64 as u64: what is below 0 is beyond every row."""
     made = kb.reg("u64")
     kb.emit("mov.b64", made, value)

@@ -77,7 +77,7 @@ class GradientPlan:
         """Of the workspace."""
         return self.partials_at + self.segments * self.spec.width
 
-    def sorted(self, storage: np.ndarray) -> np.ndarray:
+    def sort_tokens(self, storage: np.ndarray) -> np.ndarray:
         """`offsets` and `order` of the tokens of a storage, as the first kernel leaves them."""
         lies = self.spec.tokens
         strides = [stride * storage.itemsize for stride in lies.strides]

@@ -5,7 +5,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
-from tinygrad_nv.tile.reference import Argument, Given, Place, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather, round_to
 
 
 def arguments(spec: EmbeddingSpec) -> tuple[Argument, ...]:
@@ -23,10 +23,10 @@ def arguments(spec: EmbeddingSpec) -> tuple[Argument, ...]:
 def reference(spec: EmbeddingSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[*extents, width], or [rows, width] of a gradient."""
     _, *inputs = arguments(spec)
-    x = {each.name: gathered(given[each.name], each.places[0]) for each in inputs}
+    x = {each.name: gather(given[each.name], each.places[0]) for each in inputs}
     if not isinstance(spec, EmbeddingGradientSpec): return x["weight"][x["tokens"]],
-    sums = gradient(spec.rows, x["tokens"], x["grad"].cast(widened(dtypes.float32, exact)).contiguous())
-    return sums if exact else rounded(sums, spec.dtype),
+    sums = gradient(spec.rows, x["tokens"], x["grad"].cast(compute_dtype(dtypes.float32, exact)).contiguous())
+    return sums if exact else round_to(sums, spec.dtype),
 
 
 def gradient(rows: int, tokens: Tensor, grad: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 
 NO_ROW = 0xFFFFFFFF
@@ -12,14 +12,14 @@ def token_place(kb: Kernel, spec: EmbeddingSpec, tokens: Value, token: Value) ->
     """Where a token's number lies: u64."""
     size, rest = spec.tokens.dtype.itemsize, token
     at = tokens + spec.tokens.offset * size if spec.tokens.offset else tokens
-    if len(spec.tokens.extents) == 1: return advanced(kb, at, token, spec.tokens.strides[0] * size)
+    if len(spec.tokens.extents) == 1: return advance(kb, at, token, spec.tokens.strides[0] * size)
     for extent, stride in reversed(list(zip(spec.tokens.extents, spec.tokens.strides, strict=True))):
-        at = advanced(kb, at, rest % extent, stride * size)
+        at = advance(kb, at, rest % extent, stride * size)
         rest = rest // extent
     return at
 
 
-def known_row(kb: Kernel, spec: EmbeddingSpec, at: Value, there: Value | None = None) -> Value:
+def load_row_index(kb: Kernel, spec: EmbeddingSpec, at: Value, there: Value | None = None) -> Value:
     """The row that the number at `at` means, u32; beyond all rows where it is of none, or not `there`."""
     wide = spec.tokens.dtype.itemsize == 8
     kind = "s64" if wide else "s32"

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.embedding.plan import GradientPlan
-from tinygrad_nv.tile.embedding.rows import known_row, token_place
+from tinygrad_nv.tile.embedding.rows import load_row_index, token_place
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.router import order
 from tinygrad_nv.tile.warp import across
@@ -74,7 +74,7 @@ class _Sort:
         kb.emit("min.u32", end, begin + part, count)
         with kb.loop(begin, end, step, kind="u32") as base:
             some = [base + self.lane + 32 * i for i in range(deep)]
-            rows = [known_row(kb, self.spec, token_place(kb, self.spec, self.tokens, token), token < end)
+            rows = [load_row_index(kb, self.spec, token_place(kb, self.spec, self.tokens, token), token < end)
                     for token in some]
             yield from zip(some, rows, strict=True)
 
@@ -112,7 +112,7 @@ class _Sort:
         made = order.offset_of(kb, kb.shared("sums", 4 * WARPS), count, plan.tile)
         for warp in range(WARPS): made += kb.ld("shared", "u32", totals.at(4 * warp))[0]
         row = self.first + kb.tid.x
-        at = advanced(kb, self.workspace, row, 4)
+        at = advance(kb, self.workspace, row, 4)
         with kb.if_(kb.tid.x < self.rows):
             kb.st("shared", "u32", self.places.address(kb.tid.x * 4).at(), made)
             kb.st("global", "u32", at.at(), made)
@@ -130,7 +130,7 @@ class _Sort:
         with kb.if_(there):
             kb.emit("ld.shared.u32", seen, at.at())
             start = kb.ld("shared", "u32", self.places.address(local * 4).at())[0]
-            place = advanced(kb, self.workspace, start + seen + earlier, 4)
+            place = advance(kb, self.workspace, start + seen + earlier, 4)
             kb.st("global", "u32", place.at(4 * self.plan.order_at), token)
         kb.emit("bar.warp.sync", -1)
         kb.emit("st.shared.u32", at.at(), seen + many, guard=there & (lower == 0))

@@ -30,13 +30,13 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmSchedule | Non
     model, gpu, size = CostModel(spec, gpu_model_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
     sms = model.gpu_model.sm_count
     first = [s for s in starts(spec, gpu) if s.worthwhile(spec)]
-    kept = _tiles(_ranked([v for s in first for v in s.filling(spec, sms)], model), spec, gpu)
+    kept = _tiles(_rank([v for s in first for v in s.filling(spec, sms)], model), spec, gpu)
     variants = [v for s in kept for ring in s.rings(arch, size) for v in ring.around(spec, sms)]
-    ranked = _ranked(variants, model)
+    ranked = _rank(variants, model)
     if (best := _first_legal(ranked, spec, gpu)) is None: return None
     others = [ring for s in best[0].beside(spec) for ring in s.rings(arch, size)]
     if others:
-        ranked = sorted([*ranked, *_ranked(others, model)], key=_seconds)
+        ranked = sorted([*ranked, *_rank(others, model)], key=_seconds)
         best = _first_legal(ranked, spec, gpu) or best
     ties = [pair for pair in ranked if pair[1].seconds <= TIE * best[1].seconds]
     order = {s.key: i for i, s in enumerate(first)}  # tiles that it has not come after those that it has
@@ -60,13 +60,13 @@ def _tiles(ranked: Iterable[tuple[GemmSchedule, Prediction]], spec: GemmSpec, gp
     made: dict[GemmSchedule, GemmSchedule] = {}
     for s, _ in ranked:
         if len(made) == KEPT: break
-        if (bare := s.bare) in made: continue
+        if (bare := s.base_tile) in made: continue
         if any(not TABLE.problems(spec, ring, gpu) for ring in s.rings(gpu.arch, spec.a.dtype.itemsize)):
             made[bare] = bare
     return list(made)
 
 
-def _ranked(schedules: Iterable[GemmSchedule], model: CostModel) -> list[tuple[GemmSchedule, Prediction]]:
+def _rank(schedules: Iterable[GemmSchedule], model: CostModel) -> list[tuple[GemmSchedule, Prediction]]:
     """The fastest first; as given where two are equal."""
     predicted = [(s, model.predict(s)) for s in schedules]
     return sorted(predicted, key=_seconds)

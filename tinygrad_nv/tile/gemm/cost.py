@@ -86,7 +86,7 @@ class Cost(Generic[C]):
         """Whether CTAs reduce sums through memory, by flags that are zeroed before the launch."""
         raise NotImplementedError
 
-    def clustered(self, s: C, arch: str) -> int:
+    def cluster_ctas(self, s: C, arch: str) -> int:
         """CTAs of a cluster."""
         return s.cluster_ctas
 
@@ -102,11 +102,11 @@ class Cost(Generic[C]):
         """Operations a second at peak."""
         return gpu_model.tensor_flops_per_s * gpu_model.tensor_scale(spec.a.dtype, self.by_mma)
 
-    def multiplied(self, spec: GemmSpec, gpu_model: GPUModel) -> float:
+    def multiply_rate(self, spec: GemmSpec, gpu_model: GPUModel) -> float:
         """Multiply-adds that an SM's tensor cores sustain in a cycle."""
         return gpu_model.tensor_fma * gpu_model.tensor_scale(spec.a.dtype, self.by_mma) * gpu_model.sustained
 
-    def copied_bytes(self, stats: Stats, s: C) -> float:
+    def copy_bytes(self, stats: Stats, s: C) -> float:
         """Bytes that copies write to shared memory without being counted as passes."""
         return 0.0
 
@@ -172,13 +172,14 @@ class CostModel:
     def predict(self, s: GemmSchedule) -> Prediction:
         """What a schedule takes."""
         cost = cost_of(s)
-        return self._timed(s, cost, cost.work(self.spec, s, self.gpu_model, self.ending), 0)
+        return self._predict_work(s, cost, cost.work(self.spec, s, self.gpu_model, self.ending), 0)
 
     def timed(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
         """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
-        return self._timed(s, cost_of(s), done, registers)
+        return self._predict_work(s, cost_of(s), done, registers)
 
-    def _timed(self, s: GemmSchedule, cost: Cost[GemmSchedule], done: Work, registers: int) -> Prediction:
+    def _predict_work(self, s: GemmSchedule, cost: Cost[GemmSchedule], done: Work,
+                      registers: int) -> Prediction:
         gpu_model = self.gpu_model
         t = self._tiles(s, cost.resident(self.spec, s, gpu_model, registers))
         units = t.tiles * s.splits
@@ -219,7 +220,7 @@ class CostModel:
         m, n = (self.spec.n, self.spec.m) if s.swap else (self.spec.m, self.spec.n)
         rows = -(-m // (tile.rows * above)) * above             # whole clusters
         columns = -(-n // (tile.columns * across)) * across
-        together = cost_of(s).clustered(s, self.gpu_model.arch)
+        together = cost_of(s).cluster_ctas(s, self.gpu_model.arch)
         usable = max(most_clusters(together, self.gpu_model.sm_count), 1) * together
         steps = -(-self.spec.k // s.block_k)
         return _Tiles(rows, columns, rows * columns * self.matrices, -(-steps // s.splits), usable,

@@ -21,9 +21,9 @@ S = TypeVar("S", bound=GemmSpec)
 
 def whole(own: Callable[[S, C, str], Sequence[str]]) -> Callable[[S, C, GPU], list[str]]:
     """Why a template cannot have a schedule; empty when it can."""
-    def found(spec: S, s: C, arch: str) -> tuple[str, ...]:
+    def find_problems(spec: S, s: C, arch: str) -> tuple[str, ...]:
         return (*own(spec, s, arch), *_count(spec, s), *_epilogue(spec, arch))
-    return legality(found)
+    return legality(find_problems)
 
 
 @lru_cache(4096)

@@ -22,7 +22,7 @@ WORDS = "tensor cores along k, one CTA a sum"
 MANY = 128      # rows for which templates are asked where one has to have all
 
 
-def ordered(templates: Sequence[AnyTemplate], spec: Any, gpu: GPU, gemm: GemmSpec) -> Ordered | None:
+def choose_ordered(templates: Sequence[AnyTemplate], spec: Any, gpu: GPU, gemm: GemmSpec) -> Ordered | None:
     """The fastest schedule of the class; None where there is none. `gemm` is the matmul of a spec that has
     more than that."""
     exact, words = gemm.a.dtype in FP8, WORDS
@@ -36,18 +36,18 @@ def ordered(templates: Sequence[AnyTemplate], spec: Any, gpu: GPU, gemm: GemmSpe
 @lru_cache(4096)
 def _best(template: AnyTemplate, spec: Any, gpu: GPU, itemsize: int) -> RingSchedule | None:
     """A template's fastest by its cost; the first where nothing is known of it."""
-    legal = [s for s in _unshared(template, spec, gpu, itemsize) if not template.problems(spec, s, gpu)]
+    legal = [s for s in _without_splits(template, spec, gpu, itemsize) if not template.problems(spec, s, gpu)]
     cost = template.cost
     if cost is None or not legal: return legal[0] if legal else None
     return min(legal, key=lambda s: float(cost(spec, s, gpu).seconds))
 
 
-def _unshared(template: AnyTemplate, spec: Any, gpu: GPU, itemsize: int) -> Iterator[RingSchedule]:
+def _without_splits(template: AnyTemplate, spec: Any, gpu: GPU, itemsize: int) -> Iterator[RingSchedule]:
     """A template's candidates, each sum by one CTA."""
     for s in template.candidates(spec, gpu):
         if not isinstance(s, RingSchedule): continue
         if isinstance(spec, GemmSpec) and not s.worthwhile(spec): continue
-        yield from dict.fromkeys((s.unshared, *s.unshared.rings(gpu.arch, itemsize)))
+        yield from dict.fromkeys((s.without_splits, *s.without_splits.rings(gpu.arch, itemsize)))
 
 
 def _takes_many(template: AnyTemplate, gemm: GemmSpec, gpu: GPU) -> bool:

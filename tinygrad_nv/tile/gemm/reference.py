@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
-from tinygrad_nv.tile.reference import Argument, Given, Place, evaluated, gathered, parameters, widened
+from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, evaluate, gather, parameters
 
 
 def arguments(spec: GemmSpec) -> tuple[Argument, ...]:
@@ -23,8 +23,8 @@ def arguments(spec: GemmSpec) -> tuple[Argument, ...]:
 def reference(spec: GemmSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[*batch, m, n]."""
     _, a, b, *_ = arguments(spec)
-    wide = widened(spec.accumulate, exact)
-    left = gathered(given["a"], a.places[0]).cast(wide).contiguous()
-    sums = [left @ gathered(given["b"], place).cast(wide).contiguous().transpose(-1, -2)
+    wide = compute_dtype(spec.accumulate, exact)
+    left = gather(given["a"], a.places[0]).cast(wide).contiguous()
+    sums = [left @ gather(given["b"], place).cast(wide).contiguous().transpose(-1, -2)
             for place in b.places]
-    return evaluated(spec.epilogue, (*spec.batch, spec.m, spec.n), sums, given, exact),
+    return evaluate(spec.epilogue, (*spec.batch, spec.m, spec.n), sums, given, exact),

@@ -17,7 +17,7 @@ from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.work import ending
 from tinygrad_nv.tile.limits import SMEM_BYTES
-from tinygrad_nv.tile.schedule import Mode, RowWarps, Schedule, Tiled, Warpgroups, Warps, counted
+from tinygrad_nv.tile.schedule import Mode, RowWarps, Schedule, Tiled, Warpgroups, Warps, count_words
 
 Swizzle = Literal["", "32B", "64B", "128B"]
 
@@ -60,7 +60,7 @@ class GemmSchedule(Schedule, ABC):
         """CTAs that share one tile's sum."""
         return replace(self, splits=count)
 
-    def swapped(self) -> Self:
+    def swap_operands(self) -> Self:
         """Computes (b aᵀ)ᵀ."""
         return replace(self, swap=True)
 
@@ -120,12 +120,12 @@ class GemmSchedule(Schedule, ABC):
         return ()
 
     @property
-    def unshared(self) -> Self:
+    def without_splits(self) -> Self:
         """The same with each tile's sum by one CTA."""
         return replace(self, splits=1)
 
     @property
-    def bare(self) -> Self:
+    def base_tile(self) -> Self:
         """The tile by itself: neither a cluster nor splits that it could do without."""
         return replace(self, **self.ALONE)
 
@@ -221,7 +221,7 @@ class RingSchedule(Tiled, GemmSchedule):
         return [self.stages(depth) for depth in depths if 2 <= depth <= most]
 
     def _shape(self, warps: str) -> list[str]:
-        return [f"{self.block_m}x{self.block_n}x{self.block_k}", warps, counted(self.depth, "stage")]
+        return [f"{self.block_m}x{self.block_n}x{self.block_k}", warps, count_words(self.depth, "stage")]
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class Wgmma(Warpgroups, RingSchedule):
     def cluster_ctas(self) -> int: return self.cluster_m * self.cluster_n * self.splits
 
     @property
-    def unshared(self) -> Self: return replace(self, splits=1, stream=False)
+    def without_splits(self) -> Self: return replace(self, splits=1, stream=False)
 
     @property
     def turns(self) -> int: return 2 if self.mode == "pingpong" else 1
@@ -311,7 +311,7 @@ class Wgmma(Warpgroups, RingSchedule):
             for columns in WGMMA_COLUMNS:
                 wide = base.block(rows, columns).warps(warps)
                 yield wide
-                yield wide.swapped()
+                yield wide.swap_operands()
                 if rows <= 128: yield wide.warps(12).pingpong()
 
     def rings(self, arch: str, itemsize: int) -> list[Self]:
@@ -372,7 +372,7 @@ class Gemv(RowWarps, GemmSchedule):
         return CTATile(MOST_ROWS, self.block_n, self.block_n * spec.parts)
 
     @property
-    def bare(self) -> Self:
+    def base_tile(self) -> Self:
         """Itself: where activations do not fit in shared memory, it needs its splits."""
         return self
 

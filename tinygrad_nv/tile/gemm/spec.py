@@ -26,7 +26,7 @@ from tinygrad_nv.tile.expression import (
     parameters,
     short,
     show,
-    transposed,
+    transpose,
     walk,
 )
 
@@ -58,7 +58,7 @@ class Operand:
         return self.mn if self.major == "K" else self.k
 
     @property
-    def aligned_bytes(self) -> int:
+    def alignment_bytes(self) -> int:
         """The largest power of two, up to 16, that every row's address is a multiple of (a buffer aligned to
         16 bytes assumed)."""
         return min(16, *(_power_of_two(stride * self.dtype.itemsize)
@@ -198,11 +198,11 @@ class GemmSpec:
         """Whether the epilogue only rounds."""
         return self.epilogue == Sum(self.accumulate).cast(self.out.dtype)
 
-    def swapped(self) -> GemmSpec:
+    def swap_operands(self) -> GemmSpec:
         """The same matmul by (b aᵀ)ᵀ: operands change places, rows of the result become columns. Only of
         one part and of fixed extents."""
         assert (self.parts, self.symbolic) == (1, False)
-        return _swapped(self)
+        return _swap_operands(self)
 
     def __str__(self) -> str:
         rows = f"{'≤' if self.symbolic else ''}{self.m}"
@@ -216,9 +216,9 @@ class GemmSpec:
 
 
 @lru_cache(1024)
-def _swapped(spec: GemmSpec) -> GemmSpec:
+def _swap_operands(spec: GemmSpec) -> GemmSpec:
     out = replace(spec.out, m=spec.out.n, n=spec.out.m)
-    return replace(spec, m=spec.n, n=spec.m, a=spec.b, b=spec.a, out=out, epilogue=transposed(spec.epilogue))
+    return replace(spec, m=spec.n, n=spec.m, a=spec.b, b=spec.a, out=out, epilogue=transpose(spec.epilogue))
 
 
 def sizes(spec: GemmSpec) -> list[int]:

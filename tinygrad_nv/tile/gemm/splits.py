@@ -61,7 +61,7 @@ class Splits:
             self.residue = kb.select(self.split == 0, block - missing, block, "u32")
 
     @contextmanager
-    def finished_last(self, cells: Sequence[Sequence[Value]]) -> Iterator[None]:
+    def finish_last(self, cells: Sequence[Sequence[Value]]) -> Iterator[None]:
         """Runs the block in the CTA that comes last, with all sums in the registers."""
         if self.count == 1:
             yield

@@ -16,7 +16,7 @@ from tinygrad_nv.tile.gemm.legality import whole
 from tinygrad_nv.tile.gemm.mma import defaults as mma_defaults
 from tinygrad_nv.tile.gemm.mma import legality as mma_legality
 from tinygrad_nv.tile.gemm.mma.cost import MmaCost
-from tinygrad_nv.tile.gemm.ordered import ordered
+from tinygrad_nv.tile.gemm.ordered import choose_ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
@@ -42,7 +42,7 @@ def _why_not(spec: GemmSpec, gpu: GPU) -> str:
 def _default(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None: return analytic(spec, gpu.arch, gpu.sm_count)
 
 
-def _ordered(spec: GemmSpec, gpu: GPU) -> Ordered | None: return ordered((WGMMA, MMA), spec, gpu, spec)
+def _ordered(spec: GemmSpec, gpu: GPU) -> Ordered | None: return choose_ordered((WGMMA, MMA), spec, gpu, spec)
 
 
 def _tries(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
@@ -51,8 +51,8 @@ def _tries(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
 
 
 def _counts(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
-    from tinygrad_nv.tile.gemm.tune import counted
-    return counted(spec, s, gpu, registers)
+    from tinygrad_nv.tile.gemm.tune import counter_cost
+    return counter_cost(spec, s, gpu, registers)
 
 
 FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not, _default, _tries, _counts,

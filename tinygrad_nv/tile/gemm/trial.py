@@ -1,10 +1,10 @@
 """A kernel on the emulator, to see what it costs.
 
 Protocol: `counters(spec, schedule, arch)` runs a small matmul twice, which differ in K alone, and gives the
-two runs' counters; `counted` makes the cost model's `Work` of them: the difference is what steps cost, the
-rest what a tile costs beside them. What is small: as many tiles as a cluster has, two for each CTA in
-ping-pong, and sums of few steps and of `STEPS_MORE` more. Splits and stream-K change which CTA does a step,
-not the step, and are left out. Operands are zeros; checks are off.
+two runs' counters; `work_from_trial` makes the cost model's `Work` of them: the difference is what steps
+cost, the rest what a tile costs beside them. What is small: as many tiles as a cluster has, two for each CTA
+in ping-pong, and sums of few steps and of `STEPS_MORE` more. Splits and stream-K change which CTA does a
+step, not the step, and are left out. Operands are zeros; checks are off.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from tinygrad_nv.ptx.emulator.report import Site, Stats
-from tinygrad_nv.tile.emulated import launched
+from tinygrad_nv.tile.emulated import launch_all
 from tinygrad_nv.tile.gemm.cost import CostModel, cost_of
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
@@ -22,7 +22,7 @@ from tinygrad_nv.tile.gemm.work import (
     SMEM_BYTES_PER_CYCLE,
     STORE_LATENCY,
     Work,
-    moved,
+    epilogue_cycles,
 )
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.template import GPU
@@ -42,17 +42,17 @@ class Trial:
 
 def counters(spec: GemmSpec, schedule: GemmSchedule, arch: str) -> Trial:
     """What the emulator counts of a schedule's kernel."""
-    s = schedule.unshared
+    s = schedule.without_splits
     first = (s.depth or STEPS) + 2
     steps, cluster = (first, first + STEPS_MORE), prod(s.cluster_shape)
     runs = []
     for count in steps:
-        small = shrunk(spec, s, count * s.block_k, s.turns)
-        runs.append(emulated(TABLE.build(small, s, GPU(arch, cluster)), small, arch))
+        small = shrink(spec, s, count * s.block_k, s.turns)
+        runs.append(emulate(TABLE.build(small, s, GPU(arch, cluster)), small, arch))
     return Trial(runs[0], runs[1], steps, s.turns * cluster)
 
 
-def shrunk(spec: GemmSpec, s: GemmSchedule, k: int, rounds: int) -> GemmSpec:
+def shrink(spec: GemmSpec, s: GemmSchedule, k: int, rounds: int) -> GemmSpec:
     """The same kind of product: one matrix of so much K, and as many rows and columns as a cluster's tiles
     have (`rounds` times), at most those it has. Strides are the same where sums fit between them."""
     tile, clusters = s.tile(spec), s.cluster_shape
@@ -73,13 +73,13 @@ def _longer(operand: Operand, k: int) -> Operand:
 
 # **** the emulator ****
 
-def emulated(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
+def emulate(kernel: GemmKernel, spec: GemmSpec, arch: str) -> Stats:
     """Counters of one launch with operands of zeros."""
-    (report,) = launched(kernel, spec, arch)
+    (report,) = launch_all(kernel, spec, arch)
     return report.stats
 
 
-def counted(trial: Trial, model: CostModel, s: GemmSchedule) -> Work:
+def work_from_trial(trial: Trial, model: CostModel, s: GemmSchedule) -> Work:
     """The work of a CTA by the counters of a trial."""
     few, many = (_cycles(stats, model, s) for stats in (trial.short, trial.long))
     more = trial.tiles * (trial.steps[1] - trial.steps[0])
@@ -87,16 +87,16 @@ def counted(trial: Trial, model: CostModel, s: GemmSchedule) -> Work:
     busy = max((a / trial.tiles - trial.steps[0] * step
                 for a, step in zip(few[1:], (shared, issue), strict=True)))
     tile = s.tile(model.spec)
-    ends = STORE_LATENCY + max(busy, moved(tile.rows * tile.columns, model.ending))
+    ends = STORE_LATENCY + max(busy, epilogue_cycles(tile.rows * tile.columns, model.ending))
     return Work(tensor, shared, issue, ends, model.planned(s).ahead)
 
 
 def _cycles(stats: Stats, model: CostModel, s: GemmSchedule) -> tuple[float, float, float]:
     """Cycles of a whole launch on one SM: tensor cores, shared memory, schedulers."""
     cost = cost_of(s)
-    read = float(sum(map(_operand_bytes, stats.sites))) + cost.copied_bytes(stats, s)
+    read = float(sum(map(_operand_bytes, stats.sites))) + cost.copy_bytes(stats, s)
     passes = sum(site.passes for site in stats.sites)
-    return (stats.tensor_flops / 2 / cost.multiplied(model.spec, model.gpu_model),
+    return (stats.tensor_flops / 2 / cost.multiply_rate(model.spec, model.gpu_model),
             passes + read / SMEM_BYTES_PER_CYCLE, stats.warp_instructions / SCHEDULERS)
 
 

@@ -32,8 +32,8 @@ def candidates(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
     return made
 
 
-def counted(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
+def counter_cost(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
     """The cost model's seconds, of the emulator's counters and of registers as they are."""
     model = CostModel(spec, gpu_model_for(gpu.arch, gpu.sm_count))
-    done = trial.counted(trial.counters(spec, s, gpu.arch), model, s)
+    done = trial.work_from_trial(trial.counters(spec, s, gpu.arch), model, s)
     return model.timed(s, done, registers).seconds

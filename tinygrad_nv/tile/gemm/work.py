@@ -57,19 +57,19 @@ def _operations(node: Apply) -> int:
     return OPERATIONS[node.op].cost + (node.dtype.itemsize == 2 and node.op != "cast")
 
 
-def finished(elements: int, end: Ending, store_operations: float) -> float:
+def ending_cycles(elements: int, end: Ending, store_operations: float) -> float:
     """Cycles of the end of a tile of so many elements, each of which is stored by so many instructions: its
     address, rounding and store."""
     issue = elements * (store_operations + end.operations) / (32 * SCHEDULERS)
-    return STORE_LATENCY + max(issue, moved(elements, end))
+    return STORE_LATENCY + max(issue, epilogue_cycles(elements, end))
 
 
-def moved(elements: int, end: Ending) -> float:
+def epilogue_cycles(elements: int, end: Ending) -> float:
     """Cycles in which L2 moves what the epilogue loads and stores."""
     return elements * (end.load_bytes + end.store_bytes) / L2_BYTES_PER_CYCLE
 
 
 def chunk_bytes(operand: Operand) -> int:
     """Bytes that cp.async may take at once; an element, through a register, where it cannot be used."""
-    aligned = operand.aligned_bytes if operand.major else 0
+    aligned = operand.alignment_bytes if operand.major else 0
     return aligned if aligned >= 4 else operand.dtype.itemsize

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read_vector, write_vector
+from tinygrad_nv.tile.access import advance, read_vector, write_vector
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.group_norm.templates import (
     STATISTIC_BYTES,
@@ -29,7 +29,7 @@ from tinygrad_nv.tile.group_norm.templates import (
     threads_of,
 )
 from tinygrad_nv.tile.kernel import KernelsInTurn, TileKernel
-from tinygrad_nv.tile.lanes import Lanes, converted
+from tinygrad_nv.tile.lanes import Lanes, convert
 from tinygrad_nv.tile.template import GPU
 
 LOG2_E = 1.4426950408889634
@@ -83,29 +83,29 @@ class _Slice:
             kb.launch_dependents()
         self.shifts: list[Value] = []
         if self.shift is not None and spec.shift is not None:
-            own = advanced(kb, self.shift, self.image, spec.channels * spec.shift.itemsize)
+            own = advance(kb, self.shift, self.image, spec.channels * spec.shift.itemsize)
             self.shifts = self.channels(own, spec.shift)
 
     # **** what a thread reads ****
 
     def channels(self, base: Value, dtype: DType) -> list[Value]:
         """The thread's of a vector of all channels, in float32."""
-        at = advanced(self.kb, base, self.column, self.plan.vector * dtype.itemsize)
+        at = advance(self.kb, base, self.column, self.plan.vector * dtype.itemsize)
         return self.floats(read_vector(self.kb, at, 0, dtype, self.plan.vector, None, self.space))
 
     def floats(self, vector: Sequence[Lanes]) -> list[Value]:
         """A vector's elements in float32."""
         kb, found = self.kb, list[Value]()
         for lanes in vector:
-            for each in converted(lanes, dtypes.float32).each():
+            for each in convert(lanes, dtypes.float32).each():
                 found.append(each if isinstance(each, Value) else kb.reg("f32", each))
         return found
 
     def at(self, base: Value) -> Value:
         """Where the thread's channels of the image's first position lie."""
         spec, size = self.spec, self.spec.dtype.itemsize
-        image = advanced(self.kb, base, self.image, spec.positions * spec.channels * size)
-        return advanced(self.kb, image, self.column, self.plan.vector * size)
+        image = advance(self.kb, base, self.image, spec.positions * spec.channels * size)
+        return advance(self.kb, image, self.column, self.plan.vector * size)
 
     def each(self, use: Callable[[Value, list[Value], Value], None]) -> None:
         """`use(position, its values with the shift, whether it is there)` for every position of the
@@ -118,7 +118,7 @@ class _Slice:
                 position = first + row * self.lanes if row else first
                 there = position < self.end
                 if self.active is not None: there = there & self.active
-                place = advanced(kb, at, position, spec.channels * spec.dtype.itemsize)
+                place = advance(kb, at, position, spec.channels * spec.dtype.itemsize)
                 rows.append((position, there, read_vector(kb, place, 0, spec.dtype, self.plan.vector, there,
                                                           self.space)))
             for position, there, vector in rows:
@@ -139,7 +139,7 @@ class _Slice:
             found = kb.reg("f32")
             kb.emit("div.rn.f32", found, total, count)
             kb.emit("st.shared.f32", self.of_groups.address(group * 4).at(), found, guard=first)
-        with kb.comment("means of the slice"): self.added(lambda i, x: x, mean, False)
+        with kb.comment("means of the slice"): self.add_terms(lambda i, x: x, mean, False)
         kb.sync()
         means = self.own(4)
 
@@ -147,11 +147,12 @@ class _Slice:
             number = (self.image * self.slices + self.slice) * spec.groups + group
             found = kb.reg("f32")
             kb.emit("ld.shared.f32", found, self.of_groups.address(group * 4).at())
-            kb.emit("st.global.v2.f32", advanced(kb, self.workspace, number, STATISTIC_BYTES).at(),
+            kb.emit("st.global.v2.f32", advance(kb, self.workspace, number, STATISTIC_BYTES).at(),
                     [found, total], guard=first)
-        with kb.comment("squares of distances from them"): self.added(lambda i, x: x - means[i], keep, True)
+        with kb.comment("squares of distances from them"): self.add_terms(lambda i, x: x - means[i], keep,
+                                                                          True)
 
-    def added(self, term: Callable[[int, Value], Value], use: Callable[[Value, Value, Value], None],
+    def add_terms(self, term: Callable[[int, Value], Value], use: Callable[[Value, Value, Value], None],
               squared: bool) -> None:
         """`use(group, the sum of its terms or of their squares in this slice, whether this is a warp's first
         lane)`."""
@@ -216,7 +217,7 @@ class _Slice:
     def results(self) -> None:
         """The second kernel."""
         kb, spec = self.kb, self.spec
-        with kb.comment("mean and 1 / deviation of each group"): self.joined()
+        with kb.comment("mean and 1 / deviation of each group"): self.join_statistics()
         kb.sync()
         means, scales = self.own(8), self.own(8, 4)
         weights, biases = self.channels(self.weight, spec.affine), self.channels(self.bias, spec.affine)
@@ -230,13 +231,13 @@ class _Slice:
                 kb.emit("fma.rn.f32", y, x - mean, scale, bias)
                 made.append(self.silu(y) if spec.silu else y)
             width = min(2, self.plan.vector)
-            vector = [converted(Lanes(kb, dtypes.float32, list(made[i:i + width])), spec.dtype)
+            vector = [convert(Lanes(kb, dtypes.float32, list(made[i:i + width])), spec.dtype)
                       for i in range(0, len(made), width)]
-            place = advanced(kb, to, position, spec.channels * spec.dtype.itemsize)
+            place = advance(kb, to, position, spec.channels * spec.dtype.itemsize)
             write_vector(kb, place, 0, vector, there)
         with kb.comment("results"): self.each(put)
 
-    def joined(self) -> None:
+    def join_statistics(self) -> None:
         """Mean and 1 / deviation of each group of the image, to shared memory."""
         kb, spec = self.kb, self.spec
         count = float(spec.positions * self.per_group)
@@ -269,7 +270,7 @@ class _Slice:
                 at = (self.image * self.slices + number) * spec.groups + group.number
                 mean, squares = kb.regs("f32", 2, 0.0)
                 kb.emit("ld.global.v2.f32", [mean, squares],
-                        advanced(kb, self.workspace, at, STATISTIC_BYTES).at(), guard=guard)
+                        advance(kb, self.workspace, at, STATISTIC_BYTES).at(), guard=guard)
                 size = kb.select(number == self.slices - 1, last, usual, "f32")
                 found.append((mean, squares, kb.select(guard, size, 0.0, "f32")))
             yield from found

@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
-from tinygrad_nv.tile.reference import Argument, Given, dense, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, compute_dtype, dense, round_to
 
 
 def arguments(spec: GroupNormSpec) -> tuple[Argument, ...]:
@@ -18,15 +18,15 @@ def arguments(spec: GroupNormSpec) -> tuple[Argument, ...]:
 
 def reference(spec: GroupNormSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[B, P, C]."""
-    wide = widened(dtypes.float32, exact)
+    wide = compute_dtype(dtypes.float32, exact)
     x = given["x"].reshape(spec.batch, spec.positions, spec.channels).cast(wide)
     if spec.shift is not None: x = x + given["shift"].reshape(spec.batch, 1, spec.channels).cast(wide)
     weight, bias = given["weight"].cast(wide), given["bias"].cast(wide)
-    made = normalised(x, spec.groups, weight, bias, spec.eps, spec.silu)
-    return made if exact else rounded(made, spec.dtype),
+    made = normalise(x, spec.groups, weight, bias, spec.eps, spec.silu)
+    return made if exact else round_to(made, spec.dtype),
 
 
-def normalised(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool) -> Tensor:
+def normalise(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, silu: bool) -> Tensor:
     """Group norm of x (B, …, C), in its dtype."""
     f = x.reshape(x.shape[0], -1, groups, x.shape[-1] // groups)
     f = f - f.mean((1, 3), keepdim=True)

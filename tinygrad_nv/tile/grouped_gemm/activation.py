@@ -16,7 +16,7 @@ LOG2_E = log2(2.718281828459045)
 ERF_T, ERF = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
-def activated(kb: Kernel, name: str, gate: Value, up: Value) -> Value:
+def activate(kb: Kernel, name: str, gate: Value, up: Value) -> Value:
     """One element."""
     if name == "silu": return gate * _sigmoid(kb, gate, 1.0) * up
     if name == "swiglu_clamped":

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read
-from tinygrad_nv.tile.grouped_gemm.activation import activated
+from tinygrad_nv.tile.access import advance, read
+from tinygrad_nv.tile.grouped_gemm.activation import activate
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 
 
@@ -29,13 +29,13 @@ class GroupedEpilogue:
     def slot(self, row: Value) -> Value:
         """u32; the row itself where there is no order."""
         if self.order is None: return row
-        return self.kb.ld("global", "u32", advanced(self.kb, self.order, row, 4).at())[0]
+        return self.kb.ld("global", "u32", advance(self.kb, self.order, row, 4).at())[0]
 
     def source(self, row: Value, guard: Value | None = None) -> Value:
         """u32; of rows that are not there 0."""
         if not self.spec.gather or self.order is None: return row
         slot = self.kb.reg("u32", 0)
-        self.kb.emit("ld.global.u32", slot, advanced(self.kb, self.order, row, 4).at(), guard=guard)
+        self.kb.emit("ld.global.u32", slot, advance(self.kb, self.order, row, 4).at(), guard=guard)
         return slot // self.spec.gather
 
     def place(self, row: Value, slot: Value) -> Value:
@@ -45,7 +45,7 @@ class GroupedEpilogue:
     def weight(self, slot: Value) -> Value | None:
         """f32; None where rows have none."""
         if self.weights is None: return None
-        return self.kb.ld("global", "f32", advanced(self.kb, self.weights, slot, 4).at())[0]
+        return self.kb.ld("global", "f32", advance(self.kb, self.weights, slot, 4).at())[0]
 
     def biases(self, group: Value, column: Value, inside: Sequence[Value | None],
                pairs: bool) -> list[list[Value]]:
@@ -53,7 +53,7 @@ class GroupedEpilogue:
         `pairs`. Nothing where there is none."""
         if self.bias is None: return []
         spec, size = self.spec, self.spec.dtype.itemsize
-        at = advanced(self.kb, advanced(self.kb, self.bias, group, spec.n * size), column, size)
+        at = advance(self.kb, advance(self.kb, self.bias, group, spec.n * size), column, size)
         made = []
         for half in range(spec.halves):
             start = half * spec.columns * size
@@ -68,5 +68,5 @@ class GroupedEpilogue:
     def value(self, sums: Sequence[Value], bias: Sequence[Value], weight: Value | None) -> Value:
         """One element of the result, f32, of sums and biases of each half."""
         if bias: sums = [x + more for x, more in zip(sums, bias, strict=True)]
-        made = activated(self.kb, self.spec.activation, sums[0], sums[1]) if self.spec.activation else sums[0]
+        made = activate(self.kb, self.spec.activation, sums[0], sums[1]) if self.spec.activation else sums[0]
         return made if weight is None else made * weight

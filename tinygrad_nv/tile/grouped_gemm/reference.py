@@ -6,7 +6,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, GROUP, LIMIT, GroupedGemmSpec, ScaledGroupedGemmSpec
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, dense, gather, round_to
 
 
 def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
@@ -30,18 +30,19 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
 
 def reference(spec: GroupedGemmSpec | GroupedOuterSpec, given: Given, exact: bool = False) -> Results:
     """[rows, columns]; of sums of outer products [groups, n, k]."""
-    wide = widened(dtypes.float32, exact)
-    x = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)[1:]}
+    wide = compute_dtype(dtypes.float32, exact)
+    x = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)[1:]}
     x = {name: each if each.dtype == dtypes.int32 else each.cast(wide) for name, each in x.items()}
     if isinstance(spec, GroupedOuterSpec):
-        made = summed(spec, x["y"], x["x"], x["offsets"], x.get("order"))
-        return made if exact else rounded(made, spec.dtype),
-    if isinstance(spec, ScaledGroupedGemmSpec): x |= _scaled(spec, x)
-    made = multiplied(spec, x["x"], x["w"], x["offsets"], x.get("order"), x.get("weights"), x.get("bias"))
-    return made if exact else rounded(made, spec.out),
+        made = sum_outer_products(spec, x["y"], x["x"], x["offsets"], x.get("order"))
+        return made if exact else round_to(made, spec.dtype),
+    if isinstance(spec, ScaledGroupedGemmSpec): x |= _scale_operands(spec, x)
+    made = multiply_groups(spec, x["x"], x["w"], x["offsets"], x.get("order"), x.get("weights"),
+                           x.get("bias"))
+    return made if exact else round_to(made, spec.out),
 
 
-def _scaled(spec: ScaledGroupedGemmSpec, x: Given) -> dict[str, Tensor]:
+def _scale_operands(spec: ScaledGroupedGemmSpec, x: Given) -> dict[str, Tensor]:
     """Operands times their scales: products of a group of K have a scale in common, so that sums differ in
     roundings alone."""
     def wide(scales: Tensor, axis: int, extent: int) -> Tensor:
@@ -51,16 +52,16 @@ def _scaled(spec: ScaledGroupedGemmSpec, x: Given) -> dict[str, Tensor]:
     return {"x": (x["x"] * of_x).contiguous(), "w": (x["w"] * wide(of_w, -2, spec.n)).contiguous()}
 
 
-def multiplied(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None,
+def multiply_groups(spec: GroupedGemmSpec, x: Tensor, w: Tensor, offsets: Tensor, order: Tensor | None = None,
                weights: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """The results, before they are rounded, in float32, or in float64 of such tensors."""
-    wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    wide = compute_dtype(dtypes.float32, x.dtype == dtypes.float64)
     if spec.transposed: w = w.transpose(1, 2)
     group, inside = groups(spec.rows, offsets)
     rows = x[order // spec.gather] if spec.gather and order is not None else x
     made = (rows.contiguous().unsqueeze(1).cast(wide) * w[group].cast(wide)).sum(-1)
     if bias is not None: made = made + bias[group].cast(wide)
-    made = activated(spec.activation, made)
+    made = activate(spec.activation, made)
     if weights is not None and order is not None: made = made * weights[order].cast(wide).unsqueeze(-1)
     made = inside.unsqueeze(-1).where(made, 0)
     return made if not spec.scatter or order is None else made.contiguous()[inverse(order)]
@@ -74,7 +75,7 @@ def groups(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
     return group.minimum(last).contiguous(), (group <= last) & (numbers >= offsets[0])
 
 
-def activated(name: str, x: Tensor) -> Tensor:
+def activate(name: str, x: Tensor) -> Tensor:
     """act(gate) · up of gate | up, (R, N): (R, N / 2)."""
     if not name: return x
     gate, up = x.split(int(x.shape[-1]) // 2, dim=-1)
@@ -103,11 +104,11 @@ def _order(spec: GroupedGemmSpec | GroupedOuterSpec) -> Argument:
     return Argument("order", dtypes.int32, (dense(spec.rows),), values=range(1), usual=range(spec.rows))
 
 
-def summed(spec: GroupedOuterSpec, y: Tensor, x: Tensor, offsets: Tensor,
+def sum_outer_products(spec: GroupedOuterSpec, y: Tensor, x: Tensor, offsets: Tensor,
            order: Tensor | None = None) -> Tensor:
     """Sums of outer products, before they are rounded, in float32, or in float64 of such tensors: one kernel,
     which keeps no products."""
-    wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    wide = compute_dtype(dtypes.float32, x.dtype == dtypes.float64)
     group, inside = groups(spec.rows, offsets)
     if order is not None:
         y = y[order // spec.gather_y] if spec.gather_y else y

@@ -33,7 +33,7 @@ WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma_
                  wgmma_defaults.candidates,
                  later("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
 SCALED_WGMMA = Template("grouped_scaled_wgmma", ScaledGroupedGemmSpec, GroupedScaledWgmma, WGMMA.problems,
-                        wgmma_defaults.scaled_candidates, WGMMA.build, wgmma_cost.cost)
+                        wgmma_defaults.candidates_with_scales, WGMMA.build, wgmma_cost.cost)
 MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
                later("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
 OUTER_WGMMA = Template("grouped_outer_wgmma", GroupedOuterSpec, GroupedOuterWgmma,
@@ -45,10 +45,10 @@ OUTER_MMA = Template("grouped_outer_mma", GroupedOuterSpec, GroupedOuterMma, leg
                      later("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
                      outer_mma.cost)
 TRANSPOSED_WGMMA = Template("grouped_transposed_wgmma", TransposedGroupedSpec, GroupedTransposedWgmma,
-                            WGMMA.problems, wgmma_defaults.transposed_candidates, WGMMA.build,
+                            WGMMA.problems, wgmma_defaults.candidates_transposed, WGMMA.build,
                             wgmma_cost.cost)
 TRANSPOSED_MMA = Template("grouped_transposed_mma", TransposedGroupedSpec, GroupedTransposedMma, MMA.problems,
-                          mma.transposed_candidates, MMA.build, mma.cost)
+                          mma.candidates_transposed, MMA.build, mma.cost)
 TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, TRANSPOSED_WGMMA, TRANSPOSED_MMA,
                                       OUTER_WGMMA, OUTER_MMA)
 

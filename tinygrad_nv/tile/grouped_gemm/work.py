@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 
 MOST_GROUPS = 1024      # 32 of a lane
@@ -38,7 +38,7 @@ def tile_of(kb: Kernel, spec: GroupedGemmSpec, offsets: Value, number: Value, ro
         for i in range(each + 1):   # beyond the last group there are no rows
             place = kb.reg("u32")
             kb.emit("min.u32", place, own + i if i else own, spec.groups)
-            ends.append(kb.ld("global", "s32", advanced(kb, offsets, place, 4).at())[0])
+            ends.append(kb.ld("global", "s32", advance(kb, offsets, place, 4).at())[0])
         tiles = [(end - begin + (rows - 1)) // rows for begin, end in pairwise(ends)]
         until = kb.reg("s32", tiles[0])
         for more in tiles[1:]: until += more

@@ -21,7 +21,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.spec import Scales
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope, vector
-from tinygrad_nv.tile.lanes import FLOAT16S, packed, to_fp8, unpacked
+from tinygrad_nv.tile.lanes import FLOAT16S, pack, to_fp8, unpack
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
@@ -112,7 +112,8 @@ class _Append:
         base, pages = self.pages[name]
         scale = self.spec.k_scale if name == "k" else self.spec.v_scale
         size = pages.dtype.itemsize
-        at = self.moved(self.moved(base + pages.offset * size, self.page, pages.page * size), self.token,
+        at = self.advance_rows(self.advance_rows(base + pages.offset * size, self.page, pages.page * size),
+                               self.token,
                         pages.token * size)
         return AppendTarget(pages.dtype, at, pages.head,
                             None if scale is None else (self.scales[f"{name}_scale"], scale))
@@ -122,14 +123,15 @@ class _Append:
     def find(self, name: str, rope: Rope | None) -> None:
         """Its place; of keys and values page and token, and whether there is a page; a rotation's angles."""
         kb, spec = self.kb, self.spec
-        length = kb.ld("global", "s32", self.moved(self.lengths, self.request, 4).at())[0]
+        length = kb.ld("global", "s32", self.advance_rows(self.lengths, self.request, 4).at())[0]
         place = length + self.row.to("s32") - spec.rows
         if name != "q": self.find_page(place)
         if rope is None: return
         kb.emit("max.s32", place, place, 0)
         kb.emit("min.s32", place, place, spec.longest - 1)
         angles = place.to("u32") * rope.half
-        self.angles = [self.moved(table, angles, rope.dtype.itemsize) for table in (self.cos, self.sin)]
+        self.angles = [self.advance_rows(table, angles, rope.dtype.itemsize)
+                       for table in (self.cos, self.sin)]
 
     def find_page(self, place: Value) -> None:
         """The page of a place, and its token there."""
@@ -137,14 +139,14 @@ class _Append:
         inside = place.to("u32") < spec.longest
         if spec.table:
             self.page = kb.reg("u32", 0xFFFFFFFF, name="page")
-            entry = self.moved(self.moved(self.table, self.request, 4 * spec.pages),
+            entry = self.advance_rows(self.advance_rows(self.table, self.request, 4 * spec.pages),
                                place.to("u32") // spec.page_size, 4)
             kb.emit("ld.global.u32", self.page, entry.at(), guard=inside)
         else: self.page = kb.select(inside, self.request, 0xFFFFFFFF, "u32")
         self.there = self.page < spec.stored
         self.token = place.to("u32") % spec.page_size
 
-    def moved(self, base: Value, count: Value, nbytes: int) -> Value:
+    def advance_rows(self, base: Value, count: Value, nbytes: int) -> Value:
         """An address (u64) and so many strides (u32) of bytes further."""
         if nbytes < 1 << 31:
             made = self.kb.reg("u64")
@@ -164,8 +166,8 @@ class _Append:
         places = [self.place_of(source, rows, head, start) for start in starts]
         values = [self.load(at, rows.dtype, count) for at in places]
         self.find(part.name, rope)
-        if rope is not None: values = self.rotated(rope, values, first)
-        if part.name == "q": return self.put(self.rotated_q(), head, starts, values)
+        if rope is not None: values = self.rotate_pairs(rope, values, first)
+        if part.name == "q": return self.put(self.rotate_q(), head, starts, values)
         with self.kb.if_(self.there): self.put(self.token_of(part.name), head, starts, values)
 
     def place_of(self, source: Value, rows: Heads, head: Value, start: Value) -> Value:
@@ -173,7 +175,7 @@ class _Append:
         size, at = rows.dtype.itemsize, source + rows.offset * rows.dtype.itemsize
         strides = (rows.request, rows.row, rows.head, 1)
         for index, stride in zip((self.request, self.row, head, start), strides, strict=True):
-            at = self.moved(at, index, stride * size)
+            at = self.advance_rows(at, index, stride * size)
         return at
 
     def put(self, to: AppendTarget, head: Value, starts: Sequence[Value],
@@ -181,21 +183,21 @@ class _Append:
         """Stores vectors of a head."""
         size, inverse = to.dtype.itemsize, self.inverse(to.scale, head)
         for start, each in zip(starts, values, strict=True):
-            at = self.moved(self.moved(to.at, head, to.head * size), start, size)
+            at = self.advance_rows(self.advance_rows(to.at, head, to.head * size), start, size)
             self.store(at, to.dtype, each, inverse)
 
-    def rotated_q(self) -> AppendTarget:
+    def rotate_q(self) -> AppendTarget:
         """The row of q_out."""
         spec = self.spec
         assert spec.q is not None
         size, start = spec.q.dtype.itemsize, (self.request * spec.rows + self.row).to("u64")
         return AppendTarget(spec.q.dtype, self.q_out + start * (spec.q_heads * spec.d * size), spec.d)
 
-    def rotated(self, rope: Rope, values: list[list[Value]], first: Value) -> list[list[Value]]:
+    def rotate_pairs(self, rope: Rope, values: list[list[Value]], first: Value) -> list[list[Value]]:
         """Vectors after the rotation of their pairs."""
         pairs = len(values[0]) // (2 if rope.interleaved else 1)
         angle = first // 2 if rope.interleaved else first
-        cos, sin = (self.load(self.moved(at, angle, rope.dtype.itemsize), rope.dtype, pairs)
+        cos, sin = (self.load(self.advance_rows(at, angle, rope.dtype.itemsize), rope.dtype, pairs)
                     for at in self.angles)
         if rope.interleaved:
             both = values[0]
@@ -208,27 +210,28 @@ class _Append:
         """a cos − b sin, b cos + a sin."""
         kb = self.kb
         if rope.rounded:
-            p, q = self.narrowed(("mul", a, cos), ("mul", b, sin), rope.dtype)
-            r, s = self.narrowed(("mul", b, cos), ("mul", a, sin), rope.dtype)
-            return self.narrowed(("sub", p, q), ("add", r, s), rope.dtype)
+            p, q = self.narrow_results(("mul", a, cos), ("mul", b, sin), rope.dtype)
+            r, s = self.narrow_results(("mul", b, cos), ("mul", a, sin), rope.dtype)
+            return self.narrow_results(("sub", p, q), ("add", r, s), rope.dtype)
         first, second = kb.regs("f32", 2)
         kb.emit("fma.rn.f32", first, a, cos, -(b * sin))
         kb.emit("fma.rn.f32", second, b, cos, a * sin)
         return first, second
 
-    def narrowed(self, first: Operation, second: Operation, dtype: DType) -> tuple[Value, Value]:
+    def narrow_results(self, first: Operation, second: Operation, dtype: DType) -> tuple[Value, Value]:
         """The results of two operations in float32, each rounded to a dtype."""
         kb, made = self.kb, self.kb.regs("f32", 2)
         for result, (opcode, x, y) in zip(made, (first, second), strict=True):
             kb.emit(f"{opcode}.rn.f32", result, x, y)  # .rn: not to be made one with another
-        low, high = made if dtype == dtypes.float32 else unpacked(kb, packed(kb, made, dtype), dtype)
+        low, high = made if dtype == dtypes.float32 else unpack(kb, pack(kb, made, dtype), dtype)
         return low, high
 
     def inverse(self, scale: tuple[Value, Scales] | None, head: Value) -> Value | None:
         """1 / the scale of the page and a key head."""
         if scale is None: return None
         pointer, lies = scale
-        at = self.moved(self.moved(pointer + 4 * lies.offset, self.page, 4 * lies.page), head, 4 * lies.head)
+        at = self.advance_rows(self.advance_rows(pointer + 4 * lies.offset, self.page, 4 * lies.page), head,
+                               4 * lies.head)
         made = self.kb.reg("f32")
         self.kb.emit("rcp.rn.f32", made, self.kb.ld("global", "f32", at.at())[0])
         return made
@@ -242,14 +245,14 @@ class _Append:
         pieces = [self.kb.ld("global", kind, at.at(4 * i), min(4, words - i)) for i in range(0, words, 4)]
         loaded = [word for piece in pieces for word in piece]
         if dtype == dtypes.float32: return loaded
-        return [x for word in loaded for x in unpacked(self.kb, word, dtype)]
+        return [x for word in loaded for x in unpack(self.kb, word, dtype)]
 
     def store(self, at: Value, dtype: DType, values: list[Value], inverse: Value | None) -> None:
         """The elements rounded to a dtype, times the inverse of a scale."""
         kb = self.kb
         if inverse is not None: values = [value * inverse for value in values]
         if dtype == dtypes.float32: words = values
-        elif dtype in FLOAT16S: words = [packed(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+        elif dtype in FLOAT16S: words = [pack(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
         else: words = [self.bytes_of(values[i:i + 4], dtype) for i in range(0, len(values), 4)]
         kind = "f32" if dtype == dtypes.float32 else "b32"
         for i in range(0, len(words), 4): kb.st("global", kind, at.at(4 * i), words[i:i + 4])

@@ -17,7 +17,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.decode.spec import Scales
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads
-from tinygrad_nv.tile.reference import Argument, Given, Place, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Place, compute_dtype, dense, gather, round_to
 
 T = TypeVar("T")
 
@@ -92,8 +92,8 @@ def arguments(spec: AppendSpec) -> tuple[Argument, ...]:
 def reference(spec: AppendSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """All pages [stored, page_size, heads, d] of keys and of values, and q [batch, rows, q_heads, d]."""
     known, rope = {each.name: each for each in arguments(spec)}, spec.rope
-    x = {name: gathered(given[name], each.places[0]) for name, each in known.items() if each.role != "out"}
-    wide = {name: one.cast(widened(dtypes.float32, exact)) for name, one in x.items()}
+    x = {name: gather(given[name], each.places[0]) for name, each in known.items() if each.role != "out"}
+    wide = {name: one.cast(compute_dtype(dtypes.float32, exact)) for name, one in x.items()}
     table = x["table"] if spec.table else Tensor.arange(spec.batch).reshape(-1, 1)
     ones = Tensor.ones(spec.stored, spec.heads)
     names = "k" if spec.v is None else "kv"
@@ -102,28 +102,28 @@ def reference(spec: AppendSpec, given: Given, exact: bool = False) -> tuple[Tens
         x["lengths"], (wide["cos"], wide["sin"]) if rope else (), (wide["q"],) if spec.q else (),
         tuple(wide.get(f"scale_{name}", ones) for name in names))
     kinds = [] if exact else [each.dtype for each in (spec.k_pages, spec.v_pages, spec.q) if each is not None]
-    return written(made, rope is not None and rope.interleaved, kinds,
+    return append_pages(made, rope is not None and rope.interleaved, kinds,
                    spec.k.dtype if rope and rope.rounded and not exact else None)
 
 
-def appended(what: KVAppend, *given: Tensor) -> tuple[Tensor, ...]:
+def append(what: KVAppend, *given: Tensor) -> tuple[Tensor, ...]:
     """Pages of keys and of values, and q where there is one."""
     if not what.table:  # page b is request b's
         x = Arguments.of(what, given)
         numbers = Tensor.arange(x.new[0].shape[0]).reshape(-1, 1).cast(dtypes.int32)
-        made = appended(replace(what, table=True), *(each.transpose(1, 2) for each in x.pages), *x.new,
+        made = append(replace(what, table=True), *(each.transpose(1, 2) for each in x.pages), *x.new,
                         numbers, x.lengths, *x.rope, *x.q, *x.scales)
         return *(each.transpose(1, 2) for each in made[:len(x.pages)]), *made[len(x.pages):]
     x = Arguments.of(what, given)
     kinds = [each.dtype for each in (*x.pages, *x.q)]
     def wide(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]: return tuple(each.float() for each in given)
-    made = written(replace(x, new=wide(x.new), rope=wide(x.rope), q=wide(x.q)), what.interleaved, kinds,
+    made = append_pages(replace(x, new=wide(x.new), rope=wide(x.rope), q=wide(x.q)), what.interleaved, kinds,
                    x.new[0].dtype if what.rounded else None)
     count = len(x.pages)
     return *made[:count], *(each.cast(old.dtype) for each, old in zip(made[count:], x.q, strict=True))
 
 
-def written(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
+def append_pages(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
             step: DType | None) -> tuple[Tensor, ...]:
     """Pages and q of rows in float32 or float64, rounded to their `kinds`, if any; products and sums of a
     rotation to `step`, if that is given."""
@@ -138,14 +138,14 @@ def written(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
     token = there.where(page * size + near % size, -1)
     row = row_of(token.reshape(-1), stored * size)
     angles = tuple(table[near].unsqueeze(2) for table in x.rope)
-    k, *q = (rotated(each, angles, interleaved, step) for each in (x.new[0], *x.q))
+    k, *q = (rotate_heads(each, angles, interleaved, step) for each in (x.new[0], *x.q))
     made = []
     for number, (pages, new) in enumerate(zip(x.pages, (k, *x.new[1:]), strict=True)):
         if x.scales:  # contiguous: or tinygrad divides
             scale = x.scales[number][there.where(page, 0)].unsqueeze(-1)
             new = new * scale.reciprocal().contiguous()
-        made.append(placed(pages, narrowed(new, kinds[number]) if kinds else new, row))
-    return *made, *(narrowed(each, kinds[-1]) if kinds else each for each in q)
+        made.append(place_rows(pages, narrow(new, kinds[number]) if kinds else new, row))
+    return *made, *(narrow(each, kinds[-1]) if kinds else each for each in q)
 
 
 def row_of(token: Tensor, count: int) -> Tensor:
@@ -155,17 +155,17 @@ def row_of(token: Tensor, count: int) -> Tensor:
     return match.where(number, 0).max(1).cast(dtypes.int32).contiguous()
 
 
-def placed(pages: Tensor, new: Tensor, row: Tensor) -> Tensor:
+def place_rows(pages: Tensor, new: Tensor, row: Tensor) -> Tensor:
     """Pages with new rows [B, T, H_kv, D] in them."""
     rows = new.reshape(-1, *new.shape[2:]).contiguous()
     index = row.reshape(*pages.shape[:2], 1, 1)
     return (index > 0).where(rows[(row - 1).maximum(0)].reshape(pages.shape).cast(pages.dtype), pages)
 
 
-def rotated(x: Tensor, angles: tuple[Tensor, ...], interleaved: bool, step: DType | None) -> Tensor:
+def rotate_heads(x: Tensor, angles: tuple[Tensor, ...], interleaved: bool, step: DType | None) -> Tensor:
     """Heads [B, T, H, D] turned by the angles of their places; all of it where there are none."""
     if not angles: return x
-    def narrow(value: Tensor) -> Tensor: return rounded(value, step).cast(x.dtype) if step else value
+    def narrow(value: Tensor) -> Tensor: return round_to(value, step).cast(x.dtype) if step else value
     cos, sin = angles
     half = cos.shape[-1]
     turning, rest = x[..., :2 * half], x[..., 2 * half:]
@@ -177,6 +177,6 @@ def rotated(x: Tensor, angles: tuple[Tensor, ...], interleaved: bool, step: DTyp
     return turned.cat(rest, dim=-1) if rest.shape[-1] else turned
 
 
-def narrowed(x: Tensor, kind: DType) -> Tensor:
+def narrow(x: Tensor, kind: DType) -> Tensor:
     """Numbers of a dtype, of 8-bit floats as float32; what is too large is the largest there is."""
-    return x.round().clip(-128, 127).cast(kind) if kind == dtypes.int8 else rounded(x, kind)
+    return x.round().clip(-128, 127).cast(kind) if kind == dtypes.int8 else round_to(x, kind)

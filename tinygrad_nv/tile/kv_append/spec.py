@@ -49,7 +49,7 @@ class Heads:
     offset: int = 0
 
     @property
-    def aligned_bytes(self) -> int:
+    def alignment_bytes(self) -> int:
         """The power of two, at most 16, of which every head's beginning is a multiple."""
         most = 16
         numbers = (self.request, self.row, self.head, self.offset)
@@ -146,7 +146,8 @@ def vector(spec: AppendSpec) -> int:
     operands = [x for x in (spec.k, spec.v, spec.k_pages, spec.v_pages, spec.q) if x is not None]
     for count in (8, 4):
         whole = not any(extent % count for extent in extents)
-        if whole and all(x.aligned_bytes >= min(16, count * x.dtype.itemsize) for x in operands): return count
+        if whole and all(x.alignment_bytes >= min(16, count * x.dtype.itemsize)
+                         for x in operands): return count
     return 0
 
 

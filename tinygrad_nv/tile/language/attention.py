@@ -16,7 +16,7 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.attention.dropout import SPAN, kept_of
+from tinygrad_nv.tile.attention.dropout import SPAN, keep_256ths
 from tinygrad_nv.tile.attention.spec import EVERY
 from tinygrad_nv.tile.language.context import active
 from tinygrad_nv.tile.language.elements import INF, exp2_nonpositive, maximum, where
@@ -92,7 +92,7 @@ def dropout_in_kernel(x: Tile, p: float, seed: Any = 0, rows: Tile | None = None
     the program's rows and the columns of the innermost loop of blocks. The same elements are dropped as
     by attention's kernels of this seed, whatever the blocks are."""
     if isinstance(p, Tile) or not 0 <= p < 1: fail(f"dropout with p={p!r}", "a constant from 0 to below 1")
-    kept = kept_of(p)
+    kept = keep_256ths(p)
     if kept == EVERY: return x
     rows = row_index() if rows is None else rows
     columns = col_index(_innermost()) if columns is None else columns

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.mma.kernel import GroupedMmaKernel
@@ -27,7 +27,7 @@ from tinygrad_nv.tile.template import GPU
 def lora_expand_mma(spec: LoraExpandSpec, schedule: LoraExpandMma, gpu: GPU) -> GemmKernel:
     """The kernel. Parameters in this order: out; h; b; ranks, which are not read; offsets; order."""
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _LoraExpandKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
+    return _LoraExpandKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).emit_kernel()
 
 
 class _Epilogue(GroupedEpilogue):
@@ -46,7 +46,7 @@ class _LoraExpandKernel(GroupedMmaKernel):
         self.lora = lora
         super().__init__(kb, plan, lora.grouped)
 
-    def declared(self) -> tuple[Value, Value]:
+    def declare_params(self) -> tuple[Value, Value]:
         self.finish = _Epilogue(self.kb, self.grouped, ("b", "ranks"))
         return self.finish.x, self.finish.matrices["b"]
 
@@ -59,11 +59,11 @@ class _LoraExpandKernel(GroupedMmaKernel):
         """The adapter's B; the first one's of rows without an adapter."""
         kb, spec = self.kb, self.lora
         group = kb.select(self.finish.alone, 0, self.tile.group, "u32")
-        return advanced(kb, w, group, spec.rank * spec.columns * spec.dtype.itemsize)
+        return advance(kb, w, group, spec.rank * spec.columns * spec.dtype.itemsize)
 
     def x_of(self, x: Value) -> Value:
         """From the columns of this CTA's segment on."""
         kb, spec = self.kb, self.lora
         segment = kb.reg("u32", 0)
         for first, _ in spec.spans[1:]: segment = segment + kb.select(self.first_n < first, 0, 1, "u32")
-        return advanced(kb, x, segment, spec.rank * spec.dtype.itemsize)
+        return advance(kb, x, segment, spec.rank * spec.dtype.itemsize)

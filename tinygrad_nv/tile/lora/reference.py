@@ -6,7 +6,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.grouped_gemm.reference import groups, inverse
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec, LoraSpec
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, dense, gather, round_to
 
 
 def arguments(spec: LoraSpec) -> tuple[Argument, ...]:
@@ -32,15 +32,16 @@ def arguments(spec: LoraSpec) -> tuple[Argument, ...]:
 
 def reference(spec: LoraSpec, given: Given, exact: bool = False) -> Results:
     """h, or what is added to rows."""
-    wide = widened(dtypes.float32, exact)
-    x = [gathered(given[each.name], each.places[0]) for each in arguments(spec)[1:]]
-    made = computed(spec, *(each if each.dtype == dtypes.int32 else each.cast(wide) for each in x))
-    return made if exact else rounded(made, spec.dtype),
+    wide = compute_dtype(dtypes.float32, exact)
+    x = [gather(given[each.name], each.places[0]) for each in arguments(spec)[1:]]
+    made = compute_results(spec, *(each if each.dtype == dtypes.int32 else each.cast(wide) for each in x))
+    return made if exact else round_to(made, spec.dtype),
 
 
-def computed(spec: LoraSpec, x: Tensor, w: Tensor, ranks: Tensor, offsets: Tensor, order: Tensor) -> Tensor:
+def compute_results(spec: LoraSpec, x: Tensor, w: Tensor, ranks: Tensor, offsets: Tensor,
+                    order: Tensor) -> Tensor:
     """The results, before they are rounded, in float32, or in float64 of such tensors."""
-    wide = widened(dtypes.float32, x.dtype == dtypes.float64)
+    wide = compute_dtype(dtypes.float32, x.dtype == dtypes.float64)
     group, inside = groups(spec.rows, offsets)
     inside = inside & (group < spec.adapters)
     group = group.minimum(spec.adapters - 1)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.expression import Expression, Load
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.lanes import Lanes
@@ -39,7 +39,7 @@ class Row:
         strides = (*(lies.batch or [0] * len(self.batch)), lies.m, lies.n)
         column = self.first // group if group else self.first
         for index, stride in zip((*self.batch, self.m, column), strides, strict=True):
-            at = advanced(self.kb, at, index, stride * size)
+            at = advance(self.kb, at, index, stride * size)
         return at
 
     def sums(self, part: int, row: int, pair: int) -> Sequence[Value]: raise AssertionError("known by name")

@@ -30,14 +30,14 @@ CUBIC, ROOT = 0.044715, math.sqrt(2 / math.pi)
 MOST_GELU = 20.0    # of |x|: tanh(u) is ±1 to the last bit from 6 on
 
 
-def gated(m: int, n: int, dtype: DType, activation: str) -> NormSpec:
+def apply_gate(m: int, n: int, dtype: DType, activation: str) -> NormSpec:
     """act(gate) · up of gate | up (m, 2 n): (m, n)."""
     gate, up = _halves(n, dtype)
     p, _ = _factor(gate, activation)
     return NormSpec(m, n, (), (Computed(Result(dtype, n, 1), (gate * p * up).cast(dtype)),))
 
 
-def gated_gradient(m: int, n: int, dtype: DType, activation: str) -> NormSpec:
+def gate_gradient(m: int, n: int, dtype: DType, activation: str) -> NormSpec:
     """The gradient of gate | up (m, 2 n), from gate | up and the gradient g (m, n) of the result."""
     (gate, up), g = _halves(n, dtype), Load(1, dtype, n, 1).cast(dtypes.float32)
     p, slope = _factor(gate, activation)

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from math import inf, prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, place, read, read_vector, stored_form, write, write_vector
+from tinygrad_nv.tile.access import advance, place, read, read_vector, store_form, write, write_vector
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
-from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substituted, walk
+from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substitute, walk
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
 from tinygrad_nv.tile.norm.elements import Elements, Row, Vector
@@ -84,18 +84,18 @@ class _NormKernel:
                 if not load.n: row.known[load] = read(kb, at, 0, load.dtype, 1, row.there, self.space)
         if self.plan.held:
             with kb.comment("its elements"):
-                self.held = self.loaded(along(spec), self.at, range(self.plan.chunks))
+                self.held = self.load_vectors(along(spec), self.at, range(self.plan.chunks))
         stands: dict[Expression, Expression] = {}
         for number, each in enumerate(spec.statistics):
             with kb.comment(f"statistic {number}"):
-                term = self.of_elements(substituted(each.term, stands))
+                term = self.of_elements(substitute(each.term, stands))
                 if each.group:
                     stands[Sum(each.dtype, number)] = self.grouped(each, term)
                     continue
-                total = self.of_team(self.reduced(Statistic(each.op, term)), each, number)
-                stands[Sum(each.dtype, number)] = self.named(Lanes(kb, each.dtype, [total]))
+                total = self.of_team(self.reduce_elements(Statistic(each.op, term)), each, number)
+                stands[Sum(each.dtype, number)] = self.name_number(Lanes(kb, each.dtype, [total]))
         with kb.comment("results"):
-            values = [self.of_elements(self.of_groups(substituted(each.value, stands)))
+            values = [self.of_elements(self.of_groups(substitute(each.value, stands)))
                       for each in spec.results]
             if kb.cluster: kb.cluster_arrive()  # shared memory is there as long as others read it
             self.store(values)
@@ -113,7 +113,7 @@ class _NormKernel:
 
     # **** what belongs to a row ****
 
-    def named(self, value: Lanes) -> Load:
+    def name_number(self, value: Lanes) -> Load:
         """A load that stands for a number of the row."""
         made = Load(len(self.inputs) + len(self.row.known), value.dtype, 1, 0)
         self.row.known[made] = value
@@ -128,7 +128,7 @@ class _NormKernel:
         def once(node: Expression) -> None:
             leaf = isinstance(node, Constant) or (isinstance(node, Load) and node in self.row.known)
             if not (varies[node] or fixed[node] or leaf or node in known):
-                known[node] = self.named(EpilogueEmitter(self.kb, node, self.row, width=1).at(0, 0))
+                known[node] = self.name_number(EpilogueEmitter(self.kb, node, self.row, width=1).at(0, 0))
 
         for node in walk(root):
             args = node.args if isinstance(node, Apply) else ()
@@ -138,7 +138,7 @@ class _NormKernel:
             if varies[node]:
                 for arg in args: once(arg)
         once(root)
-        return substituted(root, known)
+        return substitute(root, known)
 
     # **** what belongs to a group ****
 
@@ -178,7 +178,7 @@ class _NormKernel:
                     finish = EpilogueEmitter(self.kb, arg, elements, width=1)
                     made[arg] = self.of_each([finish.at(0, chunk * self.plan.vector)
                                               for chunk in elements.chunks])
-        return substituted(root, made)
+        return substitute(root, made)
 
     # **** elements ****
 
@@ -192,7 +192,7 @@ class _NormKernel:
             self.guards[chunk] = made if there is None else made & there
         return self.guards[chunk]
 
-    def loaded(self, loads: Sequence[Load], at: dict[Load, Value],
+    def load_vectors(self, loads: Sequence[Load], at: dict[Load, Value],
                chunks: Sequence[int]) -> dict[Load, dict[int, Vector]]:
         """Vectors of loads."""
         made: dict[Load, dict[int, Vector]] = {load: {} for load in loads}
@@ -217,21 +217,21 @@ class _NormKernel:
         whole = self.spec.n // plan.span // TOGETHER
         if whole:
             with kb.loop(0, whole, kind="u32") as i:
-                at, to = ([advanced(kb, base, i, TOGETHER * plan.span * lies.n * lies.dtype.itemsize)
+                at, to = ([advance(kb, base, i, TOGETHER * plan.span * lies.n * lies.dtype.itemsize)
                            for lies, base in listed] for listed in (
                     [(load, self.at[load]) for load in wanted],
                     list(zip((each.result for each in self.spec.results), self.to, strict=True))))
                 chunks = range(TOGETHER)
-                vectors = self.loaded(wanted, dict(zip(wanted, at, strict=True)), chunks)
+                vectors = self.load_vectors(wanted, dict(zip(wanted, at, strict=True)), chunks)
                 first = row.first + i * (TOGETHER * plan.span)
                 yield Elements(row, plan, first, chunks, lambda chunk: None, vectors, to)
         if rest := every[whole * TOGETHER:]:
-            vectors = self.loaded(wanted, self.at, rest)
+            vectors = self.load_vectors(wanted, self.at, rest)
             yield Elements(row, plan, row.first, rest, self.inside, vectors, self.to)
 
     # **** statistics ****
 
-    def reduced(self, statistic: Statistic) -> Value:
+    def reduce_elements(self, statistic: Statistic) -> Value:
         """A statistic of this thread's elements."""
         kb, kind = self.kb, kind_of(statistic.dtype)
         opcode = f"{statistic.op}.{kind}"
@@ -337,7 +337,7 @@ class _NormKernel:
     def four(self, low: Lanes, high: Lanes) -> Value:
         """Two pairs of 8 bits as a word."""
         made = self.kb.reg("b32")
-        (_, (first,)), (_, (second,)) = (stored_form(self.kb, each, 2) for each in (low, high))
+        (_, (first,)), (_, (second,)) = (store_form(self.kb, each, 2) for each in (low, high))
         if first.kind == "b16": self.kb.emit("mov.b32", made, [first, second])
         else: self.kb.emit("prmt.b32", made, first, second, 0x5410)
         return made

@@ -5,7 +5,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.reference import Argument, Given, Place, evaluated, parameters
+from tinygrad_nv.tile.reference import Argument, Given, Place, evaluate, parameters
 
 
 def arguments(spec: NormSpec) -> tuple[Argument, ...]:
@@ -38,19 +38,19 @@ def reference(spec: NormSpec, given: Given, exact: bool = False) -> tuple[Tensor
     [*batch, m, results, n]."""
     extents, sums = (*spec.batch, spec.m, spec.n), list[Tensor]()
     for each in spec.statistics:
-        term = evaluated(each.term, extents, sums, given, exact)
+        term = evaluate(each.term, extents, sums, given, exact)
         groups = term.reshape(*extents[:-1], -1, each.group or spec.n)
-        made = _reduced(each, groups).contiguous().expand(groups.shape)
+        made = _reduce(each, groups).contiguous().expand(groups.shape)
         sums.append(made.reshape(extents))
 
     def value(each: Computed) -> Tensor:
-        made = evaluated(each.value, extents, sums, given, exact)
+        made = evaluate(each.value, extents, sums, given, exact)
         return made[..., ::each.group or 1] if each.result.n else made[..., :1]
     return tuple(value(each[0]) if len(each) == 1 else Tensor.stack(*map(value, each), dim=-2)
                  for each in _storages(spec))
 
 
-def _reduced(statistic: Statistic, term: Tensor) -> Tensor:
+def _reduce(statistic: Statistic, term: Tensor) -> Tensor:
     """A number of each row or group, [*batch, m, groups, 1]."""
     if statistic.op == "add": return term.sum(-1, keepdim=True)
     if dtypes.is_float(term.dtype): term = (term != term).where(-float("inf"), term)

@@ -148,14 +148,14 @@ class NormSpec:
 
     def __str__(self) -> str:
         extents = "x".join(map(str, (*self.batch, f"{'≤' if self.symbolic else ''}{self.m}", self.n)))
-        words = [f"s{i} = {each.op}{_of(each.group)} {_named(each.term)}"
+        words = [f"s{i} = {each.op}{_of(each.group)} {_show_named(each.term)}"
                  for i, each in enumerate(self.statistics)]
-        words += [f"{short(each.result.dtype)}{_of(each.group)} {_named(each.value)}"
+        words += [f"{short(each.result.dtype)}{_of(each.group)} {_show_named(each.value)}"
                   for each in self.results]
         return f"{extents}: {'; '.join(words)}"
 
 
-def _named(root: Expression) -> str:
+def _show_named(root: Expression) -> str:
     return show(root, {node: f"s{node.part}" for node in walk(root) if isinstance(node, Sum)})
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Label, Value
-from tinygrad_nv.tile.access import advanced, read, stored_form
+from tinygrad_nv.tile.access import advance, read, store_form
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import Lanes, unpacked
+from tinygrad_nv.tile.lanes import Lanes, unpack
 from tinygrad_nv.tile.optimizer.spec import CHUNK, HEAD, PER_GROUP, AdamWSpec, SquaresSpec, firsts
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -33,17 +33,17 @@ def adamw(spec: AdamWSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel. Parameters in this order: all x, m, v, masters; all gradients; control."""
     kb = Kernel("adamw", arch=gpu.arch, threads=THREADS)
     _AdamW(kb, spec).write()
-    return _finished(kb, spec.counts)
+    return _finish_kernel(kb, spec.counts)
 
 
 def squares(spec: SquaresSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
     """The kernel. Parameters in this order: sums; all tensors."""
     kb = Kernel("squares", arch=gpu.arch, threads=THREADS)
     _Squares(kb, spec).write()
-    return _finished(kb, spec.counts)
+    return _finish_kernel(kb, spec.counts)
 
 
-def _finished(kb: Kernel, counts: Sequence[int]) -> TileKernel:
+def _finish_kernel(kb: Kernel, counts: Sequence[int]) -> TileKernel:
     grid = (sum(-(-count // CHUNK) for count in counts), 1, 1)
     return TileKernel(kb.name, kb.ptx(), grid, THREADS, pdl=kb.hopper)
 
@@ -67,7 +67,7 @@ class _Chunks:
         kb.emit("min.u32", self.count, self.left - start, CHUNK)
         for name, dtype in self.kinds:
             kb.emit("cvta.to.global.u64", self.base[name], self.base[name])
-            self.base[name] = advanced(kb, self.base[name], start, dtype.itemsize)
+            self.base[name] = advance(kb, self.base[name], start, dtype.itemsize)
 
     def _among(self, low: int, high: int, groups: Sequence[int]) -> None:
         if high - low > 1:
@@ -92,18 +92,18 @@ class _Chunks:
     def load(self, name: str, i: Value, count: int) -> list[Value]:
         """So many elements from i on, as f32."""
         kb, dtype = self.kb, dict(self.kinds)[name]
-        at = advanced(kb, self.base[name], i, dtype.itemsize)
+        at = advance(kb, self.base[name], i, dtype.itemsize)
         if count == 1: return [read(kb, at, 0, dtype, 1).register()]
         kind = "f32" if dtype == dtypes.float32 else "b32"
         words = kb.ld("global", kind, at.at(), count * dtype.itemsize // 4)
         if dtype == dtypes.float32: return words
-        return [x for word in words for x in unpacked(kb, word, dtype)]
+        return [x for word in words for x in unpack(kb, word, dtype)]
 
     def store(self, name: str, i: Value, values: list[Value]) -> None:
         """Elements from i on."""
         kb, dtype = self.kb, dict(self.kinds)[name]
-        at, width = advanced(kb, self.base[name], i, dtype.itemsize), min(2, len(values))
-        pairs = [stored_form(kb, Lanes(kb, dtype, list(values[j:j + width])), width)
+        at, width = advance(kb, self.base[name], i, dtype.itemsize), min(2, len(values))
+        pairs = [store_form(kb, Lanes(kb, dtype, list(values[j:j + width])), width)
                  for j in range(0, len(values), width)]
         kb.st("global", pairs[0][0], at.at(), [word for _, words in pairs for word in words])
 
@@ -125,7 +125,7 @@ class _AdamW:
         with kb.comment("what this step decides"):
             go, self.scale, self.root = (kb.ld("global", "f32", self.control.at(4 * i))[0]
                                          for i in range(HEAD))
-            own = advanced(kb, self.control, self.chunks.group, 4 * PER_GROUP)
+            own = advance(kb, self.control, self.chunks.group, 4 * PER_GROUP)
             self.decay, self.step = (kb.ld("global", "f32", own.at(4 * (HEAD + i)))[0]
                                      for i in range(PER_GROUP))
         with kb.if_(go != 0.0): self.chunks.each(self.update)
@@ -134,12 +134,12 @@ class _AdamW:
         """Elements from i on."""
         chunks, own = self.chunks, "w" if self.spec.master else "x"
         g, m, v, x = (chunks.load(name, i, count) for name in ("g", "m", "v", own))
-        found = [self.moved(*each) for each in zip(g, m, v, x, strict=True)]
+        found = [self.step_element(*each) for each in zip(g, m, v, x, strict=True)]
         m, v, x = ([each[j] for each in found] for j in range(3))
         for name, values in (("m", m), ("v", v), (own, x)): chunks.store(name, i, values)
         if self.spec.master: chunks.store("x", i, x)
 
-    def moved(self, g: Value, m: Value, v: Value, x: Value) -> tuple[Value, Value, Value]:
+    def step_element(self, g: Value, m: Value, v: Value, x: Value) -> tuple[Value, Value, Value]:
         """m, v and x of an element after the step."""
         kb, spec = self.kb, self.spec
         g = g * self.scale
@@ -186,4 +186,4 @@ class _Squares:
                 kb.emit("add.f32", made, total, other)
                 total = made
             with kb.if_(kb.tid.x == 0):
-                kb.st("global", "f32", advanced(kb, self.sums, kb.ctaid.x, 4).at(), total)
+                kb.st("global", "f32", advance(kb, self.sums, kb.ctaid.x, 4).at(), total)

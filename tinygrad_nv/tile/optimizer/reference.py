@@ -5,7 +5,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.optimizer.spec import CHUNK, HEAD, PER_GROUP, AdamWSpec, SquaresSpec
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, dense, round_to
 
 
 def arguments(spec: AdamWSpec | SquaresSpec) -> tuple[Argument, ...]:
@@ -20,13 +20,13 @@ def arguments(spec: AdamWSpec | SquaresSpec) -> tuple[Argument, ...]:
 
 def reference(spec: AdamWSpec | SquaresSpec, given: Given, exact: bool = False) -> Results:
     """What is written, tensor by tensor, in the order of the arguments."""
-    wide = widened(dtypes.float32, exact)
+    wide = compute_dtype(dtypes.float32, exact)
     held = {each.name: given[each.name] for each in arguments(spec) if each.role != "out"}  # all dense
     if isinstance(spec, SquaresSpec): return squares(spec, *(x.cast(wide) for x in held.values())),
-    found = updated(spec, *(x.cast(wide) for x in held.values()))
+    found = update(spec, *(x.cast(wide) for x in held.values()))
     if exact: return found
     kinds = [each.dtype for each in arguments(spec) if each.role != "in"]
-    return tuple(rounded(x, kind) for x, kind in zip(found, kinds, strict=True))
+    return tuple(round_to(x, kind) for x, kind in zip(found, kinds, strict=True))
 
 
 def squares(spec: SquaresSpec, *tensors: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def squares(spec: SquaresSpec, *tensors: Tensor) -> Tensor:
     return made[0] if len(made) == 1 else made[0].cat(*made[1:])
 
 
-def updated(spec: AdamWSpec, *given: Tensor) -> tuple[Tensor, ...]:
+def update(spec: AdamWSpec, *given: Tensor) -> tuple[Tensor, ...]:
     """x, m, v, and masters, of all tensors, given those, gradients and control, in float32 or float64. x of
     16 bits is its master, not rounded."""
     count, control = len(spec.counts), given[-1]

@@ -45,7 +45,7 @@ def problems(type: QType) -> list[str]:
     """Why there is no decoder of a type; empty where there is."""
     if type.layout != "fragments": return ["a matrix that is not in fragments"]
     out = []
-    if looked_up(type) and type.bits != 4: out.append(f"a codebook of {type.bits} bits, {type.element}")
+    if looks_up(type) and type.bits != 4: out.append(f"a codebook of {type.bits} bits, {type.element}")
     if (type.element.dtype in FP8 or type.element.values) and (type.shift or type.zeros):
         out.append("zero points of floats")
     for name, scale in (("scales", type.scale), ("outer scales", type.outer)):
@@ -60,7 +60,7 @@ def problems(type: QType) -> list[str]:
     return out
 
 
-def looked_up(type: QType) -> bool:
+def looks_up(type: QType) -> bool:
     """Whether codes are looked up in a codebook."""
     return bool(type.element.values) and type.element not in PLACED
 
@@ -109,7 +109,7 @@ class Decoder:
         # −(64 + z): its last bit counts 1/16
         if self.sixteenths: places.append((16 * BOTH, 0xD400 + 16 * self.type.shift))
         if zero is None: return [self.constant(base * BOTH) for _, base in places]
-        return [self._multiplied_added(zero, factor, base * BOTH) for factor, base in places]
+        return [self._multiply_add(zero, factor, base * BOTH) for factor, base in places]
 
     def _offset_of_bytes(self, zero: Value | None) -> list[Value]:
         """Codes without a sign are read as if theirs were turned over, 128 less."""
@@ -124,7 +124,7 @@ class Decoder:
         self.kb.emit(f"cvt.rn.{NAMES[self.dtype]}x2.f32", made, number, number)
         return [made]
 
-    def _multiplied_added(self, value: Value, factor: int, addend: int) -> Value:
+    def _multiply_add(self, value: Value, factor: int, addend: int) -> Value:
         made = self.kb.reg("b32")
         self.kb.emit("mad.lo.u32", made, value, factor, addend)
         return made
@@ -136,7 +136,7 @@ class Decoder:
 
     def prepare(self) -> None:
         """Makes the constants."""
-        if looked_up(self.type): self._book()
+        if looks_up(self.type): self._book()
         self.offsets(None)
         one = ONE[self.dtype]
         for bits in (one, one | 0x8000, self._power(), BASE[self.dtype], 0x8000, SIXTEENTH):
@@ -147,8 +147,8 @@ class Decoder:
     def operand(self, words: Words, step: int, offsets: Sequence[Sequence[Value]]) -> list[Value]:
         """The registers of 16 columns. `offsets` of the lane's rows g and g + 8."""
         if self.integers and self.type.bits == 8: return self._bytes(words["codes"], step, offsets)
-        if looked_up(self.type): return self._looked_up(words["codes"][step])
-        if not self.integers: return [self._placed(words, step, r) for r in range(4)]
+        if looks_up(self.type): return self._look_up(words["codes"][step])
+        if not self.integers: return [self._place_sign(words, step, r) for r in range(4)]
         return [self._integer(words, step, r, offsets[r % 2]) for r in range(4)]
 
     def _field(self, words: Sequence[Value], bits: int, number: int) -> tuple[Value, int]:
@@ -156,7 +156,7 @@ class Decoder:
         each = 16 // bits
         return words[number // each], bits * (number % each)
 
-    def _moved(self, word: Value, away: int) -> Value:
+    def _shift_bits(self, word: Value, away: int) -> Value:
         """Bits, `away` places down (up, where it is negative)."""
         return word >> away if away > 0 else word << -away if away else word
 
@@ -172,7 +172,7 @@ class Decoder:
         for name, bits in self.planes.items():
             word, at = self._field(words[name], bits, number)
             place = up + 4 * large
-            made = self._and_or(self._moved(word, at - place), ((1 << bits) - 1) << place, made)
+            made = self._and_or(self._shift_bits(word, at - place), ((1 << bits) - 1) << place, made)
             up += bits
         if large: return self._fma(made, self.constant(SIXTEENTH * BOTH), offsets[1])
         return self._fma(made, self.constant(ONE[self.dtype] * BOTH), offsets[0])
@@ -183,7 +183,7 @@ class Decoder:
         for r in range(4):
             word, at = self._field(words, 8, 4 * step + r)
             if self.type.element.dtype == dtypes.uint8: word = word ^ 0x80808080
-            moved = self._moved(word, at)
+            moved = self._shift_bits(word, at)
             low, sign = self._and_or(moved, 0x7F, base), self._and_or(moved, 0x80, base)
             value = self._fma(sign, self.constant((ONE[self.dtype] | 0x8000) * BOTH), low)
             one = self.constant(ONE[self.dtype] * BOTH)
@@ -203,18 +203,18 @@ class Decoder:
 
     def _power(self) -> int:
         """The bits of the power of two that a placed number is to be multiplied with."""
-        if self.integers or looked_up(self.type): return ONE[self.dtype]
+        if self.integers or looks_up(self.type): return ONE[self.dtype]
         return (2 * BIAS[self.dtype] - self._small()[1]) << MANTISSA[self.dtype]
 
-    def _placed(self, words: Words, step: int, r: int) -> Value:
+    def _place_sign(self, words: Words, step: int, r: int) -> Value:
         """The sign is the upper bit of the last plane."""
         planes, up = list(self.planes.items()), MANTISSA[self.dtype] - self._small()[0]
         fields = [(*self._field(words[name], bits, 4 * step + r), bits) for name, bits in planes]
         word, at, bits = fields[-1]
-        number = self._moved(word, at + bits - 16) & 0x80008000
+        number = self._shift_bits(word, at + bits - 16) & 0x80008000
         for last, (word, at, bits) in enumerate(fields, 1 - len(fields)):
             mask = (1 << bits - (last == 0)) - 1
-            number = self._and_or(self._moved(word, at - up), mask << up, number)
+            number = self._and_or(self._shift_bits(word, at - up), mask << up, number)
             up += bits
         # plus −0: sm_80 has no multiplication of bfloat16 alone
         return self._fma(number, self.constant(self._power() * BOTH), self.constant(0x8000 * BOTH))
@@ -228,7 +228,7 @@ class Decoder:
         return [[self.constant(int.from_bytes(bytes(half[i:i + 4]), "little")) for i in range(0, 16, 4)]
                 for half in book]
 
-    def _looked_up(self, word: Value) -> list[Value]:
+    def _look_up(self, word: Value) -> list[Value]:
         """The pairs of a word's four fields: those of fields 0 and 1, of both halves, then of 2 and 3."""
         kb, made = self.kb, []
         pairs = self._prmt(word, word, 0x3120)
@@ -236,7 +236,7 @@ class Decoder:
         # byte i of entries from 8 on is byte 4 + i of the two lookups
         kb.emit("lop3.b32", larger, pairs >> 1, 0x44444444, 0x32103210, AND_OR)
         for half in (0, 16):
-            which, later = self._moved(entry, half), self._moved(larger, half)
+            which, later = self._shift_bits(entry, half), self._shift_bits(larger, half)
             low, high = (self._prmt(self._prmt(a, b, which), self._prmt(c, d, which), later)
                          for a, b, c, d in self._book())
             made += [self._prmt(low, high, 0x6240), self._prmt(low, high, 0x7351)]

@@ -11,7 +11,7 @@ from tinygrad_nv.quant.tensor import dequantize
 from tinygrad_nv.tile.gemm import reference as gemm
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
-from tinygrad_nv.tile.reference import Argument, Given, dense, gathered
+from tinygrad_nv.tile.reference import Argument, Given, dense, gather
 
 
 def arguments(spec: QuantGemmSpec) -> tuple[Argument, ...]:
@@ -33,7 +33,7 @@ def reference(spec: QuantGemmSpec, given: Given, exact: bool = False) -> tuple[T
     b = dequantize(spec.type, spec.shape, shaped, dtypes.float32 if wide else spec.gemm.b.dtype)
     if not spec.int8: return gemm.reference(spec.gemm, {**given, "b": b.contiguous().flatten()}, exact)
     place = gemm.arguments(spec.gemm)[1].places[0]
-    x = gathered(given["a"], place).float()
+    x = gather(given["a"], place).float()
     if spec.type.permuted: x, b = x[:, given["order"]], b[:, given["order"]]
     dense_rows = Operand(dtypes.float32, spec.gemm.k, 1)
     floats = replace(spec.gemm, a=dense_rows, b=dense_rows)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
-from tinygrad_nv.tile.schedule import RowWarps, Schedule, counted
+from tinygrad_nv.tile.schedule import RowWarps, Schedule, count_words
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class QuantGemv(RowWarps, Schedule):
         return 16 * self.tiles
 
     def words(self) -> list[str]:
-        made = [f"{self.block_n} columns", self.warp_words(), counted(self.units, "unit")]
+        made = [f"{self.block_n} columns", self.warp_words(), count_words(self.units, "unit")]
         return [*made, f"split {self.splits}"] if self.splits > 1 else made
 
 

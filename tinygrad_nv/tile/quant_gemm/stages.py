@@ -121,7 +121,7 @@ class StageOperands:
             place = at[name].at(self.tiles[number] * self.boxes[name].tile_bytes + 32 * nbytes * unit)
             self.kb.emit(f"ld.shared{VECTORS[nbytes]}", words if len(words) > 1 else words[0], place)
 
-    def loaded(self, at: Mapping[str, Value], number: int, column: int) -> dict[str, list[Value]]:
+    def load_blocks(self, at: Mapping[str, Value], number: int, column: int) -> dict[str, list[Value]]:
         """Blocks of a column, as they are."""
         made = self.factors.registers()
         for name, into in made.items():
@@ -132,7 +132,7 @@ class StageOperands:
 
     def _read_factors(self, at: Mapping[str, Value], number: int, column: int) -> None:
         if not (self.type.zeros or self.scaled): return
-        loaded = self.loaded(at, number, column)
+        loaded = self.load_blocks(at, number, column)
         for into, zero in zip(self.zeros[number], self.factors.zeros(loaded), strict=True):
             if zero is None: continue
             for register, value in zip(into, self.decoder.offsets(zero), strict=True): register.set(value)
@@ -154,9 +154,9 @@ class StageOperands:
         """The registers of 16 columns of a tile, as operand A."""
         zeros = self.zeros[number] if self.type.zeros else [self.decoder.offsets(None)] * 2
         made = self.decoder.operand(self.words[number], column % self.type.unit // 16, zeros)
-        return [self._multiplied(each, number, r % 2) for r, each in enumerate(made)]
+        return [self._scale_value(each, number, r % 2) for r, each in enumerate(made)]
 
-    def _multiplied(self, value: Value, number: int, row: int) -> Value:
+    def _scale_value(self, value: Value, number: int, row: int) -> Value:
         if not self.scaled: return value
         made, (factor, *addend) = self.kb.reg("b32"), self.pairs[number][row]
         if addend: last = addend[0]

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from tinygrad_nv.tile import choose, epilogue
-from tinygrad_nv.tile.gemm.ordered import ordered
+from tinygrad_nv.tile.gemm.ordered import choose_ordered
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
@@ -53,7 +53,7 @@ def _default(spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
 
 
 def _ordered(spec: QuantGemmSpec, gpu: GPU) -> Ordered | None:
-    return ordered((WGMMA, MMA), spec, gpu, spec.gemm)
+    return choose_ordered((WGMMA, MMA), spec, gpu, spec.gemm)
 
 
 @lru_cache(4096)

@@ -43,7 +43,7 @@ def hbm_seconds(spec: QuantGroupedSpec, model: GPUModel) -> float:
     return (read + rows) / (STREAMING * model.hbm_bytes_per_s)
 
 
-def _issued(threads: int) -> int:
+def _issue_rate(threads: int) -> int:
     """Instructions of threads a cycle; CTAs of fewer warps than an SM has schedulers leave some idle."""
     return min(ISSUED, threads)
 
@@ -56,7 +56,7 @@ def of_gemv(spec: QuantGroupedSpec, s: QuantGroupedGemv, gpu: GPU) -> Prediction
     waves = max(1.0, count * plan.blocks_n * plan.splits / (model.sm_count * held))
     weights = count * one.halves * plan.blocks_n * plan.block_n * spec.type.pad_columns(one.k)
     cycles = model.sm_count * model.clock_hz * model.sustained
-    issued = weights * CONVERTED / (_issued(s.threads) * cycles)
+    issued = weights * CONVERTED / (_issue_rate(s.threads) * cycles)
     hbm = UNEVEN * hbm_seconds(spec, model) + waves * BEGIN_S
     return Prediction(issued, hbm, 0.0, model.launch_s + model.load_s)
 
@@ -66,7 +66,7 @@ def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
     one, plan = spec.grouped, mma.plan_of(spec, s)
     model = gpu_model_for(gpu.arch, gpu.sm_count)
     count = tiles(one, s.block_m) * -(-one.columns // plan.columns)
-    made = s.block_n * s.block_k * s.warps_m * SCALED / _issued(s.threads)
+    made = s.block_n * s.block_k * s.warps_m * SCALED / _issue_rate(s.threads)
     multiplied = s.block_m * s.block_n * s.block_k / (model.tensor_fma * model.mma_share)
     step = max(made, multiplied) + 0.2 * min(made, multiplied)
     cycles = model.clock_hz * model.sustained

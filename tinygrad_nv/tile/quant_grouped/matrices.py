@@ -6,7 +6,7 @@ from math import prod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 
 
@@ -21,6 +21,6 @@ def of_group(kb: Kernel, spec: QuantGroupedSpec, pointers: Mapping[str, Value], 
     made = {}
     for name, buffer in spec.buffers.items():
         nbytes = tiles(spec) * prod(buffer.shape[1:]) * buffer.dtype.itemsize
-        at = advanced(kb, pointers[name], group, spec.grouped.halves * nbytes)
+        at = advance(kb, pointers[name], group, spec.grouped.halves * nbytes)
         made[name] = at + half * nbytes if half else at
     return made

@@ -13,7 +13,7 @@ from tinygrad_nv.quant.stack import dequantize_stack
 from tinygrad_nv.tile.grouped_gemm import reference as grouped
 from tinygrad_nv.tile.quant_gemm.reference import in_bytes
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered, rounded, widened
+from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, dense, gather, round_to
 
 COLUMNS = "columns"     # the stack's order; `order` is that of rows
 
@@ -29,17 +29,18 @@ def arguments(spec: QuantGroupedSpec) -> tuple[Argument, ...]:
 
 def reference(spec: QuantGroupedSpec, given: Given, exact: bool = False) -> Results:
     """[rows, columns]."""
-    one, wide = spec.grouped, widened(dtypes.float32, exact)
+    one, wide = spec.grouped, compute_dtype(dtypes.float32, exact)
     stack = {name: given[COLUMNS if name == "order" else name].reshape(each.shape)
              for name, each in spec.buffers.items()}
     x, _, *rest = grouped.arguments(one)[1:]
-    found = {each.name: gathered(given[each.name], each.places[0]) for each in (x, *rest)}
+    found = {each.name: gather(given[each.name], each.places[0]) for each in (x, *rest)}
     rows = found["x"].float()
     if spec.int8: rows = in_bytes(rows)
     more = {name: each if each.dtype == dtypes.int32 else each.cast(wide) for name, each in found.items()}
-    made = grouped.multiplied(one, rows.cast(wide), matrices(spec, stack, exact).cast(wide), more["offsets"],
+    made = grouped.multiply_groups(one, rows.cast(wide), matrices(spec, stack, exact).cast(wide),
+                                   more["offsets"],
                               more.get("order"), more.get("weights"), more.get("bias"))
-    return made if exact else rounded(made, one.dtype),
+    return made if exact else round_to(made, one.dtype),
 
 
 def matrices(spec: QuantGroupedSpec, stack: Mapping[str, Tensor], exact: bool = False) -> Tensor:

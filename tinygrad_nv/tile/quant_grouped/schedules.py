@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedWgmma
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma
-from tinygrad_nv.tile.schedule import counted
+from tinygrad_nv.tile.schedule import count_words
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class QuantGroupedGemv(QuantGemv):
         """The schedule of a tile's matmul."""
         return QuantGemv(self.warps_m, self.tiles, self.units, self.splits)
 
-    def words(self) -> list[str]: return [counted(self.rows, "row"), *super().words()]
+    def words(self) -> list[str]: return [count_words(self.rows, "row"), *super().words()]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from itertools import chain
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, read_vector, write_vector
+from tinygrad_nv.tile.access import advance, read_vector, write_vector
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import Lanes, converted, rounded
+from tinygrad_nv.tile.lanes import Lanes, convert, round_floats
 from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -58,8 +58,8 @@ class _Rope:
         row, first = number // self.vectors, number % self.vectors * self.vector
         b, t = row // spec.tokens, row % spec.tokens
         with kb.comment("where this thread's elements lie"):
-            both = advanced(kb, advanced(kb, self.pointers["qkv"], row, spec.width * size), head, d * size)
-            both = advanced(kb, both, first, size)
+            both = advance(kb, advance(kb, self.pointers["qkv"], row, spec.width * size), head, d * size)
+            both = advance(kb, both, first, size)
             apart = self.head(head, b, t, first)
         source, target = (apart, both) if self.gradient else (both, apart)
         if kb.hopper: kb.wait_for_previous_grid()
@@ -67,7 +67,7 @@ class _Rope:
         low, high = self.halves(source, there, head < spec.heads)
         cos, sin = (self.angles(name, b, t, first, there & turns) for name in ("cos", "sin"))
         if kb.hopper: kb.launch_dependents()
-        for i, made in enumerate(self.turned(low, high, cos, sin, turns)):
+        for i, made in enumerate(self.rotate_vectors(low, high, cos, sin, turns)):
             write_vector(kb, target, i * spec.half * size, made, there)
 
     def head(self, head: Value, b: Value, t: Value, first: Value) -> Value:
@@ -79,8 +79,8 @@ class _Rope:
             inside = (head < before + count) if not before else (head >= before) & (head < before + count)
             with kb.if_(inside):
                 own = head - before if before else head
-                found = advanced(kb, advanced(kb, self.pointers[name], b, count * step), own, step)
-                found = advanced(kb, advanced(kb, found, t, spec.d * size), first, size)
+                found = advance(kb, advance(kb, self.pointers[name], b, count * step), own, step)
+                found = advance(kb, advance(kb, found, t, spec.d * size), first, size)
                 kb.emit("mov.u64", at, found)
             before += count
         return at
@@ -89,19 +89,19 @@ class _Rope:
         """The thread's vectors of the lower and of the upper half, 0 where there are none."""
         kb, dtype, half = self.kb, self.spec.dtype, self.spec.half
 
-        def loaded(dtype: DType) -> list[list[Lanes]]:
+        def load_half(dtype: DType) -> list[list[Lanes]]:
             return [read_vector(kb, source, i * half * dtype.itemsize, dtype, self.vector, there, self.space)
                     for i in range(2)]
-        if self.spec.dtype_of("q") == dtype or not self.gradient: return loaded(dtype)
+        if self.spec.dtype_of("q") == dtype or not self.gradient: return load_half(dtype)
         width = min(2, self.vector)
         made = [[Lanes(kb, dtypes.float32, [*kb.regs("f32", width)]) for _ in range(0, self.vector, width)]
                 for _ in range(2)]
 
         def keep(found: list[list[Lanes]]) -> None:
             for to, lanes in zip(chain(*made), chain(*found), strict=True):
-                for i in range(width): to.register(i).set(converted(lanes, dtype).register(i))
-        with kb.if_(of_q): keep(loaded(dtypes.float32))
-        with kb.else_(): keep(loaded(dtype))
+                for i in range(width): to.register(i).set(convert(lanes, dtype).register(i))
+        with kb.if_(of_q): keep(load_half(dtypes.float32))
+        with kb.else_(): keep(load_half(dtype))
         return made
 
     def angles(self, name: str, b: Value, t: Value, first: Value, guard: Value) -> list[Lanes]:
@@ -110,10 +110,10 @@ class _Rope:
         size, at = lies.dtype.itemsize, self.pointers[name]
         if lies.offset: at = at + lies.offset * size
         for index, stride in ((b, lies.batch), (t, lies.row), (first, 1)):
-            at = advanced(kb, at, index, stride * size)
+            at = advance(kb, at, index, stride * size)
         return read_vector(kb, at, 0, lies.dtype, self.vector, guard, self.space)
 
-    def turned(self, low: list[Lanes], high: list[Lanes], cos: list[Lanes], sin: list[Lanes],
+    def rotate_vectors(self, low: list[Lanes], high: list[Lanes], cos: list[Lanes], sin: list[Lanes],
                turns: Value) -> tuple[list[Lanes], list[Lanes]]:
         """Both vectors rotated, or of v as they are."""
         kb, dtype, width = self.kb, self.spec.dtype, min(2, self.vector)
@@ -133,5 +133,5 @@ class _Rope:
                 lows.append(plus)
                 highs.append(minus)
             for results, values in zip(made, (lows, highs), strict=True):
-                results.append(rounded(kb, list(values), dtype))
+                results.append(round_floats(kb, list(values), dtype))
         return made

@@ -1,6 +1,7 @@
 """A token's experts and their weights, by a warp.
 
-Protocol: lane l has experts l, l + 32, …; a `TokenRouter` is made once, `chosen(token)` is code for a token.
+Protocol: lane l has experts l, l + 32, …; a `TokenRouter` is made once, `choose_expert(token)` is code for a
+token.
 
     scores, choices                          of each expert, in registers
     keys: choices as u32 in the order of numbers, 0 for NaN and beyond the last expert
@@ -18,10 +19,10 @@ import math
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.router.plan import RouterPlan
 from tinygrad_nv.tile.router.spec import EPSILON
-from tinygrad_nv.tile.sampling.threshold_sift import ordered
+from tinygrad_nv.tile.sampling.threshold_sift import order_bits
 
 LOG2_E = math.log2(math.e)
 LOG2_E_REST = 1.9259629911e-8       # of LOG2_E, beyond float32
@@ -38,24 +39,24 @@ class TokenRouter:
         last = self.spec.experts % 32
         self.inside: list[Value | None] = [None] * self.count
         if last: self.inside[-1] = self.lane < last
-        self.bias = [] if bias is None else self.loaded(bias, dtypes.float32, 0.0)
+        self.bias = [] if bias is None else self.load_numbers(bias, dtypes.float32, 0.0)
 
-    def chosen(self, token: Value) -> tuple[Value, Value]:
+    def choose_expert(self, token: Value) -> tuple[Value, Value]:
         """The expert of lane j, which is choice j, and its weight."""
         kb, size = self.kb, self.spec.dtype.itemsize
-        start = advanced(kb, self.logits, token, self.spec.experts * size)
-        scores = self.scores(self.loaded(start, self.spec.dtype, -math.inf))
+        start = advance(kb, self.logits, token, self.spec.experts * size)
+        scores = self.scores(self.load_numbers(start, self.spec.dtype, -math.inf))
         choices = [x + more for x, more in zip(scores, self.bias, strict=True)] if self.bias else scores
         keys = [self.key(x, there) for x, there in zip(choices, self.inside, strict=True)]
         if self.policy.groups > 1: self.keep_best_groups(keys)
-        expert = self.picked(keys)
+        expert = self.pick(keys)
         return expert, self.weight(self.score_of(scores, expert))
 
-    def loaded(self, start: Value, dtype: DType, outside: float) -> list[Value]:
+    def load_numbers(self, start: Value, dtype: DType, outside: float) -> list[Value]:
         """Numbers of the lane's experts, float32."""
         kb, made = self.kb, []
         size = 4 if dtype == dtypes.float32 else 2
-        at = advanced(kb, start, self.lane, size)
+        at = advance(kb, start, self.lane, size)
         for i, there in enumerate(self.inside):
             wide = kb.reg("f32", outside)
             if size == 4: kb.emit("ld.global.f32", wide, at.at(128 * i), guard=there)
@@ -125,7 +126,7 @@ class TokenRouter:
         kb.emit("mov.b32", bits, x + 0.0)   # −0 is as large as 0
         kb.emit("setp.num.f32", number, x, x)
         if inside is not None: number = number & inside
-        return kb.select(number, ordered(kb, bits), 0, "u32")
+        return kb.select(number, order_bits(kb, bits), 0, "u32")
 
     def redux(self, opcode: str, value: Value) -> Value:
         made = self.kb.reg("u32")
@@ -143,7 +144,7 @@ class TokenRouter:
         top = self.redux("max", best)
         return top, self.redux("min", kb.select(best == top, at, 0xFFFFFFFF, "u32"))
 
-    def picked(self, keys: list[Value]) -> Value:
+    def pick(self, keys: list[Value]) -> Value:
         """Choice j, in lane j."""
         kb, last = self.kb, self.spec.experts - 1
         mine = kb.reg("u32", last)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.kernel import RouterKernel, TileKernel
 from tinygrad_nv.tile.router import order
 from tinygrad_nv.tile.router.choice import TokenRouter
@@ -87,7 +87,7 @@ class _RouterKernel:
         first, end = kb.ctaid.x * plan.per_cta + local, kb.reg("u32")
         kb.emit("min.u32", end, first + plan.per_warp, self.spec.tokens)
         with kb.loop(first, end, kind="u32", name="token") as token:
-            expert, weight = router.chosen(token)
+            expert, weight = router.choose_expert(token)
             self.store(token * self.k + self.lane, expert, weight)
             self.rank((token - kb.ctaid.x * plan.per_cta) * self.k + self.lane, expert)
         kb.sync()
@@ -97,17 +97,17 @@ class _RouterKernel:
             for slot, expert, rank in self.each_slot(): self.place(slot, expert, rank)
             return
         with kb.comment("for the kernel after"):
-            at = advanced(kb, advanced(kb, self.counts, kb.ctaid.x, 4 * experts), kb.tid.x, 4)
+            at = advance(kb, advance(kb, self.counts, kb.ctaid.x, 4 * experts), kb.tid.x, 4)
             kb.emit("st.global.u32", at.at(), count, guard=kb.tid.x < experts)
             kb.sync()
             for slot, _, rank in self.each_slot():
-                kb.st("global", "u32", advanced(kb, self.ranks, slot, 4).at(), rank)
+                kb.st("global", "u32", advance(kb, self.ranks, slot, 4).at(), rank)
 
     def store(self, slot: Value, expert: Value, weight: Value) -> None:
         """A choice to memory, of the lanes that have one."""
         kb, there = self.kb, self.lane < self.k
-        kb.emit("st.global.u32", advanced(kb, self.experts, slot, 4).at(), expert, guard=there)
-        kb.emit("st.global.f32", advanced(kb, self.weights, slot, 4).at(), weight, guard=there)
+        kb.emit("st.global.u32", advance(kb, self.experts, slot, 4).at(), expert, guard=there)
+        kb.emit("st.global.f32", advance(kb, self.weights, slot, 4).at(), weight, guard=there)
 
     def rank(self, local: Value, expert: Value) -> None:
         """Counts the choices of a token. A token's experts are different ones, but for the last, which stands
@@ -159,7 +159,7 @@ class _RouterKernel:
         self.begin_experts(order.offset_of(kb, kb.shared("warps", ORDER_THREADS // 8), total, experts), total,
                            before)
         with self.own_slots(ORDER_THREADS) as (slot, _):
-            expert, rank = (kb.ld("global", "u32", advanced(kb, each, slot, 4).at())[0]
+            expert, rank = (kb.ld("global", "u32", advance(kb, each, slot, 4).at())[0]
                             for each in (self.experts, self.ranks))
             self.place(slot, expert, rank)
 
@@ -170,7 +170,7 @@ class _RouterKernel:
         kb, experts = self.kb, self.spec.experts
         there = kb.tid.x < experts
         with kb.if_(there if before is None else there & (kb.ctaid.x == 0)):
-            at = advanced(kb, self.offsets, kb.tid.x, 4)
+            at = advance(kb, self.offsets, kb.tid.x, 4)
             kb.st("global", "u32", at.at(), offset)
             kb.emit("st.global.u32", at.at(4), offset + count, guard=kb.tid.x == experts - 1)
         mine = offset if before is None else offset + before
@@ -181,4 +181,4 @@ class _RouterKernel:
         """A slot to its place in the order."""
         kb = self.kb
         number = kb.ld("shared", "u32", self.places.address(expert * 4).at())[0] + rank
-        kb.st("global", "u32", advanced(kb, self.order, number, 4).at(), slot)
+        kb.st("global", "u32", advance(kb, self.order, number, 4).at(), slot)

@@ -5,7 +5,7 @@ Protocol: threads below the number of experts have an expert each. All functions
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 
 DEEP = 8    # counts that a thread loads together
 
@@ -51,7 +51,7 @@ def over_ctas(kb: Kernel, counts: Value, scratch: Shared, ctas: int, experts: in
     expert, way = kb.tid.x % pitch, kb.tid.x // pitch
     there = expert < experts
     with kb.comment("counts of all CTAs"):
-        at = advanced(kb, advanced(kb, counts, expert, 4), way, 4 * experts)
+        at = advance(kb, advance(kb, counts, expert, 4), way, 4 * experts)
         with kb.loop(way, ctas, ways * DEEP) as first:
             found = kb.regs("u32", DEEP, 0)
             for i, count in enumerate(found):

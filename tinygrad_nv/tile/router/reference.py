@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gathered
+from tinygrad_nv.tile.reference import Argument, Given, Results, dense, gather
 from tinygrad_nv.tile.router.spec import EPSILON, GroupRowsSpec, Policy, RouterSpec
 
 
@@ -27,12 +27,12 @@ def reference(spec: RouterSpec | GroupRowsSpec, given: Given, exact: bool = Fals
     """experts, weights, order, offsets; `exact`: weights in float64, of the experts that float32 has. Of
     given experts: order, offsets."""
     if isinstance(spec, GroupRowsSpec): return rows_of(given["experts"], spec.experts)
-    inputs = {each.name: gathered(given[each.name], each.places[0]) for each in arguments(spec)[4:]}
+    inputs = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)[4:]}
     logits = inputs["logits"]
     made = routed(spec.policy, logits, inputs.get("bias"))
     if not exact: return made
-    scores = scored(spec.policy, logits.cast(dtypes.float64)).gather(1, made[0])
-    return made[0], weighted(spec.policy, scores), *made[2:]
+    scores = score(spec.policy, logits.cast(dtypes.float64)).gather(1, made[0])
+    return made[0], weigh_experts(spec.policy, scores), *made[2:]
 
 
 def ranks(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def ranks(x: Tensor) -> Tensor:
 def routed(policy: Policy, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     """experts, weights, order, offsets of logits (T, E)."""
     tokens, count = int(logits.shape[0]), int(logits.shape[1])
-    scores = scored(policy, logits).contiguous()
+    scores = score(policy, logits).contiguous()
     choice = scores if bias is None else scores + bias.float()
     if policy.groups > 1: choice = _in_groups(policy, choice)
     # [T, k, E]: true where expert e is the j-th of token t
@@ -55,18 +55,18 @@ def routed(policy: Policy, logits: Tensor, bias: Tensor | None = None) -> tuple[
     chosen = ranks(choice.contiguous()).unsqueeze(1) == place
     numbers = Tensor.arange(count, dtype=dtypes.int32).to(logits.device)
     experts = chosen.where(numbers, 0).sum(-1, dtype=dtypes.int32).contiguous()
-    weights = weighted(policy, chosen.where(scores.unsqueeze(1), 0).sum(-1))
-    return experts, weights, *sorted_slots(experts.reshape(tokens * policy.k), count)
+    weights = weigh_experts(policy, chosen.where(scores.unsqueeze(1), 0).sum(-1))
+    return experts, weights, *sort_slots(experts.reshape(tokens * policy.k), count)
 
 
-def scored(policy: Policy, logits: Tensor) -> Tensor:
+def score(policy: Policy, logits: Tensor) -> Tensor:
     """The scores of all experts, float32, or float64 of such logits."""
     wide = logits if logits.dtype == dtypes.float64 else logits.float()
     if policy.score == "softmax": return wide.softmax(-1)
     return wide.sigmoid() if policy.score == "sigmoid" else wide
 
 
-def weighted(policy: Policy, scores: Tensor) -> Tensor:
+def weigh_experts(policy: Policy, scores: Tensor) -> Tensor:
     """The weights of the chosen experts, of their scores (T, k)."""
     if policy.score == "chosen": scores = scores.softmax(-1)
     if policy.score == "chosen_sigmoid": scores = scores.sigmoid()
@@ -84,7 +84,7 @@ def _in_groups(policy: Policy, choice: Tensor) -> Tensor:
     return kept.unsqueeze(-1).where(groups, -float("inf")).reshape(tokens, count)
 
 
-def sorted_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """order and offsets of the experts (R) of slots."""
     slots = int(experts.shape[0])
     own = (experts.unsqueeze(-1) == Tensor.arange(count, dtype=dtypes.int32).to(experts.device))
@@ -99,5 +99,5 @@ def sorted_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def rows_of(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The same of numbers (R) that may be no expert's: their slots stand behind all others."""
     known = (experts >= 0) & (experts < count)
-    order, offsets = sorted_slots(known.where(experts, count), count + 1)
+    order, offsets = sort_slots(known.where(experts, count), count + 1)
     return order, offsets[:-1].contiguous()

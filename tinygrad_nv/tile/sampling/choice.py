@@ -19,10 +19,10 @@ import math
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
-from tinygrad_nv.tile.sampling.threshold_sift import ordered
+from tinygrad_nv.tile.sampling.threshold_sift import order_bits
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
@@ -44,7 +44,7 @@ def choice(spec: ChoiceSpec, schedule: Schedule, gpu: GPU) -> TileKernel | Chain
     [rows], or uint64 [rows]; logits; numbers and places, of a draw."""
     made, cut = first(spec, gpu.arch), pieces(spec)
     if cut == 1: return made
-    return Chain(made, merged(spec, gpu.arch), Scratch(dtypes.uint64, cut * spec.rows))
+    return Chain(made, merge_choices(spec, gpu.arch), Scratch(dtypes.uint64, cut * spec.rows))
 
 
 def first(spec: ChoiceSpec, arch: str) -> TileKernel:
@@ -55,26 +55,26 @@ def first(spec: ChoiceSpec, arch: str) -> TileKernel:
     return TileKernel(kb.name, kb.ptx(), (pieces(spec), spec.rows, 1), THREADS, pdl=kb.hopper)
 
 
-def merged(spec: ChoiceSpec, arch: str) -> TileKernel:
+def merge_choices(spec: ChoiceSpec, arch: str) -> TileKernel:
     """The second kernel. Parameters in this order: out, [rows] of the choice; what the first has found."""
     kb = Kernel("pieces", arch=arch, threads=32)
     out, found, cut = kb.pointer("out"), kb.pointer("found"), pieces(spec)
-    _begun(kb)
+    _begin(kb)
     row, lane = kb.ctaid.x, kb.tid.x
-    at = advanced(kb, advanced(kb, found, row, 8 * cut), lane, 8)
+    at = advance(kb, advance(kb, found, row, 8 * cut), lane, 8)
     each = kb.regs("u64", -(-cut // 32), 0)
     for i, piece in enumerate(each):
         inside = None if 32 * i + 32 <= cut else lane < cut - 32 * i
         kb.emit("ld.global.u64", piece, at.at(256 * i), guard=inside)
     best = each[0]
     for piece in each[1:]: kb.emit("max.u64", best, best, piece)
-    made = _made(kb, spec, _largest(kb, best, 32))
-    at = advanced(kb, out, row, spec.made.itemsize)
+    made = _result_of(kb, spec, _largest(kb, best, 32))
+    at = advance(kb, out, row, spec.made.itemsize)
     kb.emit(f"st.global.{made.kind}", at.at(), made, guard=lane == 0)
     return TileKernel(kb.name, kb.ptx(), (spec.rows, 1, 1), 32, pdl=kb.hopper)
 
 
-def _begun(kb: Kernel) -> None:
+def _begin(kb: Kernel) -> None:
     """Waits for the kernel before; the one after may begin."""
     if not kb.hopper: return
     kb.wait_for_previous_grid()
@@ -91,13 +91,13 @@ def _write(kb: Kernel, spec: ChoiceSpec) -> None:
     row, start = kb.ctaid.y, kb.ctaid.x * span
     end = kb.reg("u32")
     kb.emit("min.u32", end, start + span, spec.size)
-    _begun(kb)
+    _begin(kb)
     if noise is not None: noise.of_row(row)
-    base = advanced(kb, logits, row, 4 * spec.size)
+    base = advance(kb, logits, row, 4 * spec.size)
     most, index = kb.reg("u32", 0), kb.reg("u32", 0xFFFFFFFF)   # no key is 0
     first, step = start + kb.tid.x * wide, THREADS * wide
     with kb.comment("this thread's elements"), kb.loop(first, end, step, kind="u32") as i:
-        vector = kb.ld("global", "f32", advanced(kb, base, i, 4).at(), wide)
+        vector = kb.ld("global", "f32", advance(kb, base, i, 4).at(), wide)
         places = [i + e if e else i for e in range(wide)]
         if noise is not None:
             some = vector[0] != -math.inf
@@ -120,8 +120,8 @@ def _write(kb: Kernel, spec: ChoiceSpec) -> None:
         best = kb.ld("shared", "u64", warps.address((kb.tid.x & (lanes - 1)) * 8).at())[0]
         best = _largest(kb, best, lanes)
         at, width = (row, spec.made.itemsize) if cut == 1 else (row * cut + kb.ctaid.x, 8)
-        made = _made(kb, spec, best) if cut == 1 else best
-        kb.emit(f"st.global.{made.kind}", advanced(kb, out, at, width).at(), made, guard=kb.tid.x == 0)
+        made = _result_of(kb, spec, best) if cut == 1 else best
+        kb.emit(f"st.global.{made.kind}", advance(kb, out, at, width).at(), made, guard=kb.tid.x == 0)
 
 
 def _key(kb: Kernel, y: Value) -> Value:
@@ -131,10 +131,10 @@ def _key(kb: Kernel, y: Value) -> Value:
     kb.emit("mov.b32", bits, plus)
     nan = kb.reg("pred")
     kb.emit("setp.nan.f32", nan, y, y)
-    return kb.select(nan, 0xFFFFFFFF, ordered(kb, bits), "u32")
+    return kb.select(nan, 0xFFFFFFFF, order_bits(kb, bits), "u32")
 
 
-def _made(kb: Kernel, spec: ChoiceSpec, best: Value) -> Value:
+def _result_of(kb: Kernel, spec: ChoiceSpec, best: Value) -> Value:
     """The token of the best, or its key in the whole row."""
     low, high = kb.regs("u32", 2)
     kb.emit("mov.b64", [low, high], best)
@@ -169,12 +169,12 @@ class _Noise:
     def of_row(self, row: Value) -> None:
         """The key, the place, and whether there is noise at all."""
         kb = self.kb
-        at = advanced(kb, self.numbers, row, 4 * NUMBERS)
+        at = advance(kb, self.numbers, row, 4 * NUMBERS)
         self.drawn = kb.ld("global", "f32", at.at(4 * Number.temperature))[0] > 0.0
         words = [kb.ld("global", "f32", at.at(4 * (Number.seed + i)))[0].to("u32") for i in range(4)]
         low, high = (words[i] | (words[i + 1] << 16) for i in (0, 2))
         self.key = [high, low ^ high ^ PARITY, low]
-        self.place = kb.ld("global", "u32", advanced(kb, self.places, row, 4).at())[0]
+        self.place = kb.ld("global", "u32", advance(kb, self.places, row, 4).at())[0]
 
     def of_vector(self, first: Value, wide: int) -> list[Value]:
         """That of so many tokens. The first is even, or there is one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.reference import Argument, Given, dense, gathered, widened
+from tinygrad_nv.tile.reference import Argument, Given, compute_dtype, dense, gather
 from tinygrad_nv.tile.sampling.spec import (
     DIGITS,
     LANES,
@@ -44,23 +44,23 @@ def arguments(spec: Spec) -> tuple[Argument, ...]:
 
 def reference(spec: Spec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:
     """[rows, size] of a filter, [rows] of a choice, all counts."""
-    first, *rest = (gathered(given[each.name], each.places[0]) for each in arguments(spec)
+    first, *rest = (gather(given[each.name], each.places[0]) for each in arguments(spec)
                     if each.role != "out")
-    if isinstance(spec, FilterSpec): return filtered(spec, first, *rest)
+    if isinstance(spec, FilterSpec): return apply_filter(spec, first, *rest)
     if isinstance(spec, CountSpec): return tally(spec, first, *rest)
-    return choice(spec, first, *rest, wide=widened(F32, exact))
+    return choice(spec, first, *rest, wide=compute_dtype(F32, exact))
 
 
 # **** filters ****
 
-def filtered(spec: FilterSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def apply_filter(spec: FilterSpec, logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """A filter in tinygrad."""
-    keys, target = ordered_bits(logits), others[-1][:, spec.number:spec.number + 1]
+    keys, target = order_bits(logits), others[-1][:, spec.number:spec.number + 1]
     floor = threshold(keys, None if spec.counted else others[0], target)
     return ((keys >= floor).where(logits, -float("inf")).contiguous(),)
 
 
-def ordered_bits(x: Tensor) -> Tensor:
+def order_bits(x: Tensor) -> Tensor:
     """float32 as uint32 in the same order (IEEE 754: flip negatives, set the sign bit of the rest); -0 comes
     just before 0."""
     bits = x.bitcast(dtypes.uint32)
@@ -102,7 +102,7 @@ def choice(spec: ChoiceSpec, logits: Tensor, *others: Tensor, wide: DType = F32)
     nan, at = (x != x).max(-1), x.argmax(-1)
     if spec.first is None: return (nan.where(spec.size, at).cast(S32).contiguous(),)
     best = x.max(-1).cast(F32)
-    above = ordered_bits((best == 0).where(0.0, best)).cast(U64) << 32
+    above = order_bits((best == 0).where(0.0, best)).cast(U64) << 32
     below = (at.cast(S32) + spec.first).cast(U64) ^ 0xFFFFFFFF
     return (nan.where(NAN_KEY, above | below).contiguous(),)
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.sampling.spec import LANES, NUMBERS, FilterSpec
-from tinygrad_nv.tile.sampling.threshold_sift import THREADS, Sift, ordered
+from tinygrad_nv.tile.sampling.threshold_sift import THREADS, Sift, order_bits
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
@@ -67,13 +67,13 @@ class _ThresholdKernel:
             count = kb.reg("s32")
             kb.emit("sub.s32", count, spec.size, first)
             kb.emit("min.s32", count, count, spec.length)
-            rows = [advanced(kb, each, row, 4 * spec.size) for each in (self.logits, self.weights)
+            rows = [advance(kb, each, row, 4 * spec.size) for each in (self.logits, self.weights)
                     if each is not None]
-            sources = [advanced(kb, each, first, 4) for each in rows]
+            sources = [advance(kb, each, first, 4) for each in rows]
         if kb.hopper:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
-        at = advanced(kb, self.numbers, row, 4 * NUMBERS)
+        at = advance(kb, self.numbers, row, 4 * NUMBERS)
         target = kb.ld("global", "f32", at.at(4 * spec.number))[0]
         found = kb.reg("u32", 0, name="found")
         limited, bits = kb.reg("pred"), kb.reg("b32")
@@ -82,15 +82,15 @@ class _ThresholdKernel:
         def whole() -> Elements: return self.elements(sources, count)
         with kb.if_(limited):
             if self.sift is None: self.turns(found, target, whole)
-            else: self.sifted(self.sift, found, target, rows, whole)
+            else: self.sift_lists(self.sift, found, target, rows, whole)
         self.store(row, found)
 
-    def sifted(self, sift: Sift, found: Value, target: Value, rows: list[Value],
+    def sift_lists(self, sift: Sift, found: Value, target: Value, rows: list[Value],
                whole: Callable[[], Elements]) -> None:
         """All passes over lists of what is above a floor, if these have the mass, or over all elements."""
         kb, enough = self.kb, self.kb.reg("u32", 0)
         floor, lists = sift.of(rows[0], rows[1] if len(rows) > 1 else None, target)
-        with kb.if_(lists): kb.emit("mov.u32", enough, self.reached([floor], target, sift.elements))
+        with kb.if_(lists): kb.emit("mov.u32", enough, self.count_reached([floor], target, sift.elements))
         with kb.if_(enough != 0): self.turns(found, target, sift.elements)
         with kb.else_(): self.turns(found, target, whole)
 
@@ -101,9 +101,9 @@ class _ThresholdKernel:
             shift = kb.reg("u32")
             kb.emit("sub.u32", shift, 32 - self.bits, turn * self.bits)
             edges = [found + (kb.reg("u32", d + 1) << shift) for d in range(digits)]
-            kb.emit("add.u32", found, found, self.reached(edges, target, elements) << shift)
+            kb.emit("add.u32", found, found, self.count_reached(edges, target, elements) << shift)
 
-    def reached(self, edges: list[Value], target: Value, elements: Callable[[], Elements]) -> Value:
+    def count_reached(self, edges: list[Value], target: Value, elements: Callable[[], Elements]) -> Value:
         """How many of the sums of what is not below edges reach the target."""
         kb, totals = self.kb, self.kb.regs("f32", len(edges), 0.0)
         with kb.comment("sums of this thread's lane"), kb.if_(kb.tid.x < LANES):
@@ -142,11 +142,11 @@ class _ThresholdKernel:
         kb = self.kb
         at = [kb.reg("u64", each) for each in sources]
         with kb.loop(0, count, DEEP, kind="s32") as j:
-            keys = [ordered(kb, x) for x in self.loaded("b32", at[0], j, count)]
-            yield keys, self.loaded("f32", at[1], j, count) if len(at) > 1 else [self.one] * DEEP
+            keys = [order_bits(kb, x) for x in self.load_elements("b32", at[0], j, count)]
+            yield keys, self.load_elements("f32", at[1], j, count) if len(at) > 1 else [self.one] * DEEP
             for each in at: each += 4 * DEEP
 
-    def loaded(self, kind: str, at: Value, j: Value, count: Value) -> list[Value]:
+    def load_elements(self, kind: str, at: Value, j: Value, count: Value) -> list[Value]:
         """Elements j … of a lane; beyond its end those of key 0, which is below every edge."""
         kb = self.kb
         if self.wide > 1: return kb.ld("global", kind, at.at(), DEEP)
@@ -158,17 +158,17 @@ class _ThresholdKernel:
     def store(self, row: Value, found: Value) -> None:
         """The result."""
         kb, size = self.kb, self.spec.size
-        start = advanced(kb, kb.reg("u64", 0), row, 4 * size)
+        start = advance(kb, kb.reg("u64", 0), row, 4 * size)
         wide = DEEP if size % DEEP == 0 else 1
         step, vector = self.threads * wide, f".v{wide}" if wide > 1 else ""
         with kb.comment("what is kept"), kb.loop(kb.tid.x * wide, size, step * DEEP, kind="u32") as i:
-            source, target = (advanced(kb, each + start, i, 4) for each in (self.logits, self.out))
+            source, target = (advance(kb, each + start, i, 4) for each in (self.logits, self.out))
             inside = [(i + step * d if d else i) < size for d in range(DEEP)]
             values = [kb.regs("b32", wide, 0) for _ in inside]
             for d, (some, there) in enumerate(zip(values, inside, strict=True)):
                 kb.emit(f"ld.global{vector}.b32", some if vector else some[0], source.at(4 * step * d),
                        guard=there)
             for d, (some, there) in enumerate(zip(values, inside, strict=True)):
-                kept = [kb.select(ordered(kb, x) >= found, x, 0xFF800000, "b32") for x in some]
+                kept = [kb.select(order_bits(kb, x) >= found, x, 0xFF800000, "b32") for x in some]
                 kb.emit(f"st.global{vector}.b32", target.at(4 * step * d), kept if vector else kept[0],
                        guard=there)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.sampling.spec import LANES, FilterSpec
 
 THREADS, WARPS = 512, 16
@@ -26,7 +26,7 @@ WIDE = 4                # elements of a vector
 LISTED = 16             # elements of a lane that are loaded together for lists
 
 
-def ordered(kb: Kernel, bits: Value) -> Value:
+def order_bits(kb: Kernel, bits: Value) -> Value:
     """float32 bits as u32 in the order of numbers."""
     sign, made = kb.reg("s32"), kb.reg("u32")
     kb.emit("shr.s32", sign, bits, 31)
@@ -51,7 +51,7 @@ class Sift:
         """The floor, a key, and whether there are lists of what is above it; for all threads."""
         kb = self.kb
         floor = self.floor(logits, weights, target)
-        with kb.if_(floor != 0): self.listed(logits, weights, floor)
+        with kb.if_(floor != 0): self.write_lists(logits, weights, floor)
         kb.sync()
         most = kb.reg("u32", ROOM + 1)
         at = self.counts.address((kb.tid.x & (LANES - 1)) * 4).at()
@@ -80,7 +80,7 @@ class Sift:
         for each, edge in reversed(list(zip(sums, edges, strict=True))):
             bits = kb.reg("b32")
             kb.emit("mov.b32", bits, edge)
-            kb.emit("mov.u32", floor, ordered(kb, bits), guard=each > enough)
+            kb.emit("mov.u32", floor, order_bits(kb, bits), guard=each > enough)
         return floor
 
     def row(self, logits: Value, weights: Value | None) -> Iterator[tuple[Value, Value, Value]]:
@@ -90,7 +90,7 @@ class Sift:
         wide = WIDE if size % WIDE == 0 else 1      # vectors are aligned and whole
         vector = f".v{wide}" if wide > 1 else ""
         with kb.loop(kb.tid.x * wide, size, THREADS * wide * DEEP, kind="u32") as i:
-            at = [advanced(kb, each, i, 4) for each in (logits, weights) if each is not None]
+            at = [advance(kb, each, i, 4) for each in (logits, weights) if each is not None]
             inside = [i + THREADS * wide * d < size for d in range(DEEP)]
             loaded = [[kb.regs("f32", wide, 0.0) for _ in range(DEEP)] for _ in at]
             for vectors, base in zip(loaded, at, strict=True):
@@ -101,7 +101,7 @@ class Sift:
                 for e in range(wide):
                     yield loaded[0][d][e], loaded[1][d][e] if len(at) > 1 else self.one, inside[d]
 
-    def listed(self, logits: Value, weights: Value | None, floor: Value) -> None:
+    def write_lists(self, logits: Value, weights: Value | None, floor: Value) -> None:
         """Writes the lists."""
         kb, spec = self.kb, self.spec
         warp, lane = kb.tid.x >> 5, kb.tid.x & 31
@@ -111,15 +111,16 @@ class Sift:
             kb.emit("min.s32", here, here, spec.length)
             with kb.loop(0, here, 32 * LISTED, kind="s32") as j:
                 first = start + (j.to("u32") + lane)
-                at = advanced(kb, logits, first, 4)
+                at = advance(kb, logits, first, 4)
                 words, rest = kb.regs("b32", LISTED, -1), here - j  # -1: the bits of key 0
                 for d, x in enumerate(words):
                     kb.emit("ld.global.b32", x, at.at(128 * d), guard=(lane + 32 * d).to("s32") < rest)
                 for d, x in enumerate(words):
-                    self.added(ordered(kb, x), floor, number, kept, weights, first, d)
+                    self.add_elements(order_bits(kb, x), floor, number, kept, weights, first, d)
             kb.emit("st.shared.u32", self.counts.address(number * 4).at(), kept, guard=lane == 0)
 
-    def added(self, key: Value, floor: Value, number: Value, kept: Value, weights: Value | None, first: Value,
+    def add_elements(self, key: Value, floor: Value, number: Value, kept: Value, weights: Value | None,
+                     first: Value,
               d: int) -> None:
         """32 elements that follow each other, to a lane's list as far as they are above the floor."""
         kb, votes, many, before = self.kb, self.kb.reg("b32"), self.kb.reg("u32"), self.kb.reg("u32")
@@ -133,7 +134,7 @@ class Sift:
         kb.emit("st.shared.u32", self.keys.address(at).at(), key, guard=room)
         if self.mass is not None and weights is not None:
             weight = kb.reg("f32", 0.0)
-            kb.emit("ld.global.f32", weight, advanced(kb, weights, first, 4).at(128 * d), guard=room)
+            kb.emit("ld.global.f32", weight, advance(kb, weights, first, 4).at(128 * d), guard=room)
             kb.emit("st.shared.f32", self.mass.address(at).at(), weight, guard=room)
         kept += many
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.scaled_gemm.spec import BlockScales
 
 
@@ -22,12 +22,12 @@ class ScaleCopies:
         """Of the blocks of rows from `first` on, from a group on. Beyond the last, of the last."""
         kb, one = self.kb, self.scales
         start = self.pointer + one.offset * 4 if one.offset else self.pointer
-        if isinstance(group, Value): start = advanced(kb, start, group, one.k * 4)
+        if isinstance(group, Value): start = advance(kb, start, group, one.k * 4)
         elif group: start = start + group * one.k * 4
         for i, at in enumerate(self.at):
             row = kb.reg("u32")
             kb.emit("min.u32", row, first + (self.thread + i * self.threads) * one.rows, self.extent - 1)
-            at.set(advanced(kb, start, row // one.rows if one.rows > 1 else row, one.mn * 4))
+            at.set(advance(kb, start, row // one.rows if one.rows > 1 else row, one.mn * 4))
 
     def issue(self, stage: Value, when: Value | None = None) -> None:
         """Those of one group, into a stage, at this thread's place, where the predicate holds; the group

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from tinygrad_nv.ptx.builder import Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.gemm.wgmma.kernel import WgmmaKernel, built
+from tinygrad_nv.tile.gemm.wgmma.kernel import WgmmaKernel, build_kernel
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.kernel import GemmKernel
@@ -31,14 +31,14 @@ from tinygrad_nv.tile.template import GPU
 
 def scaled_wgmma(spec: ScaledGemmSpec, schedule: ScaledWgmma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul with scales, by a legal schedule."""
-    return built("scaled_wgmma", spec, schedule, gpu, _ScaledKernel)
+    return build_kernel("scaled_wgmma", spec, schedule, gpu, _ScaledKernel)
 
 
 class _ScaledKernel(WgmmaKernel):
     OPERANDS = ("a", "b", "a_scale", "b_scale")
     LOADERS = LOADERS
 
-    def made_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> MainLoop:
+    def make_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> MainLoop:
         kb, plan = self.kb, self.plan
         self.scales = ScalePlan.of(plan)
         self.stages = kb.shared("scales", self.scales.nbytes * plan.schedule.depth, align=16)
@@ -90,7 +90,7 @@ class _ScaledMainLoop(MainLoop):
         self.column = self.stages + scales.rows * 4
         if scales.each_column: self.column = self.column + (lane & 3) * 8
 
-    def _promoted(self, iterations: Number) -> None:
+    def _accumulate_promoted(self, iterations: Number) -> None:
         kb = self.kb
         for row in self.sums:
             for each in row: each.set(0.0)
@@ -106,7 +106,7 @@ class _ScaledMainLoop(MainLoop):
                 for j, (each, more) in enumerate(zip(row, self.partial, strict=True)):
                     kb.emit("fma.rn.f32", each, more, scales[i][j], each)
             self.at.advance()
-        self._issued()
+        self._arrive_issued()
 
     def _scales(self) -> list[list[Value]]:
         """The scale of each sum of a group: that of its row times that of its column."""

@@ -54,5 +54,5 @@ def candidates(spec: ScaledGemmSpec, gpu: GPU) -> tuple[ScaledWgmma, ...]:
     for m, n, warps, pingpong, swap in TILES if gpu.arch == "sm_90a" else ():
         schedule = ScaledWgmma().block(m, n).warps(warps)
         if pingpong: schedule = schedule.pingpong()
-        made.append((schedule.swapped() if swap else schedule).deepest(gpu.arch, spec.a.dtype.itemsize))
+        made.append((schedule.swap_operands() if swap else schedule).deepest(gpu.arch, spec.a.dtype.itemsize))
     return tuple(made)

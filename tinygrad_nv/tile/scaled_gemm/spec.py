@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.tile.expression import transposed
+from tinygrad_nv.tile.expression import transpose
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec
 
 GROUP = 128     # of K that have one scale
@@ -54,10 +54,10 @@ class ScaledGemmSpec(GemmSpec):
         """Scales along K."""
         return -(-self.k // GROUP)
 
-    def swapped(self) -> ScaledGemmSpec:
+    def swap_operands(self) -> ScaledGemmSpec:
         """The same matmul by (b aᵀ)ᵀ."""
         out = replace(self.out, m=self.out.n, n=self.out.m)
         return replace(self, m=self.n, n=self.m, a=self.b, b=self.a, out=out,
-                       epilogue=transposed(self.epilogue), a_scale=self.b_scale, b_scale=self.a_scale)
+                       epilogue=transpose(self.epilogue), a_scale=self.b_scale, b_scale=self.a_scale)
 
     def __str__(self) -> str: return f"{super().__str__()}, scales {self.a_scale}, {self.b_scale}"

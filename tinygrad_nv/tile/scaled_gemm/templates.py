@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.legality import whole
-from tinygrad_nv.tile.gemm.ordered import ordered
+from tinygrad_nv.tile.gemm.ordered import choose_ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
 from tinygrad_nv.tile.order import Ordered
@@ -28,7 +28,7 @@ def _default(spec: ScaledGemmSpec, gpu: GPU) -> GemmSchedule | None:
 
 
 def _ordered(spec: ScaledGemmSpec, gpu: GPU) -> Ordered | None:
-    return ordered((WGMMA, MMA), spec, gpu, spec)
+    return choose_ordered((WGMMA, MMA), spec, gpu, spec)
 
 
 def _tries(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
@@ -37,8 +37,8 @@ def _tries(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
 
 
 def _counts(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
-    from tinygrad_nv.tile.gemm.tune import counted
-    return counted(spec, s, gpu, registers)
+    from tinygrad_nv.tile.gemm.tune import counter_cost
+    return counter_cost(spec, s, gpu, registers)
 
 
 FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _tries, _counts,

@@ -82,7 +82,7 @@ def test_what_is_chosen():
 
 @pytest.mark.parametrize(("changes", "schedule", "words"), [
     ({"channels": 40}, SMALLEST, "40 channels are no multiple of block_k=16"),
-    ({}, SMALLEST.swapped(), "the transposed matmul"),
+    ({}, SMALLEST.swap_operands(), "the transposed matmul"),
     ({"padding": (1, 1, 129, 1)}, SMALLEST, "corners of an im2col map are -128 to 127"),
     ({"stride": (1, 9), "padding": (1, 1, 9, 9)}, SMALLEST, "has up to 8"),
     ({"dtype": F32}, SMALLEST, "which tf32 allows")])

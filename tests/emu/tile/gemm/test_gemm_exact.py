@@ -28,7 +28,7 @@ MAJORS = ("KK", "KM", "MK", "MM")
 M, W = Mma(), Wgmma()
 M64 = M.block(64, 64).k(32).warps(2, 2).stages(3)
 W64 = W.block(128, 64)
-SWAPPED = W.block(64, 16).warps(8).swapped()
+SWAPPED = W.block(64, 16).warps(8).swap_operands()
 
 
 def each(what: str, arch: str, made: Iterable[tuple[GemmSpec, GemmSchedule]], seeds: int = 1,
@@ -105,7 +105,7 @@ MMA = [
     *each("groups-of-rows-at-launch", "sm_80", [
         (product(320, 96, 32, F16, F32, symbolic=True), M.block(32, 32).warps(2, 2).grouped(3))],
         rows=(33, 200, 320)),
-    *each("swapped", "sm_80", [(product(20, 200, 96, F16, F32, "KM"), M64.swapped())])]
+    *each("swapped", "sm_80", [(product(20, 200, 96, F16, F32, "KM"), M64.swap_operands())])]
 
 # **** wgmma ****
 
@@ -172,7 +172,7 @@ WGMMA = [
         (product(304, 72, 64 * 6, BF16, F32, major + "K", batch=(2,), symbolic=True), W64.stages(3))
         for major in "KM"), rows=(1, 64, 128, 129, 304), sm_count=3),
     *each("swapped", "sm_90a", [
-        (product(20, 200, 64 * 6, BF16, F32, epilogue=ROW_AND_COLUMN), W.block(128, 24).swapped())],
+        (product(20, 200, 64 * 6, BF16, F32, epilogue=ROW_AND_COLUMN), W.block(128, 24).swap_operands())],
         sm_count=2),
     # weights are the 64 rows that wgmma multiplies at a time; six steps in a ring of four
     *each("few-rows-swapped", "sm_90a", (

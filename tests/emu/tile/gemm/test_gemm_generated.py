@@ -249,7 +249,7 @@ WGMMA = Wgmma().block(128, 64).stages(3)
 NAMED = {"ping-pong": WGMMA.block(64, 64).pingpong(), "multicast of B": WGMMA.cluster(2, 1),
          "multicast of A": WGMMA.cluster(1, 2), "multicast of both": WGMMA.cluster(2, 2),
          "ping-pong in clusters": WGMMA.block(64, 64).pingpong().cluster(2, 1),
-         "three consumers": WGMMA.block(192, 64).warps(16), "swapped": WGMMA.swapped(),
+         "three consumers": WGMMA.block(192, 64).warps(16), "swapped": WGMMA.swap_operands(),
          "split": WGMMA.split(2), "stream-K": WGMMA.streamed(),
          "mma.sync": Mma().block(64, 64).k(32).stages(4),
          "mma.sync, split": Mma().block(64, 64).k(32).split(2), "gemv": Gemv()}

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
     "block_n=24 of 2 parts is not a multiple of 8 × 2": (GATE, W.block(128, 24), HOPPER),
     "swizzle 32B: block_n: a row of 24 × 2 B = 48 B is not made of rows of 32 B":
         (GATE, W.block(128, 48), HOPPER),
-    "swapped: several parts cannot be columns": (GATE, W.swapped(), HOPPER),
+    "swapped: several parts cannot be columns": (GATE, W.swap_operands(), HOPPER),
     "b: parts 40 B apart are not a multiple of 16 B: no TMA": (replace(GATE, part=20), W, HOPPER)}
 
 
@@ -132,12 +132,12 @@ ALONE: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
     "wgmma needs sm_90a, the target is sm_80": (SPEC, W, AMPERE),
     "wgmma needs sm_90a, the target is sm_89": (SPEC, W, "sm_89"),
     "swapped: rows known at launch cannot be columns":
-        (product(64, 128, 256, symbolic=True), W.block(64, 16).warps(8).swapped(), HOPPER),
+        (product(64, 128, 256, symbolic=True), W.block(64, 16).warps(8).swap_operands(), HOPPER),
     "m=50 is above 16; n is not: swapped()": (product(50, 4, 64), V, AMPERE),
-    "n=40 is above 16": (product(50, 40, 64), V.swapped(), AMPERE),
+    "n=40 is above 16": (product(50, 40, 64), V.swap_operands(), AMPERE),
     "the transposed matmul would have symbolic columns":
-        (product(50, 4, 64, symbolic=True), V.swapped(), AMPERE),
-    "the transposed matmul of 2 parts": (parted(50, 4, 2), V.swapped(), AMPERE)}
+        (product(50, 4, 64, symbolic=True), V.swap_operands(), AMPERE),
+    "the transposed matmul of 2 parts": (parted(50, 4, 2), V.swap_operands(), AMPERE)}
 
 
 @pytest.mark.parametrize("words", ALONE)
@@ -156,7 +156,7 @@ def test_shared_memory_is_added_up():
 
 
 @pytest.mark.parametrize("schedule", [W, W.block(128, 256), W.pingpong(), W.block(64, 8).warps(8),
-                                      W.block(192, 128).warps(16), W.cluster(2, 2), W.swapped(),
+                                      W.block(192, 128).warps(16), W.cluster(2, 2), W.swap_operands(),
                                       W.block(128, 192), W.split(4), W.streamed(), W.block(256, 128)])
 def test_what_can_be_is_not_refused(schedule: GemmSchedule):
     assert TABLE.problems(SPEC, schedule, GPU(HOPPER)) == []

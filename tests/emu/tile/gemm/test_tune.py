@@ -38,7 +38,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # **** counters ****
 
 def work_of(model: CostModel, s: GemmSchedule, arch: str) -> Work:
-    return trial.counted(trial.counters(model.spec, s, arch), model, s)
+    return trial.work_from_trial(trial.counters(model.spec, s, arch), model, s)
 
 
 @pytest.mark.parametrize(("arch", "spec", "schedule"), [
@@ -48,7 +48,7 @@ def work_of(model: CostModel, s: GemmSchedule, arch: str) -> Work:
     ("sm_90a", dense(8192, 8192, 8192), W.block(128, 128)),
     ("sm_90a", dense(8192, 8192, 8192), W.block(64, 128).pingpong().cluster(2)),
     ("sm_90a", dense(8192, 8192, 8192, majors="TN"), W.block(64, 64).warps(8).stages(3)),
-    ("sm_90a", dense(16, 4096, 4096), W.block(64, 16).warps(8).swapped()),
+    ("sm_90a", dense(16, 4096, 4096), W.block(64, 16).warps(8).swap_operands()),
 ])
 def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
     model = CostModel(spec, gpu_model_for(arch))
@@ -64,7 +64,7 @@ def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
 @pytest.mark.parametrize(("arch", "spec", "schedule"), [
     ("sm_80", dense(1, 4096, 4096), V.columns(16).k(512).warps(4)),
     ("sm_90a", dense(8, 4096, 4096), V.columns(32).k(64).warps(4)),
-    ("sm_90a", dense(4096, 3, 4096, majors="NN"), V.columns(64).k(64).warps(4).swapped()),
+    ("sm_90a", dense(4096, 3, 4096, majors="NN"), V.columns(64).k(64).warps(4).swap_operands()),
 ])
 def test_counters_of_few_rows(arch, spec, schedule):
     model = CostModel(spec, gpu_model_for(arch))
@@ -77,14 +77,14 @@ def test_counters_of_few_rows(arch, spec, schedule):
 def test_what_is_run_is_small_and_of_the_same_kind():
     spec = dense(8192, 8192, 320, epilogue="bias+residual", batch=(64,))
     s = W.block(128, 64).cluster(2)
-    small = trial.shrunk(spec, s, 640, 1)
+    small = trial.shrink(spec, s, 640, 1)
     assert (small.m, small.n, small.k, small.batch) == (256, 64, 640, (1,))
     assert small.a.mn >= 640
     assert (small.a.mn - spec.a.mn) % 64 == 0
     assert small.epilogue == spec.epilogue
-    swapped = trial.shrunk(dense(16, 8192, 8192), W.block(64, 16).swapped(), 640, 1)
+    swapped = trial.shrink(dense(16, 8192, 8192), W.block(64, 16).swap_operands(), 640, 1)
     assert (swapped.m, swapped.n) == (16, 64)
-    gate = trial.shrunk(dense(8192, 8192, 8192, epilogue="gate"), W.block(128, 256), 640, 1)
+    gate = trial.shrink(dense(8192, 8192, 8192, epilogue="gate"), W.block(128, 256), 640, 1)
     assert (gate.n, gate.parts) == (128, 2)
     assert TABLE.problems(small, s, GPU("sm_90a")) == []
 
@@ -147,7 +147,7 @@ def test_what_ptxas_changes_or_the_emulator_refuses_is_out(monkeypatch):
     assert {c.why for c in tune.tune(SMALL, A100)} == {"ptxas changed the kernel: (C7510)"}
     monkeypatch.setattr(tune, "assemble", assembly(0))
     def hangs(*args): raise KernelError("deadlock: line 3")
-    monkeypatch.setattr(trial, "emulated", hangs)
+    monkeypatch.setattr(trial, "emulate", hangs)
     assert {c.why for c in tune.tune(SMALL, A100)} == {"deadlock: line 3"}
 
 
@@ -161,14 +161,14 @@ def test_without_ptxas_nothing_is_assembled(monkeypatch):
 
 @pytest.mark.slow
 def test_bank_conflicts_lose(monkeypatch):
-    real = trial.emulated
+    real = trial.emulate
     favourite = tune.tune(SMALL, A100)[0].schedule
 
     def conflicting(kernel, spec, arch):
         stats = real(kernel, spec, arch)
         if kernel.threads != favourite.threads: return stats
         return replace(stats, sites=tuple(replace(site, passes=60 * site.passes) for site in stats.sites))
-    monkeypatch.setattr(trial, "emulated", conflicting)
+    monkeypatch.setattr(trial, "emulate", conflicting)
     tried = tune.tune(SMALL, A100, 4)
     assert tried[0].schedule.threads != favourite.threads
 

@@ -57,8 +57,8 @@ def test_the_loop_neither_spills_nor_serialises(name: str, schedule: GroupedWgmm
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [
-    S.block(128, 128).stages(3), S.block(128, 8).swapped().stages(3), EIGHTS.block(128, 128).stages(3),
-    EIGHTS.block(128, 16).swapped().stages(3)], ids=str)
+    S.block(128, 128).stages(3), S.block(128, 8).swap_operands().stages(3), EIGHTS.block(128, 128).stages(3),
+    EIGHTS.block(128, 16).swap_operands().stages(3)], ids=str)
 def test_no_bank_conflict_in_the_loop(schedule: GroupedWgmma):
     """Twice as many stages have as many conflicts: those of other steps."""
     lost = []

@@ -23,8 +23,10 @@ GATED = replace(GATHERED, n=256, activation="silu")
 SCATTERED = replace(PLAIN, scatter=True, weighted=True, biased=True, result=dtypes.float16)
 SCHEDULES = {
     "128 rows": S.block(128, 128).stages(3), "ping-pong": S.block(64, 128).pingpong().stages(4),
-    "one consumer": S.block(64, 64).warps(8).stages(4), "8 columns": S.block(128, 8).swapped().stages(4),
-    "24 columns": S.block(128, 24).swapped().stages(4), "64 columns": S.block(128, 64).swapped().stages(4)}
+    "one consumer": S.block(64, 64).warps(8).stages(4), "8 columns": S.block(128,
+                                                                             8).swap_operands().stages(4),
+    "24 columns": S.block(128, 24).swap_operands().stages(4),
+         "64 columns": S.block(128, 64).swap_operands().stages(4)}
 QUICK = {"128 rows": "ragged 7", "ping-pong": "every other", "8 columns": "ragged 2"}
 
 
@@ -44,7 +46,7 @@ def test_routings(routing: str):
 
 
 def test_gate_and_up():
-    for schedule in (S.block(64, 128).pingpong().stages(4), S.block(256, 16).swapped().stages(4)):
+    for schedule in (S.block(64, 128).pingpong().stages(4), S.block(256, 16).swap_operands().stages(4)):
         near(built(GATED, schedule, HOPPER), GATED, [20, 0, 7, 17, 1], 2)
 
 
@@ -58,7 +60,7 @@ def test_numbers_in_orders_of_copies(seed: int | str):
 
 REFUSED = {
     "96 columns of a tile do not divide": (PLAIN, S.block(128, 96)),
-    "96 rows with a scale each": (PLAIN, S.block(128, 96).swapped()),
+    "96 rows with a scale each": (PLAIN, S.block(128, 96).swap_operands()),
     "up begins at column 80": (replace(GATED, n=160), S.block(128, 128).stages(3)),
     "results of float": (replace(PLAIN, result=dtypes.float32), S)}
 

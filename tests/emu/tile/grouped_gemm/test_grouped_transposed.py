@@ -11,7 +11,7 @@ from tinygrad.dtype import dtypes
 from tests.support.tile.grouped_case import built, exact, given, launched, near, routings
 from tinygrad_nv.ptx.assemble import assemble, find_program
 from tinygrad_nv.ptx.emulator import LATE
-from tinygrad_nv.tile.grouped_gemm.mma.plan import transposed_candidates
+from tinygrad_nv.tile.grouped_gemm.mma.plan import candidates_transposed
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedTransposedMma, GroupedTransposedWgmma
 from tinygrad_nv.tile.grouped_gemm.spec import TransposedGroupedSpec
 from tinygrad_nv.tile.template import GPU
@@ -29,8 +29,9 @@ ODD = replace(GATHERED, n=37, k=64 * (STAGES - 1) + 5)      # elements one by on
 SCHEDULES = {
     "wgmma, 128 rows": W.block(128, 128).stages(3), "wgmma, ping-pong": W.block(64, 128).pingpong().stages(4),
     "wgmma, 256 rows": W.block(256, 64).stages(3), "wgmma, one consumer": W.block(64, 96).warps(8).stages(4),
-    "wgmma, 8 columns": W.block(128, 8).swapped(), "wgmma, 64 columns": W.block(128, 64).swapped(),
-    "wgmma, swapped ping-pong": W.block(64, 32).pingpong().swapped(),
+    "wgmma, 8 columns": W.block(128, 8).swap_operands(), "wgmma, 64 columns": W.block(128,
+                                                                                      64).swap_operands(),
+    "wgmma, swapped ping-pong": W.block(64, 32).pingpong().swap_operands(),
     "mma, 128 rows": M.block(128, 64).k(32).warps(2, 2).stages(3),
     "mma, 16 rows": M.block(16, 64).k(32).warps(1, 2).stages(3)}
 SPECS = {name: (PLAIN, GATHERED, SCATTERED) if name.startswith("wgmma") else (GATHERED, SCATTERED, GATED, ODD)
@@ -85,7 +86,7 @@ LARGE = TransposedGroupedSpec(8, 8192, 4096, 14336, BF16, biased=True)
 
 @pytest.mark.sampled(2)
 @pytest.mark.skipif(find_program("ptxas") is None, reason="needs ptxas")
-@pytest.mark.parametrize("schedule", [s for s in transposed_candidates(LARGE, AMPERE)
+@pytest.mark.parametrize("schedule", [s for s in candidates_transposed(LARGE, AMPERE)
                                       if not TABLE.problems(LARGE, s, AMPERE)], ids=str)
 def test_no_candidate_spills(schedule: GroupedTransposedMma):
     """Those with wgmma are in test_grouped_resources.py."""

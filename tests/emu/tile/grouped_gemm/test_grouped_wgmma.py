@@ -25,8 +25,9 @@ GATED = replace(GATHERED, n=176, activation="silu")
 SCHEDULES = {
     "128 rows": S.block(128, 128).stages(3), "ping-pong": S.block(64, 128).pingpong().stages(4),
     "256 rows": S.block(256, 64).stages(3), "one consumer": S.block(64, 96).warps(8).stages(4),
-    "8 columns": S.block(128, 8).swapped(), "24 columns": S.block(128, 24).swapped(),
-    "64 columns": S.block(128, 64).swapped(), "swapped ping-pong": S.block(64, 32).pingpong().swapped()}
+    "8 columns": S.block(128, 8).swap_operands(), "24 columns": S.block(128, 24).swap_operands(),
+    "64 columns": S.block(128, 64).swap_operands(),
+         "swapped ping-pong": S.block(64, 32).pingpong().swap_operands()}
 QUICK = {"128 rows": ("ragged 7", "every other"), "ping-pong": ("ragged 5",), "8 columns": ("ragged 2",),
          "64 columns": ("all to a middle one",)}
 
@@ -54,7 +55,7 @@ def test_routings(routing: str):
 def test_counts_of_groups(groups: int):
     """One; more than lanes; several for each lane."""
     spec = GroupedGemmSpec(groups, 40, 64, 64 * 4, BF16)
-    schedule = S.block(64, 16).swapped().warps(8).stages(2)
+    schedule = S.block(64, 16).swap_operands().warps(8).stages(2)
     for routing in ("ragged 9", "all to the last", "ragged 11"):
         exact(built(spec, schedule, HOPPER), spec, *routings(groups, 40)[routing])
 
@@ -63,7 +64,7 @@ def test_counts_of_groups(groups: int):
                                                   for each in ACTIVATIONS[2:])])
 def test_activations(activation: str):
     spec = replace(GATED, activation=activation)
-    for schedule in (S.block(64, 128).pingpong().stages(4), S.block(256, 16).swapped().stages(4)):
+    for schedule in (S.block(64, 128).pingpong().stages(4), S.block(256, 16).swap_operands().stages(4)):
         near(built(spec, schedule, HOPPER), spec, [70, 0, 17, 60, 1], 2)
 
 
@@ -92,7 +93,7 @@ REFUSED = {
     "rows of the result have 12 × 2 B": (replace(PLAIN, n=12), S, "sm_90a"),
     "2000 groups, at most 1024": (replace(PLAIN, groups=2000), S, "sm_90a"),
     "256 gathered rows of a tile, at most 192": (GATHERED, S.block(256, 64).stages(3), "sm_90a"),
-    "64 columns of gate and up for a consumer": (GATED, S.block(128, 16).swapped(), "sm_90a"),
+    "64 columns of gate and up for a consumer": (GATED, S.block(128, 16).swap_operands(), "sm_90a"),
     "24 columns of a tile are no multiple of 16": (PLAIN, S.block(128, 24), "sm_90a"),
     "a stage has rows of 128 B": (PLAIN, S.k(32), "sm_90a"),
     "one CTA has a tile": (PLAIN, S.cluster(2), "sm_90a"),

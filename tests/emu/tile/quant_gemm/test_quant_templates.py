@@ -227,7 +227,7 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
     (TYPES["int8 channel"], 40, SMALL.k(32), "in flight"),
     (replace(TYPES["int4 g32"], outer=types.per_group_scale(16)), 2, GEMV, "outer scales of 16"),
     (replace(TYPES["int8 channel"], outer=types.per_group_scale(256)), 2, GEMV, "outer scales of 256"),
-    (TYPES["awq"], 40, MMA.k(96), "not 32, 64 or 128"), (TYPES["awq"], 40, MMA.swapped(), "operand B"),
+    (TYPES["awq"], 40, MMA.k(96), "not 32, 64 or 128"), (TYPES["awq"], 40, MMA.swap_operands(), "operand B"),
     (TYPES["Q8_0"], 12, MMA, "1888 columns, .* no multiple of block_k=64"),
     (TYPES["awq"], 12, MMA.split(2), "splits of k=1888"),
     (TYPES["awq"], 40, MMA.block(128, 128).warps(1, 2), "sums a thread"),

@@ -5,7 +5,7 @@ import pytest
 
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.sampling.choice import first, merged, pieces
+from tinygrad_nv.tile.sampling.choice import first, merge_choices, pieces
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec, Number
 from tinygrad_nv.tile.sampling.templates import Count, Threshold
 from tinygrad_nv.tile.template import GPU
@@ -23,8 +23,8 @@ KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.to
          "drawn": lambda size, arch: first(ChoiceSpec(64, size), arch),
          "largest": lambda size, arch: first(ChoiceSpec(1, size, False), arch),
          "keys": lambda size, arch: first(ChoiceSpec(256, size, True, 2 * size), arch),
-         "pieces": lambda size, arch: merged(ChoiceSpec(1, size), arch),
-         "pieces of a part": lambda size, arch: merged(ChoiceSpec(1, size, True, 2 * size), arch),
+         "pieces": lambda size, arch: merge_choices(ChoiceSpec(1, size), arch),
+         "pieces of a part": lambda size, arch: merge_choices(ChoiceSpec(1, size, True, 2 * size), arch),
          "count": lambda size, arch: TABLE.build(CountSpec(64, 64, size), Count(), GPU(arch))}
 
 

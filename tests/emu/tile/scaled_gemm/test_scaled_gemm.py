@@ -30,8 +30,8 @@ SCHEDULES = {
     "one consumer": ONE, "64 rows twice": S.block(256, 128).stages(2),
     "ping-pong": S.block(64, 128).pingpong().stages(4), "cluster": S.block(128, 64).stages(3).cluster(2),
     "splits": ONE.stages(2).split(2), "stream-K": ONE.streamed(),
-    "swapped": S.block(64, 32).warps(8).stages(3).swapped(),
-    "swapped, two consumers": S.block(128, 16).stages(4).swapped()}
+    "swapped": S.block(64, 32).warps(8).stages(3).swap_operands(),
+    "swapped, two consumers": S.block(128, 16).stages(4).swap_operands()}
 
 
 def check(spec: ScaledGemmSpec, schedule: ScaledWgmma, m: int | None = None) -> None:
@@ -119,7 +119,7 @@ def test_a_schedule_is_chosen_for_many_rows_and_for_few():
 
 
 REFUSED = {"a stage is a group of 128": S.k(256).stages(2),
-           "128 columns with a scale each": S.block(64, 128).warps(8).swapped(),
+           "128 columns with a scale each": S.block(64, 128).warps(8).swap_operands(),
            "neither divides the other": S.block(128, 96)}
 
 

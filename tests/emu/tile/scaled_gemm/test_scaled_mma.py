@@ -25,8 +25,9 @@ ONE = S.block(64, 64).warps(2, 2).stages(3)
 SCHEDULES = {
     "eight warps": S.block(128, 128).warps(2, 4).stages(3), "four warps": ONE,
     "six stages": S.block(32, 32).warps(1, 2).stages(6), "16 rows": S.block(16, 64).warps(1, 4).stages(4),
-    "one warp": S.block(16, 16).warps(1, 1).stages(2), "swapped": S.block(128, 32).warps(4, 1).swapped(),
-    "16 swapped": S.block(64, 16).warps(4, 1).swapped()}
+    "one warp": S.block(16, 16).warps(1, 1).stages(2), "swapped": S.block(128, 32).warps(4,
+                                                                                         1).swap_operands(),
+    "16 swapped": S.block(64, 16).warps(4, 1).swap_operands()}
 SEEDS = 3
 
 
@@ -161,7 +162,8 @@ def test_refused_specs():
     assert "8-bit floats as they are on sm_89 alone, this is sm_80" in \
         TABLE.why_not(scaled(64, 64, 256), GPU("sm_80"))
     assert "no whole groups" in str(TABLE.problems(scaled(9, 9, 300), ONE.split(2), ADA))
-    assert TABLE.problems(scaled(9, 9, 300, symbolic=True), ONE.swapped(), ADA) == ["swap of symbolic rows"]
+    assert TABLE.problems(scaled(9, 9, 300, symbolic=True), ONE.swap_operands(),
+                          ADA) == ["swap of symbolic rows"]
 
 
 # **** what ptxas and the emulator count ****

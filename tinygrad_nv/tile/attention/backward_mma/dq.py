@@ -13,10 +13,10 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import MOST_OFFSET
 from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
-from tinygrad_nv.tile.attention.score import Cells, signed
+from tinygrad_nv.tile.attention.score import Cells, to_signed
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import Places, swizzled
+from tinygrad_nv.tile.ops import Places, swizzle_offset
 
 
 @dataclass
@@ -55,7 +55,8 @@ class QueryGradient:
         """Writes a warp's ds, or p, to a tile (u32): from `key` and `row` (u32) on, fragments by 16 keys, by
         16 rows."""
         kb, lane = self.kb, self.kb.special("laneid")
-        places = Places(kb, self.tile, swizzled(self.tile, key + (lane >> 2), row * 2 + ((lane & 3) << 2)))
+        places = Places(kb, self.tile,
+                        swizzle_offset(self.tile, key + (lane >> 2), row * 2 + ((lane & 3) << 2)))
         places.at_stage(to)
         for i, fours in enumerate(weights):
             for step, four in enumerate(fours):
@@ -77,14 +78,14 @@ class QueryGradient:
                     for half in range(2):
                         cell = row[2 * j + half]
                         kb.mma(shape, types, cell, four, keys[2 * half:2 * half + 2], cell)
-        self._added(cells)
+        self._add_cells(cells)
         self.walk.advance()
 
-    def _added(self, cells: Cells) -> None:
+    def _add_cells(self, cells: Cells) -> None:
         """Adds cells to memory, where there are rows and columns."""
         kb, one = self.kb, self.plan.spec.forward
         left = None if self.blocks.whole_rows else \
-            signed(kb, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
+            to_signed(kb, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
         for i, row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h

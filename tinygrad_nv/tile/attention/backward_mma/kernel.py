@@ -29,7 +29,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
 from tinygrad_nv.tile.attention.backward_mma.dq import QueryGradient
-from tinygrad_nv.tile.attention.backward_mma.ordered import OrderedBlocks, flags_of, started
+from tinygrad_nv.tile.attention.backward_mma.ordered import OrderedBlocks, count_started, flags_of
 from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks, RowPipeline
 from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
@@ -38,7 +38,7 @@ from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.schedules import BackwardMma
-from tinygrad_nv.tile.attention.score import Cells, Extents, least, signed
+from tinygrad_nv.tile.attention.score import Cells, Extents, least, to_signed
 from tinygrad_nv.tile.attention.spec import EVERY, multiple
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
@@ -80,13 +80,13 @@ class _BackwardMmaKernel:
         self.log, self.delta = kb.pointer("l"), kb.pointer("delta")
         self.seed = kb.pointer("seed") if one.kept < EVERY else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(one.parameters))]
-        self.extents = Extents.declared(kb, one)
+        self.extents = Extents.declare_params(kb, one)
 
     def _own_place(self) -> None:
         """The CTA's keys and head, the warp's keys and rows."""
         kb, one, s = self.kb, self.one, self.schedule
         block, head, batch = (kb.ctaid.x, kb.ctaid.y, kb.ctaid.z) if self.turns is None else \
-            started(kb, self.turns, one.batch[1])
+            count_started(kb, self.turns, one.batch[1])
         self.block, self.first = block, block * s.block_n
         self.batch = [batch, head, kb.reg("u32", 0)]
         warp, self.across = kb.tid.x >> 5, kb.reg("u32", 0)
@@ -139,7 +139,7 @@ class _BackwardMmaKernel:
             copy = RowCopy(kb, rows, row_start(kb, pointer, rows, self.batch[:2], self.first), d, tile, start)
             all_seen = self.blocks.whole_keys and one.band.last is None
             copy.to(self.memory, None, None if all_seen else
-                    copy.left(self.blocks.key_end - self.first.to("s32")))
+                    copy.rows_left(self.blocks.key_end - self.first.to("s32")))
             start += tile.nbytes
             self.key_copies.append(copy)
         kb.cp_async_commit()
@@ -193,12 +193,12 @@ class _BackwardMmaKernel:
         with kb.loop(0, count, name="block") as block:
             kb.cp_async_wait(ahead - 1)
             kb.sync()
-            if self.turn is not None: self.turn.passed(block > 0)
+            if self.turn is not None: self.turn.pass_turn(block > 0)
             self.ring.bring(self.writing, block < count - ahead)
             for fragments in (*self.right, *self.third): fragments.move(self.reading)
             weights, slopes = self._weights()
             products = self._products_of(weights, slopes)
-            packed, packed_weights = self._packed(products), self._packed(weights)
+            packed, packed_weights = self._pack_weights(products), self._pack_weights(weights)
             self.adding.keep(packed, self.key, self.row, self.slopes)
             if s.warps_n > 1: self.adding.keep(packed_weights, self.key, self.row, self.weights)
             self.ring.ask(block < count - ahead)
@@ -213,7 +213,7 @@ class _BackwardMmaKernel:
             self.reading.set(kb.select(self.reading == end, self.start, self.reading))
         kb.cp_async_wait(0)
 
-    def _multiplied(self, which: int, cells: Cells) -> Cells:
+    def _multiply_keys(self, which: int, cells: Cells) -> Cells:
         """Cells of keys by rows, and the products of keys (0) or values (1) and the block's rows."""
         kb, left, right = self.kb, self.left[which], self.right[which]
         for step in range(left.steps):
@@ -246,8 +246,8 @@ class _BackwardMmaKernel:
 
     def _weights(self) -> tuple[Cells, Cells | None]:
         """p of the block, float32, and the derivatives of its scores where they differ."""
-        kb, sums = self.kb, self._multiplied(0, self._cells(self.warp_rows))
-        cells, slopes = self.scores.turned(sums, self.base)
+        kb, sums = self.kb, self._multiply_keys(0, self._cells(self.warp_rows))
+        cells, slopes = self.scores.score_and_slope(sums, self.base)
         logs = self._of_rows(0)
         for row in cells:
             for cell, two in zip(row, logs, strict=True):
@@ -267,9 +267,9 @@ class _BackwardMmaKernel:
         kb, band, lane = self.kb, self.one.band, self.kb.special("laneid")
         key = (self.first + self.key + (lane >> 2)).to("s32")
         row = self.base + ((lane & 3) << 1).to("s32")
-        there = key - row - signed(kb, self.extents.start)
-        s_kv = signed(kb, self.extents.s_kv)
-        outside = signed(kb, self.extents.s_q) - row - 1 \
+        there = key - row - to_signed(kb, self.extents.start)
+        s_kv = to_signed(kb, self.extents.s_kv)
+        outside = to_signed(kb, self.extents.s_q) - row - 1 \
             if self.blocks.hide_rows and not self.blocks.whole_rows else None
         for i, cells_of_row in enumerate(cells):
             for h in range(2):
@@ -292,10 +292,11 @@ class _BackwardMmaKernel:
         if self.dropout is None:
             cells = [[[*first, *second] for first, second in zip(self._of_rows(minus), self._of_rows(minus),
                                                                  strict=True)] for _ in weights]
-            for value, weight in zip(registers(self._multiplied(1, cells)), registers(weights), strict=True):
+            for value, weight in zip(registers(self._multiply_keys(1, cells)), registers(weights),
+                                     strict=True):
                 value *= weight
         else:
-            cells, deltas = self._multiplied(1, self._cells(self.warp_rows)), self._of_rows(minus)
+            cells, deltas = self._multiply_keys(1, self._cells(self.warp_rows)), self._of_rows(minus)
             for row, own in zip(cells, weights, strict=True):
                 for cell, marked, two in zip(row, own, deltas, strict=True):
                     for r in range(4): self.dropout.change(cell[r], marked[r], two[r % 2])
@@ -307,7 +308,7 @@ class _BackwardMmaKernel:
             for weight in registers(weights): weight.set(self.dropout.of_values(weight))
         return cells
 
-    def _packed(self, cells: Cells) -> list[list[Four]]:
+    def _pack_weights(self, cells: Cells) -> list[list[Four]]:
         """Weights in 16 bits, as fragments of left operands: by 16 keys, by 16 rows."""
         made = [[self.kb.regs("b32", 4) for _ in range(len(row) // 2)] for row in cells]
         for row, fours in zip(cells, made, strict=True):
@@ -342,7 +343,7 @@ class _BackwardMmaKernel:
         kb, one, s = self.kb, self.one, self.schedule
         rows = self.extents.s_kv if isinstance(self.extents.s_kv, Value) else kb.reg("u32", self.extents.s_kv)
         kb.sync()
-        if self.turn is not None: self.turn.passed(self.blocks.count > 0)
+        if self.turn is not None: self.turn.pass_turn(self.blocks.count > 0)
         for row in self.sums_k:
             for cell in row:
                 for value in cell: value *= self.scores.slope

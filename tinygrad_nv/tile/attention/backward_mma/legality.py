@@ -43,9 +43,9 @@ def _spec_problems(spec: BackwardSpec) -> list[str]:
     try: derivative(one.score)
     except SpecError as error: return [str(error.found)]
     out = [f"{name}={d} is not a multiple of 8" for name, d in (("d", one.d), ("d_v", one.d_v)) if d % 8]
-    out += [f"rows of {name} are aligned to {rows.aligned_bytes} B, cp.async copies {LEAST_BYTES} and more"
+    out += [f"rows of {name} are aligned to {rows.alignment_bytes} B, cp.async copies {LEAST_BYTES} and more"
             for name, rows in (("q", one.q), ("k", one.k), ("v", one.v), ("grad", spec.grad))
-            if rows.aligned_bytes < LEAST_BYTES]
+            if rows.alignment_bytes < LEAST_BYTES]
     return out + [f"{count} {name} are above {MOST_GRID}, a grid's" for name, count in
                   (("key heads", one.batch[1]), ("batches", one.batch[0])) if count > MOST_GRID]
 

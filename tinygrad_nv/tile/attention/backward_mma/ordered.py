@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_mma.plan import NUMBER_BYTES
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
-from tinygrad_nv.tile.attention.score import least, signed
+from tinygrad_nv.tile.attention.score import least, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 
@@ -30,7 +30,7 @@ def flags_of(spec: AttentionSpec, block_m: int) -> int:
     return 1 + spec.matrices * -(-spec.s_q // block_m)
 
 
-def started(kb: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
+def count_started(kb: Kernel, turns: Value, heads: int) -> tuple[Value, Value, Value]:
     """Block of keys, head and element of the batch by the number of CTAs that have started before."""
     told = kb.shared("told", NUMBER_BYTES)
     with kb.if_(kb.tid.x == 0):
@@ -66,7 +66,7 @@ class OrderedBlocks:
             self.flag.set(self.flags + (number.to("u64") * 4 + 4))
             self.turn.set(self.block)
             if first is not None:  # of keys before these, no row of the block sees any
-                begin = least(kb, walk.row + signed(kb, self.blocks.extents.start) + first, 0, "max")
+                begin = least(kb, walk.row + to_signed(kb, self.blocks.extents.start) + first, 0, "max")
                 self.turn -= begin.to("u32") // self.blocks.keys
             now = kb.reg("u32")
             kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
@@ -74,7 +74,7 @@ class OrderedBlocks:
                 kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
             self.turn += 1
 
-    def passed(self, when: Value) -> None:
+    def pass_turn(self, when: Value) -> None:
         """Where the predicate holds: the next one's turn."""
         kb = self.kb
         kb.emit("st.release.gpu.global.u32", self.flag.at(), self.turn, guard=(kb.tid.x == 0) & when)

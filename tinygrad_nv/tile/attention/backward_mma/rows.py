@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
-from tinygrad_nv.tile.attention.score import LOG2E, Extents, least, signed
+from tinygrad_nv.tile.attention.score import LOG2E, Extents, least, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 
@@ -55,7 +55,7 @@ class RowBlocks:
 
     def __post_init__(self) -> None:
         kb, band, first = self.kb, self.spec.band, self.first.to("s32")
-        s_q, s_kv, start = (signed(kb, each) for each in (self.extents.s_q, self.extents.s_kv,
+        s_q, s_kv, start = (to_signed(kb, each) for each in (self.extents.s_q, self.extents.s_kv,
                                                          self.extents.start))
         last = least(kb, first + self.keys, s_kv)
         self.low, end, self.key_end = kb.reg("s32", 0), s_q, s_kv
@@ -99,7 +99,7 @@ class RowBlocks:
             late = base + self.block_m > self.full_end
             made = late if made is None else made | late
         if self.hide_rows and not self.whole_rows:
-            outside = base + self.block_m > signed(self.kb, self.extents.s_q)
+            outside = base + self.block_m > to_signed(self.kb, self.extents.s_q)
             made = outside if made is None else made | outside
         return made
 
@@ -160,18 +160,18 @@ class RowPipeline:
 
     def bring(self, stage: Value, when: Value) -> None:
         """Starts the copies of the next block to a stage (u32), where the predicate holds."""
-        left = self._left()
-        for copy in (self.q, self.grad): copy.to(stage, when, None if left is None else copy.left(left))
+        left = self._rows_left()
+        for copy in (self.q, self.grad): copy.to(stage, when, None if left is None else copy.rows_left(left))
         self.kb.cp_async_commit()
 
-    def _left(self) -> Value | None:
+    def _rows_left(self) -> Value | None:
         """Rows that there are from the block's first on, None where there are as many as it has."""
         kb, blocks = self.kb, self.walk.blocks
-        return None if blocks.whole_rows else signed(kb, blocks.extents.s_q) - self.walk.row
+        return None if blocks.whole_rows else to_signed(kb, blocks.extents.s_q) - self.walk.row
 
     def ask(self, when: Value) -> None:
         """Starts the loads of l and delta, where the predicate holds, and goes on to the next block."""
-        kb, left = self.kb, self._left()
+        kb, left = self.kb, self._rows_left()
         mine = (kb.tid.x < self.block_m) & when
         if left is not None: mine = mine & (kb.tid.x.to("s32") < left)
         self.pending = [kb.reg("f32", -math.inf), kb.reg("f32", 0.0)]

@@ -46,7 +46,7 @@ class BackwardBlocks:
         self.total = self.count * plan.spec.forward.batch[2]
 
     @property
-    def masked(self) -> bool:
+    def needs_mask(self) -> bool:
         """Whether any block may need a mask."""
         return not self.plan.spec.forward.band.full or self.plan.ragged or self.plan.hides_rows
 
@@ -77,7 +77,7 @@ class BackwardBlocks:
         if not made: return None
         return made[0] if len(made) == 1 else made[0] | made[1]
 
-    def seen(self, key: Value) -> Value:
+    def is_seen(self, key: Value) -> Value:
         """Whether some row sees the key (s32)."""
         band = self.plan.spec.forward.band
         made: list[Value] = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.plan import DQ_COLUMNS, WARP_ROWS, BackwardWgmmaPlan
 from tinygrad_nv.tile.launch import MapArgument
@@ -59,9 +59,9 @@ class QuerySums(ABC):
     def _place(self, walk: BlockPosition) -> tuple[Value, Value]:
         """The first of the warp's rows, and of its columns (s32)."""
         kb, plan = self.kb, self.plan
-        warp_row = self.warp & 3 if plan.shared_rows else self.warp
+        warp_row = self.warp & 3 if plan.shares_rows else self.warp
         row = walk.row + (warp_row * WARP_ROWS).to("s32")
-        return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shared_rows else kb.reg("s32", 0)
+        return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shares_rows else kb.reg("s32", 0)
 
     def _take_turn(self, turns: Value, walk: BlockPosition) -> None:
         """One lane: waits until the CTAs before this one have added theirs."""
@@ -152,8 +152,8 @@ class DirectSums(QuerySums):
         kb, d, lane = self.kb, self.plan.spec.forward.d, self.kb.special("laneid")
         row, first = (each.to("u32") for each in self._place(walk))
         row, first = row + (lane >> 2), first + ((lane & 3) << 1)
-        at = advanced(kb, self.to, self.head + walk.head, self.plan.spec.forward.s_q * d * 4)
-        at = advanced(kb, advanced(kb, at, row, d * 4), first, 4)
+        at = advance(kb, self.to, self.head + walk.head, self.plan.spec.forward.s_q * d * 4)
+        at = advance(kb, advance(kb, at, row, d * 4), first, 4)
         if self.turns is not None:
             with kb.if_(kb.elect()): self._take_turn(self.turns, walk)
             kb.emit("bar.warp.sync", -1)

@@ -62,9 +62,9 @@ class _BackwardWgmmaKernel:
         self.l, self.delta = kb.pointer("l"), kb.pointer("delta")
         self.seed = kb.pointer("seed") if one.kept < EVERY else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(one.parameters))]
-        self.extents = Extents.declared(kb, one)
+        self.extents = Extents.declare_params(kb, one)
         self.loads = BackwardLoads(kb, plan, first + 2)
-        self.to = None if plan.halved else QueryMap(kb, plan)
+        self.to = None if plan.splits_columns else QueryMap(kb, plan)
         self.dk = GradientEpilogue(kb, plan, plan.spec.dk, one.d, results[0], first, plan.dk, self.loads.keys,
                                    "map_dk")
         self.dv = GradientEpilogue(kb, plan, plan.spec.dv, one.d_v, results[1], first + 1, plan.dv,
@@ -83,7 +83,7 @@ class _BackwardWgmmaKernel:
                 self.loads.init()
                 kb.fence_mbarrier_init()
             kb.sync()
-        block, head = self._dealt()
+        block, head = self._deal_tiles()
         self.column = block * plan.schedule.block_n
         self.batch = kb.ctaid.z, head
         _, heads, group = plan.spec.forward.batch
@@ -106,7 +106,7 @@ class _BackwardWgmmaKernel:
         self.kb.wait_for_previous_grid()
         return Documents.of(self.kb, one, self.extras, self.batch, self.column, self.plan.schedule.block_n)
 
-    def _dealt(self) -> tuple[Value, Value]:
+    def _deal_tiles(self) -> tuple[Value, Value]:
         """This CTA's block of keys, and its key head. Of some heads together the first blocks, which under a
         causal mask most rows see, come first, so that CTAs that end last are short."""
         kb, together = self.kb, self.plan.heads_together
@@ -133,11 +133,11 @@ class _BackwardWgmmaKernel:
         kb.emit("redux.sync.min.u32", warp, kb.tid.x // 32, -1)
         consumer = warp >> 2
         kb.wait_for_previous_grid()
-        first = (warp & 3 if plan.halved else warp) * WARP_ROWS
+        first = (warp & 3 if plan.splits_columns else warp) * WARP_ROWS
         key = self.column + first
         weights = Weights(kb, plan, self.blocks, self.extents, self.extras, self.seed, self.batch, key)
         queries = self._queries(warp)
-        kind = HalvedMainLoop if plan.halved else BackwardMainLoop
+        kind = HalvedMainLoop if plan.splits_columns else BackwardMainLoop
         products = kind(kb, plan, self.loads, weights, queries, self.blocks, consumer)
         products.sum()
         with kb.if_(kb.elect()): queries.drain()
@@ -146,7 +146,7 @@ class _BackwardWgmmaKernel:
         heads = (*self.batch, kb.reg("u32", 0))
         self.dv.store(products.dv, key, first, self.extents.s_kv, heads, consumer)
         # dk comes where keys were that the other consumer's dq is made of, unless each has its own columns
-        if plan.dk is not None and not plan.halved: kb.sync(FINISHED, WARPGROUP * plan.consumers)
+        if plan.dk is not None and not plan.splits_columns: kb.sync(FINISHED, WARPGROUP * plan.consumers)
         self.dk.store(products.dk, key, first, self.extents.s_kv, heads, consumer)
         kb.tma_wait(0)
 

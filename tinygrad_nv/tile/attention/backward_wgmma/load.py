@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 
 from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.backward_mma.rows import exponent
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
-from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan, map_argument, walked
+from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan, map_argument, map_dimensions
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.launch import MapArgument
@@ -90,7 +90,7 @@ class BackwardLoads:
               full: MemoryOperand) -> None:
         """The columns of a tile."""
         tile, rows = self.sources[name]
-        outer = [batch[i].to("s32") for i in walked(rows, self.plan.spec.forward.batch)]
+        outer = [batch[i].to("s32") for i in map_dimensions(rows, self.plan.spec.forward.batch)]
         for column in range(tile.columns):
             self.kb.tma_load(target.at(column * tile.column_bytes), self.tensor_maps[name],
                             [column * tile.inner, row, *outer], full)
@@ -106,7 +106,7 @@ class BackwardLoads:
         with walk.each():
             own = walk.row.to("u32") + lane
             matrix = head + walk.head
-            sources = [advanced(kb, advanced(kb, each, matrix, 4 * s_q), own, 4) for each in (l, delta)]
+            sources = [advance(kb, advance(kb, each, matrix, 4 * s_q), own, 4) for each in (l, delta)]
             values = []
             for i in range(0, m, LANES):
                 inside = own + i < extents.s_q

@@ -17,7 +17,7 @@ Protocol: with K and V the consumer's 64 keys and values in shared memory, Q and
         wait for dQ, add it to memory
 
 Where dk has so many columns that ptxas has no registers for it in flight from block to block, it is waited
-for at a block's end (`BackwardWgmmaPlan.carried`).
+for at a block's end (`BackwardWgmmaPlan.carries_products`).
 
 A fragment of 16 bits is the fragment of a left operand in registers: registers 8c … 8c + 7 are the four of
 wgmma c. dS has two buffers: who writes one of them has passed the barrier of the block between, and so have
@@ -77,9 +77,9 @@ class BackwardMainLoop:
         self.q, self.q_right = whole(plan.q, queries), whole(plan.q_right, queries)
         self.grad, self.grad_right = whole(plan.grad, grads), whole(plan.grad_right, grads)
         columns = loads.keys.address()
-        if plan.shared_rows: columns = columns + consumer * plan.k_right.at_mn(plan.dq_columns)
+        if plan.shares_rows: columns = columns + consumer * plan.k_right.at_mn(plan.dq_columns)
         self.keys_right = whole(plan.k_right, columns)
-        self.left = whole(plan.ds, slopes) if plan.shared_rows else own(plan.ds, slopes)
+        self.left = whole(plan.ds, slopes) if plan.shares_rows else own(plan.ds, slopes)
         self.place = slopes + self._place()
 
     def _place(self) -> Value:
@@ -104,7 +104,7 @@ class BackwardMainLoop:
         ring.wait(self.at)
         self._issue_scores()
         logs, changes = self._row_values(0)
-        if plan.carried:
+        if plan.carries_products:
             kb.wgmma_wait(1)
             ring.release(self.empty_barriers, self.before, self.mine & further)
         self._issue_changes(0)
@@ -125,7 +125,7 @@ class BackwardMainLoop:
         self._issue_keys(plan.parts - 1)
         kb.wgmma_wait(1)
         self.queries.add(walk)
-        if plan.carried: self.before.set(self.at.stage)
+        if plan.carries_products: self.before.set(self.at.stage)
         else:
             kb.wgmma_wait(0)
             ring.release(self.empty_barriers, self.at.stage, self.mine)
@@ -159,7 +159,7 @@ class BackwardMainLoop:
 
     def _issue_scores(self) -> None:
         """Of all parts at once, where registers allow it: a wider wgmma reads its left operand less often."""
-        parts = [[each for part in self.s for each in part]] if self.plan.carried else self.s
+        parts = [[each for part in self.s for each in part]] if self.plan.carries_products else self.s
         for part, sums in enumerate(parts): self._issue(sums, self.keys, self.q, part)
 
     def _issue_changes(self, part: int) -> None: self._issue(self.dp, self.values, self.grad, part)
@@ -207,7 +207,7 @@ class BackwardMainLoop:
         if some is None: return
         with kb.if_(some):
             with kb.loop(kb.tid.x + 0, plan.schedule.block_n, self.threads) as key, \
-                    kb.if_(~self.blocks.seen(self.blocks.column + key.to("s32"))):
+                    kb.if_(~self.blocks.is_seen(self.blocks.column + key.to("s32"))):
                 for tile, start in ((plan.k, loads.keys.address()), (plan.v, loads.values.address())):
                     place = start + key * tile.span
                     for column in range(tile.columns):

@@ -17,14 +17,14 @@ from functools import lru_cache
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.spec import Rows, multiple
-from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, padded, walked
+from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, map_dimensions, pad_head
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span
 
 __all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "BackwardWgmmaPlan",
            "map_argument",
-           "walked"]
+           "map_dimensions"]
 
 # registers a thread of the producers and of a consumer, by the number of consumers: together what the three
 # warpgroups begin with, 3 · 168; one consumer keeps what the compiler gives it
@@ -71,7 +71,8 @@ class BackwardWgmmaPlan:
         """The plan."""
         dtype, m, n = spec.forward.q.dtype, schedule.block_m, schedule.block_n
         halved = n < ROWS * schedule.consumers
-        (d, span), (d_v, span_v) = (_laid(width, halved) for width in (spec.forward.d, spec.forward.d_v))
+        (d, span), (d_v,
+                    span_v) = (_layout_head(width, halved) for width in (spec.forward.d, spec.forward.d_v))
         pieces = 1 if m == ROWS * schedule.consumers else schedule.consumers
         boxes = -(-d * 2 // span)
         wide = -(-boxes // pieces) * pieces * span // 2  # whole boxes for each consumer
@@ -79,7 +80,7 @@ class BackwardWgmmaPlan:
 
         def result(rows: Rows, elements: int, width: int, span: int) -> OperandTile | None:
             # a map does not cut off within 16 bytes
-            whole = rows.dtype.itemsize == 2 and rows.aligned_bytes == 16 and elements % 8 == 0
+            whole = rows.dtype.itemsize == 2 and rows.alignment_bytes == 16 and elements % 8 == 0
             return OperandTile(rows.dtype, "K", n, width, span) if whole else None
 
         return BackwardWgmmaPlan(spec, schedule, OperandTile(dtype, "K", m, d, span),
@@ -93,19 +94,19 @@ class BackwardWgmmaPlan:
     def consumers(self) -> int: return self.schedule.consumers
 
     @property
-    def halved(self) -> bool:
+    def splits_columns(self) -> bool:
         """Whether consumers have the same keys, and each half of the columns of dk and dv."""
         return self.schedule.block_n < ROWS * self.consumers
 
     @property
-    def shared_rows(self) -> bool:
+    def shares_rows(self) -> bool:
         """Whether consumers have the same rows of dq, and each its own columns."""
         return self.schedule.block_m < ROWS * self.consumers
 
     @property
     def dq_columns(self) -> int:
         """Columns of dq that a consumer has."""
-        return self.k_right.mn // self.consumers if self.shared_rows else self.k_right.mn
+        return self.k_right.mn // self.consumers if self.shares_rows else self.k_right.mn
 
     @property
     def dq_boxes(self) -> int:
@@ -130,11 +131,11 @@ class BackwardWgmmaPlan:
     @property
     def smem_parts(self) -> dict[str, int]:
         """Shared memory by what it is for; tiles begin at multiples of 1024."""
-        depth, buffered = self.schedule.depth, (2 if self.halved else 1) * self.ds.nbytes
+        depth, buffered = self.schedule.depth, (2 if self.splits_columns else 1) * self.ds.nbytes
         return {"keys": self.k.nbytes, "values": self.v.nbytes, "queries": self.q.nbytes * depth,
                 "gradients": self.grad.nbytes * depth,
-                "p and ds" if self.halved else "ds": DS_BUFFERS * buffered,
-                "dq": 0 if self.halved else 4 * self.consumers * self.warp_staging_bytes,
+                "p and ds" if self.splits_columns else "ds": DS_BUFFERS * buffered,
+                "dq": 0 if self.splits_columns else 4 * self.consumers * self.warp_staging_bytes,
                 "l and delta": self.row_values_bytes * depth, "barriers": self.barrier_bytes}
 
     @property
@@ -151,10 +152,10 @@ class BackwardWgmmaPlan:
     @property
     def sums(self) -> int:
         """Elements of dk and dv that a thread holds."""
-        return (self.q_right.mn + self.grad_right.mn) // (4 if self.halved else 2)
+        return (self.q_right.mn + self.grad_right.mn) // (4 if self.splits_columns else 2)
 
     @property
-    def carried(self) -> bool:
+    def carries_products(self) -> bool:
         """Whether products of dk are in flight from one block to the next."""
         return self.sums <= MOST_CARRIED
 
@@ -171,14 +172,14 @@ class BackwardWgmmaPlan:
         """Registers of a thread beside dk and dv, at the most. Of one part: s, dp or dq, ds of the block
         before. Of two: s, dp, p and ds of both parts. Of halves: half of s, dp, p and ds, or dq."""
         part, half = ROWS // 2, ROWS // 4
-        if self.halved: return max(part + half, self.dq_columns // 2)
+        if self.splits_columns: return max(part + half, self.dq_columns // 2)
         if self.parts == 1: return part + max(part, self.dq_columns // 2) + half
         return max(2 * part + 4 * half, part + self.dq_columns // 2 + 3 * half)
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread of the producers and of a consumer; 0 where they are left as they are."""
-        return HALVED_REGISTERS if self.halved else REGISTERS[self.consumers]
+        return HALVED_REGISTERS if self.splits_columns else REGISTERS[self.consumers]
 
     @property
     def kind(self) -> str:
@@ -214,9 +215,9 @@ class BackwardWgmmaPlan:
         return -(-self.spec.forward.s_kv // self.schedule.block_n), heads, batch
 
 
-def _laid(d: int, halved: bool) -> tuple[int, int]:
+def _layout_head(d: int, halved: bool) -> tuple[int, int]:
     """A head in whole wgmmas, or pairs of them, and the swizzle of its rows; halves are whole boxes."""
-    if not halved: return padded(d), natural_span(padded(d) * 2)
+    if not halved: return pad_head(d), natural_span(pad_head(d) * 2)
     d = -(-d // (2 * STEP)) * 2 * STEP
     return d, natural_span(d)
 
@@ -227,7 +228,7 @@ def map_argument(plan: BackwardWgmmaPlan, rows: Rows, pointer: int, count: int, 
     """The tensor map of a matrix of `count` rows (the extent `symbol`): boxes of `box` rows of `inner`
     elements."""
     one, size = plan.spec.forward, rows.dtype.itemsize
-    axes = walked(rows, one.batch)
+    axes = map_dimensions(rows, one.batch)
     pitch = rows.row * size if count > 1 else -(-d * size // 16) * 16  # of one row never used, but needed
     symbolic = symbol in one.symbolic
     return MapArgument(pointer, short(rows.dtype), (d, count, *(one.batch[i] for i in axes)),

@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.tile.access import advanced, write
-from tinygrad_nv.tile.attention.backward_wgmma.plan import WARP_ROWS, BackwardWgmmaPlan, map_argument, walked
+from tinygrad_nv.tile.access import advance, write
+from tinygrad_nv.tile.attention.backward_wgmma.plan import (
+    WARP_ROWS,
+    BackwardWgmmaPlan,
+    map_argument,
+    map_dimensions,
+)
 from tinygrad_nv.tile.attention.spec import Rows
-from tinygrad_nv.tile.lanes import Lanes, packed
+from tinygrad_nv.tile.lanes import Lanes, pack
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
@@ -41,9 +46,10 @@ class GradientEpilogue:
 
     def _by_tma(self, tile: OperandTile, sums: Sequence[Value], key: Value, tile_row: Value,
                 batch: Sequence[Value], half: Value) -> None:
-        kb, lane, columns = self.kb, self.kb.special("laneid"), tile.columns // (2 if self.plan.halved else 1)
+        kb, lane = self.kb, self.kb.special("laneid")
+        columns = tile.columns // (2 if self.plan.splits_columns else 1)
         base, first = self.staging.address() + tile_row * tile.span, kb.reg("s32", 0)
-        if self.plan.halved:
+        if self.plan.splits_columns:
             base = base + half * (columns * tile.column_bytes)
             first = (half * (columns * tile.inner)).to("s32")
         plain = (lane & 15) * tile.span + (lane >> 4) * 16
@@ -51,13 +57,13 @@ class GradientEpilogue:
         own = plain ^ ((plain >> 7) & mask) << 4
         places = [base + (own ^ at if at else own) for at in range(0, tile.span, 32)]
         for pair in range(len(sums) // 8):
-            words = [packed(kb, sums[at:at + 2], self.rows.dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
+            words = [pack(kb, sums[at:at + 2], self.rows.dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
             column, inside = divmod(32 * pair, tile.span)
             kb.stmatrix(places[inside // 32].at(column * tile.column_bytes), words)
         kb.fence_proxy_async()
         kb.emit("bar.warp.sync", -1)
         with kb.if_(kb.elect()):
-            outer = [batch[i].to("s32") for i in walked(self.rows, self.plan.spec.forward.batch)]
+            outer = [batch[i].to("s32") for i in map_dimensions(self.rows, self.plan.spec.forward.batch)]
             for column in range(columns):
                 kb.tma_store(self.tensor_maps[0], [first + column * tile.inner, key.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
@@ -67,13 +73,13 @@ class GradientEpilogue:
                half: Value) -> None:
         kb, lane, rows, d = self.kb, self.kb.special("laneid"), self.rows, self.width
         size, own, column = rows.dtype.itemsize, key + (lane >> 2), (lane & 3) << 1
-        width = 2 * len(sums) if self.plan.halved else 0
+        width = 2 * len(sums) if self.plan.splits_columns else 0
         if width: column = column + half * width
         base = self.out + rows.offset * size if rows.offset else self.out
         for index, stride in zip((*batch, own), (*rows.batch, rows.row), strict=True):
-            base = advanced(kb, base, index, stride * size)
-        base = advanced(kb, base, column, size)
-        pairs = d % 2 == 0 and rows.aligned_bytes >= 2 * size
+            base = advance(kb, base, index, stride * size)
+        base = advance(kb, base, column, size)
+        pairs = d % 2 == 0 and rows.alignment_bytes >= 2 * size
         for h in range(2):
             inside = own + 8 * h < keys
             for j in range(len(sums) // 4):

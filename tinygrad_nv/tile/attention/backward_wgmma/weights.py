@@ -86,9 +86,9 @@ class Weights:
               begin: int) -> None:
         """Of the rows from the `begin`th 16 on."""
         kb, scores = self.kb, self._scores(head)
-        cells, slopes = scores.turned([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
+        cells, slopes = scores.score_and_slope([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
         found = list(registers(cells))
-        if self.blocks.masked:
+        if self.blocks.needs_mask:
             with kb.if_(self.blocks.partly(row, 2 * len(s))): self._mask(found, row)
         for c in range(len(s) // 8):
             own = logs(begin + c)

@@ -29,7 +29,7 @@ from tinygrad_nv.tile.attention.fma.store import WarpReduction, store
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.ragged_rest import store_logs
 from tinygrad_nv.tile.attention.schedules import FlashFma
-from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, signed, sink_of
+from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, sink_of, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -60,7 +60,7 @@ class _FlashFmaKernel:
         self.q, self.keys, self.values = (kb.pointer(name) for name in "qkv")
         self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
         extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.extents = Extents.declared(kb, spec)
+        self.extents = Extents.declare_params(kb, spec)
         self._own_place()
         if spec.documents and kb.hopper: kb.wait_for_previous_grid()
         documents = Documents.of(kb, spec, extras, self.batch, self.first, s.block_m)
@@ -111,7 +111,7 @@ class _FlashFmaKernel:
         q = RowCopy(kb, spec.q, row_start(kb, self.q, spec.q, self.batch, self.first), spec.d, self.queries)
         whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
         q.to(self.q_start, None, None if whole else
-             q.left(signed(kb, self.extents.s_q) - self.first.to("s32")))
+             q.rows_left(to_signed(kb, self.extents.s_q) - self.first.to("s32")))
         kb.cp_async_commit()
         keys = SharedTile(s.block_n, self.plan.d * SIZE)
         values = SharedTile(s.block_n, self.plan.d_v * SIZE)
@@ -158,7 +158,7 @@ class _FlashFmaKernel:
 
     def _store(self, row: Value, rows: Value) -> None:
         inverses, logs = self.softmax.finish(sink_of(self.kb, self.spec, self.sinks, self.batch))
-        self.outputs.scaled(inverses)
+        self.outputs.scale_rows(inverses)
         if self.log is not None: store_logs(self.kb, self.spec, self.log, logs, self.batch, row, rows)
         out = row_start(self.kb, self.out, self.spec.out, self.batch, row + self.outputs.lane_row)
         s_q = self.extents.s_q

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.score import Cells
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import Places, swizzled
+from tinygrad_nv.tile.ops import Places, swizzle_offset
 
 CHUNK = 16        # bytes: four elements
 MOST_SHARE = 64   # registers for a block's share of the sums, half as many beside
@@ -49,8 +49,8 @@ class ScoreMatmul:
 
     def __post_init__(self) -> None:
         kb, lane, zero = self.kb, self.kb.special("laneid"), self.kb.reg("u32", 0)
-        self.left = Places(kb, self.queries, swizzled(self.queries, self.row + (lane >> 2), zero))
-        self.right = Places(kb, self.keys, swizzled(self.keys, self.column + ((lane & 3) << 1), zero))
+        self.left = Places(kb, self.queries, swizzle_offset(self.queries, self.row + (lane >> 2), zero))
+        self.right = Places(kb, self.keys, swizzle_offset(self.keys, self.column + ((lane & 3) << 1), zero))
         self.chunks = range(0, self.keys.span, CHUNK)
         self.left.prepare([self.queries.plain(0, at) for at in self.chunks])
         self.right.prepare([self.keys.plain(e, at) for at in self.chunks for e in range(2)])
@@ -68,9 +68,9 @@ class ScoreMatmul:
                 self._span(made, left, right)
                 left += self.queries.rows * self.queries.span
                 right += self.keys.rows * self.keys.span
-        return self._added(made)
+        return self._add_chains(made)
 
-    def _added(self, chains: list[Cells]) -> Cells:
+    def _add_chains(self, chains: list[Cells]) -> Cells:
         """The sums of all chains, two by two."""
         while len(chains) > 1:
             half = len(chains) // 2
@@ -116,7 +116,7 @@ class Outputs:
     def __post_init__(self) -> None:
         kb, lane = self.kb, self.kb.special("laneid")
         self.lane_row = lane >> 3
-        self.right = Places(kb, self.values, swizzled(self.values, self.column, (lane & 7) << 4))
+        self.right = Places(kb, self.values, swizzle_offset(self.values, self.column, (lane & 7) << 4))
         self.groups = self.values.row_bytes // 128
         self.right.prepare([self.values.plain(c, 0) for c in range(8)])
         self.read_from = self.weights + self.lane_row * self.pitch
@@ -142,7 +142,7 @@ class Outputs:
             kb.emit("shfl.sync.idx.b32", factor, factors[i // 2], lane, 31, -1)
         return made
 
-    def scaled(self, factors: list[Value]) -> None:
+    def scale_rows(self, factors: list[Value]) -> None:
         """Multiplies every row's sums by a factor of rows lane / 4 + 8 i."""
         for row, factor in zip(self.sums, self.of_rows(factors), strict=True):
             for four in row:

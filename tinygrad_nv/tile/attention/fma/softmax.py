@@ -26,7 +26,7 @@ class ExactSoftmax(OnlineSoftmax):
         kb, rescales = self.kb, []
         for number, row_max in enumerate(self.row_max):
             row = [cell[2 * (number % 2) + e] for cell in cells[number // 2] for e in range(2)]
-            new = self._moved(row, row_max)
+            new = self._row_max_update(row, row_max)
             safe = self.base(new)
             rescales.append(self.weight(row_max, safe))
             row_max.set(new)

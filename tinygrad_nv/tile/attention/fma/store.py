@@ -22,7 +22,7 @@ from tinygrad_nv.tile.access import place
 from tinygrad_nv.tile.attention.fma.matmuls import Outputs
 from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
 from tinygrad_nv.tile.attention.spec import AttentionSpec
-from tinygrad_nv.tile.lanes import FLOAT16S, packed
+from tinygrad_nv.tile.lanes import FLOAT16S, pack
 
 
 @dataclass
@@ -60,7 +60,7 @@ class WarpReduction:
             factors.append(softmax.weight(row_max, base))
             row_max.set(most)
             row_sum.set(whole)
-        outputs.scaled(factors)
+        outputs.scale_rows(factors)
 
     def sums(self, sums: Sequence[Sequence[Sequence[Value]]]) -> None:
         """Adds the others' sums to those of the first of the warps."""
@@ -87,7 +87,7 @@ def store(kb: Kernel, spec: AttentionSpec, out: Value, outputs: Outputs, row: Va
     """Stores a warp's sums: `out` (u64) is where the lane's first row begins, `row` (u32) the warp's first of
     `rows`; with `edges` it may have more."""
     size, lane = spec.out.dtype.itemsize, kb.special("laneid")
-    width = next(n for n in (4, 2, 1) if n * size <= spec.out.aligned_bytes and spec.d_v % n == 0)
+    width = next(n for n in (4, 2, 1) if n * size <= spec.out.alignment_bytes and spec.d_v % n == 0)
     column, first = (lane & 7) << 2, row + outputs.lane_row
     base = out + (column * size).to("u64")
     for i, groups in enumerate(outputs.sums):
@@ -109,7 +109,7 @@ def _as(kb: Kernel, spec: AttentionSpec, values: list[Value]) -> tuple[str, list
     dtype = spec.out.dtype
     if dtype == dtypes.float32: return "f32", values
     if len(values) > 1:
-        return "b32", [packed(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
+        return "b32", [pack(kb, values[i:i + 2], dtype) for i in range(0, len(values), 2)]
     half = kb.reg("b16")
     kb.emit(f"cvt.rn.{FLOAT16S[dtype]}.f32", half, values[0])
     return "b16", [half]

@@ -18,7 +18,7 @@ from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.score import Columns
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Passes, Places, swizzled_plain
+from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Passes, Places, swizzle_plain
 
 LEAST_BYTES = 4  # of a cp.async
 
@@ -38,20 +38,20 @@ class RowCopy(Passes):
     def __post_init__(self) -> None:
         kb, tile, self.size = self.kb, self.tile, self.rows.dtype.itemsize
         self.threads, a_row, thread = kb.threads[0], tile.span // CHUNK, kb.tid.x
-        self.places = Places(kb, tile, swizzled_plain(thread * CHUNK, tile))
+        self.places = Places(kb, tile, swizzle_plain(thread * CHUNK, tile))
         self.byte, self.row = thread % a_row * CHUNK, thread // a_row
         if self.threads > a_row * tile.rows:
             self.byte, self.row = self.byte + self.row // tile.rows * tile.span, self.row % tile.rows
         self.source = self.first + self.row.to("u64") * (self.rows.row * self.size) + self.byte.to("u64")
-        self.width = min(self.rows.aligned_bytes, self.d * self.size & -(self.d * self.size))
+        self.width = min(self.rows.alignment_bytes, self.d * self.size & -(self.d * self.size))
 
-    def left(self, rows: Value) -> Value:
+    def rows_left(self, rows: Value) -> Value:
         """Of `rows` (s32) that a tile has, those from this thread's own on."""
         return rows - self.row.to("s32")
 
     def to(self, stage: Value, when: Value | None = None, left: Value | None = None) -> None:
-        """Copies the tile to the stage at a shared address (u32), where the predicate holds. `left` is
-        `left()` of the rows there are; None where there are all."""
+        """Copies the tile to the stage at a shared address (u32), where the predicate holds. `rows_left` is
+        `rows_left()` of the rows there are; None where there are all."""
         kb = self.kb
         self.places.at_stage(stage)
         inside = {row: left <= row for row, _ in map(self.where, range(self.passes))} \
@@ -123,6 +123,6 @@ class ColumnPipeline:
 
     def _bring(self, stage: Value, when: Value, left: Value | None) -> None:
         for copy in self.copies:
-            copy.to(stage, when, None if left is None else copy.left(left))
+            copy.to(stage, when, None if left is None else copy.rows_left(left))
             copy.back()
         self.kb.cp_async_commit()

@@ -25,14 +25,22 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, row_start
+from tinygrad_nv.tile.access import advance, row_start
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
-from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, padded
+from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, pad_head
 from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
 from tinygrad_nv.tile.attention.schedules import FlashMma
-from tinygrad_nv.tile.attention.score import Cells, Columns, Extents, OnlineSoftmax, Scores, signed, sink_of
+from tinygrad_nv.tile.attention.score import (
+    Cells,
+    Columns,
+    Extents,
+    OnlineSoftmax,
+    Scores,
+    sink_of,
+    to_signed,
+)
 from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
@@ -69,7 +77,7 @@ class _FlashMmaKernel:
         self.seed = kb.pointer("seed") if spec.kept < EVERY else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self._own_place()
-        self.extents = Extents.declared(kb, spec) if cu is None else self._sequence(*cu)
+        self.extents = Extents.declare_params(kb, spec) if cu is None else self._sequence(*cu)
         if spec.documents and kb.hopper: kb.wait_for_previous_grid()
         documents = Documents.of(kb, spec, self.extras, self.batch, self.first, s.block_m)
         self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n, documents)
@@ -97,7 +105,7 @@ class _FlashMmaKernel:
         assert made.first is not None
         q, keys = made.first
         self.out, self.q, self.keys, self.values = (
-            advanced(kb, pointer, first, rows.row * rows.dtype.itemsize) for pointer, first, rows in
+            advance(kb, pointer, first, rows.row * rows.dtype.itemsize) for pointer, first, rows in
             ((self.out, q, spec.out), (self.q, q, spec.q), (self.keys, keys, spec.k),
              (self.values, keys, spec.v)))
         return made
@@ -142,11 +150,11 @@ class _FlashMmaKernel:
         q = RowCopy(kb, spec.q, row_start(kb, self.q, spec.q, self.batch, self.first), spec.d, q_tile)
         whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
         q.to(self.q_start, None, None if whole else
-             q.left(signed(kb, self.extents.s_q) - self.first.to("s32")))
+             q.rows_left(to_signed(kb, self.extents.s_q) - self.first.to("s32")))
         kb.cp_async_commit()
         start = 0
         for pointer, rows, d in ((self.keys, spec.k, spec.d), (self.values, spec.v, spec.d_v)):
-            tile = SharedTile(s.block_n, padded(d) * 2)
+            tile = SharedTile(s.block_n, pad_head(d) * 2)
             copies.append(RowCopy(kb, rows, row_start(kb, pointer, rows, self.batch, last), d, tile, start))
             start += tile.nbytes
         self.ring = ColumnPipeline(kb, copies, self.start, self.stage_bytes, s.depth)

@@ -33,9 +33,9 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
         other = "flash_fma" if spec.q.dtype == dtypes.float32 else "flash_wgmma, for sm_90a"
         return [f"operands of {short(spec.q.dtype)} are of {other}"]
     out = [f"{name}={d} is not a multiple of 8" for name, d in (("d", spec.d), ("d_v", spec.d_v)) if d % 8]
-    out += [f"rows of {name} are aligned to {rows.aligned_bytes} B, cp.async copies {LEAST_BYTES} and more"
+    out += [f"rows of {name} are aligned to {rows.alignment_bytes} B, cp.async copies {LEAST_BYTES} and more"
             for name, rows in (("q", spec.q), ("k", spec.k), ("v", spec.v))
-            if rows.aligned_bytes < LEAST_BYTES]
+            if rows.alignment_bytes < LEAST_BYTES]
     heads = spec.batch[1] * spec.batch[2]
     return out + [f"{count} {name} are above {MOST_GRID}, a grid's" for name, count in
                   (("heads", heads), ("batches", spec.batch[0] + spec.ragged)) if count > MOST_GRID]

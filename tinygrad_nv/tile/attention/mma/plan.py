@@ -33,12 +33,12 @@ class FlashMmaPlan:
     @property
     def d(self) -> int:
         """Elements of a row of q and of keys in shared memory."""
-        return padded(self.spec.d)
+        return pad_head(self.spec.d)
 
     @property
     def d_v(self) -> int:
         """Elements of a row of values in shared memory."""
-        return padded(self.spec.d_v)
+        return pad_head(self.spec.d_v)
 
     @property
     def warp_m(self) -> int:
@@ -96,6 +96,6 @@ class FlashMmaPlan:
         return self.ring_bytes + (0 if self.q_in_ring else self.q_bytes)
 
 
-def padded(d: int) -> int:
+def pad_head(d: int) -> int:
     """Elements of a row in shared memory: whole steps of a product."""
     return -(-d // 16) * 16

@@ -37,15 +37,15 @@ class KeyBlocks:
         if band.last is not None:
             bottom = row + m  # rows beyond the last one see nothing
             if not isinstance(s_q, int) or s_q % m: kb.emit("min.s32", bottom, bottom, s_q)
-            end = self._clamped(bottom + start + band.last, s_kv)
-            plain_end = self._clamped(at + (band.last + 1), s_kv) // n
+            end = self._clamp(bottom + start + band.last, s_kv)
+            plain_end = self._clamp(at + (band.last + 1), s_kv) // n
         first: Extent = 0
         plain_first: Extent = 0
         if band.first is not None:
-            first = self._clamped(at + band.first) // n
-            plain_first = (self._clamped(at + (m - 1 + band.first)) + (n - 1)) // n
+            first = self._clamp(at + band.first) // n
+            plain_first = (self._clamp(at + (m - 1 + band.first)) + (n - 1)) // n
         if documents is not None:
-            first = least(kb, self._clamped(documents.begin) // n, first, "max")
+            first = least(kb, self._clamp(documents.begin) // n, first, "max")
             plain_first = least(kb, first, plain_first, "max")
             plain_end = least(kb, first, plain_end, "max")
             end = least(kb, documents.end, end)
@@ -53,7 +53,7 @@ class KeyBlocks:
         self.first, self.end = first, (end + (n - 1)) // n
         self.plain_end, self.plain_first = plain_end, plain_first
 
-    def _clamped(self, column: Value, most: Extent | None = None) -> Value:
+    def _clamp(self, column: Value, most: Extent | None = None) -> Value:
         """At least 0, at most `most`."""
         made = self.kb.reg("s32")
         self.kb.emit("max.s32", made, column, 0)
@@ -61,7 +61,7 @@ class KeyBlocks:
         return made
 
     @property
-    def masked(self) -> bool:
+    def needs_mask(self) -> bool:
         """Whether any block may need a mask."""
         return self.masks_left or self.masks_right
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.score import Cells, OnlineSoftmax, Scores
 from tinygrad_nv.tile.attention.spec import RowScales
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
@@ -107,10 +107,10 @@ class TransposedValues:
         kb = self.kb
         self.lane = lane = kb.special("laneid")
         self.wide = (kb.tid.x // 32 & 1) * WIDE
-        self.from_ = _swizzled(self.plan.v, lane) ^ self.wide
+        self.from_ = _swizzle(self.plan.v, lane) ^ self.wide
         matrix, row = lane >> 3, lane & 7
         odd = (row >> 2 ^ matrix) & 1
-        self.to = _swizzled(self.tile, self.wide + row * 2 + odd) ^ (matrix >> 1) * 16
+        self.to = _swizzle(self.tile, self.wide + row * 2 + odd) ^ (matrix >> 1) * 16
         self.one = kb.select(lane < 16, 0x6420, 0x7531, "b32")
         self.other = kb.select(lane < 16, 0x7531, 0x6420, "b32")
 
@@ -119,7 +119,7 @@ class TransposedValues:
         all from key `seen` (u32) on become 0."""
         kb, tile = self.kb, self.plan.v
         with kb.loop(seen + self.lane, tile.rows, 32) as key:
-            own = _swizzled(tile, key) ^ self.wide
+            own = _swizzle(tile, key) ^ self.wide
             for base, offset in self._places(tile, stage, own):
                 kb.st("shared", "b32", base.at(offset), [0] * 4)
         kb.emit("bar.warp.sync", -1)
@@ -145,7 +145,7 @@ class TransposedValues:
                 kb.stmatrix(target.at(column + i * 2 * WIDE * tile.span), made)
 
 
-def _swizzled(tile: OperandTile, row: Value) -> Value:
+def _swizzle(tile: OperandTile, row: Value) -> Value:
     """Where a row of a tile begins, under the swizzle."""
     plain = row * tile.span
     return plain ^ (plain >> 7 & tile.span // 16 - 1) << 4
@@ -189,7 +189,7 @@ class Fp8MainLoop(AttentionMainLoop):
     def _base(self, scales: RowScales, pointer: Value, scores: Scores) -> Value:
         made = pointer + scales.offset * 4 if scales.offset else pointer
         for index, stride in zip(scores.batch, scales.batch, strict=True):
-            made = advanced(self.kb, made, index, stride * 4)
+            made = advance(self.kb, made, index, stride * 4)
         return made
 
     def _scale(self, which: int, row: Value | None = None) -> Value:
@@ -197,11 +197,11 @@ class Fp8MainLoop(AttentionMainLoop):
         kb, made, base = self.kb, self.kb.reg("f32"), self.bases[which]
         assert self.plan.spec.scales is not None
         scales = self.plan.spec.scales[which]
-        if row is not None and scales.block: base = advanced(kb, base, row // scales.rows, scales.block * 4)
+        if row is not None and scales.block: base = advance(kb, base, row // scales.rows, scales.block * 4)
         kb.emit("ld.global.f32", made, base.at())
         return made
 
-    def _ahead(self, column: Value) -> None:
+    def _prefetch_scales(self, column: Value) -> None:
         if self.by_block[1]: self.of_keys = self._scale(1, self._uniform(column))
 
     def _ahead_of_sums(self, column: Value) -> None:
@@ -214,7 +214,7 @@ class Fp8MainLoop(AttentionMainLoop):
         self.kb.emit("redux.sync.min.u32", made, column.to("u32"), -1)
         return made
 
-    def _true(self, cells: Cells) -> Cells:
+    def _dequantize_scores(self, cells: Cells) -> Cells:
         scale = self.scale
         if self.by_block[1]: scale = self.of_keys if scale is None else scale * self.of_keys
         if scale is not None:
@@ -252,7 +252,7 @@ class Fp8MainLoop(AttentionMainLoop):
                     self.p[4 * step:4 * step + 4], self.values.at(low, place), step > 0)
         kb.wgmma_commit()
 
-    def _summed(self) -> None:
+    def _add_values(self) -> None:
         kb = self.kb
         for first, columns in self.plan.pieces:
             if first:

@@ -24,7 +24,7 @@ way.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.ragged_rest import clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
@@ -67,7 +67,7 @@ class _FlashWgmmaKernel:
         self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
         self.seed = kb.pointer("seed") if spec.kept < EVERY else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
-        self.extents = Extents.declared(kb, spec)
+        self.extents = Extents.declare_params(kb, spec)
         self.loads = AttentionLoads(kb, plan, 1 + spec.lse)
         self.turned = TransposedValues(kb, plan, self.loads) if plan.turned is not None else None
         self.finish = AttentionEpilogue(kb, plan, out, lse, self.loads.q)
@@ -108,7 +108,7 @@ class _FlashWgmmaKernel:
         kb.emit("exit", guard=number * m >= self.extents.s_q)
         assert self.extents.first is not None
         self.loads.sequence = self.extents.first
-        self.finish.out = advanced(kb, self.finish.out, self.extents.first[0],
+        self.finish.out = advance(kb, self.finish.out, self.extents.first[0],
                                    spec.out.row * spec.out.dtype.itemsize)
 
     def _head(self) -> tuple[Value, Value]:
@@ -149,6 +149,6 @@ class _FlashWgmmaKernel:
             inverse, logs = products.finish(sink_of(kb, plan.spec, self.sinks, tile.batch))
             if products.dropout is not None: inverse = [each * products.dropout.scale for each in inverse]
             self.finish.store(products.out, inverse, logs, row, first, self.extents.s_q, tile.batch)
-            if plan.overlaid: products.give_back_queries()
+            if plan.overlaid: products.release_q()
         products.end()
         self.finish.finish()

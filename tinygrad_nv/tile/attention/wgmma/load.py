@@ -11,7 +11,13 @@ from collections.abc import Callable
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
-from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, FlashWgmmaPlan, map_argument, walked
+from tinygrad_nv.tile.attention.wgmma.plan import (
+    TURNERS,
+    WARPGROUP,
+    FlashWgmmaPlan,
+    map_argument,
+    map_dimensions,
+)
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import AttentionTile, AttentionTileScheduler
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
@@ -89,7 +95,7 @@ class AttentionLoads:
         plan, spec = self.plan, self.plan.spec
         operand, rows = ((plan.q, spec.q), (plan.k, spec.k), (plan.v, spec.v))[which]
         if self.sequence is not None: at = at + self.sequence[min(which, 1)].to("s32")
-        outer = [tile.batch[i].to("s32") for i in walked(rows, spec.batch)]
+        outer = [tile.batch[i].to("s32") for i in map_dimensions(rows, spec.batch)]
         for column in range(operand.columns):
             self.kb.tma_load(target.at(column * operand.column_bytes), self.tensor_maps[which],
                             [column * operand.inner, at, *outer], full)

@@ -7,7 +7,7 @@ Protocol: with S the scores, P their weights in 16 bits, O the result so far,
         issue S = Q Kⱼᵀ
         issue O += P Vⱼ₋₁
         wait for S, give Kⱼ back
-        softmax of S, while the tensor core is at O (`_before_sums`)
+        softmax of S, while the tensor core is at O (`_pin_exp_before_pv_wait`)
         wait for O, give Vⱼ₋₁ back
         O ×= the factor of what came before;  P = S in 16 bits
     give Q back, for the next tile's
@@ -99,7 +99,7 @@ class AttentionMainLoop:
         self.loads.q_ring.wait(self.at_q)
         with blocks.any(): self._attend(blocks)
         if not blocks.always and not self.plan.overlaid:
-            with self.kb.else_(): self.give_back_queries()
+            with self.kb.else_(): self.release_q()
         self.at_q.advance()
 
     def _attend(self, blocks: KeyBlocks) -> None:
@@ -110,8 +110,8 @@ class AttentionMainLoop:
         for end, masked in blocks.runs():
             with kb.loop(0, block - end):
                 block -= 1
-                self._further(block * n, masked)
-        if not self.plan.overlaid: self.give_back_queries()
+                self._mainloop_step(block * n, masked)
+        if not self.plan.overlaid: self.release_q()
         self._last(block * n)
 
     # **** what differs between dtypes ****
@@ -122,17 +122,17 @@ class AttentionMainLoop:
 
     def _softmax(self, scores: Scores) -> OnlineSoftmax: return OnlineSoftmax(self.kb, 1, scores.factor)
 
-    def _ahead(self, column: Value) -> None:
+    def _prefetch_scales(self, column: Value) -> None:
         """What is read for the scores of the block that begins at `column`."""
 
     def _ahead_of_sums(self, column: Value) -> None:
         """What is read for its second product."""
 
-    def _true(self, cells: Cells) -> Cells:
+    def _dequantize_scores(self, cells: Cells) -> Cells:
         """The sums of products as the score has them."""
         return cells
 
-    def _summed(self) -> None:
+    def _add_values(self) -> None:
         """After a block's second product, while its values are there."""
 
     def finish(self, sink: Value | None = None) -> tuple[list[Value], list[Value]]:
@@ -143,13 +143,13 @@ class AttentionMainLoop:
 
     def _first(self, column: Value, blocks: KeyBlocks) -> None:
         kb, loads = self.kb, self.loads
-        self._ahead(column)
+        self._prefetch_scales(column)
         loads.k_ring.wait(self.at_k)
         self._issue_scores()
         kb.wgmma_wait(0)
         self._give_back_keys()
         if isinstance(blocks.columns, Value): self._clear(blocks.columns - column)
-        self._absorb(column, blocks.masked)
+        self._softmax_step(column, blocks.needs_mask)
         self._pack()
 
     def _clear(self, seen: Value) -> None:
@@ -167,9 +167,9 @@ class AttentionMainLoop:
             kb.fence_proxy_async()
             kb.sync(CLEARED, threads)
 
-    def _further(self, column: Value, masked: bool) -> None:
+    def _mainloop_step(self, column: Value, masked: bool) -> None:
         kb, loads = self.kb, self.loads
-        self._ahead(column)
+        self._prefetch_scales(column)
         self._ahead_of_sums(column + self.plan.schedule.block_n)
         loads.k_ring.wait(self.at_k)
         if self.ordered is not None: self.ordered.wait()
@@ -179,15 +179,15 @@ class AttentionMainLoop:
         if self.ordered is not None: self.ordered.arrive()
         kb.wgmma_wait(1)
         self._give_back_keys()
-        factors = self._absorb(column, masked)
-        self._before_sums()
+        factors = self._softmax_step(column, masked)
+        self._pin_exp_before_pv_wait()
         kb.wgmma_wait(0)
-        self._summed()
+        self._add_values()
         self._give_back_values()
         self._rescale(factors)
         self._pack()
 
-    def _before_sums(self) -> None:
+    def _pin_exp_before_pv_wait(self) -> None:
         """Keeps the exponentials before the wait for O. ptxas moves that wait up, and exponentials down to
         where the weights are packed: of 90 none stood under the product of P and V (128 elements of d). It
         leaves a sleep where it is among waits, and this one needs the row sums, and they every exponential.
@@ -208,13 +208,13 @@ class AttentionMainLoop:
         self.v_ring.wait(self.at_v)
         self._issue_sums()
         self.kb.wgmma_wait(0)
-        self._summed()
+        self._add_values()
         self._give_back_values()
 
-    def _absorb(self, column: Value, masked: bool) -> list[Value]:
+    def _softmax_step(self, column: Value, masked: bool) -> list[Value]:
         """Sums of the block that begins at `column` become weights; the factors of what was before."""
         cells: Cells = [[self.s[i:i + 4] for i in range(0, len(self.s), 4)]]
-        cells = self.scores.of(self._true(cells), column)
+        cells = self.scores.of(self._dequantize_scores(cells), column)
         if masked: self.scores.mask(cells, column)
         factors = self.softmax.step(cells)
         if self.dropout is not None: self.dropout.drop(cells, column)
@@ -246,7 +246,7 @@ class AttentionMainLoop:
                     trans=(False, True))
         kb.wgmma_commit()
 
-    def give_back_queries(self) -> None:
+    def release_q(self) -> None:
         """No lane of this warp reads them any more, nor what lies there instead."""
         self.loads.q_ring.release(self.empty_q, self.at_q.stage, self.mine)
 

@@ -48,14 +48,14 @@ class FlashWgmmaPlan:
     def of(spec: AttentionSpec, schedule: FlashWgmma, sm_count: int = 0) -> FlashWgmmaPlan:
         """The plan, for a GPU of so many multiprocessors; 0: one for each tile."""
         dtype, size, n = spec.q.dtype, spec.q.dtype.itemsize, schedule.block_n
-        d, d_v = (padded(each, K_BYTES // size) for each in (spec.d, spec.d_v))
+        d, d_v = (pad_head(each, K_BYTES // size) for each in (spec.d, spec.d_v))
         span, span_v = natural_span(d * size), natural_span(d_v * size)
         q = OperandTile(dtype, "K", schedule.block_m, d, span)
         k = OperandTile(dtype, "K", n, d, span)
         v = OperandTile(dtype, "MN", d_v, n, span_v)
         turned = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
         # a map would not cut off where a sequence of a ragged batch ends, nor within 16 bytes
-        whole = (spec.out.dtype.itemsize == 2 and spec.out.aligned_bytes == 16 and spec.d_v % 8 == 0
+        whole = (spec.out.dtype.itemsize == 2 and spec.out.alignment_bytes == 16 and spec.d_v % 8 == 0
                  and not spec.ragged)
         span_out = natural_span(2 * d_v)
         out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
@@ -160,12 +160,12 @@ class FlashWgmmaPlan:
         return self.blocks_of_rows, heads * group, batch + self.spec.ragged
 
 
-def padded(d: int, step: int = STEP) -> int:
+def pad_head(d: int, step: int = STEP) -> int:
     """A head in whole wgmmas."""
     return -(-d // step) * step
 
 
-def walked(rows: Rows, batch: tuple[int, int, int]) -> tuple[int, ...]:
+def map_dimensions(rows: Rows, batch: tuple[int, int, int]) -> tuple[int, ...]:
     """The dimensions of the batch that a map has, innermost first: those that the matrix differs along."""
     return tuple(i for i in (2, 1, 0) if rows.batch[i] and batch[i] > 1)
 
@@ -174,7 +174,7 @@ def map_argument(plan: FlashWgmmaPlan, rows: Rows, pointer: int, count: int, d: 
                  box: int,
                  symbol: str) -> MapArgument:
     """The tensor map of a matrix of `count` rows (the extent `symbol`): boxes of `box` rows."""
-    spec, axes = plan.spec, walked(rows, plan.spec.batch)
+    spec, axes = plan.spec, map_dimensions(rows, plan.spec.batch)
     size = rows.dtype.itemsize
     pitch = rows.row * size if count > 1 else -(-d * size // 16) * 16  # of one row never used, but needed
     symbolic = symbol in spec.symbolic

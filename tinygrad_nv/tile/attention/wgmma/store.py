@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.tile.access import advanced, write
-from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan, map_argument, walked
-from tinygrad_nv.tile.lanes import Lanes, packed
+from tinygrad_nv.tile.access import advance, write
+from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan, map_argument, map_dimensions
+from tinygrad_nv.tile.lanes import Lanes, pack
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
@@ -55,13 +55,13 @@ class AttentionEpilogue:
         own = plain ^ ((plain >> 7) & mask) << 4
         places = [base + (own ^ at if at else own) for at in range(0, tile.span, 32)]
         for pair in range(len(sums) // 8):
-            words = [packed(kb, sums[at:at + 2], dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
+            words = [pack(kb, sums[at:at + 2], dtype) for at in range(8 * pair, 8 * pair + 8, 2)]
             column, inside = divmod(32 * pair, tile.span)
             kb.stmatrix(places[inside // 32].at(column * tile.column_bytes), words)
         kb.fence_proxy_async()
         kb.emit("bar.warp.sync", -1)
         with kb.if_(kb.elect()):
-            outer = [batch[i].to("s32") for i in walked(self.plan.spec.out, self.plan.spec.batch)]
+            outer = [batch[i].to("s32") for i in map_dimensions(self.plan.spec.out, self.plan.spec.batch)]
             for column in range(tile.columns):
                 kb.tma_store(self.tensor_maps[0], [column * tile.inner, row.to("s32"), *outer],
                             base.at(column * tile.column_bytes))
@@ -82,9 +82,9 @@ class AttentionEpilogue:
         size, own, column = out.dtype.itemsize, row + (lane >> 2), (lane & 3) << 1
         base = self.out + out.offset * size if out.offset else self.out
         for index, stride in zip((*batch, own), (*out.batch, out.row), strict=True):
-            base = advanced(kb, base, index, stride * size)
-        base = advanced(kb, base, column, size)
-        pairs = d % 2 == 0 and out.aligned_bytes >= 2 * size
+            base = advance(kb, base, index, stride * size)
+        base = advance(kb, base, column, size)
+        pairs = d % 2 == 0 and out.alignment_bytes >= 2 * size
         for half in range(2):
             inside = own + 8 * half < rows
             for j in range(len(sums) // 4):
@@ -101,7 +101,7 @@ class AttentionEpilogue:
         own = row + (lane >> 2)
         head = kb.reg("u32", 0)
         for index, extent in zip(batch, spec.batch, strict=True): head = head * extent + index
-        at = advanced(kb, advanced(kb, to, head, spec.s_q * 4), own, 4)
+        at = advance(kb, advance(kb, to, head, spec.s_q * 4), own, 4)
         first = (lane & 3) == 0
         for half in range(2):
             value = Lanes(kb, dtypes.float32, [logs[half]])

@@ -60,15 +60,15 @@ class AttentionTileScheduler:
             return
         first, own = kb.reg("u32", 0), self._place()  # head of the part, place in its deal
         if self.part == self.heads:
-            with self._dealt(first, own) as tile: yield tile
+            with self._deal_tiles(first, own) as tile: yield tile
             return
         with kb.while_(lambda: first < self.heads):
-            with self._dealt(first, own) as tile: yield tile
+            with self._deal_tiles(first, own) as tile: yield tile
             first += self.part
             own.set(ctas - 1 - own)
 
     @contextmanager
-    def _dealt(self, first: Value, own: Value) -> Iterator[AttentionTile]:
+    def _deal_tiles(self, first: Value, own: Value) -> Iterator[AttentionTile]:
         """The tiles of a part, which begins with head `first`, of the CTA at place `own`."""
         kb, ctas, height = self.kb, self.plan.ctas, self._height(first)
         number = kb.reg("u32", own)
@@ -129,11 +129,11 @@ def part_of(plan: FlashWgmmaPlan) -> int:
     heads, group = plan.spec.matrices, plan.spec.batch[2]
     together, lengths = heads_together(plan), tuple(tile_lengths(plan))
 
-    def tried(parts: Sequence[int]) -> dict[int, float]:
+    def cost_of_parts(parts: Sequence[int]) -> dict[int, float]:
         some = parts[::-1][::-(-len(parts) // MOST_TRIED)][::-1]
         return {part: float(loads(lengths, heads, part, plan.ctas).max()) for part in some}
-    within = tried(range(group, together + 1, group))
-    beyond = tried([*range(together, heads, together), heads])
+    within = cost_of_parts(range(group, together + 1, group))
+    beyond = cost_of_parts([*range(together, heads, together), heads])
     found = beyond if min(beyond.values()) < (1 - WORTH) * min(within.values()) else within
     return next(part for part, most in found.items() if most <= (1 + SLACK) * min(found.values()))
 

@@ -100,7 +100,7 @@ class _LatentKernel:
         kb, (_, values, store) = self.kb, self._half(warp, 1)
         left = Descriptors.of(kb, self.plan.weights, self.weights.address())
         with self.work.work_tiles() as tile:
-            store.taken()
+            store.release_panel()
             second(kb, self.plan, values, left, tile.tiles)
             store.store(values.out, 1, tile)
 

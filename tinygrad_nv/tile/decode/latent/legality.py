@@ -44,11 +44,11 @@ def _spec_problems(spec: DecodeSpec, plan: LatentPlan) -> list[str]:
         if extent % unit: out.append(f"{name}={extent} is not a multiple of {unit}")
     if not 0 <= plan.values_at <= spec.d - spec.d_v: out.append("values beside their keys")
     if spec.d_v > MOST_VALUES: out.append(f"d_v={spec.d_v}, at most {MOST_VALUES}: sums are in registers")
-    for name, aligned in (("latents", spec.k.aligned_bytes), ("rows of q", spec.q.aligned_bytes)):
+    for name, aligned in (("latents", spec.k.alignment_bytes), ("rows of q", spec.q.alignment_bytes)):
         if aligned < 16: out.append(f"{name} begin at multiples of {aligned} B, copies at multiples of 16")
     if (far := spec.k.page * spec.k.dtype.itemsize) > MOST_STRIDE:
         out.append(f"pages {far} B apart, at most {MOST_STRIDE}")
-    if spec.out.aligned_bytes < 4:
-        out.append(f"rows of the result begin at multiples of {spec.out.aligned_bytes} B, stores at "
+    if spec.out.alignment_bytes < 4:
+        out.append(f"rows of the result begin at multiples of {spec.out.alignment_bytes} B, stores at "
                    "multiples of 4")
     return out

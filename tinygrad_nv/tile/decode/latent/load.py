@@ -13,7 +13,7 @@ from tinygrad_nv.tile.decode.latent.plan import LANES, ROWS, SPAN, WARPGROUP, La
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile, LatentTileScheduler
 from tinygrad_nv.tile.decode.plan import Parameters
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import CHUNK, swizzled
+from tinygrad_nv.tile.ops import CHUNK, swizzle_offset
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
@@ -29,7 +29,7 @@ class LatentLoads:
         self.kb, self.plan, self.given = kb, plan, given
         self.row, self.byte = thread // ACROSS, thread % ACROSS * CHUNK
         # the swizzle has the lowest three bits of a row: the same in all passes
-        self.place = swizzled(SharedTile(AT_ONCE, SPAN), self.row, self.byte)
+        self.place = swizzle_offset(SharedTile(AT_ONCE, SPAN), self.row, self.byte)
 
     def run(self, work: LatentTileScheduler, ring: Pipeline, latents: Shared, q_ring: Pipeline,
             queries: Shared) -> None:

@@ -22,9 +22,9 @@ from tinygrad_nv.tile.decode.latent.plan import CONSUMERS, ROWS, SPAN, STEP, WAR
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile
 from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
-from tinygrad_nv.tile.lanes import packed
+from tinygrad_nv.tile.lanes import pack
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import Places, swizzled
+from tinygrad_nv.tile.ops import Places, swizzle_offset
 from tinygrad_nv.tile.pipeline import Pipeline
 
 FREE, READY = 1, 2
@@ -91,7 +91,7 @@ class ScoringLoop:
         lane, tile = kb.special("laneid"), SharedTile(ROWS, plan.weights.span)
         # the four matrices of a store: 16 rows of 8 keys, then of the next 8
         row = values.row - lane // 4 + lane % 16
-        places = Places(kb, tile, swizzled(tile, row, lane // 16 * 16))
+        places = Places(kb, tile, swizzle_offset(tile, row, lane // 16 * 16))
         places.at_stage(weights.address())
         self.places = [places(plan.weights.at_step(step)) for step in range(plan.schedule.block_n // STEP)]
 
@@ -102,7 +102,7 @@ class ScoringLoop:
         self.values.clear()
         self.q_ring.wait(self.at_q)
         with kb.if_(tile.tiles > 0): self._attend(tile)
-        with kb.else_(): self._give_back_queries()
+        with kb.else_(): self._release_q()
         self.at_q.advance()
 
     def _attend(self, tile: LatentTile) -> None:
@@ -111,16 +111,16 @@ class ScoringLoop:
         key = kb.reg("s32", tile.first)
         self._scores()
         with kb.loop(1, tile.tiles, name="tile"):
-            self._absorb(key)
+            self._softmax_step(key)
             self._scores()
             kb.wgmma_wait(1)
             values.give_back()
             key += self.plan.schedule.block_n
-        self._absorb(key, self._give_back_queries)
+        self._softmax_step(key, self._release_q)
         kb.wgmma_wait(0)
         values.give_back()
 
-    def _give_back_queries(self) -> None:
+    def _release_q(self) -> None:
         self.q_ring.release(self.empty_q, self.at_q.stage, self.values.mine)
 
     def _scores(self) -> None:
@@ -137,7 +137,7 @@ class ScoringLoop:
         kb.wgmma_commit()
         self.ahead.advance()
 
-    def _absorb(self, key: Value, read: Callable[[], None] = lambda: None) -> None:
+    def _softmax_step(self, key: Value, read: Callable[[], None] = lambda: None) -> None:
         """Scores become weights; issues O += P V. `read` is called when the scores are there."""
         kb, values = self.kb, self.values
         kb.wgmma_wait(0)
@@ -146,7 +146,7 @@ class ScoringLoop:
         factors = self.softmax.step(cells, key)
         for i, cell in enumerate(cells):
             for h in range(2):
-                self.p[2 * i + h].set(packed(kb, cell[2 * h:2 * h + 2], self.plan.spec.q.dtype))
+                self.p[2 * i + h].set(pack(kb, cell[2 * h:2 * h + 2], self.plan.spec.q.dtype))
         kb.sync(FREE, CONSUMERS * WARPGROUP)
         for step, place in enumerate(self.places): kb.stmatrix(place, self.p[4 * step:4 * step + 4])
         with kb.if_(kb.special("laneid") % 4 == 0):

@@ -10,7 +10,7 @@ from tinygrad_nv.tile.decode.combine import Workspace, inverse_sum, out_place
 from tinygrad_nv.tile.decode.latent.plan import CONSUMERS, ROWS, WARPGROUP, LatentPlan
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile
 from tinygrad_nv.tile.decode.plan import Parameters
-from tinygrad_nv.tile.lanes import packed
+from tinygrad_nv.tile.lanes import pack
 
 TAKEN, TOTALS = 3, 4    # named barriers, after those of weights
 
@@ -32,7 +32,7 @@ class LatentStore:
                 kb.st("shared", "f32", self.totals.at(32 * h), row_max[h])
                 kb.st("shared", "f32", self.totals.at(32 * h + 4 * ROWS), row_sum[h])
 
-    def taken(self) -> None:
+    def release_panel(self) -> None:
         """The second warpgroup has read what the first left."""
         self.kb.arrive(TAKEN, CONSUMERS * WARPGROUP)
 
@@ -69,5 +69,5 @@ class LatentStore:
         scale = inverse_sum(kb, spec, self.given.sinks, tile.head, number, row_max, row_sum)
         at = out_place(kb, spec, self.given.out, [tile.request, tile.head], number, column)
         for j, pair in enumerate(pairs):
-            scaled = packed(kb, [value * scale for value in pair], spec.out.dtype)
+            scaled = pack(kb, [value * scale for value in pair], spec.out.dtype)
             kb.st("global", "b32", at.at(16 * j), scaled)

@@ -56,14 +56,14 @@ class LatentTileScheduler:
             kb.emit("min.u32", request, number, plan.spec.batch - 1)
             kb.emit("max.u32", count, Span(kb, plan, self.given.length(request)).count(), 1)
             ends.append(ends[-1] + kb.select(number < plan.spec.batch, count * plan.blocks, 0, "u32"))
-        total = self._summed(ends[-1])
+        total = self._scan_lanes(ends[-1])
         kb.st("shared", "u32", (self.lane_ends.address() + lane * 4).at(), total)
         at, before = self.firsts.address() + own * 4, total - ends[-1]
         for i, end in enumerate(ends):  # the next lane's first, but for the last lane
             guard = lane == LANES - 1 if i == plan.each else None
             kb.emit("st.shared.u32", at.at(4 * i), before + end, guard=guard)
 
-    def _summed(self, value: Value) -> Value:
+    def _scan_lanes(self, value: Value) -> Value:
         """Of all lanes up to this one."""
         kb, lane = self.kb, self.kb.special("laneid")
         for distance in (1, 2, 4, 8, 16):

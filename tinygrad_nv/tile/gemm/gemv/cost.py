@@ -5,7 +5,7 @@ from tinygrad_nv.tile.gemm.cost import Cost, resident_ctas
 from tinygrad_nv.tile.gemm.gemv.plan import MOST_CLUSTERED, GemvPlan
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.work import Ending, Work, finished
+from tinygrad_nv.tile.gemm.work import Ending, Work, ending_cycles
 from tinygrad_nv.tile.gpu import STREAMING, GPUModel
 
 STORE_OPERATIONS = 10.0
@@ -30,16 +30,16 @@ class GemvCost(Cost[Gemv]):
         """A weight goes to the tensor cores, or is widened and multiplied for each row."""
         plan = GemvPlan.of(spec, s)
         lanes = s.tile(spec).width * s.block_k * (1.0 if plan.tensor else 1.5 + 1.25 * plan.spec.m)
-        finish = finished(min(spec.m, spec.n) * s.block_n, end, STORE_OPERATIONS)
+        finish = ending_cycles(min(spec.m, spec.n) * s.block_n, end, STORE_OPERATIONS)
         return Work(0, 0, lanes / gpu_model.fp32_fma, finish, plan.warps_k)
 
     def resident(self, spec: GemmSpec, s: Gemv, gpu_model: GPUModel, registers: int) -> int:
         smem = 1024 + spec.a.dtype.itemsize * (min(spec.m, spec.n) * spec.k // s.splits)
         return resident_ctas(gpu_model, s.threads, smem, registers or REGISTERS)
 
-    def clustered(self, s: Gemv, arch: str) -> int:
+    def cluster_ctas(self, s: Gemv, arch: str) -> int:
         return s.splits if s.splits <= MOST_CLUSTERED and arch == "sm_90a" else 1
 
     def flags(self, s: Gemv, arch: str) -> bool:
         """A few splits meet in a cluster, where there are any."""
-        return s.splits > self.clustered(s, arch)
+        return s.splits > self.cluster_ctas(s, arch)

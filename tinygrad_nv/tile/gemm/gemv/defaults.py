@@ -18,7 +18,7 @@ def candidates(spec: GemmSpec, gpu: GPU) -> list[Gemv]:
     """None for many rows; split where the activations do not fit in half of the shared memory. Where K is
     long enough, each warp has an iteration to load while it multiplies another."""
     made, base = [], Gemv().columns(64)
-    if turns(spec): base = base.swapped()
+    if turns(spec): base = base.swap_operands()
     elif spec.m > MOST_ROWS: return []
     plan = GemvPlan.of(spec, base)
     nbytes = plan.spec.m * spec.k * spec.a.dtype.itemsize

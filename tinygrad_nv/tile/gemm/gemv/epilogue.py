@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.tile.epilogue import finished, loaded, stored
+from tinygrad_nv.tile.epilogue import evaluate_element, load_element, store_element
 from tinygrad_nv.tile.expression import Load
 from tinygrad_nv.tile.gemm.gemv.main_loop import Sums
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -96,15 +96,15 @@ class GemvEpilogue:
         """An element's sums over the CTA's warps, for each part."""
         row, column = self.row_and_column(number)
         at = self.base + (row * self.plan.sums_pitch + column) * 4
-        return [self.added([self.shared_word(at, (warp * self.spec.parts + part) * self.part_bytes)
+        return [self.add_values([self.load_shared_word(at, (warp * self.spec.parts + part) * self.part_bytes)
                             for warp in range(self.plan.warps_k)]) for part in range(self.spec.parts)]
 
-    def shared_word(self, at: Value, offset: int) -> Value:
+    def load_shared_word(self, at: Value, offset: int) -> Value:
         made = self.kb.reg(self.lanes.total)
         self.kb.emit(f"ld.shared.{self.lanes.total}", made, at.at(offset))
         return made
 
-    def added(self, values: list[Value]) -> Value:
+    def add_values(self, values: list[Value]) -> Value:
         """Their sum, from the left."""
         total = values[0]
         for value in values[1:]: total = total + value
@@ -145,7 +145,7 @@ class GemvEpilogue:
                     made = kb.reg(self.lanes.total)
                     kb.emit(f"ld.shared::cluster.{self.lanes.total}", made, there.at(part * self.part_bytes))
                     values.append(made)
-            self.finish(number, [self.added(values) for values in found])
+            self.finish(number, [self.add_values(values) for values in found])
 
         with kb.comment("sums of this CTA, for the cluster"):
             if plan.warps_k > 1: self.each(keep, self.threads, kb.tid.x)
@@ -176,7 +176,7 @@ class GemvEpilogue:
                 for split, value in enumerate(values):
                     kb.emit(f"ld.global.cg.{self.lanes.total}", value,
                            at.at(split * a_split + 4 * part * self.elements))
-                found.append(self.added(values))
+                found.append(self.add_values(values))
             self.finish(number, found)
 
         with kb.comment("sums of this CTA, for the last one"):
@@ -201,16 +201,16 @@ class GemvEpilogue:
 
     def store(self, m: Value, n: Value, sums: list[Value]) -> None:
         spec = self.spec
-        done = finished(self.kb, spec.epilogue, sums, lambda load: self.loaded(load, m, n),
+        done = evaluate_element(self.kb, spec.epilogue, sums, lambda load: self.load_element(load, m, n),
                         lambda axis: self.position(axis, m, n))
         at = m.to("u64") * spec.out.m + n.to("u64") * spec.out.n
-        stored(self.kb, self.out + at * spec.out.dtype.itemsize, done, spec.out.dtype)
+        store_element(self.kb, self.out + at * spec.out.dtype.itemsize, done, spec.out.dtype)
 
-    def loaded(self, load: Load, m: Value, n: Value) -> Value:
+    def load_element(self, load: Load, m: Value, n: Value) -> Value:
         """An element of a parameter of the epilogue."""
         at = self.batched(load.batch, load.offset) if load.batch else self.kb.reg("u64", load.offset)
         at = at + m.to("u64") * load.m + n.to("u64") * load.n
-        return loaded(self.kb, self.extras[load.parameter], at, load.dtype)
+        return load_element(self.kb, self.extras[load.parameter], at, load.dtype)
 
     def position(self, axis: str | int, m: Value, n: Value) -> Value:
         """An index of the element, as s32."""

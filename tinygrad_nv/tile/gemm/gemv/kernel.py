@@ -33,7 +33,7 @@ def gemv(spec: GemmSpec, schedule: Gemv, gpu: GPU) -> GemmKernel:
     legal schedule."""
     plan = GemvPlan.of(spec, schedule)
     spec = plan.spec
-    cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
+    cluster = (1, plan.splits, 1) if plan.is_cluster(gpu.arch) else ()
     kb = Kernel("gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
                min_ctas=plan.ctas_an_sm)
     GemvKernel(kb, plan, swapped=schedule.swap).write()
@@ -54,22 +54,22 @@ class GemvKernel:
         out = kb.pointer("out")
         self.shared = [kb.pointer(name) for name in ("workspace", "flags")
                        if plan.splits > 1 and not kb.cluster]
-        a, b, self.rows = self.declared(swapped)
+        a, b, self.rows = self.declare_params(swapped)
         self.batch = self.indices()
         self.out, self.a, self.b = (
-            pointer + self.batched(place.batch, place.offset) * place.dtype.itemsize
+            pointer + self.batch_offset(place.batch, place.offset) * place.dtype.itemsize
             for pointer, place in ((out, spec.out), (a, spec.a), (b, spec.b)))
         self.smem = kb.shared("activations", plan.smem_bytes, align=128)
         self.lanes = lanes_of(plan)(kb, plan, self.words_of, self.again)
         self.warp_n, self.warp_k = self.warps()
         self.ring: dict[Slot, list[Value]] = {}
-        self.policy = self.created_policy()
+        self.policy = self.create_policy()
         # ptxas moves ld.global.nc to before griddepcontrol.wait: it assumes that what they read is never
         # written
         self.read = "ld.global" if kb.hopper else "ld.global.nc"
         self.more: Value | None = None  # whether the warp has an iteration after this one
 
-    def declared(self, swapped: bool) -> tuple[Value, Value, Value]:
+    def declare_params(self, swapped: bool) -> tuple[Value, Value, Value]:
         """Pointers to the activations and the weights, and how many rows there are."""
         kb, spec = self.kb, self.spec
         first, second = kb.pointer("a"), kb.pointer("b")
@@ -95,14 +95,14 @@ class GemvKernel:
             rest = rest // extent
         return made[::-1]
 
-    def batched(self, strides: tuple[int, ...], offset: int) -> Value:
+    def batch_offset(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
         at = self.kb.reg("u64", offset)
         for index, stride in zip(self.batch, strides, strict=True):
             if stride: at = at + index.to("u64") * stride
         return at
 
-    def created_policy(self) -> Value | None:
+    def create_policy(self) -> Value | None:
         """Weights leave L2 first, unless several matrices of the batch are the same one."""
         shared = any(extent > 1 and not stride
                      for extent, stride in zip(self.spec.batch, self.spec.b.batch, strict=True))
@@ -147,12 +147,14 @@ class GemvKernel:
     def stage(self, first_k: Value) -> None:
         """Activations to shared memory."""
         plan = self.plan
-        staged(self.kb, plan, self.a, self.rows, first_k, plan.span, plan.pitch_bytes, self.smem.address(),
+        stage_activations(self.kb, plan, self.a, self.rows, first_k, plan.span, plan.pitch_bytes,
+                          self.smem.address(),
                self.read)
 
     def epilogue(self) -> GemvEpilogue:
         """What comes after the loop over K."""
-        return GemvEpilogue(self.kb, self.plan, self.lanes, self.smem, self.rows, self.batch, self.batched,
+        return GemvEpilogue(self.kb, self.plan, self.lanes, self.smem, self.rows, self.batch,
+                            self.batch_offset,
                             self.warp_k, self.warp_n, self.out, self.extras, self.shared)
 
     def iterations(self, first_block: Value) -> Value:
@@ -287,7 +289,8 @@ class GemvKernel:
 
 # **** activations ****
 
-def staged(kb: Kernel, plan: Columns, a: Value, rows: Value, first: Value, span: int, pitch_bytes: int,
+def stage_activations(kb: Kernel, plan: Columns, a: Value, rows: Value, first: Value, span: int,
+                      pitch_bytes: int,
            target: Value, read: str) -> None:
     """Copies `span` columns of the activations at `a`, from column `first` (u32) on, to shared memory at
     `target`, as they are, zeros beyond K; `rows` are those that there are, `read` loads what is too narrow

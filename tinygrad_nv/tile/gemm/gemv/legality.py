@@ -39,15 +39,15 @@ def _block_problems(plan: GemvPlan) -> list[str]:
 def _extent_problems(plan: GemvPlan, arch: str) -> list[str]:
     """Of registers, shared memory, grid and offsets, with tiles that are multiples."""
     spec, s, out = plan.spec, plan.schedule, []
-    if plan.loaded > MOST_LOADED:
+    if plan.load_registers > MOST_LOADED:
         out.append(f"{plan.steps} steps × {plan.rows * plan.depth} chunks × {spec.parts} parts × "
-                   f"{-(-plan.chunk // 4)} = {plan.loaded} registers of loads, at most {MOST_LOADED}")
+                   f"{-(-plan.chunk // 4)} = {plan.load_registers} registers of loads, at most {MOST_LOADED}")
     if plan.sums > MOST_SUMS:
         out.append(f"{plan.warp_n} columns of a warp × {spec.m} rows × {spec.parts} parts = {plan.sums} sums "
                    f"a lane, at most {MOST_SUMS}")
     most = min(255, REGISTERS // s.threads // 8 * 8)
     if plan.registers > most:
-        out.append(f"{plan.sums} sums + {plan.loaded} of loads + {plan.x_registers} of activations + "
+        out.append(f"{plan.sums} sums + {plan.load_registers} of loads + {plan.x_registers} of activations + "
                    f"{OTHER_REGISTERS} = {plan.registers} registers, {s.threads} threads have {most} each")
     if plan.smem_bytes > limits.SMEM_BYTES[arch]:
         needed = f"{spec.m} rows × {plan.span} of K × {plan.itemsize} B = {plan.x_bytes} B" \

@@ -153,7 +153,7 @@ class RowsByLanes(GemvLanes):
             for i in range(self.m):
                 values = [row[i] for row in self.sums[p]]
                 for bit, (distance, half) in zip(bits, self.halves, strict=True):
-                    values = [self.exchanged(low, high, bit, distance)
+                    values = [self.exchange_sums(low, high, bit, distance)
                               for low, high in zip(values[:half], values[half:], strict=True)]
                 made += [(self.over_lanes(value, left // 2), p, i, r * plan.lanes_n, mine)
                          for r, value in enumerate(values)]
@@ -176,7 +176,7 @@ class RowsByLanes(GemvLanes):
             column = column + first
         return 0, column
 
-    def exchanged(self, low: Value, high: Value, bit: Value, distance: int) -> Value:
+    def exchange_sums(self, low: Value, high: Value, bit: Value, distance: int) -> Value:
         """Of two sums the one this lane keeps, with what the other lane had of it."""
         kb = self.kb
         keep, give = kb.select(bit, high, low, self.total), kb.select(bit, low, high, self.total)
@@ -288,20 +288,20 @@ class TensorColumns(TensorCoreLanes):
                 slots = [(step, p, r, at) for at in range(8)]
                 rows = [self.words_of(slot) for slot in slots]
                 for word in range(len(rows[0])):
-                    columns = self.transposed([row[word] for row in rows])
+                    columns = self.transpose_words([row[word] for row in rows])
                     for number in range(0, len(columns), 2):
                         pair = (r * self.plan.vector + word * len(columns) + number) // 2
                         low, high = columns[number:number + 2]
                         self.multiply(p, pair, low, high, fragments)
                 for slot in slots: self.again(slot)
 
-    def transposed(self, rows: list[Value]) -> list[list[Value]]:
+    def transpose_words(self, rows: list[Value]) -> list[list[Value]]:
         """Each column of a word of 8 rows: 16-bit numbers by pairs, one prmt each; bytes by fours, two."""
-        def paired(words: list[Value], selector: int) -> list[Value]:
-            return [w.permuted(self.kb, words[at], words[at + 1], selector) for at in range(0, len(words), 2)]
+        def pair_words(words: list[Value], selector: int) -> list[Value]:
+            return [w.permute(self.kb, words[at], words[at + 1], selector) for at in range(0, len(words), 2)]
 
-        columns = [rows] if self.plan.itemsize == 2 else [paired(rows, 0x5140), paired(rows, 0x7362)]
-        return [w.spread(self.kb, paired(words, both), self.dtype)
+        columns = [rows] if self.plan.itemsize == 2 else [pair_words(rows, 0x5140), pair_words(rows, 0x7362)]
+        return [w.spread(self.kb, pair_words(words, both), self.dtype)
                 for words in columns for both in (0x5410, 0x7632)]
 
     def slot(self, pair: int, high: int) -> int:

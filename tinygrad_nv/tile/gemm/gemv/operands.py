@@ -41,11 +41,11 @@ def words(kb: Kernel, loaded: Sequence[Value], width: int) -> list[Value]:
             kb.emit("mov.b32", word, list(loaded[low:low + 2]))
             made.append(word)
         return made
-    pairs = [permuted(kb, loaded[i], loaded[i + 1], 0x0040) for i in range(0, len(loaded), 2)]
-    return [permuted(kb, pairs[i], pairs[i + 1], 0x5410) for i in range(0, len(pairs), 2)]
+    pairs = [permute(kb, loaded[i], loaded[i + 1], 0x0040) for i in range(0, len(loaded), 2)]
+    return [permute(kb, pairs[i], pairs[i + 1], 0x5410) for i in range(0, len(pairs), 2)]
 
 
-def permuted(kb: Kernel, a: Value, b: Value | int, selector: int) -> Value:
+def permute(kb: Kernel, a: Value, b: Value | int, selector: int) -> Value:
     """prmt: bytes 0 to 3 are those of a, 4 to 7 those of b; 8 added spreads the sign of one."""
     made = kb.reg("b32")
     kb.emit("prmt.b32", made, a, b, selector)
@@ -61,7 +61,7 @@ def spread(kb: Kernel, some: Sequence[Value], dtype: DType) -> list[Value]:
 
 def _halves(kb: Kernel, word: Value, dtype: DType) -> list[Value]:
     """Four fp8 numbers as two words of float16."""
-    if kb.arch < "sm_89": return [_widened(kb, permuted(kb, word, 0, at), dtype) for at in (0x1404, 0x3424)]
+    if kb.arch < "sm_89": return [_widen(kb, permute(kb, word, 0, at), dtype) for at in (0x1404, 0x3424)]
     name, made = "e4m3x2" if dtype == dtypes.fp8e4m3 else "e5m2x2", kb.regs("b32", 2)
     parts = kb.regs("b16", 2)
     kb.emit("mov.b32", parts, word)
@@ -69,7 +69,7 @@ def _halves(kb: Kernel, word: Value, dtype: DType) -> list[Value]:
     return made
 
 
-def _widened(kb: Kernel, high: Value, dtype: DType) -> Value:
+def _widen(kb: Kernel, high: Value, dtype: DType) -> Value:
     """Two fp8 numbers in the high bytes of two halves, as float16: e5m2 is one already, e4m3 has a bit less
     of exponent, a bias less by 8, and a NaN where 480 would be."""
     if dtype == dtypes.fp8e5m2: return high
@@ -93,7 +93,7 @@ def floats(kb: Kernel, word: Value, dtype: DType) -> list[Value]:
 def integers(kb: Kernel, word: Value, dtype: DType) -> list[Value]:
     """Four bytes as s32, each one prmt."""
     selectors = [(0x8880 + 0x1111 * i) if dtype == dtypes.int8 else 0x4440 + i for i in range(4)]
-    return [permuted(kb, word, 0, selector) for selector in selectors]
+    return [permute(kb, word, 0, selector) for selector in selectors]
 
 
 def numbers(kb: Kernel, some: Sequence[Value], dtype: DType) -> list[Value]:

@@ -54,7 +54,7 @@ class GemvPlan:
     @lru_cache(1024)
     def of(spec: GemmSpec, schedule: Gemv) -> GemvPlan:
         """The plan, of the product with activations on the left."""
-        if schedule.swap: spec = spec.swapped()
+        if schedule.swap: spec = spec.swap_operands()
         along, size = _along(spec), spec.b.dtype.itemsize
         kind = spec.b.dtype
         tensor = kind in FP8 or (kind in (*FLOAT16S, *INT8S) and spec.m > 1)
@@ -133,7 +133,7 @@ class GemvPlan:
     def steps(self) -> int: return self.schedule.block_k // self.step
 
     @property
-    def loaded(self) -> int:
+    def load_registers(self) -> int:
         """Registers a lane loads in an iteration."""
         return self.steps * self.rows * self.depth * self.spec.parts * -(-self.chunk // 4)
 
@@ -166,7 +166,7 @@ class GemvPlan:
     @property
     def registers(self) -> int:
         """What a thread needs at most: sums, loads, activations, and what ptxas was seen to take besides."""
-        return self.sums + self.loaded + self.x_registers + OTHER_REGISTERS
+        return self.sums + self.load_registers + self.x_registers + OTHER_REGISTERS
 
     @property
     def ctas_an_sm(self) -> int:
@@ -194,7 +194,7 @@ class GemvPlan:
         """Splits that have an iteration."""
         return -(-(self.full + (self.tail > 0)) // self.blocks_a_split)
 
-    def clustered(self, arch: str) -> bool:
+    def is_cluster(self, arch: str) -> bool:
         """Whether splits meet in a cluster."""
         return arch == "sm_90a" and 1 < self.splits <= MOST_CLUSTERED
 

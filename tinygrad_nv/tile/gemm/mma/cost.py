@@ -11,7 +11,7 @@ from tinygrad_nv.tile.gemm.work import (
     Ending,
     Work,
     chunk_bytes,
-    finished,
+    ending_cycles,
 )
 from tinygrad_nv.tile.gpu import GPUModel
 
@@ -29,9 +29,9 @@ class MmaCost(Cost[Mma]):
         products = s.block_m * s.block_n * s.block_k
         read = (s.block_m * s.warps_n + s.block_n * s.warps_m) * s.block_k * size
         issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
-        return Work(products / self.multiplied(spec, gpu_model),
+        return Work(products / self.multiply_rate(spec, gpu_model),
                     (read + s.stage_bytes(size)) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS,
-                    finished(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
+                    ending_cycles(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
 
     def resident(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, registers: int) -> int:
         smem = 1024 + spec.a.dtype.itemsize * (s.depth * (s.block_m + s.block_n) * s.block_k)

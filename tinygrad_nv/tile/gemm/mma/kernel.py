@@ -25,7 +25,7 @@ from typing import Protocol
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.fragments import Fragments, instruction
-from tinygrad_nv.tile.gemm.mma.plan import PROMOTED_STEPS, MmaPlan, promoted
+from tinygrad_nv.tile.gemm.mma.plan import PROMOTED_STEPS, MmaPlan, needs_promotion
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.gemm.splits import Splits
@@ -62,7 +62,7 @@ def gemm_mma(spec: GemmSpec, schedule: Mma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul, by a legal schedule."""
     # min_ctas: else ptxas spills a word here and there for one CTA more on a multiprocessor
     kb = Kernel("gemm_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return MmaKernel(kb, MmaPlan.of(spec, schedule)).written()
+    return MmaKernel(kb, MmaPlan.of(spec, schedule)).emit_kernel()
 
 
 class MmaKernel:
@@ -78,11 +78,11 @@ class MmaKernel:
         spec, s = plan.spec, plan.schedule
         self.columns, self.steps = plan.columns, plan.steps
         self.warp_m, self.warp_n = plan.warp_m, plan.warp_n
-        self.promoted = self.PROMOTES and promoted(spec.a.dtype, kb.arch)
+        self.promoted = self.PROMOTES and needs_promotion(spec.a.dtype, kb.arch)
         self.splits = Splits(kb, spec, s, self.warp_m // 16 * self.warp_n // 8 * spec.parts)
         self.out = kb.pointer("out")
         self.splits.declare()
-        pointers = self.declared()
+        pointers = self.declare_params()
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
         self.scheduler = TileScheduler(kb, spec, s, self.rows)
@@ -93,14 +93,14 @@ class MmaKernel:
         self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
         self.read()
 
-    def batched(self, strides: tuple[int, ...], offset: int) -> Value:
+    def batch_offset(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
         at = self.kb.reg("u64", offset)
         for index, stride in zip(self.scheduler.batch, strides, strict=True):
             if stride: at = at + index.to("u64") * stride
         return at
 
-    def declared(self) -> Sequence[Value]:
+    def declare_params(self) -> Sequence[Value]:
         """The operands' pointers."""
         a, b = (self.kb.pointer(name) for name in "ab")
         return (b, a) if self.schedule.swap else (a, b)
@@ -134,13 +134,13 @@ class MmaKernel:
 
     def _place(self, operand: Operand, pointer: Value) -> Value:
         """Where an operand of this CTA's matrix begins, at its first element of K."""
-        at = self.batched(operand.batch, operand.offset)
+        at = self.batch_offset(operand.batch, operand.offset)
         if self.splits.first_k is not None: at = at + self.splits.first_k.to("u64") * operand.k
         return pointer + at * operand.dtype.itemsize
 
     # **** the loop ****
 
-    def written(self) -> GemmKernel:
+    def emit_kernel(self) -> GemmKernel:
         """The kernel, whole."""
         self.write()
         kb, s, scheduler, splits = self.kb, self.schedule, self.scheduler, self.splits
@@ -166,7 +166,7 @@ class MmaKernel:
         if self.promoted: self._multiply_promoted()
         else: self._multiply()
         if kb.hopper: kb.launch_dependents()
-        with self.splits.finished_last([cell for part in self.sums for row in part for cell in row]):
+        with self.splits.finish_last([cell for part in self.sums for row in part for cell in row]):
             self.store()
 
     def _fill(self) -> None:
@@ -196,11 +196,11 @@ class MmaKernel:
         double = self.double_buffered()
         sets = [[f.registers() for f in self.fragments] for _ in range(1 + double)]
         if double:
-            self._arrived()
+            self._wait_stage()
             self._load(0, sets[0])
         with kb.loop(0, tiles, name="tile") as tile:
             if self.promoted: kb.nounroll()     # where tiles are few, two sets of sums would spill
-            if not double: self._arrived()
+            if not double: self._wait_stage()
             else: self._at_stage()  # once more: a sum with what all threads share costs nothing
             if ahead: self._copy(tile < tiles - ahead)
             if double: self._steps_in_turns(sets)
@@ -221,7 +221,7 @@ class MmaKernel:
             if step == self.steps - 1:
                 with self.kb.comment("the next tile"):
                     self._next_stage()
-                    self._arrived()
+                    self._wait_stage()
             with self.kb.comment(f"step {step}"):
                 self._multiply_step(sets[step % 2], step, sets[(step + 1) % 2])
 
@@ -235,7 +235,7 @@ class MmaKernel:
         fragments = (self.warp_m + self.warp_n * self.spec.parts) // 4
         return self.steps % 2 == 0 and sums + 2 * fragments <= REGISTERS
 
-    def _arrived(self) -> None:
+    def _wait_stage(self) -> None:
         """The tile that is read next is in; all warps have read the one whose place is taken next."""
         self.kb.cp_async_wait(max(self.depth - 2, 0))
         self.kb.sync()

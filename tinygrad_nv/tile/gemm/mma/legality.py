@@ -4,7 +4,7 @@ from __future__ import annotations
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.gemm.mma.plan import MmaPlan, promoted
+from tinygrad_nv.tile.gemm.mma.plan import MmaPlan, needs_promotion
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
 
@@ -67,10 +67,11 @@ def extent_problems(name: str, extent: int, warps: int, parts: int, operand: Ope
 
 def _copy_problems(s: Mma, spec: GemmSpec) -> list[str]:
     """Of how threads divide tiles: those of all passes have the same place in a row."""
-    return copied(s, "block_m", s.block_m, spec.a) + copied(s, "block_n", s.block_n // spec.parts, spec.b)
+    return copy_problems(s, "block_m", s.block_m, spec.a) + copy_problems(s, "block_n",
+                                                                          s.block_n // spec.parts, spec.b)
 
 
-def copied(s: Mma, name: str, extent: int, operand: Operand) -> list[str]:
+def copy_problems(s: Mma, name: str, extent: int, operand: Operand) -> list[str]:
     """The same of one operand's tile."""
     size, k_major = operand.dtype.itemsize, operand.major != "MN"
     rows, row_bytes = (extent, s.block_k * size) if k_major else (s.block_k, extent * size)
@@ -89,7 +90,7 @@ def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
         out.append(f"{s.depth} stages × {stage} = {plan.ring_bytes} B{more} of shared memory, {arch} has "
                    f"{most}")
     allowed, beside = MOST_SUMS, ""
-    if promoted(spec.a.dtype, arch):
+    if needs_promotion(spec.a.dtype, arch):
         allowed, beside = MOST_SUMS_TWICE, " beside those of 128 of K, as 8-bit floats have them"
     elif spec.a.dtype in FP8:
         allowed, beside = MOST_SUMS_UNPACKED, f" beside 8-bit floats, which {arch} unpacks to float16"

@@ -19,7 +19,7 @@ ARRIVED = 4             # bytes in which a CTA's threads are told whether it com
 PROMOTED_STEPS = 4      # 128 of K, after which sums of 8-bit floats go to float32, or after a stage of less
 
 
-def promoted(dtype: DType, arch: str) -> bool:
+def needs_promotion(dtype: DType, arch: str) -> bool:
     """Whether the tensor cores keep only 13 bits of a sum's fraction. Hopper's mma.sync has float16 of them,
     and sums of float32."""
     return dtype in FP8 and arch == "sm_89"
@@ -36,7 +36,7 @@ class MmaPlan:
     @lru_cache(1024)
     def of(spec: GemmSpec, schedule: Mma) -> MmaPlan:
         """The plan; of the transposed matmul where the schedule is swapped."""
-        return MmaPlan(spec.swapped() if schedule.swap else spec, schedule)
+        return MmaPlan(spec.swap_operands() if schedule.swap else spec, schedule)
 
     @property
     def columns(self) -> int:

@@ -12,7 +12,7 @@ from tinygrad_nv.tile.gemm.work import (
     SMEM_BYTES_PER_CYCLE,
     Ending,
     Work,
-    finished,
+    ending_cycles,
 )
 from tinygrad_nv.tile.gpu import GPUModel
 
@@ -36,15 +36,15 @@ class WgmmaCost(Cost[Wgmma]):
         steps_of_k = s.block_k * size / INSTRUCTION_BYTES
         read = -(-s.block_m // 64) * (64 + s.block_n) * steps_of_k * INSTRUCTION_BYTES
         issue = WARP_STEP * 4 * (1 if s.mode == "pingpong" else s.consumers) / SCHEDULERS
-        return Work(s.block_m * s.block_n * s.block_k / self.multiplied(spec, gpu_model),
+        return Work(s.block_m * s.block_n * s.block_k / self.multiply_rate(spec, gpu_model),
                     (read + s.stage_bytes(size)) / SMEM_BYTES_PER_CYCLE, issue,
-                    finished(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
+                    ending_cycles(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
 
     def resident(self, spec: GemmSpec, s: Wgmma, gpu_model: GPUModel, registers: int) -> int: return 1
 
     def flags(self, s: Wgmma, arch: str) -> bool: return s.stream
 
-    def copied_bytes(self, stats: Stats, s: Wgmma) -> float:
+    def copy_bytes(self, stats: Stats, s: Wgmma) -> float:
         """TMA has no passes, as cp.async has; what is multicast is counted once."""
         asked = s.block_m / s.cluster_n + s.block_n / s.cluster_m
         return stats.asynchronous_bytes * (s.block_m + s.block_n) / asked

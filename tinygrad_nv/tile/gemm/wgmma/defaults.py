@@ -34,5 +34,5 @@ def _candidates(arch: str, itemsize: int) -> tuple[Wgmma, ...]:
     for m, n, warps, pingpong, swap in TILES:
         schedule = Wgmma().block(m, n).k(128 // itemsize).warps(warps)
         if pingpong: schedule = schedule.pingpong()
-        made.append(schedule.swapped() if swap else schedule)
+        made.append(schedule.swap_operands() if swap else schedule)
     return tuple(schedule.deepest(arch, itemsize) for schedule in made)

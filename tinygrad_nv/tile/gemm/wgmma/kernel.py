@@ -44,16 +44,16 @@ from tinygrad_nv.tile.template import GPU
 
 def gemm_wgmma(spec: GemmSpec, schedule: Wgmma, gpu: GPU) -> GemmKernel:
     """The kernel of a matmul, by a legal schedule, with as many CTAs as the GPU runs at once."""
-    return built("gemm_wgmma", spec, schedule, gpu, WgmmaKernel)
+    return build_kernel("gemm_wgmma", spec, schedule, gpu, WgmmaKernel)
 
 
-def built(name: str, spec: GemmSpec, schedule: Wgmma, gpu: GPU, kind: type[WgmmaKernel]) -> GemmKernel:
+def build_kernel(name: str, spec: GemmSpec, schedule: Wgmma, gpu: GPU, kind: type[WgmmaKernel]) -> GemmKernel:
     """A kernel of a kind."""
     plan = WgmmaPlan.of(spec, schedule)
     ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     kb = Kernel(name, arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    return kind(kb, plan, ctas).written()
+    return kind(kb, plan, ctas).emit_kernel()
 
 
 class WarpSpecialized:
@@ -130,12 +130,12 @@ class WgmmaKernel(WarpSpecialized):
         operands = {name: kb.pointer(name) for name in self.OPERANDS}
         extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         rows: Value | int = kb.param("m", "u32") if spec.symbolic else spec.m
-        self.scheduler = self.made_scheduler(operands, rows)
-        self.loads = self.made_loads(1 + len(shared))
-        self.ring = Pipeline(kb, plan.schedule.depth, plan.copied_bytes, WARPGROUP // 32 * plan.readers,
+        self.scheduler = self.make_scheduler(operands, rows)
+        self.loads = self.make_loads(1 + len(shared))
+        self.ring = Pipeline(kb, plan.schedule.depth, plan.copy_bytes, WARPGROUP // 32 * plan.readers,
                          plan.peers, loaders=self.LOADERS)
         self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
-        self.main_loop = self.made_main_loop(operands, rows)
+        self.main_loop = self.make_main_loop(operands, rows)
         self.epilogue = WgmmaEpilogue(kb, plan, out, extras, rows)
         self.maps = (*self.loads.maps, *self.epilogue.maps)
         ends = self.main_loop, self.scheduler, self.epilogue
@@ -143,22 +143,22 @@ class WgmmaKernel(WarpSpecialized):
         if shared: self.reduction = StreamKReduction(*ends, shared)
         else: self.reduction = (ClusterReduction if plan.schedule.splits > 1 else TileReduction)(*ends)
 
-    def made_scheduler(self, pointers: Mapping[str, Value], rows: Value | int) -> PersistentTileScheduler:
+    def make_scheduler(self, pointers: Mapping[str, Value], rows: Value | int) -> PersistentTileScheduler:
         """The work tiles."""
         return PersistentTileScheduler(self.kb, self.plan, rows, self.ctas)
 
-    def made_loads(self, first_pointer: int) -> GemmLoads:
+    def make_loads(self, first_pointer: int) -> GemmLoads:
         """The producer's copies."""
         return GemmLoads(self.kb, self.plan, first_pointer)
 
-    def made_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> MainLoop:
+    def make_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> MainLoop:
         """That of the consumers."""
         return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
 
     @property
     def tensor_maps(self) -> list[Value]: return [*self.loads.tensor_maps, *self.epilogue.tensor_maps]
 
-    def written(self) -> GemmKernel:
+    def emit_kernel(self) -> GemmKernel:
         """The kernel, whole."""
         kb, plan, s, reduction = self.kb, self.plan, self.plan.schedule, self.reduction
         self.write()

@@ -7,7 +7,15 @@ from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MOST_BOX, SPANS, OperandTile, taken, unreachable, walked
+from tinygrad_nv.tile.wgmma_tiles import (
+    K_BYTES,
+    MOST_BOX,
+    SPANS,
+    OperandTile,
+    choose_major,
+    map_dimensions,
+    unreachable,
+)
 
 BYTE_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # of wgmma.s32
 CLUSTERS = (1, 2, 4)
@@ -18,12 +26,13 @@ def problems(spec: GemmSpec, schedule: Wgmma, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if schedule.swap and (spec.parts > 1 or spec.symbolic):
         return [f"swapped: {'several parts' if spec.parts > 1 else 'rows known at launch'} cannot be columns"]
-    computed = spec.swapped() if schedule.swap else spec
+    computed = spec.swap_operands() if schedule.swap else spec
     out = _operands(computed)
     if found := warps(schedule) or extents(schedule, computed): return out + found
     plan = WgmmaPlan.of(spec, schedule)
-    return [*out, *swizzled("block_m", plan.a, schedule), *swizzled("block_n", plan.b, schedule),
-            *room(plan), *cluster(plan), *shared_sums(plan)]
+    return [*out, *swizzle_problems("block_m", plan.a, schedule),
+            *swizzle_problems("block_n", plan.b, schedule),
+            *room(plan), *cluster(plan), *split_problems(plan)]
 
 
 def _operands(spec: GemmSpec) -> list[str]:
@@ -33,9 +42,9 @@ def _operands(spec: GemmSpec) -> list[str]:
         out.append("float32 operands: wgmma has them cut to 10 bits of mantissa only, which tf32 allows")
     sides: tuple[tuple[str, Operand, int], ...] = (("a", spec.a, spec.m), ("b", spec.b, spec.n))
     for name, operand, extent in sides:
-        major, why = taken(operand, extent, spec.k)
+        major, why = choose_major(operand, extent, spec.k)
         found = [] if major else [why]
-        found += unreachable(operand, spec.batch, 2 + len(walked(operand, spec.batch)))
+        found += unreachable(operand, spec.batch, 2 + len(map_dimensions(operand, spec.batch)))
         out += [f"{name}: {each}" for each in found]
     if spec.parts > 1 and spec.part * spec.b.dtype.itemsize % 16:
         nbytes = spec.part * spec.b.dtype.itemsize
@@ -75,7 +84,7 @@ def extents(s: Wgmma, spec: GemmSpec, most_rows: int = MOST_BOX) -> list[str]:
     return out
 
 
-def swizzled(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
+def swizzle_problems(name: str, tile: OperandTile, s: Wgmma) -> list[str]:
     """The rows of an operand's tile against its swizzle."""
     what, extent = ("block_k", tile.k) if tile.major == "K" else (name, tile.mn // tile.parts)
     row = extent * tile.size
@@ -99,7 +108,7 @@ def room(plan: WgmmaPlan) -> list[str]:
         out.append(f"{s.depth} stages × {stage}{staged} + {plan.barrier_bytes} B of barriers = {needed} B of "
                    f"shared memory, sm_90a has {most}")
     if plan.sums > plan.most_sums:
-        twice = f" + {plan.second_sums} (fp8 is summed twice)" if plan.promoted else ""
+        twice = f" + {plan.second_sums} (fp8 is summed twice)" if plan.needs_promotion else ""
         beside = " and those of other CTAs" if s.splits > 1 or s.stream else ""
         out.append(f"{plan.rows} × {s.block_n} / 128 threads{twice} = {plan.sums} sums a thread, at most "
                    f"{plan.most_sums} with {plan.consumers} consumers{beside}")
@@ -120,7 +129,7 @@ def cluster(plan: WgmmaPlan) -> list[str]:
     return out
 
 
-def shared_sums(plan: WgmmaPlan) -> list[str]:
+def split_problems(plan: WgmmaPlan) -> list[str]:
     """Splits and stream-K: CTAs that have parts of one tile's K."""
     s, out = plan.schedule, []
     if s.splits == 1 and not s.stream: return []

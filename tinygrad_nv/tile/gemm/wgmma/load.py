@@ -12,7 +12,7 @@ from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.wgmma_tiles import OperandTile, map_argument, walked
+from tinygrad_nv.tile.wgmma_tiles import OperandTile, map_argument, map_dimensions
 
 
 @dataclass
@@ -97,16 +97,16 @@ class GemmLoads:
         starts = {k: first * k for k in dict.fromkeys((self.a.tile.k, self.b.tile.k))}
         for side, mn in ((self.a, corner.m), (self.b, corner.n)):
             self.start_at(side, mn, starts[side.tile.k])
-            side.batch = [signed(self.kb, corner.batch[i])
-                          for i in walked(side.operand, self.plan.spec.batch)]
+            side.batch = [to_signed(self.kb, corner.batch[i])
+                          for i in map_dimensions(side.operand, self.plan.spec.batch)]
 
     def start_at(self, side: OperandLoads, mn: Value, start: Value | int) -> None:
         """The next boxes of an operand are of rows from `mn` on, and of K from `start` on."""
-        side.mn.set(signed(self.kb, mn))
-        side.at_k.set(start if isinstance(start, int) else signed(self.kb, start))
+        side.mn.set(to_signed(self.kb, mn))
+        side.at_k.set(start if isinstance(start, int) else to_signed(self.kb, start))
         if side.number is not None:  # this CTA's rows of the boxes
             along = side.mn if side.tile.major == "K" else side.at_k
-            along += signed(self.kb, side.number * side.rows)
+            along += to_signed(self.kb, side.number * side.rows)
 
     def issue(self, stage: Value, full: MemoryOperand) -> None:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
@@ -132,7 +132,7 @@ class GemmLoads:
                             multicast=side.mask)
 
 
-def signed(kb: Kernel, value: Value) -> Value:
+def to_signed(kb: Kernel, value: Value) -> Value:
     """The same bits as an s32, which coordinates are."""
     made = kb.reg("s32")
     kb.emit("mov.b32", made, value)

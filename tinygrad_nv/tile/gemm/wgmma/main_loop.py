@@ -93,7 +93,7 @@ class MainLoop:
             self.ordered.begin(self.consumer, lane == 0)
             self.at.jump(self.consumer * plan.iterations)
         self.sums: Sums = [kb.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
-        self.partial = kb.regs("f32", plan.schedule.block_n // 2) if plan.promoted else []
+        self.partial = kb.regs("f32", plan.schedule.block_n // 2) if plan.needs_promotion else []
 
     def _peer(self, lane: Value) -> Value:
         """The cluster rank that a lane gives stages back to: lanes below `cluster_m` those of this CTA's
@@ -107,18 +107,18 @@ class MainLoop:
     def sum(self, iterations: Number) -> Sums:
         """The sums of the next `iterations` stages (at least one), when it is this consumer's turn."""
         if self.ordered is not None: self.ordered.wait()
-        if self.plan.promoted: self._promoted(iterations)
-        else: self._summed(iterations)
+        if self.plan.needs_promotion: self._accumulate_promoted(iterations)
+        else: self._accumulate(iterations)
         return self.sums
 
     def _arrive(self) -> None:
         """Waits until the next stage is there."""
         self.ring.wait(self.at)
 
-    def _issued(self) -> None:
+    def _arrive_issued(self) -> None:
         if self.ordered is not None: self.ordered.arrive()
 
-    def _summed(self, iterations: Number) -> None:
+    def _accumulate(self, iterations: Number) -> None:
         """The first stage apart: it adds to nothing, and none is given back."""
         kb, pause, ended = self.kb, *self._ends(iterations)
         self._issue(False)
@@ -129,7 +129,7 @@ class MainLoop:
             kb.wgmma_wait(1)
             self.ring.release(self.empty_barriers, self.last, self.mine)
             self._next()
-        self._issued()
+        self._arrive_issued()
         if ended is not None: kb.emit("bar.arrive", ENDED, self.plan.threads, guard=ended)
         kb.wgmma_wait(0)
         self.ring.release(self.empty_barriers, self.last, self.mine)
@@ -137,7 +137,7 @@ class MainLoop:
     def _ends(self, iterations: Number) -> tuple[Value | None, Value | None]:
         """The stage before which this consumer pauses, and whether it says that it has ended; None where
         consumers end together. A part of a tile may be shorter than the ring."""
-        kb, alone = self.kb, self.plan.staggered
+        kb, alone = self.kb, self.plan.stagger_stages
         if not alone: return None, None
         second, first = self.consumer > 0, self.consumer == 0
         if isinstance(iterations, Value):
@@ -155,7 +155,7 @@ class MainLoop:
         self.last.set(self.at.stage)
         self.at.advance()
 
-    def _promoted(self, iterations: Number) -> None:
+    def _accumulate_promoted(self, iterations: Number) -> None:
         """Each 128 of K, and each 64 rows, apart."""
         kb, steps = self.kb, self.plan.steps
         for row in self.sums:
@@ -173,7 +173,7 @@ class MainLoop:
                         self.ring.release(self.empty_barriers, self.at.stage, self.mine)
                     for each, more in zip(row, self.partial, strict=True): each += more
             self.at.advance()
-        self._issued()
+        self._arrive_issued()
 
     def _stage(self, rows: Mapping[int, Sequence[Value]], further: bool, first: int, end: int) -> None:
         """wgmmas `first` … `end` of the stage for some 64 rows; whether the first adds to what was there."""

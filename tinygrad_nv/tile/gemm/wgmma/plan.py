@@ -15,7 +15,7 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
 from tinygrad_nv.tile.store_plan import StorePlan, StoreTile, store_plan
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
+from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, choose_major, natural_span
 
 WARPGROUP = 128  # threads
 # registers a thread of the producer and of a consumer, by the number of consumers: together at most 512 for
@@ -40,7 +40,7 @@ class WgmmaPlan:
     @lru_cache(1024)
     def of(spec: GemmSpec, schedule: Wgmma) -> WgmmaPlan:
         """The plan; of the transposed matmul where the schedule is swapped."""
-        spec = spec.swapped() if schedule.swap else spec
+        spec = spec.swap_operands() if schedule.swap else spec
         a = _tile(spec.a, spec.m, spec.k, schedule.block_m, schedule)
         b = _tile(spec.b, spec.n, spec.k, schedule.block_n, schedule, spec.parts)
         return WgmmaPlan(spec, schedule, a, b)
@@ -98,7 +98,7 @@ class WgmmaPlan:
     def stage_bytes(self) -> int: return self.a.nbytes + self.b.nbytes
 
     @property
-    def copied_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of a stage that TMA brings."""
         return self.stage_bytes
 
@@ -108,7 +108,7 @@ class WgmmaPlan:
         return 8 * (2 * self.schedule.depth + (self.consumers if self.pingpong else 0))
 
     @property
-    def promoted(self) -> bool: return self.spec.a.dtype in FP8
+    def needs_promotion(self) -> bool: return self.spec.a.dtype in FP8
 
     @property
     def sums(self) -> int:
@@ -116,23 +116,23 @@ class WgmmaPlan:
         return self.subtiles * self.schedule.block_n // 2 + self.second_sums
 
     @property
-    def second_sums(self) -> int: return self.schedule.block_n // 2 if self.promoted else 0
+    def second_sums(self) -> int: return self.schedule.block_n // 2 if self.needs_promotion else 0
 
     @property
     def most_sums(self) -> int:
         """So many it can hold."""
-        most = (MOST_TWICE if self.promoted else MOST_SUMS)[self.consumers]
+        most = (MOST_TWICE if self.needs_promotion else MOST_SUMS)[self.consumers]
         if self.schedule.splits == 1 and not self.schedule.stream: return most
         return min(MOST_SHARED + self.second_sums, most)
 
     @property
-    def staggered(self) -> int:
+    def stagger_stages(self) -> int:
         """Stages that the second of two consumers multiplies alone at the end of a tile; 0: both end
         together. A stage is given back when the one after it is issued: the first needs `depth` - 1 of the
         ring to come to its end, and must not come to the next one's before the second has paused. fp8 would
         wait for each of these stages, and splits need the sums of both."""
         s = self.schedule
-        apart = s.splits == 1 and not self.promoted
+        apart = s.splits == 1 and not self.needs_promotion
         return min(2, s.depth - 1) if self.readers == 2 and apart and self.iterations >= s.depth else 0
 
     @property
@@ -201,7 +201,7 @@ class WgmmaPlan:
 def _tile(operand: Operand, extent: int, k: int, block: int, s: Wgmma, parts: int = 1) -> OperandTile:
     """An operand's tile. The swizzle is the widest whose rows make up the tile's, unless the schedule names
     one."""
-    major = taken(operand, extent, k)[0] or "K"
+    major = choose_major(operand, extent, k)[0] or "K"
     row = (s.block_k if major == "K" else block // parts) * operand.dtype.itemsize
     span = int(s.swizzle_width[:-1]) if s.swizzle_width else natural_span(row)
     return OperandTile(operand.dtype, major, block, s.block_k, span, parts)

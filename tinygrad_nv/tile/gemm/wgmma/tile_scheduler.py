@@ -50,7 +50,7 @@ class PersistentTileScheduler:
         self.total: Value | int = self.tiles_m * (self.tiles_n * plan.spec.matrices)
         self.first, self.step = kb.ctaid.x, kb.nctaid.x
         if plan.cluster > 1: self.first, self.step = self.first // plan.cluster, self.step // plan.cluster
-        if plan.schedule.stream: self.streamed = self._streamed_tiles()
+        if plan.schedule.stream: self.streamed = self._count_streamed()
 
     @contextmanager
     def work_tiles(self, turn: Value | None = None) -> Iterator[WorkTile]:
@@ -58,7 +58,7 @@ class PersistentTileScheduler:
         these take turns."""
         kb, plan = self.kb, self.plan
         if plan.schedule.stream:
-            with self._streamed() as work_tile: yield work_tile
+            with self._stream_tiles() as work_tile: yield work_tile
         elif (splits := plan.schedule.splits) > 1:
             rank = kb.special("cluster_ctarank")
             first = rank * plan.iterations // splits
@@ -73,7 +73,7 @@ class PersistentTileScheduler:
         """How many there are."""
         return self.ctas // self.plan.cluster
 
-    def _streamed_tiles(self) -> Value | int:
+    def _count_streamed(self) -> Value | int:
         kb, rest, most = self.kb, self.total % self.clusters, self.total
         if isinstance(rest, int): return min(rest + self.clusters, self.total) if rest else 0
         both = kb.reg("u32")
@@ -81,20 +81,20 @@ class PersistentTileScheduler:
         return kb.select(rest == 0, 0, both, "u32")
 
     @contextmanager
-    def _streamed(self) -> Iterator[WorkTile]:
+    def _stream_tiles(self) -> Iterator[WorkTile]:
         kb, iterations = self.kb, self.plan.iterations
         begin, end = (kb.reg("u32", self.stage_of(self.first + i)) for i in range(2))
         following = kb.reg("u32", self.first + self.streamed)
-        self._followed(begin, end, following)
+        self._begin_next(begin, end, following)
         with kb.while_(lambda: begin < end):
             number = (end - 1) // iterations
             first = kb.reg("u32")
             kb.emit("max.u32", first, begin, number * iterations)
             yield WorkTile(number, first - number * iterations, end - first)
             end.set(first)
-            self._followed(begin, end, following)
+            self._begin_next(begin, end, following)
 
-    def _followed(self, begin: Value, end: Value, following: Value) -> None:
+    def _begin_next(self, begin: Value, end: Value, following: Value) -> None:
         """Where nothing is left of this part, a whole tile is next; nothing after the last."""
         with self.kb.if_(begin >= end):
             for stage, number in ((begin, following), (end, following + 1)):
@@ -119,7 +119,7 @@ class PersistentTileScheduler:
             for extent in reversed(self.plan.spec.batch):
                 matrix, index = self._split(matrix, extent)
                 batch.append(index)
-        tile_m, tile_n = self._grouped(rest)
+        tile_m, tile_n = self._group_order(rest)
         if self.plan.cluster > 1:
             rank = self.kb.special("cluster_ctarank")
             if s.cluster_m > 1: tile_m = tile_m * s.cluster_m + rank % s.cluster_m
@@ -130,9 +130,9 @@ class PersistentTileScheduler:
         """Quotient and remainder."""
         return split(self.kb, number, extent)
 
-    def _grouped(self, number: Value) -> tuple[Value, Value]:
+    def _group_order(self, number: Value) -> tuple[Value, Value]:
         """Row and column of a tile among those of one matrix."""
-        return grouped_order(self.kb, number, self.tiles_m, self.tiles_n, self.plan.schedule.group)
+        return group_order(self.kb, number, self.tiles_m, self.tiles_n, self.plan.schedule.group)
 
 
 def split(kb: Kernel, number: Value, extent: Number) -> tuple[Value, Value]:
@@ -142,7 +142,7 @@ def split(kb: Kernel, number: Value, extent: Number) -> tuple[Value, Value]:
     return whole, number - whole * extent
 
 
-def grouped_order(kb: Kernel, number: Value, rows: Value | int, columns: int,
+def group_order(kb: Kernel, number: Value, rows: Value | int, columns: int,
                   group: int) -> tuple[Value, Value]:
     """Row and column of tile `number` of rows × columns: `group` rows together, columns outermost."""
     if isinstance(rows, int) and rows <= group:

@@ -12,13 +12,13 @@ lacks are zeros where tensor cores multiply them, and stored nowhere.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
 from tinygrad_nv.tile.gemm.gemv.kernel import GemvKernel
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import plan_of
-from tinygrad_nv.tile.grouped_gemm.gemv.rows import GroupEpilogue, gathered
+from tinygrad_nv.tile.grouped_gemm.gemv.rows import GroupEpilogue, gather_rows
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedGemv
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
@@ -30,7 +30,7 @@ def grouped_gemv(spec: GroupedGemmSpec, schedule: GroupedGemv, gpu: GPU) -> Gemm
     """The kernel. Parameters in this order: out; workspace and flags, where splits meet there; x; w; offsets;
     order, weights, bias, where the spec has them."""
     plan = plan_of(spec, schedule)
-    cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
+    cluster = (1, plan.splits, 1) if plan.is_cluster(gpu.arch) else ()
     kb = Kernel("grouped_gemv", arch=gpu.arch, threads=schedule.threads, cluster=cluster,
                 min_ctas=plan.ctas_an_sm)
     _GroupedGemvKernel(kb, plan, spec).write()
@@ -50,7 +50,7 @@ class _GroupedGemvKernel(GemvKernel):
         self.grouped = grouped
         super().__init__(kb, plan, swapped=False)
 
-    def declared(self, swapped: bool) -> tuple[Value, Value, Value]:
+    def declare_params(self, swapped: bool) -> tuple[Value, Value, Value]:
         """x, the group's matrix, and how many rows the tile has."""
         kb, spec = self.kb, self.grouped
         self.finish, self.extras = GroupedEpilogue(kb, spec), []
@@ -58,7 +58,7 @@ class _GroupedGemvKernel(GemvKernel):
             kb.wait_for_previous_grid()
             kb.launch_dependents()
         self.tile = tile_of(kb, spec, self.finish.offsets, kb.ctaid.z, self.plan.spec.m)
-        matrix = advanced(kb, self.finish.matrices["w"], self.tile.group,
+        matrix = advance(kb, self.finish.matrices["w"], self.tile.group,
                           spec.n * spec.k * spec.dtype.itemsize)
         return self.finish.x, matrix, self.tile.rows
 
@@ -69,9 +69,10 @@ class _GroupedGemvKernel(GemvKernel):
 
     def stage(self, first_k: Value) -> None:
         plan = self.plan
-        gathered(self.kb, plan, self.finish, self.tile, first_k, plan.span, plan.pitch_bytes,
+        gather_rows(self.kb, plan, self.finish, self.tile, first_k, plan.span, plan.pitch_bytes,
                  self.smem.address(), self.read)
 
     def epilogue(self) -> GemvEpilogue:
         return GroupEpilogue(self.finish, self.tile, self.kb, self.plan, self.lanes, self.smem, self.rows,
-                             self.batch, self.batched, self.warp_k, self.warp_n, self.out, [], self.shared)
+                             self.batch, self.batch_offset, self.warp_k, self.warp_n, self.out, [],
+                            self.shared)

@@ -56,7 +56,7 @@ def usual_rows(spec: GroupedGemmSpec) -> tuple[int, ...]:
 
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
     """Those of a matmul of so few rows; of `LONG` matrices with `WAVES` CTAs an SM, where there are such; and
-    those of `shared`."""
+    those of `prefer_filling`."""
     some = active(spec)
     few = some * spec.n * spec.k * spec.dtype.itemsize < LONG
     least = 0.0 if few else WAVES * gpu_model_for(gpu.arch, gpu.sm_count).sm_count / some
@@ -64,11 +64,11 @@ def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
     for rows in usual_rows(spec):
         made = [GroupedGemv.of(each, rows) for each in defaults.candidates(matmul_of(spec, rows), gpu)]
         out += [s for s in made if s.splits > 1 or -(-spec.columns // s.block_n) >= least] or made
-        out += shared(spec, made, gpu)
+        out += prefer_filling(spec, made, gpu)
     return out
 
 
-def shared(spec: GroupedGemmSpec, made: list[GroupedGemv], gpu: GPU) -> list[GroupedGemv]:
+def prefer_filling(spec: GroupedGemmSpec, made: list[GroupedGemv], gpu: GPU) -> list[GroupedGemv]:
     """Schedules of the fewest columns and the longest steps, whose CTAs leave SMs idle: more CTAs share a
     sum, up to one an SM. (x Aᵀ of 8 adapters of rank 16 and 8 rows, K = 14336, on an H100 as modelled: 4.9 µs
     by 8 CTAs a sum, 7.4 by 2.)"""

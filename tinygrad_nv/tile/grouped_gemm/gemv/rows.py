@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.epilogue import stored
+from tinygrad_nv.tile.access import advance
+from tinygrad_nv.tile.epilogue import store_element
 from tinygrad_nv.tile.gemm.gemv.epilogue import Columns, GemvEpilogue
 from tinygrad_nv.tile.gemm.gemv.kernel import x_width
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.work import Tile
 
 
-def gathered(kb: Kernel, plan: Columns, finish: GroupedEpilogue, tile: Tile, first: Value, span: int,
+def gather_rows(kb: Kernel, plan: Columns, finish: GroupedEpilogue, tile: Tile, first: Value, span: int,
              pitch_bytes: int, target: Value, read: str) -> None:
     """Copies `span` columns of the tile's rows of x, from column `first` (u32) on, to shared memory at
     `target`, zeros beyond the last row and beyond K; `read` loads what is too narrow for cp.async."""
@@ -25,7 +25,7 @@ def gathered(kb: Kernel, plan: Columns, finish: GroupedEpilogue, tile: Tile, fir
     width = x_width(plan.spec.a, spec.k)
     elements = width // size
     there = [tile.rows > row for row in rows]
-    sources = [advanced(kb, finish.x, finish.source(tile.first + row, guard), spec.k * size)
+    sources = [advance(kb, finish.x, finish.source(tile.first + row, guard), spec.k * size)
                for row, guard in zip(rows, there, strict=True)]
     with kb.loop(kb.tid.x * elements, span, plan.threads * elements, kind="u32") as at:
         column = first + at
@@ -62,5 +62,5 @@ class GroupEpilogue(GemvEpilogue):
         bias = [each[0] for each in finish.biases(self.tile.group, n, [None], pairs=False)]
         made = finish.value(sums, bias, finish.weight(slot))
         size = spec.dtype.itemsize
-        at = advanced(kb, advanced(kb, self.out, finish.place(row, slot), spec.columns * size), n, size)
-        stored(kb, at, made, spec.dtype)
+        at = advance(kb, advance(kb, self.out, finish.place(row, slot), spec.columns * size), n, size)
+        store_element(kb, at, made, spec.dtype)

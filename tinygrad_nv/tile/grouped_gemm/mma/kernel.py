@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
@@ -31,7 +31,7 @@ def grouped_mma(spec: GroupedGemmSpec, schedule: GroupedMma, gpu: GPU) -> GemmKe
     """The kernel. Parameters in this order: out; x; w; offsets; order, weights, bias, where the spec has
     them."""
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return GroupedMmaKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).written()
+    return GroupedMmaKernel(kb, MmaPlan.of(whole(spec, schedule), schedule.mma), spec).emit_kernel()
 
 
 class GroupedMmaKernel(MmaKernel):
@@ -41,7 +41,7 @@ class GroupedMmaKernel(MmaKernel):
         self.grouped = grouped
         super().__init__(kb, plan)
 
-    def declared(self) -> tuple[Value, Value]:
+    def declare_params(self) -> tuple[Value, Value]:
         self.finish = GroupedEpilogue(self.kb, self.grouped)
         return self.finish.x, self.finish.matrices["w"]
 
@@ -75,7 +75,7 @@ class GroupedMmaKernel(MmaKernel):
     def matrix(self, w: Value) -> Value:
         """The group's."""
         size = self.grouped.n * self.spec.k * self.spec.b.dtype.itemsize
-        return advanced(self.kb, w, self.tile.group, size)
+        return advance(self.kb, w, self.tile.group, size)
 
     def store(self) -> None:
         store_rows(self, self.finish, self.tile)
@@ -94,7 +94,7 @@ class GatheredCopy(TileCopy):
         for row in sorted({self.where(i)[0] for i in range(self.passes)}):
             own = self.row + row if row else self.row
             source = self.finish.source(self.of.first + own, own < self.of.rows)
-            self.sources[row] = advanced(kb, self.pointer, source, pitch) + self.byte.to("u64")
+            self.sources[row] = advance(kb, self.pointer, source, pitch) + self.byte.to("u64")
         self.source = self.sources[0]   # what `ask` has L2 fetch
 
     def _advance(self, elements: Value | int) -> None:

@@ -48,7 +48,7 @@ def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedMma]:
     return [GroupedMma(**asdict(each)) for each in defaults.candidates(whole(spec, GroupedMma()), gpu)]
 
 
-def transposed_candidates(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedMma]:
+def candidates_transposed(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedMma]:
     """The same of matrices (K, N)."""
     return [GroupedTransposedMma(**asdict(each)) for each in candidates(spec, gpu)]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced, write
+from tinygrad_nv.tile.access import advance, write
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
@@ -63,13 +63,13 @@ class RowStore:
         slot = own
         if finish.order is not None:
             slot = kb.reg("u32", 0)
-            kb.emit("ld.global.u32", slot, advanced(kb, finish.order, own, 4).at(), guard=there)
+            kb.emit("ld.global.u32", slot, advance(kb, finish.order, own, 4).at(), guard=there)
         weight = None
         if finish.weights is not None:
             weight = kb.reg("f32", 0.0)
-            kb.emit("ld.global.f32", weight, advanced(kb, finish.weights, slot, 4).at(), guard=there)
-        start = advanced(kb, self.out, finish.place(own, slot), spec.columns * size)
-        return Row(advanced(kb, start, column, size), there, weight)
+            kb.emit("ld.global.f32", weight, advance(kb, finish.weights, slot, 4).at(), guard=there)
+        start = advance(kb, self.out, finish.place(own, slot), spec.columns * size)
+        return Row(advance(kb, start, column, size), there, weight)
 
     def columns(self, cells: Sequence[Cell], rows: dict[int, Row], column: Value, at: int) -> None:
         """Eight columns of all rows; `column` is the lane's first of them."""

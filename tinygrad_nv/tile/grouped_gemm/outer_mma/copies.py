@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.ops import TileCopy
 
 SLOT_BYTES = 4
@@ -26,7 +26,7 @@ class OrderedCopy(TileCopy):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.column = self.pointer + (self.first * self.size + self.byte).to("u64")
-        self.slots_at = advanced(self.kb, self.order, self.row, SLOT_BYTES)
+        self.slots_at = advance(self.kb, self.order, self.row, SLOT_BYTES)
         self.left = self.kb.reg("s32", self.tiles)      # tiles whose slots are not read yet
         self.rows = sorted({self.where(i)[0] for i in range(self.passes)})
         self.slots: list[dict[int, Value]] = []         # of the next tile, and at first of those after it
@@ -43,7 +43,7 @@ class OrderedCopy(TileCopy):
     def next(self, stage: Value, when: Value | None = None, first: bool = False) -> None:
         kb, pitch, last = self.kb, self.operand.k * self.size, len(self.slots) == 1
         slots = self.slots[0] if last else self.slots.pop(0)
-        self.sources = {row: advanced(kb, self.column, slot // self.gather, pitch)
+        self.sources = {row: advance(kb, self.column, slot // self.gather, pitch)
                         for row, slot in slots.items()}
         super().next(stage, when, first)
         if last: self._read(slots)

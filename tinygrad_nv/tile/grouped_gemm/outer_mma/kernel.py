@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.gemm.spec import Operand
@@ -32,7 +32,7 @@ from tinygrad_nv.tile.template import GPU
 def grouped_outer_mma(spec: GroupedOuterSpec, schedule: GroupedOuterMma, gpu: GPU) -> GemmKernel:
     """The kernel. Parameters in this order: out; y; x; offsets; order, where the spec has one."""
     kb = Kernel("grouped_outer_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _OuterKernel(kb, MmaPlan.of(matmul_of(spec, spec.rows), schedule.mma), spec).written()
+    return _OuterKernel(kb, MmaPlan.of(matmul_of(spec, spec.rows), schedule.mma), spec).emit_kernel()
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _OuterKernel(MmaKernel):
         self.outer = outer
         super().__init__(kb, plan)
 
-    def declared(self) -> tuple[Value, Value]:
+    def declare_params(self) -> tuple[Value, Value]:
         y, x, self.offsets = (self.kb.pointer(name) for name in ("y", "x", "offsets"))
         self.order = self.kb.pointer("order") if self.outer.ordered else None
         return y, x
@@ -68,7 +68,7 @@ class _OuterKernel(MmaKernel):
 
     def _group(self) -> Group:
         kb, block = self.kb, self.schedule.block_k
-        at = advanced(kb, self.offsets, self.scheduler.matrix, 4)
+        at = advance(kb, self.offsets, self.scheduler.matrix, 4)
         begin, end = (kb.ld("global", "s32", at.at(4 * i))[0] for i in range(2))
         count, full = kb.reg("s32"), kb.reg("s32")
         kb.emit("max.s32", count, end - begin, 0)
@@ -82,9 +82,9 @@ class _OuterKernel(MmaKernel):
         width = width_of(operand, extent, 0)
         shape = first, extent, group.residue, width, block, self.schedule.block_k, start
         if not gather or self.order is None:
-            rows = advanced(kb, pointer, own, operand.k * operand.dtype.itemsize)
+            rows = advance(kb, pointer, own, operand.k * operand.dtype.itemsize)
             return TileCopy(kb, operand, rows, *shape)
-        order = advanced(kb, self.order, own, SLOT_BYTES)
+        order = advance(kb, self.order, own, SLOT_BYTES)
         return OrderedCopy(kb, operand, pointer, *shape, order, gather, group.stages)
 
     def ring_bytes(self) -> Value:

@@ -34,7 +34,7 @@ def grouped_outer_wgmma(spec: GroupedOuterSpec, schedule: GroupedOuterWgmma, gpu
     """The kernel. Pointers in this order: out; y; x; offsets; order, where the spec has one."""
     plan = OuterPlan.grouped(spec, schedule)
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _OuterKernel(kb, plan, plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count)).written()
+    return _OuterKernel(kb, plan, plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count)).emit_kernel()
 
 
 class _OuterKernel(WgmmaKernel):
@@ -47,11 +47,11 @@ class _OuterKernel(WgmmaKernel):
         self.OPERANDS = ("y", "x", "offsets", *["order"] * plan.outer.ordered)
         super().__init__(kb, plan, ctas)
 
-    def made_scheduler(self, pointers: Mapping[str, Value], rows: Value | int) -> PersistentTileScheduler:
+    def make_scheduler(self, pointers: Mapping[str, Value], rows: Value | int) -> PersistentTileScheduler:
         self.pointers = pointers
         return OuterTileScheduler(self.kb, self.plan, self.ctas, pointers["offsets"])
 
-    def made_loads(self, first_pointer: int) -> OuterLoads:
+    def make_loads(self, first_pointer: int) -> OuterLoads:
         return OuterLoads(self.kb, self.plan, first_pointer)
 
     def produce(self) -> None:
@@ -89,7 +89,7 @@ class _OuterKernel(WgmmaKernel):
         """Of y and x."""
         kb, plan, outer, given = self.kb, self.plan, self.plan.outer, self.pointers
         thread = kb.tid.x - (plan.schedule.threads - LOADERS)
-        sides = zip((plan.a, plan.b), ("y", "x"), self.loads.starts, (outer.n, outer.k), plan.gathered,
+        sides = zip((plan.a, plan.b), ("y", "x"), self.loads.starts, (outer.n, outer.k), plan.gather_slots,
                     strict=True)
         return [RowCopy(kb, tile, given[name], start, columns, gather, given.get("order"), thread)
                 for tile, name, start, columns, gather in sides]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads, OperandLoads
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
@@ -32,7 +32,7 @@ class OuterLoads(GemmLoads):
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
               rows: int, peers: int, symbolic: bool = False, k: int = 0) -> OperandLoads:
         kb = self.kb
-        if not self.plan.gathered[name == "b"]:
+        if not self.plan.gather_slots[name == "b"]:
             return super()._side(name, start, operand, tile, pointer, extent, rows, peers, symbolic, k)
         ring = self.ring.address(start)
         return OperandLoads(operand, tile, ring, ring, [], rows, None, None, kb.reg("s32"), kb.reg("s32"))
@@ -44,7 +44,7 @@ class OuterLoads(GemmLoads):
 
     def issue(self, stage: Value, full: MemoryOperand) -> None:
         """Copies of one whole stage; rows move on."""
-        for side, gather in zip((self.a, self.b), self.plan.gathered, strict=True):
+        for side, gather in zip((self.a, self.b), self.plan.gather_slots, strict=True):
             if gather: continue
             self.copy_boxes(side, 0, side.maps[0], side.target + stage * side.tile.nbytes, full)
             side.at_k += side.tile.k
@@ -87,18 +87,18 @@ class RowCopy:
         self.left = (self.columns - column.to("s32")) * size - (self.chunk * CHUNK).to("s32")
         inside = [self.row + AT_ONCE * i < self.rows.residue for i in range(self.passes)]
         if self.gather:
-            self._gathered(stage, inside)
+            self._gather(stage, inside)
             return
-        at = advanced(self.kb, self.at, self.rows.begin + self.row, self.pitch)
+        at = advance(self.kb, self.at, self.rows.begin + self.row, self.pitch)
         for i, each in enumerate(inside):
             self._copy(stage, i, at, each)
             at += AT_ONCE * self.pitch
 
     def issue(self, stage: Value) -> None:
         """A whole stage of gathered rows."""
-        self._gathered(stage, [None] * self.passes)
+        self._gather(stage, [None] * self.passes)
 
-    def _gathered(self, stage: Value, inside: Sequence[Value | None]) -> None:
+    def _gather(self, stage: Value, inside: Sequence[Value | None]) -> None:
         kb, offset = self.kb, self.slot // self.gather * self.pitch
         self._read(self.next_row < self.rows.end)
         self.next_row += self.tile.k
@@ -111,7 +111,7 @@ class RowCopy:
         """A slot; 0 for a row that is not there."""
         assert self.order is not None
         self.slot.set(0)
-        self.kb.emit("ld.global.u32", self.slot, advanced(self.kb, self.order, self.next_row, 4).at(),
+        self.kb.emit("ld.global.u32", self.slot, advance(self.kb, self.order, self.next_row, 4).at(),
                      guard=guard)
 
     def _copy(self, stage: Value, i: int, at: Value, inside: Value | None) -> None:

@@ -37,14 +37,14 @@ class OuterPlan(WgmmaPlan):
         return OuterPlan(matmul_of(outer, outer.rows), s, a, b, outer)
 
     @property
-    def gathered(self) -> tuple[int, int]:
+    def gather_slots(self) -> tuple[int, int]:
         """How many slots a row of y, and of x, has; 0 where its rows lie in order."""
         return self.outer.gather_y, self.outer.gather_x
 
     @property
-    def copied_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Of a whole stage, those that TMA brings."""
-        return sum(tile.nbytes for tile, gather in zip((self.a, self.b), self.gathered, strict=True)
+        return sum(tile.nbytes for tile, gather in zip((self.a, self.b), self.gather_slots, strict=True)
                    if not gather)
 
 

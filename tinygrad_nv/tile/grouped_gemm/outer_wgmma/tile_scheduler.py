@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler, WorkTile
 from tinygrad_nv.tile.grouped_gemm.outer_wgmma.plan import OuterPlan
 
@@ -48,7 +48,7 @@ class OuterTileScheduler(PersistentTileScheduler):
             yield WorkTile(number, 0, self.rows.stages)
 
     def _read(self, number: Value, ahead: list[Value]) -> None:
-        at = advanced(self.kb, self.offsets, number // self.of_group, 4)
+        at = advance(self.kb, self.offsets, number // self.of_group, 4)
         for i, each in enumerate(ahead): self.kb.emit("ld.global.s32", each, at.at(4 * i))
 
     def _rows(self, begin: Value, end: Value) -> Rows:

@@ -27,7 +27,7 @@ def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:
     count = tiles(spec, plan.tokens) * plan.tiles_across
     rate = model.tensor_fma * model.tensor_scale(spec.dtype, False)
     left = ceil(s.block_m / 64) * (64 + s.block_n) * plan.steps * INSTRUCTION_BYTES
-    multiplied = s.block_m * s.block_n * s.block_k / rate * (1 + PROMOTED * plan.promoted)
+    multiplied = s.block_m * s.block_n * s.block_k / rate * (1 + PROMOTED * plan.needs_promotion)
     step = max(multiplied, (left + plan.stage_bytes) / SMEM_BYTES_PER_CYCLE,
                STEP)
     ending = 0 if plan.pingpong else LINES + plan.tokens * plan.tile_columns * spec.out.itemsize / STORED
@@ -37,6 +37,6 @@ def cost(spec: GroupedGemmSpec, s: GroupedWgmma, gpu: GPU) -> Prediction:
     fed = waves * plan.iterations * model.load_s / s.depth
     uneven = waves * model.sm_count / count if count > model.sm_count else 1.0
     hbm = max(hbm_seconds(spec, model) * uneven, fed)
-    if plan.gathered and (not s.swap or plan.tokens >= MANY): hbm *= GATHERED_HBM
+    if plan.gathers_rows and (not s.swap or plan.tokens >= MANY): hbm *= GATHERED_HBM
     l2 = count * plan.iterations * plan.stage_bytes / (L2_IN_STEP * model.l2_bytes_per_s)
     return Prediction(computing, hbm, l2, model.launch_s + model.load_s)

@@ -37,12 +37,12 @@ def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedWgmma]:
     return _deepest(GroupedWgmma(), TILES, spec, gpu.arch)
 
 
-def transposed_candidates(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedWgmma]:
+def candidates_transposed(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedWgmma]:
     """The same of matrices (K, N)."""
     return _deepest(GroupedTransposedWgmma(), TILES, spec, gpu.arch)
 
 
-def scaled_candidates(spec: ScaledGroupedGemmSpec, gpu: GPU) -> list[GroupedScaledWgmma]:
+def candidates_with_scales(spec: ScaledGroupedGemmSpec, gpu: GPU) -> list[GroupedScaledWgmma]:
     """The same of operands with scales."""
     return _deepest(GroupedScaledWgmma(), SCALED_TILES, spec, gpu.arch)
 
@@ -52,7 +52,7 @@ def _deepest(kind: S, tiles: Sequence[Tile], spec: GroupedGemmSpec, arch: str) -
     for m, n, warps, pingpong, swap in tiles if arch == "sm_90a" else ():
         schedule = kind.block(m, n).k(ROW_BYTES // spec.dtype.itemsize).warps(warps)
         if pingpong: schedule = schedule.pingpong()
-        if swap: schedule = schedule.swapped()
+        if swap: schedule = schedule.swap_operands()
         rings = [schedule.stages(depth) for depth in DEPTHS]
         made.append(next((s for s in rings if not problems(spec, s, arch)), rings[-1]))
     return made

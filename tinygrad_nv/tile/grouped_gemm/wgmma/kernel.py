@@ -38,7 +38,7 @@ def grouped_wgmma(spec: GroupedGemmSpec, schedule: GroupedWgmma, gpu: GPU) -> Ti
     """The kernel of a grouped matmul, by a legal schedule. Pointers: out, x, w, their scales where
     operands have them, offsets, and those there are of order, weights and bias."""
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return GroupedKernel(kb, GroupedPlan.of(spec, schedule)).written(gpu)
+    return GroupedKernel(kb, GroupedPlan.of(spec, schedule)).emit_kernel(gpu)
 
 
 class GroupedKernel(WarpSpecialized):
@@ -51,13 +51,13 @@ class GroupedKernel(WarpSpecialized):
                  *["weights"] * spec.weighted, *["bias"] * spec.biased]
         self.pointers = {name: kb.pointer(name) for name in names}
         self.scheduler = GroupTileScheduler(kb, plan, self.pointers["offsets"])
-        self.loads = self.made_loads()
+        self.loads = self.make_loads()
         self.LOADERS = plan.loaders
-        self.ring = Pipeline(kb, plan.schedule.depth, plan.copied_bytes, WARPGROUP // 32 * plan.readers,
+        self.ring = Pipeline(kb, plan.schedule.depth, plan.copy_bytes, WARPGROUP // 32 * plan.readers,
                              loaders=self.LOADERS)
         self.ordered = OrderedBarrier(kb, plan.consumers, WARPGROUP // 32) if plan.pingpong else None
         self.scales = kb.shared("scales", plan.scale_bytes * plan.schedule.depth) if spec.scaled else None
-        self.main_loop = self.made_main_loop()
+        self.main_loop = self.make_main_loop()
         kind: type[GroupedStore] = ColumnStore if plan.schedule.swap else RowStore
         self.epilogue = kind(kb, plan, self.pointers)
 
@@ -66,16 +66,16 @@ class GroupedKernel(WarpSpecialized):
         """Names of the pointers between x and offsets."""
         return ["w", *["scale_x", "scale_w"] * self.plan.grouped.scaled]
 
-    def made_loads(self) -> GroupedLoads:
+    def make_loads(self) -> GroupedLoads:
         """The producer's copies."""
         return GroupedLoads(self.kb, self.plan)
 
-    def made_main_loop(self) -> MainLoop:
+    def make_main_loop(self) -> MainLoop:
         """That of the consumers."""
         if self.scales is None: return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
         return ScaledMainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads, self.scales)
 
-    def written(self, gpu: GPU) -> TileKernel:
+    def emit_kernel(self, gpu: GPU) -> TileKernel:
         """The kernel, whole."""
         kb, plan = self.kb, self.plan
         self.write()
@@ -121,7 +121,7 @@ class GroupedKernel(WarpSpecialized):
         kb, plan, given = self.kb, self.plan, self.pointers
         places = RowPlaces(kb, plan, given.get("order"))
         made: list[RowGather | ScaleCopies] = []
-        if plan.gathered: made.append(RowGather(kb, plan, given["x"], places, self.loads.row_start))
+        if plan.gathers_rows: made.append(RowGather(kb, plan, given["x"], places, self.loads.row_start))
         if self.scales is not None:
             made.append(ScaleCopies(kb, plan, given["scale_x"], given["scale_w"], places, self.scales))
         return made

@@ -56,14 +56,14 @@ def _tile(plan: GroupedPlan) -> list[str]:
                    f"{64 * plan.grouped.halves}")
     if not s.swap and plan.tile_columns % 16:
         out.append(f"{plan.tile_columns} columns of a tile are no multiple of 16")
-    if plan.gathered and plan.tokens > MOST_GATHERED:
+    if plan.gathers_rows and plan.tokens > MOST_GATHERED:
         out.append(f"{plan.tokens} gathered rows of a tile, at most {MOST_GATHERED}")
-    if plan.grouped.scaled: out += _scaled(plan)
+    if plan.grouped.scaled: out += _scale_problems(plan)
     if plan.most_tiles > limits.MOST: out.append(f"{plan.most_tiles} tiles are above {limits.MOST}")
     return out
 
 
-def _scaled(plan: GroupedPlan) -> list[str]:
+def _scale_problems(plan: GroupedPlan) -> list[str]:
     """Scales of blocks against the tile: one of a half of its columns."""
     out = []
     if GROUP % plan.tile_columns:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, ROW_BYTES, GroupedPlan, matrix_of
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import swizzled
+from tinygrad_nv.tile.ops import swizzle_offset
 from tinygrad_nv.tile.wgmma_tiles import map_argument
 
 X, W = 1, 2     # pointers of the kernel
@@ -35,7 +35,7 @@ class RowPlaces:
         kb, clamped = self.kb, self.kb.reg("u32")
         kb.emit("min.u32", clamped, row, tile.end - 1)
         if not self.gather or self.order is None: return clamped
-        slot = kb.ld("global", "u32", advanced(kb, self.order, clamped, 4).at())[0]
+        slot = kb.ld("global", "u32", advance(kb, self.order, clamped, 4).at())[0]
         return slot // self.gather if self.gather > 1 else slot
 
 
@@ -50,7 +50,7 @@ class GroupedLoads:
         self.maps: list[MapArgument] = []
         self.tensor_maps: list[Value] = []
         self.declare_matrices()
-        if not plan.gathered:
+        if not plan.gathers_rows:
             self.maps.append(map_argument(Operand(spec.dtype, spec.k, 1), plan.row_tile, X, spec.x_rows,
                                           spec.k, (), plan.tokens))
             self.tensor_maps.append(kb.tensor_map("map_x"))
@@ -73,7 +73,7 @@ class GroupedLoads:
         """Copies of one stage, which arrive at the barrier `full`; K moves on."""
         plan = self.plan
         self.issue_matrix(stage, full)
-        if not plan.gathered:
+        if not plan.gathers_rows:
             start, row = self.row_start + stage * plan.row_tile.nbytes, self.tile.row.to("s32")
             for box in range(plan.row_tile.columns):
                 at_k = self.at_k + box * plan.row_tile.inner if box else self.at_k
@@ -103,7 +103,7 @@ class RowGather:
         tile, rows = SharedTile(plan.tokens, ROW_BYTES), plan.loaders // CHUNKS
         # the swizzle has the lowest three bits of a row: two passes later it is the same
         self.rows, self.apart = rows, rows if rows % 8 else 0
-        self.places = [start + swizzled(tile, self.row + more, self.chunk)
+        self.places = [start + swizzle_offset(tile, self.row + more, self.chunk)
                        for more in dict.fromkeys((0, self.apart))]
         self.offsets = kb.regs("u32", plan.passes)
         self.inside = kb.reg("s32")     # rows of the group from this thread's first on

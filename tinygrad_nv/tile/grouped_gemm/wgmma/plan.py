@@ -123,7 +123,7 @@ class GroupedPlan(WgmmaPlan):
                 for share in range(self.matrix_tile.mn // (halves * rows)) for half in range(halves)]
 
     @property
-    def gathered(self) -> bool:
+    def gathers_rows(self) -> bool:
         """Whether threads copy rows from where they lie; else they are boxes."""
         return bool(self.grouped.gather)
 
@@ -133,9 +133,9 @@ class GroupedPlan(WgmmaPlan):
         return self.matrix_tile.nbytes
 
     @property
-    def copied_bytes(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of a stage that TMA brings."""
-        return self.arriving_bytes + (0 if self.gathered else self.row_tile.nbytes)
+        return self.arriving_bytes + (0 if self.gathers_rows else self.row_tile.nbytes)
 
     @property
     def b_start(self) -> int:
@@ -151,8 +151,8 @@ class GroupedPlan(WgmmaPlan):
     def loaders(self) -> int:
         """Threads beside TMA's warp that copy: gathered rows, and scales. Where all do not divide the copies
         of rows, 64 do: one that is predicated would be a branch in each stage."""
-        if not self.gathered and not self.grouped.scaled: return 0
-        return LOADERS if not self.gathered or self.tokens * CHUNKS % LOADERS == 0 else LOADERS - LANES
+        if not self.gathers_rows and not self.grouped.scaled: return 0
+        return LOADERS if not self.gathers_rows or self.tokens * CHUNKS % LOADERS == 0 else LOADERS - LANES
 
     @property
     def scale_bytes(self) -> int:

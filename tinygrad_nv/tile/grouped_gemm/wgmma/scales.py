@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.ptx.builder.values import Number
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop, OperandStages
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
 from tinygrad_nv.tile.grouped_gemm.spec import GROUP, ScaledGroupedGemmSpec
@@ -39,12 +39,12 @@ class ScaleCopies:
         assert isinstance(spec, ScaledGroupedGemmSpec)
         for i, at in enumerate(self.at):
             row = self.rows.source(tile, tile.row + (self.thread + i * self.plan.loaders))
-            at.set(advanced(kb, self.scale_x, row, spec.k_groups * 4))
+            at.set(advance(kb, self.scale_x, row, spec.k_groups * 4))
         first = tile.group * spec.n_groups + tile.column // GROUP
         half = kb.reg("u32")
         kb.emit("min.u32", half, self.thread, spec.halves - 1)
         first = first + half * (spec.columns // GROUP)
-        self.at_matrix.set(advanced(kb, self.scale_w, first, spec.k_groups * 4))
+        self.at_matrix.set(advance(kb, self.scale_w, first, spec.k_groups * 4))
 
     def issue(self, stage: Value) -> None:
         """Those of a group, into a stage; the group after it is next."""
@@ -76,7 +76,7 @@ class ScaledMainLoop(MainLoop):
             self.row = self.stages.address() + row * 4
         self.matrix = self.stages.address() + plan.tokens * 4
 
-    def _promoted(self, iterations: Number) -> None:
+    def _accumulate_promoted(self, iterations: Number) -> None:
         kb = self.kb
         for row in self.sums:
             for each in row: each.set(0.0)
@@ -92,7 +92,7 @@ class ScaledMainLoop(MainLoop):
                 for j, (each, more) in enumerate(zip(row, self.partial, strict=True)):
                     kb.emit("fma.rn.f32", each, more, scales[i][j], each)
             self.at.advance()
-        self._issued()
+        self._arrive_issued()
 
     def _scales(self) -> list[list[Value]]:
         """The scale of each sum of a group: that of its row times that of its half of the matrix."""

@@ -17,13 +17,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import advanced
+from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
-from tinygrad_nv.tile.grouped_gemm.activation import activated
+from tinygrad_nv.tile.grouped_gemm.activation import activate
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, LANES, GroupedPlan
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
-from tinygrad_nv.tile.lanes import FLOAT16S, packed
+from tinygrad_nv.tile.lanes import FLOAT16S, pack
 from tinygrad_nv.tile.staging import Lines
 
 BARRIER = 8     # the named barrier of the first consumer
@@ -47,17 +47,17 @@ class GroupedStore(ABC):
     def result(self, values: Halves, bias: Sequence[Value], weight: Value | None) -> Value:
         """One element, not yet rounded."""
         if bias: values = tuple(each + more for each, more in zip(values, bias, strict=True))
-        made = activated(self.kb, self.spec.activation, *values) if self.spec.activation else values[0]
+        made = activate(self.kb, self.spec.activation, *values) if self.spec.activation else values[0]
         return made if weight is None else made * weight
 
     def slot(self, row: Value) -> Value:
         """What the order has of a row."""
-        return self.kb.ld("global", "u32", advanced(self.kb, self.pointers["order"], row, 4).at())[0]
+        return self.kb.ld("global", "u32", advance(self.kb, self.pointers["order"], row, 4).at())[0]
 
     def weight(self, row: Value) -> Value | None:
         """That of a row."""
         if not self.spec.weighted: return None
-        at = advanced(self.kb, self.pointers["weights"], self.slot(row), 4)
+        at = advance(self.kb, self.pointers["weights"], self.slot(row), 4)
         return self.kb.ld("global", "f32", at.at())[0]
 
     def inside(self, column: Value, more: int = 0) -> Value | None:
@@ -68,7 +68,7 @@ class GroupedStore(ABC):
     def bias(self, tile: GroupTile, column: Value) -> Value:
         """Where the bias of a column of the result is."""
         first = tile.group * self.spec.n + column
-        return advanced(self.kb, self.pointers["bias"], first, self.size)
+        return advance(self.kb, self.pointers["bias"], first, self.size)
 
     def wide(self, half: Value) -> Value:
         """An element as float32."""
@@ -78,7 +78,7 @@ class GroupedStore(ABC):
 
     # **** lines ****
 
-    def clamped(self, row: Value, tile: GroupTile) -> Value:
+    def clamp_row(self, row: Value, tile: GroupTile) -> Value:
         """A row, or the last of the group."""
         made = self.kb.reg("u32")
         self.kb.emit("min.u32", made, row, tile.end - 1)
@@ -86,11 +86,11 @@ class GroupedStore(ABC):
 
     def line(self, row: Value, tile: GroupTile, column: Value) -> Value:
         """Where a row of the result begins, from a column on."""
-        place = self.slot(self.clamped(row, tile)) if self.spec.scatter else row
-        start = advanced(self.kb, self.pointers["out"], place, self.spec.columns * self.size)
-        return advanced(self.kb, start, column, self.size)
+        place = self.slot(self.clamp_row(row, tile)) if self.spec.scatter else row
+        start = advance(self.kb, self.pointers["out"], place, self.spec.columns * self.size)
+        return advance(self.kb, start, column, self.size)
 
-    def copied(self, source: MemoryOperand, line: Value, nbytes: int, guard: Value, beyond: bool) -> None:
+    def copy_chunk(self, source: MemoryOperand, line: Value, nbytes: int, guard: Value, beyond: bool) -> None:
         """16 bytes of a panel to a line; `beyond`: the panel may end before the source."""
         words = self.kb.regs("b32", 4, 0) if beyond else self.kb.regs("b32", 4)
         self.kb.emit("ld.shared.v4.b32", words, source, guard=guard if beyond else None)
@@ -113,7 +113,7 @@ class RowStore(GroupedStore):
     def _rows(self, tile: GroupTile, first: Value, base: Value, sums: Sequence[Value]) -> None:
         """16 rows from `first` on."""
         kb, panel, lane = self.kb, self.plan.panel, self.kb.special("laneid")
-        weights = [self.weight(self.clamped(first + (lane >> 2) + 8 * h, tile)) for h in range(2)]
+        weights = [self.weight(self.clamp_row(first + (lane >> 2) + 8 * h, tile)) for h in range(2)]
         a_line = panel.span // CHUNK
         matrices = Lines(kb, panel, base, lane & 15, (lane >> 4) * CHUNK)
         chunks = Lines(kb, panel, base, lane // a_line, lane % a_line * CHUNK)
@@ -132,7 +132,7 @@ class RowStore(GroupedStore):
             kb.emit("bar.warp.sync", -1)
             inside = self.inside(column, start)
             for step, line, guard in zip(steps, lines, there, strict=True):
-                self.copied(chunks.at(step, 0, 0), line, start * self.size,
+                self.copy_chunk(chunks.at(step, 0, 0), line, start * self.size,
                             guard if inside is None else guard & inside, False)
         kb.emit("bar.warp.sync", -1)
 
@@ -143,7 +143,7 @@ class RowStore(GroupedStore):
                   for half in range(self.spec.halves)]
         made = [self.result(tuple(each[i] for each in halves), [each[i] for each in biases], weight)
                 for i in range(2)]
-        return packed(self.kb, made, self.spec.out)
+        return pack(self.kb, made, self.spec.out)
 
     def _biases(self, tile: GroupTile, j: int) -> list[list[Value]]:
         """Of each half, those of a lane's two columns of eight number `j`."""
@@ -195,13 +195,13 @@ class ColumnStore(GroupedStore):
             kb.sync(BARRIER + number, WARPGROUP)
             inside = self.inside(column, 64 * i)
             for step, line, guard in zip(steps, lines, there, strict=True):
-                self.copied(chunks.at(step, 0, 0), line, 64 * i * self.size,
+                self.copy_chunk(chunks.at(step, 0, 0), line, 64 * i * self.size,
                             guard if inside is None else guard & inside, beyond and step == steps[-1])
 
     def _weights(self, tile: GroupTile, j: int) -> list[Value | None]:
         """Of a lane's two rows of eight number `j`."""
         row = tile.row + ((self.kb.special("laneid") & 3) << 1)
-        return [self.weight(self.clamped(row + (8 * j + i), tile)) if self.spec.weighted else None
+        return [self.weight(self.clamp_row(row + (8 * j + i), tile)) if self.spec.weighted else None
                 for i in range(2)]
 
     def _biases(self, tile: GroupTile, column: Value) -> list[list[Value]]:
@@ -221,4 +221,4 @@ class ColumnStore(GroupedStore):
         """Two neighbouring rows of eight number `j` in a lane's column `h`, rounded."""
         made = [self.result(tuple(each[4 * j + 2 * h + i] for each in halves), [each[h] for each in biases],
                             weights[i]) for i in range(2)]
-        return packed(self.kb, made, self.spec.out)
+        return pack(self.kb, made, self.spec.out)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.access import advanced
-from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import grouped_order
+from tinygrad_nv.tile.access import advance
+from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import group_order
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LANES, GroupedPlan
 
 
@@ -49,7 +49,7 @@ class GroupTileScheduler:
         ends = [kb.reg("u32", 0)]
         for first, end in pairwise(rows):
             ends.append(ends[-1] + (end - first + (plan.tokens - 1)) // plan.tokens * plan.tiles_across)
-        total = self._summed(ends[-1])
+        total = self._scan_lanes(ends[-1])
         before = total - ends[-1]
         kb.st("shared", "u32", (self.lane_ends.address() + lane * 4).at(), total)
         tiles, starts = (each.address() + own * 4 for each in (self.first_tiles, self.first_rows))
@@ -63,9 +63,9 @@ class GroupTileScheduler:
         """The first row of a group; beyond the last one, its end."""
         kb, made = self.kb, self.kb.reg("u32")
         kb.emit("min.u32", made, group, self.plan.grouped.groups)
-        return kb.ld("global", "u32", advanced(kb, self.offsets, made, 4).at())[0]
+        return kb.ld("global", "u32", advance(kb, self.offsets, made, 4).at())[0]
 
-    def _summed(self, value: Value) -> Value:
+    def _scan_lanes(self, value: Value) -> Value:
         """Of all lanes up to this one."""
         kb, lane, distance = self.kb, self.kb.special("laneid"), 1
         while distance < LANES:
@@ -93,7 +93,7 @@ class GroupTileScheduler:
         first_tile = kb.ld("shared", "u32", tiles.at())[0]
         begin, end = (kb.ld("shared", "u32", rows.at(4 * i))[0] for i in range(2))
         down = (end - begin + (plan.tokens - 1)) // plan.tokens
-        row, column = grouped_order(kb, number - first_tile, down, plan.tiles_across, plan.schedule.group)
+        row, column = group_order(kb, number - first_tile, down, plan.tiles_across, plan.schedule.group)
         return GroupTile(group, begin + row * plan.tokens, end, column * plan.tile_columns)
 
     def _group(self, number: Value) -> Value:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.access import place, stored_form
+from tinygrad_nv.tile.access import place, store_form
 from tinygrad_nv.tile.expression import nearest
 from tinygrad_nv.tile.lanes import FLOAT16S, FP8, NARROW, Lanes, bits16, from_fp8, kind_of
 
@@ -107,9 +107,9 @@ def store(kb: Kernel, base: Value, nbytes: int, parts: Sequence[Lanes], count: i
            space: str = "global", first: int = 0) -> None:
     """Writes a vector, or element `first` of a part."""
     if count == 1:
-        kind, words = stored_form(kb, parts[0], 1, first)
+        kind, words = store_form(kb, parts[0], 1, first)
     else:
-        kinds, groups = zip(*(stored_form(kb, part, 2) for part in parts), strict=True)
+        kinds, groups = zip(*(store_form(kb, part, 2) for part in parts), strict=True)
         kind, words = kinds[0], [word for group in groups for word in group]
         if kind == "b16" and len(words) > 1:    # four bytes of two pairs
             joined = []

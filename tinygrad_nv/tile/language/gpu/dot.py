@@ -13,7 +13,7 @@ from tinygrad.dtype import DType
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.fragments import Fragments, instruction
-from tinygrad_nv.tile.gemm.mma.plan import PROMOTED_STEPS, promoted
+from tinygrad_nv.tile.gemm.mma.plan import PROMOTED_STEPS, needs_promotion
 from tinygrad_nv.tile.lanes import kind_of
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.arena import Access
@@ -222,7 +222,7 @@ class Dots(Values):
         left, right = self._left_operand(op, plan, roles[0], steps), self._fragments(op, plan, roles[1],
                                                                                      steps)
         shape, types = instruction(a, b)
-        cut = promoted(a, self.kb.arch)
+        cut = needs_promotion(a, self.kb.arch)
         at_once = PROMOTED_STEPS if cut else steps
         for first in range(0, steps, at_once):
             some = range(first, min(first + at_once, steps))

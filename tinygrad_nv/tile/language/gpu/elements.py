@@ -15,7 +15,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.epilogue import each_lane
 from tinygrad_nv.tile.expression import nearest
-from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, Number, bits16, converted, kind_of, rounded, wrapped
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, Number, bits16, convert, kind_of, round_floats, wrap
 from tinygrad_nv.tile.language.elementwise import ROWS
 from tinygrad_nv.tile.operations import Operation
 
@@ -28,7 +28,7 @@ def constant(kb: Kernel, value: float | int | bool, dtype: DType) -> Lanes:
     """A number that is known."""
     if dtype == dtypes.bool: return Lanes(kb, dtype, [int(bool(value))])
     if dtypes.is_float(dtype): return Lanes(kb, dtype, [nearest(float(value), dtype)])
-    return Lanes(kb, dtype, [wrapped(kb, int(value), dtype)])
+    return Lanes(kb, dtype, [wrap(kb, int(value), dtype)])
 
 
 def known_number(part: Lanes) -> float | None:
@@ -44,7 +44,7 @@ def cast(part: Lanes, dtype: DType) -> Lanes:
                                or not dtypes.is_float(part.dtype)):
         return constant(part.kb, number, dtype)
     if part.dtype == dtypes.bool and number is not None: part = Lanes(part.kb, part.dtype, [part.register()])
-    return converted(part, dtype)
+    return convert(part, dtype)
 
 
 def bitcast(part: Lanes, dtype: DType) -> Lanes:
@@ -96,7 +96,7 @@ def _float(kb: Kernel, row: Operation, dtype: DType, given: Sequence[Lanes]) -> 
         opcode = row.ptx_short if row.ptx_short and dtype != dtypes.float32 else row.ptx_f32
         if row.name == "exp2_small": opcode = "ex2.approx.ftz.f32"
         wide = each_lane(given, lambda *x: _emit(kb, opcode, "f32", *x))
-    return Lanes(kb, dtype, wide) if row.exact else rounded(kb, wide, dtype)
+    return Lanes(kb, dtype, wide) if row.exact else round_floats(kb, wide, dtype)
 
 
 def _pair(kb: Kernel, row: Operation, kind: str, given: Sequence[Lanes]) -> Value:
@@ -173,7 +173,7 @@ def _integer(kb: Kernel, row: Operation, given: Sequence[Lanes]) -> Lanes:
     made = each_lane(given, make)
     if row.compares: return Lanes(kb, dtypes.bool, made)
     return Lanes(kb, dtype,
-                 made if row.closed and row.name != "shift_left" else [wrapped(kb, x, dtype) for x in made])
+                 made if row.fits_dtype and row.name != "shift_left" else [wrap(kb, x, dtype) for x in made])
 
 
 def _quotient(kb: Kernel, name: str, kind: str, a: Number, b: Number) -> Value:

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.language.gpu.convert import Writer
 from tinygrad_nv.tile.language.gpu.dots import DotPlan, Role
 from tinygrad_nv.tile.language.gpu.layout import Layout, extents
 from tinygrad_nv.tile.language.gpu.staged import SharedOperand
-from tinygrad_nv.tile.ops import CHUNK, Places, swizzled
+from tinygrad_nv.tile.ops import CHUNK, Places, swizzle_offset
 
 
 def multiply_add(writer: Writer, plan: DotPlan, layout: Layout, sums: Mapping[int, Register],
@@ -46,7 +46,7 @@ class _Side:
             mn, zero = kb.reg("u32"), kb.reg("u32", 0)
             kb.emit("mov.b32", mn, own)
             row, column = (zero, mn) if role.mn_major else (mn, zero)
-            self.places = Places(kb, found.tile, swizzled(found.tile, row, column * self.size))
+            self.places = Places(kb, found.tile, swizzle_offset(found.tile, row, column * self.size))
         self.places.at_stage(found.address(writer))
         of = extents(shape)
         most = min(CHUNK // self.size, found.tile.row_bytes // self.size)

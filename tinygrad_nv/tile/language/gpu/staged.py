@@ -22,7 +22,7 @@ from tinygrad_nv.tile.language.gpu.ranges import Known
 from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.layout import SharedTile
-from tinygrad_nv.tile.ops import CHUNK, Places, joined, swizzled, swizzled_plain
+from tinygrad_nv.tile.ops import CHUNK, Places, join_elements, swizzle_offset, swizzle_plain
 
 ALIGN = 1024
 MOST_OFFSET = (1 << 31) - 1
@@ -64,7 +64,7 @@ def from_registers(writer: Writer, held: Held, to: SharedOperand) -> None:
         arena.writes(to.start, tile.nbytes)
     row, column = (_as_u32(writer, writer.threads.coordinate(layout, held.shape, axis))
                    for axis in range(2))
-    places = Places(kb, tile, swizzled(tile, row, column * size))
+    places = Places(kb, tile, swizzle_offset(tile, row, column * size))
     places.at_stage(writer.arena.address)
     count = min(layout.run(of.of_axis(1)), CHUNK // size, layout.count)
     while held.shape[1] % count: count //= 2
@@ -114,7 +114,7 @@ class BlockCopy:
         across = tile.span // CHUNK
         self.rows_at_once = max(threads // across, 1)
         with writer.threads.prelude():
-            self.places = Places(kb, tile, swizzled_plain(kb.tid.x * CHUNK, tile))
+            self.places = Places(kb, tile, swizzle_plain(kb.tid.x * CHUNK, tile))
             self.row, self.byte = self._as_s32(kb.tid.x // across), self._as_s32(kb.tid.x % across * CHUNK)
 
     def _as_s32(self, value: Register) -> Register:
@@ -249,7 +249,7 @@ class BlockCopy:
                         base.at(nbytes + at),
                         guard=there)
                 parts.append(made)
-            words.append(joined(kb, parts))
+            words.append(join_elements(kb, parts))
         kb.emit("st.shared.v4.b32", self.places(plain), words, guard=guard)
 
     def _plain(self, beyond: Register | None) -> Register | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
-from tinygrad_nv.tile.gemm.gemv.kernel import staged
+from tinygrad_nv.tile.gemm.gemv.kernel import stage_activations
 from tinygrad_nv.tile.gemm.gemv.main_loop import Sums, at_most
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.quant_gemm.factors import VECTORS, Factors, Pair, factor_names
@@ -33,7 +33,7 @@ from tinygrad_nv.tile.template import GPU
 def quant_gemv(spec: QuantGemmSpec, schedule: QuantGemv, gpu: GPU) -> GemmKernel:
     """The kernel, by a legal schedule."""
     plan = QuantGemvPlan.of(spec, schedule)
-    cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
+    cluster = (1, plan.splits, 1) if plan.is_cluster(gpu.arch) else ()
     kb = Kernel("quant_gemv", arch=gpu.arch, threads=plan.threads, cluster=cluster, min_ctas=plan.ctas_an_sm)
     QuantGemvKernel(kb, plan).write()
     shared = plan.splits > 1 and not cluster
@@ -67,7 +67,7 @@ class QuantGemvKernel:
         self.out = kb.pointer("out")
         self.shared = [kb.pointer(name) for name in ("workspace", "flags")
                        if plan.splits > 1 and not kb.cluster]
-        self.a, self.pointers, self.rows = self.declared()
+        self.a, self.pointers, self.rows = self.declare_params()
         self.smem = kb.shared("activations", plan.smem_bytes, align=128)
         # ptxas moves ld.global.nc to before griddepcontrol.wait
         self.read = "ld.global" if kb.hopper else "ld.global.nc"
@@ -82,7 +82,7 @@ class QuantGemvKernel:
         self.tiles = [_Tile(kb, plan, self.decoder, self.factors)
                       for _ in range(self.spec.parts * plan.schedule.tiles)]
 
-    def declared(self) -> tuple[Value, dict[str, Value], Value]:
+    def declare_params(self) -> tuple[Value, dict[str, Value], Value]:
         """Pointers to the activations and to the matrix's buffers, and how many rows there are."""
         kb, spec = self.kb, self.spec
         a = kb.pointer("a") + spec.a.offset * spec.a.dtype.itemsize
@@ -119,7 +119,8 @@ class QuantGemvKernel:
     def stage(self, first: Value) -> None:
         """Activations to shared memory, from a column on."""
         plan = self.plan
-        staged(self.kb, plan, self.a, self.rows, first, plan.span, plan.pitch_bytes, self.smem.address(),
+        stage_activations(self.kb, plan, self.a, self.rows, first, plan.span, plan.pitch_bytes,
+                          self.smem.address(),
                self.read)
 
     def epilogue(self) -> GemvEpilogue:
@@ -246,7 +247,7 @@ class QuantGemvKernel:
             x = self.activations(at * unit_bytes)
             guard = more & self.guard(at)
             for tile in self.tiles:
-                operands, factors = self.converted(tile, at)
+                operands, factors = self.convert_unit(tile, at)
                 self.load(tile, at, guard)
                 self.multiply(tile, operands, factors, x)
         for address in self.xs: address += plan.warps_k * plan.schedule.units * unit_bytes
@@ -259,7 +260,7 @@ class QuantGemvKernel:
                          for register in self.kb.ldmatrix(address.at(offset + 2 * at))])
         return made
 
-    def converted(self, tile: _Tile, at: int) -> tuple[list[list[Value]], list[tuple[Pair, Pair | None]]]:
+    def convert_unit(self, tile: _Tile, at: int) -> tuple[list[list[Value]], list[tuple[Pair, Pair | None]]]:
         """A unit's operands A, 16 columns each, and the factors of its blocks."""
         factors, steps = self.factors, self.type.unit // 16
         blocks = tile.factors[at] or [tile.of_row]

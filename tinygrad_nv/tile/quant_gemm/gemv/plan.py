@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from tinygrad_nv.quant.types import QType
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.quant_gemm.fragments import looked_up
+from tinygrad_nv.tile.quant_gemm.fragments import looks_up
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 
@@ -78,7 +78,7 @@ class QuantGemvPlan:
         """Splits that have an iteration."""
         return -(-self.iterations // self.iterations_a_split)
 
-    def clustered(self, arch: str) -> bool:
+    def is_cluster(self, arch: str) -> bool:
         """Whether the CTAs that share K are a cluster."""
         return arch == "sm_90a" and 1 < self.splits <= MOST_CLUSTERED
 
@@ -114,7 +114,7 @@ class QuantGemvPlan:
         loads = codes + max(1, self.groups) * (factors * (1 + self.type.mins) + self.type.zeros)
         # activations of a unit, sums of a block, and factors in float32
         now = self.tiles_m * (self.type.unit // 8 + 4 + 16 * self.type.mins) + 8 * (factors - 1)
-        book = 8 * looked_up(self.type)
+        book = 8 * looks_up(self.type)
         return 4 * tiles * self.tiles_m + self.schedule.units * tiles * loads + now + book + OTHER_REGISTERS
 
     @property

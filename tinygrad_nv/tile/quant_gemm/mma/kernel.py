@@ -24,7 +24,7 @@ from tinygrad_nv.tile.template import GPU
 def quant_mma(spec: QuantGemmSpec, schedule: QuantMma, gpu: GPU) -> GemmKernel:
     """The kernel, by a legal schedule."""
     kb = Kernel("quant_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return QuantMmaKernel(kb, QuantMmaPlan.of(spec, schedule)).written()
+    return QuantMmaKernel(kb, QuantMmaPlan.of(spec, schedule)).emit_kernel()
 
 
 class QuantMmaKernel(MmaKernel):
@@ -34,7 +34,7 @@ class QuantMmaKernel(MmaKernel):
         self.quant = plan
         super().__init__(kb, plan)
 
-    def declared(self) -> Sequence[Value]:
+    def declare_params(self) -> Sequence[Value]:
         a = self.kb.pointer("a")
         self.pointers = {name: self.kb.pointer(name) for name in self.quant.quant.buffers}
         return a, a

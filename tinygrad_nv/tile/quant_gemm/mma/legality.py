@@ -36,7 +36,8 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
     if out: return out
-    out += gemm.copied(s, "block_m", s.block_m, gemm_spec.a) + stages.problems(spec, plan.boxes, s.block_k)
+    out += gemm.copy_problems(s, "block_m", s.block_m, gemm_spec.a) + stages.problems(spec, plan.boxes,
+                                                                                      s.block_k)
     most = limits.SMEM_BYTES[arch]
     if (needed := plan.smem_bytes) > most:
         out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "

@@ -29,7 +29,7 @@ def quant_wgmma(spec: QuantGemmSpec, schedule: QuantWgmma, gpu: GPU) -> GemmKern
     ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     kb = Kernel("quant_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    return QuantWgmmaKernel(kb, plan, ctas).written()
+    return QuantWgmmaKernel(kb, plan, ctas).emit_kernel()
 
 
 class QuantWgmmaKernel(WgmmaKernel):
@@ -39,9 +39,9 @@ class QuantWgmmaKernel(WgmmaKernel):
         self.quant, self.OPERANDS = plan, ("a", *plan.quant.buffers)
         super().__init__(kb, plan, ctas)
 
-    def made_loads(self, first_pointer: int) -> QuantLoads:
+    def make_loads(self, first_pointer: int) -> QuantLoads:
         self.copies = QuantLoads(self.kb, self.quant, first_pointer)
         return self.copies
 
-    def made_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> QuantMainLoop:
+    def make_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> QuantMainLoop:
         return QuantMainLoop(self.kb, self.quant, self.ring, self.ordered, self.copies)

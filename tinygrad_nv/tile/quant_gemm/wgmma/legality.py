@@ -7,7 +7,7 @@ from tinygrad_nv.tile.quant_gemm import stages
 from tinygrad_nv.tile.quant_gemm.schedules import QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, MatrixStages, QuantWgmmaPlan
-from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, taken, unreachable
+from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, choose_major, unreachable
 
 # sums and operands of a thread, that leave registers for codes and factors
 MOST_REGISTERS = 200
@@ -18,15 +18,16 @@ def problems(spec: QuantGemmSpec, s: QuantWgmma, arch: str) -> list[str]:
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if spec.gemm.parts > 1 or spec.gemm.symbolic:
         return ["several parts" if spec.gemm.parts > 1 else "rows known at launch, which would be columns"]
-    computed = spec.gemm.swapped()
-    major, why = taken(computed.b, computed.n, computed.k)
+    computed = spec.gemm.swap_operands()
+    major, why = choose_major(computed.b, computed.n, computed.k)
     out = [] if major else [why]
     out += unreachable(computed.b, (), 2)
     if found := gemm.warps(s) or gemm.extents(s, computed): return out + found
     plan = QuantWgmmaPlan.of(spec, s)
     if s.stream or s.cluster_m * s.cluster_n > 1: out.append("stream-K, or a cluster that shares operands")
-    return [*out, *of_stages(plan), *gemm.swizzled("block_n", plan.b, s), *_room(plan), *registers(plan),
-            *gemm.shared_sums(plan)]
+    return [*out, *of_stages(plan), *gemm.swizzle_problems("block_n", plan.b, s), *_room(plan),
+            *registers(plan),
+            *gemm.split_problems(plan)]
 
 
 def of_stages(plan: MatrixStages) -> list[str]:
@@ -36,7 +37,7 @@ def of_stages(plan: MatrixStages) -> list[str]:
         if box.inner > MOST_BOX: out.append(f"{box.name}: {box.inner} elements of a box, at most {MOST_BOX}")
     if plan.steps <= PENDING:  # the next operands would be written over those of wgmmas in flight
         out.append(f"{plan.steps} times 16 columns of a stage, {PENDING} of which are in flight")
-    if not plan.scaled and plan.type.mins: out.append("minima of whole rows")
+    if not plan.has_row_scales and plan.type.mins: out.append("minima of whole rows")
     return out
 
 

@@ -49,23 +49,23 @@ class QuantMainLoop(MainLoop):
             self.at.jump(self.consumer * plan.iterations)
         self.sums = [kb.regs(self.kind, plan.schedule.block_n // 2) for _ in range(plan.subtiles)]
         self.operands = StageOperands(kb, plan.type, plan.spec.a.dtype, plan.boxes, plan.warp_tiles,
-                                      plan.scaled)
+                                      plan.has_row_scales)
         warp = kb.tid.x % WARPGROUP >> 5
         tile = self.consumer * plan.tiles_apart + warp if plan.tiles_apart else warp
         self.places = self.operands.places(start, tile)
 
     # **** the loop ****
 
-    def _summed(self, iterations: Number) -> None:
+    def _accumulate(self, iterations: Number) -> None:
         """The first stage apart: it adds to nothing, and none is given back."""
         kb = self.kb
         self._multiply_stage(False)
         with kb.loop(1, iterations, kind="u32"): self._multiply_stage(True)
-        self._issued()
-        if not self.quant.scaled: scales = self._row_scales()
+        self._arrive_issued()
+        if not self.quant.has_row_scales: scales = self._row_scales()
         kb.wgmma_wait(0)
         self.ring.release(self.empty_barriers, self.last, self.mine)
-        if self.quant.scaled: return
+        if self.quant.has_row_scales: return
         for row, pair in zip(self.sums, scales, strict=True):
             for i, total in enumerate(row): kb.emit("mul.f32", total, total, pair[i >> 1 & 1])
 
@@ -96,4 +96,4 @@ class QuantMainLoop(MainLoop):
         """Those of the rows of each 64, of the stage before."""
         at = self._at_stage(self.last)
         made = self.operands
-        return [made.factors.scales(made.loaded(at, i, 0)) for i in range(self.quant.subtiles)]
+        return [made.factors.scales(made.load_blocks(at, i, 0)) for i in range(self.quant.subtiles)]

@@ -15,7 +15,7 @@ from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.quant_gemm.schedules import QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_gemm.stages import Box, boxes
-from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span, taken
+from tinygrad_nv.tile.wgmma_tiles import OperandTile, choose_major, natural_span
 
 PENDING = 2     # groups of wgmmas in flight while the next operands are made
 MAP_DTYPES = {1: "u8", 2: "u16", 4: "u32"}  # by size
@@ -30,13 +30,13 @@ class MatrixStages(WgmmaPlan):
     def halves(self) -> int: return 1
 
     @property
-    def staggered(self) -> int: return 0
+    def stagger_stages(self) -> int: return 0
 
     @property
     def type(self) -> QType: return self.quant.type
 
     @property
-    def scaled(self) -> bool:
+    def has_row_scales(self) -> bool:
         """Whether a row has several scales, which are multiplied with elements."""
         return bool(self.type.scale.columns)
 
@@ -100,8 +100,8 @@ class QuantWgmmaPlan(MatrixStages):
     @lru_cache(1024)
     def of(quant: QuantGemmSpec, s: QuantWgmma) -> QuantWgmmaPlan:
         """The plan."""
-        spec = quant.gemm.swapped()
-        major = taken(spec.b, spec.n, spec.k)[0] or "K"
+        spec = quant.gemm.swap_operands()
+        major = choose_major(spec.b, spec.n, spec.k)[0] or "K"
         row = (s.block_k if major == "K" else s.block_n) * spec.b.dtype.itemsize
         a = OperandTile(spec.a.dtype, "K", s.block_m, s.block_k, 128)
         b = OperandTile(spec.b.dtype, major, s.block_n, s.block_k, natural_span(row))

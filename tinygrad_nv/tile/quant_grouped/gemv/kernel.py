@@ -15,7 +15,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
-from tinygrad_nv.tile.grouped_gemm.gemv.rows import GroupEpilogue, gathered
+from tinygrad_nv.tile.grouped_gemm.gemv.rows import GroupEpilogue, gather_rows
 from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.quant_gemm.gemv.kernel import QuantGemvKernel
@@ -31,7 +31,7 @@ def quant_grouped_gemv(spec: QuantGroupedSpec, schedule: QuantGroupedGemv, gpu: 
     """The kernel. Parameters in this order: out; workspace and flags, where splits meet there; x; the stack's
     buffers; offsets; order, weights, bias, where the spec has them."""
     plan = plan_of(spec, schedule)
-    cluster = (1, plan.splits, 1) if plan.clustered(gpu.arch) else ()
+    cluster = (1, plan.splits, 1) if plan.is_cluster(gpu.arch) else ()
     kb = Kernel("quant_grouped_gemv", arch=gpu.arch, threads=plan.threads, cluster=cluster,
                 min_ctas=ctas_an_sm(plan))
     _QuantGroupedGemv(kb, plan, spec).write()
@@ -51,7 +51,7 @@ class _QuantGroupedGemv(QuantGemvKernel):
         self.whole = whole
         super().__init__(kb, plan)
 
-    def declared(self) -> tuple[Value, dict[str, Value], Value]:
+    def declare_params(self) -> tuple[Value, dict[str, Value], Value]:
         kb, spec = self.kb, self.whole
         self.finish, self.extras = GroupedEpilogue(kb, spec.grouped, spec.buffers), []
         if kb.hopper:
@@ -66,7 +66,7 @@ class _QuantGroupedGemv(QuantGemvKernel):
 
     def stage(self, first: Value) -> None:
         plan = self.plan
-        gathered(self.kb, plan, self.finish, self.tile, first, plan.span, plan.pitch_bytes,
+        gather_rows(self.kb, plan, self.finish, self.tile, first, plan.span, plan.pitch_bytes,
                  self.smem.address(), self.read)
 
     def epilogue(self) -> GemvEpilogue:

@@ -34,7 +34,7 @@ def quant_grouped_mma(spec: QuantGroupedSpec, schedule: QuantGroupedMma, gpu: GP
     """The kernel. Parameters in this order: out; x; the stack's buffers; offsets; order, weights, bias, where
     the spec has them."""
     kb = Kernel("quant_grouped_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _QuantGroupedMma(kb, plan_of(spec, schedule), spec).written()
+    return _QuantGroupedMma(kb, plan_of(spec, schedule), spec).emit_kernel()
 
 
 class _QuantGroupedMma(QuantMmaKernel):
@@ -44,7 +44,7 @@ class _QuantGroupedMma(QuantMmaKernel):
         self.whole = whole
         super().__init__(kb, plan)
 
-    def declared(self) -> Sequence[Value]:
+    def declare_params(self) -> Sequence[Value]:
         self.finish = GroupedEpilogue(self.kb, self.whole.grouped, self.whole.buffers)
         return self.finish.x, self.finish.x
 

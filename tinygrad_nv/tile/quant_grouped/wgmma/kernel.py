@@ -32,7 +32,7 @@ def quant_grouped_wgmma(spec: QuantGroupedSpec, schedule: QuantGroupedWgmma, gpu
     """The kernel, by a legal schedule. Pointers: out; x; the stack's buffers; offsets; order, weights, bias,
     where the spec has them."""
     kb = Kernel("quant_grouped_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return _QuantGroupedKernel(kb, QuantGroupedPlan.of(spec, schedule)).written(gpu)
+    return _QuantGroupedKernel(kb, QuantGroupedPlan.of(spec, schedule)).emit_kernel(gpu)
 
 
 class _QuantGroupedKernel(GroupedKernel):
@@ -41,9 +41,9 @@ class _QuantGroupedKernel(GroupedKernel):
     @property
     def matrices(self) -> Sequence[str]: return [*self.plan.stack.buffers]
 
-    def made_loads(self) -> GroupedLoads: return _StackLoads(self.kb, self.plan)
+    def make_loads(self) -> GroupedLoads: return _StackLoads(self.kb, self.plan)
 
-    def made_main_loop(self) -> QuantMainLoop:
+    def make_main_loop(self) -> QuantMainLoop:
         return QuantMainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
 
 

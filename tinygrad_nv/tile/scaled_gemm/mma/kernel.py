@@ -28,7 +28,7 @@ from tinygrad_nv.tile.template import GPU
 def scaled_mma(spec: ScaledGemmSpec, schedule: ScaledMma, gpu: GPU) -> GemmKernel:
     """The kernel, by a legal schedule."""
     kb = Kernel("scaled_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return ScaledMmaKernel(kb, ScaledMmaPlan.of(spec, schedule)).written()
+    return ScaledMmaKernel(kb, ScaledMmaPlan.of(spec, schedule)).emit_kernel()
 
 
 class ScaledMmaKernel(MmaKernel):
@@ -38,7 +38,7 @@ class ScaledMmaKernel(MmaKernel):
         self.scaled = plan
         super().__init__(kb, plan)
 
-    def declared(self) -> Sequence[Value]:
+    def declare_params(self) -> Sequence[Value]:
         a, b, *scales = (self.kb.pointer(name) for name in ("a", "b", "a_scale", "b_scale"))
         self.pointers = scales[::-1] if self.schedule.swap else scales
         return (b, a) if self.schedule.swap else (a, b)

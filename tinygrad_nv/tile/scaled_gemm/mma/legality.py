@@ -27,7 +27,8 @@ def problems(spec: ScaledGemmSpec, s: ScaledMma, arch: str) -> list[str]:
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} groups")
     if spec.k % GROUP and s.splits > 1: out.append(f"splits of k={spec.k}, no whole groups")
     if out: return out
-    out += gemm.copied(s, "block_m", s.block_m, spec.a) + gemm.copied(s, "block_n", s.block_n, spec.b)
+    out += gemm.copy_problems(s, "block_m", s.block_m, spec.a) + gemm.copy_problems(s, "block_n", s.block_n,
+                                                                                    spec.b)
     out += _blocks("block_m", plan.row_scales, SIXTEEN) + _blocks("block_n", plan.column_scales, EIGHT)
     return out + _room(plan, arch)
 

@@ -60,7 +60,7 @@ class ScaledMmaPlan(MmaPlan):
     @lru_cache(1024)
     def of(spec: ScaledGemmSpec, s: ScaledMma) -> ScaledMmaPlan:
         """The plan; of the transposed matmul where the schedule is swapped."""
-        return ScaledMmaPlan(spec.swapped() if s.swap else spec, s)
+        return ScaledMmaPlan(spec.swap_operands() if s.swap else spec, s)
 
     @property
     def ends_within(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments
-from tinygrad_nv.tile.ops import Places, TileCopy, swizzled
+from tinygrad_nv.tile.ops import Places, TileCopy, swizzle_offset
 from tinygrad_nv.tile.sparse_gemm import metadata
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 
@@ -103,8 +103,8 @@ class DenseFragments:
     def __post_init__(self) -> None:
         lane, tile, size = self.kb.special("laneid"), self.copy.tile, self.copy.size
         low, chunk = lane & 7, lane >> 3
-        if self.copy.mn_major: place = swizzled(tile, low + chunk * 8, self.first * size)
-        else: place = swizzled(tile, self.first + low, chunk * 16)
+        if self.copy.mn_major: place = swizzle_offset(tile, low + chunk * 8, self.first * size)
+        else: place = swizzle_offset(tile, self.first + low, chunk * 16)
         self.places = Places(self.kb, tile, place)
         self.places.prepare([self._plain(i, step) for i in range(self.extent // 8)
                              for step in range(self.steps)])

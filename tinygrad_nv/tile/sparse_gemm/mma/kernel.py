@@ -26,7 +26,7 @@ from tinygrad_nv.tile.template import GPU
 def sparse_mma(spec: SparseGemmSpec, schedule: SparseMma, gpu: GPU) -> GemmKernel:
     """The kernel, by a legal schedule."""
     kb = Kernel("sparse_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
-    return SparseMmaKernel(kb, SparseMmaPlan.of(spec, schedule)).written()
+    return SparseMmaKernel(kb, SparseMmaPlan.of(spec, schedule)).emit_kernel()
 
 
 class SparseMmaKernel(MmaKernel):
@@ -37,7 +37,7 @@ class SparseMmaKernel(MmaKernel):
         self.sparse = plan
         super().__init__(kb, plan)
 
-    def declared(self) -> Sequence[Value]:
+    def declare_params(self) -> Sequence[Value]:
         activations, values = (self.kb.pointer(name) for name in ("a", "values"))
         self.pointer = self.kb.pointer("metadata")
         return values, activations

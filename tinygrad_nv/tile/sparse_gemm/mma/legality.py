@@ -31,16 +31,16 @@ def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
     if out: return out
-    return [*_copied(plan), *_room(plan, arch)]
+    return [*_copy_problems(plan), *_room(plan, arch)]
 
 
-def _copied(plan: SparseMmaPlan) -> list[str]:
+def _copy_problems(plan: SparseMmaPlan) -> list[str]:
     """How threads divide the tiles."""
     s, size = plan.schedule, plan.size
     half = s.k(s.block_k // 2)
     if s.block_k // 2 * size > 128: return [f"block_k={s.block_k}: values of {s.block_k // 2 * size} B a row"]
-    return gemm.copied(half, "block_m", s.block_m, plan.sparse.values) + \
-        gemm.copied(s, "block_n", s.block_n, plan.spec.b)
+    return gemm.copy_problems(half, "block_m", s.block_m, plan.sparse.values) + \
+        gemm.copy_problems(s, "block_n", s.block_n, plan.spec.b)
 
 
 def _room(plan: SparseMmaPlan, arch: str) -> list[str]:

@@ -25,7 +25,7 @@ class SparseMmaPlan(MmaPlan):
     @lru_cache(1024)
     def of(sparse: SparseGemmSpec, s: SparseMma) -> SparseMmaPlan:
         """The plan."""
-        return SparseMmaPlan(sparse.gemm.swapped(), s, sparse)
+        return SparseMmaPlan(sparse.gemm.swap_operands(), s, sparse)
 
     @property
     def size(self) -> int:

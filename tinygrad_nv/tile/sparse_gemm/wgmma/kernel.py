@@ -28,7 +28,7 @@ def sparse_wgmma(spec: SparseGemmSpec, schedule: SparseWgmma, gpu: GPU) -> GemmK
     ctas = plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count, gpu.clusters)
     kb = Kernel("sparse_wgmma", arch=gpu.arch, threads=schedule.threads, min_ctas=1,
                cluster=(plan.cluster, 1, 1) if plan.cluster > 1 else ())
-    return SparseWgmmaKernel(kb, plan, ctas).written()
+    return SparseWgmmaKernel(kb, plan, ctas).emit_kernel()
 
 
 class SparseWgmmaKernel(WgmmaKernel):
@@ -39,9 +39,9 @@ class SparseWgmmaKernel(WgmmaKernel):
         self.sparse = plan
         super().__init__(kb, plan, ctas)
 
-    def made_loads(self, first_pointer: int) -> SparseLoads:
+    def make_loads(self, first_pointer: int) -> SparseLoads:
         self.copies = SparseLoads(self.kb, self.sparse)
         return self.copies
 
-    def made_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> SparseMainLoop:
+    def make_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> SparseMainLoop:
         return SparseMainLoop(self.kb, self.sparse, self.ring, self.ordered, self.copies)

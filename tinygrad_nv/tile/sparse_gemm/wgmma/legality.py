@@ -11,24 +11,24 @@ from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.sparse_gemm.wgmma.plan import SparseWgmmaPlan
-from tinygrad_nv.tile.wgmma_tiles import taken, unreachable
+from tinygrad_nv.tile.wgmma_tiles import choose_major, unreachable
 
 
 def problems(spec: SparseGemmSpec, s: SparseWgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if spec.gemm.symbolic: return ["rows known at launch, which would be columns"]
-    computed = spec.gemm.swapped()
+    computed = spec.gemm.swap_operands()
     stored = replace(computed, k=computed.k // 2, a=spec.values)
     out = []
     for operand, extent, k in ((spec.values, computed.m, stored.k), (computed.b, computed.n, computed.k)):
-        major, why = taken(operand, extent, k)
+        major, why = choose_major(operand, extent, k)
         out += ([] if major else [why]) + unreachable(operand, (), 2)
     if found := gemm.warps(s) or gemm.extents(s, computed): return out + found
     if found := _stage(spec, s): return out + found
     plan = SparseWgmmaPlan.of(spec, s)
-    return [*out, *gemm.swizzled("block_m", plan.a, s), *gemm.swizzled("block_n", plan.b, s),
-            *_room(plan), *gemm.cluster(plan), *gemm.shared_sums(plan)]
+    return [*out, *gemm.swizzle_problems("block_m", plan.a, s), *gemm.swizzle_problems("block_n", plan.b, s),
+            *_room(plan), *gemm.cluster(plan), *gemm.split_problems(plan)]
 
 
 def _stage(spec: SparseGemmSpec, s: SparseWgmma) -> list[str]:

@@ -41,12 +41,12 @@ class SparseMainLoop(MainLoop):
         self.place = self.start + tile * self.tile_bytes + kb.special("laneid") * 4
         self.words = [kb.regs("b32", plan.units) for _ in range(plan.subtiles)]
 
-    def _summed(self, iterations: Number) -> None:
+    def _accumulate(self, iterations: Number) -> None:
         """The first stage apart: it adds to nothing, and none is given back."""
         kb = self.kb
         self._multiply_stage(False)
         with kb.loop(1, iterations, kind="u32"): self._multiply_stage(True)
-        self._issued()
+        self._arrive_issued()
         kb.wgmma_wait(0)
         if self.sparse.pending: self.ring.release(self.empty_barriers, self.last, self.mine)
 

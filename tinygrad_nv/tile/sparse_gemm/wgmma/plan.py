@@ -14,7 +14,7 @@ from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.sparse_gemm import metadata
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, natural_span, taken
+from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, choose_major, natural_span
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class SparseWgmmaPlan(WgmmaPlan):
     @lru_cache(1024)
     def of(sparse: SparseGemmSpec, s: SparseWgmma) -> SparseWgmmaPlan:
         """The plan."""
-        spec = sparse.gemm.swapped()
-        major = taken(spec.b, spec.n, spec.k)[0] or "K"
+        spec = sparse.gemm.swap_operands()
+        major = choose_major(spec.b, spec.n, spec.k)[0] or "K"
         size = spec.a.dtype.itemsize
         row = (s.block_k if major == "K" else s.block_n) * size
         a = OperandTile(spec.a.dtype, "K", s.block_m, s.block_k // 2, natural_span(s.block_k // 2 * size))
@@ -72,4 +72,4 @@ class SparseWgmmaPlan(WgmmaPlan):
                            (self.units * lanes, self.schedule.block_m // 16), "none")
 
     @property
-    def staggered(self) -> int: return 0
+    def stagger_stages(self) -> int: return 0
