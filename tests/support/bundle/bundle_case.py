@@ -22,7 +22,7 @@ from tinygrad_nv.errors import BundleError
 def check_all(file: Path) -> None: open_bundle(file).verify()
 
 
-def manifest_of(file: Path) -> Any: return json.loads(open_bundle(file).manifest.encoded())
+def manifest_of(file: Path) -> Any: return json.loads(open_bundle(file).manifest.encode())
 
 
 def forged(file: Path, name: str, data: bytes, without: str = "") -> Path:
