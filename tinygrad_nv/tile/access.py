@@ -34,7 +34,8 @@ def advance(kb: Kernel, base: Value, index: Value, nbytes: int) -> Value:
 
 
 def row_start(kb: Kernel, pointer: Value, rows: Rows, batch: Sequence[Value], first: Value) -> Value:
-    """Where row `first` (u32) of an element of the batch begins; of indices that are left out, the first."""
+    """Returns the address at which row `first` (u32) of an element of the batch begins; of indices that are
+    left out, the first."""
     at = kb.reg("u64", rows.offset)
     strides = (*rows.batch[:len(batch)], rows.row)
     for index, stride in zip((*batch, first), strides, strict=True):
@@ -100,7 +101,7 @@ def write(kb: Kernel, base: Value, nbytes: int, value: Lanes, count: int, guard:
 
 def write_vector(kb: Kernel, base: Value, nbytes: int, values: Sequence[Lanes],
                  guard: Value | None = None) -> None:
-    """What `read_vector` gives, of float32 or 16 bits, to global memory at a multiple of its size."""
+    """Writes what `read_vector` gives, of float32 or 16 bits, to global memory at a multiple of its size."""
     first = values[0]
     if len(values) == 1 and first.packed is None and len(first.wide) == 1:
         return write(kb, base, nbytes, first, 1, guard)

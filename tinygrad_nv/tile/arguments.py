@@ -1,4 +1,4 @@
-"""What a call of a spec's kernels is given where no graph makes it: for tuning, predictions and tests.
+"""Arguments of a call of a spec's kernels where no graph makes it: for tuning, predictions and tests.
 
 Protocol: `calls(made, spec)` are the kernels of what a template built, each with the arguments it has;
 `with_scratch` puts a kernel's scratch among its pointers; `launches(made, spec, alloc)` are its launches with
@@ -30,7 +30,8 @@ ALIGNED = 16    # bytes that a buffer has at least
 
 
 def calls(made: Any, spec: Any) -> list[tuple[Any, tuple[Argument, ...]]]:
-    """What is called, with its arguments in the order of its pointers. A chain's kernels share memory."""
+    """Returns the kernels that are called, with their arguments in the order of their pointers. A chain's
+    kernels share memory."""
     places: tuple[Argument, ...] = TABLE.arguments(spec)
     if not isinstance(made, Chain): return [(made, places)]
     between = Argument("between", made.between.dtype, (dense(made.between.count),), "out")

@@ -30,8 +30,8 @@ class Clock(Protocol):
     def clusters(self) -> Clusters: ...
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
-        """Of a call of what a template built. `assembled`: its kernels, in the order of launches, where that
-        was done."""
+        """Returns the seconds of a call of what a template built. `assembled`: its kernels, in the order of
+        launches, where that was done."""
 
 
 def figures_of(arch: str, sm_count: int = 0, device: str = "") -> str:

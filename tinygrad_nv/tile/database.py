@@ -77,7 +77,7 @@ class Entry:
         return f"{self.how} for {self.gpu}" if self.gpu else self.how
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the entry as plain data."""
         return {"spec": spec_to_json(self.spec), "arch": self.arch, "toolchain": self.toolchain,
                 "schedule": self.schedule.to_json(), "seconds": self.seconds, "how": self.how,
                 **({"gpu": self.gpu} if self.gpu else {}),
@@ -109,8 +109,8 @@ class Entry:
 
 
 def toolchain(kind: str = "gpu") -> str:
-    """What compiles for a kind of target: the version of ptxas, "driver" where there is none and the driver
-    compiles; the C compiler. Raises `ToolchainError` where there is no C compiler."""
+    """Returns the compiler of a kind of target: the version of ptxas, "driver" where there is none and the
+    driver compiles; the C compiler. Raises `ToolchainError` where there is no C compiler."""
     return find_compiler().identity if kind == "cpu" else _ptxas()
 
 
@@ -124,7 +124,7 @@ def _ptxas() -> str:
 
 
 def path() -> Path:
-    """Where the database is now."""
+    """Returns the path of the database."""
     return Path(_where())
 
 
@@ -143,12 +143,12 @@ def _path(named: str, *_: str | None) -> str:
 
 
 def cache_directory() -> Path:
-    """Where what was found by trying outlives the process."""
+    """Returns the directory in which what was found by trying outlives the process."""
     return cache.directory()
 
 
 def state() -> tuple[str, tuple[int, ...] | None]:
-    """What changes whenever `lookup` may answer otherwise."""
+    """Returns a key that changes whenever `lookup` may answer otherwise."""
     file = _where()
     mark = _mark(file)
     return ("", None) if mark is None else (file, mark)     # no file is the same anywhere
@@ -190,7 +190,8 @@ def find_winner(spec: Any, arch: str, target: Any, file: Path | None = None) -> 
 
 
 def find_shipped(spec: Any, arch: str, target: Any) -> Entry | None:
-    """What comes with the package for a spec on a GPU: modelled for it, with some version of ptxas."""
+    """Returns the entry that comes with the package for a spec on a GPU: modelled for it, with some version
+    of ptxas."""
     gpu = getattr(target, "figures", "")
     found = _load_shipped().get((_text(kept_as(spec)), arch,
                                  gpu)) if gpu and arch in _load_shipped_archs() else None
@@ -207,7 +208,7 @@ def _load_shipped_archs() -> frozenset[str]: return frozenset(arch for _, arch, 
 
 
 def _own(spec: Any, arch: str, target: Any, file: Path) -> Entry | None:
-    """What the database has."""
+    """Returns the entry that the database has."""
     if not (found := _read(file)): return None
     text, compiler = _text(kept_as(spec)), toolchain(_kind(arch) or "gpu")
     for how in reversed(HOWS):
@@ -244,7 +245,7 @@ def _read(file: Path, locked: bool = False) -> dict[Key, Entry]:
 
 
 def _mark(file: str | Path) -> tuple[int, ...] | None:
-    """What changes when a file does; None when there is none."""
+    """Returns a key that changes when a file does; None when there is none."""
     try: stat = os.stat(file)
     except OSError: return None
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
@@ -310,7 +311,7 @@ def merge(new: Iterable[Entry], file: Path | None = None) -> tuple[int, int]:
 
 
 def origin(on: str = "") -> str:
-    """What an entry that is found now says of that: the version, and what it was measured on."""
+    """Returns the origin of an entry that is found now: the version, and what it was measured on."""
     made = f"tinygrad_nv {__version__}" + (f" on {on}" if on else "")
     return made[:ORIGIN_CHARACTERS]
 

@@ -63,7 +63,7 @@ def problems(root: Expression, arch: str) -> list[str]:
 
 
 class Sources(Protocol):
-    """What an epilogue reads. All take the numbers of the pair's row and columns."""
+    """Values that an epilogue reads. All take the numbers of the pair's row and columns."""
 
     def sums(self, part: int, row: int, pair: int) -> Sequence[Value]:
         """The sums of the elements."""
@@ -270,7 +270,7 @@ def is_relu(node: Apply) -> bool:
 
 
 def of_constants(kb: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None:
-    """What constants alone make, where they are floats and the operation is arithmetic."""
+    """Returns the result of constants alone, where they are floats and the operation is arithmetic."""
     numbers = [float(arg.wide[0]) for arg in args if arg.wide and not isinstance(arg.wide[0], Value)]
     if not (OPERATIONS[node.op].arithmetic and len(numbers) == len(args) and dtypes.is_float(node.dtype)):
         return None

@@ -1,5 +1,4 @@
-"""What happens to a sum before it is stored: an expression over sums, loads and constants, element by
-element.
+"""Expressions of an epilogue: over sums, loads and constants, element by element, before a sum is stored.
 
 Protocol: expressions are frozen trees, equal when they compute the same in the same way. Every node has the
 dtype the graph gave it and its value is rounded to that dtype, as tinygrad's own kernels do: a float16 `add`

@@ -56,10 +56,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class TileKernel:
-    """What kernels of all templates have. `grid` is that of the most rows; where `rows_of_cta` is not 0, x is
-    ceil(rows / rows_of_cta) times `ctas_of_rows` of a launch instead. With `pdl` it may be launched before
-    the kernel ahead of it has ended, for which it waits itself (griddepcontrol). `integers` are its integer
-    arguments where these are not the launch's variables."""
+    """A kernel of any template. `grid` is that of the most rows; where `rows_of_cta` is not 0, x is ceil(rows
+    / rows_of_cta) times `ctas_of_rows` of a launch instead. With `pdl` it may be launched before the kernel
+    ahead of it has ended, for which it waits itself (griddepcontrol). `integers` are its integer arguments
+    where these are not the launch's variables."""
     name: str
     ptx: str
     grid: tuple[int, int, int]
@@ -75,7 +75,7 @@ class TileKernel:
 
     @property
     def text(self) -> str:
-        """What is compiled."""
+        """Text that is compiled."""
         return self.ptx
 
     @property
@@ -85,12 +85,12 @@ class TileKernel:
 
     @property
     def kernels(self) -> tuple[TileKernel, ...]:
-        """What a call launches."""
+        """Kernels that a call launches."""
         return (self,)
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        """What a call needs besides its arguments."""
+        """Memory that a call needs besides its arguments."""
         return ()
 
     def with_integers(self, integers: tuple[Integer, ...]) -> Self:

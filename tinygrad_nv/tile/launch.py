@@ -1,4 +1,4 @@
-"""What a launch of a kernel needs besides its grid, its block and the memory it works on.
+"""Settings of a kernel's launch besides its grid, its block and the memory it works on.
 
 Protocol: `LaunchConfig` travels with the kernel, from the template that made it (`TileKernel.launch`) through
 tinygrad's graph (runtime/note.py) to the program that launches it (runtime/program.py). Pointers count the

@@ -1,5 +1,5 @@
-"""Where elements of a tile lie in shared memory: rows of 32, 64 or 128 bytes with the swizzle of that
-width, or of 16 bytes without one.
+"""Layout of a tile in shared memory: rows of 32, 64 or 128 bytes with the swizzle of that width, or of 16
+bytes without one.
 
 Protocol: a tile of `rows` × `row_bytes` is stored as columns of `span` bytes (the widest of 128, 64, 32 and
 16 that divides a row), each a block of `rows` rows one under the other; then some bits of the offset within a

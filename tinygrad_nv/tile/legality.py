@@ -1,4 +1,4 @@
-"""What a schedule can be, for a spec and an architecture, and why not: what all templates ask.
+"""Legality of schedules, for a spec and an architecture, and why not: what all templates ask.
 
 Protocol: what each template asks of its own fields is in its folder. `legality` joins the two to a template's
 `problems`: all that is wrong, with the arithmetic, remembered for those who ask again. Nothing else decides.

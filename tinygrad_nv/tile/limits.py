@@ -1,4 +1,4 @@
-"""What a GPU of each architecture has room for."""
+"""Limits of a GPU of each architecture."""
 from __future__ import annotations
 
 MOST = (1 << 31) - 1            # a grid's x; a coordinate of TMA; what kernels count in 32 bits

@@ -31,7 +31,8 @@ class ModelledClock:
     how: ClassVar[How] = "modelled"
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
-        """Of a call's launches in a row. Raises `PTXError` where ptxas or the model refuses a kernel."""
+        """Returns the seconds of a call's launches in a row. Raises `PTXError` where ptxas or the model
+        refuses a kernel."""
         gpu = figures(self.gpu)
         return seconds(in_row(timings(made, spec, self.gpu), gpu), gpu)
 

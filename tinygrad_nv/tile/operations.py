@@ -164,7 +164,7 @@ OPERATIONS = {each.name: each for each in _ROWS}
 
 
 def fold(name: str, *numbers: Number) -> Number | None:
-    """What an operation makes of Python numbers; None where there is none, as of 1 / 0."""
+    """Returns the result of an operation on Python numbers; None where there is none, as of 1 / 0."""
     if (value := OPERATIONS[name].value) is None: return None
     try: return value(*numbers)
     except (ArithmeticError, ValueError): return None

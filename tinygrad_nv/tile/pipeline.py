@@ -46,7 +46,7 @@ class PipelineState:
         self._wrap()
 
     def jump(self, count: Value) -> None:
-        """As `skip`, by a register."""
+        """Skips as `skip` does, by a register."""
         total = self.stage + count
         self.stage.set(total % self.ring.depth)
         self.parity.__ixor__(total // self.ring.depth & 1)
@@ -137,7 +137,7 @@ class OrderedBarrier:
         for reader in range(self.readers): self.kb.mbarrier_init(self.barriers[reader], self.warps)
 
     def begin(self, reader: Value, mine: Value) -> None:
-        """As reader number `reader`; lanes where `mine` holds, one of each warp, give the turn."""
+        """Begins as reader number `reader`; lanes where `mine` holds, one of each warp, give the turn."""
         self.mine = mine
         self.own = self.barriers.address() + reader * 8
         following = self.kb.select(reader == self.readers - 1, 0, reader + 1, "u32")

@@ -1,4 +1,4 @@
-"""What a spec computes, in plain tinygrad: the reference of every template.
+"""References of all specs, in plain tinygrad, to which every template is held.
 
 Protocol. `tile/<family>/reference.py` has two functions of a spec:
 
@@ -137,13 +137,13 @@ def round_to(x: Tensor, dtype: DType) -> Tensor:
 
 
 def index_of(place: Place, at: Sequence[Tensor]) -> Tensor:
-    """Where the elements at these indices lie."""
+    """Returns where the elements at these indices lie."""
     steps = [index * stride for index, stride in zip(at, place.strides, strict=True) if stride]
     return sum(steps[1:], steps[0] + place.offset) if steps else at[0] * 0 + place.offset
 
 
 def compute_dtype(dtype: DType, exact: bool) -> DType:
-    """What numbers of a dtype are computed in: float64 where nothing is rounded."""
+    """Returns the dtype in which numbers of a dtype are computed: float64 where nothing is rounded."""
     if exact and dtypes.is_float(dtype): return dtypes.float64
     return dtypes.float32 if dtype in FP8 else dtype
 

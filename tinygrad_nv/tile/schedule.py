@@ -30,7 +30,7 @@ class Schedule:
         "swap": False, "swizzle_width": ""}
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the schedule as plain data."""
         return {"template": self.template, **asdict(self)}
 
     @classmethod
@@ -57,7 +57,7 @@ class Schedule:
         return ()
 
     def words(self) -> list[str]:
-        """What it says, part by part."""
+        """Returns the words for a schedule, field by field."""
         return [f"{field.name} {getattr(self, field.name)}" for field in fields(self)]
 
     def __str__(self) -> str: return " ".join(filter(None, (self.template, ", ".join(self.words()))))
@@ -99,7 +99,7 @@ class Warps:
         return 32 * self.warps_m * self.warps_n
 
     def warp_words(self) -> str:
-        """As a schedule shows them."""
+        """Returns the warps as a schedule shows them."""
         shown = f"{self.warps_m}x{self.warps_n}" if self.warps_n > 1 else ""
         return count_words(self.warps_m * self.warps_n, "warp", shown)
 
@@ -119,7 +119,7 @@ class RowWarps:
         return 32 * self.warps_m
 
     def warp_words(self) -> str:
-        """As a schedule shows them."""
+        """Returns the warps as a schedule shows them."""
         return count_words(self.warps_m, "warp")
 
 

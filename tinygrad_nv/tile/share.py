@@ -23,7 +23,7 @@ class Cell:
 
 @dataclass
 class Destination:
-    """Where a result goes, and how (store.py)."""
+    """Destination of a result, and how it goes there (store.py)."""
     kb: Kernel
     stored: Stored
     plan: StorePlan
@@ -72,7 +72,7 @@ class Share:
         return self.inside[key]
 
     def guard(self, row: int | None, column: int | None) -> Value | None:
-        """The same of the lane's own rows and columns."""
+        """Returns the guard of the lane's own rows and columns."""
         return self.guard_at(self.m, row, self.n, column)
 
     def whole_pairs(self) -> bool:

@@ -264,7 +264,7 @@ class Staged:
                 yield r, c, lines.at(down, byte, start), guard
 
     def _address(self, pointer: Value, tensor: Load | Result) -> Value:
-        """Where this thread's first chunk of a tensor lies."""
+        """Returns the address at which this thread's first chunk of a tensor lies."""
         key = (pointer.name, str(tensor))
         if key not in self.made: self.made[key] = self.share.base_at(pointer, tensor, *self.chunk)
         return self.made[key]
@@ -294,7 +294,7 @@ class Staged:
 
     def _hand_out(self, start: int, row: int, column: int, halves: Sequence[tuple[int, int]],
                   fetched: list[list[Value]]) -> None:
-        """What has been fetched, to the lanes that have the elements."""
+        """Hands what has been fetched to the lanes that have the elements."""
         kb, load = self.kb, self.load
         assert load is not None
         for words, (_, _, at, _) in zip(fetched, self._chunks(start, row, column), strict=True):

@@ -1,4 +1,4 @@
-"""What a template is, in one record, and the one table of them.
+"""Templates, one record each, and the one table of them.
 
 Protocol: a spec says what is computed, a schedule how, a target what is compiled for. A `Template` makes a
 kernel of the three. A `Family` has the templates of one folder and chooses among them. The one `Table`,
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GPU:
-    """What a kernel is compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0: as
-    the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
+    """A GPU that kernels are compiled for: an architecture ("sm_90a"), how many multiprocessors there are (0:
+    as the architecture's first GPU in gpu.py has), and how many clusters run at once, where a driver said so
     (left out: as ptx/gpcs.py has it). `clock` measures candidates; without one they are modelled, or counted
     (clock.py). `model`: the name of its figures in ptx/timing/gpus, "" without; None: by its architecture and
     SMs. Heads that begin at multiples of `head_bytes` are read where they lie. Quantised matrices lie in
@@ -68,7 +68,7 @@ class GPU:
 
     @property
     def instructions(self) -> str:
-        """What kernels can be made of."""
+        """The instructions that kernels can be made of."""
         return self.arch
 
     @property
@@ -78,7 +78,7 @@ class GPU:
 
 
 class Predicted(Protocol):
-    """What a cost model says of a launch: its seconds, and the resource that takes most of them."""
+    """Prediction of a launch by a cost model: its seconds, and the resource that takes most of them."""
     @property
     def seconds(self) -> float: ...
     @property
@@ -198,7 +198,7 @@ class Table:
         return found
 
     def families(self, kind: str) -> tuple[Family, ...]:
-        """Those of a kind of target, in the order of the rows: all are imported."""
+        """Returns the families of a kind of target, in the order of the rows: all are imported."""
         return tuple(self._load(kind, name) for on, name in self.rows if on == kind)
 
     def family(self, kind: str, spec: type) -> Family | None:
@@ -208,7 +208,7 @@ class Table:
         return family if (family := self._load(kind, name)).of(spec) else None
 
     def templates(self, kind: str, spec: Any) -> tuple[AnyTemplate, ...]:
-        """Those of a spec's type, the one liked best first."""
+        """Returns the templates of a spec's type, the one liked best first."""
         return () if (found := self.family(kind, type(spec))) is None else found.of(type(spec))
 
     def named(self, kind: str, name: str) -> AnyTemplate:
@@ -267,7 +267,7 @@ class Table:
         return found
 
     def reference(self, spec: Any, given: Given, exact: bool = False) -> Results:
-        """What every template of a spec computes, in plain tinygrad (reference.py)."""
+        """Computes what every template of a spec computes, in plain tinygrad (reference.py)."""
         found: Results = self._reference(spec).reference(spec, given, exact)
         return found
 

@@ -1,4 +1,4 @@
-"""Which tile of the result a CTA of a plain grid makes, and of which matrix.
+"""Tile scheduler of a plain grid: the tile of the result that a CTA makes, and of which matrix.
 
 Protocol: x of the grid counts (tile, split), the split fastest; y and z count matrices. Tiles are walked in
 groups of `group` rows of tiles, down each column of a group: the CTAs that run together then share `group`

@@ -111,7 +111,7 @@ def search(spec: Any, gpu: GPU, beam: int, known: database.Entry | None = None) 
 
 
 def schedules(spec: Any, gpu: GPU, count: int) -> list[Schedule]:
-    """What is worth trying: the default, and so many others that are legal."""
+    """Returns the schedules that are worth trying: the default, and so many others that are legal."""
     family = TABLE.family(gpu.kind, type(spec))
     if family is None or (default := family.default(spec, gpu)) is None: return []
     if family.tries is not None: return [*family.tries(spec, gpu, count)]
@@ -143,7 +143,7 @@ def _build(spec: Any, s: Schedule, gpu: GPU, lines: bool) -> Built:
 
 
 def _kernels(made: Any) -> list[TileKernel]:
-    """What a call launches."""
+    """Returns the kernels that a call launches."""
     return [each for one in ([made.first, made.second] if isinstance(made, Chain) else [made])
             for each in one.kernels]
 

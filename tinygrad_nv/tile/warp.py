@@ -1,4 +1,4 @@
-"""What the lanes of a warp have together."""
+"""Operations over the lanes of a warp."""
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value

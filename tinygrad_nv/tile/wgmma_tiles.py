@@ -98,7 +98,8 @@ def choose_major(operand: Operand, mn: int, k: int) -> tuple[str, str]:
 
 
 def unreachable(operand: Operand, batch: tuple[int, ...], rank: int) -> list[str]:
-    """What else TMA asks of an operand: strides of the batch, the beginning, `rank` dimensions at most."""
+    """Returns what TMA refuses of an operand: strides of the batch, the beginning, `rank` dimensions at
+    most."""
     size, out = operand.dtype.itemsize, []
     for i, (stride, extent) in enumerate(zip(operand.batch, batch, strict=True)):
         if extent > 1 and stride * size % 16:

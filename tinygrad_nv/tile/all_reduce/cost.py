@@ -1,4 +1,4 @@
-"""Which all-reduce, by size and number of GPUs, and how long it takes.
+"""Choice of the all-reduce, by size and number of GPUs, and its cost.
 
 Sources: the tables of vLLM (`all_reduce_utils.py` and the pull requests that measured them) for bf16 on H100s
 with NVSwitch, times in µs, of messages of 0.5, 2 and 4 MB:

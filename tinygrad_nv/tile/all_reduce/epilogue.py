@@ -1,4 +1,4 @@
-"""What is done with the sums of a round: stored, or a residual added and rows normalized (spec.py).
+"""Epilogues of a round's sums: they are stored, or a residual is added and rows are normalized (spec.py).
 
 Protocol: `write(first, count, threads, sums)` goes through a round's vectors, which lie from vector `first`
 of the message on; `sums(i)` emits what makes vector `i` of the round, in a thread that needs it.
@@ -28,7 +28,7 @@ Sums = Callable[[Value], Words]
 
 
 class Epilogue(Protocol):
-    """What follows the sums."""
+    """Epilogue of the sums."""
 
     def write(self, first: Value, count: Value, threads: int, sums: Sums) -> None:
         """The results of a round."""

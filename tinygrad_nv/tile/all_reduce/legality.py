@@ -1,4 +1,4 @@
-"""What the all-reduce asks of a schedule."""
+"""Legality of the all-reduce: what it asks of a schedule."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -20,7 +20,7 @@ def arguments(spec: AllReduceSpec) -> tuple[Argument, ...]:
 
 
 def reference(spec: AllReduceSpec, given: Given, exact: bool = False) -> Results:
-    """What every GPU has in the end."""
+    """Returns the results of every GPU."""
     places = {each.name: each.places[0] for each in arguments(spec)}
     wide = compute_dtype(dtypes.float32, exact) if spec.dtype in FLOATS else spec.dtype
 

@@ -41,11 +41,11 @@ class AllReduceSchedule(Schedule):
         return spec.columns // spec.of_vector if spec.columns else 1
 
     def vectors_held(self, spec: AllReduceSpec) -> int:
-        """Those a half has room for."""
+        """Vectors that a half has room for."""
         raise NotImplementedError
 
     def vectors_of_round(self, spec: AllReduceSpec) -> int:
-        """Those of a CTA, whole units."""
+        """Vectors of a CTA in a round, whole units."""
         unit = self.unit(spec)
         wanted = -(-(spec.vectors // unit) // self.ctas)
         return min(wanted, self.vectors_held(spec) // unit) * unit

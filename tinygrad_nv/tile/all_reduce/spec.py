@@ -50,7 +50,7 @@ class AllReduceSpec:
 
     @property
     def nbytes(self) -> int:
-        """Of the message."""
+        """Bytes of the message."""
         return self.count * self.dtype.itemsize
 
     @property
@@ -60,7 +60,7 @@ class AllReduceSpec:
 
     @property
     def vectors(self) -> int:
-        """Of the message, the last one perhaps not full."""
+        """Vectors of the message, the last one perhaps not full."""
         return -(-self.count // self.of_vector)
 
     @property

@@ -42,7 +42,7 @@ def load_reduce(kb: Kernel, place: Value, dtype: DType) -> Words:
 
 
 def elements(kb: Kernel, words: Words, dtype: DType) -> list[Value]:
-    """Of a vector: float32, or integers of the dtype's width."""
+    """Returns the elements of a vector: float32, or integers of the dtype's width."""
     if dtype in FLOAT16S: return [each for word in words for each in unpack(kb, word, dtype)]
     if dtype.itemsize == 4: return [move_bits(kb, word, _kind(dtype)) for word in words]
     made = kb.regs("u64", WORDS // 2)

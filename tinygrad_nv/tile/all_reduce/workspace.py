@@ -66,10 +66,10 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Of one GPU."""
+        """Bytes of one GPU."""
         return self.channels * (LINE_BYTES + 2 * self.half_bytes)
 
     @property
     def data(self) -> int:
-        """Where the halves of channel 0 begin."""
+        """Offset at which the halves of channel 0 begin."""
         return self.channels * LINE_BYTES

@@ -21,14 +21,14 @@ WGMMA = {64: ((128, 128, 12, 2), (64, 128, 12, 2), (64, 64, 8, 2)),
 
 
 def wgmma(spec: BackwardSpec, gpu: GPU) -> Iterator[BackwardWgmma]:
-    """Those of sm_90a: no more keys than there are, in blocks of 64."""
+    """Yields the schedules of sm_90a: no more keys than there are, in blocks of 64."""
     tiles = next((tiles for most, tiles in WGMMA.items() if _widest(spec) <= most), ())
     for m, n, warps, stages in tiles if gpu.arch == "sm_90a" else ():
         if n < 64 + spec.forward.s_kv: yield BackwardWgmma().block(m, n).warps(warps).stages(stages)
 
 
 def mma(spec: BackwardSpec, gpu: GPU) -> Iterator[BackwardMma]:
-    """Those of mma.sync: no more keys than there are, in blocks of 32."""
+    """Yields the schedules of mma.sync: no more keys than there are, in blocks of 32."""
     tiles = next(tiles for most, tiles in MMA.items() if _widest(spec) <= most)
     for m, n, warps, sharing in (*tiles, *FEW):
         if n < 2 * spec.forward.s_kv or n == 32: yield BackwardMma().block(m, n).warps(warps, sharing)

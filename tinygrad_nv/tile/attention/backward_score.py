@@ -25,12 +25,12 @@ def registers(cells: Cells) -> Iterator[Value]:
 
 @dataclass
 class TurnedScores(Scores):
-    """Those of a warp's keys, from `first` (u32) on."""
+    """Scores of a warp's keys, from `first` (u32) on."""
 
     @staticmethod
     def of_spec(kb: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
                 batch: Sequence[Value], first: Value, keys: int, rows: int) -> TurnedScores:
-        """Of blocks of `keys` by `rows`."""
+        """Returns the scores of blocks of `keys` by `rows`."""
         other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transpose(spec.score), band=FULL, start=0,
                         symbolic=())
         return TurnedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,

@@ -1,4 +1,4 @@
-"""What the backward pass of an attention computes: dq, dk and dv from the gradient of its result.
+"""Specs of the backward pass of an attention: dq, dk and dv from the gradient of its result.
 
 Protocol. `forward` says what was computed (spec.py: sum, s, l, p; `out` there is not read). For each
 element of the batch, with l and delta given, both float32 [*batch, s_q], dense:
@@ -71,7 +71,7 @@ class BackwardSpec:
 
     @property
     def dq_bytes(self) -> int:
-        """Of dq in float32, of the most rows."""
+        """Bytes of dq in float32, of the most rows."""
         return 4 * self.forward.matrices * self.forward.s_q * self.forward.d
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class BackwardSpec:
 
 
 def dtype_problems(spec: BackwardSpec) -> list[str]:
-    """Of operands that tensor cores have no instructions for."""
+    """Returns the problems of operands that tensor cores have no instructions for."""
     dtype = spec.forward.q.dtype
     return [] if dtype in OPERANDS else [f"the backward pass of {short(dtype)}, not of "
                                          f"{' or '.join(map(short, OPERANDS))}"]

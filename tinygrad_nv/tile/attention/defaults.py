@@ -43,13 +43,13 @@ FEW_FMA = ((64, 64, 2, 2), (32, 64, 1, 4), (32, 32, 2, 2), (32, 16, 2, 1), (16, 
 
 
 def fma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashFma]:
-    """Those of float32: no more rows than there are, in blocks of 16."""
+    """Yields the schedules of float32: no more rows than there are, in blocks of 16."""
     for m, n, along_m, along_n in (*_upto(FMA, _widest(spec)), *FEW_FMA) if _exact(spec) else ():
         if m < 2 * spec.s_q or m == 16: yield FlashFma().block(m, n).warps(along_m, along_n)
 
 
 def wgmma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashWgmma]:
-    """Those of sm_90a: no more rows than there are, in blocks of 64."""
+    """Yields the schedules of sm_90a: no more rows than there are, in blocks of 64."""
     if _exact(spec) or gpu.arch != "sm_90a": return
     tiles, few = (WGMMA8, FEW_WGMMA8) if spec.scales is not None else (WGMMA, FEW_WGMMA)
     # those of which more than a tenth of the rows are none come after the others
@@ -61,14 +61,14 @@ def wgmma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashWgmma]:
 
 
 def mma(spec: AttentionSpec, gpu: GPU) -> Iterator[FlashMma]:
-    """Those of 16-bit operands: no more rows than there are, in blocks of 16."""
+    """Yields the schedules of 16-bit operands: no more rows than there are, in blocks of 16."""
     for m, n, warps, stages in () if _exact(spec) else (*_upto(MMA, _widest(spec)), *FEW):
         if m < 2 * spec.s_q or m == 16: yield FlashMma().block(m, n).warps(warps).stages(stages)
 
 
 def _one_scale(spec: AttentionSpec) -> bool:
-    """Of 8 bits, a scale for each head: softmax takes longer than the matmuls that it would lie under in
-    ping-pong. Scales of blocks add float32 instructions, which ping-pong spreads."""
+    """Tells whether operands of 8 bits have a scale for each head: softmax takes longer than the matmuls that
+    it would lie under in ping-pong. Scales of blocks add float32 instructions, which ping-pong spreads."""
     return spec.scales is not None and not any(each.block for each in spec.scales)
 
 

@@ -29,7 +29,7 @@ def derivative(score: Expression) -> Expression:
 
 
 def _of(node: Expression, made: dict[Expression, Expression]) -> Expression:
-    """That of a node, from those of its arguments."""
+    """Returns the derivative of a node, from those of its arguments."""
     if isinstance(node, Sum): return Constant(1.0)
     if not isinstance(node, Apply): return ZERO
     slopes = [made[arg] for arg in node.args]
@@ -44,7 +44,7 @@ def _of(node: Expression, made: dict[Expression, Expression]) -> Expression:
 
 
 def _logistic(node: Apply, made: dict[Expression, Expression]) -> Expression | None:
-    """That of 1 / (c + 2^w), None for other nodes."""
+    """Returns the derivative of 1 / (c + 2^w), None for other nodes."""
     if node.op != "reciprocal" or not isinstance(node.args[0], Apply) or node.args[0].op != "add": return None
     for constant, power in (node.args[0].args, node.args[0].args[::-1]):
         if isinstance(constant, Constant) and isinstance(power, Apply) and power.op == "exp2":
@@ -55,7 +55,7 @@ def _logistic(node: Apply, made: dict[Expression, Expression]) -> Expression | N
 
 
 def _differentiate_mask(node: Apply, slopes: list[Expression]) -> Expression | None:
-    """That of a choice between x and -inf, None for other nodes."""
+    """Returns the derivative of a choice between x and -inf, None for other nodes."""
     if node.op != "where": return None
     least = Constant(-math.inf, node.dtype)
     if node.args[2] == least: return slopes[1]

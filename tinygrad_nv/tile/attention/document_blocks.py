@@ -1,4 +1,4 @@
-"""Which tokens those of a block may see, or be seen by: those of their documents (documents.py).
+"""Tokens that those of a block may see, or be seen by: those of their documents (documents.py).
 
 Protocol: `Documents` reads the bounds of a block of tokens, two numbers, from the score's parameters; so it
 is made after the grids before have ended. What is outside of `begin` … `end` − 1 needs no block of its own;
@@ -18,15 +18,15 @@ from tinygrad_nv.tile.expression import Load
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a block of tokens begin and end (s32): begin < end."""
+    """Begin and end (s32) of the documents of a block of tokens: begin < end."""
     begin: Value
     end: Value
 
     @staticmethod
     def of(kb: Kernel, spec: AttentionSpec, extras: Sequence[Value], batch: Sequence[Value], first: Value,
            count: int) -> Documents | None:
-        """Those of `count` tokens from `first` (u32) on, of an element of the batch (u32); None where the
-        spec has no documents. `extras` are the score's parameters."""
+        """Returns the documents of `count` tokens from `first` (u32) on, of an element of the batch (u32);
+        None where the spec has no documents. `extras` are the score's parameters."""
         if not spec.documents: return None
         low, high = bounds(spec)
         last, end = kb.reg("u32"), kb.reg("s32")

@@ -49,6 +49,6 @@ def _compares(score: Apply) -> bool:
 
 
 def bounds(spec: AttentionSpec) -> tuple[Load, Load]:
-    """Where tokens' documents begin and end."""
+    """Returns where tokens' documents begin and end."""
     found = {load.parameter: load for load in loads(spec.score)}
     return found[FIRST], found[END]

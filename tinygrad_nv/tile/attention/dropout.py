@@ -1,4 +1,4 @@
-"""Which probabilities of an attention are dropped: a counter-based generator, the same whatever the tiles.
+"""Dropout of an attention's probabilities: a counter-based generator, the same whatever the tiles.
 
 Protocol. Elements are dropped by Philox4x32-10 (Salmon, Moraes, Dror and Shaw 2011), a function of a counter
 of four words and a key of two that gives four words, 16 bytes. For row r and column c of matrix m (the
@@ -87,7 +87,7 @@ class Generator:
 
     @property
     def scale(self) -> float:
-        """What the kept elements are multiplied by."""
+        """Factor of the elements that are kept."""
         return EVERY / self.kept
 
     def read(self, seed: Value) -> None:
@@ -202,7 +202,7 @@ class Turned(Generator):
         dp.set(dp * size)
 
     def of_values(self, p: Value) -> Value:
-        """What dv is made of, of a marked p."""
+        """Returns the operand of dv for a marked p."""
         made = self.kb.reg("f32")
         self.kb.emit("max.f32", made, p, 0.0)
         return made

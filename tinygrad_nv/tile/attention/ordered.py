@@ -36,7 +36,7 @@ def choose_ordered(templates: Sequence[AnyTemplate], spec: AttentionSpec | Backw
 
 def _first(templates: Sequence[AnyTemplate], many: Any, spec: Any,
            gpu: GPU) -> tuple[AnyTemplate, Any] | None:
-    """Of the candidates for `many` rows the first that is legal for a spec."""
+    """Returns the first of the candidates for `many` rows that is legal for a spec."""
     return next(((each, s) for each in templates if each.spec is type(spec)
                  for s in each.candidates(many, gpu) if not each.problems(spec, s, gpu)), None)
 

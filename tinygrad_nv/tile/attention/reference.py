@@ -36,8 +36,8 @@ LIFT = 256.0    # of p of 8 bits before it is rounded (spec.py)
 
 
 def arguments(spec: AttentionSpec | BackwardSpec) -> tuple[Argument, ...]:
-    """As tile/kernel.py says: out, l, q, k, v, scales, cu_q, cu_k, sinks, seed, x0, x1, …; or dq, dk, dv,
-    q, k, v, grad, l, delta, seed, x0, x1, …"""
+    """Returns the arguments as tile/kernel.py says: out, l, q, k, v, scales, cu_q, cu_k, sinks, seed, x0, x1,
+    …; or dq, dk, dv, q, k, v, grad, l, delta, seed, x0, x1, …"""
     if isinstance(spec, BackwardSpec): return _backward_arguments(spec)
     s_q, s_kv = spec.total or (spec.s_q, spec.s_kv)
     made = [_rows(spec, "out", spec.out, s_q, spec.d_v, "out")]
@@ -134,7 +134,7 @@ def _round(x: Tensor, dtype: DType, exact: bool) -> Tensor:
 
 
 def _keep(spec: AttentionSpec, given: Given, extents: tuple[Any, ...]) -> Tensor:
-    """What p is multiplied by."""
+    """Returns the factors of p."""
     b, h, g, row, column = (axis.cast(dtypes.uint64) for axis in axes(extents))
     matrix = (b * spec.batch[1] + h) * spec.batch[2] + g
     seed = given["seed"].cast(dtypes.uint64)

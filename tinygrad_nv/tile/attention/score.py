@@ -245,10 +245,10 @@ class Scores:
 
 @dataclass
 class OnlineSoftmax:
-    """Of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum. The max is the
-    largest itself, not one a little below that would move less often: its weight is 1, which nothing rounds,
-    and rows of few large weights are the more exact for it. Weights, and their sum, are 2^`lift` times as
-    large. `factor` may be a register, of a positive number."""
+    """Online softmax of a lane's rows, two for each 16 of the warp: the largest score so far, and the sum.
+    The max is the largest itself, not one a little below that would move less often: its weight is 1, which
+    nothing rounds, and rows of few large weights are the more exact for it. Weights, and their sum, are
+    2^`lift` times as large. `factor` may be a register, of a positive number."""
     kb: Kernel
     tiles: int
     factor: float | Value

@@ -1,4 +1,4 @@
-"""What an attention computes: softmax(score(q kᵀ)) v, for every head of a batch.
+"""Specs of attention: softmax(score(q kᵀ)) v, for every head of a batch.
 
 Protocol. For each element of `batch` (batch, key head, query head of that key head):
 

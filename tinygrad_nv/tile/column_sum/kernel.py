@@ -48,7 +48,7 @@ def _kernel(spec: ColumnSumSpec, plan: ColumnSum, gpu: GPU) -> TileKernel:
 
 @dataclass
 class _Row:
-    """What a thread has loaded of a row, as expressions read it: vectors, and numbers of the row."""
+    """A row as a thread has loaded it, as expressions read it: vectors, and numbers of the row."""
     found: dict[Load, list[Lanes]]
     m: Value
     first: Value
@@ -97,7 +97,7 @@ class _Columns:
         with kb.comment("sums of the warps"): self.together(totals)
 
     def address(self, load: Load) -> Value:
-        """Where the thread's columns of the first row lie."""
+        """Returns the address at which the thread's columns of the first row lie."""
         size = load.dtype.itemsize
         at = self.inputs[load.parameter]
         if load.offset: at = at + load.offset * size

@@ -62,8 +62,8 @@ class PatchCopy(TileCopy):
         self.jump = (c.width - c.kernel[1]) * c.channels * self.size
 
     def _pixel(self, row: int) -> tuple[Value, Value, Value]:
-        """Of the position `row` rows after the thread's first, at the filter's first tap: where its pixel's
-        chunk lies, and the pixel's row and column, which wrap around below 0."""
+        """Returns, of the position `row` rows after the thread's first, at the filter's first tap, where its
+        pixel's chunk lies, and the pixel's row and column, which wrap around below 0."""
         c, own = self.conv, self.first + self.row + row
         down, across = own // c.out_width % c.out_height, own % c.out_width
         image = own // (c.out_height * c.out_width)

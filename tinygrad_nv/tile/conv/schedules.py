@@ -79,8 +79,8 @@ def _channels(spec: ConvSpec, s: GemmSchedule) -> list[str]:
 # **** what is tried ****
 
 def wgmma_candidates(spec: ConvSpec, gpu: GPU) -> list[ConvWgmma]:
-    """Those of a matmul with as many channels in a stage as divide the image's, and clusters and splits of
-    them; those first that its cost model likes best."""
+    """Returns the candidates of a matmul with as many channels in a stage as divide the image's, and clusters
+    and splits of them; those first that its cost model likes best."""
     size = spec.dtype.itemsize
     k = next((each // size for each in K_BYTES if not spec.channels * size % each), 0)
     if not k: return []
@@ -92,7 +92,7 @@ def wgmma_candidates(spec: ConvSpec, gpu: GPU) -> list[ConvWgmma]:
 
 
 def mma_candidates(spec: ConvSpec, gpu: GPU) -> list[ConvMma]:
-    """Those of a matmul, the ones first that its cost model likes best."""
+    """Returns the candidates of a matmul, the ones first that its cost model likes best."""
     every = mma_defaults.candidates(spec.gemm, gpu)
     made = [s for s in every if not mma_legality.problems(spec.gemm, s, gpu.arch)
             and not spec.channels % s.block_k]

@@ -80,7 +80,7 @@ class ConvSpec:
 
     @property
     def nbytes(self) -> int:
-        """What is read and written, everything once, but for the epilogue's parameters."""
+        """Bytes that are read and written, everything once, but for the epilogue's parameters."""
         images = self.batch * self.height * self.width * self.channels
         return (images + self.gemm.n * (self.gemm.k + self.gemm.m)) * self.dtype.itemsize
 

@@ -47,7 +47,7 @@ class Sums:
         return [*([] if self.most is None else [self.most]), *self.sums]
 
     def of(self, flat: list[Value]) -> Sums:
-        """The same of other numbers, which are taken from the front."""
+        """Returns sums of other numbers, which are taken from the front."""
         most = None if self.most is None else flat.pop(0)
         return Sums(most, [flat.pop(0) for _ in self.sums])
 
@@ -172,7 +172,7 @@ class _Rows:
                          some if len(some) > 1 else some[0], guard=guard)
 
     def place(self, i: Value, e: int) -> object:
-        """Where element e of a vector is kept."""
+        """Returns where element e of a vector is kept."""
         assert self.kept is not None
         return self.kept.address((i - self.first) * (4 * self.wide)).at(4 * e)
 
@@ -259,7 +259,7 @@ class _Rows:
         return made if self.blocks == 1 else self.of_cluster(made)
 
     def across(self, mine: list[Sums], lanes: int) -> list[Sums]:
-        """Of so many lanes, in all of them."""
+        """Adds the sums of so many lanes, in all of them."""
         kb, made = self.kb, []
         for each in mine:
             if each.most is None: most, sums = None, each.sums
@@ -271,7 +271,7 @@ class _Rows:
         return made
 
     def of_cluster(self, mine: list[Sums]) -> list[Sums]:
-        """Of the CTAs of a row, in their order."""
+        """Adds the sums of the CTAs of a row, in their order."""
         kb = self.kb
         numbers = [x for each in mine for x in each.flat]
         for slot, x in enumerate(numbers):
@@ -360,7 +360,7 @@ class _CrossEntropy(_Rows):
         if spec.gradient is not None: self.gradients(own, most, total, lse, known)
 
     def gradients(self, own: Value, most: Value, total: Value, lse: Value, known: Value) -> None:
-        """Those of all logits, then that of the class, whose thread has written it before."""
+        """Writes the gradients of all logits, then that of the class, whose thread has written it before."""
         kb, spec, loss = self.kb, self.spec, self.spec.loss
         w, even = self.factor(), loss.label_smoothing / spec.size
         inverse = kb.reg("f32", 1.0) / total

@@ -60,7 +60,7 @@ class Loss:
                 raise SpecError(f"{name}={number}", "a finite number above 0")
 
     def words(self) -> str:
-        """What differs from the plain loss."""
+        """Returns words for the differences from the plain loss."""
         named = {"smoothing": self.label_smoothing, "z": self.z_loss, "soft-cap": self.softcap,
                  "divisor": 0 if self.divisor == 1 else self.divisor}
         return "".join(f", {name} {value:g}" for name, value in named.items() if value)

@@ -36,7 +36,7 @@ class Rows(Schedule):
 
 @dataclass(frozen=True)
 class DistilledRows(Rows):
-    """The same of a distillation, whose teacher is read again."""
+    """Schedule of a distillation, whose teacher is read again."""
     template: ClassVar[str] = "distillation"
 
 
@@ -64,7 +64,7 @@ def candidates(spec: CrossEntropySpec, gpu: GPU) -> tuple[Rows]:
 
 
 def candidates_distilled(spec: DistillationSpec, gpu: GPU) -> tuple[DistilledRows]:
-    """The same of a distillation."""
+    """Returns the candidates of a distillation."""
     return DistilledRows(*blocks_of(spec, gpu.arch)),
 
 

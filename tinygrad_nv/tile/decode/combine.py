@@ -46,7 +46,7 @@ def inverse(kb: Kernel, row_sum: Value) -> Value:
 
 def inverse_sum(kb: Kernel, spec: DecodeSpec, sinks: Value | None, head: Value, row: Value, row_max: Value,
                 row_sum: Value) -> Value:
-    """What sums of values relative to `row_max` are multiplied by: 1 / the sum of the weights, to which the
+    """Returns the factor of sums of values relative to `row_max`: 1 / the sum of the weights, to which the
     row's sink is added."""
     if sinks is None: return inverse(kb, row_sum)
     at = sinks + (head * spec.group + row % spec.group).to("u64") * 4
@@ -59,7 +59,8 @@ def inverse_sum(kb: Kernel, spec: DecodeSpec, sinks: Value | None, head: Value, 
 
 def out_place(kb: Kernel, spec: DecodeSpec, out: Value, indices: Sequence[Value], row: Value,
               column: Value) -> Value:
-    """Where a row of the result has element `column` (u32). `indices` are request and key head."""
+    """Returns the address at which a row of the result has element `column` (u32). `indices` are request and
+    key head."""
     o = spec.out
     at = kb.reg("u64", o.offset)
     for index, stride in zip((*indices, row % spec.group, row // spec.group), (*o.batch, o.row), strict=True):
@@ -95,11 +96,11 @@ class Workspace:
         return heads * self.plan.spec.rows + row.to("u64")
 
     def sums(self, number: Value, split: Value) -> Value:
-        """Where a split's sums lie."""
+        """Returns the address at which a split's sums lie."""
         return self.pointer + (number * self.plan.most_splits + split.to("u64")) * (4 * self.plan.spec.d_v)
 
     def stats(self, number: Value, split: Value) -> Value:
-        """Where its row_max and row_sum lie."""
+        """Returns the address at which its row_max and row_sum lie."""
         at = (number * self.plan.most_splits + split.to("u64")) * 8
         return self.pointer + (at + self.plan.stats_start)
 

@@ -87,7 +87,7 @@ class PagedTileCopy:
                    outside, guard=self._guard(column))
 
     def _look_up(self, key: Value, bounds: Bounds) -> Value:
-        """Where the thread's bytes of a key lie: u64."""
+        """Returns the address at which the thread's bytes of a key lie: u64."""
         kb, size = self.kb, self.pages.dtype.itemsize
         if self.table is None:
             made = kb.reg("u64")

@@ -40,7 +40,7 @@ def candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[Decode]:
 
 
 def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
-    """That of so many warps along rows and keys."""
+    """Returns the schedule of so many warps along rows and keys."""
     key_bytes = (spec.d + spec.d_v) * spec.k.dtype.itemsize
     keys = 16
     while keys < 64 and 2 * keys * groups * key_bytes <= STEP_BYTES: keys *= 2
@@ -58,9 +58,9 @@ def _with(spec: DecodeSpec, arch: str, rows: int, groups: int) -> Decode:
 
 
 def latent_candidates(spec: DecodeSpec, gpu: GPU) -> Iterator[LatentWgmma]:
-    """Of latents, by wgmma: tiles of 32 keys, of which three are on their way where one is multiplied. Splits
-    are smaller than workspace and launches of few requests ask for: few rows have much less to leave than to
-    read, and with one request multiprocessors have nothing else to do."""
+    """Yields the candidates of latents, by wgmma: tiles of 32 keys, of which three are on their way where one
+    is multiplied. Splits are smaller than workspace and launches of few requests ask for: few rows have much
+    less to leave than to read, and with one request multiprocessors have nothing else to do."""
     if not spec.latent: return
     least = 128 if spec.rows <= 16 else 256 if spec.rows <= 64 else 512
     for depth in (6, 5, 4, 3, 2): yield LatentWgmma().keys(32).stages(depth).split(MOST_SPLITS, least)

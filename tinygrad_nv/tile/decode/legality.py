@@ -1,4 +1,4 @@
-"""What `decode_attention` asks of a schedule."""
+"""Legality of `decode_attention`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue, limits
@@ -40,7 +40,7 @@ def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
 
 
 def _spec_problems(spec: DecodeSpec) -> list[str]:
-    """Of what is asked, whatever the schedule."""
+    """Returns the problems of the spec, whatever the schedule."""
     out, unit = [], 32 if spec.is_quantised else 16
     for name, extent in (("d", spec.d), ("d_v", spec.d_v)):
         if extent % unit: out.append(f"{name}={extent} is not a multiple of {unit}")

@@ -40,7 +40,7 @@ class Keys:
         self.loaded: list[list[Value]] = []
 
     def of(self, step: int) -> Pairs:
-        """Of 16 elements of the head; steps in order."""
+        """Returns the pairs of 16 elements of the head; steps in order."""
         load, half = divmod(step, self.per_load)
         if half == 0:
             self.loaded = self.fragments.registers()
@@ -52,7 +52,7 @@ class Keys:
 
 
 class Values:
-    """The same of values."""
+    """Operands of values."""
 
     def __init__(self, kb: Kernel, dtype: DType, wide: DType, tile: SharedTile, d_v: int, start: int) -> None:
         self.kb, self.dtype, self.wide = kb, dtype, wide
@@ -61,7 +61,7 @@ class Values:
                                    tile.rows // 16, start)
 
     def of(self, step: int) -> Pairs:
-        """Of 16 keys."""
+        """Returns the pairs of 16 keys."""
         loaded = self.fragments.registers()
         self.fragments.load(step, loaded)
         eights = [four[at:at + 2] for four in loaded for at in (0, 2)]

@@ -54,12 +54,12 @@ class SplitPlan:
 
     @property
     def most_keys(self) -> int:
-        """Of a split."""
+        """Most keys of a split."""
         return max(self.least, up(-(-self.most_span // self.schedule.splits), self.unit))
 
     @property
     def most_splits(self) -> int:
-        """Of a request; as many CTAs are launched for each."""
+        """Most splits of a request; as many CTAs are launched for each."""
         return min(self.schedule.splits, -(-self.most_span // self.least))
 
     # **** the workspace ****
@@ -80,7 +80,7 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class DecodePlan(SplitPlan):
-    """Of a spec and a schedule."""
+    """Plan of a spec and a schedule."""
     schedule: Decode
 
     @staticmethod
@@ -91,7 +91,7 @@ class DecodePlan(SplitPlan):
 
     @property
     def keys(self) -> int:
-        """Of a warp's tile."""
+        """Keys of a warp's tile."""
         return self.schedule.block_n // self.schedule.warps_n
 
     @property
@@ -111,12 +111,12 @@ class DecodePlan(SplitPlan):
 
     @property
     def most_pages(self) -> int:
-        """Of a split, of those that are looked up."""
+        """Most pages of a split that are looked up."""
         return self.most_keys // self.spec.page_size if self.spec.table else 0
 
     def tile(self, width: int) -> SharedTile:
-        """Of a warp's keys or values, with `width` elements each, in rows of 32, 64 or multiples of 128
-        bytes."""
+        """Returns the tile of a warp's keys or values, with `width` elements each, in rows of 32, 64 or
+        multiples of 128 bytes."""
         nbytes = width * self.spec.k.dtype.itemsize
         return SharedTile(self.keys, next((size for size in (32, 64) if nbytes <= size), up(nbytes, 128)))
 
@@ -128,7 +128,7 @@ class DecodePlan(SplitPlan):
 
     @property
     def stage_bytes(self) -> int:
-        """Of all warps' tiles."""
+        """Bytes of all warps' tiles of a stage."""
         return (self.k_tile.nbytes + self.v_tile.nbytes) * self.schedule.warps_n
 
     @property
@@ -139,7 +139,7 @@ class DecodePlan(SplitPlan):
 
     @property
     def sums_bytes(self) -> int:
-        """What warps exchange at the end: outputs, then max and sum of each row."""
+        """Bytes that warps exchange at the end: outputs, then max and sum of each row."""
         return 4 * self.schedule.warps_n * self.block_rows * (self.pitch + 2)
 
     @property
@@ -162,7 +162,7 @@ class DecodePlan(SplitPlan):
 
 
 class Parameters:
-    """Those of both kernels."""
+    """Parameters of both kernels."""
 
     def __init__(self, kb: Kernel, plan: SplitPlan) -> None:
         self.kb, self.out = kb, kb.pointer("out")

@@ -193,7 +193,8 @@ class _Loaded:
         self.fixed = None if load.n else read(kb, base, 0, load.dtype, 1, rows.there[h])
 
     def at(self, column: Value, pair: int) -> Lanes:
-        """Of a pair of keys, the lane's first of which is `column` (s32); 0 where the row does not see it."""
+        """Returns the values of a pair of keys, the lane's first of which is `column` (s32); 0 where the row
+        does not see it."""
         if self.fixed is not None: return self.fixed
         kb, load, size = self.kb, self.load, self.load.dtype.itemsize
         base, after = advance(kb, self.base, column.to("u32"), load.n * size), self.seen - column
@@ -204,7 +205,7 @@ class _Loaded:
 
 @dataclass
 class _Pairs:
-    """What a score reads, for pairs of columns: `row` 0 or 1 is the lane's row, `pair` counts 8 columns."""
+    """Operands of a score, for pairs of columns: `row` 0 or 1 is the lane's row, `pair` counts 8 columns."""
     kb: Kernel
     cells: Cells
     index: Callable[[str | int, int], Value]

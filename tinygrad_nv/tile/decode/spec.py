@@ -1,4 +1,4 @@
-"""What a decode attention computes: a few new rows of each request over its keys and values.
+"""Specs of decode attention: a few new rows of each request over its keys and values.
 
 Protocol. Request b has `length[b]` tokens; the last `s_q` of them are its rows: row i stands at place
 t = length[b] − s_q + i; all of them at the last, length[b] − 1, where `causal` is not set. Key c of the
@@ -190,7 +190,8 @@ class DecodeSpec:
 
     @property
     def kept_as(self) -> DecodeSpec:
-        """What a tuned schedule is kept for: any number of requests, so that no bit depends on it."""
+        """The spec that a tuned schedule is kept for: any number of requests, so that no bit depends on
+        it."""
         return replace(self, batch=1)
 
     @property

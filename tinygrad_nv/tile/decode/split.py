@@ -90,7 +90,7 @@ class SplitKernel:
             kb.st("shared", "f32", place.at(4 * self.plan.most_pages * (i + 1)), value)
 
     def _scale(self, scales: Scales, pointer: Value, page: Value) -> Value:
-        """Where a page's scale lies."""
+        """Returns the address at which a page's scale lies."""
         at = page.to("u64") * scales.page + self.head.to("u64") * scales.head
         return pointer + (at + scales.offset) * 4
 

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 
 def _why_not(spec: DecodeSpec, gpu: GPU) -> str:
-    """What is wrong with the default, or that even it is too large."""
+    """Returns the problem of the default, or that even it is too large."""
     words = "; ".join(TABLE.problems(spec, Decode(), gpu)) or f"d {spec.d} needs more shared memory"
     return f"no kernel for {short(spec.q.dtype)} on {gpu.arch}: {words}"
 

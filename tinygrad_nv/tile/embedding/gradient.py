@@ -68,7 +68,7 @@ class _Sums:
     # **** what is added up ****
 
     def cells(self, base: Value, row: Value, dtype: DType) -> Value:
-        """Where the thread's columns of a row lie: u64."""
+        """Returns the address at which the thread's columns of a row lie: u64."""
         at = advance(self.kb, base, self.column, dtype.itemsize)
         return advance(self.kb, at, row, self.spec.width * dtype.itemsize)
 
@@ -101,7 +101,7 @@ class _Sums:
 
     @property
     def partials(self) -> Value:
-        """Where sums of segments lie."""
+        """Returns the address at which sums of segments lie."""
         return self.workspace + 4 * self.plan.partials_at
 
     def from_lane(self, value: Value, lane: Value) -> Value:

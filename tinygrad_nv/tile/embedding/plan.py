@@ -1,4 +1,4 @@
-"""What follows from the spec of a table's gradient on a GPU: extents, and the workspace. Numbers only.
+"""Plan of a table's gradient on a GPU, which follows from its spec: extents, and the workspace. Numbers only.
 
 Protocol: the workspace is u32 words, then float32. `offsets` [V + 1] and `order` [T]: row v has the tokens
 order[offsets[v]:offsets[v + 1]], in rising order. `partials` [T / SEGMENT, H]: sums of SEGMENT tokens of one
@@ -21,7 +21,7 @@ MOST_TOKENS = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """Of a spec."""
+    """Plan of a spec."""
     spec: EmbeddingGradientSpec
 
     @staticmethod
@@ -74,7 +74,7 @@ class GradientPlan:
 
     @property
     def words(self) -> int:
-        """Of the workspace."""
+        """Words of the workspace."""
         return self.partials_at + self.segments * self.spec.width
 
     def sort_tokens(self, storage: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which row of a table a token means (spec.py), in registers."""
+"""Rows of a table by token (spec.py), in registers."""
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
@@ -9,7 +9,7 @@ NO_ROW = 0xFFFFFFFF
 
 
 def token_place(kb: Kernel, spec: EmbeddingSpec, tokens: Value, token: Value) -> Value:
-    """Where a token's number lies: u64."""
+    """Returns the address at which a token's number lies: u64."""
     size, rest = spec.tokens.dtype.itemsize, token
     at = tokens + spec.tokens.offset * size if spec.tokens.offset else tokens
     if len(spec.tokens.extents) == 1: return advance(kb, at, token, spec.tokens.strides[0] * size)

@@ -1,4 +1,4 @@
-"""Which schedule the cost model likes best.
+"""Choice of the schedule that the cost model likes best.
 
 Protocol: `analytic` is the best of the legal tiles of each template's defaults.py, then of their variants
 (stages, clusters, splits, stream-K, widths). It is a function of spec, architecture and number of SMs alone,

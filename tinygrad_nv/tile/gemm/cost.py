@@ -58,11 +58,12 @@ class Prediction:
 
 
 class Cost(Generic[C]):
-    """What the model asks of a template. `hbm_share` of peak is what its streaming reaches, `barrier_cycles`
-    those of a step in which a CTA's warps wait for each other. `loads_ahead`: CTAs stay, and load a tile
-    while they work on the one before. `by_mma`: with mma.sync, where it multiplies on tensor cores.
-    `cluster_tiles`: how many times a tile's sums pass where CTAs of a cluster join theirs. `streams`: HBM
-    is what all SMs wait for; of what it could bring while only SMs with a CTA more are busy, half is lost."""
+    """Figures of a template that the model asks for. `hbm_share` of peak is what its streaming reaches,
+    `barrier_cycles` those of a step in which a CTA's warps wait for each other. `loads_ahead`: CTAs stay, and
+    load a tile while they work on the one before. `by_mma`: with mma.sync, where it multiplies on tensor
+    cores. `cluster_tiles`: how many times a tile's sums pass where CTAs of a cluster join theirs. `streams`:
+    HBM is what all SMs wait for; of what it could bring while only SMs with a CTA more are busy, half is
+    lost."""
     hbm_share: float
     barrier_cycles = 0
     loads_ahead = False
@@ -71,11 +72,11 @@ class Cost(Generic[C]):
     streams = False
 
     def __call__(self, spec: GemmSpec, s: C, gpu: GPU) -> Prediction:
-        """What a schedule takes."""
+        """Returns the predicted time of a schedule."""
         return CostModel(spec, gpu_model_for(gpu.arch, gpu.sm_count)).predict(s)
 
     def work(self, spec: GemmSpec, s: C, gpu_model: GPUModel, end: Ending) -> Work:
-        """What a CTA does."""
+        """Returns the work of a CTA."""
         raise NotImplementedError
 
     def resident(self, spec: GemmSpec, s: C, gpu_model: GPUModel, registers: int) -> int:
@@ -112,7 +113,7 @@ class Cost(Generic[C]):
 
 
 def cost_of(s: GemmSchedule) -> Cost[GemmSchedule]:
-    """What the model asks of a schedule's template."""
+    """Returns what the model asks of a schedule's template."""
     cost = TABLE.of(s).cost
     assert isinstance(cost, Cost), s
     return cost
@@ -125,7 +126,7 @@ def resident_ctas(gpu_model: GPUModel, threads: int, smem_bytes: int, registers:
 
 
 def predict(spec: GemmSpec, schedule: GemmSchedule, gpu_model: GPUModel | str) -> Prediction:
-    """What a schedule of a matmul takes on a GPU (or an architecture's first)."""
+    """Returns the predicted time of a schedule of a matmul on a GPU (or an architecture's first)."""
     if isinstance(gpu_model, str): gpu_model = gpu_model_for(gpu_model)
     return CostModel(spec, gpu_model).predict(schedule)
 
@@ -170,12 +171,13 @@ class CostModel:
         return cost_of(s).work(self.spec, s, self.gpu_model, self.ending)
 
     def predict(self, s: GemmSchedule) -> Prediction:
-        """What a schedule takes."""
+        """Returns the predicted time of a schedule."""
         cost = cost_of(s)
         return self._predict_work(s, cost, cost.work(self.spec, s, self.gpu_model, self.ending), 0)
 
     def timed(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
-        """What a schedule takes whose CTAs do this work, with so many registers a thread (0: an estimate)."""
+        """Returns the predicted time of a schedule whose CTAs do this work, with so many registers a thread
+        (0: an estimate)."""
         return self._predict_work(s, cost_of(s), done, registers)
 
     def _predict_work(self, s: GemmSchedule, cost: Cost[GemmSchedule], done: Work,
@@ -249,8 +251,8 @@ class CostModel:
         return a * a_times * self.a_matrices + b * b_times * self.b_matrices + self.result_bytes
 
     def _joining_s(self, s: GemmSchedule, t: _Tiles, flags: bool) -> float:
-        """What it costs to join partial sums. In a cluster: each CTA leaves a tile's and reads a share of the
-        others'. Beyond: zero flags, write a tile's, wait as long, read those of the others."""
+        """Returns the seconds of joining partial sums. In a cluster: each CTA leaves a tile's and reads a
+        share of the others'. Beyond: zero flags, write a tile's, wait as long, read those of the others."""
         if s.splits == 1 and not s.stream: return 0.0
         tile_s = 4 * t.tile.rows * t.tile.width / L2_BYTES_PER_CYCLE / self.gpu_model.clock_hz
         if not flags: return JOIN_S + cost_of(s).cluster_tiles * tile_s

@@ -1,4 +1,4 @@
-"""What schedule a matmul can have, and why not.
+"""Legality of a matmul's schedules: which it can have, and why not.
 
 Protocol: what each template asks of its own fields is in its folder, what all ask is here.
 """
@@ -32,8 +32,8 @@ def _epilogue(spec: GemmSpec, arch: str) -> tuple[str, ...]:
 
 
 def _count(spec: GemmSpec, s: GemmSchedule) -> list[str]:
-    """Of what is numbered: rows and columns, elements of a sum, tiles, their parts with splits, their steps
-    with stream-K."""
+    """Returns the problems of what is numbered: rows and columns, elements of a sum, tiles, their parts with
+    splits, their steps with stream-K."""
     extents = (("m", spec.m), ("n", spec.n), ("k", spec.k))
     if long := [f"{name}={extent} is above {MOST}" for name, extent in extents if extent > MOST]: return long
     m, n = (spec.n, spec.m) if s.swap else (spec.m, spec.n * spec.parts)

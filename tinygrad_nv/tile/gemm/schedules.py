@@ -35,8 +35,8 @@ STREAMED = 0.01                     # of the SMs' time, which must be idle other
 
 
 class CTATile(NamedTuple):
-    """What a CTA makes: `rows` and `columns` of the result (at most), `width` columns of operand b, which
-    are those of all parts."""
+    """Tile of a CTA: `rows` and `columns` of the result (at most), `width` columns of operand b, which are
+    those of all parts."""
     rows: int
     columns: int
     width: int
@@ -68,7 +68,7 @@ class GemmSchedule(Schedule, ABC):
 
     @abstractmethod
     def tile(self, spec: GemmSpec) -> CTATile:
-        """What a CTA makes of a matmul."""
+        """Returns the tile of a matmul that a CTA makes."""
 
     @property
     @abstractmethod
@@ -131,12 +131,12 @@ class GemmSchedule(Schedule, ABC):
 
     @property
     def ringless(self) -> Self:
-        """What schedules that differ in stages alone have in common."""
+        """The part that schedules that differ in stages alone have in common."""
         return self
 
     @property
     def key(self) -> Self:
-        """What schedules of one tile have in common."""
+        """The part that schedules of one tile have in common."""
         return replace(self, **self.ALONE)
 
     def worthwhile(self, spec: GemmSpec) -> bool:

@@ -1,4 +1,4 @@
-"""What is computed, in types: a matmul and its epilogue. A spec does not know its target.
+"""Specs of matmuls, in types: a matmul and its epilogue. A spec does not know its target.
 
 Protocol: patterns make a spec from a subgraph, templates make a kernel from a spec and a schedule. Specs
 are frozen and hashable; two kernels are the same when spec, schedule and architecture are. Extents, strides
@@ -90,7 +90,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a store needs to know of a result: where it lies, `m` rows and `n` columns in each matrix of the
+    """Description of a result for its store: where it lies, `m` rows and `n` columns in each matrix of the
     batch, and the epilogue that makes an element of sums. `symbolic`: `m` is the most rows there can be.
     Raises `SpecError` where elements overlap."""
     out: Result

@@ -44,7 +44,7 @@ class Splits:
             self.workspace, self.flag = self.kb.pointer("workspace"), self.kb.pointer("flags")
 
     def begin(self, walk: TileScheduler) -> None:
-        """What this CTA has of K."""
+        """Computes the CTA's part of K."""
         if self.count == 1: return
         kb, block = self.kb, self.schedule.block_k
         self.number, self.split = walk.number, walk.split

@@ -41,7 +41,7 @@ class Trial:
 
 
 def counters(spec: GemmSpec, schedule: GemmSchedule, arch: str) -> Trial:
-    """What the emulator counts of a schedule's kernel."""
+    """Returns the emulator's counts of a schedule's kernel."""
     s = schedule.without_splits
     first = (s.depth or STEPS) + 2
     steps, cluster = (first, first + STEPS_MORE), prod(s.cluster_shape)

@@ -1,4 +1,4 @@
-"""What tile/tune.py asks of matmuls: which schedules are worth trying, and what one takes by counters."""
+"""Tuning of matmuls for tile/tune.py: which schedules are worth trying, and what one takes by counters."""
 from __future__ import annotations
 
 from collections import Counter
@@ -16,8 +16,8 @@ RINGS = 2   # of schedules that differ in stages alone
 
 
 def candidates(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
-    """What the cost model chooses, and so many others that it likes; of those that differ in stages alone,
-    two."""
+    """Returns the schedule that the cost model chooses, and so many others that it likes; of those that
+    differ in stages alone, two."""
     model = CostModel(spec, gpu_model_for(gpu.arch, gpu.sm_count))
     favourite = analytic(spec, gpu.arch, model.gpu_model.sm_count)
     if favourite is None: return []

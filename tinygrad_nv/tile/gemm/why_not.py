@@ -13,7 +13,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 
 def why_not(spec: GemmSpec, gpu: GPU) -> str:
-    """What each template says of the schedule it likes best; "" where one takes it."""
+    """Returns what each template says of the schedule it likes best; "" where one takes it."""
     if analytic(spec, gpu.arch) is not None: return ""
     if gpu.arch not in SMEM_BYTES: return TABLE.problems(spec, Gemv(), gpu)[0]
     said: dict[str, Sequence[str]] = {}

@@ -1,4 +1,4 @@
-"""What one CTA has to do: cycles of each of its SM's resources.
+"""Work of one CTA: cycles of each of its SM's resources.
 
 Protocol: `Work` counts for one `block_k` of the sum (a step) and for what follows the sum of a tile. The
 cycles are those that the resource is taken for; what overlaps is cost.py's matter. Each template's cost.py
@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Ending:
-    """What follows a sum, for each element: instructions, and bytes loaded and stored."""
+    """Epilogue of a sum, for each element: instructions, and bytes loaded and stored."""
     operations: int
     load_bytes: int
     store_bytes: int

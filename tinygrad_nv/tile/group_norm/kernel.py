@@ -102,7 +102,7 @@ class _Slice:
         return found
 
     def at(self, base: Value) -> Value:
-        """Where the thread's channels of the image's first position lie."""
+        """Returns the address at which the thread's channels of the image's first position lie."""
         spec, size = self.spec, self.spec.dtype.itemsize
         image = advance(self.kb, base, self.image, spec.positions * spec.channels * size)
         return advance(self.kb, image, self.column, self.plan.vector * size)

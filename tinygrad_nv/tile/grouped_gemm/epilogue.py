@@ -1,4 +1,4 @@
-"""What happens to an element's sums: bias, activation, weight, and the place of a row (spec.py).
+"""Epilogue of an element's sums: bias, activation, weight, and the place of a row (spec.py).
 
 Protocol: a `GroupedEpilogue` knows the pointers that a spec has. `slot(i)` is the slot of row i, `source(i)`
 its row of x, `place(i, slot)` that of the result.

@@ -60,7 +60,7 @@ class GroupedOuterSpec:
 
     @property
     def flops(self) -> int:
-        """Of all rows."""
+        """Operations of all rows."""
         return 2 * self.rows * self.n * self.k
 
     @property

@@ -22,7 +22,7 @@ class GroupedGemv(RowWarps, Schedule):
 
     @classmethod
     def of(cls, gemv: Gemv, rows: int) -> Self:
-        """As a matmul of so many rows is computed."""
+        """Returns the schedule as a matmul of so many rows is computed."""
         return cls(gemv.warps_m, rows, gemv.block_n, gemv.block_k, gemv.splits)
 
     @property
@@ -54,7 +54,7 @@ class GroupedMma(Mma):
 
 @dataclass(frozen=True)
 class GroupedTransposedMma(GroupedMma):
-    """The same of matrices (K, N)."""
+    """Schedule of `grouped_mma` for matrices (K, N)."""
     template: ClassVar[str] = "grouped_transposed_mma"
 
 
@@ -76,7 +76,7 @@ class GroupedWgmma(Wgmma):
 
 @dataclass(frozen=True)
 class GroupedTransposedWgmma(GroupedWgmma):
-    """The same of matrices (K, N)."""
+    """Schedule of `grouped_wgmma` for matrices (K, N)."""
     template: ClassVar[str] = "grouped_transposed_wgmma"
 
 
@@ -89,6 +89,6 @@ class GroupedOuterWgmma(Wgmma):
 
 @dataclass(frozen=True)
 class GroupedScaledWgmma(GroupedWgmma):
-    """The same of 8-bit floats with scales: a stage is a group of K."""
+    """Schedule of `grouped_wgmma` for 8-bit floats with scales: a stage is a group of K."""
     block_k: int = GROUP
     template: ClassVar[str] = "grouped_scaled_wgmma"

@@ -65,12 +65,12 @@ class GroupedGemmSpec:
 
     @property
     def out(self) -> DType:
-        """Of results and of bias."""
+        """Dtype of results and of bias."""
         return self.dtype
 
     @property
     def matrix(self) -> DType:
-        """Of w."""
+        """Dtype of w."""
         return self.dtype
 
     @property
@@ -80,7 +80,7 @@ class GroupedGemmSpec:
 
     @property
     def columns(self) -> int:
-        """Of the result."""
+        """Columns of the result."""
         return self.n // self.halves
 
     @property
@@ -95,7 +95,7 @@ class GroupedGemmSpec:
 
     @property
     def flops(self) -> int:
-        """Of all rows."""
+        """Operations of all rows."""
         return 2 * self.rows * self.n * self.k
 
     @property
@@ -146,7 +146,7 @@ class ScaledGroupedGemmSpec(GroupedGemmSpec):
 
 @dataclass(frozen=True)
 class TransposedGroupedSpec(GroupedGemmSpec):
-    """The same of w [E, K, N]: x W_e, as the gradients of rows are."""
+    """Grouped matmul of w [E, K, N]: x W_e, as the gradients of rows are."""
     transposed: ClassVar[bool] = True
 
     def __str__(self) -> str: return f"{super().__str__()}, transposed"
@@ -154,7 +154,7 @@ class TransposedGroupedSpec(GroupedGemmSpec):
 
 @dataclass(frozen=True)
 class MixedGroupedSpec(GroupedGemmSpec):
-    """The same of float32 rows and a w of 16-bit floats, which are widened."""
+    """Grouped matmul of float32 rows and a w of 16-bit floats, which are widened."""
     half: DType = dtypes.float16
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which rows a CTA has: a number of work becomes a group and some of its rows, on the device.
+"""Rows of a CTA: a number of work becomes a group and some of its rows, on the device.
 
 Protocol: groups are cut into tiles of so many rows; tiles are numbered group after group. There are at most
 `most_tiles`, which is the grid: CTAs of numbers beyond those that there are end at once. Each warp finds its

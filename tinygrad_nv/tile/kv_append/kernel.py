@@ -55,7 +55,7 @@ class AppendPart:
 
 
 def _parts(spec: AppendSpec) -> list[AppendPart]:
-    """Those that have vectors; what takes longest is first."""
+    """Returns the parts that have vectors; what takes longest is first."""
     made, size, rope = [AppendPart("v", spec.heads, spec.d_v // vector(spec))], vector(spec), spec.rope
     rotated = 2 * rope.half if rope else 0
     for name, heads in (("k", spec.heads), ("q", spec.q_heads)):
@@ -68,8 +68,8 @@ def _parts(spec: AppendSpec) -> list[AppendPart]:
 
 @dataclass(frozen=True)
 class AppendTarget:
-    """Where the heads of a row go: the first of them (u64), elements between them, and the scales (u64) that
-    divide them."""
+    """Destination of the heads of a row: the first of them (u64), elements between them, and the scales (u64)
+    that divide them."""
     dtype: DType
     at: Value
     head: int
@@ -171,7 +171,7 @@ class _Append:
         with self.kb.if_(self.there): self.put(self.token_of(part.name), head, starts, values)
 
     def place_of(self, source: Value, rows: Heads, head: Value, start: Value) -> Value:
-        """Where an element of the row lies."""
+        """Returns the address at which an element of the row lies."""
         size, at = rows.dtype.itemsize, source + rows.offset * rows.dtype.itemsize
         strides = (rows.request, rows.row, rows.head, 1)
         for index, stride in zip((self.request, self.row, head, start), strides, strict=True):

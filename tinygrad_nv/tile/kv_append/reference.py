@@ -48,8 +48,8 @@ class Arguments(Generic[T]):
 
     @staticmethod
     def of(what: KVAppend, given: tuple[T, ...]) -> Arguments[T]:
-        """Those of a call's tensors: keys and values of the cache, k, v, the table if there is one, lengths,
-        then cos and sin, q, scales of keys and of values."""
+        """Returns the arguments of a call's tensors: keys and values of the cache, k, v, the table if there
+        is one, lengths, then cos and sin, q, scales of keys and of values."""
         rest, count = iter(given), 1 + what.values
         pages, new = (tuple(islice(rest, count)) for _ in range(2))
         table = next(rest) if what.table else None
@@ -149,7 +149,7 @@ def append_pages(x: Arguments[Tensor], interleaved: bool, kinds: list[DType],
 
 
 def row_of(token: Tensor, count: int) -> Tensor:
-    """Of each token of all pages, which new row it is, counted from 1: int32, 0 where it is none."""
+    """Returns, of each token of all pages, which new row it is, counted from 1: int32, 0 where it is none."""
     match = Tensor.arange(count).reshape(-1, 1) == token.reshape(1, -1)
     number = Tensor.arange(1, int(token.shape[0]) + 1).reshape(1, -1)
     return match.where(number, 0).max(1).cast(dtypes.int32).contiguous()

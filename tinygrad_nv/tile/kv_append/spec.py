@@ -1,4 +1,4 @@
-"""What an append computes: new keys and values of each request, rotated and rounded, into its pages.
+"""Specs of appends: new keys and values of each request, rotated and rounded, into its pages.
 
 Protocol. Request b has `length[b]` tokens with its new ones: row t of `rows` stands at place p = length[b] −
 rows + t, which is token p % page_size of page `table[b, p // page_size]`. For each key head h:

@@ -63,7 +63,7 @@ class Helpers:
 
     @staticmethod
     def entered(x: Any) -> Any:
-        """What a `with` statement enters."""
+        """Enters the context of a `with` statement."""
         if tracing() and not hasattr(type(x), "__tile_scope__"):
             fail(f"`with` of a {type(x).__name__}", "no effects but those of the running kernel",
                  "enter it where the kernel is called")
@@ -79,7 +79,7 @@ class Helpers:
 
     @staticmethod
     def returned(x: Any) -> Any:
-        """What a function returns; the trace keeps the line."""
+        """Returns the result of a function; the trace keeps the line."""
         if tracing(): current().returned = current().line()
         return x
 

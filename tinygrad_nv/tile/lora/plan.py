@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `lora_expand_mma`: the matmul whose rows are those of all tiles
-that there may be, what is legal, what is tried first, and what it takes."""
+"""Plan of `lora_expand_mma`, which follows from a spec and a schedule: the matmul whose rows are those of all
+tiles that there may be, what is legal, what is tried first, and what it takes."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -55,5 +55,5 @@ def candidates(spec: LoraExpandSpec, gpu: GPU) -> list[LoraExpandMma]:
 
 
 def cost(spec: LoraExpandSpec, s: LoraExpandMma, gpu: GPU) -> Prediction:
-    """What the grouped matmul takes."""
+    """Returns the time of the grouped matmul."""
     return grouped.cost(spec.grouped, s, gpu)

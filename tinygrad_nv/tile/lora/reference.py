@@ -1,4 +1,4 @@
-"""What adapters add to a linear layer, in plain tinygrad (tile/reference.py)."""
+"""Reference of the term that adapters add to a linear layer, in plain tinygrad (tile/reference.py)."""
 from __future__ import annotations
 
 from tinygrad import Tensor

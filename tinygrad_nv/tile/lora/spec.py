@@ -1,4 +1,4 @@
-"""What adapters add to a linear layer, in types. A spec does not know its target.
+"""Specs of the term that adapters add to a linear layer, in types. A spec does not know its target.
 
 Protocol: a batch has `rows` rows of x [rows, k]; each has one of E adapters, or none. order [rows] and
 offsets [E + 2] sort them (patterns/router/rows.py): adapter e has rows order[offsets[e]:offsets[e + 1]], and
@@ -28,7 +28,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import FLOATS, GroupedGemmSpec, Transpos
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Of `adapters` adapters and so many rows. x, h and results are of `dtype`, A and B of `matrix`: the
+    """Term of `adapters` adapters and so many rows. x, h and results are of `dtype`, A and B of `matrix`: the
     same, or a 16-bit float beside float32. Raises `SpecError` for what cannot be."""
     adapters: int
     rows: int
@@ -63,7 +63,7 @@ class LoraShrinkSpec(LoraSpec):
 
     @property
     def columns(self) -> int:
-        """Of h."""
+        """Columns of h."""
         return self.parts * self.rank
 
     @property
@@ -78,7 +78,7 @@ class LoraShrinkSpec(LoraSpec):
 
     @property
     def flops(self) -> int:
-        """Of all rows."""
+        """Operations of all rows."""
         return 2 * self.rows * self.columns * self.k
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class LoraExpandSpec(LoraSpec):
 
     @property
     def columns(self) -> int:
-        """Of the result."""
+        """Columns of the result."""
         return sum(self.segments)
 
     @property
@@ -123,7 +123,7 @@ class LoraExpandSpec(LoraSpec):
 
     @property
     def flops(self) -> int:
-        """Of all rows."""
+        """Operations of all rows."""
         return 2 * self.rows * self.rank * self.columns
 
     def __str__(self) -> str:

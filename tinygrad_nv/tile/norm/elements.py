@@ -33,7 +33,7 @@ class Row:
         self.groups: dict[Expression, list[Lanes]] = {}     # numbers of the groups of the thread's vectors
 
     def address(self, pointer: Value, lies: Load | Result, group: int = 0) -> Value:
-        """Where the thread's first element, or its group, lies."""
+        """Returns the address at which the thread's first element, or its group, lies."""
         size = lies.dtype.itemsize
         at = pointer + lies.offset * size if lies.offset else pointer
         strides = (*(lies.batch or [0] * len(self.batch)), lies.m, lies.n)
@@ -79,5 +79,5 @@ class Elements:
         return [(self.first + (start + i)).to("s32") for i in range(min(2, self.plan.vector))]
 
     def pairs(self, chunk: int) -> range:
-        """Those of a chunk."""
+        """Pairs of a chunk."""
         return range(chunk * self.plan.vector, (chunk + 1) * self.plan.vector, min(2, self.plan.vector))

@@ -1,4 +1,4 @@
-"""What the kernel of rows asks of a spec and a schedule."""
+"""Legality of the kernel of rows: what it asks of a spec and a schedule."""
 from __future__ import annotations
 
 from math import prod

@@ -25,7 +25,8 @@ def _storages(spec: NormSpec) -> list[list[Computed]]:
 
 
 def _place(spec: NormSpec, results: list[Computed]) -> Place:
-    """Where results lie: of several beside each other, their number is a dimension before the elements."""
+    """Returns where results lie: of several beside each other, their number is a dimension before the
+    elements."""
     first, *rest = (each.result for each in results)
     extents, strides = (*spec.batch, spec.m), (*first.batch, first.m)
     if rest: extents, strides = (*extents, len(results)), (*strides, rest[0].offset - first.offset)

@@ -55,7 +55,7 @@ class Norm(Schedule):
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return self.team * self.rows
 
     @property
@@ -84,7 +84,7 @@ class Norm(Schedule):
 
 
 def _apart(spec: NormSpec, vector: int, vectors: int) -> Norm:
-    """Of elements without statistics."""
+    """Returns the schedule of elements without statistics."""
     deep = APART_DEEP if spec.rows * vectors >= MANY_CTAS * MOST_APART * APART_DEEP else 1
     team = min(MOST_APART, _power(-(-vectors // deep)))
     chunks = min(deep, -(-vectors // team))

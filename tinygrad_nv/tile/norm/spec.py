@@ -1,5 +1,5 @@
-"""What is computed row by row: statistics of a row, and elements made with them. A spec does not know its
-target.
+"""Specs of norms and other kernels of rows: statistics of a row, and elements made with them. A spec does not
+know its target.
 
 Protocol: as gemm/spec.py. A row has `n` elements; there are `m` of them in each of a batch of up to three
 dimensions.

@@ -49,7 +49,7 @@ def _finish_kernel(kb: Kernel, counts: Sequence[int]) -> TileKernel:
 
 
 class _Chunks:
-    """Where the elements of this CTA lie: `base` of each kind (u64), `count` of them, the tensor's group."""
+    """Places of the elements of this CTA: `base` of each kind (u64), `count` of them, the tensor's group."""
 
     def __init__(self, kb: Kernel, counts: Sequence[int], kinds: Sequence[tuple[str, DType]]) -> None:
         self.kb, self.counts, self.kinds = kb, counts, kinds

@@ -9,7 +9,8 @@ from tinygrad_nv.tile.reference import Argument, Given, Results, compute_dtype, 
 
 
 def arguments(spec: AdamWSpec | SquaresSpec) -> tuple[Argument, ...]:
-    """Of an update all x, m, v, masters, then gradients, and control; of squares sums, then tensors."""
+    """Returns the arguments: of an update all x, m, v, masters, then gradients, and control; of squares sums,
+    then tensors."""
     if isinstance(spec, SquaresSpec):
         return (Argument("sums", dtypes.float32, (dense(sum(spec.chunks)),), "out"),
                 *(Argument(f"g{i}", spec.dtype, (dense(count),)) for i, count in enumerate(spec.counts)))
@@ -19,7 +20,7 @@ def arguments(spec: AdamWSpec | SquaresSpec) -> tuple[Argument, ...]:
 
 
 def reference(spec: AdamWSpec | SquaresSpec, given: Given, exact: bool = False) -> Results:
-    """What is written, tensor by tensor, in the order of the arguments."""
+    """Returns the tensors that are written, one by one, in the order of the arguments."""
     wide = compute_dtype(dtypes.float32, exact)
     held = {each.name: given[each.name] for each in arguments(spec) if each.role != "out"}  # all dense
     if isinstance(spec, SquaresSpec): return squares(spec, *(x.cast(wide) for x in held.values())),

@@ -1,4 +1,4 @@
-"""What one launch does with many tensors, in types. A spec does not know its target.
+"""Specs of one launch over many tensors, in types. A spec does not know its target.
 
 Protocol. An update (`AdamWSpec`) has tensors of any number of elements: parameter x, exp_avg m, exp_avg_sq v,
 gradient g, and where parameters are of 16 bits float32 master weights w, of which x is a copy. All are read
@@ -58,8 +58,8 @@ class AdamWSpec:
 
     @property
     def kinds(self) -> tuple[tuple[str, DType], ...]:
-        """What each tensor has, in the order of a kernel's pointers: those that are written, and the
-        gradient."""
+        """Names and dtypes of the buffers of each tensor, in the order of a kernel's pointers: those that are
+        written, and the gradient."""
         f32 = dtypes.float32
         masters = (("w", f32),) if self.master else ()
         return ("x", self.dtype), ("m", f32), ("v", f32), *masters, ("g", self.grad)
@@ -88,7 +88,7 @@ class AdamWSpec:
 
 @dataclass(frozen=True)
 class SquaresSpec:
-    """Of tensors of a dtype."""
+    """Sums of squares of tensors of a dtype."""
     counts: tuple[int, ...]
     dtype: DType = dtypes.float32
 
@@ -98,7 +98,7 @@ class SquaresSpec:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Of each tensor."""
+        """Chunks of each tensor."""
         return tuple(-(-count // CHUNK) for count in self.counts)
 
     @property

@@ -21,13 +21,13 @@ VECTORS = {16: ".v4.b32", 8: ".v2.b32", 4: ".b32", 2: ".b16"}   # bytes of a loa
 
 
 def factor_names(buffers: Iterable[str]) -> list[str]:
-    """Those of a matrix's buffers that are no codes."""
+    """Returns the names of a matrix's buffers that are no codes."""
     return [name for name in buffers if name not in ("codes", "high", "order")]
 
 
 @dataclass
 class Factors:
-    """Of the buffers `names` of a type, read by `opcode`."""
+    """The buffers `names` of a type, read by `opcode`."""
     kb: Kernel
     type: QType
     names: Sequence[str]
@@ -40,15 +40,15 @@ class Factors:
         return scale
 
     def dtype_of(self, name: str) -> DType:
-        """Of a buffer."""
+        """Returns the dtype of a buffer."""
         return dtypes.uint8 if name == "zeros" else self.scale_of(name).dtype
 
     def block_bytes(self, name: str) -> int:
-        """Of a block of 16 rows."""
+        """Returns the bytes of a block of 16 rows."""
         return 16 * self.dtype_of(name).itemsize
 
     def registers(self) -> dict[str, list[Value]]:
-        """What a block is loaded into, zeros."""
+        """Returns the registers that a block is loaded into, zeros."""
         made = {}
         for name in self.names:
             nbytes = 2 * self.dtype_of(name).itemsize

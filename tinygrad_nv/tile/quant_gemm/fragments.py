@@ -67,7 +67,7 @@ def looks_up(type: QType) -> bool:
 
 @dataclass
 class Decoder:
-    """Of a type's codes, to pairs of `dtype`."""
+    """Decoder of a type's codes, to pairs of `dtype`."""
     kb: Kernel
     type: QType
     dtype: DType

@@ -41,7 +41,7 @@ def reference(spec: QuantGemmSpec, given: Given, exact: bool = False) -> tuple[T
 
 
 def in_bytes(x: Tensor) -> Tensor:
-    """What rows of float32 are once they have been quantised to int8."""
+    """Returns rows of float32 as they are once they have been quantised to int8."""
     blocks = x.reshape(*x.shape[:-1], -1, INT8_BLOCK).contiguous()
     d = (blocks.abs().max(-1, keepdim=True) / 127).contiguous()
     inverse = d.reciprocal()

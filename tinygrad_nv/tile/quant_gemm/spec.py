@@ -60,7 +60,7 @@ class QuantGemmSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the quantised matrix, of all parts."""
+        """Shape of the quantised matrix, of all parts."""
         return self.gemm.parts * self.gemm.n, self.gemm.k
 
     @property
@@ -70,7 +70,7 @@ class QuantGemmSpec:
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """Those of the quantised matrix that kernels take."""
+        """Buffers of the quantised matrix that kernels take."""
         found = buffers(self.type, *self.shape)
         return {"codes": found["codes"]} if self.codes else found
 

@@ -1,5 +1,5 @@
-"""What a stage of a matrix in fragments is, and its operands in registers: for kernels that bring codes and
-factors to shared memory.
+"""Stages of a matrix in fragments, and its operands in registers: for kernels that bring codes and factors to
+shared memory.
 
 Protocol: `boxes(spec, rows, block_k)` say how a stage of `rows` rows and `block_k` columns lies in shared
 memory: of each buffer, tile after tile of 16 rows, what the columns need. `StageOperands` are a warp's tiles
@@ -24,7 +24,7 @@ ALIGNED = 128                               # bytes of a box's place in shared m
 
 @dataclass(frozen=True)
 class Box:
-    """What a stage has of a buffer: `inner` elements of `size` bytes of each of `tiles` tiles of 16 rows, at
+    """A buffer's part in a stage: `inner` elements of `size` bytes of each of `tiles` tiles of 16 rows, at
     byte `start` of the stage. A block has `columns` columns; 0: a whole row. Of codes that is 1."""
     name: str
     size: int
@@ -40,7 +40,7 @@ class Box:
 
     @property
     def tile_bytes(self) -> int:
-        """Of one tile."""
+        """Bytes of one tile."""
         return self.inner * self.size
 
     @property
@@ -48,12 +48,12 @@ class Box:
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """Offset at which the next one may begin."""
         return self.start + -(-self.nbytes // ALIGNED) * ALIGNED
 
 
 def boxes(spec: QuantGemmSpec, rows: int, block_k: int) -> tuple[Box, ...]:
-    """Those of a stage."""
+    """Returns the boxes of a stage."""
     made: list[Box] = []
     type, tiles = spec.type, rows // TILE
     for name, buffer in spec.buffers.items():

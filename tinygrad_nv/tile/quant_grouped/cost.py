@@ -49,7 +49,7 @@ def _issue_rate(threads: int) -> int:
 
 
 def of_gemv(spec: QuantGroupedSpec, s: QuantGroupedGemv, gpu: GPU) -> Prediction:
-    """Of CTAs whose codes are on their way only once they know their group."""
+    """Returns the cost of CTAs whose codes are on their way only once they know their group."""
     plan, model, one = gemv.plan_of(spec, s), gpu_model_for(gpu.arch, gpu.sm_count), spec.grouped
     count = tiles(one, s.rows)
     held = max(1, min(gemv.ctas_an_sm(plan), model.smem_of_sm // plan.smem_bytes))
@@ -62,7 +62,8 @@ def of_gemv(spec: QuantGroupedSpec, s: QuantGroupedGemv, gpu: GPU) -> Prediction
 
 
 def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
-    """Of CTAs that each have a ring of stages, and operands of a warp's columns made for its rows alone."""
+    """Returns the cost of CTAs that each have a ring of stages, and operands of a warp's columns made for its
+    rows alone."""
     one, plan = spec.grouped, mma.plan_of(spec, s)
     model = gpu_model_for(gpu.arch, gpu.sm_count)
     count = tiles(one, s.block_m) * -(-one.columns // plan.columns)
@@ -79,7 +80,7 @@ def of_mma(spec: QuantGroupedSpec, s: QuantGroupedMma, gpu: GPU) -> Prediction:
 
 
 def of_wgmma(spec: QuantGroupedSpec, s: QuantGroupedWgmma, gpu: GPU) -> Prediction:
-    """Of persistent CTAs, whose operands are made for all rows of a tile."""
+    """Returns the cost of persistent CTAs, whose operands are made for all rows of a tile."""
     plan, model = QuantGroupedPlan.of(spec, s), gpu_model_for(gpu.arch, gpu.sm_count)
     count = tiles(spec.grouped, plan.tokens) * plan.tiles_across
     made = PLACED * s.block_m * s.block_k / ISSUED

@@ -1,4 +1,4 @@
-"""Where the matrices of a group lie in a stack."""
+"""Places of the matrices of a group in a stack."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ def tiles(spec: QuantGroupedSpec) -> int:
 
 def of_group(kb: Kernel, spec: QuantGroupedSpec, pointers: Mapping[str, Value], group: Value,
              half: int = 0) -> dict[str, Value]:
-    """Where the buffers of a group's matrix begin (u64), with an activation of one of two."""
+    """Returns where the buffers of a group's matrix begin (u64), with an activation of one of two."""
     made = {}
     for name, buffer in spec.buffers.items():
         nbytes = tiles(spec) * prod(buffer.shape[1:]) * buffer.dtype.itemsize

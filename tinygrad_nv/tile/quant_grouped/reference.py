@@ -44,7 +44,7 @@ def reference(spec: QuantGroupedSpec, given: Given, exact: bool = False) -> Resu
 
 
 def matrices(spec: QuantGroupedSpec, stack: Mapping[str, Tensor], exact: bool = False) -> Tensor:
-    """Those of all groups [E, N, K], rounded as kernels may."""
+    """Returns the matrices of all groups [E, N, K], rounded as kernels may."""
     one = spec.grouped
     dtype = dtypes.float32 if exact or spec.int8 else one.dtype
     made = dequantize_stack(spec.type, spec.stack, stack, dtype)

@@ -43,7 +43,7 @@ class QuantGroupedSpec:
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """Those of the stack."""
+        """Buffers of the stack."""
         return stack_buffers(self.type, self.stack)
 
     @property
@@ -62,7 +62,7 @@ class QuantGroupedSpec:
 
     @property
     def flops(self) -> int:
-        """Of all rows."""
+        """Operations of all rows."""
         return self.grouped.flops
 
     @property

@@ -71,7 +71,8 @@ class _Rope:
             write_vector(kb, target, i * spec.half * size, made, there)
 
     def head(self, head: Value, b: Value, t: Value, first: Value) -> Value:
-        """Where elements of a token of a head of a sequence begin, in the tensor that the head is of."""
+        """Returns the address at which elements of a token of a head of a sequence begin, in the tensor that
+        the head is of."""
         kb, spec, at, before = self.kb, self.spec, self.kb.reg("u64"), 0
         for name, count in (("q", spec.heads), ("k", spec.kv_heads), ("v", spec.kv_heads)):
             size = spec.dtype_of(name).itemsize
@@ -105,7 +106,7 @@ class _Rope:
         return made
 
     def angles(self, name: str, b: Value, t: Value, first: Value, guard: Value) -> list[Lanes]:
-        """Those of the thread's elements; 0 where the guard does not hold."""
+        """Returns the angles of the thread's elements; 0 where the guard does not hold."""
         kb, lies = self.kb, self.spec.angles
         size, at = lies.dtype.itemsize, self.pointers[name]
         if lies.offset: at = at + lies.offset * size

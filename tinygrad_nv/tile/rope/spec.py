@@ -24,7 +24,8 @@ FLOATS = (dtypes.float32, *FLOAT16S)
 
 @dataclass(frozen=True)
 class Angles:
-    """Where the angles of token t of sequence b begin: offset + b · batch + t · row, in elements."""
+    """Places of the angles of token t of sequence b: they begin at offset + b · batch + t · row, in
+    elements."""
     dtype: DType
     row: int
     batch: int = 0
@@ -63,7 +64,7 @@ class RopeSpec:
 
     @property
     def nbytes(self) -> int:
-        """What is read and written, angles once."""
+        """Bytes that are read and written, angles once."""
         rows = self.batch * self.tokens
         return 2 * rows * self.width * self.dtype.itemsize + 2 * self.half * self.angles.dtype.itemsize * (
             rows if self.angles.batch else self.tokens)

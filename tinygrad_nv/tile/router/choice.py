@@ -70,7 +70,7 @@ class TokenRouter:
     # **** scores ****
 
     def scores(self, x: list[Value]) -> list[Value]:
-        """Of the lane's experts, in float32."""
+        """Returns the scores of the lane's experts, in float32."""
         if self.policy.score == "sigmoid": return [self.sigmoid(each) for each in x]
         if self.policy.score != "softmax": return x
         top = x[0]
@@ -214,7 +214,7 @@ class TokenRouter:
         return made
 
     def weight(self, score: Value) -> Value:
-        """Of the lane's choice."""
+        """Returns the weight of the lane's choice."""
         kb, policy = self.kb, self.policy
         lanes = 1 << (policy.k - 1).bit_length()
         there = self.lane < policy.k

@@ -1,4 +1,4 @@
-"""What follows from the spec of a router: threads, tokens of a CTA, shared memory. Numbers only."""
+"""Plan of a router, which follows from its spec: threads, tokens of a CTA, shared memory. Numbers only."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class RouterPlan:
 
     @property
     def warps(self) -> int:
-        """Of a CTA: a thread has an expert where they are counted."""
+        """Warps of a CTA: a thread has an expert where they are counted."""
         if not self.alone: return max(WARPS, self.lanes)
         most = 32 if self.lanes <= 8 else 16    # of which each has the registers for its keys and scores
         return max(min(self.spec.tokens, most), self.lanes)
@@ -63,7 +63,7 @@ class RouterPlan:
 
     @property
     def slots(self) -> int:
-        """Of a CTA, at most."""
+        """Most slots of a CTA."""
         return self.per_cta * self.spec.policy.k
 
     @property

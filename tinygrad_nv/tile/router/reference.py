@@ -97,7 +97,7 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The same of numbers (R) that may be no expert's: their slots stand behind all others."""
+    """Returns the rows of numbers (R) that may be no expert's: their slots stand behind all others."""
     known = (experts >= 0) & (experts < count)
     order, offsets = sort_slots(known.where(experts, count), count + 1)
     return order, offsets[:-1].contiguous()

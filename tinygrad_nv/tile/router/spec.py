@@ -68,7 +68,7 @@ class RouterSpec:
 
     @property
     def slots(self) -> int:
-        """Of all tokens."""
+        """Slots of all tokens."""
         return self.tokens * self.policy.k
 
     @property
@@ -111,7 +111,7 @@ class GroupRowsSpec:
 
     @property
     def slots(self) -> int:
-        """Of all tokens."""
+        """Slots of all tokens."""
         return self.tokens * self.k
 
     @property

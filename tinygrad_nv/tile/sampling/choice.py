@@ -177,7 +177,7 @@ class _Noise:
         self.place = kb.ld("global", "u32", advance(kb, self.places, row, 4).at())[0]
 
     def of_vector(self, first: Value, wide: int) -> list[Value]:
-        """That of so many tokens. The first is even, or there is one."""
+        """Returns the noise of so many tokens. The first is even, or there is one."""
         if wide > 1: return [self.of(word) for pair in range(0, wide, 2) for word in self.words(first, pair)]
         low, high = self.words(first, 0)
         return [self.of(self.kb.select(first & 1 == 0, low, high, "u32"))]

@@ -50,7 +50,7 @@ MOST_FIRST = 1 << 30    # where a part begins: elements are numbered by int32
 
 
 class Number(IntEnum):
-    """Which of a row's numbers is which."""
+    """Indices of a row's numbers."""
     temperature = 0         # 0: the largest logit, without noise
     top_k = 1               # infinity: none
     top_p = 2               # infinity: none
@@ -112,7 +112,7 @@ class ChoiceSpec:
 
     @property
     def made(self) -> DType:
-        """Of what is made: tokens, or keys of a part."""
+        """Dtype of what is made: tokens, or keys of a part."""
         return dtypes.int32 if self.first is None else dtypes.uint64
 
     @property

@@ -19,7 +19,8 @@ class ScaleCopies:
                      for i in range(len(self.at))]
 
     def begin(self, first: Value, group: Value | int) -> None:
-        """Of the blocks of rows from `first` on, from a group on. Beyond the last, of the last."""
+        """Begins the copies of the blocks of rows from `first` on, from a group on. Beyond the last, of the
+        last."""
         kb, one = self.kb, self.scales
         start = self.pointer + one.offset * 4 if one.offset else self.pointer
         if isinstance(group, Value): start = advance(kb, start, group, one.k * 4)
@@ -30,8 +31,8 @@ class ScaleCopies:
             at.set(advance(kb, start, row // one.rows if one.rows > 1 else row, one.mn * 4))
 
     def issue(self, stage: Value, when: Value | None = None) -> None:
-        """Those of one group, into a stage, at this thread's place, where the predicate holds; the group
-        after it is next."""
+        """Issues the copies of one group, into a stage, at this thread's place, where the predicate holds;
+        the group after it is next."""
         for i, (at, mine) in enumerate(zip(self.at, self.mine, strict=True)):
             guard = mine if when is None else when if mine is None else mine & when
             self.kb.emit("cp.async.ca.shared.global", stage.at(4 * self.threads * i), at.at(), 4, guard=guard)

@@ -1,4 +1,4 @@
-"""What scales of groups ask of a schedule, besides what wgmma asks."""
+"""Legality of scales of groups: what it asks of a schedule, besides what wgmma asks."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits

@@ -11,13 +11,13 @@ LOADERS = 96    # threads that copy scales: those of the producer's warpgroup be
 
 @dataclass(frozen=True)
 class ScalePlan:
-    """Of the computed matmul, whose operands have changed places where the schedule is swapped."""
+    """Scales of the computed matmul, whose operands have changed places where the schedule is swapped."""
     spec: ScaledGemmSpec
     plan: WgmmaPlan
 
     @staticmethod
     def of(plan: WgmmaPlan) -> ScalePlan:
-        """Of a plan."""
+        """Returns the scales of a plan."""
         assert isinstance(plan.spec, ScaledGemmSpec)
         return ScalePlan(plan.spec, plan)
 
@@ -41,7 +41,7 @@ class ScalePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage."""
         return 4 * (self.rows + self.columns)
 
     @property

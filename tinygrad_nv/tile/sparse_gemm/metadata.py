@@ -9,12 +9,12 @@ UNIT_WORDS = 32
 
 
 def nbytes(rows: int, columns: int) -> int:
-    """Of so many rows and columns."""
+    """Returns the bytes of so many rows and columns."""
     return rows // TILE * row_bytes(columns)
 
 
 def row_bytes(columns: int) -> int:
-    """Of a tile of 16 rows."""
+    """Returns the bytes of a tile of 16 rows."""
     return columns // UNIT * UNIT_WORDS * 4
 
 

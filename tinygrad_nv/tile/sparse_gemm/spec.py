@@ -31,17 +31,17 @@ class SparseGemmSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the sparse matrix."""
+        """Shape of the sparse matrix."""
         return self.gemm.n, self.gemm.k
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        """Those of the sparse matrix."""
+        """Buffers of the sparse matrix."""
         return buffers(self.gemm.a.dtype, *self.shape)
 
     @property
     def values(self) -> Operand:
-        """What is stored of the matrix, as an operand of half as many columns."""
+        """The stored values of the matrix, as an operand of half as many columns."""
         return Operand(self.gemm.a.dtype, self.gemm.k // 2, 1)
 
     @property

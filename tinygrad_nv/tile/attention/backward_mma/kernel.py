@@ -123,7 +123,8 @@ class _BackwardMmaKernel:
                 for _ in range(self.warp_keys // 16)]
 
     def _per_row(self, pointer: Value, row: Value, width: int = 1) -> Value:
-        """Where row `row` (u32) begins of float32 [*batch, s_q, width], of the first query head."""
+        """Returns the address at which row `row` (u32) begins of float32 [*batch, s_q, width], of the first
+        query head."""
         _, heads, group = self.one.batch
         matrix = (self.batch[0] * heads + self.batch[1]) * group
         return pointer + (matrix.to("u64") * self.one.s_q + row.to("u64")) * (4 * width)
@@ -224,7 +225,7 @@ class _BackwardMmaKernel:
         return cells
 
     def _products(self, cells: Cells, j: int, left: list[Four], right: Four) -> None:
-        """Those of 16 columns."""
+        """Multiplies 16 columns."""
         shape, types = instruction(self.one.q.dtype, self.one.q.dtype)
         for row, four in zip(cells, left, strict=True):
             for half in range(2):
@@ -232,7 +233,7 @@ class _BackwardMmaKernel:
                 self.kb.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
 
     def _of_rows(self, start: int) -> list[list[Value]]:
-        """What a stage has of the lane's two rows of each cell."""
+        """Returns a stage's values of the lane's two rows of each cell."""
         kb, lane = self.kb, self.kb.special("laneid")
         at = self.reading + self.row * 4 + (lane & 3) * 8
         return [kb.ld("shared", "f32", at.at(self.values_of_rows + start + 32 * j), 2)
@@ -324,7 +325,7 @@ class _BackwardMmaKernel:
             for step in range(third.steps): self._sum(sums, [row[step] for row in own], third, step)
 
     def _sum_all(self) -> None:
-        """The same of all rows' p and ds, from shared memory."""
+        """Multiplies all rows' p and ds, from shared memory."""
         for sums, start, third in ((self.sums_v, self.weights, self.third[1]),
                                    (self.sums_k, self.slopes, self.third[0])):
             self.fourth.move(start)

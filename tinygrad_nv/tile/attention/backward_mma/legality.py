@@ -1,4 +1,4 @@
-"""What `flash_backward_mma` asks of a schedule."""
+"""Legality of `flash_backward_mma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.errors import SpecError
@@ -37,7 +37,7 @@ def problems(spec: BackwardSpec, schedule: BackwardMma, arch: str) -> list[str]:
 
 
 def _spec_problems(spec: BackwardSpec) -> list[str]:
-    """Of the operands, whatever the schedule; and of a score without a derivative."""
+    """Returns the problems of the operands, whatever the schedule; and of a score without a derivative."""
     if words := dtype_problems(spec): return words
     one = spec.forward
     try: derivative(one.score)

@@ -75,6 +75,6 @@ class OrderedBlocks:
             self.turn += 1
 
     def pass_turn(self, when: Value) -> None:
-        """Where the predicate holds: the next one's turn."""
+        """Gives the turn to the next one where the predicate holds."""
         kb = self.kb
         kb.emit("st.release.gpu.global.u32", self.flag.at(), self.turn, guard=(kb.tid.x == 0) & when)

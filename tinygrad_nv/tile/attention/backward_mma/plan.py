@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `flash_backward_mma`: extents and bytes. Numbers only.
+"""Plan of `flash_backward_mma`, which follows from a spec and a schedule: extents and bytes. Numbers only.
 
 Protocol: `BackwardMmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
 arithmetic from here.

@@ -40,10 +40,10 @@ def exponent(kb: Kernel, log: Value) -> Value:
 
 @dataclass
 class RowBlocks:
-    """Those that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of the first
-    block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query heads. With
-    `hide_rows` rows beyond s_q do not see keys, else they may, with p = 0. `documents` are
-    those of the keys."""
+    """Blocks of the rows that see keys from `first` (u32) on, `keys` of them. `low` (s32) is the first row of
+    the first block, `end` (s32) where the last one ends, `count` (s32) how many there are, of all query
+    heads. With `hide_rows` rows beyond s_q do not see keys, else they may, with p = 0. `documents` are those
+    of the keys."""
     kb: Kernel
     spec: AttentionSpec
     extents: Extents

@@ -1,4 +1,4 @@
-"""Which blocks of rows see a CTA's keys, and which of them need a mask.
+"""Blocks of rows that see a CTA's keys, and those of them that need a mask.
 
 Protocol: `BackwardBlocks` is of the keys from `column` (s32) on. Its query heads are walked one after the
 other, each with the blocks of rows `first` … `end` - 1, upwards; all walkers (producers and consumers) use
@@ -107,7 +107,7 @@ class BackwardBlocks:
 
 
 class BlockPosition:
-    """Where a walker is: `block` (s32), `row` (s32, the block's first) and `head` (u32, of the group)."""
+    """Position of a walker: `block` (s32), `row` (s32, the block's first) and `head` (u32, of the group)."""
 
     def __init__(self, kb: Kernel, blocks: BackwardBlocks) -> None:
         self.kb, self.blocks = kb, blocks
@@ -119,7 +119,7 @@ class BlockPosition:
 
     @contextmanager
     def each(self) -> Iterator[None]:
-        """What is written inside is done for each block."""
+        """Emits the code inside so that it is done for each block."""
         with self.kb.loop(0, self.blocks.total):
             yield
             self.advance()

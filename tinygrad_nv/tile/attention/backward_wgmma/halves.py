@@ -77,8 +77,8 @@ class HalvedMainLoop(BackwardMainLoop):
         self.p_place, self.ds_place = weighed + own, slopes + own
 
     def _place(self) -> Value:
-        """Where a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys 0 … 7 and 8 … 15 of
-        the warp, of rows 0 … 7, then of rows 8 … 15."""
+        """Returns the address at which a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys
+        0 … 7 and 8 … 15 of the warp, of rows 0 … 7, then of rows 8 … 15."""
         kb, lane = self.kb, self.kb.special("laneid")
         key = (kb.tid.x // 32 & 3) * 16 + (lane & 15)
         chunk = (self.consumer << 2) + (lane >> 4)

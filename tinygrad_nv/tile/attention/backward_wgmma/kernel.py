@@ -100,15 +100,16 @@ class _BackwardWgmmaKernel:
             self.consume()
 
     def _documents(self) -> Documents | None:
-        """Those of the keys, whose rows alone are walked; turns count all the band's blocks."""
+        """Returns the documents of the keys, whose rows alone are walked; turns count all the band's
+        blocks."""
         one = self.plan.spec.forward
         if self.turns is not None or not one.documents: return None
         self.kb.wait_for_previous_grid()
         return Documents.of(self.kb, one, self.extras, self.batch, self.column, self.plan.schedule.block_n)
 
     def _deal_tiles(self) -> tuple[Value, Value]:
-        """This CTA's block of keys, and its key head. Of some heads together the first blocks, which under a
-        causal mask most rows see, come first, so that CTAs that end last are short."""
+        """Returns the CTA's block of keys, and its key head. Of some heads together the first blocks, which
+        under a causal mask most rows see, come first, so that CTAs that end last are short."""
         kb, together = self.kb, self.plan.heads_together
         if together == 1: return kb.ctaid.x, kb.ctaid.y
         number = kb.ctaid.y % together * kb.nctaid.x + kb.ctaid.x

@@ -1,4 +1,4 @@
-"""What `flash_backward_wgmma` kernels ask of a schedule."""
+"""Legality of `flash_backward_wgmma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.errors import SpecError
@@ -31,7 +31,7 @@ def problems(spec: BackwardSpec, schedule: BackwardWgmma, arch: str) -> list[str
 
 
 def _operands(spec: BackwardSpec) -> list[str]:
-    """What TMA asks of strides and beginnings."""
+    """Returns the problems of strides and beginnings, as TMA asks of them."""
     one = spec.forward
     sides = (("q", one.q, one.s_q), ("k", one.k, one.s_kv), ("v", one.v, one.s_kv),
              ("grad", spec.grad, one.s_q))
@@ -41,7 +41,7 @@ def _operands(spec: BackwardSpec) -> list[str]:
 
 
 def _counts(s: BackwardWgmma, spec: BackwardSpec) -> list[str]:
-    """Of what is numbered."""
+    """Returns the problems of what is numbered."""
     one = spec.forward
     batch, heads, _ = one.batch
     grid = (("key heads", heads), ("elements of the batch", batch))

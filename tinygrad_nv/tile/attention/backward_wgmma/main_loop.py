@@ -83,8 +83,8 @@ class BackwardMainLoop:
         self.place = slopes + self._place()
 
     def _place(self) -> Value:
-        """Where a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys 0 … 7 and 8 … 15 of
-        the warp, of rows 0 … 7, then of rows 8 … 15."""
+        """Returns the address at which a lane's row of the four matrices of a stmatrix goes, of 16 rows: keys
+        0 … 7 and 8 … 15 of the warp, of rows 0 … 7, then of rows 8 … 15."""
         kb, plan, lane = self.kb, self.plan, self.kb.special("laneid")
         row = ((lane & 7) >> 1) + ((lane & 1) << 2)
         chunk = ((kb.tid.x // 32 & 3) << 1) + (lane >> 3 & 1)
@@ -158,7 +158,8 @@ class BackwardMainLoop:
             kb.stmatrix(place.at((ROWS * part + STEP * c) * plan.ds.span), ds[4 * c:4 * c + 4], trans=True)
 
     def _issue_scores(self) -> None:
-        """Of all parts at once, where registers allow it: a wider wgmma reads its left operand less often."""
+        """Issues the scores of all parts at once, where registers allow it: a wider wgmma reads its left
+        operand less often."""
         parts = [[each for part in self.s for each in part]] if self.plan.carries_products else self.s
         for part, sums in enumerate(parts): self._issue(sums, self.keys, self.q, part)
 

@@ -1,4 +1,5 @@
-"""What follows from a spec and a schedule of `flash_backward_wgmma`: tiles, registers, bytes. Numbers only.
+"""Plan of `flash_backward_wgmma`, which follows from a spec and a schedule: tiles, registers, bytes. Numbers
+only.
 
 Protocol: `BackwardWgmmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take
 their arithmetic from here. A schedule's `block_m` are rows of queries, its `block_n` keys of a CTA. Heads are
@@ -120,7 +121,7 @@ class BackwardWgmmaPlan:
 
     @property
     def row_values_bytes(self) -> int:
-        """Of l and delta of a block."""
+        """Bytes of l and delta of a block."""
         return 2 * 4 * self.schedule.block_m
 
     @property
@@ -178,7 +179,7 @@ class BackwardWgmmaPlan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread of the producers and of a consumer; 0 where they are left as they are."""
+        """Registers of a thread of the producers and of a consumer; 0 where they are left as they are."""
         return HALVED_REGISTERS if self.splits_columns else REGISTERS[self.consumers]
 
     @property
@@ -199,7 +200,7 @@ class BackwardWgmmaPlan:
 
     @property
     def blocks_of_rows(self) -> int:
-        """Of a head, at most."""
+        """Most blocks of rows of a head."""
         return -(-self.spec.forward.s_q // self.schedule.block_m)
 
     @property

@@ -23,8 +23,8 @@ from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 
 class GradientEpilogue:
-    """Where one of the two goes: `rows` at `pointer`, the parameter's number, through `tile` and the shared
-    memory `staging` if it goes by TMA."""
+    """Destination of one of the two gradients: `rows` at `pointer`, the parameter's number, through `tile`
+    and the shared memory `staging` if it goes by TMA."""
 
     def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, rows: Rows, width: int, out: Value, pointer: int,
                  tile: OperandTile | None, staging: Shared, name: str) -> None:

@@ -56,15 +56,16 @@ class Weights:
             self.dropout.read(seed)
 
     def _scores(self, head: Value) -> TurnedScores:
-        """Of the query head `head` (u32): in straight code alone."""
+        """Returns the scores of the query head `head` (u32): in straight code alone."""
         s = self.plan.schedule
         return TurnedScores.of_spec(self.kb, self.plan.spec.forward, self.extents, self.extras,
                                     (*self.batch, head), self.first, s.block_n, s.block_m)
 
     def row_values(self, values: Callable[[], Value], count: int) -> RowValues:
-        """Those of the lane's `count` rows from a shared address (u32) on, four of them at a time: −log₂e ·
-        l, or −scale · delta. They are read at once, before products that read all their operands from
-        shared memory, and that these reads would wait for; where registers are few, when needed."""
+        """Returns the values of the lane's `count` rows from a shared address (u32) on, four of them at a
+        time: −log₂e · l, or −scale · delta. They are read at once, before products that read all their
+        operands from shared memory, and that these reads would wait for; where registers are few, when
+        needed."""
         places: list[Value] = []
 
         def read(c: int) -> Sequence[Value]:
@@ -84,7 +85,7 @@ class Weights:
 
     def _some(self, s: Sequence[Value], p: Sequence[Value], row: Value, head: Value, logs: RowValues,
               begin: int) -> None:
-        """Of the rows from the `begin`th 16 on."""
+        """Computes the weights of the rows from the `begin`th 16 on."""
         kb, scores = self.kb, self._scores(head)
         cells, slopes = scores.score_and_slope([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
         found = list(registers(cells))

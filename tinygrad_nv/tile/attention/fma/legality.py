@@ -1,4 +1,4 @@
-"""What `flash_fma` asks of a schedule."""
+"""Legality of `flash_fma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad.dtype import dtypes
@@ -29,7 +29,7 @@ def problems(spec: AttentionSpec, schedule: FlashFma, arch: str) -> list[str]:
 
 
 def _spec_problems(spec: AttentionSpec) -> list[str]:
-    """Of the operands, whatever the schedule."""
+    """Returns the problems of the operands, whatever the schedule."""
     out = [] if spec.q.dtype == dtypes.float32 else [f"operands of {short(spec.q.dtype)} are not float32"]
     if spec.ragged: out.append("a ragged batch")
     if spec.kept < EVERY: out.append("dropout")

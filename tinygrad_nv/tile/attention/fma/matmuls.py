@@ -168,7 +168,7 @@ class Outputs:
                         kb.emit("fma.rn.f32", register, register, rescale, value)
 
     def _eight(self, share: list[list[list[Value]]], first: int, left: Value, right: Value) -> None:
-        """Of eight columns of keys, and of 32 elements of v for each four registers from `first` on."""
+        """Multiplies eight columns of keys, and 32 elements of v for each four registers from `first` on."""
         kb = self.kb
         self.right.at_stage(right)
         for half in range(2):

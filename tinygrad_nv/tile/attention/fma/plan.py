@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `flash_fma`: extents and bytes. Numbers only.
+"""Plan of `flash_fma`, which follows from a spec and a schedule: extents and bytes. Numbers only.
 
 Protocol: `FlashFmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
 arithmetic from here.
@@ -66,8 +66,8 @@ class FlashFmaPlan:
 
     @property
     def reduction_bytes(self) -> int:
-        """What warps with the same rows exchange at the end: running maxima and sums of each, then the result
-        of all but the first."""
+        """Bytes that warps with the same rows exchange at the end: running maxima and sums of each, then the
+        result of all but the first."""
         s = self.schedule
         if s.warps_n == 1: return 0
         rows = s.warps_m * s.warps_n * (self.warp_m // 8) * 32 * 2 * SIZE

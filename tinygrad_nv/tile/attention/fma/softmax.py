@@ -37,7 +37,7 @@ class ExactSoftmax(OnlineSoftmax):
         return rescales
 
     def base(self, row_max: Value) -> Value:
-        """What is subtracted from scores."""
+        """Returns the number that is subtracted from scores."""
         return self.kb.select(row_max == -math.inf, 0.0, row_max)
 
     def weight(self, score: Value, base: Value) -> Value:

@@ -27,8 +27,8 @@ from tinygrad_nv.tile.lanes import FLOAT16S, pack
 
 @dataclass
 class WarpReduction:
-    """Of `warps` neighbouring warps, which have the same rows, in shared memory from `start` (u32) on; `warp`
-    (u32) is this warp's number in the CTA."""
+    """Reduction over `warps` neighbouring warps, which have the same rows, in shared memory from `start`
+    (u32) on; `warp` (u32) is this warp's number in the CTA."""
     kb: Kernel
     start: Value
     warp: Value

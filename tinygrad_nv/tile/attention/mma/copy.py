@@ -46,7 +46,7 @@ class RowCopy(Passes):
         self.width = min(self.rows.alignment_bytes, self.d * self.size & -(self.d * self.size))
 
     def rows_left(self, rows: Value) -> Value:
-        """Of `rows` (s32) that a tile has, those from this thread's own on."""
+        """Returns how many of the `rows` (s32) of a tile are left from this thread's own on."""
         return rows - self.row.to("s32")
 
     def to(self, stage: Value, when: Value | None = None, left: Value | None = None) -> None:

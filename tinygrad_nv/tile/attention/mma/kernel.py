@@ -161,7 +161,7 @@ class _FlashMmaKernel:
         self.ring.fill(self.columns, self.base)
 
     def _fragments(self) -> None:
-        """Those of q, and how those of keys and values are read."""
+        """Loads the fragments of q, and declares how those of keys and values are read."""
         kb, spec, s = self.kb, self.spec, self.schedule
         keys, values = (copy.tile for copy in self.ring.copies)
         zero = kb.reg("u32", 0)
@@ -214,14 +214,14 @@ class _FlashMmaKernel:
 
     def _products(self, shape: str, types: str, cells: Cells, j: int, left: list[list[Value]],
                   right: list[Value]) -> None:
-        """Those of 16 columns."""
+        """Multiplies 16 columns."""
         for row, four in zip(cells, left, strict=True):
             for half in range(2):
                 cell = row[2 * j + half]
                 self.kb.mma(shape, types, cell, four, right[2 * half:2 * half + 2], cell)
 
     def _rescale(self, factors: list[Value]) -> None:
-        """What has been summed, rescaled to the new maxima."""
+        """Rescales what has been summed to the new maxima."""
         for i, row in enumerate(self.sums):
             for cell in row:
                 for r, register in enumerate(cell): register *= factors[2 * i + r // 2]

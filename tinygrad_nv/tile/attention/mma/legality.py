@@ -1,4 +1,4 @@
-"""What `flash_mma` asks of a schedule."""
+"""Legality of `flash_mma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad.dtype import dtypes
@@ -28,7 +28,7 @@ def problems(spec: AttentionSpec, schedule: FlashMma, arch: str) -> list[str]:
 
 
 def _spec_problems(spec: AttentionSpec) -> list[str]:
-    """Of the operands, whatever the schedule."""
+    """Returns the problems of the operands, whatever the schedule."""
     if spec.q.dtype not in OPERANDS:
         other = "flash_fma" if spec.q.dtype == dtypes.float32 else "flash_wgmma, for sm_90a"
         return [f"operands of {short(spec.q.dtype)} are of {other}"]

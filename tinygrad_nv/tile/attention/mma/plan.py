@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `flash_mma`: extents and bytes. Numbers only.
+"""Plan of `flash_mma`, which follows from a spec and a schedule: extents and bytes. Numbers only.
 
 Protocol: `FlashMmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
 arithmetic from here.

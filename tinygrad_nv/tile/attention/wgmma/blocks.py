@@ -1,4 +1,4 @@
-"""Which blocks of columns a CTA's rows see, and which of them need no mask.
+"""Blocks of columns that a CTA's rows see, and those of them that need no mask.
 
 Protocol: `KeyBlocks` is of the rows from `row` on. Blocks are walked downwards from `end` - 1 to `first`, in
 at most three runs:
@@ -71,7 +71,7 @@ class KeyBlocks:
         return isinstance(self.end, int) and isinstance(self.first, int)
 
     def any(self) -> AbstractContextManager[None]:
-        """What is written inside is for CTAs that have blocks."""
+        """Emits the code inside for CTAs that have blocks alone."""
         if self.always: return nullcontext()
         return self.kb.if_(self.kb.reg("s32", self.end) > self.first)
 

@@ -1,5 +1,5 @@
-"""What flash_wgmma does of its own with operands of 8 bits (e4m3), as FlashAttention-3 does: scales, weights
-of 8 bits, values turned.
+"""The main loop of flash_wgmma for operands of 8 bits (e4m3), as FlashAttention-3 has it: scales, weights of
+8 bits, values transposed.
 
 Scales. Of q and k: where all keys have one, both are part of the softmax's factor, and cost nothing for an
 element; else a block's sums are multiplied by that of its keys. A warp's rows have one scale of q, a block of
@@ -146,7 +146,7 @@ class TransposedValues:
 
 
 def _swizzle(tile: OperandTile, row: Value) -> Value:
-    """Where a row of a tile begins, under the swizzle."""
+    """Returns the address at which a row of a tile begins, under the swizzle."""
     plain = row * tile.span
     return plain ^ (plain >> 7 & tile.span // 16 - 1) << 4
 
@@ -193,7 +193,7 @@ class Fp8MainLoop(AttentionMainLoop):
         return made
 
     def _scale(self, which: int, row: Value | None = None) -> Value:
-        """That of q, k or v in a row (u32)."""
+        """Returns the scale of q, k or v in a row (u32)."""
         kb, made, base = self.kb, self.kb.reg("f32"), self.bases[which]
         assert self.plan.spec.scales is not None
         scales = self.plan.spec.scales[which]
@@ -223,7 +223,7 @@ class Fp8MainLoop(AttentionMainLoop):
         return cells
 
     def finish(self, sink: Value | None = None) -> tuple[list[Value], list[Value]]:
-        """What the result is multiplied by, of each row, and l."""
+        """Returns the factors of the result, of each row, and l."""
         inverses, logs = super().finish(sink)
         return (inverses if self.by_block[2] else [each * self.now for each in inverses]), logs
 

@@ -1,4 +1,4 @@
-"""What `flash_wgmma` kernels ask of a schedule."""
+"""Legality of `flash_wgmma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad.dtype import dtypes
@@ -39,7 +39,7 @@ def _scales(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
 
 
 def _operands(spec: AttentionSpec) -> list[str]:
-    """What TMA asks of q, k and v."""
+    """Returns the problems of q, k and v, as TMA asks of them."""
     rows, keys = spec.total or (spec.s_q, spec.s_kv)
     sides = (("q", spec.q, rows), ("k", spec.k, keys), ("v", spec.v, keys))
     return [each for name, side, count in sides for each in no_tma(name, side, count, spec.batch)]
@@ -58,7 +58,7 @@ def no_tma(name: str, rows: Rows, count: int, batch: tuple[int, int, int]) -> li
 
 
 def _counts(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
-    """Of what is numbered."""
+    """Returns the problems of what is numbered."""
     batch, heads, group = spec.batch
     grid = (("heads", heads * group), ("elements of the batch", batch + spec.ragged))
     out = [f"{count} {what} are above {MOST_GRID}, a grid's" for what, count in grid if count > MOST_GRID]

@@ -86,7 +86,7 @@ class AttentionMainLoop:
         if self.ordered is not None: self.ordered.end()
 
     def read_seed(self, seed: Value) -> None:
-        """That of dropout, once for all tiles."""
+        """Reads the seed of dropout, once for all tiles."""
         kb, spec = self.kb, self.plan.spec
         self.dropout = Dropout(kb, spec.kept, self.plan.schedule.block_n, spec.batch)
         self.dropout.read(seed)
@@ -123,10 +123,10 @@ class AttentionMainLoop:
     def _softmax(self, scores: Scores) -> OnlineSoftmax: return OnlineSoftmax(self.kb, 1, scores.factor)
 
     def _prefetch_scales(self, column: Value) -> None:
-        """What is read for the scores of the block that begins at `column`."""
+        """Reads the scales for the scores of the block that begins at `column`."""
 
     def _ahead_of_sums(self, column: Value) -> None:
-        """What is read for its second product."""
+        """Reads the scales for its second product."""
 
     def _dequantize_scores(self, cells: Cells) -> Cells:
         """The sums of products as the score has them."""
@@ -136,7 +136,7 @@ class AttentionMainLoop:
         """After a block's second product, while its values are there."""
 
     def finish(self, sink: Value | None = None) -> tuple[list[Value], list[Value]]:
-        """What the result is multiplied by, of each row, and l; `sink` is the tile's."""
+        """Returns the factors of the result, of each row, and l; `sink` is the tile's."""
         return self.softmax.finish(sink)
 
     # **** blocks ****

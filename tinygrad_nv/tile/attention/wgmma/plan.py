@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `flash_wgmma`: tiles, instructions, bytes. Numbers only.
+"""Plan of `flash_wgmma`, which follows from a spec and a schedule: tiles, instructions, bytes. Numbers only.
 
 Protocol: `FlashWgmmaPlan.of` computes, and refuses nothing. Both legality.py and the kernel take their
 arithmetic from here. Registers let a multiprocessor have one CTA of default schedules. With more tiles than
@@ -78,7 +78,7 @@ class FlashWgmmaPlan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread of the producer, and of a consumer; 0 as the compiler has it."""
+        """Registers of a thread of the producer, and of a consumer; 0 as the compiler has it."""
         return (REGISTERS if self.turned is None else TURNING)[self.consumers]
 
     @property

@@ -23,7 +23,7 @@ WARP_ROWS = 16
 
 
 class AttentionEpilogue:
-    """Where results go."""
+    """Destination of the results."""
 
     def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, out: Value, lse: Value | None,
                  queries: Shared) -> None:

@@ -1,4 +1,4 @@
-"""Which tiles a CTA makes: `block_m` rows of one head each.
+"""Tile scheduler of attention: tiles of `block_m` rows of one head each.
 
 Protocol. Where all tiles fit on the GPU at once each CTA has one, and its place in the grid says which: x
 counts blocks of rows, y heads, z the batch. Else CTAs are persistent, one for each multiprocessor. Where
@@ -51,7 +51,7 @@ class AttentionTileScheduler:
 
     @contextmanager
     def tiles(self) -> Iterator[AttentionTile]:
-        """What is written inside is done for each tile of this CTA."""
+        """Emits the code inside so that it is done for each tile of this CTA."""
         kb, ctas = self.kb, self.plan.ctas
         if not ctas:
             group = self.plan.spec.batch[2]
@@ -82,7 +82,8 @@ class AttentionTileScheduler:
             if self.uneven: step.set(2 * ctas - step)
 
     def _place(self) -> Value:
-        """Of the CTA in the first part's deal: CTA 0, which starts first, has the one with the most to do."""
+        """Returns the place of the CTA in the first part's deal: CTA 0, which starts first, has the one with
+        the most to do."""
         kb, ctas = self.kb, self.plan.ctas
         place = kb.reg("u32", kb.ctaid.x)
         if not self.uneven: return place
@@ -102,7 +103,7 @@ class AttentionTileScheduler:
         return AttentionTile(block * self.plan.schedule.block_m, batch)
 
     def _indices(self, head: Value) -> tuple[Value, Value, Value]:
-        """Of a query head of all."""
+        """Returns the indices of a query head of all."""
         _, keys, group = self.plan.spec.batch
         head, query = self._split(head, group)
         batch, key = self._split(head, keys)
@@ -140,8 +141,8 @@ def part_of(plan: FlashWgmmaPlan) -> int:
 
 @lru_cache(4096)
 def loads(lengths: tuple[int, ...], heads: int, part: int, ctas: int) -> np.ndarray:
-    """What each CTA has to do, by its place in the first part's deal, in blocks of columns; `lengths` of the
-    tiles of a head, in the order in which they are dealt."""
+    """Returns the work of each CTA, by its place in the first part's deal, in blocks of columns; `lengths` of
+    the tiles of a head, in the order in which they are dealt."""
     sums, back = np.zeros(ctas, np.int64), False
     for first in range(0, heads, part):
         dealt = np.repeat(np.array(lengths), min(part, heads - first))

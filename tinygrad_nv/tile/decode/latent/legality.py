@@ -1,4 +1,4 @@
-"""What `latent_wgmma` asks of a spec and a schedule."""
+"""Legality of `latent_wgmma`: what it asks of a spec and a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import epilogue
@@ -33,7 +33,7 @@ def problems(spec: DecodeSpec, schedule: LatentWgmma, arch: str) -> list[str]:
 
 
 def _spec_problems(spec: DecodeSpec, plan: LatentPlan) -> list[str]:
-    """Of what is asked, whatever the schedule."""
+    """Returns the problems of the spec, whatever the schedule."""
     out = []
     if spec.q.dtype not in OPERANDS:
         out.append(f"q of {short(spec.q.dtype)}, not one of {', '.join(map(short, OPERANDS))}")

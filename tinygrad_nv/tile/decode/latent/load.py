@@ -1,4 +1,4 @@
-"""What one warpgroup copies to shared memory for the two others: queries once, tile after tile of latents.
+"""Copies of one warpgroup to shared memory for the two others: queries once, tile after tile of latents.
 
 Protocol: cp.async, 16 bytes a thread, into the swizzle that wgmma reads: eight neighbouring threads have a
 row's 128 bytes, and the warpgroup 16 rows of one column of boxes. Each warp reads the table 32 entries at a
@@ -102,7 +102,7 @@ class PagedRows:
         kb.emit("ld.global.u32", into, (self.table + entry.to("u32").to("u64") * 4).at(), guard=there)
 
     def source(self, row: int) -> tuple[Value, Value]:
-        """Where the thread's bytes of its row of a pass lie, and whether no row sees it."""
+        """Returns where the thread's bytes of its row of a pass lie, and whether no row sees it."""
         kb, spec, made, page = self.kb, self.plan.spec, self.kb.reg("u64"), self.kb.reg("u32")
         key = self.key + row if row else self.key
         lane = (key // spec.page_size - self.entry).to("u32")

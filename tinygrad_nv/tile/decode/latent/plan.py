@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `latent_wgmma`: tiles and bytes. Numbers only.
+"""Plan of `latent_wgmma`, which follows from a spec and a schedule: tiles and bytes. Numbers only.
 
 Protocol: a CTA has 64 of a key head's rows and one split of a request's keys (`SplitPlan`). A tile of
 `block_n` latents lies in shared memory once: as keys it is K-major, `block_n` rows of d elements, and its
@@ -25,7 +25,7 @@ LANES = 32
 
 @dataclass(frozen=True)
 class LatentPlan(SplitPlan):
-    """Of a spec and a schedule."""
+    """Plan of a spec and a schedule."""
     schedule: LatentWgmma
 
     @staticmethod
@@ -44,7 +44,7 @@ class LatentPlan(SplitPlan):
 
     @property
     def work_tiles(self) -> int:
-        """Of all requests, at most."""
+        """Most work tiles of all requests."""
         return self.spec.batch * self.most_splits * self.blocks
 
     @property

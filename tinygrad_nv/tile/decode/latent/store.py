@@ -16,7 +16,7 @@ TAKEN, TOTALS = 3, 4    # named barriers, after those of weights
 
 
 class LatentStore:
-    """Of one warpgroup; `row` (u32) is the first of the lane's two rows among 64."""
+    """Store of one warpgroup; `row` (u32) is the first of the lane's two rows among 64."""
 
     def __init__(self, kb: Kernel, plan: LatentPlan, given: Parameters, totals: Shared,
                  row: Value) -> None:

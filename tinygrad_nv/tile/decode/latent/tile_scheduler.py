@@ -1,4 +1,4 @@
-"""Which splits a CTA has: persistent CTAs, splits of requests whose lengths are read on the device.
+"""Tile scheduler of latents: persistent CTAs, splits of requests whose lengths are read on the device.
 
 Protocol: `count` is called by one warp before a barrier of all: it reads the lengths and leaves in shared
 memory the number of each request's first work tile. A request has, for each of its splits, one for each block
@@ -64,7 +64,7 @@ class LatentTileScheduler:
             kb.emit("st.shared.u32", at.at(4 * i), before + end, guard=guard)
 
     def _scan_lanes(self, value: Value) -> Value:
-        """Of all lanes up to this one."""
+        """Returns the sum of all lanes up to this one."""
         kb, lane = self.kb, self.kb.special("laneid")
         for distance in (1, 2, 4, 8, 16):
             other = kb.reg("u32")
@@ -74,7 +74,7 @@ class LatentTileScheduler:
 
     @contextmanager
     def work_tiles(self) -> Iterator[LatentTile]:
-        """What is written inside is done for each tile of this CTA."""
+        """Emits the code inside so that it is done for each tile of this CTA."""
         kb = self.kb
         total = kb.ld("shared", "u32", self.firsts.at(4 * LANES * self.plan.each))[0]
         with kb.loop(kb.ctaid.x, total, kb.nctaid.x, name="work") as number: yield self._tile(number)

@@ -1,4 +1,4 @@
-"""What `gemv` takes."""
+"""Cost of `gemv`."""
 from __future__ import annotations
 
 from tinygrad_nv.tile.gemm.cost import Cost, resident_ctas

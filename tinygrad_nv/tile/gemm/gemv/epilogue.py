@@ -21,7 +21,7 @@ from tinygrad_nv.tile.gemm.splits import is_last
 
 
 class Columns(Protocol):
-    """What a plan says of a CTA: its columns and threads, and how sums lie in shared memory."""
+    """A plan's description of a CTA: its columns and threads, and how sums lie in shared memory."""
 
     @property
     def spec(self) -> GemmSpec: ...
@@ -42,7 +42,7 @@ class Columns(Protocol):
 
 
 class LaneSums(Protocol):
-    """What a warp has: sums of type `total`, and where they belong."""
+    """Sums of a warp: of type `total`, and where they belong."""
     total: str
 
     def corner(self) -> tuple[Value | int, Value]: ...
@@ -88,7 +88,8 @@ class GemvEpilogue:
     # **** elements ****
 
     def row_and_column(self, number: Value) -> tuple[Value, Value]:
-        """Of an element of the tile: neighbouring threads store neighbouring elements."""
+        """Returns the row and column of an element of the tile: neighbouring threads store neighbouring
+        elements."""
         if self.spec.out.major == "M": return number % self.spec.m, number // self.spec.m
         return number // self.block_n, number % self.block_n
 

@@ -88,7 +88,7 @@ class GemvKernel:
         return warp % plan.warps_n * plan.warp_n, warp // plan.warps_n
 
     def indices(self) -> list[Value]:
-        """This CTA's index along each dimension of the batch."""
+        """Returns the CTA's index along each dimension of the batch."""
         made, rest = [], self.kb.ctaid.z
         for extent in reversed(self.spec.batch):
             made.append(rest % extent)
@@ -152,7 +152,7 @@ class GemvKernel:
                self.read)
 
     def epilogue(self) -> GemvEpilogue:
-        """What comes after the loop over K."""
+        """Returns the epilogue, which follows the loop over K."""
         return GemvEpilogue(self.kb, self.plan, self.lanes, self.smem, self.rows, self.batch,
                             self.batch_offset,
                             self.warp_k, self.warp_n, self.out, self.extras, self.shared)
@@ -259,7 +259,8 @@ class GemvKernel:
         for pointer in self.pointers: pointer += elements * self.spec.b.k * self.plan.itemsize
 
     def write_tail(self, start: Value) -> None:
-        """What is left of K, for the warp whose turn it is: only what is inside is read, the rest is zero."""
+        """Multiplies what is left of K, for the warp whose turn it is: only what is inside is read, the rest
+        is zero."""
         kb, plan, s = self.kb, self.plan, self.schedule
         split = plan.full // plan.blocks_a_split
         local = plan.full - split * plan.blocks_a_split

@@ -1,4 +1,5 @@
-"""What `gemv` kernels ask of a schedule. float32 is multiplied in float32, with or without `tf32`."""
+"""Legality of `gemv`: what it asks of a schedule. float32 is multiplied in float32, with or without
+`tf32`."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits
@@ -37,7 +38,7 @@ def _block_problems(plan: GemvPlan) -> list[str]:
 
 
 def _extent_problems(plan: GemvPlan, arch: str) -> list[str]:
-    """Of registers, shared memory, grid and offsets, with tiles that are multiples."""
+    """Returns the problems of registers, shared memory, grid and offsets, with tiles that are multiples."""
     spec, s, out = plan.spec, plan.schedule, []
     if plan.load_registers > MOST_LOADED:
         out.append(f"{plan.steps} steps × {plan.rows * plan.depth} chunks × {spec.parts} parts × "

@@ -177,7 +177,7 @@ class RowsByLanes(GemvLanes):
         return 0, column
 
     def exchange_sums(self, low: Value, high: Value, bit: Value, distance: int) -> Value:
-        """Of two sums the one this lane keeps, with what the other lane had of it."""
+        """Returns, of two sums, the one this lane keeps, with what the other lane had of it."""
         kb = self.kb
         keep, give = kb.select(bit, high, low, self.total), kb.select(bit, low, high, self.total)
         return keep + self.from_lane(give, distance)

@@ -18,7 +18,7 @@ VECTORS = {16: ".v4.b32", 8: ".v2.b32", 4: ".b32", 2: ".b16", 1: ".u8"}
 
 
 def registers(kb: Kernel, nbytes: int, width: int) -> list[Value]:
-    """What a chunk of `nbytes` is loaded into."""
+    """Returns the registers that a chunk of `nbytes` is loaded into."""
     if width >= 4: return kb.regs("b32", nbytes // 4)
     return kb.regs("b16" if width == 2 else "u32", nbytes // width)
 

@@ -113,7 +113,7 @@ class GemvPlan:
 
     @property
     def warps_n(self) -> int:
-        """As many as have a granule each, and divide them evenly."""
+        """Number of warps along N: as many as have a granule each, and divide them evenly."""
         return gcd(self.warps, self.schedule.block_n // self.granule)
 
     @property
@@ -165,7 +165,7 @@ class GemvPlan:
 
     @property
     def registers(self) -> int:
-        """What a thread needs at most: sums, loads, activations, and what ptxas was seen to take besides."""
+        """Most registers of a thread: sums, loads, activations, and what ptxas was seen to take besides."""
         return self.sums + self.load_registers + self.x_registers + OTHER_REGISTERS
 
     @property
@@ -230,7 +230,7 @@ class GemvPlan:
 
     @property
     def sums_bytes(self) -> int:
-        """Of the sums of all warps along K."""
+        """Bytes of the sums of all warps along K."""
         return 4 * self.warps_k * self.spec.parts * self.spec.m * self.sums_pitch
 
     @property

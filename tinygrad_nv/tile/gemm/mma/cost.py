@@ -1,4 +1,4 @@
-"""What `gemm_mma` takes."""
+"""Cost of `gemm_mma`."""
 from __future__ import annotations
 
 from tinygrad_nv.tile.gemm.cost import Cost, resident_ctas

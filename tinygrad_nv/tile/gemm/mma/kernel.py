@@ -133,7 +133,7 @@ class MmaKernel:
         self.stage_bytes = start
 
     def _place(self, operand: Operand, pointer: Value) -> Value:
-        """Where an operand of this CTA's matrix begins, at its first element of K."""
+        """Returns the address at which an operand of this CTA's matrix begins, at its first element of K."""
         at = self.batch_offset(operand.batch, operand.offset)
         if self.splits.first_k is not None: at = at + self.splits.first_k.to("u64") * operand.k
         return pointer + at * operand.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What `gemm_mma` asks of a schedule."""
+"""Legality of `gemm_mma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad.dtype import dtypes
@@ -39,7 +39,7 @@ def problems(spec: GemmSpec, schedule: Mma, arch: str) -> list[str]:
 
 
 def _spec_problems(spec: GemmSpec, arch: str) -> list[str]:
-    """Of the operands, whatever the schedule."""
+    """Returns the problems of the operands, whatever the schedule."""
     if spec.a.dtype in FP8 and arch < "sm_89":
         return [f"operands of {spec.a.dtype.name}: their mma.sync begins with sm_89, this is {arch}"]
     if spec.a.dtype == dtypes.float32 and not spec.tf32:
@@ -48,7 +48,7 @@ def _spec_problems(spec: GemmSpec, arch: str) -> list[str]:
 
 
 def extent_problems(name: str, extent: int, warps: int, parts: int, operand: Operand) -> list[str]:
-    """Of a tile's rows or columns, and of a warp's share of them."""
+    """Returns the problems of a tile's rows or columns, and of a warp's share of them."""
     out, least = [], 16 * warps * parts
     if extent % least:
         words = f"{warps} warps × " + (f"{parts} parts × " if parts > 1 else "")
@@ -66,13 +66,13 @@ def extent_problems(name: str, extent: int, warps: int, parts: int, operand: Ope
 
 
 def _copy_problems(s: Mma, spec: GemmSpec) -> list[str]:
-    """Of how threads divide tiles: those of all passes have the same place in a row."""
+    """Returns the problems of how threads divide tiles: those of all passes have the same place in a row."""
     return copy_problems(s, "block_m", s.block_m, spec.a) + copy_problems(s, "block_n",
                                                                           s.block_n // spec.parts, spec.b)
 
 
 def copy_problems(s: Mma, name: str, extent: int, operand: Operand) -> list[str]:
-    """The same of one operand's tile."""
+    """Returns the problems of how threads divide one operand's tile."""
     size, k_major = operand.dtype.itemsize, operand.major != "MN"
     rows, row_bytes = (extent, s.block_k * size) if k_major else (s.block_k, extent * size)
     rows_at_once = s.threads * 16 // min(row_bytes, 128)

@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `gemm_mma`: tiles and counts. Numbers only.
+"""Plan of `gemm_mma`, which follows from a spec and a schedule: tiles and counts. Numbers only.
 
 Protocol: `MmaPlan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the check
 and the kernel take their arithmetic from here.

@@ -1,4 +1,4 @@
-"""What `gemm_wgmma` takes."""
+"""Cost of `gemm_wgmma`."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

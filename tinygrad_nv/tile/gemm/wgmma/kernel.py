@@ -72,14 +72,14 @@ class WarpSpecialized:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """What is done before the barrier that all threads meet at first."""
+        """Prepares what comes before the barrier that all threads meet at first."""
 
     def produce(self) -> None:
         """Fills stages, tile after tile: the producer's first warp."""
         raise NotImplementedError
 
     def load_beside(self) -> None:
-        """What the warps beside the producer's bring."""
+        """Loads what the warps beside the producer's copy."""
 
     def consume(self) -> None:
         """Multiplies and stores, tile after tile; in ping-pong every second (or third) one."""
@@ -152,7 +152,7 @@ class WgmmaKernel(WarpSpecialized):
         return GemmLoads(self.kb, self.plan, first_pointer)
 
     def make_main_loop(self, pointers: Mapping[str, Value], rows: Value | int) -> MainLoop:
-        """That of the consumers."""
+        """Returns the main loop of the consumers."""
         return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
 
     @property

@@ -1,4 +1,4 @@
-"""What `wgmma` kernels ask of a schedule."""
+"""Legality of `wgmma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad.dtype import dtypes
@@ -63,7 +63,7 @@ def warps(s: Wgmma) -> list[str]:
 
 
 def extents(s: Wgmma, spec: GemmSpec, most_rows: int = MOST_BOX) -> list[str]:
-    """Of the tile, and of the ring."""
+    """Returns the problems of the tile, and of the ring."""
     out, size = [], spec.a.dtype.itemsize
     share = 64 if s.mode == "pingpong" else 64 * s.consumers
     if s.block_m % share or s.block_m > most_rows:

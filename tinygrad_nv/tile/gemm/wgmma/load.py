@@ -53,7 +53,7 @@ class GemmLoads:
 
     @property
     def starts(self) -> tuple[Value, Value]:
-        """Where the stages of both operands begin."""
+        """Returns where the stages of both operands begin."""
         return self.a.ring, self.b.ring
 
     def _side(self, name: str, start: int, operand: Operand, tile: OperandTile, pointer: int, extent: int,
@@ -78,8 +78,8 @@ class GemmLoads:
                             symbolic)
 
     def _among(self, name: str) -> tuple[Value, Value]:
-        """This CTA's number among those of its cluster that share the operand, and their mask: A is shared
-        along a row of the cluster, whose ranks are `cluster_m` apart."""
+        """Returns the CTA's number among those of its cluster that share the operand, and their mask: A is
+        shared along a row of the cluster, whose ranks are `cluster_m` apart."""
         kb, s, rank = self.kb, self.plan.schedule, self.kb.special("cluster_ctarank")
         row, column = rank % s.cluster_m, rank // s.cluster_m
         mask = kb.reg("b16")

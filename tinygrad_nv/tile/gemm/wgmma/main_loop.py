@@ -32,7 +32,7 @@ Sums = list[list[Value]]  # of each 64 rows, the registers of a wgmma
 
 @dataclass(frozen=True)
 class Descriptors:
-    """Those of one operand: `base` is the low word of the first stage's, `high` the constant word."""
+    """Descriptors of one operand: `base` is the low word of the first stage's, `high` the constant word."""
     kb: Kernel
     tile: OperandTile
     base: Value
@@ -40,7 +40,7 @@ class Descriptors:
 
     @staticmethod
     def of(kb: Kernel, tile: OperandTile, start: Value) -> Descriptors:
-        """Of the tile of the first stage, at the shared address `start` (u32)."""
+        """Returns the descriptors of the tile of the first stage, at the shared address `start` (u32)."""
         bits = tile.descriptor
         low = (start & 0x3FFFF) >> 4
         if bits & 0xFFFFFFFF: low = low | (bits & 0xFFFFFFFF)
@@ -59,7 +59,7 @@ class Descriptors:
 
 
 class OperandStages(Protocol):
-    """What the main loop reads: the ring, and where the stages of both operands begin (u32)."""
+    """Stages that the main loop reads: the ring, and where the stages of both operands begin (u32)."""
     ring: Shared
 
     @property

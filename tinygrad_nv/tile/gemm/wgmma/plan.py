@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `gemm_wgmma`: tiles, instructions, counts. Numbers only.
+"""Plan of `gemm_wgmma`, which follows from a spec and a schedule: tiles, instructions, counts. Numbers only.
 
 Protocol: `WgmmaPlan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the
 check and the kernel take their arithmetic from here.
@@ -47,7 +47,7 @@ class WgmmaPlan:
 
     @property
     def pointers(self) -> tuple[int, int]:
-        """Which operand parameter, 0 or 1, is the left and which the right one."""
+        """Numbers of the operand parameters, 0 or 1, that are the left and the right one."""
         return (1, 0) if self.schedule.swap else (0, 1)
 
     @property
@@ -168,12 +168,12 @@ class WgmmaPlan:
 
     @property
     def shape(self) -> str:
-        """Of a wgmma."""
+        """Shape of a wgmma."""
         return f"m64n{self.schedule.block_n}k{K_BYTES // self.a.size}"
 
     @property
     def types(self) -> str:
-        """Of a wgmma."""
+        """Types of a wgmma."""
         kinds = [short(operand.dtype) for operand in (self.spec.a, self.spec.b)]
         if self.spec.a.dtype == dtypes.float32: kinds = ["tf32", "tf32"]
         return ".".join(["s32" if self.spec.accumulate == dtypes.int32 else "f32", *kinds])

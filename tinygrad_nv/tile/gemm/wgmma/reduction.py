@@ -105,7 +105,7 @@ class StreamKReduction(TileReduction):
             super().finalize(work_tile, sums)
 
     def slot(self, cta: Value) -> Value:
-        """This thread's place in the slot of a CTA."""
+        """Returns the thread's place in the slot of a CTA."""
         return self.workspace + cta.to("u64") * self.plan.tile_bytes + (self.kb.tid.x * 16).to("u64")
 
     def flag_of(self, cta: Value) -> Value:

@@ -1,4 +1,4 @@
-"""What consumers do with the sums of a tile: hand them to result_store.py as cells of 16 × 8.
+"""Epilogue of consumers: they hand the sums of a tile to result_store.py as cells of 16 × 8.
 
 Protocol: registers 4j … 4j + 3 of a wgmma's sums are columns 8j … 8j + 7 of its 64 rows, of which warp p of
 the warpgroup has 16 from 16p. Columns of several parts follow one another: a thread holds all parts of its
@@ -42,7 +42,7 @@ class WgmmaEpilogue:
         return 8 if panel is None else panel.extents(self.plan.spec.out.dtype.itemsize)[1]
 
     def cells(self, sums: Sums, columns: range) -> list[Cell]:
-        """What a warp holds of some columns."""
+        """Returns the cells of some columns that a warp holds."""
         part, parts = self.plan.columns // 2, range(self.plan.spec.parts)
         return [Cell(64 * i, 8 * j, [row[part * p + 4 * j:part * p + 4 * j + 4] for p in parts])
                 for i, row in enumerate(sums) for j in range(columns.start // 8, columns.stop // 8)]

@@ -1,4 +1,4 @@
-"""Which tiles a CTA makes, and where they lie: persistent CTAs, tiles in grouped order.
+"""Tile scheduler of matmuls, and where tiles lie: persistent CTAs, tiles in grouped order.
 
 Protocol: tiles are numbered, and a cluster takes every number that is its own plus a multiple of how many
 clusters there are. `group` rows of tiles are walked together, columns outermost, so that what the CTAs of
@@ -24,7 +24,7 @@ from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 
 @dataclass(frozen=True)
 class Corner:
-    """Where a tile begins: row, column, index along each dimension of the batch (u32)."""
+    """Corner of a tile: row, column, index along each dimension of the batch (u32)."""
     m: Value
     n: Value
     batch: tuple[Value, ...]
@@ -32,7 +32,7 @@ class Corner:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """Of tile `number`, `count` stages from `first` on."""
+    """Work tile `number`, `count` stages from `first` on."""
     number: Value
     first: Value | int
     count: Value | int
@@ -54,8 +54,8 @@ class PersistentTileScheduler:
 
     @contextmanager
     def work_tiles(self, turn: Value | None = None) -> Iterator[WorkTile]:
-        """What is written inside is done for each piece of this CTA; for those of one of the consumers where
-        these take turns."""
+        """Emits the code inside so that it is done for each work tile of this CTA; for those of one of the
+        consumers where these take turns."""
         kb, plan = self.kb, self.plan
         if plan.schedule.stream:
             with self._stream_tiles() as work_tile: yield work_tile
@@ -95,7 +95,7 @@ class PersistentTileScheduler:
             self._begin_next(begin, end, following)
 
     def _begin_next(self, begin: Value, end: Value, following: Value) -> None:
-        """Where nothing is left of this part, a whole tile is next; nothing after the last."""
+        """Begins the next whole tile where nothing is left of this part; nothing after the last."""
         with self.kb.if_(begin >= end):
             for stage, number in ((begin, following), (end, following + 1)):
                 self.kb.emit("min.u32", stage, number, self.total)
@@ -112,7 +112,7 @@ class PersistentTileScheduler:
         return cluster * each + least
 
     def corner(self, number: Value) -> Corner:
-        """Where this CTA's tile of a number begins."""
+        """Returns where this CTA's tile of a number begins."""
         s, batch, rest = self.plan.schedule, [], number
         if self.plan.spec.batch:
             matrix, rest = self._split(number, self.tiles_m * self.tiles_n)

@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `grouped_gemv`: the matmul of a tile, what is legal, what is
-tried first, and what it takes."""
+"""Plan of `grouped_gemv`, which follows from a spec and a schedule: the matmul of a tile, what is legal, what
+is tried first, and what it takes."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -55,8 +55,8 @@ def usual_rows(spec: GroupedGemmSpec) -> tuple[int, ...]:
 
 
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
-    """Those of a matmul of so few rows; of `LONG` matrices with `WAVES` CTAs an SM, where there are such; and
-    those of `prefer_filling`."""
+    """Returns the candidates of a matmul of so few rows; of `LONG` matrices with `WAVES` CTAs an SM, where
+    there are such; and those of `prefer_filling`."""
     some = active(spec)
     few = some * spec.n * spec.k * spec.dtype.itemsize < LONG
     least = 0.0 if few else WAVES * gpu_model_for(gpu.arch, gpu.sm_count).sm_count / some
@@ -82,8 +82,8 @@ def prefer_filling(spec: GroupedGemmSpec, made: list[GroupedGemv], gpu: GPU) -> 
 
 
 def cost(spec: GroupedGemmSpec, s: GroupedGemv, gpu: GPU) -> Prediction:
-    """What as many matmuls take as there are tiles, of matrices of their own: those of a second tile of a
-    group come from HBM again where they no longer lie in L2."""
+    """Returns the time of as many matmuls as there are tiles, of matrices of their own: those of a second
+    tile of a group come from HBM again where they no longer lie in L2."""
     count = tiles(spec, s.rows)
     whole = matmul_of(spec, s.rows, max(1, round(count)))
     made = CostModel(whole, gpu_model_for(gpu.arch, gpu.sm_count)).predict(s.gemv)

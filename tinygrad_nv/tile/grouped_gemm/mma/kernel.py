@@ -69,7 +69,7 @@ class GroupedMmaKernel(MmaKernel):
         return self.tile
 
     def x_of(self, x: Value) -> Value:
-        """Where rows of x begin."""
+        """Returns the address at which rows of x begin."""
         return x
 
     def matrix(self, w: Value) -> Value:

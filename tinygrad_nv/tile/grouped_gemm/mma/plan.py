@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `grouped_mma`: the matmul whose rows are those of all tiles that
-there may be, what is legal, what is tried first, and what it takes."""
+"""Plan of `grouped_mma`, which follows from a spec and a schedule: the matmul whose rows are those of all
+tiles that there may be, what is legal, what is tried first, and what it takes."""
 from __future__ import annotations
 
 from dataclasses import asdict, replace
@@ -44,17 +44,17 @@ def problems(spec: GroupedGemmSpec, s: GroupedMma, arch: str) -> list[str]:
 
 
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedMma]:
-    """Those of a matmul."""
+    """Returns the candidates of a matmul."""
     return [GroupedMma(**asdict(each)) for each in defaults.candidates(whole(spec, GroupedMma()), gpu)]
 
 
 def candidates_transposed(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedMma]:
-    """The same of matrices (K, N)."""
+    """Returns the candidates for matrices (K, N)."""
     return [GroupedTransposedMma(**asdict(each)) for each in candidates(spec, gpu)]
 
 
 def cost(spec: GroupedGemmSpec, s: GroupedMma, gpu: GPU) -> Prediction:
-    """What matmuls of the usual number of rows take, one for each group that has rows."""
+    """Returns the time of matmuls of the usual number of rows, one for each group that has rows."""
     some = active(spec)
     rows = max(1, round(tiles(spec, s.block_m) / some)) * s.block_m
     one = matmul_of(spec, rows, max(1, round(some)))

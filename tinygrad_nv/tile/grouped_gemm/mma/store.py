@@ -19,7 +19,7 @@ from tinygrad_nv.tile.share import Cell
 
 
 def store_rows(kernel: MmaKernel, finish: GroupedEpilogue, tile: Tile) -> None:
-    """What a warp of a kernel has of a tile."""
+    """Stores what a warp of a kernel has of a tile."""
     k, spec = kernel, finish.spec
     cells = [Cell(16 * i, 8 * j, [part[i][j] for part in k.sums])
              for i in range(k.warp_m // 16) for j in range(k.warp_n // 8)]

@@ -88,7 +88,8 @@ class _OuterKernel(MmaKernel):
         return OrderedCopy(kb, operand, pointer, *shape, order, gather, group.stages)
 
     def ring_bytes(self) -> Value:
-        """What is read ahead of the last stage is the first again, not one that was never filled."""
+        """Returns the place of a stage: what is read ahead of the last stage is the first again, not one that
+        was never filled."""
         stages, used = self.group.stages.to("u32"), self.kb.reg("u32")
         self.kb.emit("min.u32", used, stages, self.depth)
         return used * self.stage_bytes

@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `grouped_outer_mma`: the matmul of each group, yᵀ x over its
-rows, what is legal, what is tried first, and what it takes."""
+"""Plan of `grouped_outer_mma`, which follows from a spec and a schedule: the matmul of each group, yᵀ x over
+its rows, what is legal, what is tried first, and what it takes."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
@@ -46,13 +46,14 @@ def problems(spec: GroupedOuterSpec, s: GroupedOuterMma, arch: str) -> list[str]
 
 
 def candidates(spec: GroupedOuterSpec, gpu: GPU) -> list[GroupedOuterMma]:
-    """Those of a matmul."""
+    """Returns the candidates of a matmul."""
     matmul = matmul_of(spec, spec.rows)
     return [GroupedOuterMma(**asdict(each)) for each in defaults.candidates(matmul, gpu)]
 
 
 def cost(spec: GroupedOuterSpec, s: GroupedOuterMma, gpu: GPU) -> Prediction:
-    """What matmuls over the usual number of rows take, one for each group; those without rows store zeros."""
+    """Returns the time of matmuls over the usual number of rows, one for each group; those without rows store
+    zeros."""
     steps = max(1, round(tiles_of_group(spec.rows / spec.groups, s.block_k)))
     usual = matmul_of(spec, steps * s.block_k)
     return CostModel(usual, gpu_model_for(gpu.arch, gpu.sm_count)).predict(s.mma)

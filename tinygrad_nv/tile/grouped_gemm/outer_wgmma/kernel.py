@@ -86,7 +86,7 @@ class _OuterKernel(WgmmaKernel):
                 self._arrive(at, full)
 
     def _copies(self) -> list[RowCopy]:
-        """Of y and x."""
+        """Returns the copies of y and x."""
         kb, plan, outer, given = self.kb, self.plan, self.plan.outer, self.pointers
         thread = kb.tid.x - (plan.schedule.threads - LOADERS)
         sides = zip((plan.a, plan.b), ("y", "x"), self.loads.starts, (outer.n, outer.k), plan.gather_slots,

@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `grouped_outer_wgmma`: the matmul of each group, yᵀ x over its
-rows, what is legal, what is tried first, and what it takes."""
+"""Plan of `grouped_outer_wgmma`, which follows from a spec and a schedule: the matmul of each group, yᵀ x
+over its rows, what is legal, what is tried first, and what it takes."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
@@ -43,7 +43,7 @@ class OuterPlan(WgmmaPlan):
 
     @property
     def copy_bytes(self) -> int:
-        """Of a whole stage, those that TMA brings."""
+        """Bytes of a whole stage that TMA copies."""
         return sum(tile.nbytes for tile, gather in zip((self.a, self.b), self.gather_slots, strict=True)
                    if not gather)
 
@@ -78,14 +78,15 @@ def _tile(s: GroupedOuterWgmma) -> list[str]:
 
 
 def candidates(spec: GroupedOuterSpec, gpu: GPU) -> list[GroupedOuterWgmma]:
-    """Those of a matmul, where they can be; the first one where none can."""
+    """Returns the candidates of a matmul, where they can be; the first one where none can."""
     matmul = matmul_of(spec, spec.rows)
     made = [GroupedOuterWgmma(**asdict(each)) for each in defaults.candidates(matmul, gpu)]
     return [s for s in made if not _tile(s)] or made[:1]
 
 
 def cost(spec: GroupedOuterSpec, s: GroupedOuterWgmma, gpu: GPU) -> Prediction:
-    """What matmuls over the usual number of rows take, one for each group; those without rows store zeros."""
+    """Returns the time of matmuls over the usual number of rows, one for each group; those without rows store
+    zeros."""
     steps = max(1, round(tiles_of_group(spec.rows / spec.groups, s.block_k)))
     usual = matmul_of(spec, steps * s.block_k)
     return CostModel(usual, gpu_model_for(gpu.arch, gpu.sm_count)).predict(Wgmma(**asdict(s)))

@@ -18,7 +18,8 @@ from tinygrad_nv.tile.grouped_gemm.outer_wgmma.plan import OuterPlan
 
 @dataclass(frozen=True)
 class Rows:
-    """Of a group: the first of all rows, and the end; its stages, of which the first has `residue` rows."""
+    """Rows of a group: the first of all rows, and the end; its stages, of which the first has `residue`
+    rows."""
     begin: Value
     end: Value
     stages: Value
@@ -36,7 +37,7 @@ class OuterTileScheduler(PersistentTileScheduler):
 
     @contextmanager
     def work_tiles(self, turn: Value | None = None) -> Iterator[WorkTile]:
-        """What is written inside is done for each tile; its rows are `rows`."""
+        """Emits the code inside so that it is done for each tile; its rows are `rows`."""
         kb = self.kb
         ahead = kb.regs("s32", 2)
         self._read(self.first, ahead)

@@ -1,4 +1,4 @@
-"""What `grouped_wgmma` takes."""
+"""Cost of `grouped_wgmma`."""
 from __future__ import annotations
 
 from math import ceil

@@ -38,12 +38,12 @@ def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedWgmma]:
 
 
 def candidates_transposed(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedWgmma]:
-    """The same of matrices (K, N)."""
+    """Returns the candidates for matrices (K, N)."""
     return _deepest(GroupedTransposedWgmma(), TILES, spec, gpu.arch)
 
 
 def candidates_with_scales(spec: ScaledGroupedGemmSpec, gpu: GPU) -> list[GroupedScaledWgmma]:
-    """The same of operands with scales."""
+    """Returns the candidates for operands with scales."""
     return _deepest(GroupedScaledWgmma(), SCALED_TILES, spec, gpu.arch)
 
 

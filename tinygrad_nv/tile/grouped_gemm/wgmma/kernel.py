@@ -71,7 +71,7 @@ class GroupedKernel(WarpSpecialized):
         return GroupedLoads(self.kb, self.plan)
 
     def make_main_loop(self) -> MainLoop:
-        """That of the consumers."""
+        """Returns the main loop of the consumers."""
         if self.scales is None: return MainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads)
         return ScaledMainLoop(self.kb, self.plan, self.ring, self.ordered, self.loads, self.scales)
 
@@ -117,7 +117,7 @@ class GroupedKernel(WarpSpecialized):
                 at.advance()
 
     def copies(self) -> list[RowGather | ScaleCopies]:
-        """What the warps beside TMA's copy."""
+        """Returns the copies of the warps beside TMA's."""
         kb, plan, given = self.kb, self.plan, self.pointers
         places = RowPlaces(kb, plan, given.get("order"))
         made: list[RowGather | ScaleCopies] = []

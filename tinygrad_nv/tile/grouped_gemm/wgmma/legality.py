@@ -1,4 +1,4 @@
-"""What `grouped_wgmma` asks of a schedule."""
+"""Legality of `grouped_wgmma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits

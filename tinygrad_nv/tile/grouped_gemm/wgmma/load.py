@@ -25,7 +25,7 @@ X, W = 1, 2     # pointers of the kernel
 
 
 class RowPlaces:
-    """Where rows of a tile lie in x; `order` None: in their order."""
+    """Places of a tile's rows in x; `order` None: in their order."""
 
     def __init__(self, kb: Kernel, plan: GroupedPlan, order: Value | None) -> None:
         self.kb, self.gather, self.order = kb, plan.grouped.gather, order
@@ -82,7 +82,7 @@ class GroupedLoads:
         self.at_k += plan.schedule.block_k
 
     def issue_matrix(self, stage: Value, full: MemoryOperand) -> None:
-        """Those of the matrix of the tile's group."""
+        """Issues the loads of the matrix of the tile's group."""
         kb, plan, tile = self.kb, self.plan, self.tile
         start = self.matrix_start + stage * plan.matrix_tile.nbytes
         matrices = [plan.grouped.groups] if plan.grouped.groups > 1 else []

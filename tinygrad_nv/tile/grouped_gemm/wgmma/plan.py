@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `grouped_wgmma`: tiles, boxes, bytes. Numbers only.
+"""Plan of `grouped_wgmma`, which follows from a spec and a schedule: tiles, boxes, bytes. Numbers only.
 
 Protocol: that of gemm/wgmma/plan.py, of the matmul of one group. A tile has `tokens` rows of a group and
 `tile_columns` columns of the result. Without `swap` rows are the left operand, and gate and up lie side by
@@ -114,7 +114,7 @@ class GroupedPlan(WgmmaPlan):
 
     @property
     def matrix_boxes(self) -> list[Box]:
-        """Those of a tile of a matrix."""
+        """Boxes of a tile of a matrix."""
         if self.grouped.transposed:
             inner = self.matrix_tile.inner
             return [Box(at, 0, at) for at in range(0, self.matrix_tile.mn, inner)]
@@ -139,7 +139,7 @@ class GroupedPlan(WgmmaPlan):
 
     @property
     def b_start(self) -> int:
-        """Where the right operand's stages begin, behind the left one's."""
+        """Offset at which the right operand's stages begin, behind the left one's."""
         return -(-self.a.nbytes * self.schedule.depth // 1024) * 1024
 
     @property
@@ -156,7 +156,8 @@ class GroupedPlan(WgmmaPlan):
 
     @property
     def scale_bytes(self) -> int:
-        """Of a stage: scales of its rows, and one of gate and of up, or of the matrix; in pairs."""
+        """Bytes of a stage's scales: scales of its rows, and one of gate and of up, or of the matrix; in
+        pairs."""
         return 4 * (self.tokens + 2) if self.grouped.scaled else 0
 
     @property

@@ -47,7 +47,7 @@ class ScaleCopies:
         self.at_matrix.set(advance(kb, self.scale_w, first, spec.k_groups * 4))
 
     def issue(self, stage: Value) -> None:
-        """Those of a group, into a stage; the group after it is next."""
+        """Issues the copies of a group, into a stage; the group after it is next."""
         kb, plan = self.kb, self.plan
         place = self.stages + stage * plan.scale_bytes
         for i, (at, mine) in enumerate(zip(self.at, self.mine, strict=True)):

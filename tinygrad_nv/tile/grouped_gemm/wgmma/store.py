@@ -1,4 +1,5 @@
-"""What consumers do with the sums of a tile: bias, activation, weight, and whole lines to the rows' places.
+"""Epilogue of consumers with the sums of a tile: bias, activation, weight, and whole lines to the rows'
+places.
 
 Protocol: registers 4j … 4j + 3 of a wgmma's sums are columns 8j … 8j + 7 of its 64 rows, of which warp p of
 the warpgroup has 16 from 16p (gemm/wgmma/store.py). Results go by way of shared memory, a `Panel` at a time,
@@ -51,11 +52,11 @@ class GroupedStore(ABC):
         return made if weight is None else made * weight
 
     def slot(self, row: Value) -> Value:
-        """What the order has of a row."""
+        """Returns the order's entry of a row."""
         return self.kb.ld("global", "u32", advance(self.kb, self.pointers["order"], row, 4).at())[0]
 
     def weight(self, row: Value) -> Value | None:
-        """That of a row."""
+        """Returns the weight of a row."""
         if not self.spec.weighted: return None
         at = advance(self.kb, self.pointers["weights"], self.slot(row), 4)
         return self.kb.ld("global", "f32", at.at())[0]
@@ -66,7 +67,7 @@ class GroupedStore(ABC):
         return column + more < self.spec.columns
 
     def bias(self, tile: GroupTile, column: Value) -> Value:
-        """Where the bias of a column of the result is."""
+        """Returns the address at which the bias of a column of the result is."""
         first = tile.group * self.spec.n + column
         return advance(self.kb, self.pointers["bias"], first, self.size)
 
@@ -85,7 +86,7 @@ class GroupedStore(ABC):
         return made
 
     def line(self, row: Value, tile: GroupTile, column: Value) -> Value:
-        """Where a row of the result begins, from a column on."""
+        """Returns the address at which a row of the result begins, from a column on."""
         place = self.slot(self.clamp_row(row, tile)) if self.spec.scatter else row
         start = advance(self.kb, self.pointers["out"], place, self.spec.columns * self.size)
         return advance(self.kb, start, column, self.size)
@@ -146,7 +147,7 @@ class RowStore(GroupedStore):
         return pack(self.kb, made, self.spec.out)
 
     def _biases(self, tile: GroupTile, j: int) -> list[list[Value]]:
-        """Of each half, those of a lane's two columns of eight number `j`."""
+        """Returns, of each half, the biases of a lane's two columns of eight number `j`."""
         if not self.spec.biased: return []
         kb, made = self.kb, []
         column = tile.column + ((kb.special("laneid") & 3) << 1)
@@ -199,13 +200,13 @@ class ColumnStore(GroupedStore):
                             guard if inside is None else guard & inside, beyond and step == steps[-1])
 
     def _weights(self, tile: GroupTile, j: int) -> list[Value | None]:
-        """Of a lane's two rows of eight number `j`."""
+        """Returns the weights of a lane's two rows of eight number `j`."""
         row = tile.row + ((self.kb.special("laneid") & 3) << 1)
         return [self.weight(self.clamp_row(row + (8 * j + i), tile)) if self.spec.weighted else None
                 for i in range(2)]
 
     def _biases(self, tile: GroupTile, column: Value) -> list[list[Value]]:
-        """Of each half, those of a lane's two columns, eight apart."""
+        """Returns, of each half, the biases of a lane's two columns, eight apart."""
         if not self.spec.biased: return []
         kb, at, made = self.kb, self.bias(tile, column), []
         for half in range(self.spec.halves):

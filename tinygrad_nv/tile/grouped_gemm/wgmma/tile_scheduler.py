@@ -1,4 +1,4 @@
-"""Which tiles a CTA computes: persistent CTAs, tiles of groups whose extents are read on the device.
+"""Tile scheduler of groups: persistent CTAs, tiles of groups whose extents are read on the device.
 
 Protocol: `count` is called by one warp before a barrier of all: it reads the offsets and leaves in shared
 memory, for each group, its first row and the number of its first tile; group e has ceil(rows / tokens) times
@@ -66,7 +66,7 @@ class GroupTileScheduler:
         return kb.ld("global", "u32", advance(kb, self.offsets, made, 4).at())[0]
 
     def _scan_lanes(self, value: Value) -> Value:
-        """Of all lanes up to this one."""
+        """Returns the sum of all lanes up to this one."""
         kb, lane, distance = self.kb, self.kb.special("laneid"), 1
         while distance < LANES:
             other = kb.reg("u32")
@@ -77,8 +77,8 @@ class GroupTileScheduler:
 
     @contextmanager
     def work_tiles(self, turn: Value | None = None) -> Iterator[GroupTile]:
-        """What is written inside is done for each tile of this CTA; for those of one of the consumers where
-        these take turns."""
+        """Emits the code inside so that it is done for each tile of this CTA; for those of one of the
+        consumers where these take turns."""
         kb = self.kb
         first, step = kb.ctaid.x, kb.nctaid.x
         if turn is not None: first, step = first + turn * step, step * self.plan.consumers

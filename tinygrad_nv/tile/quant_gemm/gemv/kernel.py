@@ -124,7 +124,7 @@ class QuantGemvKernel:
                self.read)
 
     def epilogue(self) -> GemvEpilogue:
-        """What comes after the loop over K."""
+        """Returns the epilogue, which follows the loop over K."""
         kb = self.kb
         return GemvEpilogue(kb, self.plan, self, self.smem, self.rows, [],
                             lambda strides, offset: kb.reg("u64", offset), self.warp, kb.reg("u32", 0),
@@ -209,7 +209,7 @@ class QuantGemvKernel:
 
     def load_factor(self, tile: _Tile, name: str, into: list[Value], at: int, number: int,
                     guard: Value | None) -> None:
-        """Of block `number` of unit `at`."""
+        """Loads the factors of block `number` of unit `at`."""
         columns, unit = self.factors.scale_of(name).columns, self.type.unit
         place = tile.factor_places[name]
         if not columns: block = 0

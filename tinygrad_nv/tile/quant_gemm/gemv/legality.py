@@ -1,4 +1,4 @@
-"""What `quant_gemv` kernels ask of a schedule."""
+"""Legality of `quant_gemv`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits

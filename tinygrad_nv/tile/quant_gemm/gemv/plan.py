@@ -91,7 +91,7 @@ class QuantGemvPlan:
 
     @property
     def pitch_bytes(self) -> int:
-        """Of a row of activations in shared memory."""
+        """Bytes between rows of activations in shared memory."""
         return self.span * self.spec.a.dtype.itemsize + PAD_BYTES
 
     @property
@@ -107,7 +107,7 @@ class QuantGemvPlan:
 
     @property
     def registers(self) -> int:
-        """What a thread needs, about: sums, loads, activations of a unit, and what else there is."""
+        """Registers of a thread, about: sums, loads, activations of a unit, and what else there is."""
         tiles = self.schedule.tiles * self.spec.parts
         codes = self.type.unit * self.type.bits // 64
         factors = 1 + (self.type.outer is not None)

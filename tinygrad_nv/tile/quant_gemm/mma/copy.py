@@ -47,7 +47,7 @@ class MatrixCopy:
         else: self.k += self.plan.schedule.block_k
 
     def _chunks(self, box: Box, when: Value | None) -> list[tuple[Value | None, Value, Value]]:
-        """This thread's chunks of a box: whether there is one, where from, and where in the box."""
+        """Returns the thread's chunks of a box: whether there is one, where from, and where in the box."""
         kb, threads, made = self.kb, self.plan.schedule.threads, []
         each, chunks = box.tile_bytes // CHUNK, box.nbytes // CHUNK
         shape = self.plan.quant.buffers[box.name].shape
@@ -71,7 +71,7 @@ class MatrixCopy:
         return made
 
     def _bytes_before(self, box: Box) -> Value:
-        """Of a tile's row, before column `k`."""
+        """Returns the bytes of a tile's row before column `k`."""
         block_k = self.plan.schedule.block_k
         if box.codes: return self.k // block_k * box.tile_bytes
         if not box.columns: return self.kb.reg("u32", 0)

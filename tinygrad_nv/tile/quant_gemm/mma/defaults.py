@@ -17,7 +17,7 @@ STAGES = (4, 3, 2)
 
 
 def candidates(spec: QuantGemmSpec, gpu: GPU) -> Iterator[QuantMma]:
-    """Those that are not twice as large as the matmul, with splits where tiles are few."""
+    """Yields the candidates that are not twice as large as the matmul, with splits where tiles are few."""
     m, n = spec.gemm.m, spec.gemm.n
     sms, parts = gpu.sm_count or 108, spec.gemm.parts
     for rows, columns, along_m, along_n in TILES:

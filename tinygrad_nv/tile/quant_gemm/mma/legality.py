@@ -1,4 +1,4 @@
-"""What `quant_mma` asks of a schedule."""
+"""Legality of `quant_mma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits

@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `quant_mma`.
+"""Plan of `quant_mma`, which follows from a spec and a schedule.
 
 Protocol: that of gemm/mma/plan.py; a stage has a tile of activations, and for each part the boxes of its
 columns (stages.py).
@@ -37,7 +37,7 @@ class QuantMmaPlan(MmaPlan):
 
     @property
     def activation_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage's activations."""
         return self.schedule.block_m * self.schedule.block_k * self.spec.a.dtype.itemsize
 
     @property

@@ -88,12 +88,12 @@ class QuantMainLoop(MainLoop):
         self._next()
 
     def _at_stage(self, stage: Value) -> dict[str, Value]:
-        """This lane's places in a stage."""
+        """Returns the lane's places in a stage."""
         offset = stage * self.quant.matrix_bytes
         return {name: place + offset for name, place in self.places.items()}
 
     def _row_scales(self) -> list[Pair]:
-        """Those of the rows of each 64, of the stage before."""
+        """Returns the scales of the rows of each 64, of the stage before."""
         at = self._at_stage(self.last)
         made = self.operands
         return [made.factors.scales(made.load_blocks(at, i, 0)) for i in range(self.quant.subtiles)]

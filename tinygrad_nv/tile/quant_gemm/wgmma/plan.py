@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `quant_wgmma`.
+"""Plan of `quant_wgmma`, which follows from a spec and a schedule.
 
 Protocol: that of gemm/wgmma/plan.py, of the transposed matmul: rows are those of the matrix, whose codes and
 factors are boxes of a stage, columns are rows of activations. `MatrixStages` is what a plan has beside, whose
@@ -54,12 +54,12 @@ class MatrixStages(WgmmaPlan):
 
     @property
     def arriving_bytes(self) -> int:
-        """Those of them that are copied."""
+        """Bytes of a stage that are copied."""
         return sum(box.nbytes for box in self.boxes)
 
     @property
     def b_start(self) -> int:
-        """Where stages of activations begin."""
+        """Offset at which stages of activations begin."""
         return -(-self.matrix_bytes * self.schedule.depth // 1024) * 1024
 
     @property
@@ -85,7 +85,7 @@ class MatrixStages(WgmmaPlan):
 
     @property
     def warp_tiles(self) -> tuple[int, ...]:
-        """Those of a warp, one for each 64 rows of its consumer, after the first."""
+        """Tiles of a warp, one for each 64 rows of its consumer, after the first."""
         each, half = self.subtiles // self.halves, self.schedule.block_m // self.halves // TILE
         return tuple(number // each * half + number % each * 4 for number in range(self.subtiles))
 

@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `quant_grouped_gemv`: the matmul of a tile, what is legal, and
-what is tried first."""
+"""Plan of `quant_grouped_gemv`, which follows from a spec and a schedule: the matmul of a tile, what is
+legal, and what is tried first."""
 from __future__ import annotations
 
 from functools import lru_cache

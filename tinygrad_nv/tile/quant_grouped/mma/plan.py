@@ -1,5 +1,5 @@
-"""What follows from a spec and a schedule of `quant_grouped_mma`: the matmul of all tiles that there may be,
-what is legal, and what is tried first."""
+"""Plan of `quant_grouped_mma`, which follows from a spec and a schedule: the matmul of all tiles that there
+may be, what is legal, and what is tried first."""
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -40,6 +40,6 @@ def problems(spec: QuantGroupedSpec, s: QuantGroupedMma, arch: str) -> list[str]
 
 
 def candidates(spec: QuantGroupedSpec, gpu: GPU) -> list[QuantGroupedMma]:
-    """Those of a matmul."""
+    """Returns the candidates of a matmul."""
     made = defaults.candidates(whole(spec, QuantGroupedMma()), gpu)
     return [QuantGroupedMma(**asdict(each)) for each in made if each.splits == 1]

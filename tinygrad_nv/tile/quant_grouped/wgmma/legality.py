@@ -1,4 +1,4 @@
-"""What `quant_grouped_wgmma` asks of a schedule."""
+"""Legality of `quant_grouped_wgmma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile.grouped_gemm.wgmma import legality as grouped

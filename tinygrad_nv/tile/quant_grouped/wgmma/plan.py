@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `quant_grouped_wgmma`.
+"""Plan of `quant_grouped_wgmma`, which follows from a spec and a schedule.
 
 Protocol: that of grouped_gemm/wgmma/plan.py with `swap`, and of quant_gemm/wgmma/plan.py: rows of the
 computed matmul are those of a quantised matrix, with an activation of two, columns are rows of a group. A

@@ -1,4 +1,4 @@
-"""What `scaled_mma` takes."""
+"""Cost of `scaled_mma`."""
 from __future__ import annotations
 
 from tinygrad_nv.tile.gemm.cost import resident_ctas

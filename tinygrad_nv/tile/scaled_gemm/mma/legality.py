@@ -1,4 +1,4 @@
-"""What `scaled_mma` asks of a schedule."""
+"""Legality of `scaled_mma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits

@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `scaled_mma`.
+"""Plan of `scaled_mma`, which follows from a spec and a schedule.
 
 Protocol: that of gemm/mma/plan.py. A stage is a group of K: a tile of A, one of B, then the scales of the
 tile's rows and those of its columns. Each side has a scale of each row, of each block, or one of all where a
@@ -46,7 +46,7 @@ class Side:
         return -(-4 * self.count // PLACE_BYTES) * PLACE_BYTES
 
     def index(self, row: int) -> int:
-        """That of a row of the warp's share, after that of the share's first row."""
+        """Returns the index of a row of the warp's share, after that of the share's first row."""
         return 0 if self.one else row // self.scales.rows
 
 
@@ -69,12 +69,12 @@ class ScaledMmaPlan(MmaPlan):
 
     @property
     def row_scales(self) -> Side:
-        """Those of A."""
+        """Scales of A."""
         return Side(self.spec.a_scale, self.spec.m, self.schedule.block_m, self.warp_m)
 
     @property
     def column_scales(self) -> Side:
-        """Those of B."""
+        """Scales of B."""
         return Side(self.spec.b_scale, self.spec.n, self.columns, self.warp_n)
 
     @property

@@ -52,7 +52,7 @@ class SideScales:
         self.kb.emit("add.u32", self.at, stage, self.own)
 
     def load(self) -> Scales:
-        """Those of the stage."""
+        """Loads the scales of the stage."""
         side, starts = self.side, range(0, self.side.share, self.step)
         if not side.each:
             read = {index: self._read(index) for index in sorted({side.index(row) for row in starts})}

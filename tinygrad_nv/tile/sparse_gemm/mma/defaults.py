@@ -15,7 +15,7 @@ STAGES = (4, 3, 2)
 
 
 def candidates(spec: SparseGemmSpec, gpu: GPU) -> Iterator[SparseMma]:
-    """Those that are not twice as large as the matmul, with splits where tiles are few."""
+    """Yields the candidates that are not twice as large as the matmul, with splits where tiles are few."""
     m, n = spec.gemm.n, spec.gemm.m
     sms, size = gpu.sm_count or 108, spec.gemm.a.dtype.itemsize
     for rows, columns, along_m, along_n in TILES:

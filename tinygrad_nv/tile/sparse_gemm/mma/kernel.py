@@ -57,7 +57,7 @@ class SparseMmaKernel(MmaKernel):
         self.stage_bytes = plan.stage_bytes
 
     def _begin(self, operand: Operand, pointer: Value, first_k: Value | None) -> Value:
-        """Where an operand begins, at its first element of K."""
+        """Returns the address at which an operand begins, at its first element of K."""
         at = self.kb.reg("u64", operand.offset)
         if first_k is not None: at = at + first_k.to("u64") * operand.k
         return pointer + at * operand.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What `sparse_mma` asks of a schedule."""
+"""Legality of `sparse_mma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from tinygrad_nv.quant.sparse import UNIT

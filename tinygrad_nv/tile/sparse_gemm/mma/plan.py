@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `sparse_mma`.
+"""Plan of `sparse_mma`, which follows from a spec and a schedule.
 
 Protocol: that of gemm/mma/plan.py, of the transposed matmul: rows are those of the sparse matrix. A stage has
 `block_k` of its columns: half as many values, then the activations, then metadata.
@@ -47,7 +47,7 @@ class SparseMmaPlan(MmaPlan):
 
     @property
     def value_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage's values."""
         return self.schedule.block_m * self.schedule.block_k // 2 * self.size
 
     @property

@@ -1,4 +1,4 @@
-"""What `sparse_wgmma` kernels ask of a schedule."""
+"""Legality of `sparse_wgmma`: what it asks of a schedule."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -32,7 +32,7 @@ class SparseMainLoop(MainLoop):
         self.sparse, self.start = plan, loads.metadata
 
     def begin(self) -> None:
-        """Where a warp's tiles of metadata are in a stage."""
+        """Computes where a warp's tiles of metadata are in a stage."""
         super().begin()
         kb, plan = self.kb, self.sparse
         warp = kb.tid.x % WARPGROUP >> 5

@@ -1,4 +1,4 @@
-"""What follows from a spec and a schedule of `sparse_wgmma`.
+"""Plan of `sparse_wgmma`, which follows from a spec and a schedule.
 
 Protocol: that of gemm/wgmma/plan.py, of the transposed matmul: rows are those of the sparse matrix. A stage
 has `block_k` of its columns: half as many values, all of the activations, and metadata.
@@ -45,7 +45,7 @@ class SparseWgmmaPlan(WgmmaPlan):
 
     @property
     def units(self) -> int:
-        """Of a stage."""
+        """Units of a stage."""
         return self.schedule.block_k // UNIT
 
     @property
@@ -58,7 +58,7 @@ class SparseWgmmaPlan(WgmmaPlan):
 
     @property
     def metadata_bytes(self) -> int:
-        """Of a stage."""
+        """Bytes of a stage's metadata."""
         return metadata.nbytes(self.schedule.block_m, self.schedule.block_k)
 
     @property
