@@ -30,7 +30,7 @@ from tinygrad_nv.models import tales
 from tinygrad_nv.models.tales.train import Recipe, rows
 from tinygrad_nv.numerics import RECIPES
 from tinygrad_nv.train.arguments import TrainingArguments
-from tinygrad_nv.train.run import assembled
+from tinygrad_nv.train.run import assemble
 from tinygrad_nv.train.trainer import train
 
 NAME, BASE, LAST, SEED = "precision_recipes", "bfloat16", 50, 42
@@ -58,7 +58,7 @@ def arguments(name: str, recipe: Recipe, given: argparse.Namespace, output: Path
 def measured(name: str, data: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Figures of a run."""
     output = folder / name
-    made = train(assembled(arguments(name, Recipe(), given, output), TALES, [str(data)]))
+    made = train(assemble(arguments(name, Recipe(), given, output), TALES, [str(data)]))
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in log if "loss" in row]
     counters = {key: sum(row[key] for row in log) for key in log[0] if key.startswith("fp8_")}

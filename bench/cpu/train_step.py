@@ -146,7 +146,7 @@ def ours(directory: Path, dtype: str, size: tuple[int, int]) -> Made:
     from tinygrad_nv.train.optimizers import StateOptions, adamw
     from tinygrad_nv.train.step import Step
     before = held()
-    model = network.opened(directory, {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16}[dtype])
+    model = network.open_network(directory, {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16}[dtype])
     network.extend(model, size[1])
     adam = adamw(network.parameters(model), 1e-4, options=StateOptions(max_grad_norm=1.0))
     step = Step(Supervised(model, *size), adam)

@@ -40,7 +40,7 @@ def ours(directory: Path, size: tuple[int, int], device: str) -> Step:
     from tinygrad_nv.train.objectives import Supervised
     from tinygrad_nv.train.optimizers import StateOptions, adamw
     from tinygrad_nv.train.step import Step as Captured
-    model = network.opened(directory, dtypes.bfloat16)
+    model = network.open_network(directory, dtypes.bfloat16)
     network.extend(model, size[1])
     adam = adamw(network.parameters(model), RATE, options=StateOptions(max_grad_norm=NORM))
     step = Captured(Supervised(model, *size), adam)

@@ -48,8 +48,8 @@ from tinygrad_nv.runtime.note import note_of
 from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.templates import TABLE
-from tinygrad_nv.train.arguments import made
-from tinygrad_nv.train.plan.layers import shortened
+from tinygrad_nv.train.arguments import make_arguments
+from tinygrad_nv.train.plan.layers import shorten
 from tinygrad_nv.train.plan.memory import step_programs
 
 RESULTS = Path(__file__).parents[1] / "results" / "train_gpu_model"
@@ -102,7 +102,7 @@ class Call:
 
 def calls_of(config: ModelConfig, options: dict[str, Any]) -> list[Call]:
     """The launches of a step, in order."""
-    with Context(TRAINING=1): programs = step_programs(config, made(options), 1, EMULATED)
+    with Context(TRAINING=1): programs = step_programs(config, make_arguments(options), 1, EMULATED)
     return [_call(each) for program in programs for each in program.calls]
 
 
@@ -117,7 +117,7 @@ def _call(call: UOp) -> Call:
 def launches_of(config: ModelConfig, options: dict[str, Any]) -> dict[Call, int]:
     """Distinct launches of a step and how often each is there, of many layers from few."""
     if config.num_layers <= WHOLE: return dict(Counter(calls_of(config, options)))
-    low, high = (Counter(calls_of(shortened(config, layers), options)) for layers in FEW)
+    low, high = (Counter(calls_of(shorten(config, layers), options)) for layers in FEW)
     more, found = config.num_layers - FEW[1], dict[Call, int]()
     gone = [each for each in low if each not in high]
     for each, count in high.items():

@@ -61,7 +61,7 @@ def test_rules_that_leave_nothing(tmp_path: Path):
               "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
               "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = network.drawn(tmp_path, dtypes.float32, 0)
+    model = network.draw_weights(tmp_path, dtypes.float32, 0)
     with pytest.raises(ConfigError, match=r"(?s)FP8 without a matrix.*q_proj: excluded by \*.*lm_head"):
         in_fp8(model, Float8CurrentScaling(), HighPrecision(("*",)))
     with pytest.raises(ConfigError, match=r"(?s)--fp8-exclude down_proj, which names no matrix.*"

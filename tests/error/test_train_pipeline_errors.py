@@ -12,7 +12,7 @@ from tinygrad_nv.errors import ConfigError, ModelError, PlanError
 from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.train import context_parallel
 from tinygrad_nv.train.arguments import TrainingArguments
-from tinygrad_nv.train.plan import planned
+from tinygrad_nv.train.plan import make_plan
 from tinygrad_nv.train.stages import stage_models
 
 PIPE = {"pipeline_parallel_size": 2}
@@ -67,4 +67,4 @@ def test_more_stages_than_layers() -> None:
 @pytest.mark.parametrize("name", ["pipeline", "context"])
 def test_plans(name: str) -> None:
     with pytest.raises(PlanError, match=f"--plan with --{name}-parallel-size 2"):
-        planned("model", config(), TrainingArguments(**{f"{name}_parallel_size": 2}))
+        make_plan("model", config(), TrainingArguments(**{f"{name}_parallel_size": 2}))

@@ -28,7 +28,7 @@ def test_options(options: dict[str, object], words: str) -> None:
 
 
 def test_weights(tiny: Path) -> None:
-    model = network.opened(tiny, dtypes.float32, quantization="int8")
+    model = network.open_network(tiny, dtypes.float32, quantization="int8")
     with pytest.raises(ModelError, match=r"(?s)the weights are quantised.*an adapter.*--use-peft"):
         network.require_trainable(model, adapter=False, fp8=False)
     with pytest.raises(ModelError, match=r"(?s)quantised, and --precision is of FP8.*--precision bfloat16"):

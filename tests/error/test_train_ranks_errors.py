@@ -10,7 +10,7 @@ from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.errors import ConfigError, DistError, PlanError
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.layout import Layout, layout_of
-from tinygrad_nv.train.plan import planned
+from tinygrad_nv.train.plan import make_plan
 from tinygrad_nv.train.ranks import TrainingRanks
 from tinygrad_nv.train.run import _parallel
 
@@ -81,7 +81,7 @@ def test_models_that_do_not_divide() -> None:
 def test_plans() -> None:
     with pytest.raises(PlanError, match=r"(?s)--plan with --tensor-parallel-size 2.*data parallel ranks.*"
                                         "tinygrad-nv plan"):
-        planned("model", SimpleNamespace(), TrainingArguments(tensor_parallel_size=2))   # type: ignore[arg-type]
+        make_plan("model", SimpleNamespace(), TrainingArguments(tensor_parallel_size=2))   # type: ignore[arg-type]
 
 
 def test_restarts_of_several_hosts() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tinygrad_nv import cli
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.train.arguments import TrainingArguments, made
+from tinygrad_nv.train.arguments import TrainingArguments, make_arguments
 
 
 def given(*words: str) -> dict[str, Any]:
@@ -37,9 +37,10 @@ def test_every_field_has_one_spelling_in_the_help(capsys: pytest.CaptureFixture[
 
 
 def test_names_of_a_dtype():
-    assert made({"bf16": True}).dtype == made({"torch_dtype": "bfloat16"}).dtype == "bfloat16"
-    assert made({"fp16": "True", "packing": "no"}).dtype == "float16"
-    assert made({"bf16": False}).dtype == "float32"
-    assert made({"bf16": True, "dtype": "bfloat16"}).dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="bf16 and dtype float16"): made({"bf16": True, "dtype": "float16"})
-    with pytest.raises(ConfigError, match="packing: 'maybe'"): made({"packing": "maybe"})
+    for given in ({"bf16": True}, {"torch_dtype": "bfloat16"}): assert make_arguments(given).dtype == "bfloat16"
+    assert make_arguments({"fp16": "True", "packing": "no"}).dtype == "float16"
+    assert make_arguments({"bf16": False}).dtype == "float32"
+    assert make_arguments({"bf16": True, "dtype": "bfloat16"}).dtype == "bfloat16"
+    with pytest.raises(ConfigError,
+                       match="bf16 and dtype float16"): make_arguments({"bf16": True, "dtype": "float16"})
+    with pytest.raises(ConfigError, match="packing: 'maybe'"): make_arguments({"packing": "maybe"})

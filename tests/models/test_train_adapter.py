@@ -22,7 +22,7 @@ STEPS, LR = 20, 1e-3
 
 
 def adapted(directory: Path, options: AdapterOptions) -> tuple[Supervised, AdapterModel]:
-    model = network.opened(directory, dtypes.float32)
+    model = network.open_network(directory, dtypes.float32)
     network.extend(model, WIDTH)
     inputs = Inputs(ROWS, WIDTH, model.device)
     return Supervised(model, ROWS, WIDTH, inputs=inputs), AdapterModel(model, options, inputs.number)

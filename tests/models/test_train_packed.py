@@ -31,7 +31,7 @@ def documents() -> list[list[np.ndarray]]:
 
 def objective(directory: Path, width: int = WIDTH) -> Supervised:
     """Of the packed rows, in the buffers."""
-    model = network.opened(directory, dtypes.float32)
+    model = network.open_network(directory, dtypes.float32)
     network.extend(model, width)
     made = Supervised(model, len(LENGTHS), width, LossOptions(documents=True))
     packed = [row(np.concatenate(each), None, tuple(map(len, each))) for each in documents()]

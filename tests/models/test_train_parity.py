@@ -53,7 +53,7 @@ def their_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def ours(directory: Path, dtype: DType = dtypes.float32) -> tuple[Step, Supervised]:
-    model = network.opened(directory, dtype)
+    model = network.open_network(directory, dtype)
     network.extend(model, WIDTH)
     objective = Supervised(model, ROWS, WIDTH)
     return Step(objective, optimizer(network.parameters(model))), objective
@@ -179,7 +179,7 @@ def test_bfloat16_gradients_are_as_near_as_torchs(hf_model: Callable[[str], Path
 def test_micro_batches_are_one_batch(hf_model: Callable[[str], Path]) -> None:
     """Losses and norms are those of all rows at once, within 1e-6."""
     step, _ = ours(hf_model("llama"))
-    model = network.opened(hf_model("llama"), dtypes.float32)
+    model = network.open_network(hf_model("llama"), dtypes.float32)
     network.extend(model, WIDTH)
     several = Step(Supervised(model, 1, WIDTH), optimizer(network.parameters(model)), ROWS)
     for batch in batches()[:4]:

@@ -13,7 +13,7 @@ from tinygrad_nv.errors import TrainingError
 from tinygrad_nv.models import tales
 from tinygrad_nv.models.quantised.repack_file import bytes_of
 from tinygrad_nv.train.arguments import TrainingArguments
-from tinygrad_nv.train.run import Run, assembled
+from tinygrad_nv.train.run import Run, assemble
 from tinygrad_nv.train.trainer import train
 
 TALES = Path(tales.__file__).parent
@@ -38,7 +38,7 @@ def run(home: Path, output: str, **options: Any) -> Run:
              "report_to": "none", "save_strategy": "no", "from_scratch": True,
              "lr_scheduler_type": "constant"}
     given = TrainingArguments(output_dir=str(home / output), **{**usual, **options})
-    return assembled(given, home, [str(home / "ids.npy")], "CPU")
+    return assemble(given, home, [str(home / "ids.npy")], "CPU")
 
 
 def log(home: Path, output: str) -> list[dict[str, Any]]:
@@ -148,7 +148,7 @@ def test_an_adapter_on_layers_in_fp8(tmp_path: Path) -> None:
     given = TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4,
                               max_length=24, use_peft=True, lora_r=4, learning_rate=1e-2, report_to="none",
                               save_strategy="no", precision="fp8_current", lr_scheduler_type="constant")
-    made = assembled(given, TALES, [str(tmp_path / "texts.jsonl")], "CPU")
+    made = assemble(given, TALES, [str(tmp_path / "texts.jsonl")], "CPU")
     before = made.model.blocks[0].feed_forward.down.weight.float().numpy()
     train(made)
     rows = log(tmp_path, "out")

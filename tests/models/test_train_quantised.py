@@ -28,7 +28,7 @@ STEPS, LR, TARGETS = 8, 1e-3, ("q_proj", "v_proj")
 
 
 def opened(directory: Path, quantization: str | None = None) -> tuple[Supervised, AdapterModel]:
-    model = network.opened(directory, dtypes.float32, quantization=quantization)
+    model = network.open_network(directory, dtypes.float32, quantization=quantization)
     network.require_trainable(model, adapter=True, fp8=False)
     network.whole_head(model)
     network.extend(model, WIDTH)

@@ -20,7 +20,7 @@ from tinygrad_nv.train import arguments
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.data import Row
 from tinygrad_nv.train.log import Log
-from tinygrad_nv.train.run import Run, assembled
+from tinygrad_nv.train.run import Run, assemble
 from tinygrad_nv.train.trainer import train
 
 TALES = Path(tales.__file__).parent
@@ -39,7 +39,7 @@ def run(directory: Path, data: Path, output: Path, **options: Any) -> Run:
     usual = {"max_steps": 6, "per_device_train_batch_size": 2, "max_length": LONG, "learning_rate": 1e-2,
              "report_to": "none", "save_strategy": "no"}
     given = TrainingArguments(output_dir=str(output), **{**usual, **options})
-    return assembled(given, directory, [str(data)])
+    return assemble(given, directory, [str(data)])
 
 
 def log(output: Path) -> list[dict[str, Any]]:
@@ -232,7 +232,8 @@ def test_what_cannot_be(shard: Path, tmp_path: Path, options: dict[str, Any], wo
 
 
 def test_values_as_yaml_reads_them() -> None:
-    made = arguments.made({"save_strategy": False, "resume_from_checkpoint": True, "learning_rate": "1e-4",
+    made = arguments.make_arguments({"save_strategy": False, "resume_from_checkpoint": True,
+                                     "learning_rate": "1e-4",
                            "gradient_checkpointing_policy": 0.5, "output_dir": 2024, "max_steps": 5.0,
                            "seed": 9007199254740993, "eval_data": "held-out.txt"})
     assert (made.save_strategy, made.resume_from_checkpoint, made.learning_rate) == ("no", "latest", 1e-4)
@@ -241,7 +242,7 @@ def test_values_as_yaml_reads_them() -> None:
     for name, value in (("max_steps", float("inf")), ("max_steps", 1.5), ("packing", "maybe"),
                         ("learning_rate", True), ("num_train_epochs", float("inf"))):
         with pytest.raises(ConfigError, match=r"max.steps|packing|learning_rate|num-train-epochs"):
-            arguments.made({name: value})
+            arguments.make_arguments({name: value})
 
 
 @pytest.mark.slow

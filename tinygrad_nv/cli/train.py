@@ -29,8 +29,8 @@ from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
 from tinygrad_nv.train.arguments import FLAGS_OF_DTYPES, TRUTHS, TrainingArguments
-from tinygrad_nv.train.layout import needed
-from tinygrad_nv.train.run import assembled
+from tinygrad_nv.train.layout import required_ranks
+from tinygrad_nv.train.run import assemble
 from tinygrad_nv.train.trainer import train
 
 SHORT = {"data_parallel_size": "-dp", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp",
@@ -107,14 +107,14 @@ def run(given: argparse.Namespace) -> int:
     model, data = _take_names(given, options, needs_data=not given.plan)
     known = {*(each.name for each in dataclasses.fields(TrainingArguments)), *FLAGS_OF_DTYPES, "torch_dtype"}
     options |= {name: value for name, value in vars(given).items() if name in known}
-    arguments = arguments_.made(options)
+    arguments = arguments_.make_arguments(options)
     if given.plan:
         print(_plan(model, arguments, given.plan_gpu))
         return 0
     alone = Ranks.from_environment().world_size == 1
-    if alone and (needed(arguments) > 1 or arguments.max_restarts):
+    if alone and (required_ranks(arguments) > 1 or arguments.max_restarts):
         return _over_ranks(arguments, model, data)
-    opened = assembled(arguments, find_model(model), data)
+    opened = assemble(arguments, find_model(model), data)
     made = train(opened)
     if not alone:
         from tinygrad_nv.dist import group
@@ -131,8 +131,8 @@ def run(given: argparse.Namespace) -> int:
 
 def _plan(model: str, arguments: TrainingArguments, gpu: str | None) -> str:
     from tinygrad_nv.dist.plan import presets
-    from tinygrad_nv.train.plan import planned
-    return planned(model, presets.find(model, find_model(model)), arguments, gpu)
+    from tinygrad_nv.train.plan import make_plan
+    return make_plan(model, presets.find(model, find_model(model)), arguments, gpu)
 
 
 def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> int:
@@ -144,7 +144,7 @@ def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> in
         config = Path(folder) / "run.json"
         config.write_text(json.dumps(options))
         command = (sys.executable, "-m", "tinygrad_nv.cli", "train", "--config", str(config))
-        return launch(Launch(command, needed(arguments), grace_s=GRACE_S, quiet=True, direct=True,
+        return launch(Launch(command, required_ranks(arguments), grace_s=GRACE_S, quiet=True, direct=True,
                              name="tinygrad-nv train", max_restarts=arguments.max_restarts,
                              final=(NVError.exit_code,)))
 

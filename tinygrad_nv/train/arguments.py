@@ -328,7 +328,7 @@ class TrainingArguments:
         return self.warmup_steps or int(self.warmup_ratio * steps + 0.999999)
 
 
-def made(options: Mapping[str, Any]) -> TrainingArguments:
+def make_arguments(options: Mapping[str, Any]) -> TrainingArguments:
     """The arguments of options by name, whose values may be texts, as YAML reads 1e-4. Raises
     `ConfigError`."""
     known = {each.name: each for each in fields(TrainingArguments)}

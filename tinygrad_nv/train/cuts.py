@@ -12,7 +12,7 @@ Rows of a cut tensor may stand on several ranks: those of key and value heads, o
 ranks (`shared`). A bias that is added behind a sum over ranks is on rank 0 alone; others have zeros
 (`elsewhere`).
 
-`taken` fills a rank's network of whole tensors, and `joined` a whole one of all ranks' parts.
+`taken` fills a rank's network of whole tensors, and `join` a whole one of all ranks' parts.
 """
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def take(model: Llama, value: Callable[[str, Tensor], np.ndarray]) -> None:
         mine.assign(Tensor(made, device=mine.device).cast(mine.dtype)).realize()
 
 
-def joined(model: Llama) -> Llama | None:
+def join(model: Llama) -> Llama | None:
     """The whole network with all ranks' parts, on rank 0 of the group; None on others, which call it, too."""
     parallel = _parallel(model)
     group, first = parallel.group, parallel.group.rank == 0
@@ -183,11 +183,11 @@ def joined(model: Llama) -> Llama | None:
     for number, tensor in enumerate(tensors(model)):
         parts = all_gather(tensor.detach().unsqueeze(0), group, name=f"tensor {number}")
         parts = parts.contiguous().realize()
-        if first: _write(there[number], _joined(number, parts, there[number], every, lies))
+        if first: _write(there[number], _join(number, parts, there[number], every, lies))
     return made if first else None
 
 
-def _joined(number: int, parts: Tensor, whole: Tensor, every: list[Cuts], lies: dict[str, WeightSlice]
+def _join(number: int, parts: Tensor, whole: Tensor, every: list[Cuts], lies: dict[str, WeightSlice]
             ) -> np.ndarray:
     """A whole tensor's bits, of the parts (ranks, …)."""
     kind = np.dtype(f"u{whole.dtype.itemsize}")

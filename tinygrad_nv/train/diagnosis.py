@@ -30,18 +30,18 @@ def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | N
     batch, stage, bad = inputs.of(model, documents), model.parallel, list[str]()
     first, ends = (0, True) if stage is None else (stage.layers.start, stage.last)
 
-    def seen(made: Tensor, layer: str, own: str = "") -> Tensor:
+    def see(made: Tensor, layer: str, own: str = "") -> Tensor:
         made = made.realize()
-        if not bad and not finite(made): bad.append(_told(model, layer, own or layer))
+        if not bad and not finite(made): bad.append(_describe(model, layer, own or layer))
         return made
-    if x is None: x = seen(model.embed(inputs.tokens), "model.embed_tokens")
+    if x is None: x = see(model.embed(inputs.tokens), "model.embed_tokens")
     for i, block in enumerate(model.blocks):
-        x = seen(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
-    if ends: seen(model.logits(seen(model.normalise_last(x), "model.norm")), "lm_head")
+        x = see(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
+    if ends: see(model.logits(see(model.normalise_last(x), "model.norm")), "lm_head")
     return (bad or [LOSS])[0], x
 
 
-def _told(model: Llama, layer: str, own: str) -> str:
+def _describe(model: Llama, layer: str, own: str) -> str:
     """A layer, which is `own` in this network."""
     for name, slot in slots(model).items():
         if name.startswith(own + ".") and not finite(slot.tensor):

@@ -79,7 +79,7 @@ def make_folder(folder: Path) -> None:
     for each in reversed(missing): sync_folder(each.parent)
 
 
-def refused(path: Path, error: OSError, nbytes: int = 0) -> CheckpointError:
+def refusal(path: Path, error: OSError, nbytes: int = 0) -> CheckpointError:
     """Returns the error of a path that cannot be written, or removed; `nbytes` are written there in all."""
     if error.errno in FULL:
         needed = f"{_words(nbytes)} are to be written" if nbytes else "more is to be written"

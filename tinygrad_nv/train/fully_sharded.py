@@ -45,7 +45,7 @@ class FullySharded(Sharded):
         self._empty(self.buckets)
         for number, block in enumerate(model.blocks): block.region = self._layer(number, block.compute)
 
-    def _made(self, bucket_bytes: int) -> list[Bucket]:
+    def _make(self, bucket_bytes: int) -> list[Bucket]:
         """Makes the buckets of each layer, and of what is none, each of one dtype."""
         numbers = {id(tensor): number for number, block in enumerate(self.model.blocks)
                    for tensor in get_parameters(block)}
@@ -67,7 +67,7 @@ class FullySharded(Sharded):
         """The model's graphs gather what they read."""
         self._leaves, self._before = Named(), {}
         own = self._of_layer.get(OUTSIDE, [])
-        self._filled(own, [bucket.joined(self.optimized) for bucket in own])
+        self._fill(own, [bucket.join(self.optimized) for bucket in own])
         try: yield
         finally: self._empty(own)
 
@@ -77,7 +77,7 @@ class FullySharded(Sharded):
         made, self._leaves, self._before = self._leaves, Named(), {}
         return {name: made[name] for name in self.whole}
 
-    def gathered(self) -> list[Tensor]:
+    def gather(self) -> list[Tensor]:
         """Nothing: parts are all that a rank has."""
         return []
 
@@ -85,26 +85,26 @@ class FullySharded(Sharded):
         """A layer that gathers its parameters."""
         own = self._of_layer.get(number, [])
 
-        def called(x: Tensor, *more: Any) -> Tensor:
+        def call(x: Tensor, *more: Any) -> Tensor:
             x = x.contiguous()
             self._before[number] = x
-            rows = [bucket.joined(self.optimized, self._before.get(number - 1)) for bucket in own]
+            rows = [bucket.join(self.optimized, self._before.get(number - 1)) for bucket in own]
 
             nodes = [row.uop for row in rows]   # no Tensors, which would be alive as long as the graph is
 
             def again(ready: Tensor) -> list[tuple[Tensor, Tensor]]:
-                return [(Tensor(node), bucket.joined(self.optimized, ready, " again"))
+                return [(Tensor(node), bucket.join(self.optimized, ready, " again"))
                         for node, bucket in zip(nodes, own, strict=True)]
-            made = self._filled(own, rows)
+            made = self._fill(own, rows)
             try:
                 if not TRAINING: return computed(x, *more)
                 region = checkpoint(computed, self.policy.name, budget=self.policy.budget,
                                     parameters=made.values(), again=again)
                 return region(x, *more)
             finally: self._empty(own)
-        return called
+        return call
 
-    def _filled(self, buckets: list[Bucket], rows: list[Tensor]) -> Named:
+    def _fill(self, buckets: list[Bucket], rows: list[Tensor]) -> Named:
         """Puts gathered parameters into the model."""
         made = {name: each.contiguous() for bucket, row in zip(buckets, rows, strict=True)
                 for name, each in bucket.wholes(row).items()}
@@ -121,11 +121,11 @@ class FullySharded(Sharded):
     # **** whole ****
 
     @contextlib.contextmanager
-    def saved(self, model: Llama) -> Iterator[Llama]:
+    def save(self, model: Llama) -> Iterator[Llama]:
         """Rank 0's model has whole parameters in memory, which other ranks have a bucket at a time."""
         for bucket in self.buckets:
             made = {name: each.contiguous() for name, each in
-                    bucket.wholes(bucket.joined(self.optimized)).items()}
+                    bucket.wholes(bucket.join(self.optimized)).items()}
             Tensor.realize(*made.values())
             if self.group.rank == 0:
                 for name, each in made.items(): bucket.parameters[name].replace(each)

@@ -91,14 +91,14 @@ class Log:
             self._counts.clear()
         words = (f"loss {row['loss']:.4f}  lr {row['learning_rate']:.2e}  norm {row['grad_norm']:.3f}  "
                  f"{row['tokens_per_s']:,.0f} tokens/s  {human(row['memory_bytes'])}")
-        left = self._left(row)
+        left = self._remaining(row)
         if self._bar is not None: self._bar[0].update(self._bar[1], completed=row["step"], figures=words,
                                                       left=left)
         elif time.monotonic() - self._printed > QUIET_S or row["step"] == self.steps:
             self._printed = time.monotonic()
             print(f"step {row['step']:>6}/{self.steps}  {words}  {left}".rstrip(), file=sys.stderr)
 
-    def _left(self, row: dict[str, Any]) -> str:
+    def _remaining(self, row: dict[str, Any]) -> str:
         """The time that is left in words, "" until a step has run that compiled nothing."""
         self._seen += 1
         if self._seen > COMPILING: self._seconds = [*self._seconds[1 - RECENT:], row["seconds"]]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:    # a run of one rank does not load it
 INITIALIZER_RANGE = 0.02    # transformers' default
 
 
-def opened(directory: Path, dtype: DType, device: str | None = None, quantization: str | None = None,
+def open_network(directory: Path, dtype: DType, device: str | None = None, quantization: str | None = None,
            parallel: Parallel | None = None) -> Llama:
     """The model of a directory with its weights, or a rank's part of it. Raises `ModelError`, `WeightError`.
     """
@@ -50,7 +50,7 @@ def opened(directory: Path, dtype: DType, device: str | None = None, quantizatio
     return model
 
 
-def drawn(directory: Path, dtype: DType, seed: int, device: str | None = None,
+def draw_weights(directory: Path, dtype: DType, seed: int, device: str | None = None,
           parallel: Parallel | None = None) -> Llama:
     """A model of the directory's config.json with new weights, or a rank's part of what one rank draws.
     Raises `ModelError`."""
@@ -73,8 +73,9 @@ def draw(model: Llama, directory: Path, seed: int) -> None:
         from tinygrad_nv.train.cuts import take  # which loads dist/
         take(model, value)
         return
-    own, whole = named(model), model if parallel is None else Llama(parallel.whole, model.dtype, model.device)
-    for name, each in named(whole).items():
+    own, whole = name_parameters(model), model if parallel is None else Llama(parallel.whole, model.dtype,
+                                                                              model.device)
+    for name, each in name_parameters(whole).items():
         made = value(name, each)
         if (tensor := own.get(name)) is not None:
             tensor.assign(Tensor(made, device=tensor.device).cast(tensor.dtype)).realize()
@@ -124,10 +125,11 @@ def parameters(model: Llama) -> dict[str, Tensor]:
     DeepSeek-V3 moves them by load, not by a gradient."""
     fixed = {id(block.feed_forward.choice_bias) for block in model.blocks
              if isinstance(block.feed_forward, MixtureOfExperts)}
-    return {name: tensor.is_param_() for name, tensor in named(model).items() if id(tensor) not in fixed}
+    return {name: tensor.is_param_() for name,
+            tensor in name_parameters(model).items() if id(tensor) not in fixed}
 
 
-def named(model: Llama) -> dict[str, Tensor]:
+def name_parameters(model: Llama) -> dict[str, Tensor]:
     """The tensors of a network, each by the first of its names in the whole network: of a stage of a pipeline
     layers have the numbers that they have there."""
     if first := 0 if model.parallel is None else model.parallel.layers.start:
@@ -142,7 +144,8 @@ def named(model: Llama) -> dict[str, Tensor]:
 
 def projections(model: Llama) -> dict[str, tuple[int, ...]]:
     """Rows of the matrices of a checkpoint in each parameter that has several, by the parameter's name."""
-    names, rows = {id(tensor): name for name, tensor in named(model).items()}, dict[str, list[int]]()
+    names, rows = {id(tensor): name for name, tensor in name_parameters(model).items()}, dict[str,
+                                                                                              list[int]]()
     for slot in slots(model).values():
         if slot.tensor.ndim == 2: rows.setdefault(names[id(slot.tensor)], []).append(slot.shape[0])
     return {name: tuple(found) for name, found in rows.items() if len(found) > 1}

@@ -2,7 +2,7 @@
 
 Protocol: an objective has `inputs`, buffers of a batch on the device, which `fill` writes; `sums()` builds
 the graph of the sums of a batch in these buffers, float32 () each: the loss, then those of `names`. A
-captured step thus serves every batch. `counted(batch)` is what a mean is over.
+captured step thus serves every batch. `count(batch)` is what a mean is over.
 
     Supervised   the cross entropy of each token that has a label, in nats; means are by token
     Preference   DPO (arXiv 2305.18290): −log σ(β ((log π(c) − log ρ(c)) − (log π(r) − log ρ(r)))) of a chosen
@@ -76,7 +76,7 @@ class Objective(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
     def fill(self, batch: Batch, count: int, number: int) -> None: ...
-    def counted(self, batch: Batch) -> int: ...
+    def count(self, batch: Batch) -> int: ...
     def sums(self) -> list[Tensor]: ...
 
 
@@ -132,7 +132,7 @@ class Supervised:
         """Puts a batch into the buffers."""
         self.inputs.fill(batch, count, number)
 
-    def counted(self, batch: Batch) -> int:
+    def count(self, batch: Batch) -> int:
         """Tokens with loss."""
         return batch.loss_tokens
 
@@ -154,7 +154,7 @@ class Preference:
         """Puts a batch into the buffers."""
         self.inputs.fill(batch, count, number)
 
-    def counted(self, batch: Batch) -> int:
+    def count(self, batch: Batch) -> int:
         """Pairs."""
         return int((batch.labels[:len(batch.labels) // 2] != IGNORE).any(1).sum())
 

@@ -5,13 +5,13 @@ Protocol. Parameters are Tensors by name, `whole` on every rank. A step takes gr
 through three places, of which all ranks come to each:
 
     each(gradients)     after a micro-batch; what is added up, in tensors like `added`
-    all(sums)           before the update, where `joins`; what is put into `taken(sums)`, which the optimiser
+    all(sums)           before the update, where `joins`; what is put into `take(sums)`, which the optimiser
                         takes for its parameters, `optimized`
     gathered()          after the update; what else is to be realized
 
 Within `present()` the model has what its graphs read; a graph that is built there has `leaves()` of
 parameters, which its gradients are of. `squares(gradients)` is the sum of squares of those of all ranks, each
-once, float64 (1); of several in one graph each has a `name`. `saved(model)` gives rank 0 a model with whole
+once, float64 (1); of several in one graph each has a `name`. `save(model)` gives rank 0 a model with whole
 parameters in memory.
 """
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Protocol
 from tinygrad import Tensor
 
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.train.optimizers.gradients import squared_sum
+from tinygrad_nv.train.optimizers.gradients import square_and_sum
 
 Named = dict[str, Tensor]
 
@@ -41,12 +41,12 @@ class Parts(Protocol):
 
     def each(self, gradients: Named) -> Named: ...
     def all(self, sums: Named) -> Named: ...
-    def taken(self, sums: Named) -> Named: ...
-    def gathered(self) -> list[Tensor]: ...
+    def take(self, sums: Named) -> Named: ...
+    def gather(self) -> list[Tensor]: ...
     def squares(self, gradients: Named, name: str = "") -> Tensor: ...
     def present(self) -> AbstractContextManager[None]: ...
     def leaves(self) -> Named: ...
-    def saved(self, model: Llama) -> AbstractContextManager[Llama]: ...
+    def save(self, model: Llama) -> AbstractContextManager[Llama]: ...
 
 
 class Whole:
@@ -64,17 +64,17 @@ class Whole:
         """The sums over ranks: this rank's."""
         return sums
 
-    def taken(self, sums: Named) -> Named:
+    def take(self, sums: Named) -> Named:
         """Sums of all ranks, in place of this rank's."""
         return sums
 
-    def gathered(self) -> list[Tensor]:
+    def gather(self) -> list[Tensor]:
         """Nothing."""
         return []
 
     def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum of squares of all gradients."""
-        return squared_sum(list(gradients.values()))
+        return square_and_sum(list(gradients.values()))
 
     def present(self) -> AbstractContextManager[None]:
         """The model has its parameters anyway."""
@@ -84,6 +84,6 @@ class Whole:
         """The parameters."""
         return self.whole
 
-    def saved(self, model: Llama) -> AbstractContextManager[Llama]:
+    def save(self, model: Llama) -> AbstractContextManager[Llama]:
         """The model has its parameters anyway."""
         return contextlib.nullcontext(model)

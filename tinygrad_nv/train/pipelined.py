@@ -36,13 +36,13 @@ from tinygrad_nv.train.optimizers import Optimizer
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.ranks import OneRank
 from tinygrad_nv.train.stages import Stages
-from tinygrad_nv.train.step import Step, captured
+from tinygrad_nv.train.step import Step, capture
 
 
 class StageObjective(Supervised):
     """The loss of a pipeline, of which this process has a stage."""
 
-    def passed(self, x: Tensor | None) -> Tensor:
+    def pass_on(self, x: Tensor | None) -> Tensor:
         """Hidden states (rows, width, hidden) that this stage makes of those of the stage before, or of the
         batch."""
         batch = self.inputs.of(self.model, self.options.documents)
@@ -50,7 +50,7 @@ class StageObjective(Supervised):
 
     def loss(self, x: Tensor) -> Tensor:
         """The sum over the batch, of the last stage's input."""
-        hidden = self.model.norm(self.passed(x))
+        hidden = self.model.norm(self.pass_on(x))
         return cross_entropy(self.model, hidden, self.inputs, self.options, "sum")
 
 
@@ -72,7 +72,7 @@ class PipelineStep(Step):
         self._batches: Sequence[Batch] = ()
         self._count, self.found = 1, np.zeros(1)
 
-    def _passed(self, batches: Sequence[Batch], count: int) -> np.ndarray:
+    def _pass_on(self, batches: Sequence[Batch], count: int) -> np.ndarray:
         self._batches, self._count, self.found = batches, count, np.zeros(1)
         self.pipeline.run()
         return self.found
@@ -84,7 +84,7 @@ class PipelineStep(Step):
     def evaluate(self, batch: Batch) -> np.ndarray:
         """The sums of a batch on the last stage's rank, zeros on others."""
         self.objective.fill(batch, 1, 0)
-        with Context(TRAINING=0): made = self.through(lambda stage, x: stage.scored(x))
+        with Context(TRAINING=0): made = self.through(lambda stage, x: stage.score(x))
         return np.zeros(1) if made is None else made.numpy().astype(np.float64)
 
     def first_bad(self, documents: bool) -> str:
@@ -92,12 +92,12 @@ class PipelineStep(Step):
         buffers."""
         found = [LOSS]
 
-        def checked(stage: StagePasses, x: Tensor | None) -> Tensor:
+        def check(stage: StagePasses, x: Tensor | None) -> Tensor:
             mine = x is None or finite(x)
             bad, made = first_bad_layer(stage.objective.model, self.inputs, documents, x)
             if mine and bad != LOSS: found.insert(0, bad)
             return made
-        with Context(TRAINING=1): self.through(checked)
+        with Context(TRAINING=1): self.through(check)
         return found[0]
 
     def through(self, passed: Callable[[StagePasses, Tensor | None], Tensor]) -> Tensor | None:
@@ -124,9 +124,9 @@ class StagePasses:
         self.first, self.last = number == 0, number == order.stages - 1
         self.names = tuple(parameters(objective.model))
         self._given, self._gradients = dict[int, Tensor | None](), dict[int, Tensor | None]()
-        self._forward, self._score = captured(self._made), captured(self._scored)
-        self._back = captured(self._both if not order.splits else self._input_alone)
-        self._behind = captured(self._parameters_alone)
+        self._forward, self._score = capture(self._make), capture(self._compute_score)
+        self._back = capture(self._both if not order.splits else self._input_alone)
+        self._behind = capture(self._parameters_alone)
 
     def forward(self, microbatch: int, x: Tensor | None) -> Tensor | None:
         """Hidden states for the next stage; of the last nothing, whose loss comes with its gradient."""
@@ -153,33 +153,33 @@ class StagePasses:
         self.step.fill(microbatch)
         self._behind(*_some(self._given.pop(microbatch), self._gradients.pop(microbatch)))
 
-    def scored(self, x: Tensor | None) -> Tensor:
+    def score(self, x: Tensor | None) -> Tensor:
         """Hidden states, or of the last stage the sum of the loss, (1,)."""
         made: Tensor = self._score(*_some(x))
         return made
 
     # **** captured ****
 
-    def _made(self, *x: Tensor) -> Tensor:
-        return self.objective.passed(*(x or (None,))).contiguous().realize()
+    def _make(self, *x: Tensor) -> Tensor:
+        return self.objective.pass_on(*(x or (None,))).contiguous().realize()
 
-    def _scored(self, *x: Tensor) -> Tensor:
-        return self.objective.loss(*x).reshape(1).contiguous().realize() if self.last else self._made(*x)
+    def _compute_score(self, *x: Tensor) -> Tensor:
+        return self.objective.loss(*x).reshape(1).contiguous().realize() if self.last else self._make(*x)
 
     def _both(self, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        dx, sums, gradients = self._derived(given, True, True)
+        dx, sums, gradients = self._derive(given, True, True)
         Tensor.realize(*_some(dx, sums), *self.step.added_up(gradients))
         return dx, sums
 
     def _input_alone(self, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        dx, sums, _ = self._derived(given, True, False)
+        dx, sums, _ = self._derive(given, True, False)
         Tensor.realize(*_some(dx, sums))
         return dx, sums
 
     def _parameters_alone(self, *given: Tensor) -> None:
-        Tensor.realize(*self.step.added_up(self._derived(given, False, True)[2]))
+        Tensor.realize(*self.step.added_up(self._derive(given, False, True)[2]))
 
-    def _derived(self, given: Sequence[Tensor], inputs: bool, weights: bool
+    def _derive(self, given: Sequence[Tensor], inputs: bool, weights: bool
                  ) -> tuple[Tensor | None, Tensor | None, Named]:
         """The gradient of the stage's input, the sums of its loss, and the gradients of its parameters, of
         what there is and is asked for. `given`: the input, but of the first stage, and the gradient of its
@@ -191,7 +191,7 @@ class StagePasses:
             sums, made = made.reshape(1).contiguous(), made / step.inputs.count.reshape(())
             if (scaler := step.optimizer.loss_scaler) is not None:
                 made = made * scaler.scale.detach().reshape(())
-        else: sums, made, grad = None, self.objective.passed(x), given[-1]
+        else: sums, made, grad = None, self.objective.pass_on(x), given[-1]
         own = self.names if weights else ()
         wanted = [*(step.parameters[name] for name in own), *(_some(x) if inputs else ())]
         found = made.gradient(*wanted, gradient=grad)

@@ -52,7 +52,7 @@ class OneRank:
         return self.layout.place(self.rank)
 
     @property
-    def started_again(self) -> bool:
+    def is_restarted(self) -> bool:
         """Whether a launcher started the ranks again after one failed."""
         return os.environ.get(RESTARTS, "0") != "0"
 

@@ -86,12 +86,12 @@ class Bucket:
                          [self.group.rank])
         return {name: each.contiguous().is_param_(False).realize() for name, each in own.items()}
 
-    def reduced(self, gradients: Named) -> Named:
+    def reduce(self, gradients: Named) -> Named:
         """Returns this rank's parts of the sums over ranks."""
         rows = self.rows({name: gradients[name] for name in self.columns})
         return self.parts(reduce_scatter(rows, self.group, name=f"gradients {self.name}").reshape(-1))
 
-    def joined(self, shards: Named, after: Tensor | None = None, name: str = "") -> Tensor:
+    def join(self, shards: Named, after: Tensor | None = None, name: str = "") -> Tensor:
         """(ranks, columns) of the parts of all ranks, in the parameters' dtype, gathered after `after`."""
         dtype = next(iter(self.parameters.values())).dtype
         own = [shards[each].detach() for each in self.columns]
@@ -107,9 +107,9 @@ class Bucket:
             at += columns
         return made
 
-    def gathered(self, shards: Named) -> list[Tensor]:
+    def gather(self, shards: Named) -> list[Tensor]:
         """The parameters, written from all ranks' parts."""
-        for name, made in self.wholes(self.joined(shards)).items(): self.parameters[name].assign(made)
+        for name, made in self.wholes(self.join(shards)).items(): self.parameters[name].assign(made)
         return list(self.parameters.values())
 
 
@@ -121,12 +121,12 @@ class Sharded(Whole):
                  bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(parameters)
         self.group, self.stage = group, stage
-        self.buckets = self._made(bucket_bytes)
+        self.buckets = self._make(bucket_bytes)
         made = {name: part for each in self.buckets for name, part in each.first().items()}
         self.optimized = {name: made[name] for name in self.whole}
         self.added, self.joins = (self.whole, True) if stage == 1 else (self.optimized, False)
 
-    def _made(self, bucket_bytes: int) -> list[Bucket]:
+    def _make(self, bucket_bytes: int) -> list[Bucket]:
         """The last parameters first, whose gradients are there first."""
         names = list(reversed(self.whole))
         found = buckets([self.whole[name] for name in names], bucket_bytes)
@@ -137,26 +137,26 @@ class Sharded(Whole):
         """Stage 2: this rank's parts of the sums over ranks."""
         if self.stage == 1: return gradients
         # in memory first: a kernel that joins a bucket must not read parameters that are written behind it
-        return self._reduced({name: each.contiguous() for name, each in gradients.items()})
+        return self._reduce({name: each.contiguous() for name, each in gradients.items()})
 
     def all(self, sums: Named) -> Named:
         """Stage 1: this rank's parts of the sums over ranks."""
-        return self._reduced(sums)
+        return self._reduce(sums)
 
-    def taken(self, sums: Named) -> Named:
+    def take(self, sums: Named) -> Named:
         """Parts of gradients: of stage 1 in memory of their own."""
         if self.stage == 2: return sums
         return {name: each.zeros_like().contiguous().is_param_(False).realize()
                 for name, each in self.optimized.items()}
 
-    def gathered(self) -> list[Tensor]:
+    def gather(self) -> list[Tensor]:
         """The parameters, written from all ranks' parts."""
-        return [tensor for each in self.buckets for tensor in each.gathered(self.optimized)]
+        return [tensor for each in self.buckets for tensor in each.gather(self.optimized)]
 
     def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum over ranks of sums of squares of their parts."""
         return all_reduce(super().squares(gradients), self.group, name=f"squares of gradients{name}")
 
-    def _reduced(self, gradients: Named) -> Named:
-        made = {name: part for each in self.buckets for name, part in each.reduced(gradients).items()}
+    def _reduce(self, gradients: Named) -> Named:
+        made = {name: part for each in self.buckets for name, part in each.reduce(gradients).items()}
         return {name: made[name] for name in gradients}

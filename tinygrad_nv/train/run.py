@@ -132,7 +132,7 @@ class Run:
         return self.ranks.rank if self.parts.sharded else self.ranks.layout.keeper(self.ranks.rank)
 
 
-def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str],
+def assemble(arguments: TrainingArguments, directory: Path, data: Sequence[str],
               device: str | None = None) -> Run:
     """Opens what a run needs. Raises what its parts raise."""
     dtype, ranks = arguments.weights, own_ranks(arguments)
@@ -153,11 +153,12 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     widest, stages = max(each.width for each in (rows, evaluation) if each is not None), None
     if arguments.sequence_parallel: widest += -widest % ranks.layout.tensor     # the rest is padding
     if isinstance(ranks, TrainingRanks) and ranks.layout.pipeline > 1:
-        from tinygrad_nv.train.stages import opened  # which loads dist/
-        stages = opened(arguments, directory, device, ranks.mesh)
+        from tinygrad_nv.train.stages import open_stages  # which loads dist/
+        stages = open_stages(arguments, directory, device, ranks.mesh)
     if stages is not None: model = stages.first
-    elif arguments.from_scratch: model = network.drawn(directory, dtype, arguments.seed, device, parallel)
-    else: model = network.opened(directory, dtype, device, arguments.online, parallel)
+    elif arguments.from_scratch: model = network.draw_weights(directory, dtype, arguments.seed, device,
+                                                              parallel)
+    else: model = network.open_network(directory, dtype, device, arguments.online, parallel)
     for own in [model] if stages is None else stages.models.values():
         network.require_trainable(own, arguments.use_peft, arguments.recipe.fp8 is not None)
         network.whole_head(own)
@@ -165,7 +166,8 @@ def assembled(arguments: TrainingArguments, directory: Path, data: Sequence[str]
     inputs = Inputs(arguments.per_device_train_batch_size * rows.rows_per_index, widest, model.device,
                     _part(arguments, config, ranks, widest, model.device))
     learner = learning(arguments, model, inputs, _alike(ranks),
-                       lambda: network.opened(directory, dtype, model.device, parallel=parallel), stages,
+                       lambda: network.open_network(directory, dtype, model.device,
+                                                    parallel=parallel), stages,
                        _sharing(ranks, parallel))
     return Run(arguments, directory, model, tokenizer, rows, evaluation, learner.objective, learner.optimizer,
                learner.adapter, _steps(arguments, rows, ranks.layout.data),

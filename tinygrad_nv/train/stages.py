@@ -9,7 +9,7 @@ Squares of gradients are added up over stages. A tied embedding is on the first 
 the last, as head: the gradients of both are added up before the update, so that both update it alike, and the
 squares of the last are left out of the norm.
 
-Within `saved()` rank 0 has the whole model, of which each stage sends its part.
+Within `save()` rank 0 has the whole model, of which each stage sends its part.
 """
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stages:
         return Staged(self, inner)
 
 
-def opened(arguments: TrainingArguments, directory: Path, device: str | None, mesh: Mesh) -> Stages:
+def open_stages(arguments: TrainingArguments, directory: Path, device: str | None, mesh: Mesh) -> Stages:
     """Returns this rank's stages with their weights, drawn or read. Raises `ModelError`, `WeightError`."""
     read = read_config if arguments.from_scratch else load_config
     config, pipe = read(directory), mesh.group("pipeline")
@@ -116,13 +116,13 @@ class Staged:
             made[EMBEDDING] = all_reduce(own, self.ends, name="gradient of the tied embedding")
         return made
 
-    def taken(self, sums: Named) -> Named:
+    def take(self, sums: Named) -> Named:
         """Returns the tensors that `all` is put into."""
-        return self.inner.taken(sums)
+        return self.inner.take(sums)
 
-    def gathered(self) -> list[Tensor]:
+    def gather(self) -> list[Tensor]:
         """Returns the tensors to be realized after an update."""
-        return self.inner.gathered()
+        return self.inner.gather()
 
     def squares(self, gradients: Named, name: str = "") -> Tensor:
         """The sum of squares over all stages; of a tied embedding the first counts them."""
@@ -139,19 +139,20 @@ class Staged:
         return self.inner.leaves()
 
     @contextlib.contextmanager
-    def saved(self, model: Llama) -> Iterator[Llama]:
+    def save(self, model: Llama) -> Iterator[Llama]:
         """The whole model, on the first stage of rank 0's pipeline."""
-        yield (gathered(self.stages) if 0 in self.pipe.members else None) or model
+        yield (gather_model(self.stages) if 0 in self.pipe.members else None) or model
 
 
-def gathered(stages: Stages) -> Llama | None:
+def gather_model(stages: Stages) -> Llama | None:
     """The whole model on the first rank of a pipeline, of which each rank has stages, in memory that it
     shares with those of its own; None on other ranks. All ranks of the group call it."""
     first, order, pipe = stages.first, stages.order, stages.pipe
     assert first.parallel is not None
     whole = Llama(first.parallel.whole, first.dtype, first.device)
-    own = {name: each for model in stages.models.values() for name, each in network.named(model).items()}
-    for name, each in network.named(whole).items():
+    own = {name: each for model in stages.models.values() for name,
+           each in network.name_parameters(model).items()}
+    for name, each in network.name_parameters(whole).items():
         source = order.rank_of(_stage_of(name, whole.config.num_layers, order.stages))
         if source == pipe.rank:
             if pipe.rank: send(own[name].contiguous(), pipe, 0, name).realize()

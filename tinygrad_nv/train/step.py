@@ -45,7 +45,7 @@ class StepResult:
     precision: dict[str, float]
 
 
-def captured(program: Callable[[], Any]) -> Any:
+def capture(program: Callable[[], Any]) -> Any:
     """A TinyJit that captures at the first call. By itself it would run the program without a plan of its
     memory first, which took 1.3 times the bytes of a captured step where this was measured."""
     made = TinyJit(program)
@@ -70,11 +70,11 @@ class Step:
         self._joins = joins
         self._taken: Named = {}     # what the optimiser takes
         if self.sums is not None: self._taken = self.sums.gradients if parts is None else \
-            parts.taken(self.sums.gradients)
+            parts.take(self.sums.gradients)
         self.done, self._skipped = 0, -1    # before the first step it is not read: a run may go on
-        self._whole, self._part, self._end = captured(self._run), captured(self._add), captured(self._take)
-        self._joined = captured(self._join)
-        self._evaluate = captured(self._summed)
+        self._whole, self._part, self._end = capture(self._run), capture(self._add), capture(self._take)
+        self._joined = capture(self._join)
+        self._evaluate = capture(self._sum)
 
     @property
     def programs(self) -> tuple[Callable[[], object], ...]:
@@ -90,14 +90,14 @@ class Step:
     @property
     def evaluation(self) -> Callable[[], object]:
         """Program of an evaluation, uncaptured, which runs for each batch."""
-        return self._summed
+        return self._sum
 
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
         precision = self._precision()
         if self._skipped < 0: self._skipped = self.skipped
         with Context(TRAINING=1):
-            found = self._passed(batches, max(count, 1))
+            found = self._pass_on(batches, max(count, 1))
             if self.sums is not None:
                 if self._joins: self._joined()
                 self._end()
@@ -112,7 +112,7 @@ class Step:
         return StepResult(loss, dict(zip(self.objective.names, rest, strict=True)),
                           float(self.optimizer.grad_norm.item()), self._skipped > before, precision)
 
-    def _passed(self, batches: Sequence[Batch], count: int) -> np.ndarray:
+    def _pass_on(self, batches: Sequence[Batch], count: int) -> np.ndarray:
         """The sums of all micro-batches, whose gradients are added up, or taken by the one program."""
         found = np.zeros(1 + len(self.objective.names))
         for number, batch in enumerate(batches):
@@ -150,7 +150,7 @@ class Step:
 
     # **** captured ****
 
-    def _derived(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+    def _derive(self) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         """A micro-batch's sums, the gradients of its part of the mean loss, times the loss's scale where it
         has one, and what else is to be realized."""
         with self._present(): sums = self.objective.sums()
@@ -167,18 +167,18 @@ class Step:
         """Returns the gradients of a micro-batch that are added up."""
         return gradients if self.parts is None else self.parts.each(gradients)
 
-    def _updated(self, gradients: Named) -> list[Tensor]:
+    def _update(self, gradients: Named) -> list[Tensor]:
         """Returns the tensors to be realized of an update."""
         changed = self.optimizer.schedule_step(gradients)
         if self.fp8 is not None: changed += self.fp8.schedule_step(self.optimizer.grad_norm.isfinite())
-        return changed if self.parts is None else [*changed, *self.parts.gathered()]
+        return changed if self.parts is None else [*changed, *self.parts.gather()]
 
     def _run(self) -> Tensor:
-        sums, gradients, seen = self._derived()
-        return sums.realize(*seen, *self._updated(gradients))
+        sums, gradients, seen = self._derive()
+        return sums.realize(*seen, *self._update(gradients))
 
     def _add(self) -> Tensor:
-        sums, gradients, seen = self._derived()
+        sums, gradients, seen = self._derive()
         return sums.realize(*seen, *self.added_up(gradients))
 
     def added_up(self, gradients: Named) -> list[Tensor]:
@@ -190,7 +190,7 @@ class Step:
 
     def _take(self) -> None:
         assert self.sums is not None
-        Tensor.realize(*self._updated(self._taken), *self.sums.schedule_zero())
+        Tensor.realize(*self._update(self._taken), *self.sums.schedule_zero())
 
     def _join(self) -> None:
         assert self.sums is not None
@@ -201,5 +201,5 @@ class Step:
     def _present(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.parts is None else self.parts.present()
 
-    def _summed(self) -> Tensor:
+    def _sum(self) -> Tensor:
         with self._present(): return Tensor.stack(*self.objective.sums()).realize()

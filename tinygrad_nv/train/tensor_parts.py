@@ -3,7 +3,7 @@
 Protocol: as parts.py has it; `inner` are the parts that ranks with the same parameters make. Parameters are
 of the kinds of cuts.py. After a micro-batch gradients that are partial are added up over the tensor group,
 and those of rows that several ranks have over these. The norm of all gradients has the squares of what is cut
-of all ranks, and those of other parameters once. `saved` gathers the model on rank 0.
+of all ranks, and those of other parameters once. `save` gathers the model on rank 0.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinygrad import Tensor
 from tinygrad_nv.dist.collectives.functions import all_reduce, all_reduce_many
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.train.cuts import CUT, PARTIAL, Cuts, joined
+from tinygrad_nv.train.cuts import CUT, PARTIAL, Cuts, join
 from tinygrad_nv.train.parts import Named, Parts
 
 
@@ -55,10 +55,10 @@ class TensorParts:
         for name, tensor in made.items():
             if self._number[id(self.whole[name])] in self._on_first:
                 made[name] = tensor * self.group.is_rank(0).to(tensor.device).cast(tensor.dtype)
-        for name, rows in self._shared.items(): made[name] = self._summed(name, made[name], rows)
+        for name, rows in self._shared.items(): made[name] = self._sum(name, made[name], rows)
         return self.inner.each(made)
 
-    def _summed(self, name: str, gradient: Tensor, rows: list[tuple[int, int]]) -> Tensor:
+    def _sum(self, name: str, gradient: Tensor, rows: list[tuple[int, int]]) -> Tensor:
         """A gradient, with these rows of all ranks that have them."""
         assert self.sharing is not None
         made, at = list[Tensor](), 0
@@ -71,9 +71,9 @@ class TensorParts:
 
     def all(self, sums: Named) -> Named: return self.inner.all(sums)
 
-    def taken(self, sums: Named) -> Named: return self.inner.taken(sums)
+    def take(self, sums: Named) -> Named: return self.inner.take(sums)
 
-    def gathered(self) -> list[Tensor]: return self.inner.gathered()
+    def gather(self) -> list[Tensor]: return self.inner.gather()
 
     def present(self) -> AbstractContextManager[None]: return self.inner.present()
 
@@ -93,6 +93,6 @@ class TensorParts:
         return made + self.inner.squares(alike, f"{name} of all") if alike else made
 
     @contextlib.contextmanager
-    def saved(self, model: Llama) -> Iterator[Llama]:
+    def save(self, model: Llama) -> Iterator[Llama]:
         """The whole model, on rank 0."""
-        with self.inner.saved(model): yield joined(model) or model
+        with self.inner.save(model): yield join(model) or model

@@ -75,11 +75,11 @@ def train(run: Run) -> Trained:
     with CheckpointWriter(output, run=run.identity, keep=arguments.save_total_limit, rank=ranks.rank,
                           ranks=ranks.size, barrier=lambda: ranks.barrier("checkpoint"),
                           asynchronous=arguments.save_asynchronous) as writer:
-        at = _resumed(run, output)
+        at = _resume(run, output)
         with Log(arguments, run.steps, at.step) if ranks.first else Silent() as log:
             loop.run(at, writer, log)
             log.finish()
-    with run.parts.saved(run.model) as model:
+    with run.parts.save(run.model) as model:
         made = _export(run, model, output) if ranks.first else output
     ranks.barrier("trained")
     return Trained(made, run.steps, loop.loss, loop.eval_loss, time.perf_counter() - begun)
@@ -125,7 +125,7 @@ class _Loop:
     def _take(self, data: DataStep, at: Progress, log: Log | Silent) -> None:
         run, begun = self.run_, time.perf_counter()
         rate = run.arguments.learning_rate * self.factor(at.step)
-        own = sum(run.objective.counted(batch) for batch in data.batches)
+        own = sum(run.objective.count(batch) for batch in data.batches)
         count, tokens = run.ranks.begin(np.array([own, data.tokens], np.float64))
         run.optimizer.set_lr(rate)
         result = self.step(data.batches, int(count))
@@ -136,7 +136,7 @@ class _Loop:
                   "epoch": round(data.epoch, 4), "tokens_per_s": tokens / seconds, "seconds": seconds,
                   "memory_bytes": GlobalCounters.mem_used, **result.means, **result.precision,
                   **({"skipped": True} if result.skipped else {})})
-        if result.skipped: log.say(_skipped(at.step, result))
+        if result.skipped: log.say(_skip(at.step, result))
 
     def _stop(self, step: int) -> None:
         """Raises `TrainingError` for a loss that is NaN, which another rank's rows may have made."""
@@ -151,7 +151,7 @@ class _Loop:
     def _evaluate(self, step: int, log: Log | Silent) -> None:
         run, a = self.run_, self.run_.arguments
         if run.evaluation is not None:
-            found = self._evaluated()
+            found = self._evaluate_all()
             self.eval_loss = float(found[0])
             row = {"step": step, "eval_loss": self.eval_loss,
                    **{f"eval_{name}": float(each) for name, each
@@ -161,7 +161,7 @@ class _Loop:
             text = self._sample(prompt)
             log.note({"step": step, "prompt": prompt, "sample": text}, f"step {step}: {prompt}{text}")
 
-    def _evaluated(self) -> np.ndarray:
+    def _evaluate_all(self) -> np.ndarray:
         """Means over the evaluation's data, of which each rank has its batches."""
         run, a, ranks = self.run_, self.run_.arguments, self.run_.ranks
         assert run.evaluation is not None
@@ -172,7 +172,7 @@ class _Loop:
             for number, data in enumerate(loader):
                 if a.eval_batches and number * size + rank >= a.eval_batches: break
                 found[:-1] += self.step.evaluate(data.batches[0])
-                found[-1] += run.objective.counted(data.batches[0])
+                found[-1] += run.objective.count(data.batches[0])
         if not ranks.layout.counts(ranks.rank): found[-1] = 0
         *sums, counted = ranks.added(found)
         return np.array(sums) / max(counted, 1)
@@ -187,7 +187,7 @@ class _Loop:
         return run.tokenizer.decode([*ids, *made])[len(run.tokenizer.decode(ids)):]
 
 
-def _skipped(step: int, result: StepResult) -> str:
+def _skip(step: int, result: StepResult) -> str:
     return f"step {step} changed nothing: the norm of its gradients is {result.grad_norm}"
 
 
@@ -199,7 +199,7 @@ def _saves(arguments: TrainingArguments, step: int, epochs: tuple[int, int], las
 
 def _require_new(arguments: TrainingArguments, ranks: OneRank, output: Path) -> None:
     """Raises `CheckpointError` for checkpoints that nothing was said of."""
-    if arguments.resume_from_checkpoint is not None or ranks.started_again or not output.is_dir(): return
+    if arguments.resume_from_checkpoint is not None or ranks.is_restarted or not output.is_dir(): return
     if not (found := sorted(output.glob("checkpoint-*"))): return
     if not arguments.overwrite_output_dir:
         raise CheckpointError(f"{output} has {found[-1].name} of another run", "an empty directory",
@@ -208,7 +208,7 @@ def _require_new(arguments: TrainingArguments, ranks: OneRank, output: Path) -> 
     for each in found: shutil.rmtree(each)
 
 
-def _resumed(run: Run, output: Path) -> Progress:
+def _resume(run: Run, output: Path) -> Progress:
     """The state of the checkpoint that the arguments name, or of the last where ranks were started again."""
     found, ranks = _checkpoint(run, output), run.ranks
     steps = set(ranks.told("checkpoint", "none" if found is None else str(found.step)))
@@ -217,7 +217,7 @@ def _resumed(run: Run, output: Path) -> Progress:
                               "one directory for all ranks", "choose an --output-dir that all hosts share")
     if found is None: return Progress(0, None)
     found.restore(run.tensors(), run.cut())
-    if changed := run.parts.gathered(): Tensor.realize(*changed)
+    if changed := run.parts.gather(): Tensor.realize(*changed)
     state = found.state if isinstance(found.state, dict) else {}
     if type(step := state.get("step")) is not int or "data" not in state:
         raise CheckpointError(f"{found.path} has no state of a training run", '"step" and "data"',
@@ -229,7 +229,7 @@ def _checkpoint(run: Run, output: Path) -> checkpoints.Checkpoint | None:
     """The one that the run goes on from."""
     asked, ranks = run.arguments.resume_from_checkpoint, run.ranks
     latest = asked in (LATEST, "true", "True")      # transformers takes True
-    if latest or ranks.started_again:
+    if latest or ranks.is_restarted:
         found = checkpoints.load_latest(output, run=run.identity, rank=run.keeper, ranks=ranks.size)
         if found is not None: return found
     if asked is None or latest: return None

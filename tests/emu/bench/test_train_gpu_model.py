@@ -14,7 +14,7 @@ SMALL = train_gpu_model.GPT2 | {"hidden_size": 128, "intermediate_size": 256, "n
 def test_launches_of_many_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 6 layers, scheduled as they are, and from 2 and 3: as many of every kernel that has no layers, or
     one layer, among its arguments, and the bytes of all."""
-    config = train_gpu_model.shortened(parse_config(SMALL), 6)
+    config = train_gpu_model.shorten(parse_config(SMALL), 6)
     options = {"dtype": "bfloat16", "max_length": 64, "per_device_train_batch_size": 2}
     every = train_gpu_model.launches_of(config, options)
     monkeypatch.setattr(train_gpu_model, "WHOLE", 4)

@@ -30,7 +30,7 @@ class Case:
     def __init__(self, folder: Path, config: dict[str, object], rows: int = 2, width: int = 16,
                  documents: bool = False, dropout: float | None = None) -> None:
         (folder / "config.json").write_text(json.dumps(config))
-        self.model: Llama = network.drawn(folder, dtypes.float32, 3)
+        self.model: Llama = network.draw_weights(folder, dtypes.float32, 3)
         self.inputs = Inputs(rows, width, self.model.device)
         random, vocabulary = np.random.default_rng(1), int(self.model.config.vocab_size)
         tokens = random.integers(0, vocabulary, (rows, width)).astype(np.int32)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.train.checkpoints.manifest import read_manifest, require_sizes
-from tinygrad_nv.train.files import refused, sync_folder
+from tinygrad_nv.train.files import refusal, sync_folder
 
 NAME = re.compile(r"checkpoint-(\d+)")
 LEFT = re.compile(r"\.checkpoint-(\d+)\.(partial|replaced|deleted)")
@@ -32,10 +32,10 @@ def final(directory: Path, step: int) -> Path: return directory / f"checkpoint-{
 def partial(directory: Path, step: int) -> Path: return directory / f".checkpoint-{step}.partial"
 
 
-def _replaced(directory: Path, step: int) -> Path: return directory / f".checkpoint-{step}.replaced"
+def _replace(directory: Path, step: int) -> Path: return directory / f".checkpoint-{step}.replaced"
 
 
-def listed(directory: Path) -> list[tuple[int, Path]]:
+def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Steps and directories of checkpoints, the newest first; whole or not."""
     if not directory.is_dir(): return []
     names = sorted(each.name for each in directory.iterdir() if each.is_dir())
@@ -57,7 +57,7 @@ def sweep(directory: Path) -> None:
 
 def commit(directory: Path, step: int) -> Path:
     """Gives a whole checkpoint its name. Raises OSError."""
-    source, target, old = partial(directory, step), final(directory, step), _replaced(directory, step)
+    source, target, old = partial(directory, step), final(directory, step), _replace(directory, step)
     sync_folder(source)
     if replaces := target.exists(): os.rename(target, old)
     os.rename(source, target)
@@ -78,7 +78,7 @@ def rotate(directory: Path, keep: int, newest: int) -> None:
     Whole: the manifest and the sizes of files are right. Hashes were right when they were written, and are
     checked before they are read. Raises OSError."""
     left = keep - 1
-    for step, path in listed(directory):
+    for step, path in list_checkpoints(directory):
         if step == newest: continue
         if left == 0 and step < newest: remove(step, path)
         elif left and _whole(path): left -= 1
@@ -99,7 +99,7 @@ class Lock:
         try: fcntl = importlib.import_module("fcntl")
         except ImportError: return
         try: self._file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except OSError as error: raise refused(directory, error) from error
+        except OSError as error: raise refusal(directory, error) from error
         try: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(self._file, 32, 0).decode(errors="replace").strip()

@@ -3,7 +3,7 @@
 Protocol: each rank has a `Part`: its files with size and SHA-256, where its tensors are in them, and its
 state. With several ranks each writes its part as JSON when its files are on the disk, and rank 0 joins them
 to the `Manifest`. The manifest has a hash of itself. `read_manifest` raises `CheckpointError` for one that
-is missing, damaged, or of another format; `verified` also for files that are not as the manifest says.
+is missing, damaged, or of another format; `verify` also for files that are not as the manifest says.
 """
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def part_from_json(data: Mapping[str, Any]) -> Part:
     """Raises KeyError, TypeError, ValueError."""
     files = {_plain_name(name): FileRecord(_count(each["nbytes"]), str(each["sha256"]))
              for name, each in data["files"].items()}
-    tensors = {name: _stored_tensor(each, files) for name, each in data["tensors"].items()}
+    tensors = {name: _read_tensor(each, files) for name, each in data["tensors"].items()}
     return Part(_count(data["rank"]), data["state"], files, tensors)
 
 
-def _stored_tensor(data: Mapping[str, Any], files: Mapping[str, FileRecord]) -> StoredTensor:
+def _read_tensor(data: Mapping[str, Any], files: Mapping[str, FileRecord]) -> StoredTensor:
     """Returns where a tensor is. Raises KeyError, TypeError, ValueError: its file has not these bytes."""
     shape = tuple(map(_count, data["shape"]))
     made = StoredTensor(str(data["file"]), str(data["dtype"]), shape, _count(data["offset"]))
@@ -137,7 +137,7 @@ def require_sizes(path: Path, manifest: Manifest) -> None:
                 raise incomplete(path, f"{name} has {size} bytes, and had {record.nbytes}")
 
 
-def verified(path: Path) -> Manifest:
+def verify(path: Path) -> Manifest:
     """The manifest of a checkpoint, all files of which were read and have their hashes. Raises
     `CheckpointError` that names the first file that differs."""
     manifest = read_manifest(path)

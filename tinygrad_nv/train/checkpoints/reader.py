@@ -26,8 +26,8 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.models.checkpoint import ITEM_BYTES
 from tinygrad_nv.runtime.memory import host_bytes, write
-from tinygrad_nv.train.checkpoints.folder import listed
-from tinygrad_nv.train.checkpoints.manifest import Manifest, StoredTensor, incomplete, verified
+from tinygrad_nv.train.checkpoints.folder import list_checkpoints
+from tinygrad_nv.train.checkpoints.manifest import Manifest, StoredTensor, incomplete, verify
 from tinygrad_nv.train.checkpoints.run import require_run, to_plain_json
 from tinygrad_nv.train.checkpoints.snapshot import dtype_of, has_memory, shape_of
 from tinygrad_nv.train.files import CHUNK
@@ -66,7 +66,7 @@ class Checkpoint:
     @property
     def _same_ranks(self) -> bool: return len(self.manifest.parts) == self.ranks
 
-    def _stored(self, name: str) -> StoredTensor | None:
+    def _read_stored(self, name: str) -> StoredTensor | None:
         """A tensor as this rank sees it. Raises `CheckpointError` for one that several ranks have."""
         own = self.manifest.parts[self.rank].tensors if self._same_ranks else {}
         if name in own: return own[name]
@@ -101,7 +101,7 @@ class Checkpoint:
             for section in own: self._read(section.stored, tensors[name], section.first)
 
     def _require(self, name: str, tensor: Tensor) -> StoredTensor:
-        stored, wanted = self._stored(name), (dtype_of(name, tensor), shape_of(tensor))
+        stored, wanted = self._read_stored(name), (dtype_of(name, tensor), shape_of(tensor))
         if stored is None:
             raise CheckpointError(f"{self.path} has no tensor {name}", "the tensors of the run", MODEL)
         if (stored.dtype, stored.shape) != wanted:
@@ -162,7 +162,7 @@ def load(path: str | Path, *, run: Mapping[str, Any] | None = None, rank: int = 
     if not Path(path).is_dir():
         raise CheckpointError(f"no such checkpoint: {path}", "a directory checkpoint-<step>",
                               "check the path")
-    manifest = verified(Path(path))
+    manifest = verify(Path(path))
     if run is not None: require_run(Path(path), manifest, to_plain_json(run, "run"))
     return Checkpoint(Path(path), manifest, rank, ranks)
 
@@ -172,12 +172,12 @@ def load_latest(directory: str | Path, *, run: Mapping[str, Any] | None = None, 
     """The newest checkpoint of a directory that is whole; None where there is none at all. Raises
     `CheckpointError` if there are some and none is whole, or if it is not of `run`."""
     skipped: list[CheckpointError] = []
-    try: candidates = listed(Path(directory))
+    try: candidates = list_checkpoints(Path(directory))
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error.strerror}", "a directory of checkpoints",
                               "check its permissions") from error
     for _, path in candidates:
-        try: manifest = verified(path)
+        try: manifest = verify(path)
         except CheckpointError as error:
             skipped.append(error)
             continue

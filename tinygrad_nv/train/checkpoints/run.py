@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.errors import CheckpointError
-from tinygrad_nv.train.checkpoints.folder import listed
+from tinygrad_nv.train.checkpoints.folder import list_checkpoints
 from tinygrad_nv.train.checkpoints.manifest import Manifest, read_manifest
 
 PLAIN = "objects with strings as keys, lists, strings, numbers, booleans, or None"
@@ -50,7 +50,7 @@ def require_run(path: Path, manifest: Manifest, run: Any) -> None:
 
 def require_same_run(directory: Path, run: Any) -> None:
     """Raises `CheckpointError` for a directory with a checkpoint of another run."""
-    for _, path in listed(directory):
+    for _, path in list_checkpoints(directory):
         try: manifest = read_manifest(path)
         except CheckpointError: continue
         require_run(path, manifest, run)

@@ -46,11 +46,11 @@ class Snapshot:
         `CheckpointError` for a dtype that cannot be stored."""
         dtypes_of = {name: dtype_of(name, tensor) for name, tensor in tensors.items()}
         if tensors: Tensor.realize(*tensors.values())
-        self._held = {name: self._copied(name, tensor) for name, tensor in tensors.items()}
+        self._held = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         return {name: Source(dtypes_of[name], shape_of(tensor), partial(_whole, self._held[name]))
                 for name, tensor in tensors.items()}
 
-    def _copied(self, name: str, tensor: Tensor) -> bytearray:
+    def _copy(self, name: str, tensor: Tensor) -> bytearray:
         nbytes = int(tensor.nbytes())
         made = self._held.get(name)
         if made is None or len(made) != nbytes: made = bytearray(nbytes)

@@ -43,7 +43,7 @@ from tinygrad_nv.train.checkpoints.manifest import (
 )
 from tinygrad_nv.train.checkpoints.run import require_same_run, to_plain_json
 from tinygrad_nv.train.checkpoints.snapshot import Snapshot
-from tinygrad_nv.train.files import FileRecord, make_folder, refused, write_file
+from tinygrad_nv.train.files import FileRecord, make_folder, refusal, write_file
 from tinygrad_nv.train.tensor_files import Source, shards, write_tensors
 
 SHARD_BYTES = 5 * 10 ** 9   # of a file, as transformers has it
@@ -81,11 +81,11 @@ class CheckpointWriter:
         self.rank, self.ranks, self.asynchronous = rank, ranks, asynchronous
         self.run = to_plain_json({} if run is None else run, "run")
         self._barrier = barrier or (lambda: None)
-        self._snapshot, self._lock = Snapshot(), None if rank else self._opened()
+        self._snapshot, self._lock = Snapshot(), None if rank else self._open()
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._pending: Future[Path] | None = None
 
-    def _opened(self) -> folder.Lock:
+    def _open(self) -> folder.Lock:
         """The lock of a directory that is there, and has nothing of killed processes."""
         try:
             make_folder(self.directory)
@@ -96,7 +96,7 @@ class CheckpointWriter:
             except BaseException:
                 lock.release()
                 raise
-        except OSError as error: raise refused(self.directory, error) from error
+        except OSError as error: raise refusal(self.directory, error) from error
         return lock
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class CheckpointWriter:
             try:
                 if failure is None: phase(job)
             except OSError as error:
-                failure = refused(Path(error.filename or self.directory), error, job.nbytes)
+                failure = refusal(Path(error.filename or self.directory), error, job.nbytes)
                 failure.__cause__ = error
             except Exception as error: failure = error
             self._barrier()     # ranks that wait for this one find out after it

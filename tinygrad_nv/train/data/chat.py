@@ -65,7 +65,7 @@ class Template:
 
     def answers(self, messages: Sequence[Message]) -> tuple[str, Spans]:
         """A conversation, and the spans of the assistant's text. Raises `DataError` where there are none."""
-        if self.has_marks: text, spans = _unmarked(self.render(messages, False, marks=True))
+        if self.has_marks: text, spans = _strip_marks(self.render(messages, False, marks=True))
         else:
             text = self.render(messages, False)
             spans = [self._answer(messages, number, text) for number, message in enumerate(messages)
@@ -114,7 +114,7 @@ class Template:
             "a template with {% generation %} marks, or one whose prefixes agree", CHECK)
 
 
-def _unmarked(text: str) -> tuple[str, Spans]:
+def _strip_marks(text: str) -> tuple[str, Spans]:
     """A text without marks, and the spans that were between them."""
     begin, end = GENERATION
     parts = re.split(f"({begin}|{end})", text)

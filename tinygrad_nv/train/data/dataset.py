@@ -23,9 +23,9 @@ from tinygrad_nv.train.data.files import find, is_shard
 from tinygrad_nv.train.data.packing import Strategy
 from tinygrad_nv.train.data.records import Record, SampleBy, records
 from tinygrad_nv.train.data.row import Row, row
-from tinygrad_nv.train.data.sampler import permuted
+from tinygrad_nv.train.data.sampler import permute
 from tinygrad_nv.train.data.shards import ShardDtype, Shards
-from tinygrad_nv.train.data.token_cache import Tokens, Writer, cached, hashed
+from tinygrad_nv.train.data.token_cache import Tokens, Writer, hash_file, open_cached
 
 Overflow = Literal["auto", "truncate", "split"]
 TOGETHER = 256      # records that are tokenized at once, on all cores
@@ -124,7 +124,7 @@ def load(paths: Sequence[str | Path], tokenizer: Tokenizer | None, vocab_size: i
         raise DataError(f"{files[0]} is text, and there is no tokenizer", "a tokenizer, for text",
                         "name a model with a tokenizer, or train on token ids (.npy, .bin)")
     first = next(records(files[:1], options.sample_by))
-    tokens = _tokenized(files, first, tokenizer, vocab_size, options)
+    tokens = _tokenize(files, first, tokenizer, vocab_size, options)
     if first.kind == "preference": return Preferences.of(tokens, options.max_length)
     return Documents.of(tokens, options, split=_splits(files, options))
 
@@ -137,7 +137,7 @@ def _splits(files: Sequence[Path], options: DataOptions) -> bool:
 
 # **** text ****
 
-def _tokenized(files: Sequence[Path], first: Record, tokenizer: Tokenizer, vocab_size: int,
+def _tokenize(files: Sequence[Path], first: Record, tokenizer: Tokenizer, vocab_size: int,
                options: DataOptions) -> Tokens:
     """The documents of files: from the cache, or tokenized now. Preferences are two documents each."""
     encoder = Encoder(tokenizer, options.encode)
@@ -152,9 +152,9 @@ def _tokenized(files: Sequence[Path], first: Record, tokenizer: Tokenizer, vocab
             left = records(files, options.sample_by, read)
             while some := list(islice(left, TOGETHER)):
                 _add(writer, some, encoder, vocab_size)
-    key = hashed(files, asdict(options.encode), options.sample_by, vocab_size, tokenizer.backend.to_str(),
+    key = hash_file(files, asdict(options.encode), options.sample_by, vocab_size, tokenizer.backend.to_str(),
                  dict(tokenizer.special), tokenizer.template, dict(tokenizer.named))
-    return cached(key, vocab_size, write)
+    return open_cached(key, vocab_size, write)
 
 
 def _add(writer: Writer, some: Sequence[Record], encoder: Encoder, vocab_size: int) -> None:
@@ -181,8 +181,8 @@ class Documents:
         lengths, most = tokens.lengths, options.max_length
         if options.packing and options.packing_strategy == "wrapped":
             order = np.arange(len(lengths))
-            if options.shuffle: order = permuted(order, len(order), options.seed, 0)
-            plan, dropped = packing.wrapped(lengths, order, most), 0
+            if options.shuffle: order = permute(order, len(order), options.seed, 0)
+            plan, dropped = packing.wrap(lengths, order, most), 0
         else:
             found = packing.pieces(lengths, most, split)
             kept = _with_loss(tokens, found)

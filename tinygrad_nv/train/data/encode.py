@@ -70,16 +70,16 @@ class Encoder:
                 for record in records]
 
     def _texts(self, records: Sequence[Record]) -> list[Encoded]:
-        texts = [self._ended(record.fields["text"]) for record in records]
+        texts = [self._end_text(record.fields["text"]) for record in records]
         short = [text for text in texts if len(text) <= LONG]
         made = iter(self.tokenizer.backend.encode_batch(short))     # on all cores
         return [Encoded(np.array(next(made).ids if len(text) <= LONG else
                                  encode_long(self.tokenizer, text), np.int64)) for text in texts]
 
-    def _ended(self, text: str) -> str: return text if text.endswith(self.eos) else text + self.eos
+    def _end_text(self, text: str) -> str: return text if text.endswith(self.eos) else text + self.eos
 
     def _one(self, record: Record) -> Encoded:
-        if record.kind == "prompt-completion": return self._completed(record, "completion")
+        if record.kind == "prompt-completion": return self._complete(record, "completion")
         if self.options.assistant_only_loss is False:
             text = Template(self.tokenizer, record).render(record.fields["messages"], False)
             return Encoded(np.array(self.tokenizer.encode(text, special=False), np.int64))
@@ -87,9 +87,9 @@ class Encoder:
         return Encoded(ids, loss)
 
     def _pair(self, record: Record) -> list[Encoded]:
-        return [self._completed(record, name, True) for name in ("chosen", "rejected")]
+        return [self._complete(record, name, True) for name in ("chosen", "rejected")]
 
-    def _completed(self, record: Record, name: str, pair: bool = False) -> Encoded:
+    def _complete(self, record: Record, name: str, pair: bool = False) -> Encoded:
         prompt, completion, options = record.fields["prompt"], record.fields[name], self.options
         assistant = None
         if record.is_chat:
@@ -99,7 +99,7 @@ class Encoder:
             else: ids = np.array(self.tokenizer.encode(template.render(whole, False), special=False))
         else:
             before = self.tokenizer.encode(prompt)
-            ids = np.array(self.tokenizer.encode(prompt + self._ended(completion)))
+            ids = np.array(self.tokenizer.encode(prompt + self._end_text(completion)))
         loss = np.arange(len(ids)) >= len(before)
         if options.completion_only_loss is False and not pair: loss[:] = True
         if assistant is not None: loss &= assistant

@@ -41,7 +41,7 @@ def _files(path: Path) -> Iterable[Path]:
             raise DataError(f"{path} is of no known kind", ACCEPTED, "convert it, or name another file")
         return [path]
     if path.is_dir():
-        inside = [each for each in sorted(path.rglob("*")) if _known(each)
+        inside = [each for each in sorted(path.rglob("*")) if _require_known(each)
                   and not any(part.startswith(".") for part in each.relative_to(path).parts)]
         if not inside: raise DataError(f"{path} has no training data", f"files with the suffixes {ACCEPTED}",
                                        "name another directory")
@@ -49,13 +49,13 @@ def _files(path: Path) -> Iterable[Path]:
     if not glob.has_magic(str(path)):
         raise DataError(f"{path} does not exist", "a file, a directory or a glob", "check the path")
     matched = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
-    if not (known := [each for each in matched if _known(each)]):
+    if not (known := [each for each in matched if _require_known(each)]):
         raise DataError(f"{path} matches no training data", f"files with the suffixes {ACCEPTED}",
                         "check the pattern")
     return known
 
 
-def _known(path: Path) -> bool: return path.suffix.lower() in TEXTS + SHARDS and path.is_file()
+def _require_known(path: Path) -> bool: return path.suffix.lower() in TEXTS + SHARDS and path.is_file()
 
 
 def _require_content(file: Path) -> None:

@@ -101,7 +101,7 @@ class Loader:
     def __iter__(self) -> Iterator[Step]: return self
 
     def __next__(self) -> Step:
-        step = next(self._steps, None) if not self.options.prefetch else self._taken()
+        step = next(self._steps, None) if not self.options.prefetch else self._take()
         if step is None: raise StopIteration
         self.state = step.state
         return step
@@ -111,7 +111,7 @@ class Loader:
         self._over.set()
         if self._thread is not None: self._thread.join()
 
-    def _taken(self) -> Step | None:
+    def _take(self) -> Step | None:
         """The next step that the thread has read."""
         if self._over.is_set(): return None
         if self._thread is None:

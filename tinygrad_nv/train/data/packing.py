@@ -5,9 +5,9 @@ one after the other. Strategies, by TRL's names:
 
   bfd        `best_fit`, the longest first: a piece goes to the row in which it leaves the least room
   bfd_split  `best_fit` of documents that are cut, not truncated
-  wrapped    `wrapped`: all documents one after the other, cut into rows
+  wrapped    `wrap`: all documents one after the other, cut into rows
 
-Without packing, each piece is a row (`alone`). Attention stays within a piece: what `wrapped` cuts begins
+Without packing, each piece is a row (`alone`). Attention stays within a piece: what `wrap` cuts begins
 again with position 0. All documents are packed together; TRL packs a thousand at a time.
 """
 from __future__ import annotations
@@ -88,7 +88,7 @@ def best_fit(given: Pieces, max_length: int) -> Plan:
     return Plan(documents[order], begins[order], counts[order], ends)
 
 
-def wrapped(lengths: np.ndarray, order: np.ndarray, max_length: int) -> Plan:
+def wrap(lengths: np.ndarray, order: np.ndarray, max_length: int) -> Plan:
     """The documents in this order, one after the other, cut every `max_length` tokens; the last row may have
     fewer."""
     order = order[lengths[order] > 0]

@@ -91,7 +91,7 @@ class Sampler:
         """The next global batch, int64 [batch] or fewer at the end of an epoch, and the state after it."""
         end = min(state.offset + self.batch, self.rows)
         positions = np.arange(state.offset, end)
-        indices = permuted(positions, self.rows, self.seed, state.epoch) if self.shuffle else positions
+        indices = permute(positions, self.rows, self.seed, state.epoch) if self.shuffle else positions
         over = self.rows - end < (self.batch if self.drop_last else 1)
         return indices, SamplerState(state.epoch + over, 0 if over else end, self.seed, self.rows)
 
@@ -104,7 +104,7 @@ def share(indices: np.ndarray, rank: int, world: int, accumulation: int, rows: i
 
 # **** the permutation ****
 
-def permuted(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
     """Where a permutation of `count` indices has these positions, int64: a Feistel network over the smallest
     4^h that holds them, applied again to what is beyond `count` (cycle walking; Black and Rogaway, "Ciphers
     with arbitrary finite domains", 2002). The bits are of integer arithmetic alone: the same on every system
@@ -114,7 +114,7 @@ def permuted(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.nda
     keys = _keys(seed, epoch)
     def network(values: np.ndarray) -> np.ndarray:
         left, right = values >> half, values & mask
-        for key in keys: left, right = right, left ^ (_mixed(right + key) & mask)
+        for key in keys: left, right = right, left ^ (_mix(right + key) & mask)
         return (left << half) | right
     out = network(np.asarray(positions).astype(np.uint64))
     while (beyond := out >= np.uint64(count)).any(): out[beyond] = network(out[beyond])
@@ -123,12 +123,12 @@ def permuted(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.nda
 
 def _keys(seed: int, epoch: int) -> Sequence[np.uint64]:
     """Returns the keys of each round: SplitMix64, begun with the seed and the epoch."""
-    begin = _mixed(np.array([seed & WORD], np.uint64)) + np.uint64(epoch * GOLDEN & WORD)
+    begin = _mix(np.array([seed & WORD], np.uint64)) + np.uint64(epoch * GOLDEN & WORD)
     steps = np.array([number * GOLDEN & WORD for number in range(1, ROUNDS + 1)], np.uint64)
-    return list(_mixed(_mixed(begin) + steps))
+    return list(_mix(_mix(begin) + steps))
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer (Steele, Lea and Flood, 2014), element by element, modulo 2^64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -43,7 +43,7 @@ class Shards:
     def open(files: Sequence[Path], max_length: int, vocab_size: int, dtype: ShardDtype = "auto",
              document_end: int | None = None) -> Shards:
         """Maps the files. Raises `DataError` where one holds no token ids, or none has a window."""
-        tokens = tuple(_mapped(file, vocab_size, dtype) for file in files)
+        tokens = tuple(_map(file, vocab_size, dtype) for file in files)
         ends = np.cumsum([len(each) // max_length for each in tokens])
         if not ends[-1]:
             most = max(map(len, tokens))
@@ -73,7 +73,7 @@ class Shards:
         return tuple(np.diff(ends, prepend=0).tolist())
 
 
-def _mapped(file: Path, vocab_size: int, dtype: ShardDtype) -> np.ndarray:
+def _map(file: Path, vocab_size: int, dtype: ShardDtype) -> np.ndarray:
     try: return _npy(file) if file.suffix.lower() == ".npy" else _bin(file, vocab_size, dtype)
     except OSError as error: raise unreadable(file, error) from error
 

@@ -71,7 +71,7 @@ class _Facts:
     sizes: dict[str, int]
 
 
-def hashed(files: Iterable[Path], *more: Any) -> str:
+def hash_file(files: Iterable[Path], *more: Any) -> str:
     """A key: of the files' content, and of JSON values."""
     made = hashlib.sha256(json.dumps([FORMAT, *more], sort_keys=True).encode())
     for file in files:
@@ -127,16 +127,16 @@ class Writer:
             with contextlib.suppress(OSError): file.close()
 
 
-def cached(key: str, vocab_size: int, write: Callable[[Writer], None]) -> Tokens:
+def open_cached(key: str, vocab_size: int, write: Callable[[Writer], None]) -> Tokens:
     """The documents of a key, which `write` adds where they are not there. Raises `DataError` where they
     cannot be kept."""
     folder = cache.directory() / "tokens"
     try:
         folder = cache.folder("tokens")
         with private.lock_file(folder / f"{key}.lock"):
-            if (found := _opened(folder / key, vocab_size)) is not None: return found
+            if (found := _open(folder / key, vocab_size)) is not None: return found
             _write(folder, key, vocab_size, write)
-            made = _opened(folder / key, vocab_size)
+            made = _open(folder / key, vocab_size)
             assert made is not None, "what was written cannot be read"
             return made
     except OSError as error:
@@ -160,17 +160,17 @@ def _write(folder: Path, key: str, vocab_size: int, write: Callable[[Writer], No
         raise
 
 
-def _opened(directory: Path, vocab_size: int) -> Tokens | None:
+def _open(directory: Path, vocab_size: int) -> Tokens | None:
     """Returns the tokens of a directory; None where it is not there, or damaged."""
-    def mapped(name: str, dtype: str) -> np.ndarray:
+    def map_array(name: str, dtype: str) -> np.ndarray:
         with private.open_private(directory / name) as file:
             if (size := os.fstat(file.fileno()).st_size) != facts.sizes[name]: raise ValueError(name)
             if not size: return np.zeros(0, dtype)      # an empty file cannot be mapped
             return np.memmap(file, dtype, "r")
     try:
         facts = _facts(json.loads(private.read(directory / "facts.json", MOST_FACTS)))
-        ids, offsets = mapped("ids.bin", facts.dtype), mapped("offsets.bin", "int64")
-        loss = mapped("loss.bin", "uint8") if "loss.bin" in facts.sizes else None
+        ids, offsets = map_array("ids.bin", facts.dtype), map_array("offsets.bin", "int64")
+        loss = map_array("loss.bin", "uint8") if "loss.bin" in facts.sizes else None
     except (OSError, ValueError, TypeError, KeyError, RecursionError): return None
     if (loss is not None and len(loss) != len(ids)) or not len(offsets) or offsets[0] != 0 \
             or offsets[-1] != len(ids) or np.any(offsets[1:] < offsets[:-1]): return None

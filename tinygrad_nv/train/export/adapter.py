@@ -36,7 +36,7 @@ from tinygrad_nv.models.peft import (
     targets_of,
 )
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, FLOATS, elements
-from tinygrad_nv.train.export.staging import replaced
+from tinygrad_nv.train.export.staging import replace_folder
 from tinygrad_nv.train.files import write_file
 from tinygrad_nv.train.tensor_files import Source, write_tensors
 
@@ -89,7 +89,8 @@ def save_adapter(directory: str | Path, matrices: Matrices, rank: int, alpha: fl
     def write(folder: Path) -> None:
         write_tensors(folder / WEIGHTS, sources)
         write_file(folder / CONFIG, ((json.dumps(config, indent=2) + "\n").encode(),))
-    return replaced(Path(directory), CONFIG, STALE, write, sum(each.nbytes for each in sources.values()))
+    return replace_folder(Path(directory), CONFIG, STALE, write,
+                          sum(each.nbytes for each in sources.values()))
 
 
 def _require(matrices: Matrices, rank: int, alpha: float, dtype: DType | None) -> None:

@@ -48,11 +48,12 @@ def sources(model: Llama, dtype: DType) -> dict[str, Source]:
     every = slots(model)
     Tensor.realize(*{id(slot.tensor): slot.tensor for slot in every.values()}.values())
     exact = _exact(model)
-    def stored(tensor: Tensor) -> DType: return tensor.dtype if id(tensor) in exact else dtype
-    joined = _joined(model, dtype) if model.config.names.fused else {}
+    def find_stored(tensor: Tensor) -> DType: return tensor.dtype if id(tensor) in exact else dtype
+    joined = _join(model, dtype) if model.config.names.fused else {}
     prefixes = tuple(name.rpartition(".")[0] + "." for name in joined)
     apart = {name: slot for name, slot in every.items() if not (prefixes and name.startswith(prefixes))}
-    return {name: Source(FLOATS[stored(slot.tensor)], slot.shape, partial(_rows, slot, stored(slot.tensor)))
+    return {name: Source(FLOATS[find_stored(slot.tensor)], slot.shape,
+                         partial(_rows, slot, find_stored(slot.tensor)))
             for name, slot in apart.items()} | joined
 
 
@@ -76,11 +77,11 @@ def _rows(slot: WeightSlice, dtype: DType) -> Iterator[memoryview]:
     left, done, item = math.prod(slot.shape), 0, slot.tensor.dtype.itemsize
     while left:
         count = min(left, CHUNK // item)
-        yield _converted(slot.tensor, slot.offset + done * item, count, dtype)
+        yield _convert(slot.tensor, slot.offset + done * item, count, dtype)
         left, done = left - count, done + count
 
 
-def _converted(tensor: Tensor, offset: int, count: int, dtype: DType) -> memoryview:
+def _convert(tensor: Tensor, offset: int, count: int, dtype: DType) -> memoryview:
     """So many elements of a tensor's memory from byte `offset` on, in a dtype, rounded to nearest even."""
     data = read_part(tensor, offset, count * tensor.dtype.itemsize)
     return convert(memoryview(data), CONFIG_NAMES[tensor.dtype], dtype)
@@ -88,7 +89,7 @@ def _converted(tensor: Tensor, offset: int, count: int, dtype: DType) -> memoryv
 
 # **** experts that are one tensor a layer ****
 
-def _joined(model: Llama, dtype: DType) -> dict[str, Source]:
+def _join(model: Llama, dtype: DType) -> dict[str, Source]:
     """The tensors of all experts, by name."""
     names, made = model.config.names, dict[str, Source]()
     for i, block in enumerate(model.blocks):
@@ -115,7 +116,7 @@ def _experts(tensor: Tensor, experts: int, rows: int, columns: int, woven: bool,
     neighbours."""
     size, kind = rows * columns, np.dtype(f"u{dtype.itemsize}")
     for i in range(experts):
-        data = _converted(tensor, i * size * tensor.dtype.itemsize, size, dtype)
+        data = _convert(tensor, i * size * tensor.dtype.itemsize, size, dtype)
         matrix = np.frombuffer(data, kind).reshape(rows, columns)
         if woven: matrix = matrix.reshape(2, rows // 2, columns).transpose(1, 0, 2).reshape(rows, columns)
         yield np.ascontiguousarray(matrix.T).reshape(-1).data.cast("B")

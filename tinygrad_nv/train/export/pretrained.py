@@ -18,7 +18,7 @@ from tinygrad_nv.models.config import parse_config, read_json
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.multimodal import language_config
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, sources
-from tinygrad_nv.train.export.staging import replaced
+from tinygrad_nv.train.export.staging import replace_folder
 from tinygrad_nv.train.files import write_file
 from tinygrad_nv.train.tensor_files import Source, shards, write_tensors
 
@@ -54,7 +54,7 @@ def save_pretrained(model: Llama, directory: str | Path, tokenizer_files_from: s
         _write_weights(folder, tensors, shard_bytes)
         _write_rest(folder, source, config)
     nbytes = sum(each.nbytes for each in tensors.values())
-    return replaced(directory, CONFIG, WEIGHTS, write, nbytes)
+    return replace_folder(directory, CONFIG, WEIGHTS, write, nbytes)
 
 
 def _config(model: Llama, source: Path, dtype: DType) -> dict[str, Any]:

@@ -12,12 +12,12 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tinygrad_nv.train.files import make_folder, refused, sync_folder
+from tinygrad_nv.train.files import make_folder, refusal, sync_folder
 
 PARTIAL = ".export.partial"
 
 
-def replaced(directory: Path, marker: str, stale: Iterable[str], write: Callable[[Path], None],
+def replace_folder(directory: Path, marker: str, stale: Iterable[str], write: Callable[[Path], None],
              nbytes: int) -> Path:
     """The directory, with new files of about `nbytes` bytes. Raises `CheckpointError` where it cannot be
     written; before the files get their places, what was there is as it was."""
@@ -30,7 +30,7 @@ def replaced(directory: Path, marker: str, stale: Iterable[str], write: Callable
             write(staged)
             _place(staged, directory, marker, stale)
         finally: shutil.rmtree(staged, ignore_errors=True)
-    except OSError as error: raise refused(Path(error.filename or directory), error, nbytes) from error
+    except OSError as error: raise refusal(Path(error.filename or directory), error, nbytes) from error
     return directory
 
 

@@ -1,6 +1,6 @@
 """Gradients before the update: their global norm, clipping, and sums over micro-batches.
 
-Protocol. `squared_sum(gradients)` is one pass over all gradients (patterns/optimizer): sums of squares of
+Protocol. `square_and_sum(gradients)` is one pass over all gradients (patterns/optimizer): sums of squares of
 chunks, added up in an order that no number of threads changes. `clip_scale` is torch's clip_grad_norm_
 formula; the scale goes into the update, and gradients are not written. A sum of squares that is no finite
 number (a NaN, an infinity, or magnitudes beyond 1.8e19) says that the step is to be skipped.
@@ -22,14 +22,14 @@ from tinygrad_nv.patterns.optimizer.named import sum_squares
 CLIP_EPS = 1e-6     # torch.nn.utils.clip_grad_norm_
 
 
-def squared_sum(gradients: Sequence[Tensor]) -> Tensor:
+def square_and_sum(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of squares of all elements, float64 (1)."""
     return sum_squares(gradients).cast(dtypes.float64).sum().reshape(1)
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all gradients as one vector, float32 (1)."""
-    return squared_sum(gradients).sqrt().cast(dtypes.float32)
+    return square_and_sum(gradients).sqrt().cast(dtypes.float32)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:

@@ -15,7 +15,7 @@ from tinygrad_nv.train.optimizers.rules import At, Numbers, Shapes, lerp, narrow
 AdjustLR = Literal["original", "match_rms_adamw"]
 
 
-def orthogonalized(x: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float,
+def orthogonalize(x: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float,
                    dtype: DType) -> Tensor:
     """A matrix (or a stack of them) whose singular values Newton and Schulz's quintic iteration has brought
     near 1; float32. Each step is x ← a x + (b A + c A²) x with A = x xᵀ (Jordan,
@@ -71,7 +71,7 @@ class MuonRule:
         update = lerp(g, buffer, self.momentum) if self.nesterov else buffer
         spans = list(pairwise(accumulate(at.rows or (int(x.shape[-2]),), initial=0)))
         made = [self.ratio(end - first, int(x.shape[-1])) *
-                orthogonalized(update[..., first:end, :], self.steps, self.coefficients, self.eps, self.dtype)
+                orthogonalize(update[..., first:end, :], self.steps, self.coefficients, self.eps, self.dtype)
                 for first, end in spans]
         change = made[0] if len(made) == 1 else made[0].cat(*made[1:], dim=-2)
         return x * at.decay - narrow(at.lr) * change

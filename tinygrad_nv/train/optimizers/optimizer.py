@@ -30,13 +30,13 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.numerics.loss_scaling import LossScaler
 from tinygrad_nv.numerics.recipes import LossScaling
 from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
-from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, squared_sum
+from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, square_and_sum
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
 from tinygrad_nv.train.optimizers.paged import HOST, PagedSlot, pages
 from tinygrad_nv.train.optimizers.quantised import LEAST, UNSIGNED, BlockwiseSlot
-from tinygrad_nv.train.optimizers.rounding import rounded
+from tinygrad_nv.train.optimizers.rounding import round_to
 from tinygrad_nv.train.optimizers.rules import AdamWRule, At, UpdateRule
-from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, kept
+from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, keep
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
 RuleOf = Callable[[str, Tensor], UpdateRule]
@@ -173,7 +173,7 @@ class Optimizer:
         for rule in dict.fromkeys(self.rules[name] for name in fused):
             assert isinstance(rule, AdamWRule)
             alike = [name for name in fused if self.rules[name] == rule]
-            changed += self._fused(rule, alike, given, scale, go)
+            changed += self._fuse(rule, alike, given, scale, go)
         for name in self.parameters:
             if name not in fused: changed += self._update(name, given[name], scale, go)
         return changed
@@ -185,7 +185,7 @@ class Optimizer:
             all(isinstance(slot, FloatSlot) for slot in own.slots.values()) and \
             (parameter.dtype == dtypes.float32) == (own.master is None)
 
-    def _fused(self, rule: AdamWRule, names: Sequence[str], given: Mapping[str, Tensor], scale: Tensor | None,
+    def _fuse(self, rule: AdamWRule, names: Sequence[str], given: Mapping[str, Tensor], scale: Tensor | None,
                go: Tensor | None) -> list[Tensor]:
         """Updates parameters of a rule together (patterns/optimizer)."""
         entries = []
@@ -206,7 +206,7 @@ class Optimizer:
         """Returns the factor of gradients, and whether the step is taken; None for 1 and for always."""
         most = self.options.max_grad_norm
         if most is None and not self.options.skip_nonfinite: return scale, None
-        squares = squared_sum(list(gradients.values())) if self.options.squares is None else \
+        squares = square_and_sum(list(gradients.values())) if self.options.squares is None else \
             self.options.squares(gradients)
         norm = squares.sqrt().cast(dtypes.float32)
         if scale is not None: norm = norm * scale
@@ -238,12 +238,12 @@ class Optimizer:
              go: Tensor | None) -> None:
         """Stores new numbers of a parameter, rounded."""
         if own.master is not None:
-            own.master.assign(kept(go, moved, own.master))
+            own.master.assign(keep(go, moved, own.master))
             parameter.assign(own.master.detach().cast(parameter.dtype))
         elif parameter.dtype == dtypes.bfloat16:
             number = list(self.parameters).index(name)
-            parameter.assign(kept(go, rounded(moved, self.seed, self.steps, number), parameter))
-        else: parameter.assign(kept(go, moved, parameter))
+            parameter.assign(keep(go, round_to(moved, self.seed, self.steps, number), parameter))
+        else: parameter.assign(keep(go, moved, parameter))
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state by flat names, the learning rate among it."""

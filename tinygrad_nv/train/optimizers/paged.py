@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
-from tinygrad_nv.train.optimizers.state import FloatSlot, kept
+from tinygrad_nv.train.optimizers.state import FloatSlot, keep
 
 HOST = "CPU"
 
@@ -25,7 +25,7 @@ class PagedSlot:
     def read(self) -> Tensor: return self.inner.read().to(self.device)
 
     def write(self, value: Tensor, go: Tensor | None) -> Tensor:
-        value = kept(go, value, self.read()).contiguous()
+        value = keep(go, value, self.read()).contiguous()
         self.inner.tensor.assign(value.to(HOST))
         return value
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.train.optimizers.state import kept
+from tinygrad_nv.train.optimizers.state import keep
 
 BLOCK = 256
 LEAST = 4096
@@ -59,13 +59,13 @@ class BlockwiseSlot:
             .reshape(self.codes.shape).contiguous()
 
     def write(self, value: Tensor, go: Tensor | None) -> Tensor:
-        value = kept(go, value, self.read()).contiguous()
+        value = keep(go, value, self.read()).contiguous()
         blocks = _blocks(value.reshape(-1))
         scales = blocks.abs().max(1)
         inverse = (scales > 0).where(scales, 1.0).reciprocal()
         codes = self._nearest(blocks * inverse.reshape(-1, 1)).reshape(-1)[:self._count()]
-        self.codes.assign(kept(go, codes.reshape(self.codes.shape).cast(dtypes.uint8), self.codes))
-        self.scales.assign(kept(go, scales, self.scales))
+        self.codes.assign(keep(go, codes.reshape(self.codes.shape).cast(dtypes.uint8), self.codes))
+        self.scales.assign(keep(go, scales, self.scales))
         return value
 
     def tensors(self) -> dict[str, Tensor]: return {"codes": self.codes, "scales": self.scales}

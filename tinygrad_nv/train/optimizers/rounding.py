@@ -19,7 +19,7 @@ from tinygrad_nv.tile.attention.dropout import philox
 RUN = 8     # elements of a call
 
 
-def rounded(x: Tensor, seed: Tensor, step: Tensor, number: int) -> Tensor:
+def round_to(x: Tensor, seed: Tensor, step: Tensor, number: int) -> Tensor:
     """x, float32, as bfloat16. seed u32 (2); step int32 (1); `number` is the parameter's."""
     bits = x.bitcast(dtypes.uint32)
     there = (bits & 0x7F800000) != 0x7F800000

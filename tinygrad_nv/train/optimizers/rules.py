@@ -119,16 +119,16 @@ class SGDRule:
     def slots(self, shape: tuple[int, ...]) -> Shapes:
         return {"momentum_buffer": shape} if self.momentum else {}
 
-    def decayed(self, x: Tensor, g: Tensor, at: At) -> Tensor:
+    def decay(self, x: Tensor, g: Tensor, at: At) -> Tensor:
         """The gradient with weight decay."""
         return g + at.weight_decay * x if at.weight_decay else g
 
     def advance(self, x: Tensor, g: Tensor, slots: Numbers, at: At) -> dict[str, Tensor]:
         if not self.momentum: return {}
-        return {"momentum_buffer": self.momentum * slots["momentum_buffer"] + self.decayed(x, g, at)}
+        return {"momentum_buffer": self.momentum * slots["momentum_buffer"] + self.decay(x, g, at)}
 
     def move(self, x: Tensor, g: Tensor, old: Numbers, new: Numbers, at: At) -> Tensor:
-        change = self.decayed(x, g, at)
+        change = self.decay(x, g, at)
         if self.momentum:
             buffer = new["momentum_buffer"]
             change = change + self.momentum * buffer if self.nesterov else buffer

@@ -44,10 +44,10 @@ def schedule(name: str, steps: int, warmup_steps: int = 0,
         raise ConfigError(f"{warmup_steps} steps of warm-up and {o.decay_steps} of decay in {steps}",
                           "no more than there are")
     made = SCHEDULES[name](steps, warmup_steps, o)
-    return made if name in ("constant", "warmup_stable_decay") else _warmed(made, warmup_steps)
+    return made if name in ("constant", "warmup_stable_decay") else _warm_up(made, warmup_steps)
 
 
-def _warmed(after: Factor, warmup: int) -> Factor:
+def _warm_up(after: Factor, warmup: int) -> Factor:
     """In a line to 1 over the warm-up, then a curve."""
     return lambda step: step / max(1, warmup) if step < warmup else after(step)
 

@@ -51,7 +51,7 @@ class FloatSlot:
     def read(self) -> Tensor: return self.tensor.detach()   # as it is before it is written
 
     def write(self, value: Tensor, go: Tensor | None) -> Tensor:
-        return self.tensor.assign(kept(go, value, self.tensor)).detach()
+        return self.tensor.assign(keep(go, value, self.tensor)).detach()
 
     def tensors(self) -> dict[str, Tensor]: return {"": self.tensor}
 
@@ -104,6 +104,6 @@ class OptimizerState:
         Tensor.realize(*(tensor.assign(given[name].to(tensor.device)) for name, tensor in own.items()))
 
 
-def kept(go: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+def keep(go: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     """`new` where `go` holds, else `old`: a number that is not finite goes no further."""
     return new if go is None else go.where(new, old)

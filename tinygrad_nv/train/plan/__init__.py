@@ -19,13 +19,13 @@ from tinygrad_nv.train.plan.memory import RankMemory, rank_memory
 from tinygrad_nv.train.plan.report import text
 from tinygrad_nv.train.plan.speed import step_speed
 
-__all__ = ["RankMemory", "planned", "rank_memory"]
+__all__ = ["RankMemory", "make_plan", "rank_memory"]
 
 GPU = "H100"            # whose time is told where none is named
 SCHEDULED = "EMU"       # the device whose kernels are those of a GPU
 
 
-def planned(name: str, config: ModelConfig, arguments: TrainingArguments, gpu: str | None = None) -> str:
+def make_plan(name: str, config: ModelConfig, arguments: TrainingArguments, gpu: str | None = None) -> str:
     """A plan as text. `gpu`: what runs it; None: the device of this process, and the time of an H100. Raises
     `PlanError`, and what a run of the arguments raises."""
     _require(arguments)

@@ -37,7 +37,7 @@ class Shortened:
         return low + (high - low) * (layers - before.layers) / (self.layers - before.layers)
 
 
-def shortened(config: ModelConfig, layers: int) -> ModelConfig:
+def shorten(config: ModelConfig, layers: int) -> ModelConfig:
     """The model of the first layers alone."""
     moe = config.moe
     if moe is not None: moe = replace(moe, layers=moe.layers[:layers])

@@ -35,8 +35,8 @@ from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
 from tinygrad_nv.train import layout, network
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.objectives import Inputs
-from tinygrad_nv.train.plan.layers import Shortened, shortened
-from tinygrad_nv.train.plan.programs import Scheduled, buffers_in, buffers_of, recording, scheduled
+from tinygrad_nv.train.plan.layers import Shortened, shorten
+from tinygrad_nv.train.plan.programs import Scheduled, buffers_in, buffers_of, recording, schedule_graph
 from tinygrad_nv.train.ranks import OneRank
 from tinygrad_nv.train.regions.host import LEFT
 from tinygrad_nv.train.run import Learner, learning
@@ -76,7 +76,7 @@ def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 
     raises."""
     device = Device.canonicalize(device)
     with Context(TRAINING=1):
-        found = {each: _of_model(shortened(config, each.layers), arguments, ranks, device)
+        found = {each: _of_model(shorten(config, each.layers), arguments, ranks, device)
                  for each in Shortened.of(config)}
     if len(found) == 1: return next(iter(found.values()))
     (low, a), (high, b) = found.items()
@@ -93,14 +93,14 @@ def rank_memory(config: ModelConfig, arguments: TrainingArguments, ranks: int = 
 def step_programs(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
                   ) -> list[Scheduled]:
     """The programs of a step of one of so many ranks."""
-    _, _, step = _built(config, arguments, ranks, device)
-    return [scheduled(each) for each in step.programs]
+    _, _, step = _build(config, arguments, ranks, device)
+    return [schedule_graph(each) for each in step.programs]
 
 
-def _built(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+def _build(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
            ) -> tuple[Llama, Learner, Step]:
     with recording():
-        model, learner = _made(config, arguments, ranks, device)
+        model, learner = _make(config, arguments, ranks, device)
         fp8 = None if learner.fp8 is None else learner.fp8.state
         step = Step(learner.objective, learner.optimizer, arguments.gradient_accumulation_steps,
                     learner.parts, PlannedRanks(ranks), fp8)
@@ -108,11 +108,11 @@ def _built(config: ModelConfig, arguments: TrainingArguments, ranks: int, device
 
 
 def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str) -> RankMemory:
-    model, learner, step = _built(config, arguments, ranks, device)
-    programs = [scheduled(each) for each in step.programs]
+    model, learner, step = _build(config, arguments, ranks, device)
+    programs = [schedule_graph(each) for each in step.programs]
     largest = max(programs, key=lambda each: each.arenas.get(device, 0))
-    if arguments.eval_data: programs.append(scheduled(step.evaluation))
-    held = _held(model, learner, step)
+    if arguments.eval_data: programs.append(schedule_graph(step.evaluation))
+    held = _hold(model, learner, step)
     used = set[UOp]().union(*(each.held for each in programs))
     held["weights"] &= used     # of ZeRO-3 they are in no memory
     held["batch, tables"] = used - set[UOp]().union(*held.values())
@@ -123,13 +123,13 @@ def _of_model(config: ModelConfig, arguments: TrainingArguments, ranks: int, dev
     parts["other programs"] = others
     host = {} if device == HOST else {name: _bytes(each, HOST) for name, each in held.items()
                                       if name != "batch, tables"}
-    if device != HOST: host["activations"] = max(map(_moved, programs))
+    if device != HOST: host["activations"] = max(map(_move, programs))
     calls = [len(each.calls) for each in programs[:len(step.programs)]]
     kernels = calls[0] * (arguments.gradient_accumulation_steps if len(calls) > 1 else 1) + sum(calls[1:])
     return RankMemory(_some(parts), _some(host), kernels)
 
 
-def _made(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
+def _make(config: ModelConfig, arguments: TrainingArguments, ranks: int, device: str
           ) -> tuple[Llama, Learner]:
     """A model without weights, and what trains it."""
     def another() -> Llama:
@@ -153,7 +153,7 @@ def _made(config: ModelConfig, arguments: TrainingArguments, ranks: int, device:
 
 # **** what is held ****
 
-def _held(model: Llama, learner: Learner, step: Step) -> dict[str, set[UOp]]:
+def _hold(model: Llama, learner: Learner, step: Step) -> dict[str, set[UOp]]:
     """Buffers that live as long as the run, each under the first name that has it."""
     optimizer, parts = learner.optimizer, learner.parts
     states = optimizer.state.parameters.values()
@@ -177,7 +177,7 @@ def _bytes(buffers: Iterable[UOp], device: str) -> int:
     return sum(each.nbytes() for each in buffers if each.device == device)
 
 
-def _moved(program: Scheduled) -> int:
+def _move(program: Scheduled) -> int:
     """Bytes that a program has on the host in between."""
     copied = sum(call.src[2].nbytes() for call in program.calls
                  if call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == LEFT)

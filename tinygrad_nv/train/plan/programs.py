@@ -1,9 +1,9 @@
 """Programs that are scheduled, and not run: their buffers, and when these are alive.
 
 Protocol: inside `recording()` what is realized is scheduled as for a TinyJit, and nothing runs: tensors get
-buffers without memory. `scheduled(program)` is what a captured step of the same function would be: the calls
-in order, and the arenas into which tinygrad's memory planner puts the buffers that no live tensor holds. So
-the bytes are those of the step itself, on any device that can be scheduled for.
+buffers without memory. `schedule_graph(program)` is what a captured step of the same function would be: the
+calls in order, and the arenas into which tinygrad's memory planner puts the buffers that no live tensor
+holds. So the bytes are those of the step itself, on any device that can be scheduled for.
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Scheduled:
         return most, [each for each, (first, last) in own.items() if first <= at <= last]
 
 
-def scheduled(program: Callable[[], Any]) -> Scheduled:
+def schedule_graph(program: Callable[[], Any]) -> Scheduled:
     """Schedules a function that realizes tensors, captured now. What it returns is a result: it is held."""
     with recording() as calls: returned = program()
     held = frozenset(_buffers(_live()))

@@ -28,5 +28,5 @@ def checkpoint_blocks(model: Llama, policy: Policy, parameters: Iterable[Tensor]
 
 def _in_training(fn: Callable[..., Tensor], region: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The region in training, else the function."""
-    def called(*args: Any) -> Tensor: return region(*args) if TRAINING else fn(*args)
-    return called
+    def call(*args: Any) -> Tensor: return region(*args) if TRAINING else fn(*args)
+    return call

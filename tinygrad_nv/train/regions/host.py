@@ -39,21 +39,21 @@ def moves(device: object) -> bool:
 def left(value: UOp, held: Sequence[UOp]) -> UOp:
     """A token of a value, contiguous, int32 (1,)."""
     token = UOp.invalids(1, dtype=dtypes.int32, device=value.device)
-    return _called(LEFT, token, value, *held)
+    return _call(LEFT, token, value, *held)
 
 
 def coming(token: UOp, value: UOp, gradient: UOp, held: Sequence[UOp] = ()) -> UOp:
     """Memory of the value's shape and dtype, after `gradient`, contiguous."""
     place = UOp.invalids(*value.shape, dtype=value.dtype, device=value.device)
-    return _called(COMING, place, token, gradient, *held)
+    return _call(COMING, place, token, gradient, *held)
 
 
 def arrived(place: UOp, gradient: UOp) -> UOp:
     """Returns the value that `coming` gave, after another gradient, contiguous."""
-    return _called(ARRIVED, place, gradient)
+    return _call(ARRIVED, place, gradient)
 
 
-def _called(name: str, out: UOp, *given: UOp) -> UOp:
+def _call(name: str, out: UOp, *given: UOp) -> UOp:
     if not hooks.has_custom_function(LEFT): _register()
     return out.after(UOp(Ops.CUSTOM_FUNCTION, arg=name).call(out, *given))
 

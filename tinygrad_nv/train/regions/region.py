@@ -32,7 +32,7 @@ from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.train.regions import host
 from tinygrad_nv.train.regions.policy import BUDGET, Policy
-from tinygrad_nv.train.regions.values import inside, kept, nbytes, outside, values
+from tinygrad_nv.train.regions.values import inside, keep, nbytes, outside, values
 
 _numbers = itertools.count(1 << 24)     # of placeholders: those of regions within each other differ
 # an input to the gradient of the result of the region that reads it, which is there before the input's own
@@ -64,12 +64,12 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
     def region(*args: Any, **kwargs: Any) -> Tensor:
         if how.keeps_all and again is None: return fn(*args, **kwargs)
         inputs = list[UOp]()
-        def entered(given: Any) -> Any:
+        def enter(given: Any) -> Any:
             if not isinstance(given, Tensor) or given.dtype not in dtypes.floats: return given
             stored = given.contiguous()
             if stored.uop not in inputs: inputs.append(stored.uop)
             return stored
-        result = fn(*map(entered, args), **{name: entered(each) for name, each in kwargs.items()})
+        result = fn(*map(enter, args), **{name: enter(each) for name, each in kwargs.items()})
         if not isinstance(result, Tensor):
             raise SpecError(f"a region that returns a {type(result).__name__}", "one Tensor",
                             "make a region of the part with one result")
@@ -81,7 +81,7 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
 @dataclass(frozen=True)
 class _Region:
     """`result` over `inputs` and what it reads from `outside`. `derived` are the gradients by `marks`, which
-    stand for both, and `mark`, for the gradient of the result; `kept` what stands in them for values that are
+    stand for both, and `mark`, for the gradient of the result; `keep` what stands in them for values that are
     kept, with these."""
     result: UOp
     inputs: tuple[UOp, ...]
@@ -108,8 +108,8 @@ class _Region:
         found = compute_gradient(written[-1], mark, set(marks.values()))
         derived = {each: found[each] for each in marks.values() if _is_there(found.get(each))}
         places = dict(zip(written, own, strict=True))
-        left = kept(policy, values(places, UOp.maketuple(*derived.values())), sum(map(nbytes, inputs)))
-        after = _stored(own, {places[value.node] for value in left})
+        left = keep(policy, values(places, UOp.maketuple(*derived.values())), sum(map(nbytes, inputs)))
+        after = _store(own, {places[value.node] for value in left})
         return _Region(after.get(result, result), tuple(inputs), tuple(others), tuple(marks.values()), mark,
                        derived, {value.node: after[places[value.node]] for value in left}, policy, again)
 
@@ -126,9 +126,9 @@ class _Region:
         itself."""
         gradient = gradient.contiguous()
         ready = self._ready(gradient)
-        puts = {node: self._kept(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
+        puts = {node: self._keep(value, ready) for node, value in self.kept.items()} | {self.mark: gradient}
         read = call.gettuple(0).contiguous()    # as it is an input of others
-        copies = [self._copied(each, ready, read) for each in self.inputs]
+        copies = [self._copy(each, ready, read) for each in self.inputs]
         outside = self.outside
         if self.again is not None:
             others = {old.uop: new.uop for old, new in self.again(Tensor(ready))}
@@ -144,10 +144,10 @@ class _Region:
         constant the result."""
         return gradient if self.result in gradient.toposort(enter_calls=False) else self.result.contiguous()
 
-    def _kept(self, value: UOp, ready: UOp) -> UOp:
+    def _keep(self, value: UOp, ready: UOp) -> UOp:
         return value if self.policy.keeps_all else behind(value, ready)
 
-    def _copied(self, value: UOp, ready: UOp, read: UOp) -> UOp:
+    def _copy(self, value: UOp, ready: UOp, read: UOp) -> UOp:
         """An input for the backward pass; `read` is this region's result as others read it."""
         if self.policy.keeps_all: return value
         if self.policy.name != "offload" or read not in _before or not host.moves(value.device):
@@ -170,7 +170,7 @@ class _Region:
 def _is_there(gradient: UOp | None) -> bool: return gradient is not None and gradient.op is not Ops.NOOP
 
 
-def _stored(nodes: Iterable[UOp], wanted: set[UOp]) -> dict[UOp, UOp]:
+def _store(nodes: Iterable[UOp], wanted: set[UOp]) -> dict[UOp, UOp]:
     """Nodes with what takes their places so that those wanted are in memory, which else the kernels that read
     them might compute."""
     made = dict[UOp, UOp]()

@@ -64,11 +64,11 @@ def outside(own: dict[UOp, None], inputs: Collection[UOp]) -> list[UOp]:
     found = dict[UOp, None]()
     for node in own:
         given = node.src[1:] if node.op is Ops.FUNCTION else node.src
-        found.update((one, None) for one in given if one not in own and one not in inputs and _derived(one))
+        found.update((one, None) for one in given if one not in own and one not in inputs and _derive(one))
     return list(found)
 
 
-def _derived(node: UOp) -> bool:
+def _derive(node: UOp) -> bool:
     return node.op is not Ops.DETACH and node._shape is not None and node.device is not None and \
         node.dtype in dtypes.floats
 
@@ -100,19 +100,19 @@ def _in_memory(nodes: dict[UOp, UOp], gradients: UOp) -> dict[UOp, tuple[str, in
     made, costs = dict[UOp, tuple[str, int, int]](), dict[UOp, int]()
     for node, forward in nodes.items():
         if found := products(forward):
-            top = _stored(node, users, nodes)
+            top = _store(node, users, nodes)
             costs[top] = costs.get(top, 0) + 2 * found
     for node in nodes:
         size = prod(int(n) for n in node.shape) if node.op in STORED or node in costs else 0
         if node in costs: made[node] = "matmul", size * node.dtype.itemsize, costs[node]
         elif node.op is Ops.GETTUPLE:
-            kind, cost = _called(node, size)
+            kind, cost = _call(node, size)
             made[node] = kind, size * node.dtype.itemsize, cost
         elif node.op in STORED: made[node] = "other", size * node.dtype.itemsize, size
     return made
 
 
-def _stored(node: UOp, users: dict[UOp, set[UOp]], nodes: Collection[UOp]) -> UOp:
+def _store(node: UOp, users: dict[UOp, set[UOp]], nodes: Collection[UOp]) -> UOp:
     """The node as which the result of a matmul is in memory."""
     while node.op is not Ops.CONTIGUOUS and len(after := users.get(node, set())) == 1:
         user = next(iter(after))
@@ -121,7 +121,7 @@ def _stored(node: UOp, users: dict[UOp, set[UOp]], nodes: Collection[UOp]) -> UO
     return node
 
 
-def _called(node: UOp, size: int) -> tuple[str, int]:
+def _call(node: UOp, size: int) -> tuple[str, int]:
     """Kind and cost of the result of a function."""
     what, given = node.src[0].arg.aux, node.src[0].src[1:]
     if isinstance(what, FlashAttention):
@@ -146,7 +146,7 @@ def _own(node: UOp) -> int:
     return prod(int(n) for n in node.shape)
 
 
-def kept(policy: Policy, found: list[Value], inputs: int) -> list[Value]:
+def keep(policy: Policy, found: list[Value], inputs: int) -> list[Value]:
     """Selects, of all values that a backward pass reads, those that a policy keeps; `inputs` are the bytes of
     the region's inputs."""
     own = [value for value in found if value.read]

@@ -12,7 +12,7 @@ import pytest
 
 from tinygrad_nv.train.data import DataOptions, dataset, load
 from tinygrad_nv.train.data.encode import Encoded, Encoder
-from tinygrad_nv.train.data.token_cache import Writer, cached, hashed
+from tinygrad_nv.train.data.token_cache import Writer, hash_file, open_cached
 
 TEXTS = [{"text": f"a fox {number}"} for number in range(5)]
 
@@ -60,8 +60,8 @@ def test_what_decides_tokens_is_in_the_key(write, with_template, encoded: list[i
 
 def test_names_of_files_that_end_in_two_ways_are_apart(tmp_path: Path):
     for name in ("a.txt", "a.jsonl"): (tmp_path / name).write_text('{"text": "a"}')
-    assert hashed([tmp_path / "a.txt"]) != hashed([tmp_path / "a.jsonl"])
-    assert hashed([tmp_path / "a.txt"] * 2) != hashed([tmp_path / "a.txt"])
+    assert hash_file([tmp_path / "a.txt"]) != hash_file([tmp_path / "a.jsonl"])
+    assert hash_file([tmp_path / "a.txt"] * 2) != hash_file([tmp_path / "a.txt"])
 
 
 def document(count: int, loss: bool = False) -> Encoded:
@@ -75,8 +75,8 @@ def test_documents_are_read_as_they_were_written(write, loss: tuple[bool, ...]):
     documents = [document(count, each) for count, each in zip((3, 0, 5), loss, strict=True)]
     def add(writer: Writer) -> None:
         for each in documents: writer.add(each)
-    first = cached("k", 70_000, add)
-    for tokens in (first, cached("k", 70_000, lambda writer: pytest.fail("written again"))):
+    first = open_cached("k", 70_000, add)
+    for tokens in (first, open_cached("k", 70_000, lambda writer: pytest.fail("written again"))):
         assert tokens.lengths.tolist() == [3, 0, 5]
         assert tokens.ids.dtype == np.uint32
         assert (tokens.loss is None) is not any(loss)
@@ -95,7 +95,7 @@ def test_what_fails_leaves_nothing(write, tmp_path: Path):
     def fail(writer: Writer) -> None:
         writer.add(document(3))
         raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): cached("k", 320, fail)
+    with pytest.raises(KeyboardInterrupt): open_cached("k", 320, fail)
     assert keys(tmp_path) == []
 
 
@@ -119,7 +119,7 @@ def killed(directory: str) -> None:
     def die(writer: Writer) -> None:
         writer.add(document(3))
         os._exit(9)
-    cached("k", 320, die)
+    open_cached("k", 320, die)
 
 
 def counted(directory: str, written: Any, together: Any) -> None:
@@ -129,7 +129,7 @@ def counted(directory: str, written: Any, together: Any) -> None:
         time.sleep(0.2)     # the others are there by now
         for _ in range(500): writer.add(document(30))
     together.wait(20)
-    assert len(cached("k", 320, add).ids) == 15_000
+    assert len(open_cached("k", 320, add).ids) == 15_000
 
 
 def test_processes_that_end_or_come_together(write, tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinygrad_nv.train.data.packing import Plan, alone, best_fit, pieces, wrapped
+from tinygrad_nv.train.data.packing import Plan, alone, best_fit, pieces, wrap
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 
@@ -63,7 +63,7 @@ def test_no_token_is_lost_or_doubled(lengths: list[int], most: int, how: str, sp
     order = np.random.default_rng(len(lengths)).permutation(len(lengths))
     made = pieces(counts, most, split)
     plan = {"alone": lambda: alone(made), "best_fit": lambda: best_fit(made, most),
-            "wrapped": lambda: wrapped(counts, order, most)}[how]()
+            "wrapped": lambda: wrap(counts, order, most)}[how]()
     rows = tokens(plan, given_documents)
     found = sorted(token for row in rows for segment in row for token in segment)
     kept = [each if split or how == "wrapped" else each[:most] for each in given_documents]
@@ -78,7 +78,7 @@ def test_no_token_is_lost_or_doubled(lengths: list[int], most: int, how: str, sp
 
 
 def test_a_row_of_wrapped_begins_where_the_one_before_ended():
-    plan = wrapped(np.array([3, 0, 6, 2]), np.array([2, 3, 1, 0]), 4)
+    plan = wrap(np.array([3, 0, 6, 2]), np.array([2, 3, 1, 0]), 4)
     assert tokens(plan, documents([3, 0, 6, 2])) == [[[2000, 2001, 2002, 2003]], [[2004, 2005], [3000, 3001]],
                                                      [[0, 1, 2]]]
 

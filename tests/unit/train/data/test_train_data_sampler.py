@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tinygrad_nv.train.data.sampler import Sampler, SamplerState, permuted, share
+from tinygrad_nv.train.data.sampler import Sampler, SamplerState, permute, share
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 255, 1000, 4096, 4097])
 def test_every_index_once(count: int):
-    orders = [permuted(np.arange(count), count, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    orders = [permute(np.arange(count), count, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     for order in orders: assert sorted(order.tolist()) == list(range(count))
     if count > 200:
         for one, other in itertools.combinations(orders, 2): assert (one == other).mean() < 0.1
@@ -21,10 +21,10 @@ def test_every_index_once(count: int):
 
 def test_an_index_of_a_large_permutation_is_found_at_once():
     some = np.array([0, 1, 10**12 - 1])
-    found = permuted(some, 10**12, 7, 3)
+    found = permute(some, 10**12, 7, 3)
     assert len(set(found.tolist())) == 3
     assert ((found >= 0) & (found < 10**12)).all()
-    assert [permuted(each[None], 10**12, 7, 3)[0] for each in some] == found.tolist()
+    assert [permute(each[None], 10**12, 7, 3)[0] for each in some] == found.tolist()
 
 
 def mixed(value: int) -> int:
@@ -52,13 +52,13 @@ def place(position: int, count: int, seed: int, epoch: int) -> int:
     (10, 42, 0), (10**9, 42, 5), (2**40 + 1, 2**64 - 1, 2**33)])
 def test_the_bits_are_those_of_integers(count: int, seed: int, epoch: int):
     positions = [0, 1, 2, 7, count - 1]
-    assert permuted(np.array(positions), count, seed, epoch).tolist() == [
+    assert permute(np.array(positions), count, seed, epoch).tolist() == [
         place(position, count, seed, epoch) for position in positions]
 
 
 def test_permutations_of_four_are_about_equally_frequent():
     """Chi-square of 24 permutations over 1200 epochs: 23 degrees of freedom, 99.99 % below 56."""
-    seen = Counter(tuple(permuted(np.arange(4), 4, 5, epoch).tolist()) for epoch in range(1200))
+    seen = Counter(tuple(permute(np.arange(4), 4, 5, epoch).tolist()) for epoch in range(1200))
     assert len(seen) == 24
     assert sum((count - 50) ** 2 / 50 for count in seen.values()) < 56
 
@@ -66,7 +66,7 @@ def test_permutations_of_four_are_about_equally_frequent():
 def test_places_are_about_equally_frequent():
     """Of 12 indices at 12 places over 600 epochs: 121 degrees of freedom, 99.99 % below 187."""
     table = np.zeros((12, 12))
-    for epoch in range(600): table[np.arange(12), permuted(np.arange(12), 12, 1, epoch)] += 1
+    for epoch in range(600): table[np.arange(12), permute(np.arange(12), 12, 1, epoch)] += 1
     assert ((table - 50) ** 2 / 50).sum() < 187
 
 

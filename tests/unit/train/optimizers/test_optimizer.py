@@ -22,7 +22,7 @@ from tinygrad_nv.train.optimizers import (
     decays,
     sgd,
 )
-from tinygrad_nv.train.optimizers.rounding import rounded
+from tinygrad_nv.train.optimizers.rounding import round_to
 
 BF16 = dtypes.bfloat16
 
@@ -158,19 +158,19 @@ def test_stochastic_rounding_is_right_on_average():
     seed, step = Tensor([5, 7], dtype=dtypes.uint32), Tensor([3], dtype=dtypes.int32)
     for part in (0.0, 0.1, 0.5, 0.9):
         x = Tensor.full((count,), 1 + part / 128)
-        made = rounded(x, seed, step, 2).float().numpy()
+        made = round_to(x, seed, step, 2).float().numpy()
         assert set(made.tolist()) <= {1.0, 1 + 2**-7}
         up = (made > 1).mean()
         assert abs(up - part) < 5 * np.sqrt(part * (1 - part) / count) + 2**-16, part
-        np.testing.assert_array_equal(made, rounded(x, seed, step, 2).float().numpy())
-    others = [rounded(x, seed, step + 1, 2), rounded(x, seed, step, 3), rounded(x, seed + 1, step, 2)]
+        np.testing.assert_array_equal(made, round_to(x, seed, step, 2).float().numpy())
+    others = [round_to(x, seed, step + 1, 2), round_to(x, seed, step, 3), round_to(x, seed + 1, step, 2)]
     assert all((other.float().numpy() != made).any() for other in others)
 
 
 def test_rounding_keeps_what_is_no_number():
     seed, step = Tensor([5, 7], dtype=dtypes.uint32), Tensor([3], dtype=dtypes.int32)
     x = Tensor([np.inf, -np.inf, np.nan, 0.0, -1.0, 3.0])
-    np.testing.assert_array_equal(rounded(x, seed, step, 0).float().numpy(), x.numpy())
+    np.testing.assert_array_equal(round_to(x, seed, step, 0).float().numpy(), x.numpy())
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised.layers import matrices
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train import network
-from tinygrad_nv.train.arguments import TrainingArguments, made
+from tinygrad_nv.train.arguments import TrainingArguments, make_arguments
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.export import save_pretrained
 from tinygrad_nv.train.objectives import Inputs
@@ -59,12 +59,12 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
 
 
 def arguments(**options: Any) -> TrainingArguments:
-    return made({"max_length": 64, "per_device_train_batch_size": 4, **options})
+    return make_arguments({"max_length": 64, "per_device_train_batch_size": 4, **options})
 
 
 def run(folder: Path, given: TrainingArguments, steps: int = 3) -> None:
     """Steps on batches of one token."""
-    model = network.drawn(folder, given.weights, 0, "CPU")
+    model = network.draw_weights(folder, given.weights, 0, "CPU")
     network.extend(model, given.max_length)
     inputs = Inputs(given.per_device_train_batch_size, given.max_length, "CPU")
     learner = learning(given, model, inputs, None, lambda: model)
@@ -140,9 +140,9 @@ def test_ranks_that_gather_layers(folder: Path) -> None:
 
 def test_weights_that_are_quantised_as_they_are_read(folder: Path, tmp_path: Path) -> None:
     """What they take in a run; and of a model of matrices that is less than the adapter's step needs more."""
-    source = save_pretrained(network.drawn(folder, dtypes.float32, 0, "CPU"), tmp_path / "model",
+    source = save_pretrained(network.draw_weights(folder, dtypes.float32, 0, "CPU"), tmp_path / "model",
                              tokenizer_files_from=folder)
-    model = network.opened(source, dtypes.float32, "CPU", "bitsandbytes")
+    model = network.open_network(source, dtypes.float32, "CPU", "bitsandbytes")
     wanted = sum(int(each.nbytes()) for matrix, _ in matrices(model) for each in matrix.buffers.values())
     wanted += sum(int(slot.tensor.nbytes()) for slot in {id(each.tensor): each for each in
                                                          slots(model).values()}.values()
