@@ -37,7 +37,8 @@ def test_every_field_has_one_spelling_in_the_help(capsys: pytest.CaptureFixture[
 
 
 def test_names_of_a_dtype():
-    for given in ({"bf16": True}, {"torch_dtype": "bfloat16"}): assert make_arguments(given).dtype == "bfloat16"
+    for given in ({"bf16": True}, {"torch_dtype": "bfloat16"}):
+        assert make_arguments(given).dtype == "bfloat16"
     assert make_arguments({"fp16": "True", "packing": "no"}).dtype == "float16"
     assert make_arguments({"bf16": False}).dtype == "float32"
     assert make_arguments({"bf16": True, "dtype": "bfloat16"}).dtype == "bfloat16"
