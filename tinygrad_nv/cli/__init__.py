@@ -79,7 +79,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     follow options that follow MODEL."""
     words = list(sys.argv[1:] if argv is None else argv)
     top = parser(words[0] if words and words[0] in COMMANDS else None)
-    if words[:1] == ["bench"]: words = _module("bench").named(words)
+    if words[:1] == ["bench"]: words = _module("bench").add_bench_name(words)
     words, model = vllm_options.normal(words), None
     if words[:1] == ["train"]: words = _module("train").with_switches(words)
     if (command := _command(top, words)) is not None: words, model = with_file(command, words)
