@@ -13,9 +13,10 @@ from tinygrad_nv.benchmarks.engines import PACKAGES
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-CHECKOUT = [*ROOT.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("bench/*.py")]
-INSTALLED = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "tinygrad_nv").rglob("*.py"),
-             *(ROOT / "models").rglob("*.py")]
+CHECKOUT = [*ROOT.glob("*.md"), ROOT / "docs" / "start.md", *ROOT.glob("bench/*.md"),
+            *ROOT.glob("bench/**/*.py")]
+INSTALLED = [path for folder, kind in (("docs", "*.md"), ("tinygrad_nv", "*.py"), ("models", "*.py"))
+             for path in (ROOT / folder).rglob(kind) if path not in CHECKOUT]
 # text, and string literals that continue on the next line
 JOINED = re.compile(r"""["']\n\s*f?["']""")
 COMMAND = re.compile(r"pip install ([^:;)`\n\"{]+)")
