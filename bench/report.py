@@ -41,7 +41,7 @@ def loading(record: Record | None) -> str:
 
 
 def emulator(record: Record | None) -> str:
-    """What the emulator takes."""
+    """Returns the text on the emulator's times."""
     if record is None: return f"The emulator (`bench/cpu/emulator.py`): {NOT_MEASURED}."
     said = [f"{name}: {median(found['on']['seconds']):.2f} / {median(found['off']['seconds']):.2f} s"
             for name, found in list(record["results"].items())[:2]]
@@ -71,7 +71,7 @@ def matching(record: Record | None) -> str:
 
 
 def host(record: Record | None) -> str:
-    """What a replayed step costs the CPU."""
+    """Returns the text on the CPU time of a replayed step."""
     if record is None: return f"A replayed step on the host (`bench/cpu/host_overhead.py`): {NOT_MEASURED}."
     us = record["us"]
     def told(name: str) -> str:

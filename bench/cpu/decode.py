@@ -190,13 +190,13 @@ Runs = dict[str, list[dict[str, Any]]]  # an engine's repetitions
 
 
 def engines() -> list[str]:
-    """Those that are installed."""
+    """Returns the engines that are installed."""
     there = all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf"))
     return list(ENGINES) if there else [OURS, THEIRS]
 
 
 def modes_of(engine: str, directory: Path) -> list[str]:
-    """What an engine is asked for: prefill where the model has room, no draws of llama.cpp."""
+    """Returns the modes of an engine: prefill where the model has room, no draws of llama.cpp."""
     room = json.loads((directory / "config.json").read_text())["max_position_embeddings"]
     return [mode for mode in MODES if not (mode == "prefill" and room <= len(LONG))
             and not (mode == "sampled" and engine == LLAMA_CPP)]

@@ -1,4 +1,4 @@
-"""What the hooks cost an eager program in which there is nothing of ours.
+"""Cost of the hooks in an eager program that has no kernel of tinygrad_nv.
 
     python bench/cpu/eager_overhead.py [--repeat 300] [--dry]
 

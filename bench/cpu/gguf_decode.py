@@ -48,7 +48,7 @@ SHORT = [0, *range(20, 51)]     # 32 ids that every vocabulary has
 
 
 def prompt_of(mode: str, count: int) -> list[int]:
-    """Of decoding the short one, else `count` ids."""
+    """Returns the prompt: of decoding the short one, else `count` ids."""
     return SHORT if mode == "tg" else [0, *(20 + i * 37 % 1900 for i in range(count - 1))]
 
 
@@ -152,7 +152,7 @@ class Worker:
         return json.loads(line)
 
     def why_ended(self) -> str:
-        """Which process ended, how, and its last lines."""
+        """Returns which process ended, how, and its last lines."""
         code = self.process.wait()
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         self.errors.seek(0)
@@ -170,7 +170,7 @@ class Worker:
         return float(self.answer())
 
     def ticks(self) -> int:
-        """Of CPU time that it has taken."""
+        """Returns the ticks of CPU time that it has taken."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
@@ -196,7 +196,7 @@ def pair(workers: dict[str, Worker], mode: str) -> tuple[float, dict[str, float]
 
 
 def machine_ticks() -> tuple[int, int]:
-    """Of all cores since it started: in all, and not idle."""
+    """Returns the ticks of all cores since the machine started: in all, and not idle."""
     fields = list(map(int, Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]))
     return sum(fields), sum(fields) - fields[3] - fields[4]
 

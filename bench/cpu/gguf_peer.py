@@ -52,20 +52,20 @@ class Session:
         return ids, first, time.perf_counter() - begun
 
     def decode(self, tokens: list[int]) -> None:
-        """Of one batch, behind what is cached."""
+        """Decodes one batch, behind what is cached."""
         some = (llama_cpp.llama_token * len(tokens))(*tokens)
         if llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(some, len(tokens))):
             raise SystemExit("llama_decode failed")
 
     def logits(self) -> np.ndarray:
-        """Those of the last token."""
+        """Returns the logits of the last token."""
         last = llama_cpp.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(last, shape=(self.vocabulary,))
 
 
 @llama_cpp.llama_log_callback
 def SILENT(level: int, text: bytes, data: ctypes.c_void_p) -> None:
-    """Of llama.cpp's log."""
+    """Drops a line of llama.cpp's log."""
 
 
 def quantise(source: str, path: str, format: str) -> None:

@@ -71,7 +71,7 @@ def names_of(config: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def describe(writer: Any, config: dict[str, Any]) -> None:
-    """What llama.cpp must know of the model."""
+    """Writes the metadata that llama.cpp must know of the model."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

@@ -1,4 +1,4 @@
-"""What a step of many kernels costs the CPU: a pooled step beside TinyJit's replay, in one run.
+"""Cost of a step of many kernels on the CPU: a pooled step beside TinyJit's replay, in one run.
 
     python bench/cpu/host_overhead.py [--kernels 300] [--repeat 500] [--dry]
 

@@ -101,7 +101,7 @@ def ours(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor,
 
 
 def after(case: Case, y: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """What torch does with the matmul's results."""
+    """Computes what torch does with the matmul's results."""
     if case.up:
         gate, up = y.chunk(2, -1)
         return silu(gate) * up

@@ -55,7 +55,7 @@ def layer(tokens: int) -> Layer:
 
 
 def gathered(one: Layer) -> Tensor:
-    """As tinygrad's llm has it."""
+    """Computes the layer as tinygrad's llm has it."""
     def multiplied(x: Tensor, w: Tensor) -> Tensor:
         return (x.unsqueeze(-2) @ w[one.chosen].transpose(-1, -2)).contiguous().squeeze(-2)
     h = one.x.unsqueeze(1)

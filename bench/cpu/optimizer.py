@@ -26,7 +26,7 @@ HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 8, 16384
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Of a LLaMA with stacked projections."""
+    """Returns the shapes of a LLaMA with stacked projections."""
     made: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for i in range(LAYERS):
         made |= {f"{i}.qkv.weight": (3 * HIDDEN, HIDDEN), f"{i}.o.weight": (HIDDEN, HIDDEN),

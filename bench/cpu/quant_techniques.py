@@ -1,4 +1,4 @@
-"""What quantisation gains and costs, a technique a row: tokens/s, GB/s, perplexity.
+"""Gains and costs of quantisation, a technique a row: tokens/s, GB/s, perplexity.
 
     python bench/cpu/quant_techniques.py MODEL --work DIR [--repeat 5] [--only NAME …] [--save]
 
@@ -53,7 +53,7 @@ TECHNIQUES = (technique("int8, groups of 128", "--scheme", "w8a16"),
 
 
 def quantised(model: Path, out: Path, options: tuple[str, ...]) -> dict[str, Any]:
-    """What `tinygrad-nv quantize … --json` says."""
+    """Returns what `tinygrad-nv quantize … --json` says."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = main(["quantize", str(model), "--out", str(out), "--json", *options])
@@ -63,7 +63,7 @@ def quantised(model: Path, out: Path, options: tuple[str, ...]) -> dict[str, Any
 
 
 def perplexities(chosen: list[Technique]) -> dict[str, float]:
-    """Of the model in the box, by technique; and its own."""
+    """Returns the perplexities of the model in the box, by technique; and its own."""
     made: dict[str, float] = {}
     for one in each(chosen):
         with tempfile.TemporaryDirectory() as folder:

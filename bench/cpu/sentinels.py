@@ -1,4 +1,4 @@
-"""What sentinels cost: steps with and without, one after the other, on the CPU.
+"""Cost of sentinels: steps with and without, one after the other, on the CPU.
 
     python bench/cpu/sentinels.py [--rounds 7]
 
@@ -29,7 +29,7 @@ WIDTH, HEADS, LAYERS = 512, 8, 4
 
 
 def weights() -> list[dict[str, Tensor]]:
-    """Of each layer, as they are drawn."""
+    """Returns the weights of each layer, as they are drawn."""
     random = np.random.default_rng(0)
     def drawn(rows: int, columns: int) -> Tensor:
         return Tensor((random.standard_normal((rows, columns)) * 0.02).astype(np.float32)).realize()
@@ -52,7 +52,7 @@ def forward(x: Tensor, layers: list[dict[str, Tensor]]) -> Tensor:
 
 
 def steps() -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
-    """What is timed, with its input."""
+    """Returns the steps that are timed, with their inputs."""
     layers = weights()
     every = [each for w in layers for each in w.values()]
 

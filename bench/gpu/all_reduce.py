@@ -100,12 +100,12 @@ class AllReduceCase:
 
     @property
     def name(self) -> str:
-        """As results have it."""
+        """Name of the case in results."""
         spec = self.spec
         return f"{self.schedule.template}_{spec.world}_{spec.count}_{NAMES[spec.dtype]}_{spec.columns}"
 
     def scaled(self) -> AllReduceCase:
-        """As small as the emulator likes it."""
+        """Returns the case as small as the emulator likes it."""
         spec = self.spec
         columns = min(spec.columns, 64)
         count = 3 * columns if columns else min(spec.count, 299)
@@ -175,7 +175,7 @@ class Ranks:
         for driver in dict.fromkeys(self.drivers): driver.synchronize()
 
     def results(self, rank: int) -> list[torch.Tensor]:
-        """What a rank has."""
+        """Returns the results of a rank."""
         return [read(self.drivers[rank], out, self.case.spec) for out in self.outs[rank]]
 
 

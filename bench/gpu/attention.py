@@ -73,7 +73,7 @@ class Forward:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         grouped = f" of {self.kv_heads}" if self.kv_heads else ""
         return (f"d {self.d} {'causal' if self.causal else 'full'} {self.tokens} tokens, "
                 f"{self.heads}{grouped} heads x {self.batch}")
@@ -90,7 +90,7 @@ class Forward:
 
     @property
     def spec(self) -> AttentionSpec:
-        """Of dense [batch, heads, tokens, d]."""
+        """Spec of dense [batch, heads, tokens, d]."""
         group = self.heads // self.keys
         head = self.tokens * self.d
         q = Rows(dtypes.bfloat16, self.d, (self.heads * head, group * head, head))

@@ -57,7 +57,7 @@ class Backward:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return self.forward.name + (", deterministic" if self.deterministic else "")
 
     @property
@@ -72,7 +72,7 @@ class Backward:
 
     @property
     def spec(self) -> BackwardSpec:
-        """Of dense [batch, heads, tokens, d]."""
+        """Spec of dense [batch, heads, tokens, d]."""
         one = replace(self.forward.spec, lse=True)
         return BackwardSpec(one, one.out, one.k, one.v, self.deterministic)
 
@@ -128,8 +128,8 @@ def forward(workload: Forward, one: dict[str, Any]) -> tuple[Any, Any]:
 
 def gradients(workload: Forward, one: dict[str, Any], b: int, head: int,
               places: Any) -> dict[str, tuple[Any, Any]]:
-    """Of a sequence's head of keys: dq of its query heads, its dk and dv, at these places, and how far
-    bfloat16 may be from them. l is given, and delta is what the given result makes it."""
+    """Returns the gradients of a sequence's head of keys: dq of its query heads, its dk and dv, at these
+    places, and how far bfloat16 may be from them. l is given, and delta is what the given result makes it."""
     import torch
     group, root = workload.heads // workload.keys, 1 / math.sqrt(workload.d)
     heads = slice(head * group, (head + 1) * group)

@@ -175,7 +175,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
 
 
 def player_of(options: argparse.Namespace, gpu: GPUFigures) -> tuple[Player, str]:
-    """What is measured, and its name."""
+    """Returns the player that is measured, and its name."""
     if options.against is not None:
         played = figures(options.against)
         return ModelPlayer(played), f"{played.name}, played by the timing model"

@@ -1,4 +1,4 @@
-"""What bench/gpu/calibrate.py measures, and the figures of ptx/timing/gpus/ that follow from it.
+"""Measurements of bench/gpu/calibrate.py, and the figures of ptx/timing/gpus/ that follow from them.
 
 Protocol. A `Measure` has a value on any player (calibrate_players.py). A `Constant` is a figure of the model,
 and the measure that tells it. Where the measure has it pure, such as a clock, that is it. Else the model
@@ -46,7 +46,7 @@ class Measure:
 
 
 def per_round(probe: Probe, took: Callable[[Probe, int], float]) -> float:
-    """What a further round takes."""
+    """Returns the time of a further round."""
     few, many = probe.rounds
     return (took(probe, many) - took(probe, few)) / (many - few)
 
@@ -61,7 +61,7 @@ def of_probe(probe: Probe) -> Measure:
 
 
 def fixed(player: Player) -> float:
-    """What a read takes that has no bytes."""
+    """Returns the time of a read that has no bytes."""
     probe = PROBES["HBM read"]
     return player.seconds(probe, probe.rounds[0]) - probe.rounds[0] * per_round(probe, player.seconds)
 

@@ -1,4 +1,5 @@
-"""What runs the microbenchmarks of bench/gpu/calibrate.py: a GPU, the emulated one, or the timing model.
+"""Players that run the microbenchmarks of bench/gpu/calibrate.py: a GPU, the emulated one, or the timing
+model.
 
 Protocol. A player runs a probe (calibrate_probe.py) and says what it took: `cycles` of a CTA's loop, or
 `seconds` of a whole launch by itself. `row` gives the seconds of many empty launches in a row: in a stream,
@@ -32,7 +33,7 @@ STEADY = 50             # rounds after which the model's clock is that of any nu
 
 
 class Player(ABC):
-    """What a probe runs on. `repeats`: how often a measurement is worth repeating."""
+    """Player that a probe runs on. `repeats`: how often a measurement is worth repeating."""
     arch: str
     sms: int
     l2_bytes: int
@@ -40,11 +41,11 @@ class Player(ABC):
 
     @abstractmethod
     def cycles(self, probe: Probe, rounds: int) -> float:
-        """Of the loop, from the first warp's begin to the last one's end."""
+        """Returns the cycles of the loop, from the first warp's begin to the last one's end."""
 
     @abstractmethod
     def seconds(self, probe: Probe, rounds: int) -> float:
-        """Of a launch by itself."""
+        """Returns the seconds of a launch by itself."""
 
     @abstractmethod
     def row(self, count: int, how: str) -> float:
@@ -55,7 +56,7 @@ class Player(ABC):
         """The clock of the SMs under this load."""
 
     def ctas(self, probe: Probe) -> int:
-        """Of a launch."""
+        """Returns the CTAs of a launch."""
         return probe.ctas or self.sms * probe.ctas_of_sm
 
 
@@ -115,7 +116,7 @@ class GPUPlayer(Player):
         return median(found)
 
     def _flush(self, probe: Probe) -> None:
-        """Of what the probe reads L2 has nothing, unless it must."""
+        """Empties L2 of what the probe reads, unless it must be there."""
         if not probe.near: self.driver.submit(Fill(self.scratch, 0, self.scratch_bytes))
 
     def _timed(self, run: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""What a microbenchmark of bench/gpu/calibrate.py is, and the kernel that all of them share.
+"""Microbenchmarks of bench/gpu/calibrate.py, and the kernel that all of them share.
 
 Protocol. A `Probe` is a loop: `body(kb, memory, tensor)` writes what comes before it, and returns what writes
 a round, the values to keep, and what comes behind the loop. Clocks are read around the loop, by each warp;
@@ -64,7 +64,7 @@ class Probe:
 
     @property
     def unit(self) -> str:
-        """Of the value."""
+        """Unit of the value."""
         return "a cycle" if self.rate else "cycles"
 
 

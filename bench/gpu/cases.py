@@ -40,7 +40,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a buffer's elements must be: |got - exact| <= bound, and NaN where `exact` is NaN. Empty where the
+    """Exact elements of a buffer: |got - exact| <= bound, and NaN where `exact` is NaN. Empty where the
     emulator's answer is exact: then every byte must be as it has it."""
     memory: int
     exact: np.ndarray
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of all that a launch is given."""
+        """Digest of all that a launch is given."""
         shape = repr((self.arch, self.entry, self.grid, self.block, self.cluster, self.dynamic_smem,
                       self.args, sorted(self.maps.items())))
         whole = hashlib.sha256(self.ptx.encode() + shape.encode())
@@ -117,7 +117,7 @@ class Cases:
     def close(self) -> None: self.file.close()
 
     def about(self) -> dict[str, Any]:
-        """What was noted of the recording: commit, triton."""
+        """Returns the notes of the recording: commit, triton."""
         return {key: json.loads(value) for key, value in self.file.execute("select key, value from about")}
 
     def note(self, key: str, value: Any) -> None:
@@ -125,7 +125,7 @@ class Cases:
         self.file.execute("insert or replace into about values (?, ?)", (key, json.dumps(value)))
 
     def names(self, words: str = "") -> list[str]:
-        """Of all cases whose PTX has these words, in the order they were recorded."""
+        """Returns the names of all cases whose PTX has these words, in the order they were recorded."""
         texts = {digest for digest, ptx in self.file.execute("select digest, ptx from texts")
                  if words.encode() in zlib.decompress(ptx)} if words else set()
         return [name for name, text in self.file.execute("select name, text from cases order by rowid")

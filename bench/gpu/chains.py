@@ -107,7 +107,7 @@ def in_a_stream(driver: Driver, works: list[Work]) -> None:
 
 
 def in_a_graph(driver: Driver, works: list[Work]) -> None:
-    """As nodes, each with an edge from the one before."""
+    """Adds the launches as nodes, each with an edge from the one before."""
     graph = driver.graph()
     after: list[Node] = []
     for work in works: after = [graph.add(work, after)]

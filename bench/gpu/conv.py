@@ -70,7 +70,7 @@ class ConvWorkload:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         stride = f", stride {self.stride}" if self.stride > 1 else ""
         ends = ", bias, residual" if self.ends else ""
         return (f"{self.network} {self.batch}x{self.side}x{self.side}x{self.channels} to {self.outputs}, "
@@ -78,7 +78,7 @@ class ConvWorkload:
 
     @property
     def spec(self) -> ConvSpec:
-        """What is computed."""
+        """Spec of the convolution."""
         around = self.kernel // 2
         value = Sum() + Load(0, self.dtype, 0, 1).cast(F32) + Load(1, self.dtype, self.outputs, 1).cast(F32)
         return ConvSpec(self.batch, self.side, self.side, self.channels, self.outputs, (self.kernel,) * 2,
@@ -194,7 +194,7 @@ def binds(driver: Driver, workload: ConvWorkload,
 
 
 def target(driver: Driver) -> GPU:
-    """What kernels are made for."""
+    """Returns the target that kernels are made for."""
     return GPU(driver.properties.arch, driver.properties.sm_count)
 
 
@@ -266,7 +266,7 @@ def cudnn(workload: ConvWorkload, given: Sets, options: Options) -> Run:
 
 @contender("conv", "compiled")
 def compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run:
-    """What torch's compiler makes of a convolution with what follows it."""
+    """Compiles a convolution with what follows it by torch's compiler."""
     import torch
     if not workload.ends: raise NotMeasured("a convolution alone is cuDNN's there too")
     if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")

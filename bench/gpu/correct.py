@@ -205,7 +205,7 @@ def rows(options: Options) -> list[str]:
 
 
 def rows_of(options: Options, names_of: Callable[[Cases], list[str]]) -> list[str]:
-    """The same of some of the launches."""
+    """Returns the rows of some of the launches."""
     if not _path(options).exists():
         raise NotMeasured(f"no recorded launches in {_path(options)}: bench/gpu/record.py makes them, "
                           "without a GPU")

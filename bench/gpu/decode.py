@@ -60,7 +60,7 @@ class DecodeWorkload:
 
     @property
     def nbytes(self) -> int:
-        """What a step reads at least: weights (of an untied embedding some rows) and the cache."""
+        """Bytes that a step reads at least: weights (of an untied embedding some rows) and the cache."""
         c = self.config
         unread = 0 if c.tied else c.vocab_size * c.hidden_size
         cache = 2 * self.batch * c.num_kv_heads * (self.context + 1) * c.head_dim * c.num_layers
@@ -114,13 +114,14 @@ class StepProcess:
         return dict(said["seconds"]), dict(said["joules"])
 
     def end(self) -> None:
-        """Of the process."""
+        """Ends the process."""
         self.process.kill()
         self.process.wait()
 
 
 def unlike(logits: dict[str, list[float]]) -> str:
-    """Whose logits are not those of torch; "" when all agree or there is nothing to compare with."""
+    """Returns the rows whose logits are not those of torch; "" when all agree or there is nothing to compare
+    with."""
     if (want := logits.get("torch")) is None: return ""
     largest = max(map(abs, want))
     for name, found in logits.items():

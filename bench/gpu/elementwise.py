@@ -103,12 +103,12 @@ class ElementwiseWorkload:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"{self.form} {self.m}x{self.n}"
 
     @property
     def spec(self) -> NormSpec | EmbeddingSpec:
-        """What is computed."""
+        """Spec of the kernel."""
         if self.form != "embedding": return SPECS[self.form](self.m, self.n)
         return EmbeddingSpec(self.table, self.n, KIND, Tokens(dtypes.int32, (self.m,), (1,)))
 
@@ -254,7 +254,7 @@ def torch_compiled(workload: ElementwiseWorkload, given: Sets, options: Options)
 
 @contender("memory", "copy")
 def copy(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
-    """What the memory's bandwidth is worth: as many bytes as must move, half of them read."""
+    """Copies as many bytes as must move, half of them read: what the memory's bandwidth is worth."""
     import torch
     half = max(1, int(workload.nbytes) // 2)
     pairs = [[torch.empty(half, device="cuda", dtype=torch.uint8) for _ in range(2)] for _ in given]

@@ -102,7 +102,7 @@ def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
 
 @contender("gemm", "torch.compile")
 def compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
-    """What torch's compiler makes of a product with what follows it."""
+    """Compiles a matmul with what follows it by torch's compiler."""
     import torch
     if not shape.gated: raise NotMeasured("a product alone is cuBLAS's there too")
     sets = [(each["a"].view(shape.m, shape.k), each["b"].view(shape.columns, shape.k).T,
@@ -187,7 +187,7 @@ def tinygrad_alone(shape: Any, seconds: float) -> list[float]:
 
 
 def measured_alone(command: list[str], limit_s: float) -> list[float]:
-    """What a process prints last, on CUDA. Raises `NotMeasured` with its last words."""
+    """Returns the last line that a process prints, on CUDA. Raises `NotMeasured` with its last words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s,
                               env={**os.environ, "DEV": "CUDA"})

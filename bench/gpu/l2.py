@@ -1,4 +1,4 @@
-"""What an L2 access-policy window gains: a buffer of X MiB read again and again, with Y MiB of other memory
+"""Gain of an L2 access-policy window: a buffer of X MiB read again and again, with Y MiB of other memory
 between.
 
 Contenders, a block of repeats each in turn: no window; the window that `tinygrad_nv/runtime/l2.py` gives X
@@ -144,7 +144,7 @@ class L2Bench:
         return bool(np.bitwise_xor.reduce(found) == wanted)
 
     def window(self, contender: str, nbytes: int) -> Window | None:
-        """What a contender's launches carry."""
+        """Returns the window that a contender's launches carry."""
         if contender == "none": return None
         # the policy's window, also where it says that there is nothing to gain
         window = plan(self.gpu.properties, [Range(self.x, nbytes)], EVER_MORE).window
@@ -232,7 +232,7 @@ def drawn(curves: Curves, title: str, path: Path) -> None:
 
 
 def curves_of(found: dict[int, dict[str, Any]]) -> Curves:
-    """What `drawn` draws of results."""
+    """Returns the curves that `drawn` draws of results."""
     x = [nbytes / MIB for nbytes in found]
     return {name: (x, [one["ratios"][name] for one in found.values()]) for name in CONTENDERS[1:]}
 

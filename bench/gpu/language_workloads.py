@@ -1,4 +1,4 @@
-"""What the part "language" of bench/gpu/run.py times (gpu/tile_language.py): matmuls, attention, rows and
+"""Workloads of the part "language" of bench/gpu/run.py (gpu/tile_language.py): matmuls, attention, rows and
 4-bit weights, each with its kernel in the tile language, our template, Triton's and torch's."""
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Matmul:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"gemm {self.m}x{self.n}x{self.k} {self.dtype}"
 
     @property
@@ -229,7 +229,7 @@ class Flash(gpu_attention.Forward):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"flash {self.heads}x{self.tokens}x{self.d} bf16{' causal' if self.causal else ''}"
 
     @property
@@ -276,7 +276,7 @@ class Rows(gpu_elementwise.ElementwiseWorkload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"{'rms norm' if self.form == 'rms' else self.form} {self.m}x{self.n} bf16"
 
     @property
@@ -336,7 +336,7 @@ class Quantised:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"w4a16 {self.m}x{self.n}x{self.k} f16"
 
     @property

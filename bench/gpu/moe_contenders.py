@@ -163,7 +163,7 @@ def deep_gemm(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
 
 
 def padded(offsets: Sequence[int], align: int) -> tuple[list[int], list[int]]:
-    """Where each row goes, and the group of each padded row; padding has the number of its group."""
+    """Returns where each row goes, and the group of each padded row; padding has the number of its group."""
     rows: list[int] = []
     groups: list[int] = []
     for group, (first, end) in enumerate(pairwise(offsets)):

@@ -18,7 +18,8 @@ Kept = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer: `hidden` columns, `experts` of `width` columns between gate | up and down, `k` a token."""
+    """Shape of a layer: `hidden` columns, `experts` of `width` columns between gate | up and down, `k` a
+    token."""
     hidden: int
     width: int
     experts: int
@@ -31,9 +32,9 @@ MODELS = {"DeepSeek-V3": Shape(7168, 2048, 256, 8), "Qwen3-235B": Shape(4096, 15
 
 @dataclass(frozen=True)
 class MoEWorkload:
-    """Of `tokens` tokens a `part`: "gate_up" multiplies their rows, gathered, with silu(gate) · up; "down"
-    multiplies rows of that, weighted, each to its slot; "layer" does both, and adds the k results of each
-    token. Routing is even, and done before."""
+    """Work on `tokens` tokens, a `part`: "gate_up" multiplies their rows, gathered, with silu(gate) · up;
+    "down" multiplies rows of that, weighted, each to its slot; "layer" does both, and adds the k results of
+    each token. Routing is even, and done before."""
     name: str
     shape: Shape
     tokens: int
@@ -52,14 +53,14 @@ class MoEWorkload:
 
     @property
     def gate_up(self) -> GroupedGemmSpec:
-        """Of tokens' rows."""
+        """Spec of the matmul of tokens' rows."""
         s = self.shape
         return GroupedGemmSpec(s.experts, self.rows, 2 * s.width, s.hidden, dtypes.bfloat16, self.tokens, s.k,
                                activation="silu")
 
     @property
     def down(self) -> GroupedGemmSpec:
-        """Of rows in the order of experts."""
+        """Spec of the matmul of rows in the order of experts."""
         s = self.shape
         return GroupedGemmSpec(s.experts, self.rows, s.hidden, s.width, dtypes.bfloat16, scatter=True,
                                weighted=True)
@@ -79,7 +80,7 @@ class MoEWorkload:
 
     @property
     def nbytes(self) -> float:
-        """Of the matrices of as many experts as even routing is expected to have, and of rows once."""
+        """Bytes of the matrices of as many experts as even routing is expected to have, and of rows once."""
         distinct = self.shape.experts * (1 - (1 - self.shape.k / self.shape.experts) ** self.tokens)
         return sum(2 * (distinct * spec.n * spec.k + spec.x_rows * spec.k + spec.rows * spec.columns)
                    for spec, _ in self.stages)

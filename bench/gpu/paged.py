@@ -58,12 +58,12 @@ class Paged:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"batch {self.batch}, {self.tokens} tokens"
 
     @property
     def pages(self) -> int:
-        """Of a request."""
+        """Pages of a request."""
         return -(-self.tokens // PAGE)
 
     @property
@@ -179,8 +179,8 @@ def counted(workload: Any, options: Options) -> Row:
 
 @contender("paged", "copy")
 def copy(workload: Paged, given: Sets, options: Options) -> Run:
-    """What the memory's bandwidth is worth: keys to memory in turns, as many bytes read and written as ours
-    reads."""
+    """Copies keys to memory in turns, as many bytes read and written as ours reads: what the memory's
+    bandwidth is worth."""
     import torch
     targets = [torch.empty_like(each["k"]) for each in given[:2]]
     return Partly(lambda i: targets[i % len(targets)].copy_(given[i]["k"]), 0)

@@ -76,8 +76,8 @@ def register(part: Part) -> Part:
 # **** parts of timings ****
 
 class Workload(Protocol):
-    """What contenders are given. `work` and `nbytes` of one run: floating-point operations, or tokens, and
-    bytes that must move; `results` names what is compared among a set's storages."""
+    """Workload of contenders. `work` and `nbytes` of one run: floating-point operations, or tokens, and bytes
+    that must move; `results` names what is compared among a set's storages."""
     @property
     def results(self) -> tuple[str, ...]: ...
 
@@ -131,7 +131,7 @@ def alone(part: str, name: str) -> Callable[[Callable[[Any, float], list[float]]
 
 
 def emulated(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
-    """What --emulate does with a workload, scaled down: a row without times, `status` "emulated"."""
+    """Runs a workload, scaled down, for --emulate: a row without times, `status` "emulated"."""
     def add(made: Callable[[Any, Options], Row]) -> Any:
         EMULATED[part] = made
         return made
@@ -139,7 +139,7 @@ def emulated(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
 
 
 def about(part: str) -> Callable[[Callable[[Any], dict[str, Any]]], Any]:
-    """What a row says of ours besides times: its schedule, what was predicted."""
+    """Registers what a row says of ours besides times: its schedule, what was predicted."""
     def add(made: Callable[[Any], dict[str, Any]]) -> Any:
         ABOUT[part] = made
         return made
@@ -189,7 +189,7 @@ class Bursts:
         return timed(work, meanwhile)
 
     def seconds(self, meanwhile: Callable[[], Any] = lambda: None) -> float:
-        """Of one run, by one burst. The host does `meanwhile` while the device works."""
+        """Returns the seconds of one run, by one burst. The host does `meanwhile` while the device works."""
         if self.graph is None: return self.eager(self.count, meanwhile) / self.count
         return timed(self.graph.replay, meanwhile) / self.count
 
@@ -240,7 +240,7 @@ def compared(part: str, workload: Workload, options: Options, budget_s: float) -
 
 def ready(part: str, workload: Workload, given: list[dict[str, Any]],
           options: Options) -> tuple[dict[str, Entrant], dict[str, str], list[str]]:
-    """Those that apply and are right; why the others are not timed; what is wrong."""
+    """Returns the contenders that apply and are right; why the others are not timed; what is wrong."""
     entrants: dict[str, Entrant] = {}
     notes: dict[str, str] = {}
     bad: list[str] = []
@@ -309,8 +309,8 @@ def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
 
 
 def clocks(readings: list[GPUSample]) -> dict[str, Any]:
-    """Of a contender's bursts: mean, lowest and highest of SM clock, watts and temperature; None where these
-    are not told."""
+    """Returns the clocks of a contender's bursts: mean, lowest and highest of SM clock, watts and
+    temperature; None where these are not told."""
     some = Samples(readings)
     return {name: vars(spread) if (spread := some.spread(name)) else None
             for name in ("sm_mhz", "watts", "temperature_c")}

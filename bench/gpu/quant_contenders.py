@@ -60,7 +60,7 @@ def multiplies_codes(shape: Any) -> str:
 
 @contender("quant", "bf16")
 def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
-    """Of the dequantised matrix; of a sparse one with its zeros."""
+    """Multiplies by the dequantised matrix; by a sparse one with its zeros."""
     import torch
     sparse = isinstance(shape, SparseWorkload)
     if multiplies_codes(shape) or (sparse and not shape.bf16):
@@ -190,8 +190,8 @@ def cusparselt(shape: Any, buffers: Buffers, options: Options) -> Run:
 
 
 def scales_of(shape: Any, one: dict[str, Any]) -> tuple[Any, Any]:
-    """Of x and of the outputs: [m, 1] and [1, n]; of blocks [m, groups], side by side along m, and
-    [groups, n / 128]."""
+    """Returns the scales of x and of the outputs: [m, 1] and [1, n]; of blocks [m, groups], side by side
+    along m, and [groups, n / 128]."""
     if multiplies_codes(shape) != "blocks": return one["x1"][:, None], one["x0"][None]
     x = one["a_scale"].view(shape.m, shape.groups)
     return x.T.contiguous().T, one["b_scale"].view(-1, shape.groups).T
@@ -253,7 +253,7 @@ def marlin(shape: Any, buffers: Buffers, options: Options) -> Run:
 
 
 def _marlin_fp8(shape: Any, buffers: Buffers) -> Run:
-    """Of a layer that vLLM prepares."""
+    """Returns the run of a layer that vLLM prepares."""
     import torch
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8 as fp8
     sets = []

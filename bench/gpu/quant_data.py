@@ -13,7 +13,7 @@ MOST_E4M3 = 0x77        # codes up to 240, whose products with activations float
 
 
 def torch_dtype(dtype: DType) -> Any:
-    """Of a buffer."""
+    """Returns the dtype of a buffer."""
     import torch
     return {dtypes.float32: torch.float32, dtypes.float16: torch.float16, dtypes.bfloat16: torch.bfloat16,
             dtypes.fp8e4m3: torch.float8_e4m3fn, dtypes.int8: torch.int8}.get(dtype, torch.uint8)
@@ -82,7 +82,7 @@ def in_tiles(rows: Any, type: QType, name: str, k: int) -> Any:
 
 
 def blocks_of(type: QType, name: str) -> Scale:
-    """Those of a buffer."""
+    """Returns the blocks of a buffer."""
     scale = type.outer if name.startswith("outer") else type.scale
     assert scale is not None
     return scale

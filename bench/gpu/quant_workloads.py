@@ -94,7 +94,7 @@ class CodesWorkload:
 
     @property
     def spec(self) -> GemmSpec:
-        """As patterns/scaled_gemm has it: scales of outputs, then of rows, in the epilogue."""
+        """Spec as patterns/scaled_gemm has it: scales of outputs, then of rows, in the epilogue."""
         operand = Operand(self.element.dtype, self.k, 1)
         total = Sum(dtypes.int32 if self.int8 else F32).cast(F32) * Load(0, F32, 0, 1) * Load(1, F32, 1, 0)
         return GemmSpec(self.m, self.n, self.k, operand, operand, Result(BF16, self.n, 1),

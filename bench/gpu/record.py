@@ -55,7 +55,7 @@ Given = tuple[list[bytes], dict[int, TensorMapSpec], dict[int, bytes]]  # argume
 
 
 class Limits(NamedTuple):
-    """Of a test: launches, bytes of the file that each may take, and how many may take more."""
+    """Limits of a test: launches, bytes of the file that each may take, and how many may take more."""
     launches: int = MOST
     nbytes: int = 32 << 10
     large: int = 1

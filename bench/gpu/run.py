@@ -64,7 +64,7 @@ class Results:
         self.record: dict[str, Any] = {**facts, "parts": old.get("parts", {})}
 
     def rows(self, part: str) -> dict[str, Row]:
-        """Of a part, as they are now."""
+        """Returns the rows of a part, as they are now."""
         return self.record["parts"].setdefault(part, {})
 
     def keep(self, part: str, name: str, row: Row) -> None:
@@ -107,7 +107,7 @@ def _version(package: str) -> str:
 
 
 def missing() -> str:
-    """What measuring needs and is not here, "" when all is."""
+    """Returns the names of what measuring needs and is not here, "" when all is."""
     from tinygrad_nv.runtime.cuda import driver as cuda
     return cuda.missing()
 
@@ -144,7 +144,7 @@ class Worker:
         return {"status": "died", "why": f"its process ended with exit code {self.process.wait()}"}
 
     def end(self) -> None:
-        """Of the process, whatever it does."""
+        """Ends the process, whatever it does."""
         self.process.kill()
         self.process.wait()
 

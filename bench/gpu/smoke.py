@@ -71,12 +71,12 @@ class SmokeDevice:
         self.memory = driver.alloc(16 * 2 * CTAS)
 
     def launch(self, kernel: str, value: int, cluster: int, ctas: int = CTAS, pdl: bool = False) -> Launch:
-        """Of one thread a CTA."""
+        """Launches one thread a CTA."""
         return Launch(self.module.function(kernel), (ctas, 1, 1), (1, 1, 1),
                       (pointer(self.memory), integer(value)), cluster=(cluster, 1, 1), pdl=pdl)
 
     def ran(self, run: Callable[[], None], ctas: int = CTAS) -> Found:
-        """What the CTAs wrote, where there were ones before."""
+        """Returns the numbers that the CTAs wrote, where there were ones before."""
         self.driver.copy_in(self.memory, memoryview(b"\xff" * (16 * 2 * CTAS)))
         run()
         return self.read(ctas)
@@ -89,7 +89,7 @@ class SmokeDevice:
 
 
 def ranks(value: int, cluster: int, ctas: int = CTAS) -> Found:
-    """What `ranks` must write."""
+    """Returns the numbers that `ranks` must write."""
     return [(value, cluster, i % cluster, ctas // cluster) for i in range(ctas)]
 
 
@@ -101,7 +101,7 @@ def unlike(got: Any, want: Any) -> str:
 # **** what is asked ****
 
 def cluster_in_a_stream(driver: Driver) -> str:
-    """What the rest is compared with."""
+    """Launches what the rest is compared with."""
     bench = SmokeDevice(driver)
     return unlike(bench.ran(lambda: driver.submit(bench.launch("ranks", 5, 2))), ranks(5, 2))
 

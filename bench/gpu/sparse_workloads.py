@@ -90,8 +90,8 @@ class SparseWorkload:
 
 
 def sparse(dtype: DType, whole: Any, pairs: Any) -> tuple[Any, Any, Any]:
-    """Of a matrix [n, k] the one with zeros, `values` and `metadata` (int32), flat; of each four columns the
-    two of `PAIRS` that `pairs` [n, k / 4] numbers are kept."""
+    """Returns, of a matrix [n, k], the one with zeros, `values` and `metadata` (int32), flat; of each four
+    columns the two of `PAIRS` that `pairs` [n, k / 4] numbers are kept."""
     import torch
     n, k = whole.shape
     kept = torch.tensor(PAIRS, device=whole.device)[pairs]

@@ -53,7 +53,7 @@ class StepWorkload:
 
     @property
     def flops(self) -> float:
-        """Of a step: forward and backward."""
+        """Operations of a step: forward and backward."""
         return operations(parse_config(MODELS[self.model]), Training(self.rows, self.tokens))
 
 
@@ -62,7 +62,7 @@ WORKLOADS = {each.name: each for each in (StepWorkload("GPT-2 124M", 16, 1024),
 
 
 def unlike(losses: Mapping[str, list[float]]) -> str:
-    """Whose losses are not torch's; "" when all are, or there is nothing to compare with."""
+    """Returns the rows whose losses are not torch's; "" when all are, or there is nothing to compare with."""
     want = losses.get("torch") or losses.get("torch.compile")
     for name, found in losses.items():
         if want is None: break

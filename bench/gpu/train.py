@@ -108,7 +108,7 @@ def bound(driver: Driver, workload: Any, at: dict[str, int]) -> Callable[[Any], 
 
 
 def finished(one: One) -> None:
-    """What torch does behind a kernel of ours: of sums of squares the norm."""
+    """Computes what torch does behind a kernel of ours: of sums of squares the norm."""
     if "norm" in one: one["norm"].copy_(one["sums"].sum(0, keepdim=True).sqrt_())
 
 
@@ -146,8 +146,8 @@ def chosen(workload: Any) -> dict[str, Any]:
 
 
 def modelled(workload: Any) -> dict[str, float]:
-    """What train_gpu_model.py predicts of the kernel, of sums of columns without the sums of these groups;
-    nothing where it has none, or of three kernels one."""
+    """Returns the prediction of train_gpu_model.py for the kernel, of sums of columns without the sums of
+    these groups; nothing where it has none, or of three kernels one."""
     path = RESULTS / "train_gpu_model.json"
     if not path.exists() or isinstance(workload, EmbeddingGradient): return {}
     found = {kernel["what"]: kernel["us"] for step in json.loads(path.read_text())["steps"]
@@ -256,7 +256,7 @@ def fused(workload: Update, given: Sets) -> Run:
 
 @contender("train", "copy")
 def copy(workload: Any, given: Sets, options: Options) -> Run:
-    """What the memory's bandwidth is worth: as many bytes as must move, half of them read."""
+    """Copies as many bytes as must move, half of them read: what the memory's bandwidth is worth."""
     import torch
     half = max(1, int(workload.nbytes) // 2)
     pairs = [[torch.empty(half, device="cuda", dtype=torch.uint8) for _ in range(2)] for _ in given]

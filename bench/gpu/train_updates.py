@@ -38,7 +38,7 @@ def gpt2() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def llama(layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of so many layers of Llama 3.1 8B."""
+    """Returns the parameters of so many layers of Llama 3.1 8B."""
     return (6144 * 4096, 4096 * 4096, 28672 * 4096, 4096 * 14336) * layers, (4096,) * 2 * layers
 
 
@@ -55,18 +55,18 @@ class Update(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"AdamW {self.model} {'f32' if self.dtype == F32 else 'bf16, masters'}"
 
     @property
     def spec(self) -> AdamWSpec:
-        """What is computed."""
+        """Spec of the update."""
         groups = (0,) * len(self.decayed) + (1,) * len(self.others)
         return AdamWSpec((*self.decayed, *self.others), groups, BETA1, BETA2, TINY, self.dtype, self.dtype)
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of storages."""
+        """Names of storages."""
         return (*(f"{kind}{i}" for kind, _ in self.spec.kinds for i in range(len(self.spec.counts))),
                 "control")
 
@@ -77,7 +77,7 @@ class Update(Workload):
 
     @property
     def nbytes(self) -> float:  # type: ignore[override]
-        """What is read and written, each once."""
+        """Bytes that are read and written, each once."""
         return float(self.spec.nbytes)
 
     def scaled(self) -> Update: return replace(self, decayed=(20000, 500, 333), others=(64, 64))
@@ -131,17 +131,17 @@ class Squares(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"norm of gradients {self.model} bf16"
 
     @property
     def spec(self) -> SquaresSpec:
-        """What is computed."""
+        """Spec of the sums."""
         return SquaresSpec(self.counts, BF16)
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of storages."""
+        """Names of storages."""
         return ("sums", *(f"g{i}" for i in range(len(self.counts))))
 
     @property

@@ -45,7 +45,7 @@ def wide(x: Any) -> Any:
 
 
 class Workload:
-    """What workloads have in common."""
+    """Base of the workloads of training."""
     results: ClassVar[tuple[str, ...]] = ("out",)
     names: tuple[str, ...] = ()
     most_sets: ClassVar[int] = MOST_SETS
@@ -56,7 +56,7 @@ class Workload:
         raise NotImplementedError
 
     def given(self, device: str) -> list[One]:
-        """As many sets as exceed twice the L2 cache."""
+        """Returns as many sets of inputs as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         count = max(2, int(2 * l2 // self.nbytes) + 1)
@@ -67,7 +67,7 @@ class Workload:
         raise NotImplementedError
 
     def compilable(self, one: One) -> One:
-        """What torch.compile is given."""
+        """Returns the function that torch.compile is given."""
         return self.theirs(one)
 
     def exact(self, one: One) -> Iterator[Near]:
@@ -95,12 +95,12 @@ class CrossEntropy(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"cross entropy {self.rows}x{self.size} {'f32' if self.dtype == F32 else 'bf16'} → bf16"
 
     @property
     def spec(self) -> CrossEntropySpec:
-        """What is computed."""
+        """Spec of the kernel."""
         return CrossEntropySpec(self.rows, self.size, self.dtype, gradient=BF16)
 
     @property
@@ -165,12 +165,12 @@ class EmbeddingGradient(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"embedding gradient {self.vocabulary}x{self.width}, {self.tokens} tokens"
 
     @property
     def spec(self) -> EmbeddingGradientSpec:
-        """What is computed."""
+        """Spec of the kernel."""
         return EmbeddingGradientSpec(self.vocabulary, self.width, BF16, Tokens(S32, (self.tokens,), (1,)))
 
     @property
@@ -217,17 +217,17 @@ class Columns(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"{self.what} gradient {self.m}x{self.n}"
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of storages."""
+        """Names of storages."""
         return ("out", "grad") if self.what == "bias" else ("out", "x", "squares", "grad")
 
     @property
     def spec(self) -> ColumnSumSpec:
-        """What is computed."""
+        """Spec of the kernel."""
         if self.what == "bias":
             return ColumnSumSpec(self.m, self.n, Load(0, BF16, self.n, 1).cast(F32), BF16)
         x, grad = (Load(i, BF16, self.n, 1) for i in (0, 2))
@@ -285,23 +285,23 @@ class Rope(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return (f"rope{' gradient' * self.gradient} {self.batch}x{self.tokens}, {self.heads}/{self.kv_heads} "
                 f"heads of {self.d}")
 
     @property
     def results(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is compared."""
+        """Returns the results that are compared."""
         return ("qkv",) if self.gradient else ("q", "k", "v")
 
     @property
     def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of storages."""
+        """Names of storages."""
         return (*(("qkv", "q", "k", "v") if self.gradient else ("q", "k", "v", "qkv")), "cos", "sin")
 
     @property
     def spec(self) -> RopeSpec:
-        """What is computed."""
+        """Spec of the kernel."""
         given = (self.batch, self.tokens, self.heads, self.kv_heads, self.d, self.d // 2, BF16,
                  Angles(F32, self.d // 2))
         return RopeGradientSpec(*given, wide_q=True) if self.gradient else RopeSpec(*given)
@@ -371,12 +371,12 @@ class GatedGradient(Workload):
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """Name of the row."""
         return f"silu·mul gradient {self.m}x{self.n}"
 
     @property
     def spec(self) -> NormSpec:
-        """What is computed."""
+        """Spec of the kernel."""
         return gate_gradient(self.m, self.n, BF16, "silu")
 
     @property

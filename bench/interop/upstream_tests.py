@@ -64,7 +64,7 @@ START_S = 120                              # for imports and collection, beyond 
 
 @dataclass(frozen=True)
 class Run:
-    """What a whole call has in common."""
+    """Settings of a whole call."""
     tests: Path         # the copy that is run
     logs: Path
     device: str
@@ -72,7 +72,7 @@ class Run:
     quick: bool = False
 
     def log(self, file: str, side: str) -> Path:
-        """Where the outcomes of a file's tests are noted."""
+        """Returns the path at which the outcomes of a file's tests are noted."""
         return self.logs / side / (file.replace("/", ".") + "l")
 
 
@@ -100,7 +100,7 @@ def found(tests: Path, names: Sequence[str]) -> list[str]:
 
 
 def lines(log: Path) -> list[dict[str, Any]]:
-    """What is noted in a log."""
+    """Returns the lines of a log."""
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 

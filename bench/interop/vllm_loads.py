@@ -1,4 +1,4 @@
-"""What `tinygrad-nv train` saved, in vLLM: the same greedy tokens?
+"""Loads in vLLM what `tinygrad-nv train` saved: the same greedy tokens?
 
     python bench/interop/vllm_loads.py MODEL [--adapter DIR] [--python OTHER/bin/python] [--tokens 24]
 

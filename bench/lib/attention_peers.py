@@ -132,7 +132,7 @@ class Flash:
         return made | ({"TMA": self.descriptors, "SPLIT": self.specialised} if self.what == "forward" else {})
 
     def box(self, name: str) -> tuple[int, int]:
-        """Of an operand's descriptor."""
+        """Returns the box of an operand's descriptor."""
         return self.block[int(name in ("k", "v"))], self.d
 
     def __str__(self) -> str:

@@ -122,7 +122,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What Triton made: PTX as it wrote it, its own cubin, and its launcher's facts."""
+    """Kernel of Triton: PTX as it wrote it, its own cubin, and its launcher's facts."""
     ptx: str
     cubin: bytes
     name: str

@@ -34,7 +34,7 @@ def rms_norm(x: KTile["R", "N"], w: KTile["N"], *, eps: float) -> Any:
 
 @kernel
 def layer_norm(x: KTile["R", "N"], w: KTile["N"], b: KTile["N"], *, eps: float) -> Any:
-    """Of each row, with weight and bias."""
+    """Normalises each row, with weight and bias."""
     T = tile.context()
     row = tile.cast(tile.load(x, T.m, T.d), f32)
     centred = row - (tile.sum(row, 1) * (1 / x.shape[1]))[:, None]
@@ -44,7 +44,7 @@ def layer_norm(x: KTile["R", "N"], w: KTile["N"], b: KTile["N"], *, eps: float) 
 
 @kernel
 def softmax(x: KTile["R", "N"]) -> Any:
-    """Of each row."""
+    """Computes the softmax of each row."""
     T = tile.context()
     return tile.cast(tile.softmax(tile.cast(tile.load(x, T.m, T.d), f32), 1), x.dtype)
 

@@ -1,4 +1,4 @@
-"""What benches share: the spread of repeats, an aligned table, and where results go."""
+"""Helpers that benches share: the spread of repeats, an aligned table, and where results go."""
 from __future__ import annotations
 
 import hashlib
@@ -62,7 +62,8 @@ def processor() -> str:
 
 
 def git(*words: str) -> str:
-    """What git says of this checkout; "" where there is no git, as on a machine that was sent the files."""
+    """Returns the output of git on this checkout; "" where there is no git, as on a machine that was sent the
+    files."""
     try:
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=False,
                               cwd=RESULTS.parent)

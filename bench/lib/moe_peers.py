@@ -109,7 +109,7 @@ def grouped_mxfp4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K
 
 
 def aligned(experts: np.ndarray, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the experts of all slots."""
+    """Aligns the experts of all slots."""
     slots, of_tile = [], []
     for expert in range(count):
         own = np.flatnonzero(experts == expert)

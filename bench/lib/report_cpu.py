@@ -1,4 +1,4 @@
-"""What was measured on a CPU, for report.py: decoding (cpu/decode.py) and kernels (cpu/kernel_times.py)."""
+"""Measurements on a CPU, for report.py: decoding (cpu/decode.py) and kernels (cpu/kernel_times.py)."""
 from __future__ import annotations
 
 import json

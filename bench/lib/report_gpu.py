@@ -1,4 +1,4 @@
-"""What was measured on a GPU, for report.py: parts of bench/gpu/run.py, tables of ratios, and plots."""
+"""Measurements on a GPU, for report.py: parts of bench/gpu/run.py, tables of ratios, and plots."""
 from __future__ import annotations
 
 import json
@@ -69,7 +69,7 @@ def clocks(parts: Mapping[str, Mapping[str, Record]]) -> str:
 
 
 def state(part: str, rows: Mapping[str, Record]) -> str:
-    """What became of a part's rows."""
+    """Returns the state of a part's rows."""
     if not rows: return NOT_MEASURED
     counts: dict[str, int] = {}
     for row in rows.values(): counts[row["status"]] = counts.get(row["status"], 0) + 1

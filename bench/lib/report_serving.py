@@ -1,4 +1,4 @@
-"""What was measured of serving, for report.py: throughput beside transformers (serving.py)."""
+"""Measurements of serving, for report.py: throughput beside transformers (serving.py)."""
 from __future__ import annotations
 
 from statistics import median

@@ -1,4 +1,5 @@
-"""What ran on which GPU at which commit, from the results: docs/status.json, and its table in docs/status.md.
+"""Status of hardware, from the results: what ran on which GPU at which commit, in docs/status.json, and its
+table in docs/status.md.
 
 A subject is right on a GPU where launches recorded from its tests ran there (parts "correctness" and "chains"
 of bench/gpu/run.py), and timed there where a row was measured. tests/unit/test_claims.py holds the pages to
@@ -21,9 +22,9 @@ PARTS_OF_LAUNCHES = ("correctness", "chains")
 
 @dataclass(frozen=True)
 class Subject:
-    """What a page may say something of. `tests`: a pattern of the names of test files whose launches were
-    recorded. `timed`: a part of bench/gpu/run.py, or part and a pattern of rows, or the part of a schedules
-    file (`schedules:quant`)."""
+    """Subject of which a page may say something. `tests`: a pattern of the names of test files whose launches
+    were recorded. `timed`: a part of bench/gpu/run.py, or part and a pattern of rows, or the part of a
+    schedules file (`schedules:quant`)."""
     title: str
     page: str
     tests: str = "(?!)"

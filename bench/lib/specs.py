@@ -94,8 +94,8 @@ def gated(m: int, n: int, k: int, dtype: DType = BF16) -> GemmSpec:
 
 
 def rows(dtype: DType, extents: tuple[int, int, int, int], d: int, turned: bool = False) -> Rows:
-    """Of (batch, key heads, group, rows): [batch, heads, rows, d], or [batch, rows, heads, d]. A group of 0
-    has stride 0."""
+    """Returns the strides of (batch, key heads, group, rows): [batch, heads, rows, d], or [batch, rows,
+    heads, d]. A group of 0 has stride 0."""
     _, heads, group, many = extents
     query = max(group, 1)
     row, head, g = (d * heads * query, d * query, d) if turned else (d, d * many * query, d * many)
@@ -120,7 +120,7 @@ def ragged(spec: AttentionSpec, total: tuple[int, int]) -> AttentionSpec:
 
 
 def scaled(spec: AttentionSpec, block: int) -> AttentionSpec:
-    """The same of e4m3, with a scale for each `block` rows; of 0, for each head."""
+    """Returns the spec with operands of e4m3, with a scale for each `block` rows; of 0, for each head."""
     def of(count: int, queries: bool) -> RowScales:
         blocks, (_, heads, group) = -(-count // block) if block else 1, spec.batch
         inner = blocks * (group if queries else 1)
@@ -223,7 +223,7 @@ def bias_sum(m: int, n: int, dtype: DType = BF16) -> ColumnSumSpec:
 
 
 def softmax(m: int, n: int, dtype: DType = BF16) -> NormSpec:
-    """Of each row."""
+    """Returns the spec of the softmax of each row."""
     x = Load(0, dtype, n, 1)
     e = ((x.cast(F32) - Sum(dtype).cast(F32)) * 1.4426950408889634).exp2()
     return normed(m, n, (Statistic("max", x), Statistic("add", e)),
@@ -238,7 +238,7 @@ def argmax(m: int, n: int, dtype: DType = F32) -> NormSpec:
 
 
 def counted(m: int, n: int) -> NormSpec:
-    """Of each row of a batch of 3, whole numbers without their mean, no more than the largest."""
+    """Returns, for each row of a batch of 3, whole numbers without their mean, no more than the largest."""
     x = Load(0, S32, n, 1, (m * n,))
     mean = (Sum(S32).cast(F32) * (1 / n)).cast(S32)
     value = where(x < Sum(S32, 1), x - mean, Position(0) + Position("m"))

@@ -1,4 +1,4 @@
-"""What the engine's bookkeeping costs: the host's part of a step, with a device that does nothing.
+"""Cost of the engine's bookkeeping: the host's part of a step, with a device that does nothing.
 
     python bench/serving/engine_overhead.py [--running 1,16,64,256] [--steps 600] [--dry]
 

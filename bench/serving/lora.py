@@ -1,4 +1,4 @@
-"""What adapters cost: generated tokens a second of a batch whose sequences have 8 different ones, beside that
+"""Cost of adapters: generated tokens a second of a batch whose sequences have 8 different ones, beside that
 of the same batch without.
 
     python bench/serving/lora.py [--adapters 8] [--ranks 8,16] [--sequences 8,16] [--rounds 5] [--dtype
@@ -73,7 +73,8 @@ def adapter(directory: Path, rank: int, seed: int) -> str:
 
 
 def seconds(llm: LLM, loras: Sequence[LoRARequest | None], decode: bool) -> tuple[float, float]:
-    """Of a batch, by the clock and of all cores; with `decode` by the clock from the first tokens on."""
+    """Returns the seconds of a batch, by the clock and of all cores; with `decode` by the clock from the
+    first tokens on."""
     random = np.random.default_rng(1)
     prompts = [{"prompt_token_ids": random.integers(5, VOCAB, PROMPT).tolist()} for _ in loras]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -63,7 +63,7 @@ class Sequence:
     before: list[int] = field(default_factory=list)     # of each page: a number for all tokens before it
 
     def content(self, page: int, end: int, group: int) -> Content:
-        """What this page must hold, with tokens up to position `end`."""
+        """Returns the tokens that this page must hold, with tokens up to position `end`."""
         size, before = self.size, self.before
         if not before: before.append(hash((self.salt, -7)))
         while len(before) <= page:

@@ -1,4 +1,4 @@
-"""What clients of soak.py ask, and what makes two answers the same one.
+"""Requests of the clients of soak.py, and what makes two answers the same one.
 
 A `Kind` is one thing that a server does; `cases()` are all kinds with their prompts. `varied` adds what must
 not change the answer: streaming, priorities, salts of the prefix cache. `Answer` collects the choices of a
@@ -29,7 +29,8 @@ NAMES = frozenset({"id", "created", "created_at", "completed_at", "cached_tokens
 
 @dataclass(frozen=True)
 class Kind:
-    """What is asked of `server`, besides the prompt. `streams`: it may be streamed. `sampled`: by a seed."""
+    """Kind of request to `server`, besides the prompt. `streams`: it may be streamed. `sampled`: by a
+    seed."""
     name: str
     path: str
     body: dict[str, Any]
@@ -116,7 +117,7 @@ class Choice:
 
 
 class Answer:
-    """What came of a request: `add` takes its events, or the one object of an answer that is not streamed."""
+    """Answer to a request: `add` takes its events, or the one object of an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.choices: dict[int, Choice] = {}

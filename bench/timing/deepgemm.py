@@ -32,8 +32,8 @@ FLAGS = ("--expt-relaxed-constexpr", "--expt-extended-lambda", "-Wno-deprecated-
 
 @dataclass(frozen=True)
 class Config:
-    """What DeepGEMM chooses: rows and columns of a tile, stages, CTAs that a tile of A goes to, and bytes of
-    shared memory."""
+    """Configuration that DeepGEMM chooses: rows and columns of a tile, stages, CTAs that a tile of A goes to,
+    and bytes of shared memory."""
     rows: int
     columns: int
     stages: int

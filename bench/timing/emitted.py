@@ -1,4 +1,4 @@
-"""What templates emit, and whether two commits emit the same but for names and comments.
+"""Texts that templates emit, and whether two commits emit the same but for names and comments.
 
     python bench/timing/emitted.py --write FILE.json        every kernel of emitted_cases.py
     python bench/timing/emitted.py --compare A.json B.json  exit code 1 where any differ
@@ -161,7 +161,7 @@ class _C:
         return True
 
     def _type_end(self) -> int:
-        """Where the declarators after qualifiers and a type begin; 0 where there is no type."""
+        """Offset at which the declarators after qualifiers and a type begin; 0 where there is no type."""
         first = self._after(self.at, QUALIFIERS)
         if self.tokens[first:first + 1] in (["struct"], ["union"]): return first + 1
         end = self._after(first, self.types)
@@ -211,14 +211,14 @@ class _C:
         return True
 
     def _rest(self) -> None:
-        """Of a declarator: extents, attributes, the value."""
+        """Skips the rest of a declarator: extents, attributes, the value."""
         depth = 0
         while self.now and (depth or self.now not in (",", ";", ")")):
             depth += (self.now in ("(", "[", "{")) - (self.now in (")", "]", "}"))
             self._put()
 
     def _closing(self, at: int) -> int:
-        """Where the parenthesis that opens at a token closes."""
+        """Offset at which the parenthesis that opens at a token closes."""
         depth = 0
         while at < len(self.tokens):
             depth += (self.tokens[at] == "(") - (self.tokens[at] == ")")
@@ -276,7 +276,7 @@ def launch(kernel: TileKernel | CPUKernel) -> Record:
 
 
 def record(family: str, kind: str, schedule: str, launches: list[Record], text: str) -> Record:
-    """What the file has of a case."""
+    """Returns the file's record of a case."""
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     return {"family": family, "kind": kind, "schedule": schedule, "launch": launches,
             "sha256": hashlib.sha256(text.encode()).hexdigest(), "text": packed}

@@ -1,4 +1,4 @@
-"""What emitted.py emits: specs of every family, for every architecture and CPU level, with schedules.
+"""Cases of emitted.py: specs of every family, for every architecture and CPU level, with schedules.
 
 Protocol. `cases()` yields each `Case`: a spec, a target (an architecture, or a `CPU` that is the same
 wherever this runs) and a schedule, None for the default. Names say all three and stay the same: two commits
@@ -72,7 +72,7 @@ CAUSAL, WINDOW = Band(None, 0), Band(-255, 0)
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is made of. `schedule` None is the default."""
+    """Spec, schedule and target of a kernel. `schedule` None is the default."""
     name: str
     family: str
     spec: Any
@@ -118,7 +118,7 @@ def _default(spec: Any, target: GPU | CPU) -> Schedule | None:
 
 
 def _integers(spec: AttentionSpec) -> tuple[Integer, ...]:
-    """Of two variables of a launch: the last one is the extent, start is what the first adds up to."""
+    """Returns two variables of a launch: the last one is the extent, start is what the first adds up to."""
     return tuple(Integer(i, (1, int(name == "s_kv"))) for i, name in enumerate(spec.symbolic))
 
 

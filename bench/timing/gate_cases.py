@@ -1,6 +1,6 @@
-"""What timing/gates.py watches: of each template of GPUs, specs at the sizes of models, with its default
-schedule. `cases()` has them by name; those whose name ends with "*" are left out of the default run of the
-tests, which is to take less than a minute of one core."""
+"""Cases that timing/gates.py watches: of each template of GPUs, specs at the sizes of models, with its
+default schedule. `cases()` has them by name; those whose name ends with "*" are left out of the default run
+of the tests, which is to take less than a minute of one core."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def table_gradient(rows: int, width: int, tokens: int, dtype: DType = BF16) -> E
 
 
 def transposed(spec: GroupedGemmSpec) -> TransposedGroupedSpec:
-    """The same of matrices (K, N)."""
+    """Returns the case for matrices (K, N)."""
     return TransposedGroupedSpec(**{each.name: getattr(spec, each.name) for each in fields(spec)})
 
 
@@ -181,7 +181,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def contents(spec: Any) -> dict[str, Any]:
-    """What inputs have where zeros would spare the kernel its work: a step that is taken."""
+    """Returns inputs where zeros would spare the kernel its work: a step that is taken."""
     return {"control": np.ones(spec.control, np.float32)} if isinstance(spec, AdamWSpec) else {}
 
 
@@ -210,8 +210,8 @@ def cases() -> Iterator[GateCase]:
 
 
 def default(template: AnyTemplate, spec: Any, target: GPU = HOPPER) -> Schedule:
-    """What is chosen without a database of tuned ones, where it is the template's; else the first of the
-    template's candidates that is legal, a matmul's by its cost."""
+    """Returns the schedule that is chosen without a database of tuned ones, where it is the template's; else
+    the first of the template's candidates that is legal, a matmul's by its cost."""
     chosen = analytic(spec, target.arch, target.sm_count) if isinstance(spec, GemmSpec) else \
         TABLE.choose(spec, target)
     if chosen is not None and TABLE.of(chosen) is template: return chosen

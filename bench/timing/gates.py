@@ -57,8 +57,8 @@ Spent = tuple[str, str, str, float, int]    # the same, cycles, and the line tha
 
 
 def records(case: GateCase) -> list[Record]:
-    """What the baseline has of a case's kernels. Raises the project's errors where ptxas refuses one, or has
-    serialised its wgmmas."""
+    """Returns the baseline's records of a case's kernels. Raises the project's errors where ptxas refuses
+    one, or has serialised its wgmmas."""
     made = TABLE.build(case.spec, case.schedule, case.target)
     kernels = [kernel for one in ([made.first, made.second] if isinstance(made, Chain) else [made])
                for kernel in one.kernels]
@@ -67,7 +67,7 @@ def records(case: GateCase) -> list[Record]:
 
 
 def record(case: GateCase, kernel: TileKernel, timing: Timing) -> Record:
-    """Of one kernel."""
+    """Returns the record of one kernel."""
     made = listing(kernel.ptx, case.target.arch)
     used, loop = made.resources[kernel.name], main_loop(made.kernels[kernel.name])
     return {"kernel": kernel.name, "schedule": str(case.schedule), "us": round(timing.seconds * 1e6, 3),
@@ -79,7 +79,7 @@ def record(case: GateCase, kernel: TileKernel, timing: Timing) -> Record:
 
 
 def facts(loop: Loop) -> dict[str, float]:
-    """What a main loop spends on its tensor-core instructions."""
+    """Returns the facts of a main loop's tensor-core instructions."""
     around = round(loop.around / loop.tensor, 3)
     made: dict[str, float] = {"instructions around a tensor-core instruction": around}
     groups = loop.after_waits("MUFU.EX2")
@@ -143,8 +143,8 @@ def worse(old: Record, new: Record) -> list[str]:
 
 
 def differences(old: Record, new: Record) -> list[str]:
-    """Where the critical path became longer, where warps wait longer than they did, and what else is not as
-    it was: lines of a report."""
+    """Returns where the critical path became longer, where warps wait longer than they did, and what else is
+    not as it was: lines of a report."""
     out = [*grown("on the critical path", old["path"], new["path"], new["cycles"]),
            *grown("a warp waits", old["waits"], new["waits"], new["cycles"])]
     for name in ("schedule", "limiter", "registers"):
@@ -174,7 +174,7 @@ def judged(case: GateCase, baseline: Mapping[str, Sequence[Record]]) -> list[str
 
 
 def compared(name: str, known: Sequence[Record], found: Sequence[Record]) -> list[str]:
-    """The same of records."""
+    """Compares records."""
     if len(known) != len(found): return [f"{name}: {len(known)} kernels, now {len(found)}"]
     out = []
     for old, new in zip(known, found, strict=True):
@@ -203,7 +203,7 @@ def written(known: Mapping[str, Sequence[Record]]) -> str:
 
 
 def changes(old: Mapping[str, Sequence[Record]], new: Mapping[str, Sequence[Record]]) -> Iterator[str]:
-    """What a refresh changes: time and facts of each kernel that is not as it was."""
+    """Returns the changes that a refresh makes: time and facts of each kernel that is not as it was."""
     for name, found in new.items():
         for number, now in enumerate(found):
             before = old[name][number] if len(old.get(name, ())) == len(found) else None

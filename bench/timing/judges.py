@@ -1,4 +1,4 @@
-"""What the judges of the timing model share: nvcc to PTX, a row of a table, figures of agreement."""
+"""Helpers that the judges of the timing model share: nvcc to PTX, a row of a table, figures of agreement."""
 from __future__ import annotations
 
 import hashlib

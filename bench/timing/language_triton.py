@@ -61,7 +61,7 @@ def w4a16(x, packed, scales, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, B
 @triton.jit
 def w4a16_turned(x, packed, scales, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  GROUP: tl.constexpr, SPLIT: tl.constexpr):
-    """The same of words [N, K / 8], each loaded once: its codes are a new axis."""
+    """Multiplies by words [N, K / 8], each loaded once: its codes are a new axis."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k, words = tl.arange(0, BK), tl.arange(0, BK // 8)

@@ -1,5 +1,5 @@
-"""What adapters are predicted to cost on an H100: decode steps of LLaMA 3.1 8B in bfloat16 whose sequences
-have 8 different ones, beside those without. No GPU is needed; figures are modelled, not measured.
+"""Predicted cost of adapters on an H100: decode steps of LLaMA 3.1 8B in bfloat16 whose sequences have 8
+different ones, beside those without. No GPU is needed; figures are modelled, not measured.
 
     python bench/timing/lora_modelled.py [--adapters 8] [--ranks 16] [--batches 8,16] [--context 1024]
 

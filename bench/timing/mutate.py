@@ -63,7 +63,7 @@ class Outcome:
 
 
 def outcome(report: Report, buffers: Sequence[Buffer]) -> Outcome:
-    """What a launch came to."""
+    """Returns the outcome of a launch."""
     notes = tuple(f"note: line {one.ptx_line}: {one.message}" for one in report.notes)
     return Outcome(tuple(map(str, report.findings)), tuple(b.numpy().tobytes() for b in buffers), notes,
                    frozenset(site.line for site in report.stats.sites))
@@ -91,7 +91,7 @@ def mutants(text: str, entry: str | None = None) -> list[Mutant]:
 
 
 def broken_forms(found: re.Match[str]) -> Iterator[tuple[str, str]]:
-    """What can be done to a statement: how, and the text that takes its place."""
+    """Yields the ways to break a statement: how, and the text that takes its place."""
     guard, opcode, operands = found["guard"] or "", found["opcode"], found["operands"]
     words, items = opcode.split("."), arguments(operands)
 

@@ -32,7 +32,7 @@ STEPS = tuple(i / 100 for i in range(30, 101))
 
 
 def errors(found: Sequence[Row], group: str) -> list[float]:
-    """Of the rows that judge, without signs."""
+    """Returns the errors of the rows that judge, without signs."""
     return [abs(row.error) for row in found if row.group == group and not row.fitted]
 
 
@@ -99,7 +99,7 @@ def best(made: Callable[[float], Iterator[Row]]) -> float:
 
 
 def fitted() -> Shares:
-    """Of training without what `overlap` changes first, then that, then of inference."""
+    """Fits the shares: of training without what `overlap` changes first, then that, then of inference."""
     def trained(share: float) -> Iterator[Row]:
         return (row for row in training(replace(SHARES, training=share)) if "overlapped" not in row.name)
     first = best(trained)

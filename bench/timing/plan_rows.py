@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Shares:
-    """Of figures.toml, which are fitted to half of the rows."""
+    """Shares of figures.toml, which are fitted to half of the rows."""
     training: float = achievable("training")
     inference: float = achievable("inference")
     overlap: float = achievable("overlap")
@@ -177,7 +177,7 @@ MOST = 2048     # sequences that TensorRT-LLM has at a time, by default
 
 
 def latencies(shares: Shares) -> Iterator[Row]:
-    """Of few sequences: tokens a second, or milliseconds."""
+    """Returns the rows of few sequences: tokens a second, or milliseconds."""
     for model, kind, rows in GPT_FAST:
         for gpus, rate in rows:
             made = served(model, f"{gpus}xA100", Inference(1, 5, 200, kind), shares, 330)
@@ -198,7 +198,7 @@ def latencies(shares: Shares) -> Iterator[Row]:
 
 
 def throughputs(shares: Shares) -> Iterator[Row]:
-    """Of many sequences: output tokens a second."""
+    """Returns the rows of many sequences: output tokens a second."""
     for model, batch, number, prompt, answer, rate in TRT_STATIC:
         made = served(model, f"{number}xH100", Inference(batch, prompt, answer, "fp8", "fp8"), shares)
         name = f"{model[8:].upper()} fp8, {number} H100, {batch} of {prompt} + {answer}"

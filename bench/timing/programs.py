@@ -54,7 +54,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def launches(made: Path, *arguments: object) -> list[Timing]:
-    """What a run of the program launches. Raises `NVError` where it fails or launches nothing."""
+    """Returns the launches of a run of the program. Raises `NVError` where it fails or launches nothing."""
     ran = run_program([str(made), *map(str, arguments)], gpu=GPU_NAME, time=True)
     found = [each.timing for each in ran.launches if each.timing is not None]
     if ran.status or not found:

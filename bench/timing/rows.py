@@ -1,4 +1,4 @@
-"""What a row of timing/table.py is: a problem, our kernels for it, and those of others that solve it.
+"""Rows of timing/table.py: a problem, our kernels for it, and those of others that solve it.
 
 Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `taken` is their
 time as nodes of a graph, without PDL unless the row says so. A peer that needs a checkout names its option in

@@ -105,7 +105,7 @@ def problems(heads: Tokens) -> Iterator[tuple[int, bool, int]]:
 
 
 def peers(name: str, d: int, causal: bool, tokens: int) -> Iterator[Peer]:
-    """Of a problem."""
+    """Returns the peers of a problem."""
     gradient = name == "attention gradient"
     if name == "attention":
         yield Peer("FlashAttention-3", partial(of_release, d, causal, tokens), "flash_attention")

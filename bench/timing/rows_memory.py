@@ -83,7 +83,7 @@ def logits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers(**values: float) -> np.ndarray:
-    """Of each row."""
+    """Returns the numbers of each row."""
     made = np.zeros((ROWS, NUMBERS), np.float32)
     for name, value in values.items(): made[:, Number[name]] = value
     return made
@@ -175,7 +175,7 @@ def norms() -> Iterator[Row]:
 
 
 def sampling() -> Iterator[Row]:
-    """Of 16 rows."""
+    """Yields the rows of sampling from 16 rows."""
     nbytes, (x, weights) = 4 * ROWS * VOCABULARY, logits()
     for name, spec, draw in (("argmax", argmax(ROWS, VOCABULARY, F32), False),
                              ("draw", ChoiceSpec(ROWS, VOCABULARY), True)):

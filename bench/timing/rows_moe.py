@@ -52,7 +52,7 @@ class Model:
         return np.argsort(chances, axis=1)[:, :self.top_k].reshape(-1)
 
     def routing(self, tokens: int) -> dict[str, np.ndarray]:
-        """As the kernels take it."""
+        """Returns the routing as the kernels take it."""
         dealt = self.dealt(tokens)
         ends = np.bincount(dealt, minlength=self.experts).cumsum()
         return {"offsets": np.concatenate([[0], ends]).astype(np.int32),

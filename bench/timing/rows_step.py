@@ -57,7 +57,7 @@ def kernels_of(name: str, batch: int, context: int) -> tuple[tuple[Any, Any], ..
 
 @lru_cache
 def timed(spec: Any, schedule: Any) -> tuple[Timing, ...]:
-    """What a call launches."""
+    """Returns the launches of a call."""
     return tuple(timings(TABLE.build(spec, schedule, HOPPER), spec, GPU_NAME))
 
 

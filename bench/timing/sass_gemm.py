@@ -1,4 +1,5 @@
-"""What a loop of SASS spends on its tensor-core instructions, ours beside Triton's for the same products.
+"""Instructions of a loop of SASS beside its tensor-core instructions, ours beside Triton's for the same
+matmuls.
 
 Nothing runs on a GPU: Triton's kernels (gemm_peers.py) and ours are assembled by the same ptxas for the same
 architecture, and the innermost loop with tensor-core instructions is found in the listings. "instr" counts
@@ -60,7 +61,7 @@ class GemmCase:
 
     @property
     def case(self) -> tuple[str, str, str, str]:
-        """What is computed, and in which tile."""
+        """Returns the spec, and the tile it is computed in."""
         return self.arch, self.dtype, self.b_major, self.block
 
 
@@ -150,7 +151,7 @@ def shown(row: GemmCase) -> list[str]:
 
 
 def overhead(row: GemmCase) -> str:
-    """What is in a loop beside the tensor core's instructions, the most first."""
+    """Returns the instructions of a loop beside the tensor core's, the most first."""
     return ", ".join(f"{count} {opcode}" for opcode, count in row.opcodes.items() if opcode not in TENSOR)
 
 

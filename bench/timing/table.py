@@ -111,7 +111,7 @@ def written(page: Path, found: Sequence[Record]) -> None:
 
 
 def checkout(words: str) -> Checkout:
-    """Of an option."""
+    """Returns the checkout of an option."""
     folders = [Path(one).resolve() for one in words.split(os.pathsep)]
     if missing := [one for one in folders if not one.is_dir()]:
         raise argparse.ArgumentTypeError(f"{missing[0]} is no folder")

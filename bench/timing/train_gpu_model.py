@@ -1,5 +1,4 @@
-"""What training steps are predicted to take on an H100, kernel by kernel. Nothing is measured; no GPU is
-needed.
+"""Predicted time of training steps on an H100, kernel by kernel. Nothing is measured; no GPU is needed.
 
     python bench/timing/train_gpu_model.py [gpt2-124m] [llama-3.1-8b] [--rows 16] [--checkpointing full]
 
@@ -78,7 +77,7 @@ class Kernel:
 
     @property
     def total_s(self) -> float:
-        """Of all launches."""
+        """Seconds of all launches."""
         return self.launches * self.seconds
 
 
@@ -96,7 +95,8 @@ class Call:
 
     @property
     def kind(self) -> Hashable:
-        """What it has in common with the one that is there in its place in a model of more layers."""
+        """The part that it has in common with the one that is there in its place in a model of more
+        layers."""
         return self.template or "tinygrad"
 
 

@@ -51,7 +51,7 @@ class Array:
 
     @property
     def kind(self) -> str:
-        """As a parameter."""
+        """Kind of the parameter."""
         if self.block: return f"tensordesc<{self.dtype}[{', '.join(map(str, self.block))}]>"
         return f"*{self.dtype}"
 
