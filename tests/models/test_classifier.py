@@ -81,9 +81,9 @@ def test_scores_are_transformers(reranker: tuple[LLM, torch.nn.Module, Any]):
     def expected(first: str, second: str, **more: Any) -> tuple[list[int], float]:
         made = tokenizer(first, second, **more)
         types = {"token_type_ids": torch.tensor([made["token_type_ids"]])}
-        given = types if llm.embedder.config.typed else {}
+        given = types if llm.embedder.config.has_types else {}
         return made["input_ids"], float(sigmoid(logits(theirs, made["input_ids"], **given))[0])
-    assert llm.embedder.config.typed == (theirs.config.model_type == "bert")
+    assert llm.embedder.config.has_types == (theirs.config.model_type == "bert")
     for made, second in zip(llm.score("fox", texts), texts, strict=True):
         ids, score = expected("fox", second)
         assert list(made.prompt_token_ids) == ids

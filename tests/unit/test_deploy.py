@@ -61,7 +61,7 @@ def test_services_mount_files_that_are_there_and_call_each_other_by_name():
     provider, = read_yaml("deploy/grafana/provisioning/dashboards/serving.yaml")["providers"]
     assert f"./grafana/dashboards:{provider['options']['path']}:ro" in services["grafana"]["volumes"]
     assert read_yaml("deploy/compose.cuda.yaml")["services"].keys() <= services.keys()
-    assert "server" in cli.parsed(["serve", *services["server"]["command"]]).allowed_hosts
+    assert "server" in cli.parse_arguments(["serve", *services["server"]["command"]]).allowed_hosts
 
 
 def test_the_image_is_made_of_files_that_the_build_sees():
@@ -74,7 +74,7 @@ def test_the_image_is_made_of_files_that_the_build_sees():
     built = read_yaml("deploy/compose.cuda.yaml")["services"]["server"]["build"]["target"]
     assert {built, "cpu"} <= targets
     entry = json.loads(next(line for line in lines if line.startswith("ENTRYPOINT ")).partition(" ")[2])
-    assert cli.parsed([*entry[1:], "/model"]).host == "0.0.0.0"
+    assert cli.parse_arguments([*entry[1:], "/model"]).host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -33,7 +33,7 @@ FILES = ("record", "trace")     # options of generate that write files, which no
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser],
                 parsed: Callable[[list[str]], argparse.Namespace]) -> None:
-    """Adds `replay`. `ptx_module` are the arguments of a command line."""
+    """Adds `replay`. `parsed` are the arguments of a command line."""
     replay = commands.add_parser("replay", help="repeat a recorded run bit for bit, or say where it parts",
                                  usage="%(prog)s [options] LOG")
     replay.add_argument("log", type=Path, metavar="LOG", help="what `generate --record` or record() wrote")
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ReplayError(f"{arguments.log} is of the function {what.get('function')!r:.200}, which would be "
                           "imported and called", "the log of a command line, or --run-function",
                           "add --run-function, if you trust the log")
-    report = replay(arguments.log, commands=partial(_again, arguments.ptx_module))
+    report = replay(arguments.log, commands=partial(_again, arguments.parsed))
     print(json.dumps({"same": report.same, **asdict(report)}) if arguments.json else report)
     return 0 if report.same else 1
 

@@ -249,7 +249,7 @@ def test_views_of_weights_come_and_go(emu: NVDevice):
     del view
     for _ in range(2): np.testing.assert_array_equal(pool(x=X).numpy(), X * np.arange(4))
     assert len(pool.buckets[4].compiled.state) == 1
-    assert pool.buckets[4].compiled.unchanged()
+    assert pool.buckets[4].compiled.is_unchanged()
 
 
 def test_debug_shows_the_graph(emu: NVDevice, capsys: pytest.CaptureFixture[str]):

@@ -11,7 +11,7 @@ import gc
 import numpy as np
 from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv import Device, Tensor, dtypes, hooks
-from tinygrad_nv.dlpack.capsule import described
+from tinygrad_nv.dlpack.capsule import describe
 from tinygrad_nv.errors import DLPackError
 from tinygrad_nv.runtime.cuda import device as cuda_device
 
@@ -31,16 +31,16 @@ with installed() as fake:
     address = int(x.uop.base.buffer._buf)
     assert x.__dlpack_device__() == (2, 0)
     waited = fake.calls["cuCtxSynchronize"]
-    seen = described(x.T.__dlpack__(stream=7, max_version=(1, 0)))
+    seen = describe(x.T.__dlpack__(stream=7, max_version=(1, 0)))
     assert fake.calls["cuCtxSynchronize"] > waited
     assert (seen.address, seen.device, seen.shape, seen.strides) == (address, (2, 0), (4, 2), (1, 4)), seen
-    assert described(x.cast(dtypes.bfloat16).__dlpack__()).dtype == dtypes.bfloat16
+    assert describe(x.cast(dtypes.bfloat16).__dlpack__()).dtype == dtypes.bfloat16
     back = Tensor(Torch(x))
     assert back.device == "CUDA" and int(back.uop.base.buffer._buf) == address
     assert Torch.streams == [int(Device["CUDA"].driver.streams[0].handle)]
     y = Tensor.from_dlpack(Torch(x[1:]))
     assert (y + back).tolist() == [[6, 8, 10, 12], [10, 12, 14, 16]]
-    assert described(Tensor.from_dlpack(Torch(x.T)).__dlpack__()).address == address
+    assert describe(Tensor.from_dlpack(Torch(x.T)).__dlpack__()).address == address
     # the memory lives as long as what was made of it, and is freed once
     frees = fake.calls["cuMemFreeAsync"]
     del x, y, seen; gc.collect()

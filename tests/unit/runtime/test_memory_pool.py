@@ -52,7 +52,7 @@ class KeepingDriver(EmulatedDriver):
     @property
     def spare_bytes(self) -> int: return sum(self.sizes[address] for address in self.spare)
 
-    def kept(self) -> int:
+    def slack_bytes(self) -> int:
         self.looks += 1
         return self.spare_bytes
 
@@ -276,8 +276,8 @@ def test_what_the_driver_takes_by_itself():
     pool, driver = keeping()
     pool.free(pool.alloc(300 * KiB))
     def load() -> str:
-        tried.append(driver.kept())
-        if driver.kept(): raise MemoryError("no room for code")
+        tried.append(driver.slack_bytes())
+        if driver.slack_bytes(): raise MemoryError("no room for code")
         return "loaded"
     tried: list[int] = []
     assert pool.retry_relieved(load, "kernel k") == "loaded"

@@ -30,7 +30,7 @@ def model(labels: int = 0) -> FakeEmbedder:
     made.engine.runner = TokenRunner()
     made.config.classifier = None if not labels else Classifier(
         WEIGHT[:labels], None, None, "sigmoid" if labels == 1 else "softmax", labels, ("dull", "fine"))
-    made.config.typed = False
+    made.config.has_types = False
     return made
 
 

@@ -26,7 +26,7 @@ _MODULES = {
     "random": ("philox", "random"),
     "values": ("cast", "Tile")}
 # names that are Python's, too, or of other modules
-_OTHERS = {"full": ("elements", "filled"), "abs": ("elements", "abs_"), "round": ("elements", "round_"),
+_OTHERS = {"full": ("elements", "fill"), "abs": ("elements", "abs_"), "round": ("elements", "round_"),
            "sum": ("reductions", "sum_"), "max": ("reductions", "max_"), "min": ("reductions", "min_"),
            "any": ("reductions", "any_"), "all": ("reductions", "all_"), "range": ("control", "range_"),
            "transpose": ("moves", "transpose"), "reshape": ("moves", "reshape"),

@@ -122,7 +122,7 @@ def test_tma_of_lines_that_end_within_a_chunk_is_found(monkeypatch: pytest.Monke
     plan = with_map(planned(spec_of(HALF, 200, 136, out_major=major), GROUPS), spec.stored)
     assert plan.map is not None
     assert planned(spec, GROUPS).map is None
-    monkeypatch.setattr("store_case.planned", lambda *_: plan)
+    monkeypatch.setattr("tests.support.tile.store_case.planned", lambda *_: plan)
     with pytest.raises(AssertionError, match=found):
         run(outer(spec, GROUPS, "sm_90a"), spec, arguments(spec), "sm_90a", m=rows)
 
