@@ -118,7 +118,7 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
-def replaced(text: str, name: str, made: str) -> str:
+def replace_section(text: str, name: str, made: str) -> str:
     """Returns the text with what stands between the markers of `name` replaced."""
     begin, end = f"<!-- {name}: {BY} -->", f"<!-- {name}: end -->"
     before, found, rest = text.partition(begin)
@@ -136,7 +136,8 @@ def pages(folder: Path, root: Path) -> dict[Path, str]:
                ("docs/status.md", "status", report_status.table(status))]
     return {root / "docs" / "performance.md": performance(folder),
             root / "docs" / "status.json": json.dumps(status, indent=1, ensure_ascii=False) + "\n",
-            **{root / path: replaced((root / path).read_text(), name, made) for path, name, made in between}}
+            **{root / path: replace_section((root / path).read_text(), name, made) for path, name,
+               made in between}}
 
 
 def main() -> int:
@@ -147,7 +148,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=RESULTS.parents[1], help="where README.md and docs/ are")
     arguments = parser.parse_args()
     if not arguments.check:
-        for record in report_gpu.gpus(arguments.results): report_gpu.plotted(record, arguments.results)
+        for record in report_gpu.gpus(arguments.results): report_gpu.plot(record, arguments.results)
     stale = 0
     for path, text in pages(arguments.results, arguments.root).items():
         same = path.exists() and path.read_text() == text

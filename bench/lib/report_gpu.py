@@ -151,7 +151,7 @@ def relative(rows: Sequence[Record], who: str) -> str:
     return f"{median(middle):.2f} ({spread(middle)})" if middle else NOT_MEASURED
 
 
-def plotted(record: Record, folder: Path) -> Path | None:
+def plot(record: Record, folder: Path) -> Path | None:
     """Every matmul's speed relative to torch, with its spread; None where there is none."""
     rows = {name: ratios for name, row in record["parts"].get("gemm", {}).items()
             if (ratios := ratios_of(row.get("seconds", {}), "ours", "torch"))}

@@ -95,7 +95,7 @@ def launches(record: Record, subject: Subject) -> Record | None:
             "disagree": sum(row.get("disagrees", 0) for row in ran), "commits": commits(ran)}
 
 
-def timed(record: Record, subject: Subject, folder: Path) -> Record | None:
+def find_times(record: Record, subject: Subject, folder: Path) -> Record | None:
     """Counts the measured rows of a subject on a GPU; None where there are none."""
     if not subject.timed: return None
     part, _, kind = subject.timed.partition(":")
@@ -150,7 +150,7 @@ def status(folder: Path) -> dict[str, Any]:
         mine = [each for each in gpus if re.search(subject.arch, each["gpu"])]
         right = {each["gpu"]: found for each in mine if (found := launches(each, subject) or (
             smoke(each) if subject.timed == "smoke" else None))}
-        times = {each["gpu"]: found for each in mine if (found := timed(each, subject, folder))}
+        times = {each["gpu"]: found for each in mine if (found := find_times(each, subject, folder))}
         if subject.isa: times |= on_cpus(folder, subject.isa)
         made["subjects"][key] = {"title": subject.title, "page": subject.page, "right": right, "timed": times}
     return made

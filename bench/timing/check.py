@@ -41,7 +41,7 @@ def rows_of(found: Sequence[Judged]) -> Iterator[tuple[str, ...]]:
                f"{row.error:+.1%}")
 
 
-def plotted(found: Sequence[Judged], file: Path) -> None:
+def plot(found: Sequence[Judged], file: Path) -> None:
     """Predicted against published, on logarithmic axes."""
     import matplotlib
     matplotlib.use("Agg")
@@ -96,7 +96,7 @@ def main() -> int:
     for name, each in (result := summary(rows)).items():
         print(f"{name}: {each['rows']} rows judge, mean error {each['mape']:.1%}, worst {each['worst']:.1%}, "
               f"rank correlation {each['rank']:.3f}")
-    if args.plot: plotted(rows, args.plot)
+    if args.plot: plot(rows, args.plot)
     if not args.dry: save(RECORD, {"gpu": "h100", "rows": [vars(row) for row in rows], "agreement": result})
     return 0
 

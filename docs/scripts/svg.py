@@ -1,4 +1,4 @@
-"""What the pictures of docs/images share: colours for light and dark pages, and lines of text as SVG."""
+"""Helpers of the pictures of docs/images: colours for light and dark pages, and lines of text as SVG."""
 from __future__ import annotations
 
 from collections.abc import Iterable

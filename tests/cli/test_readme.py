@@ -1,4 +1,4 @@
-"""What README.md and docs/start.md say is executed with the package that the wheel installs: every command of
+"""Runs README.md and docs/start.md with the package that the wheel installs: every command of
 tinygrad-nv, and the README's Python. The README stays short, and its links lead somewhere."""
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share: cases, fakes, and programs that run in processes of their own.
+"""Shared parts of tests: cases, fakes, and programs that run in processes of their own.
 
 Imported as `tests.support.…` from the checkout's root, which pytest puts into sys.path; a process of its own
 has it by `with_root()`.

@@ -1,5 +1,5 @@
-"""What .ci/run keeps between runs (.ci/cache.py): results of compilers, none of which another source, flag or
-compiler finds."""
+"""The cache that .ci/run keeps between runs (.ci/cache.py): results of compilers, none of which another
+source, flag or compiler finds."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What is imported when it is asked for: every place that the code names as a string is there,
+"""Lazy imports: every place that the code names as a string is there,
 and a matmul opens few files."""
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.ptx.bodies import found, run, sound, words
+from tests.support.ptx.kernel_texts import found, run, sound, words
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 

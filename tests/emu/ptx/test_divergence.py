@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.ptx.bodies import found, kernel, run, sound, words
+from tests.support.ptx.kernel_texts import found, kernel, run, sound, words
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.program import lower
 from tinygrad_nv.ptx.parser import parse

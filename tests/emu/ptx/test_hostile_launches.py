@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.ptx.bodies import HEADER, found, kernel, run
+from tests.support.ptx.kernel_texts import HEADER, found, kernel, run
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.tapes import Tapes

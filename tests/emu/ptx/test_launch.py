@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tests.support.ptx.bodies import kernel, run, sound, words
+from tests.support.ptx.kernel_texts import kernel, run, sound, words
 from tinygrad_nv.ptx.emulator import Emulator, Finding, TensorMap, Trace
 
 HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.ptx.bodies import run
+from tests.support.ptx.kernel_texts import run
 from tests.support.ptx.tensor_case import (
     HEADER,
     decode,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.ptx.bodies import found, kinds, run, sound, words
+from tests.support.ptx.kernel_texts import found, kinds, run, sound, words
 from tinygrad_nv.errors import PTXError
 from tinygrad_nv.ptx.emulator import Emulator
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.ptx.bodies import run, sound, words
+from tests.support.ptx.kernel_texts import run, sound, words
 from tinygrad_nv.ptx.emulator import Emulator
 
 

@@ -43,7 +43,7 @@ def test_a_gpu_with_its_facts(folder: Path):
 
 
 def rows_of(folder: Path) -> str:
-    """What docs/hardware.md says of the rows."""
+    """Returns what docs/hardware.md says of the rows."""
     record, = report.report_gpu.gpus(folder)
     return report.report_gpu.states(record, folder)
 
@@ -185,12 +185,12 @@ def test_an_emulated_device_is_no_measurement(folder: Path):
 
 def test_a_plot_for_those_beside_torch(folder: Path):
     record, = report.report_gpu.gpus(folder)
-    path = report.report_gpu.plotted(record, folder)
+    path = report.report_gpu.plot(record, folder)
     assert path is not None
     assert path.name == "gpu_h100-80gb-hbm3_gemm.png"
     assert path.stat().st_size > 5000
     assert f"(../bench/results/{path.name})" in report.performance(folder)
-    assert report.report_gpu.plotted({**record, "parts": {}}, folder) is None
+    assert report.report_gpu.plot({**record, "parts": {}}, folder) is None
 
 
 def test_the_pages_say_what_the_results_say():
@@ -217,4 +217,4 @@ def test_the_command_writes_and_compares(folder: Path, tmp_path: Path):
 
 
 def test_a_text_without_markers_is_refused():
-    with pytest.raises(SystemExit, match="measured"): report.replaced("nothing", "measured", "")
+    with pytest.raises(SystemExit, match="measured"): report.replace_section("nothing", "measured", "")
