@@ -76,8 +76,8 @@ class KeyBlocks:
         return self.kb.if_(self.kb.reg("s32", self.end) > self.first)
 
     def runs(self) -> list[tuple[Extent, bool]]:
-        """Returns the runs of blocks behind the last one, which is masked by itself where `needs_mask` says so:
-        the block with which each run ends, and whether it is masked."""
+        """Returns the runs of blocks behind the last one, which is masked by itself where `needs_mask` says
+        so: the block with which each run ends, and whether it is masked."""
         made: list[tuple[Extent, bool]] = []
         if self.plan.spec.band.last is not None:
             end = self.plain_end
