@@ -7,9 +7,10 @@ made in a worktree of git's in a temporary folder, never in the checkout, and qu
 those that the mutant names, then those that import the file or lie in its folder, then those of its package.
 A mutant is
 
-    killed      a test fails, which passes without the edit
+    failed      a test fails; at the end all such tests are run without an edit, and the mutant is
+    killed      where its test passes then
     survived    none of these tests fails
-    unclear     the test that fails also fails without the edit, or tests take longer than --limit
+    unclear     its test fails without the edit, too, or tests take longer than --limit
 
 The results, bench/results/mutants.json, are written after each mutant. A run goes on where the last one
 ended: what was killed is not tried again without `--again`; what survived is, and edits that have changed.
@@ -29,7 +30,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MUTANTS, RESULTS = Path(__file__).with_suffix(".toml"), ROOT / "bench" / "results" / "mutants.json"
 OWN_TEST = "tests/unit/bench/test_mutants.py"   # fails with every mutant, as its text is not there
 LIMIT_S = 3600      # of one selection of tests
-PASSED, FAILED, INTERRUPTED, NONE = 0, 1, 2, 5  # exit codes of pytest
+KEPT = ("killed", "failed")     # verdicts that a later run takes over
+PASSED, FAILED, INTERRUPTED, MISUSED, NONE = 0, 1, 2, 4, 5   # exit codes of pytest
 # folders of tests/ for what is in a package, besides unit/ and emu/ with its name
 MORE = {"torch": ["unit/torch_backend"], "quantize": ["unit/quant"], "models": ["models"],
         "tile": ["emu/patterns", "unit/cpu"], "cpu": ["unit/patterns"], "patterns": ["unit/cpu"],
@@ -92,7 +94,8 @@ def problems(mutants: Sequence[Mutant], root: Path = ROOT) -> list[str]:
         found = path.read_text().count(each.old) if path.is_file() else 0
         if found != 1: out.append(f"{each.name!r}: {found} times in {each.file}: {each.old!r}")
         if not each.fault or each.old == each.new: out.append(f"{each.name!r} is no fault")
-        out += [f"{each.name!r}: there is no {test}" for test in each.tests if not (root / test).exists()]
+        out += [f"{each.name!r}: there is no {test}" for test in each.tests
+                if not (root / test.partition("::")[0]).exists()]
     return out
 
 
@@ -103,8 +106,9 @@ def select_tests(mutant: Mutant, root: Path) -> Iterator[list[str]]:
     folder, those of its package. None twice."""
     seen: set[str] = set()
     for chosen in (mutant.tests, near_tests(mutant.file, root), package_tests(mutant.file)):
-        files = [str(path.relative_to(root)) for each in chosen if (root / each).exists() for path in
-                 (sorted((root / each).rglob("test_*.py")) if (root / each).is_dir() else [root / each])]
+        files = [test for each in chosen for test in (
+            [str(path.relative_to(root)) for path in sorted((root / each).rglob("test_*.py"))]
+            if (root / each).is_dir() or "." not in each else [each])]
         if new := [each for each in dict.fromkeys(files) if each not in seen]: yield new
         seen.update(files)
 
@@ -125,10 +129,10 @@ def package_tests(file: str) -> list[str]:
     return [f"tests/{each}" for each in (f"unit/{package}", f"emu/{package}", *MORE.get(package, ()))]
 
 
-def failed_test(output: str) -> str:
-    """Returns the first test that pytest's summary names as failed; "" without one."""
-    found = re.search(r"(?m)^(?:FAILED|ERROR) (tests/\S+?\.py(?:::[^\s\[]+(?:\[.*?\])?)?)(?= - |$)", output)
-    return found[1] if found else ""
+def find_failures(output: str) -> list[str]:
+    """Returns the tests that pytest's summary names as failed, or as not there."""
+    return re.findall(r"(?m)^(?:FAILED|ERROR|ERROR: not found:) (?:/\S*/)?(tests/\S+?\.py"
+                      r"(?:::[^\s\[]+(?:\[.*?\])?)?)(?= - |$)", output)
 
 
 class Tree:
@@ -136,7 +140,7 @@ class Tree:
 
     def __init__(self, root: Path, seed: str, limit: float) -> None:
         self.root, self.limit = root, limit
-        self.options = ["-q", "-x", "-rfE", "--tb=no", "-m", "not slow", "-p", "no:cacheprovider"]
+        self.options = ["-q", "-rfE", "--tb=no", "-m", "not slow", "-p", "no:cacheprovider"]
         # what draws cases is younger than some commits
         if "--sample-seed" in (root / "tests" / "conftest.py").read_text():
             self.options.append(f"--sample-seed={seed}")
@@ -150,7 +154,7 @@ class Tree:
         return done.returncode, done.stdout + done.stderr
 
     @contextlib.contextmanager
-    def edited(self, mutant: Mutant) -> Iterator[None]:
+    def edit(self, mutant: Mutant) -> Iterator[None]:
         """Has the file edited inside."""
         path = self.root / mutant.file
         text = path.read_text()
@@ -166,20 +170,29 @@ class Tree:
         if path.suffix == ".py": Path(importlib.util.cache_from_source(path)).unlink(missing_ok=True)
 
     def judge(self, mutant: Mutant) -> tuple[str, str]:
-        """Returns the verdict on a mutant, and the test that killed it."""
-        found = ""
+        """Returns the verdict on a mutant, and the test that fails."""
         try:
-            with self.edited(mutant):
+            with self.edit(mutant):
                 for tests in select_tests(mutant, self.root):
-                    code, output = self.test(*tests)
-                    if code in (FAILED, INTERRUPTED): found = failed_test(output) or output[-300:]
-                    elif code not in (PASSED, NONE): raise RuntimeError(f"pytest ended with {code}: {output}")
-                    if found: break
-                else: return "survived", ""
-            only_collected = [] if "::" in found else ["--collect-only"]
-            code, output = self.test(found, *only_collected)
+                    code, output = self.test("-x", *tests)
+                    if code in (FAILED, INTERRUPTED):
+                        return "failed", next(iter(find_failures(output)), output[-300:])
+                    if code not in (PASSED, NONE): raise RuntimeError(f"pytest ended with {code}: {output}")
         except subprocess.TimeoutExpired: return "unclear", f"no end within {self.limit:g} s"
-        return ("killed" if code == PASSED else "unclear"), found
+        return "survived", ""
+
+    def find_failing(self, tests: Sequence[str]) -> set[str]:
+        """Returns those of some tests that fail, or are not there, in the files as they are."""
+        files = [test for test in tests if "::" not in test]    # that could not be imported
+        bad = set(find_failures(self.test("--collect-only", *files)[1])) if files else set()
+        left = [test for test in tests if test not in files]
+        while left:
+            code, output = self.test(*left)
+            found = set(find_failures(output))
+            bad |= found
+            if code in (PASSED, FAILED) or not found: break
+            left = [test for test in left if test not in found]
+        return bad
 
 
 # **** runs ****
@@ -191,7 +204,7 @@ def git(*words: str) -> str:
 
 
 @contextlib.contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
+def check_out(commit: str) -> Iterator[Path]:
     """Yields a folder with the files of a commit."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         path = Path(folder) / "tree"
@@ -217,17 +230,17 @@ def write_rows(path: Path, mutants: Sequence[Mutant], rows: dict[str, Row]) -> N
 
 def run(options: argparse.Namespace) -> dict[str, Row]:
     """Tries the mutants, and returns the rows of all that were tried."""
-    mutants, rows, commit = read_mutants(options.mutants), read_rows(options.results), options.commit
-    commit = git("rev-parse", commit)[:12]
+    mutants, rows = read_mutants(options.mutants), read_rows(options.results)
+    commit = git("rev-parse", options.commit)[:12]
     seed = options.sample_seed or commit
-    with checked_out(commit) as root:
+    with check_out(commit) as root:
         if found := problems(mutants, root): raise SystemExit("\n".join(found))
         tree = Tree(root, seed, options.limit)
         wanted = [each for each in mutants if not options.only or any(text in each.name or text in each.file
                                                                       for text in options.only)]
         for number, each in enumerate(wanted, 1):
             known = rows.get(each.name)
-            if known and known.key == each.key and known.verdict == "killed" and not options.again: continue
+            if known and known.key == each.key and known.verdict in KEPT and not options.again: continue
             begun = time.perf_counter()
             verdict, test = tree.judge(each)
             took = round(time.perf_counter() - begun, 1)
@@ -235,6 +248,11 @@ def run(options: argparse.Namespace) -> dict[str, Row]:
             write_rows(options.results, mutants, rows)
             print(f"{number} of {len(wanted)}: {row.verdict} after {row.seconds:.0f} s: {each.name}"
                   f"{f' ({test})' if test else ''}", flush=True)
+        if unchecked := [row for row in rows.values() if row.verdict == "failed"]:
+            bad = tree.find_failing(sorted({row.test for row in unchecked}))
+            for row in unchecked:
+                rows[row.name] = replace(row, verdict="unclear" if row.test in bad else "killed")
+            write_rows(options.results, mutants, rows)
     return {each.name: rows[each.name] for each in mutants if each.name in rows}
 
 
