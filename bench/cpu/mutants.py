@@ -31,6 +31,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Row:
-    """What a mutant came to: `test` is the one that killed it."""
+    """Verdict on a mutant: `test` is the one that killed it."""
     name: str
     file: str
     verdict: str
@@ -138,8 +139,8 @@ def find_failures(output: str) -> list[str]:
 class Tree:
     """A commit's files in a temporary folder."""
 
-    def __init__(self, root: Path, seed: str, limit: float) -> None:
-        self.root, self.limit = root, limit
+    def __init__(self, root: Path, seed: str, limit: float, selections: int) -> None:
+        self.root, self.limit, self.selections = root, limit, selections
         self.options = ["-q", "-rfE", "--tb=no", "-m", "not slow", "-p", "no:cacheprovider"]
         # what draws cases is younger than some commits
         if "--sample-seed" in (root / "tests" / "conftest.py").read_text():
@@ -173,7 +174,7 @@ class Tree:
         """Returns the verdict on a mutant, and the test that fails."""
         try:
             with self.edit(mutant):
-                for tests in select_tests(mutant, self.root):
+                for tests in islice(select_tests(mutant, self.root), self.selections):
                     code, output = self.test("-x", *tests)
                     if code in (FAILED, INTERRUPTED):
                         return "failed", next(iter(find_failures(output)), output[-300:])
@@ -235,7 +236,7 @@ def run(options: argparse.Namespace) -> dict[str, Row]:
     seed = options.sample_seed or commit
     with check_out(commit) as root:
         if found := problems(mutants, root): raise SystemExit("\n".join(found))
-        tree = Tree(root, seed, options.limit)
+        tree = Tree(root, seed, options.limit, options.selections)
         wanted = [each for each in mutants if not options.only or any(text in each.name or text in each.file
                                                                       for text in options.only)]
         for number, each in enumerate(wanted, 1):
@@ -263,6 +264,8 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="try those that were killed, too")
     parser.add_argument("--commit", default="HEAD", help="the commit that is tested (default: HEAD)")
     parser.add_argument("--sample-seed", metavar="SEED", help="draw cases of sweeps so (default: the commit)")
+    parser.add_argument("--selections", type=int, default=3, choices=(1, 2, 3), metavar="N",
+                        help="only the first N selections of tests (default: 3)")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="S", help="seconds for some tests")
     parser.add_argument("--mutants", type=Path, default=MUTANTS, help="another list")
     parser.add_argument("--results", type=Path, default=RESULTS, help="another file for the results")
