@@ -2,7 +2,7 @@
 
 Protocol: `attention(x, batch, cache)` with x (B, T, hidden). Without a cache the sequences are whole
 (training, scoring); a `DenseBatch` with a cache appends to it and attends to all of it; a `PagedBatch` has
-many sequences in pages (paged.py), a `PackedBatch` many whole ones, one after the other (packed.py).
+many sequences in pages, a `PackedBatch` many whole ones, one after the other (paged.py).
 """
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from .config import ModelConfig
 from .dense import DenseBatch, Documents, Position
 from .layers import Linear, RMSNorm, StoredLinear, normalise
-from .packed import PackedBatch
-from .paged import AttentionKind, PagedBatch, append
+from .paged import AttentionKind, PackedBatch, PagedBatch, append
 
 if TYPE_CHECKING:   # a program of one device does not load it
     from .parallel import Parallel

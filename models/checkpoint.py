@@ -26,7 +26,7 @@ from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.floats import narrow_bfloat16, widen_bfloat16
 from tinygrad_nv.runtime.memory import host_bytes, write
 
-from . import bitmask, gguf_path
+from . import bitmask, config
 from .config import read_json
 from .pickles import ITEM_BYTES as FLOAT_BYTES
 from .pickles import read_entries
@@ -345,7 +345,7 @@ def open_checkpoint(directory: Path, stem: str = "model") -> Checkpoint:
 
     Raises `WeightError` when there is none, a shard is missing, or a file is damaged.
     """
-    if (file := gguf_path.find(directory)) is not None: return GGUFTensors(file)
+    if (file := config.find_gguf(directory)) is not None: return GGUFTensors(file)
     for kind, single in ((Safetensors, f"{stem}.safetensors"), (PyTorchFiles, "pytorch_model.bin")):
         path, index = directory / single, directory / f"{single}.index.json"
         checkpoint = kind()

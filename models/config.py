@@ -22,15 +22,11 @@ from tinygrad_nv.kvcache.shape import KVShape
 from .families import FAMILIES
 from .families.family import Family
 from .fields import Fields, activation
-from .gguf_path import find
-from .latent_config import LatentConfig
+from .layer_config import LLAMA_NAMES, LatentConfig, MoEConfig, Names, Temperature
 from .model_types import architectures_of
-from .moe_config import MoEConfig
 from .multimodal import language_config
-from .names import LLAMA_NAMES, Names
 from .rope import RopeConfig, distinct
 from .rope_fields import rope_config, rope_parameters
-from .temperature import Temperature
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Fields that change what is computed, in some families: the others refuse them. per_layer_config does so in
@@ -194,7 +190,7 @@ def read_config(directory: Path, embeds: bool = False) -> ModelConfig:
         raise ModelError(f"no such directory: {directory}",
                          "a Hugging Face model directory (config.json, weights), or a GGUF file",
                          "check the path; models are not downloaded")
-    if (file := find(directory)) is not None:
+    if (file := find_gguf(directory)) is not None:
         from tinygrad_nv.quant.gguf.split import open_gguf
 
         from .gguf import config_of
@@ -308,7 +304,7 @@ def _architecture(data: Mapping[str, Any], name: str) -> str:
         raise ModelError(f"{name} names no architectures", f"a list with one of: {', '.join(FAMILIES)}",
                          "use a causal language model saved by transformers")
     if (known := next((a for a in listed if isinstance(a, str) and a in FAMILIES), None)) is None:
-        from .families.encoders import ENCODERS
+        from .families.encoder import ENCODERS
         raise ModelError(f"{name}: architecture {shorten(', '.join(map(str, listed)))} is not supported",
                          f"one of: {', '.join(FAMILIES)}; of embedding models: {', '.join(ENCODERS)}",
                          "use `tinygrad-nv transcribe`" if data.get("model_type") == "whisper" else
@@ -323,3 +319,21 @@ def config_dtype(raw: Mapping[str, Any], name: str) -> str | None:
     if dtype not in DTYPES:
         raise ModelError(f"{name}: dtype {brief(dtype)} is not supported", f"one of: {', '.join(DTYPES)}")
     return dtype
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or the only one in a directory without config.json; of a model in several
+    files one of them. Raises `ModelError` for several models."""
+    if path.is_file():
+        try:
+            with path.open("rb") as file: start = file.read(4)
+        except OSError: start = b""
+        return path if start == b"GGUF" or path.suffix.lower() == ".gguf" else None
+    if not path.is_dir() or (path / "config.json").is_file(): return None
+    found = sorted(each for each in path.glob("*") if each.suffix.lower() == ".gguf")
+    if not found: return None
+    from tinygrad_nv.quant.gguf.split import parts_of
+    if len({parts_of(each)[0] for each in found}) > 1:
+        raise ModelError(f"{path} holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …)",
+                         "one, or the name of one", f"name the file: {found[0]}")
+    return found[0]

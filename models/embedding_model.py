@@ -1,7 +1,7 @@
 """Models of one result for a text: which directories are such, and the network with its pooling.
 
 Protocol: `read_embedding_config(directory, task)` is None for a model that generates text. Embedding models
-are the encoders of families/encoders.py, and decoders that have sentence-transformers' modules.json, or whose
+are the encoders of families/encoder.py, and decoders that have sentence-transformers' modules.json, or whose
 architecture is without a head (MistralModel); task "embed" makes one of any decoder. Models for sequence
 classification (cross-encoders, rerankers) have a `classifier` beside it. `EmbeddingModel` holds the network;
 calling it gives the pooled hidden states of a packed batch, or all of them.
@@ -26,13 +26,12 @@ from .config import ModelConfig, parse_config, read_config, read_json
 from .encoder import Encoder
 from .encoder_config import EncoderConfig, read_encoder_config
 from .families import EMBEDDERS
-from .families.encoder import DECODER_HEAD
-from .families.encoders import ENCODERS
+from .families.encoder import DECODER_HEAD, ENCODERS
 from .fit import decoder_sizes, require_sizes
 from .llama import Llama
 from .model_types import architectures_of
 from .multimodal import language_entries
-from .packed import PackedBatch
+from .paged import PackedBatch
 from .pooling import Pooling, default_pooling, pool, read_pooling
 from .rope import default_context
 

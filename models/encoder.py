@@ -19,9 +19,7 @@ from tinygrad_nv.runtime.observe.ranges import layer
 from .attention import rotate
 from .encoder_config import EncoderConfig
 from .layers import LayerNorm, Linear, activate
-from .packed import PackedBatch
-from .paged import AttentionKind, RopeTables
-from .rope_tables import rope_tables
+from .paged import AttentionKind, PackedBatch, RopeTables, rope_tables
 
 FARTHEST = 128      # of the buckets of distances: from there on all have the last
 

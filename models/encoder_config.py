@@ -1,6 +1,6 @@
 """config.json of an encoder, checked, as one frozen `EncoderConfig`.
 
-Protocol: `read_encoder_config(directory)` is None for an architecture that is none of families/encoders.py.
+Protocol: `read_encoder_config(directory)` is None for an architecture that is none of families/encoder.py.
 A field that changes what is computed and is not implemented raises `ModelError` by name.
 """
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 
 from .config import config_dtype, read_json
-from .families.encoder import EncoderNames
-from .families.encoders import ENCODERS
+from .families.encoder import ENCODERS, EncoderNames
 from .fields import ACTIVATIONS, Fields
 from .model_types import architectures_of
 from .rope import RopeConfig, distinct

@@ -21,8 +21,8 @@ from tinygrad_nv import functional as F
 from tinygrad_nv.quant.activations import StackWeight
 
 from .config import ModelConfig
+from .layer_config import MoEConfig
 from .layers import Linear, activate
-from .moe_config import MoEConfig
 
 
 class FeedForward:

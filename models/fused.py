@@ -22,7 +22,7 @@ from tinygrad_nv.errors import WeightError
 
 from .checkpoint import ITEM_BYTES, TensorEntry
 from .config import ModelConfig
-from .moe_config import MoEConfig
+from .layer_config import MoEConfig
 
 DOWN, GATE_UP, BIAS = "down_proj", "gate_up_proj", "_bias"
 

@@ -26,10 +26,9 @@ from tinygrad_nv.kvcache.store import LayerPages
 from .attention import Cache, rotate, takes_kv_append, takes_matmuls
 from .config import ModelConfig
 from .dense import DenseBatch, Position
-from .latent_config import LatentConfig
+from .layer_config import LatentConfig
 from .layers import Linear, RMSNorm, StoredLinear
-from .packed import PackedBatch
-from .paged import PagedBatch, RopeTables
+from .paged import PackedBatch, PagedBatch, RopeTables
 
 NORM_EPS = 1e-6     # of norms between ranks, whatever rms_norm_eps is
 

@@ -34,13 +34,10 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from .attention import Attention, Cache
 from .config import ModelConfig
 from .dense import DenseBatch, DenseKVCache, Position
-from .embedding import InsertedRows, lookup_quantised
 from .feed_forward import FeedForward, MixtureOfExperts
 from .latent import LatentAttention
-from .layers import RMSNorm, multiply
-from .packed import PackedBatch
-from .paged import PagedBatch, RopeTables
-from .rope_tables import rope_tables
+from .layers import InsertedRows, RMSNorm, lookup_quantised, multiply
+from .paged import PackedBatch, PagedBatch, RopeTables, rope_tables
 
 if TYPE_CHECKING:   # a program of one device does not load it
     from .parallel import Parallel

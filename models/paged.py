@@ -1,4 +1,4 @@
-"""One step over many sequences, each with keys and values in pages.
+"""One step over many sequences, each with keys and values in pages, or packed without a cache.
 
 Protocol: a step has T tokens. A `PagedBatch` assigns them to sequences: `SequenceGroup`s, one after the
 other, of B sequences with equally many new tokens. A group's tokens are the newest of sequences that have
@@ -8,18 +8,27 @@ attends.
 
 Pages of a 16-bit dtype serve a float32 model: its queries are rounded, too. 8-bit pages have scales, one for
 each page and KV head (patterns/kv_append/named.py).
+
+Embedding models have no cache. In a `PackedBatch` sequence b has rows starts[b] … starts[b + 1] − 1 of the T;
+rows after the last sequence's are padding, which attends to nothing. No extent depends on the lengths, which
+are read from memory: one captured step serves every batch of at most T tokens.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tinygrad import Tensor
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 
 from tinygrad_nv import functional as F
 from tinygrad_nv.kvcache.store import LayerPages
+from tinygrad_nv.quant.floats import narrow_bfloat16
+from tinygrad_nv.runtime.memory import write
 
-from .temperature import Temperature
+from .layer_config import Temperature
+from .rope import RopeConfig, tables
 
 RopeTables: TypeAlias = tuple[Tensor, Tensor]   # cosines and sines of all positions
 
@@ -107,3 +116,49 @@ class PagedBatch:
             out.append(attended.cast(q.dtype).reshape(group.num_tokens, -1))
         joined = out[0] if len(out) == 1 else out[0].cat(*out[1:])
         return joined.unsqueeze(0).contiguous()
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """`starts` int32 [sequences + 1] and `positions` int32 [T] in memory; no sequence has more than `longest`
+    tokens. `ropes` are cosines and sines of each token, (T, 1, dim/2). `distances`, float32 (H, 2 L − 1) for
+    an L of at least `longest`, are added to scores by how far a key is from its row."""
+    starts: Tensor
+    positions: Tensor
+    longest: int
+    causal: bool
+    ropes: tuple[RopeTables, ...] = ()
+    distances: Tensor | None = None
+
+    @staticmethod
+    def of(starts: Tensor, positions: Tensor, longest: int, tables: tuple[RopeTables, ...], causal: bool,
+           distances: Tensor | None = None) -> PackedBatch:
+        """A batch with the rows of rope tables of its tokens."""
+        ropes = tuple((F.embedding(cos, positions).unsqueeze(1), F.embedding(sin, positions).unsqueeze(1))
+                      for cos, sin in tables)
+        return PackedBatch(starts, positions, longest, causal, ropes, distances)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionKind) -> Tensor:
+        """Attention of q (T, H, D) over k, v (T, H_kv, D), rotated already: (T, H·D)."""
+        made = F.varlen_attention(q, k, v, self.starts, self.starts, self.longest, self.longest,
+                                causal=self.causal, window=how.window, scale=how.scale, softcap=how.softcap,
+                                distances=self.distances)
+        return made.reshape(q.shape[0], -1).contiguous()
+
+
+def rope_tables(ropes: tuple[RopeConfig, ...], rows: int, positions: int, dtype: DType,
+                device: str | None) -> tuple[RopeTables, ...]:
+    """Cosines and sines of each rope, (rows, dim/2), rounded to `dtype`, for sequences of up to `positions`
+    tokens."""
+    def table(values: np.ndarray) -> Tensor:
+        made = Tensor.empty(*values.shape, dtype=dtype, device=device)
+        write(made, 0, np.ascontiguousarray(round_to(values, dtype)).reshape(-1).view(np.uint8).data)
+        return made
+    return tuple((table(cos), table(sin)) for cos, sin in (tables(rope, rows, positions) for rope in ropes))
+
+
+def round_to(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """float32 rounded to nearest, as tinygrad casts; bfloat16 as its bits. (Casting on the device would
+    schedule and compile kernels, a tenth of a second of each start.)"""
+    if dtype is dtypes.bfloat16: return narrow_bfloat16(values)
+    return values.astype({dtypes.float32: np.float32, dtypes.float16: np.float16}[dtype])

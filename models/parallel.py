@@ -43,7 +43,7 @@ from tinygrad_nv.errors import DistError, ModelError, NVError
 from tinygrad_nv.kvcache.groups import CacheGroups
 
 from .config import ModelConfig
-from .names import Names
+from .layer_config import Names
 
 ALIGNED = 8     # tokens: the logits of a rank are whole vectors, and begin with an even token
 

@@ -22,7 +22,7 @@ from tinygrad_nv.quant.floats import as_float32
 from .checkpoint import FLOAT_BYTES, open_checkpoint, read_array
 from .config import read_json, read_json_value
 from .fields import CORRECT, Fields
-from .packed import PackedBatch
+from .paged import PackedBatch
 
 KINDS = ("cls", "mean", "last")
 # by names of 1_Pooling/config.json: an older flag each, or since version 5 a name in pooling_mode

@@ -1,7 +1,7 @@
-"""The families of models, one small file each: what of `ModelConfig` differs from LLaMA's.
+"""The families of models, a small file each: what of `ModelConfig` differs from LLaMA's.
 
-`FAMILIES` has them by the architecture of config.json, `EMBEDDERS` those of embedding models (encoders.py has
-encoders). family.py has the record, layers.py what several use. A family is loaded when it is asked for.
+`FAMILIES` has them by the architecture of config.json, `EMBEDDERS` those of embedding models (encoder.py
+has encoders). family.py has the record, and what several use. A family is loaded when it is asked for.
 """
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PLACES = {
     "Phi3ForCausalLM": "phi3.FAMILY", "Olmo2ForCausalLM": "olmo.OLMO2", "Olmo3ForCausalLM": "olmo.OLMO3",
     "SmolLM3ForCausalLM": "smollm3.FAMILY", "GraniteForCausalLM": "granite.FAMILY",
     "GptOssForCausalLM": "gpt_oss.FAMILY", "Llama4ForCausalLM": "llama4.FAMILY",
-    "MixtralForCausalLM": "mixtral.FAMILY", "Qwen2MoeForCausalLM": "qwen_moe.QWEN2",
-    "Qwen3MoeForCausalLM": "qwen_moe.QWEN3", "OlmoeForCausalLM": "olmoe.FAMILY",
+    "MixtralForCausalLM": "mistral.MIXTRAL", "Qwen2MoeForCausalLM": "qwen.QWEN2_MOE",
+    "Qwen3MoeForCausalLM": "qwen.QWEN3_MOE", "OlmoeForCausalLM": "olmo.OLMOE",
     "DeepseekV2ForCausalLM": "deepseek.V2", "DeepseekV3ForCausalLM": "deepseek.V3",
 }
 
@@ -50,4 +50,4 @@ EMBEDDERS = Families({
     **{name.removesuffix("ForCausalLM") + kind: place for name, place in PLACES.items()
        for kind in ("Model", "ForSequenceClassification")},
     "Gemma3TextModel": PLACES["Gemma3ForCausalLM"],
-    "EuroBertModel": "eurobert.FAMILY", "EuroBertForMaskedLM": "eurobert.FAMILY"})
+    "EuroBertModel": "llama.EUROBERT", "EuroBertForMaskedLM": "llama.EUROBERT"})

@@ -14,9 +14,7 @@ from tinygrad_nv.errors import ModelError, SpecError, brief
 from tinygrad_nv.tile.router.spec import Policy, check
 
 from ..fields import Fields
-from ..latent_config import LatentConfig
-from ..moe_config import MoEConfig, moe_config
-from ..names import Names
+from ..layer_config import LatentConfig, MoEConfig, Names, moe_config
 from ..rope import RopeConfig
 from ..rope_fields import rope_config, rope_parameters
 from .family import Family

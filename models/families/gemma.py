@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..fields import Fields, activation
-from ..names import Names
-from .family import Family
-from .layers import layer_types, ropes_by_type, windows
+from ..layer_config import Names
+from .family import Family, layer_types, ropes_by_type, windows
 
 BOTH = Names(attention_post_norm="post_attention_layernorm", feed_forward_norm="pre_feedforward_layernorm",
              feed_forward_post_norm="post_feedforward_layernorm")

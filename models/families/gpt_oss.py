@@ -9,11 +9,9 @@ from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, LIMIT
 
 from ..fields import Fields, activation
-from ..moe_config import COUNTS, moe_config
-from ..names import Names
+from ..layer_config import COUNTS, Names, moe_config
 from ..rope_fields import rope_config, rope_parameters
-from .family import Family
-from .layers import layer_types, windows
+from .family import Family, layer_types, windows
 
 NAMES = Names(router="mlp.router", fused="interleaved")
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,

@@ -9,25 +9,15 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
-from ..moe_config import COUNTS, moe_config
-from ..names import Names
+from ..layer_config import COUNTS, Names, Temperature, moe_config
 from ..rope import attention_factor
 from ..rope_fields import rope_config, rope_parameters
-from ..temperature import Temperature
-from .family import Family
-from .layers import FULL
+from .family import FULL, Family, has_rope
 
 NAMES = Names(gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj",
               router="feed_forward.router", expert="feed_forward.experts.{}", fused="halves",
               shared_expert="feed_forward.shared_expert")
 CHUNKED = "chunked_attention"
-
-
-def has_rope(f: Fields) -> list[bool]:
-    """Tells for each layer whether it has rope. Raises `ModelError`."""
-    if f.get("no_rope_layers"): return [bool(each) for each in f.each_layer("no_rope_layers", (int,))]
-    every = f.positive("no_rope_layer_interval")
-    return [(i + 1) % every != 0 for i in range(f.positive("num_hidden_layers"))]
 
 
 def mixtures(f: Fields) -> list[bool]:

@@ -7,7 +7,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
-from ..names import Names
+from ..layer_config import Names
 from ..rope_fields import rope_config, rope_parameters
 from .family import Family
 

@@ -5,20 +5,12 @@ from typing import Any
 
 from ..fields import Fields
 from ..rope_fields import rope_config, rope_parameters
-from .family import Family
-from .layers import layer_types, windows
-
-
-def rotates(f: Fields) -> list[bool]:
-    """For each layer whether it has rope. Raises `ModelError`."""
-    if f.get("no_rope_layers"): return [bool(each) for each in f.each_layer("no_rope_layers", (int,))]
-    every = f.positive("no_rope_layer_interval")
-    return [(i + 1) % every != 0 for i in range(f.positive("num_hidden_layers"))]
+from .family import Family, has_rope, layer_types, windows
 
 
 def settings(f: Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig`."""
-    rotated = rotates(f)
+    rotated = has_rope(f)
     used = f.flag("use_sliding_window") and f.get("sliding_window") is not None
     types = layer_types(f, lambda i: used and not rotated[i])
     rope = rope_config(f, rope_parameters(f), f.positive("head_dim"))

@@ -1,4 +1,6 @@
-"""The architectures of llama.cpp that are read, by general.architecture."""
+"""The architectures of llama.cpp that are read, by general.architecture; DeepSeek's have a file of their
+own.
+"""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,34 +9,116 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
-from ..families import mixtral
-from . import deepseek, gemma, gpt_oss, granite, llama4, olmo2, phi3, smollm3
-from .architecture import USE, Architecture, Metadata
+from ..families.family import FULL, SLIDING
+from ..families.gemma import BOTH
+from ..families.gpt_oss import NAMES as GPT_OSS_NAMES
+from ..families.llama4 import CHUNKED
+from ..families.llama4 import NAMES as LLAMA4_NAMES
+from ..families.mistral import NAMES as MIXTRAL_NAMES
+from ..families.olmo import NAMES as OLMO_NAMES
+from ..families.phi3 import NAMES as PHI3_NAMES
+from . import deepseek
+from .architecture import PATTERN, USE, Architecture, Metadata, rope_scaling
 
-WINDOW = "attention.sliding_window"
+WINDOW, LOCAL_BASE = "attention.sliding_window", "rope.freq_base_swa"
+LARGEST = {"gemma2": 46, "gemma3": 62}      # layers
+LOCAL = 10_000.0        # base of Gemma 3's layers with a window, where the file says none
+UNROTATED = "rope.scaling.finetuned"        # false: no layer has rope
+CHUNK = 8192            # of Llama 4
+UNNORMALISED = 128      # experts
+TRAINED = "rope.scaling.original_context_length"
 
 
 def mistral(m: Metadata) -> dict[str, Any]:
-    """A llama with a window."""
-    if not m.own.get(WINDOW): return {}
-    return {"architectures": ["MistralForCausalLM"], "sliding_window": m.own[WINDOW]}
+    """Returns the settings of a llama with a window."""
+    return {"architectures": ["MistralForCausalLM"], **window(m)} if m.own.get(WINDOW) else {}
 
 
 def window(m: Metadata) -> dict[str, Any]:
-    """A window in every layer."""
+    """Returns the settings of a window in every layer."""
     return {"sliding_window": m.own[WINDOW]} if m.own.get(WINDOW) else {}
 
 
 def qwen(m: Metadata) -> dict[str, Any]:
-    """A window in every layer."""
+    """Returns Qwen's settings of a window in every layer."""
     if not m.own.get(WINDOW): return {}
     return {"use_sliding_window": True, "max_window_layers": 0, **window(m)}
 
 
-SLIDES = frozenset({WINDOW})
+def _gemma2_and_3(m: Metadata) -> dict[str, Any]:
+    """Returns the settings that Gemma 2 and 3 share. By what scores are divided no metadata say: it is √D,
+    and in the largest models √(hidden / heads), which llama.cpp tells by the number of layers."""
+    whole = m.positive("block_count") == LARGEST[m.kind]
+    scalar = m.positive("embedding_length") // m.positive("attention.head_count") if whole else m.head_dim
+    return {"query_pre_attn_scalar": scalar, "rope_theta": m.get("rope.freq_base", LOCAL),
+            "attn_logit_softcapping": m.get("attn_logit_softcapping"),
+            "final_logit_softcapping": m.get("final_logit_softcapping")}
+
+
+def gemma2(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of config.json for Gemma 2."""
+    return {**_gemma2_and_3(m), "sliding_window": m.get(WINDOW, 4096), "layer_types": m.layer_types(2)}
+
+
+def gemma3(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of config.json for Gemma 3. Without a window all layers are global."""
+    types = m.layer_types(6) if m.get(WINDOW) else m.layer_types(1)
+    return {**_gemma2_and_3(m), "sliding_window": m.get(WINDOW), "layer_types": types,
+            "rope_local_base_freq": m.get(LOCAL_BASE, LOCAL)}
+
+
+def gpt_oss(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of gpt-oss: a window in every other layer. YaRN's bounds are not whole numbers, as
+    its config.json has it and no metadata say; llama.cpp rounds them."""
+    scaling = rope_scaling(m)
+    return {"layer_types": m.layer_types(2), "sliding_window": m.get(WINDOW, 128),
+            "rope_scaling": {"rope_type": "default"} if scaling is None else {**scaling, "truncate": False}}
+
+
+def granite(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of Granite 3: its four factors are metadata. Without attention.scale scores are
+    divided by √D."""
+    if not m.get(UNROTATED, True): raise m.refusal(UNROTATED, "true: layers with rope")
+    dim = m.head_dim
+    if m.get("attention.scale") or not isinstance(dim, int) or dim < 1: return {}
+    return {"attention_multiplier": dim ** -0.5}
+
+
+def llama4(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of Llama 4: the size of chunks, their pattern and the temperature are llama.cpp's
+    own. Models of 128 experts do not normalise queries and keys."""
+    if m.get(WINDOW, CHUNK) not in (CHUNK,): raise m.refusal(WINDOW, f"{CHUNK}, or none")
+    types = [FULL if each == FULL else CHUNKED for each in m.layer_types(4)]
+    return {"layer_types": types, "use_qk_norm": m.get("expert_count") != UNNORMALISED}
+
+
+def olmo2(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of OLMo 2, and OLMo 3, which is one with a window in three layers of four, whose
+    rope is not scaled."""
+    if not m.get(WINDOW): return {}
+    base = m.get("rope.freq_base", 10_000.0)
+    ropes = {FULL: {"rope_theta": base}, SLIDING: {"rope_theta": m.get(LOCAL_BASE, base)}}
+    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": m.get(WINDOW),
+            "layer_types": m.layer_types(4), "rope_parameters": ropes}
+
+
+def phi3(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of Phi-3 and Phi-4: q | k | v are one tensor, gate | up another, named ffn_up. A
+    part of each head may be rotated. What `longrope` divides frequencies by are two tensors. llama.cpp
+    computes no window; the file says what config.json says, and so it is computed here."""
+    whole = m.positive("embedding_length") // m.positive("attention.head_count")
+    dim, rotated = m.get("attention.key_length", whole), m.get("rope.dimension_count")
+    made = {"head_dim": dim, "sliding_window": m.get(WINDOW) or None,
+            "original_max_position_embeddings": m.get(TRAINED)}
+    if rotated not in (None, dim) and isinstance(dim, int) and dim > 0:
+        made["partial_rotary_factor"] = m.positive("rope.dimension_count") / dim
+    return made
+
+
+SLIDES, PATTERNED = frozenset({WINDOW}), frozenset({WINDOW, PATTERN})
 LLAMA = Architecture("LlamaForCausalLM", settings=mistral, reads=SLIDES, permuted=True)
 # what a llama with experts is
-MIXTRAL = Architecture("MixtralForCausalLM", mixtral.NAMES, settings=window, reads=SLIDES, permuted=True,
+MIXTRAL = Architecture("MixtralForCausalLM", MIXTRAL_NAMES, settings=window, reads=SLIDES, permuted=True,
                        fixed={"norm_topk_prob": True})
 # whether weights of a token's experts are renormalised llama.cpp knows of an architecture
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -46,10 +130,26 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", settings=qwen, reads=SLIDES,
                              fixed={"norm_topk_prob": True}),
     "olmoe": Architecture("OlmoeForCausalLM", fixed={"norm_topk_prob": False}),
-    "gemma": gemma.FIRST, "gemma2": gemma.SECOND, "gemma3": gemma.THIRD,
-    "gpt-oss": gpt_oss.ARCHITECTURE, "phi3": phi3.ARCHITECTURE, "deepseek2": deepseek.ARCHITECTURE,
-    "olmo2": olmo2.ARCHITECTURE, "smollm3": smollm3.ARCHITECTURE, "granite": granite.ARCHITECTURE,
-    "llama4": llama4.ARCHITECTURE}
+    "gemma": Architecture("GemmaForCausalLM", norm_offset=1.0),
+    "gemma2": Architecture("Gemma2ForCausalLM", BOTH, reads=PATTERNED, settings=gemma2, norm_offset=1.0),
+    "gemma3": Architecture("Gemma3ForCausalLM", BOTH, reads=PATTERNED | {LOCAL_BASE}, settings=gemma3,
+                           norm_offset=1.0),
+    "gpt-oss": Architecture("GptOssForCausalLM", GPT_OSS_NAMES,
+                            {"expert_feed_forward_length": "intermediate_size"}, PATTERNED, settings=gpt_oss,
+                            renamed={"post_attention_norm": "ffn_norm"}),
+    "phi3": Architecture("Phi3ForCausalLM", PHI3_NAMES, reads=SLIDES, settings=phi3, whole_heads=False),
+    "deepseek2": deepseek.ARCHITECTURE,
+    "olmo2": Architecture("Olmo2ForCausalLM", OLMO_NAMES, reads=PATTERNED | {LOCAL_BASE}, settings=olmo2),
+    # every fourth layer rotates nothing, which no metadata say
+    "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True, fixed={"no_rope_layer_interval": 4}),
+    "granite": Architecture("GraniteForCausalLM", settings=granite, permuted=True),
+    "llama4": Architecture(
+        "Llama4ForCausalLM", LLAMA4_NAMES,
+        {"feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
+         "interleave_moe_layer_step": "interleave_moe_layer_step"},
+        PATTERNED, settings=llama4,
+        fixed={"attention_chunk_size": CHUNK, "attn_temperature_tuning": True, "floor_scale": 8192,
+               "attn_scale": 0.1, "no_rope_layer_interval": 4})}
 
 
 def architecture_of(file: GGUFFile) -> Architecture:

@@ -6,9 +6,8 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
-from .architecture import AGAIN, USE, Architecture, Metadata
+from .architecture import AGAIN, USE, Architecture, Metadata, rope_scaling
 from .architectures import architecture_of
-from .rope import rope_scaling
 from .tensors import EMBEDDING, HEAD, heads_to_reorder, types
 
 # keys after the architecture's name, as config.json calls them

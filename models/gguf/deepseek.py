@@ -11,8 +11,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError
 
 from ..families.deepseek import NAMES
-from .architecture import USE, Architecture, Metadata
-from .rope import rope_scaling
+from .architecture import USE, Architecture, Metadata, rope_scaling
 
 SOFTMAX, SIGMOID = 1, 2     # ggml's numbers of gating functions
 GATING, NORMALISED, SCALE = "expert_gating_func", "expert_weights_norm", "expert_weights_scale"

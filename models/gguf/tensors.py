@@ -16,10 +16,9 @@ from tinygrad_nv.quant.gguf import blocks
 from tinygrad_nv.quant.gguf.file import GGUFFile, GGUFTensor
 from tinygrad_nv.quant.readers.gguf import row_order
 
-from ..names import LLAMA_NAMES, Names
-from .architecture import AGAIN, Architecture
+from ..layer_config import LLAMA_NAMES, Names
+from .architecture import AGAIN, FACTORS, LONG, SHORT, Architecture
 from .architectures import architecture_of
-from .rope import FACTORS, LONG, SHORT
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"

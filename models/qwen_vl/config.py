@@ -14,8 +14,7 @@ from typing import Any
 
 from tinygrad_nv.errors import ModelError, brief
 
-from .. import gguf
-from ..config import read_json
+from ..config import find_gguf, read_json
 from ..fields import CORRECT, Fields
 from ..model_types import architectures_of
 from ..multimodal import QWEN_VL, language_config
@@ -82,7 +81,7 @@ class VisionConfig:
 def read_vision(directory: Path) -> VisionConfig | None:
     """The vision part of the model in `directory`, or None. Raises `ModelError`."""
     path = directory / "config.json"
-    if not path.is_file() or gguf.find(directory) is not None: return None
+    if not path.is_file() or find_gguf(directory) is not None: return None
     data = read_json(path)
     if QWEN_VL not in architectures_of(data): return None
     made = parse_vision(data, str(path), image_config(directory))

@@ -1,7 +1,7 @@
 """The vision tower of Qwen2.5-VL (arXiv 2502.13923, §2.1): patches to rows of the language model's width.
 
 Protocol: `tower(patches, batch)` gives rows [P / merge², out] of patches [P, patch_width], which come window
-by window (layout.py); `PatchBatch` has where windows and images begin and how patches rotate. No extent
+by window (images.py); `PatchBatch` has where windows and images begin and how patches rotate. No extent
 depends on an image: one captured step serves every image of at most P patches. Attention is in windows, or
 over the whole image in some layers. RMSNorm and softmax are computed in float32, everything else in the
 parameters' dtype.

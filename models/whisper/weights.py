@@ -21,8 +21,7 @@ from ..fit import Module, Shapes, Stack, require_sizes
 from ..layers import LayerNorm, Linear
 from ..weights import WeightSlice, check, fill_slots
 from .config import StackConfig, WhisperConfig
-from .layers import EncoderLayer
-from .network import KERNEL, Convolution, DecoderLayer, SpeechDecoder, SpeechEncoder, Whisper
+from .network import KERNEL, Convolution, DecoderLayer, EncoderLayer, SpeechDecoder, SpeechEncoder, Whisper
 
 # prefix, names of what is stacked, and what holds it
 Part: TypeAlias = tuple[str, tuple[str, ...], Linear | LayerNorm | Convolution]

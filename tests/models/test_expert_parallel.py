@@ -8,7 +8,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.functional import Policy
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
-from tinygrad_nv.models.moe_config import MoEConfig
+from tinygrad_nv.models.layer_config import MoEConfig
 from tinygrad_nv.models.rope import RopeConfig
 
 HIDDEN, WIDTH, EXPERTS, TOKENS = 32, 16, 5, 9

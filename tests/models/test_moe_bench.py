@@ -13,7 +13,7 @@ from tinygrad_nv.benchmarks.speed import describe_weights
 from tinygrad_nv.cli import main
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.functional import Policy
-from tinygrad_nv.models.moe_config import MoEConfig
+from tinygrad_nv.models.layer_config import MoEConfig
 
 
 @pytest.mark.parametrize(("experts", "k", "tokens"), [

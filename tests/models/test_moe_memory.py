@@ -12,7 +12,7 @@ from tinygrad_nv.engine.memory_planning import step_bytes
 from tinygrad_nv.functional import Policy
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
-from tinygrad_nv.models.moe_config import MoEConfig
+from tinygrad_nv.models.layer_config import MoEConfig
 from tinygrad_nv.models.rope import RopeConfig
 
 HIDDEN, WIDTH, K = 128, 48, 8

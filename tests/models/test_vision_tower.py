@@ -11,8 +11,7 @@ from tinygrad import dtypes
 from tests.support.models.vision_case import IMAGE, PIXELS, picture, processed, written
 from tinygrad_nv.engine.vision.encoder import VisionEncoder
 from tinygrad_nv.models.qwen_vl.config import read_vision
-from tinygrad_nv.models.qwen_vl.images import patches
-from tinygrad_nv.models.qwen_vl.layout import prompt_positions
+from tinygrad_nv.models.qwen_vl.images import patches, prompt_positions
 
 SIZES = [(90, 130), (20, 30), (56, 56), (400, 300), (15, 200)]
 

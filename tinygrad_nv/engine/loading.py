@@ -53,12 +53,12 @@ def with_quantization(name: str | None, config: ModelConfig, directory: Path) ->
     not, those of `SCHEMES` quantise it while it is loaded. None is what the checkpoint says, and the name of
     another kind than the checkpoint's (awq_marlin is awq, …) raises `ModelError`."""
     if name is None: return config
-    from tinygrad_nv.models.gguf_path import find
+    from tinygrad_nv.models.config import find_gguf
     from tinygrad_nv.quant.readers.online import SCHEMES
     from tinygrad_nv.quant.readers.reader import ONLINE
     found = None if config.quantization is None else str(config.quantization["quant_method"])
     if found is None and name in SCHEMES:
-        if find(directory) is not None:
+        if find_gguf(directory) is not None:
             raise ModelError(f"quantization is {name!r}, and {directory} is a GGUF file of floats",
                              "a directory of safetensors", "quantise the file with llama-quantize")
         return replace(config, quantization={"quant_method": ONLINE, "scheme": name})

@@ -23,8 +23,8 @@ from tinygrad_nv.models.checkpoint import (
     safetensors_dtype,
 )
 from tinygrad_nv.models.config import ModelConfig
+from tinygrad_nv.models.layer_config import LLAMA_NAMES
 from tinygrad_nv.models.multimodal import language_entries
-from tinygrad_nv.models.names import LLAMA_NAMES
 from tinygrad_nv.models.rope import tables
 from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.quant.activations import E4M3_MAX

@@ -11,7 +11,7 @@ from tinygrad_nv import Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.functional import Policy, route
 from tinygrad_nv.models.config import parse_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
-from tinygrad_nv.models.moe_config import MoEConfig
+from tinygrad_nv.models.layer_config import MoEConfig
 
 CONFIG = {"architectures": ["MixtralForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1,
           "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 32,

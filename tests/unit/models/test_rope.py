@@ -10,8 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.models.config import parse_config
+from tinygrad_nv.models.paged import rope_tables
 from tinygrad_nv.models.rope import RopeConfig, tables
-from tinygrad_nv.models.rope_tables import rope_tables
 
 INTEGERS = {2: dtypes.uint16, 4: dtypes.uint32}
 

@@ -18,8 +18,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from tests.support.quant.gguf_case import gguf_name, write_model
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import parse_config, read_config
-from tinygrad_nv.models.embedding import lookup_quantised
 from tinygrad_nv.models.gguf import hugging_face_name
+from tinygrad_nv.models.layers import lookup_quantised
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.quantised.layers import projections
 from tinygrad_nv.models.rope import inverse_frequencies

@@ -24,7 +24,7 @@ from tinygrad_nv.engine.text.templates import DEFAULT, choose_template, template
 from tinygrad_nv.engine.text.tokenizer_config import configure, linear_end
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.files import read_json
-from tinygrad_nv.models.gguf_path import find
+from tinygrad_nv.models.config import find_gguf
 from tinygrad_nv.models.tokenizer_limits import as_typed, read_backend, require_strips
 
 Message = Mapping[str, Any]
@@ -51,7 +51,7 @@ class Tokenizer:
         """Reads a Hugging Face directory. Raises `TokenizerError` when tokenizer.json is damaged, or missing
         with nothing to make it from."""
         path = directory / "tokenizer.json"
-        if not path.is_file() and (file := find(directory)) is not None: return Tokenizer.of(file)
+        if not path.is_file() and (file := find_gguf(directory)) is not None: return Tokenizer.of(file)
         config = _optional_json(directory / "tokenizer_config.json")
         older = _optional_json(directory / "special_tokens_map.json")
         special = {**_special_tokens(older), **_special_tokens(config)}

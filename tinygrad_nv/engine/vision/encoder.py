@@ -4,7 +4,7 @@ Protocol: `run(image)` returns the `EncodedImage` of RGB bytes [height, width, 3
 `prepare(image)` made of them: that decodes and resizes, in any thread, so that others' steps do not wait for
 it. A step is captured for each of `step_sizes` that an image needs: it serves every image of at most so many
 rows, as where windows begin and how patches rotate are inputs. The host orders patches by windows, and rows
-back (models/qwen_vl/layout.py). The last images are kept, so that the next turn of a conversation does not
+back (models/qwen_vl/images.py). The last images are kept, so that the next turn of a conversation does not
 compute them again. All but `prepare` is for one thread at a time: that which runs the model's steps.
 """
 from __future__ import annotations
@@ -25,15 +25,14 @@ from tinygrad_nv.engine.vision.prompt import EncodedImage
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.embedding_runner import step_sizes
 from tinygrad_nv.models.qwen_vl.config import read_vision
-from tinygrad_nv.models.qwen_vl.images import patches
-from tinygrad_nv.models.qwen_vl.layout import patch_rope, window_order, window_starts
+from tinygrad_nv.models.qwen_vl.images import patch_rope, patches, window_order, window_starts
 from tinygrad_nv.models.qwen_vl.tower import PatchBatch, VisionTower
 from tinygrad_nv.models.qwen_vl.weights import load, nbytes, require_vision_sizes
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import label_allocations
 
 if TYPE_CHECKING:
-    from tinygrad_nv.models.qwen_vl.layout import Grid
+    from tinygrad_nv.models.qwen_vl.images import Grid
 
 KEPT_ROWS = 16384   # of the last images: 224 MiB at a width of 3584
 

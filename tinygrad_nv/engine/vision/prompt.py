@@ -3,7 +3,7 @@
 Protocol: `expanded(ids, images, token)` repeats the placeholder `token` of each image as often as the image
 has rows, and returns the `PromptImages` beside the ids. Chunked prefill, a preemption or a shared prefix
 start anywhere: a step asks for the rows and positions of the tokens that it computes. Tokens behind the
-prompt go on after the largest position (models/qwen_vl/layout.py).
+prompt go on after the largest position (models/qwen_vl/images.py).
 """
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import RequestError
-from tinygrad_nv.models.qwen_vl.layout import prompt_positions
-from tinygrad_nv.models.rope_tables import round_to
+from tinygrad_nv.models.paged import round_to
+from tinygrad_nv.models.qwen_vl.images import prompt_positions
 
 if TYPE_CHECKING:
-    from tinygrad_nv.models.qwen_vl.layout import Grid
+    from tinygrad_nv.models.qwen_vl.images import Grid
 
 
 @dataclass(frozen=True)

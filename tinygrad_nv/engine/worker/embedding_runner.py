@@ -2,7 +2,7 @@
 
 Protocol: `run(texts)` gives the pooled hidden states of one batch, float32 [texts, hidden], and
 `run_tokens(texts)` those of all tokens, one array [tokens, hidden] for each text. Texts lie one
-after the other (models/packed.py), so the only padding is at the end, up to the next of `sizes`. `warm_up`
+after the other (models/paged.py), so the only padding is at the end, up to the next of `sizes`. `warm_up`
 captures sizes that serve all batches, and no other is captured afterwards. Without it a size is captured when
 no larger one can serve it, or when it has come often. One thread at a time.
 """

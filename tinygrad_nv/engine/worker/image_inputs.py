@@ -15,7 +15,7 @@ from tinygrad.dtype import DType
 from tinygrad_nv import functional
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import InputLayout
-from tinygrad_nv.models.embedding import InsertedRows
+from tinygrad_nv.models.layers import InsertedRows
 from tinygrad_nv.runtime.memory import allocate, write
 
 if TYPE_CHECKING:

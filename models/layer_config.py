@@ -1,8 +1,12 @@
-"""A model's mixture of experts."""
+"""Parts of a layer's configuration that differ from family to family: mixture of experts, latent attention,
+names of tensors, temperature of queries.
+"""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tinygrad import Tensor
 
 from tinygrad_nv.errors import ModelError, SpecError
 from tinygrad_nv.tile.router.spec import Policy, Score
@@ -69,3 +73,81 @@ def moe_config(f: Fields, default: int, width: str, layers: Sequence[bool], shar
     if k > count:
         raise ModelError(f"{f.name}: num_experts_per_tok is {k}, of {count} experts", "as many, at most")
     return MoEConfig(count, f.positive(width), policy, tuple(layers), shared_width, shared_gate, **more)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A token's keys and values are
+    computed of its latent, `rank` elements; `rope` elements of key and query are rotated, by pairs 2i and
+    2i + 1 where `interleaved`, `nope` are not. Values have `value` elements. Queries are computed of
+    `q_rank` elements, or at once (0). `bias` is that of projections to ranks."""
+    q_rank: int
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    interleaved: bool = True
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Elements of a token in the cache."""
+        return self.rope + self.rank
+
+    @property
+    def head(self) -> int:
+        """Elements of a head's query."""
+        return self.nope + self.rope
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Returns the number of parameters of one layer, without its output projection."""
+        made = (hidden + self.bias) * self.width + self.rank * (1 + heads * (self.nope + self.value))
+        if not self.q_rank: return made + hidden * heads * self.head
+        return made + self.q_rank * (hidden + self.bias + 1 + heads * self.head)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a layer's modules in a checkpoint, after "model.layers.{i}."; a norm whose name is "" is not
+    there. Several names of a matrix are its rows, one after the other. `fused`: experts are stored as
+    fused.py says, gate and up "interleaved" or as "halves"."""
+    attention_norm: str = "input_layernorm"
+    attention_post_norm: str = ""
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward_post_norm: str = ""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    expert: str = "mlp.experts.{}"
+    expert_matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused: str = ""
+    shared_expert: str = "mlp.shared_expert"
+    sinks: str = "self_attn.sinks"
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms of a layer's hidden states that there are."""
+        every = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm,
+                 self.feed_forward_post_norm)
+        return tuple(name for name in every if name)
+
+
+LLAMA_NAMES = Names()
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Scalable-Softmax (arXiv 2501.19399): queries at place t are multiplied by
+    1 + scale · log(1 + ⌊(t + 1) / floor⌋)."""
+    floor: float
+    scale: float
+
+    def apply(self, q: Tensor, places: Tensor) -> Tensor:
+        """Queries at `places`, whose shape is broadcast."""
+        steps = ((places.maximum(0) + 1).float() / self.floor).floor()
+        return (q * ((steps + 1).log() * self.scale + 1)).cast(q.dtype)
