@@ -48,8 +48,7 @@ from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.emulated import timings
 from tinygrad_nv.tile.templates import TABLE
 from tinygrad_nv.train.arguments import make_arguments
-from tinygrad_nv.train.plan.layers import shorten
-from tinygrad_nv.train.plan.memory import step_programs
+from tinygrad_nv.train.plan.memory import shorten, step_programs
 
 RESULTS = Path(__file__).parents[1] / "results" / "train_gpu_model"
 EMULATED = "EMU"

@@ -15,7 +15,7 @@ from tinygrad_nv import explain
 from tinygrad_nv.models.weights import slots
 from tinygrad_nv.train import network
 from tinygrad_nv.train.data import collate
-from tinygrad_nv.train.data.row import row
+from tinygrad_nv.train.data.batch import row
 from tinygrad_nv.train.objectives import LossOptions, Supervised
 
 LENGTHS = ((5, 1, 40, 2), (33, 7), (48,))   # of documents in rows of 48 tokens: windows are 16

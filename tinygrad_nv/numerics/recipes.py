@@ -4,7 +4,7 @@ Protocol: a `PrecisionRecipe` is frozen and says of a run
 
     weights     the dtype of weights and activations, and of matmuls that are not in FP8
     master      whether the optimiser has float32 weights, of which those are rounded copies; without,
-                bfloat16 is rounded stochastically (train/optimizers/rounding.py)
+                bfloat16 is rounded stochastically (train/optimizers/optimizer.py)
     loss        how the loss is scaled (float16)
     fp8         how operands of linear layers get their scales; None: no FP8
 

@@ -1,7 +1,7 @@
 """Files that survive a process that is killed, and a machine that loses power.
 
 Protocol: `write_file(path, chunks)` creates a file, writes it, and syncs it to the disk; it returns size and
-SHA-256. A name becomes durable with `sync_folder` of its folder. `refused(path, error)` says what an OSError
+SHA-256. A name becomes durable with `sync_folder` of its folder. `refusal(path, error)` says what an OSError
 means. All errors are `CheckpointError`.
 
 SHA-256, because CPUs of servers have instructions for it: 1.5 GB/s of a core against 0.7 GB/s of BLAKE2b, and
@@ -13,7 +13,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ CHUNK = 16 << 20    # bytes that are hashed and written at a time
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 WRITABLE = "a directory that can be written"
+PARTIAL = ".export.partial"
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,38 @@ def _words(nbytes: int) -> str:
     for unit, size in (("GB", 10 ** 9), ("MB", 10 ** 6), ("KB", 10 ** 3)):
         if nbytes >= size: return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes} bytes"
+
+
+def replace_folder(directory: Path, marker: str, stale: Iterable[str], write: Callable[[Path], None],
+             nbytes: int) -> Path:
+    """Changes files of a directory together. `write` makes all new ones, of about `nbytes` bytes, in a folder
+    inside, each synced. Then `marker`, without which nothing loads the directory, is removed, the files get
+    their places, files that match `stale` and are not new are removed, and the new marker comes last. A
+    process that is killed in between leaves a directory without its marker, never a mixture that loads.
+    Raises `CheckpointError` where it cannot be written; before the files get their places, what was there is
+    as it was."""
+    staged = directory / PARTIAL
+    try:
+        make_folder(directory)
+        if staged.exists(): shutil.rmtree(staged)
+        staged.mkdir()
+        try:
+            write(staged)
+            _place(staged, directory, marker, stale)
+        finally: shutil.rmtree(staged, ignore_errors=True)
+    except OSError as error: raise refusal(Path(error.filename or directory), error, nbytes) from error
+    return directory
+
+
+def _place(staged: Path, directory: Path, marker: str, stale: Iterable[str]) -> None:
+    (directory / marker).unlink(missing_ok=True)
+    sync_folder(directory)
+    new = {path.name for path in staged.iterdir()}
+    for path in [path for pattern in stale for path in directory.glob(pattern) if path.name not in new]:
+        path.unlink()
+    for name in sorted(new - {marker}):
+        if (directory / name).is_dir(): shutil.rmtree(directory / name)
+        os.rename(staged / name, directory / name)
+    sync_folder(directory)
+    os.rename(staged / marker, directory / marker)
+    sync_folder(directory)

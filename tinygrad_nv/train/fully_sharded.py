@@ -27,7 +27,7 @@ from tinygrad_nv.dist.group import Group
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.train.parts import Named
 from tinygrad_nv.train.regions import checkpoint
-from tinygrad_nv.train.regions.policy import Policy
+from tinygrad_nv.train.regions.values import Policy
 from tinygrad_nv.train.replicas import Bucket, Sharded
 
 OUTSIDE = -1    # the number of what is no layer

@@ -29,14 +29,13 @@ from tinygrad_nv.dist.train.pipeline import Pipeline
 from tinygrad_nv.dist.train.schedules import Schedule
 from tinygrad_nv.numerics.verify.scan import finite
 from tinygrad_nv.train.data import Batch
-from tinygrad_nv.train.diagnosis import LOSS, first_bad_layer
 from tinygrad_nv.train.network import parameters
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Supervised, cross_entropy
 from tinygrad_nv.train.optimizers import Optimizer
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.ranks import OneRank
 from tinygrad_nv.train.stages import Stages
-from tinygrad_nv.train.step import Step, capture
+from tinygrad_nv.train.step import LOSS, Step, capture, first_bad_layer
 
 
 class StageObjective(Supervised):

@@ -27,7 +27,7 @@ from tinygrad_nv.dist.collectives.functions import (
     reduce_scatter,
 )
 from tinygrad_nv.dist.group import Group
-from tinygrad_nv.train.optimizers.quantised import BLOCK
+from tinygrad_nv.train.optimizers.state import BLOCK
 from tinygrad_nv.train.parts import Named, Whole
 
 

@@ -43,11 +43,11 @@ from tinygrad_nv.train.optimizers import (
     muon,
     sgd,
 )
-from tinygrad_nv.train.optimizers.quantised import BLOCK
+from tinygrad_nv.train.optimizers.state import BLOCK
 from tinygrad_nv.train.parts import Parts, Whole
 from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
-from tinygrad_nv.train.regions.blocks import checkpoint_blocks
+from tinygrad_nv.train.regions.region import checkpoint_blocks
 from tinygrad_nv.train.step import Step
 
 if TYPE_CHECKING:    # a run of one rank does not load it

@@ -24,13 +24,17 @@ from tinygrad import Tensor, TinyJit
 from tinygrad.helpers import Context
 
 from tinygrad_nv.functional import FP8_KINDS
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.weights import slots
 from tinygrad_nv.numerics.fp8 import COUNTERS, Fp8State, name_counters
+from tinygrad_nv.numerics.verify.scan import finite
 from tinygrad_nv.train.data import Batch
-from tinygrad_nv.train.diagnosis import first_bad
-from tinygrad_nv.train.objectives import Objective
+from tinygrad_nv.train.objectives import Inputs, Objective
 from tinygrad_nv.train.optimizers import GradientSums, Optimizer
 from tinygrad_nv.train.parts import Named, Parts
 from tinygrad_nv.train.ranks import OneRank
+
+LOSS = "the loss"
 
 
 @dataclass(frozen=True)
@@ -203,3 +207,37 @@ class Step:
 
     def _sum(self) -> Tensor:
         with self._present(): return Tensor.stack(*self.objective.sums()).realize()
+
+
+def first_bad(model: Llama, inputs: Inputs, documents: bool) -> str:
+    """Returns the layer that made a NaN, in words: computes the batch that is in `inputs` again with what a
+    step computes, realizes each layer's output, scans it as sentinels do (numerics/verify/scan.py), and names
+    the first that has a NaN or an infinity; and the first parameter of it that has one, where the weights are
+    the cause."""
+    with Context(TRAINING=1): return first_bad_layer(model, inputs, documents)[0]
+
+
+def first_bad_layer(model: Llama, inputs: Inputs, documents: bool, x: Tensor | None = None
+                    ) -> tuple[str, Tensor]:
+    """The layer in words, and what the last one makes of the batch; of a stage of a pipeline the first of
+    its own, which gets the hidden states x."""
+    batch, stage, bad = inputs.of(model, documents), model.parallel, list[str]()
+    first, ends = (0, True) if stage is None else (stage.layers.start, stage.last)
+
+    def see(made: Tensor, layer: str, own: str = "") -> Tensor:
+        made = made.realize()
+        if not bad and not finite(made): bad.append(_describe(model, layer, own or layer))
+        return made
+    if x is None: x = see(model.embed(inputs.tokens), "model.embed_tokens")
+    for i, block in enumerate(model.blocks):
+        x = see(block(x, batch, None), f"model.layers.{first + i}", f"model.layers.{i}")
+    if ends: see(model.logits(see(model.normalise_last(x), "model.norm")), "lm_head")
+    return (bad or [LOSS])[0], x
+
+
+def _describe(model: Llama, layer: str, own: str) -> str:
+    """A layer, which is `own` in this network."""
+    for name, slot in slots(model).items():
+        if name.startswith(own + ".") and not finite(slot.tensor):
+            return f"{layer}, whose {layer}{name.removeprefix(own)} has one"
+    return layer

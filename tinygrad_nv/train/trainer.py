@@ -21,25 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.helpers import GlobalCounters
 
 from tinygrad_nv.errors import CheckpointError, TrainingError
+from tinygrad_nv.functional import embedding
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.runtime.memory import write
 from tinygrad_nv.train import checkpoints
 from tinygrad_nv.train.adapter import ALL
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.checkpoints import CheckpointWriter
 from tinygrad_nv.train.data import Loader, LoaderOptions, SamplerState
 from tinygrad_nv.train.data import Step as DataStep
-from tinygrad_nv.train.diagnosis import LOSS
 from tinygrad_nv.train.export import save_adapter, save_pretrained
 from tinygrad_nv.train.log import Log, Silent
 from tinygrad_nv.train.optimizers import ScheduleOptions, schedule
 from tinygrad_nv.train.ranks import OneRank, Stopped
 from tinygrad_nv.train.run import Run
-from tinygrad_nv.train.sampling import Continuation
-from tinygrad_nv.train.step import StepResult
+from tinygrad_nv.train.step import LOSS, StepResult
 
 LATEST = "latest"
 
@@ -244,3 +244,31 @@ def _export(run: Run, model: Llama, output: Path) -> Path:
                         target_modules=ALL if ALL in options.targets else options.targets,
                         dropout=options.dropout,
                         base_model=str(run.directory))
+
+
+class Continuation:
+    """Continues token ids by the likeliest tokens, in rows of `width` tokens: computes all of the row again
+    for each token, slow, and without a cache beside the training state."""
+
+    def __init__(self, model: Llama, width: int) -> None:
+        self.model, self.width = model, width
+        self.ids = Tensor.zeros(1, width, dtype=dtypes.int32, device=model.device).contiguous().realize()
+        self.place = Tensor.zeros(1, dtype=dtypes.int32, device=model.device).contiguous().realize()
+        self._next = TinyJit(self._likeliest)
+
+    def __call__(self, ids: list[int], count: int, ends: tuple[int, ...]) -> list[int]:
+        """At most `count` tokens after `ids`, up to one of `ends`."""
+        made = list(ids[-(self.width - 1):])
+        begin = len(made)
+        while len(made) < self.width and len(made) - begin < count:
+            row = np.zeros(self.width, np.int32)
+            row[:len(made)] = made
+            write(self.ids, 0, row.data.cast("B"))
+            write(self.place, 0, np.array([len(made) - 1], np.int32).data.cast("B"))
+            made.append(int(self._next().item()))
+            if made[-1] in ends: break
+        return made[begin:]
+
+    def _likeliest(self) -> Tensor:
+        hidden = self.model.hidden_states(self.ids)[0]
+        return self.model.logits(embedding(hidden, self.place)).argmax(-1).realize()

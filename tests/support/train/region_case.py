@@ -13,7 +13,7 @@ from tinygrad_nv.train import network
 from tinygrad_nv.train.adapter import AdapterModel, AdapterOptions
 from tinygrad_nv.train.objectives import Inputs, LossOptions, Supervised
 from tinygrad_nv.train.regions import Policy, checkpoint
-from tinygrad_nv.train.regions.blocks import checkpoint_blocks
+from tinygrad_nv.train.regions.region import checkpoint_blocks
 
 DENSE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
          "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -26,9 +26,8 @@ from tinygrad import Tensor
 from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.models.checkpoint import ITEM_BYTES
 from tinygrad_nv.runtime.memory import host_bytes, write
-from tinygrad_nv.train.checkpoints.folder import list_checkpoints
+from tinygrad_nv.train.checkpoints.folder import list_checkpoints, require_run, to_plain_json
 from tinygrad_nv.train.checkpoints.manifest import Manifest, StoredTensor, incomplete, verify
-from tinygrad_nv.train.checkpoints.run import require_run, to_plain_json
 from tinygrad_nv.train.checkpoints.snapshot import dtype_of, has_memory, shape_of
 from tinygrad_nv.train.files import CHUNK
 

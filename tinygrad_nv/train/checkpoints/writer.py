@@ -32,6 +32,7 @@ from tinygrad import Tensor
 
 from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.train.checkpoints import folder
+from tinygrad_nv.train.checkpoints.folder import require_same_run, to_plain_json
 from tinygrad_nv.train.checkpoints.manifest import (
     MANIFEST,
     Manifest,
@@ -41,7 +42,6 @@ from tinygrad_nv.train.checkpoints.manifest import (
     part_to_json,
     to_json,
 )
-from tinygrad_nv.train.checkpoints.run import require_same_run, to_plain_json
 from tinygrad_nv.train.checkpoints.snapshot import Snapshot
 from tinygrad_nv.train.files import FileRecord, make_folder, refusal, write_file
 from tinygrad_nv.train.tensor_files import Source, shards, write_tensors

@@ -7,21 +7,18 @@
   files.py         Files of paths, directories and globs
   records.py       Text, prompt + completion, conversations and preference pairs of .txt, .jsonl and .parquet
   chat.py          A conversation's ids, and which of them are the assistant's
-  encode.py        Records to ids, with a loss mask
-  long_text.py     A text of many megabytes, tokenized in parts
+  encode.py        Records to ids, with a loss mask; texts of many megabytes in parts
   token_cache.py   Tokenized records on disk, under a hash of their content
   packing.py       Which tokens of which documents make a row
-  row.py           `Row`: ids, labels and segments of a sequence
   shards.py        Memory-mapped .npy and .bin files of token ids
   dataset.py       `load`: the rows of a data set
   sampler.py       The order of rows: seeded, resumable, the same for any number of ranks
-  batch.py         `Batch`: rows as arrays of a fixed shape
+  batch.py         `Row`: ids, labels and segments of a sequence; `Batch`: rows as arrays of a fixed shape
   loader.py        `Loader`: steps of batches, read ahead by a thread
 """
-from tinygrad_nv.train.data.batch import IGNORE, Batch, collate
+from tinygrad_nv.train.data.batch import IGNORE, Batch, Row, collate
 from tinygrad_nv.train.data.dataset import Data, DataOptions, Summary, load
 from tinygrad_nv.train.data.loader import Loader, LoaderOptions, Step
-from tinygrad_nv.train.data.row import Row
 from tinygrad_nv.train.data.sampler import Sampler, SamplerState
 
 __all__ = ["IGNORE", "Batch", "Data", "DataOptions", "Loader", "LoaderOptions", "Row", "Sampler",

@@ -18,11 +18,11 @@ from tinygrad_nv import progress
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import ConfigError, DataError
 from tinygrad_nv.train.data import packing
+from tinygrad_nv.train.data.batch import Row, row
 from tinygrad_nv.train.data.encode import EncodeOptions, Encoder
 from tinygrad_nv.train.data.files import find, is_shard
 from tinygrad_nv.train.data.packing import Strategy
 from tinygrad_nv.train.data.records import Record, SampleBy, records
-from tinygrad_nv.train.data.row import Row, row
 from tinygrad_nv.train.data.sampler import permute
 from tinygrad_nv.train.data.shards import ShardDtype, Shards
 from tinygrad_nv.train.data.token_cache import Tokens, Writer, hash_file, open_cached

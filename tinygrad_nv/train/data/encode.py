@@ -14,7 +14,7 @@ A conversation's prompt is rendered with the generation prompt, and has no EOS a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,11 @@ import numpy as np
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.train.data.chat import Template, overlapping
-from tinygrad_nv.train.data.long_text import LONG, encode_long
 from tinygrad_nv.train.data.records import Record
+
+LONG = 1 << 20      # characters that are encoded at once: below 1 GB
+AROUND = 256        # characters on either side of a cut that are compared
+TRIES = 16          # lines that are tried for one cut
 
 
 @dataclass(frozen=True)
@@ -118,3 +121,38 @@ def _require_utf8(record: Record) -> None:
         except UnicodeEncodeError as error:
             raise record.wrong(f'"{name}" has half of a surrogate pair: {error.object[error.start]!r}',
                                "text that UTF-8 can have", "correct the record") from error
+
+
+def encode_long(tokenizer: Tokenizer, text: str, long: int = LONG) -> list[int]:
+    """The ids of a text, with the special tokens that the model expects around it, that one call would give.
+    The tokenizers library takes hundreds of bytes of memory a character, all at once: a text is cut, only
+    between lines where the tokens around the cut are the same with and without it, as those of byte-level
+    tokenizers are. What cannot be cut is encoded at once."""
+    backend, own = tokenizer.backend, list[int]()
+    for part in _parts(tokenizer, text, long): own += backend.encode(part, add_special_tokens=False).ids
+    # what stands before and after a text is seen at one character, which may be several tokens
+    probe, inside = backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids
+    at = next(at for at in range(len(probe)) if probe[at:at + len(inside)] == inside)
+    return [*probe[:at], *own, *probe[at + len(inside):]]
+
+
+def _parts(tokenizer: Tokenizer, text: str, long: int) -> Iterator[str]:
+    begin = 0
+    while len(text) - begin > long:
+        cut = _cut(tokenizer, text, begin, begin + long)
+        if cut is None: break
+        yield text[begin:cut]
+        begin = cut
+    yield text[begin:]
+
+
+def _cut(tokenizer: Tokenizer, text: str, begin: int, end: int) -> int | None:
+    """The end of a line before `end`, where the text can be cut."""
+    at = end
+    for _ in range(TRIES):
+        if (at := text.rfind("\n", begin, at)) <= begin: return None
+        left, right = text[max(begin, at + 1 - AROUND):at + 1], text[at + 1:at + 1 + AROUND]
+        both, *alone = (tokenizer.backend.encode(each, add_special_tokens=False).ids
+                        for each in (left + right, left, right))
+        if both == alone[0] + alone[1]: return at + 1
+    return None

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.train.data.batch import Batch, collate
+from tinygrad_nv.train.data.batch import Batch, Row, collate
 from tinygrad_nv.train.data.dataset import Data
-from tinygrad_nv.train.data.row import Row
 from tinygrad_nv.train.data.sampler import Sampler, SamplerState, share
 
 WAIT = 0.1      # seconds after which a thread that waits for room looks whether it is to end

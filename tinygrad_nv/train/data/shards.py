@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 
 from tinygrad_nv.errors import DataError
+from tinygrad_nv.train.data.batch import Row, row
 from tinygrad_nv.train.data.files import unreadable
-from tinygrad_nv.train.data.row import Row, row
 
 ShardDtype = Literal["auto", "uint16", "uint32"]
 HEADER = 256 * 4                                        # bytes of llm.c's

@@ -1,7 +1,6 @@
 """Trained models as directories that transformers, PEFT and vLLM load.
 
 Read in this order:
-  staging.py             files of a directory that change together
   checkpoint_tensors.py  the network's tensors by the names and in the layout of the family's checkpoints
   pretrained.py          `save_pretrained`: a Hugging Face directory
   adapter.py             `save_adapter`, `load_adapter`: a PEFT directory

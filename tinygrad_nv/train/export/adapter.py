@@ -6,7 +6,7 @@ reads such a directory, to train on. Matrices are by the names of the base's mod
 (r, in) and B (out, r); a layer adds s · B A x to W x, with s = alpha / r, or alpha / √r with `rslora`
 (arXiv 2312.03732). In the file they are not scaled.
 
-Files of a directory change together (staging.py): adapter_config.json is what makes it an adapter.
+Files of a directory change together (train/files.py): adapter_config.json is what makes it an adapter.
 """
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ from tinygrad_nv.models.peft import (
     targets_of,
 )
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, FLOATS, elements
-from tinygrad_nv.train.export.staging import replace_folder
-from tinygrad_nv.train.files import write_file
+from tinygrad_nv.train.files import replace_folder, write_file
 from tinygrad_nv.train.tensor_files import Source, write_tensors
 
 WEIGHTS = "adapter_model.safetensors"

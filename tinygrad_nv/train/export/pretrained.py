@@ -1,7 +1,7 @@
 """A model as a Hugging Face directory: config.json, generation_config.json, weights, tokenizer files.
 
 Protocol: `save_pretrained(model, directory, tokenizer_files_from)` changes all files of the directory
-together (staging.py): config.json is what makes it a model, and comes last. Other files of it stay.
+together (train/files.py): config.json is what makes it a model, and comes last. Other files of it stay.
 """
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tinygrad_nv.models.config import parse_config, read_json
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.multimodal import language_config
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, sources
-from tinygrad_nv.train.export.staging import replace_folder
-from tinygrad_nv.train.files import write_file
+from tinygrad_nv.train.files import replace_folder, write_file
 from tinygrad_nv.train.tensor_files import Source, shards, write_tensors
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"

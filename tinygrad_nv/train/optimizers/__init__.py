@@ -3,18 +3,13 @@
   groups.py        which parameters decay; groups
   rules.py         what an update rule is; AdamW, SGD, Lion
   matrix_rules.py  Muon, Adafactor
-  state.py         slots, master weights, flat names
-  quantised.py     state of 8 bits
-  paged.py         state on the host
-  gradients.py     global norm, clipping, sums over micro-batches
-  rounding.py      stochastic rounding to bfloat16
-  optimizer.py     a step
+  state.py         slots (float32, of 8 bits, on the host), master weights, flat names
+  gradients.py     global norm, clipping, sums over micro-batches; an average of weights
+  optimizer.py     a step; stochastic rounding to bfloat16
   made.py          adamw(…), sgd(…), lion(…), muon(…), adafactor(…)
   schedules.py     learning rates by transformers' names
-  ema.py           an average of weights
 """
-from tinygrad_nv.train.optimizers.ema import WeightAverage
-from tinygrad_nv.train.optimizers.gradients import GradientSums, clip_scale, global_norm
+from tinygrad_nv.train.optimizers.gradients import GradientSums, WeightAverage, clip_scale, global_norm
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, decays, is_hidden_matrix
 from tinygrad_nv.train.optimizers.made import OPTIMIZERS, adafactor, adamw, lion, muon, sgd
 from tinygrad_nv.train.optimizers.optimizer import Optimizer, StateOptions

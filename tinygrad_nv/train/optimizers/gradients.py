@@ -1,4 +1,5 @@
-"""Gradients before the update: their global norm, clipping, and sums over micro-batches.
+"""Gradients before the update: their global norm, clipping, and sums over micro-batches; an average of
+weights.
 
 Protocol. `square_and_sum(gradients)` is one pass over all gradients (patterns/optimizer): sums of squares of
 chunks, added up in an order that no number of threads changes. `clip_scale` is torch's clip_grad_norm_
@@ -70,3 +71,24 @@ class GradientSums:
         """Sets all sums to zero, after what reads them; what is to be realized."""
         for each in self.gradients.values(): each.assign(each.zeros_like())
         return list(self.gradients.values())
+
+
+class WeightAverage:
+    """An exponential moving average of parameters by name, in float32 memory of its own.
+    `Tensor.realize(*average.schedule_update())` after each step: a ← d a + (1 − d) w. Before the first update
+    the average is the weights. `tensors` are checkpointed by the parameters' names. Raises `ConfigError` for
+    a decay out of [0, 1)."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float = 0.999) -> None:
+        if not 0 <= decay < 1: raise ConfigError(f"a decay of {decay}", "a number in [0, 1)")
+        self.parameters, self.decay = dict(parameters), decay
+        self.tensors = {name: each.detach().cast(dtypes.float32).clone().is_param_(False)
+                        for name, each in parameters.items()}
+        Tensor.realize(*self.tensors.values())
+
+    def schedule_update(self) -> list[Tensor]:
+        """Moves the average towards the weights; what is to be realized."""
+        for name, own in self.tensors.items():
+            weight = self.parameters[name].detach().cast(dtypes.float32)
+            own.assign(own + (1 - self.decay) * (weight - own))
+        return list(self.tensors.values())

@@ -13,7 +13,7 @@ the number of steps done and of those skipped. In this order a step
     takes the norm of all gradients (`grad_norm`), and the scale that clips it to `max_grad_norm`
     is skipped as a whole where the norm is not finite (`skip_nonfinite`): nothing changes but `skipped`
     advances slots and moves parameters by their rule (rules.py) in float32
-    rounds parameters of 16 bits from their fp32_master, or stochastically without one (rounding.py)
+    rounds parameters of 16 bits from their fp32_master, or stochastically without one (`round_to`)
 
 `state` has all that a resumed run needs, by flat names (state.py): with it, the parameters and the learning
 rate, the next steps have the same bits as never having stopped.
@@ -30,14 +30,13 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.numerics.loss_scaling import LossScaler
 from tinygrad_nv.numerics.recipes import LossScaling
 from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
+from tinygrad_nv.tile.attention.dropout import philox
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, square_and_sum
 from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
-from tinygrad_nv.train.optimizers.paged import HOST, PagedSlot, pages
-from tinygrad_nv.train.optimizers.quantised import LEAST, UNSIGNED, BlockwiseSlot
-from tinygrad_nv.train.optimizers.rounding import round_to
 from tinygrad_nv.train.optimizers.rules import AdamWRule, At, UpdateRule
-from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, Slot, keep
+from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, keep, make_slot
 
+RUN = 8     # elements of a call of Philox
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
 RuleOf = Callable[[str, Tensor], UpdateRule]
 
@@ -45,8 +44,8 @@ RuleOf = Callable[[str, Tensor], UpdateRule]
 @dataclass(frozen=True)
 class StateOptions:
     """How state is kept. `master`: parameters of 16 bits have float32 master weights; without, bfloat16 is
-    rounded stochastically from `seed`. `bits` 8: quantised blockwise (quantised.py). `paged`: in the host's
-    memory (paged.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
+    rounded stochastically from `seed`. `bits` 8: quantised blockwise, `paged`: in the host's
+    memory (state.py). `max_grad_norm` None: nothing is clipped. `rows`: extents of
     projections that lie one below the other in a parameter, by its name. `squares`: where ranks have parts
     of parameters, the sum of squares of all gradients, of this rank's by name, float64 (1). `counts`:
     elements of whole parameters there, by name, which say whether their state is quantised.
@@ -124,19 +123,12 @@ class Optimizer:
         parameter, rule = self.parameters[name], self.rules[name]
         shape = tuple(int(extent) for extent in parameter.shape)
         count = prod(shape) if self.options.counts is None else self.options.counts[name]
-        slots = {key: self._slot(key, own, shape, count) for key, own in rule.slots(shape).items()}
+        slots = {key: make_slot(key, own, self.device, self.options.bits, self.options.paged,
+                                count if own == shape else 0) for key, own in rule.slots(shape).items()}
         master = None
         if parameter.dtype in FLOAT16S and self.options.master:
             master = parameter.detach().cast(dtypes.float32).contiguous().is_param_(False)
         return ParameterState(slots, master)
-
-    def _slot(self, key: str, shape: tuple[int, ...], parameter: tuple[int, ...], count: int) -> Slot:
-        """A slot of zeros, as the options say; those of 8 bits have a number for each element."""
-        if self.options.bits == 8 and shape == parameter and count >= LEAST:
-            return BlockwiseSlot.zeros(shape, self.device, key not in UNSIGNED)
-        if self.options.paged and isinstance(self.device, str) and pages(self.device):
-            return PagedSlot(FloatSlot.zeros(shape, HOST), self.device)
-        return FloatSlot.zeros(shape, self.device)
 
     @property
     def params(self) -> list[Tensor]:
@@ -253,3 +245,32 @@ class Optimizer:
         """Takes what `state_dict` gave, to the bit. Raises `WeightError` for names, shapes or dtypes that
         differ, before anything is written."""
         OptimizerState(self.state.parameters, {**self.state.scalars, "lr": self.lr}).load(given)
+
+
+def round_to(x: Tensor, seed: Tensor, step: Tensor, number: int) -> Tensor:
+    """x, float32, as bfloat16: rounded stochastically from a counter, to the same bits for the same seed,
+    step and element. seed u32 (2); step int32 (1); `number` is the parameter's. 16 random bits are added
+    below the last kept one, and the sum is cut: a number is rounded up as often as it lies near the upper
+    one, so that the mean of many roundings is the number (Gupta et al., arXiv 1502.02551). NaN and infinities
+    stay what they are."""
+    bits = x.bitcast(dtypes.uint32)
+    there = (bits & 0x7F800000) != 0x7F800000
+    noise = _noise(int(x.numel()), seed, step, number).reshape(x.shape).cast(dtypes.uint32)
+    moved = ((bits + noise) & 0xFFFF0000).bitcast(dtypes.float32)
+    return there.where(moved, x).cast(dtypes.bfloat16)
+
+
+def _noise(count: int, seed: Tensor, step: Tensor, number: int) -> Tensor:
+    """16 random bits for each element, as u64, of Philox4x32-10 (tile/attention/dropout.py) with
+
+        key        seed, two u32
+        counter    (element // 8, parameter's number, step, 0)
+        bits       element % 8: the half element % 2, lower first, of word element % 8 // 2
+
+    so that a call serves 8 elements that lie side by side."""
+    wide = dtypes.uint64
+    calls = Tensor.arange(-(-count // RUN), dtype=wide).to(seed.device)
+    key = [seed[i:i + 1].cast(wide) for i in range(2)]
+    words = philox((calls, calls * 0 + number, calls * 0 + step.cast(wide), calls * 0), key)
+    halves = [word >> 16 * half & 0xFFFF for word in words for half in range(2)]
+    return Tensor.stack(*halves, dim=1).reshape(-1)[:count]

@@ -3,10 +3,8 @@
 Protocol: `planned(name, config, arguments, gpu)` is what `tinygrad-nv train --plan` prints. Read in this
 order:
   programs.py    programs that are scheduled, and not run: their buffers, and when these are alive
-  memory.py      the memory of a rank, by what it holds
-  layers.py      models of fewer layers, from which those of many are extrapolated
-  speed.py       operations of a step, and its time on a GPU by dist/plan
-  report.py      a plan as text
+  memory.py      the memory of a rank, by what it holds; models of fewer layers, from which it is extrapolated
+  report.py      a plan as text; operations of a step, and its time on a GPU by dist/plan
 """
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from tinygrad_nv.errors import PlanError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.plan.memory import RankMemory, rank_memory
-from tinygrad_nv.train.plan.report import text
-from tinygrad_nv.train.plan.speed import step_speed
+from tinygrad_nv.train.plan.report import step_speed, text
 
 __all__ = ["RankMemory", "make_plan", "rank_memory"]
 

@@ -25,14 +25,15 @@ from typing import Any
 
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
+from tinygrad.helpers import TRAINING
 from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.train.regions import host
-from tinygrad_nv.train.regions.policy import BUDGET, Policy
-from tinygrad_nv.train.regions.values import inside, keep, nbytes, outside, values
+from tinygrad_nv.train.regions.values import BUDGET, Policy, inside, keep, nbytes, outside, values
 
 _numbers = itertools.count(1 << 24)     # of placeholders: those of regions within each other differ
 # an input to the gradient of the result of the region that reads it, which is there before the input's own
@@ -49,11 +50,11 @@ def checkpoint(fn: Callable[..., Tensor], policy: str = "full", *, budget: float
                parameters: Iterable[Tensor] | None = None,
                again: Again | None = None) -> Callable[..., Tensor]:
     """`fn` as a region: called as `fn`, with the same result and gradients. Tensors of floats among its
-    arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (policy.py
+    arguments are its inputs, which are kept until its backward pass. `policy` is one of `POLICIES` (`Policy`
     has their rules); a `budget` from 0 to 1 instead is the share of bytes that it keeps of those that are
     kept without regions. Tensors that `fn` closes over get their gradients, too: all, or `parameters` alone,
-    which saves the time to derive the others. What is drawn at random must come from a counter in memory,
-    as in train/adapter.py. `again` gives of the gradient pairs: what `fn` closes over, and the same, computed
+    which saves the time to derive the others. What is drawn at random must come from a counter in memory, as
+    in train/adapter.py. `again` gives of the gradient pairs: what `fn` closes over, and the same, computed
     after it, which the backward pass reads in its place.
 
     Raises `ConfigError` for an unknown policy, `SpecError` if `fn` returns something else than a Tensor."""
@@ -178,3 +179,20 @@ def _store(nodes: Iterable[UOp], wanted: set[UOp]) -> dict[UOp, UOp]:
         one = node.replace(src=tuple(made.get(each, each) for each in node.src))
         made[node] = one.contiguous() if node in wanted else one
     return made
+
+
+def checkpoint_blocks(model: Llama, policy: Policy, parameters: Iterable[Tensor]) -> None:
+    """Makes each layer of a model a region of its own, in training alone, or with the policy "none" no
+    longer. What a step keeps is thus each layer's input, what the policy keeps, and for the time of its
+    backward pass all of one layer. Gradients go to the layers' inputs and to `parameters`."""
+    own = tuple(parameters)
+    for block in model.blocks:
+        block.region = None if policy.keeps_all else \
+            _in_training(block.compute, checkpoint(block.compute, policy.name, budget=policy.budget,
+                                                    parameters=own))
+
+
+def _in_training(fn: Callable[..., Tensor], region: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The region in training, else the function."""
+    def call(*args: Any) -> Tensor: return region(*args) if TRAINING else fn(*args)
+    return call

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
-from tinygrad_nv.train.data.encode import EncodeOptions, Encoder
-from tinygrad_nv.train.data.long_text import encode_long
+from tinygrad_nv.train.data.encode import EncodeOptions, Encoder, encode_long
 from tinygrad_nv.train.data.records import record
 
 TEXTS = ["", "a fox", "a fox<|eos|>", "Once upon a time, a b😀r.\n\n", " " * 5]

@@ -22,7 +22,7 @@ from tinygrad_nv.train.optimizers import (
     decays,
     sgd,
 )
-from tinygrad_nv.train.optimizers.rounding import round_to
+from tinygrad_nv.train.optimizers.optimizer import round_to
 
 BF16 = dtypes.bfloat16
 

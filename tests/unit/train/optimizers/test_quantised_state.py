@@ -6,7 +6,7 @@ import pytest
 
 from tinygrad_nv import Tensor, TinyJit
 from tinygrad_nv.train.optimizers import StateOptions, adamw
-from tinygrad_nv.train.optimizers.quantised import BLOCK, BlockwiseSlot, dynamic_map
+from tinygrad_nv.train.optimizers.state import BLOCK, BlockwiseSlot, dynamic_map
 
 
 def test_the_map():

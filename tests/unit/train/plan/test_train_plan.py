@@ -22,10 +22,10 @@ from tinygrad_nv.train.arguments import TrainingArguments, make_arguments
 from tinygrad_nv.train.data import Batch
 from tinygrad_nv.train.export import save_pretrained
 from tinygrad_nv.train.objectives import Inputs
-from tinygrad_nv.train.plan import layers, rank_memory
+from tinygrad_nv.train.plan import memory as layers
+from tinygrad_nv.train.plan import rank_memory
 from tinygrad_nv.train.plan.memory import RankMemory
-from tinygrad_nv.train.plan.report import text
-from tinygrad_nv.train.plan.speed import step_speed
+from tinygrad_nv.train.plan.report import step_speed, text
 from tinygrad_nv.train.run import learning
 from tinygrad_nv.train.step import Step
 
