@@ -21,7 +21,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import Tensor
 from tinygrad.dtype import dtypes
@@ -30,10 +30,12 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.train.regions import host
 from tinygrad_nv.train.regions.values import BUDGET, Policy, inside, keep, nbytes, outside, values
+
+if TYPE_CHECKING:
+    from tinygrad_nv.models.llama import Llama
 
 _numbers = itertools.count(1 << 24)     # of placeholders: those of regions within each other differ
 # an input to the gradient of the result of the region that reads it, which is there before the input's own
