@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from tinygrad import Tensor, dtypes, nn
 
-from tinygrad_nv.dist.collectives.shift import shift
+from tinygrad_nv.dist.collectives.functions import shift
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.train.data_parallel import average_gradients
 from tinygrad_nv.dist.train.experts import LocalExperts, dispatch

@@ -6,7 +6,7 @@ and get a `Group` each. A group has a structure that C fills in while a collecti
 `current()` is the collective that runs, `check()` raises the error of one that failed, `abort()` ends one
 that waits. After an error a group cannot be used any more.
 
-A collective in a graph is one C call (collectives/kernel.py) with a `descriptor` as its last argument: a
+A collective in a graph is one C call (collectives/functions.py) with a `descriptor` as its last argument: a
 Tensor of 8 words that says which function, which group, and what to do. So one kernel is compiled for all
 collectives, and a graph or a captured step that is read from disk gets this process's addresses.
 """

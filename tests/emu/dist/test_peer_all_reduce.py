@@ -10,7 +10,7 @@ from tinygrad.device import Device
 
 from tinygrad_nv import Tensor, TinyJit, dtypes, explain, memory_report
 from tinygrad_nv.dist.collectives.sharding import shard
-from tinygrad_nv.dist.transports import local
+from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.driver import Fill, Upload
@@ -26,12 +26,12 @@ X, W = (numbers.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 8), 
 @pytest.fixture(autouse=True)
 def no_nccl(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What NCCL was asked for."""
-    asked, reduce = list[str](), local.reduce
+    asked, reduce = list[str](), nccl.reduce
 
     def told(outs, ins, op):
         asked.append(op)
         reduce(outs, ins, op)
-    monkeypatch.setattr(local, "reduce", told)
+    monkeypatch.setattr(nccl, "reduce", told)
     return asked
 
 

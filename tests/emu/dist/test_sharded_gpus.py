@@ -6,7 +6,7 @@ import pytest
 
 from tinygrad_nv import Tensor, TinyJit, dtypes
 from tinygrad_nv.dist.collectives.sharding import shard
-from tinygrad_nv.dist.transports import local, nccl
+from tinygrad_nv.dist.transports import nccl
 from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
@@ -18,12 +18,12 @@ X, W = (numbers.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 8), 
 
 def test_sums_inside_tinyjit(monkeypatch):
     monkeypatch.setenv("NV_ALL_REDUCE", "nccl")
-    calls, reduce = list[str](), local.reduce
+    calls, reduce = list[str](), nccl.reduce
 
     def counted(outs, ins, op):
         calls.append(op)
         reduce(outs, ins, op)
-    monkeypatch.setattr(local, "reduce", counted)
+    monkeypatch.setattr(nccl, "reduce", counted)
     w = Tensor(W, device="CPU").shard(DEVICES).realize()
 
     @TinyJit

@@ -6,7 +6,7 @@ import pytest
 from tinygrad import Tensor
 
 from tests.support.dist.train_program import close, integers, normal, same
-from tinygrad_nv.dist.collectives.shift import shift
+from tinygrad_nv.dist.collectives.functions import shift
 from tinygrad_nv.dist.group import Group, World, init
 from tinygrad_nv.dist.mesh import Mesh, mesh, pmap
 from tinygrad_nv.errors import DistError

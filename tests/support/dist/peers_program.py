@@ -13,9 +13,9 @@ import numpy as np
 
 from tinygrad_nv import Device, Tensor, TinyJit, dtypes, explain
 from tinygrad_nv.dist.collectives.functions import all_gather, all_reduce
-from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.collectives.peer_norm import all_reduce_norm
 from tinygrad_nv.dist.group import close, init
+from tinygrad_nv.dist.mesh.mesh import collectives_of
 from tinygrad_nv.errors import DistError, DriverError
 from tinygrad_nv.graphs import GraphPool, Input
 from tinygrad_nv.runtime.emulated.sharing import Sharing

@@ -16,8 +16,8 @@ from tinygrad_nv.dist.collectives.functions import (
     recv,
     reduce_scatter,
     send,
+    shift,
 )
-from tinygrad_nv.dist.collectives.shift import shift
 from tinygrad_nv.dist.group import close, init
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.graphs import GraphPool, Input

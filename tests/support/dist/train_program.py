@@ -15,14 +15,14 @@ from tinygrad import Tensor, TinyJit, dtypes, nn
 from tinygrad.helpers import Context, GlobalCounters
 
 from tinygrad_nv.dist.collectives.functions import all_reduce, copy_to_ranks
-from tinygrad_nv.dist.collectives.listing import collectives_of
 from tinygrad_nv.dist.group import Group, init
+from tinygrad_nv.dist.mesh.mesh import collectives_of
 from tinygrad_nv.dist.train import data_parallel, experts, ring_attention, schedules
 from tinygrad_nv.dist.train.cross_entropy import VocabularyLoss
+from tinygrad_nv.dist.train.data_parallel import ShardedOptimizer
 from tinygrad_nv.dist.train.fully_sharded import FullySharded
 from tinygrad_nv.dist.train.pipeline import Pipeline, Recomputed
 from tinygrad_nv.dist.train.sequence import SequenceParallel
-from tinygrad_nv.dist.train.zero import ShardedOptimizer
 from tinygrad_nv.functional import Experts, dispatch, linear_cross_entropy
 
 STEPS = 2

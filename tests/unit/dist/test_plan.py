@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tinygrad_nv.dist.plan.cluster import cluster, device, figures, gpu_names
-from tinygrad_nv.dist.plan.collectives import GroupSize
+from tinygrad_nv.dist.plan.collectives import GroupSize, beside
 from tinygrad_nv.dist.plan.inference import InferenceStep, decode
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, require
 from tinygrad_nv.dist.plan.planning import Plan, plan
 from tinygrad_nv.dist.plan.presets import preset
 from tinygrad_nv.dist.plan.report import data, text
 from tinygrad_nv.dist.plan.search import Choice, search
-from tinygrad_nv.dist.plan.uses import beside
 from tinygrad_nv.ptx.timing.gpu import list_gpus as timing_known
 
 ROOT = Path(__file__).resolve().parents[3]

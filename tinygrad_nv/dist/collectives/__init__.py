@@ -1,9 +1,7 @@
 """Collectives as functions of Tensors.
 
-  functions.py    all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send, recv, with gradients
-  shift.py        each rank sends to the next one, in a circle; with a gradient
-  listing.py      which collectives a graph has
-  kernel.py       a collective in the graph of a CPU: a kernel that calls the group's transport
+  functions.py    all_reduce, reduce_scatter, all_gather, all_to_all, broadcast, send, recv, shift, with
+                  gradients; in the graph of a CPU a kernel that calls the group's transport
   device.py       a collective in the graph of a GPU: a call of NCCL
   peer_memory.py  all-reduce of small messages by kernels over peer memory, in place of NCCL: one process
   peer_ranks.py   the same between ranks that are processes

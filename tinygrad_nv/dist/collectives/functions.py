@@ -10,6 +10,12 @@ layers do (Megatron-LM, arXiv 1909.08053, section 3), `all_reduce(x, replicated=
 as it is, and `copy_to_ranks` is the identity with an `all_reduce` in its gradient.
 
 `wire` is the dtype in which bytes are sent: x is cast to it before, and the result back after.
+
+In the graph of a CPU a collective is a kernel of one part, that calls the group's transport (csrc/group.h).
+Its descriptor has all that the C function has to know, so one kernel is compiled for all collectives.
+tinygrad runs it after the kernels that write its input and before those that read its result: eager, in a
+TinyJit's graph and in captured steps. tinygrad's order depends on the graph alone, so ranks with the same
+graph run the same collectives in the same order.
 """
 from __future__ import annotations
 
@@ -22,11 +28,23 @@ from tinygrad.dtype import DType
 from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.dist.collectives.device import anchor, on_device, serves
-from tinygrad_nv.dist.collectives.kernel import Collective, call_kernel
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.transports.nccl import CollectiveCall
 from tinygrad_nv.errors import DistError
 from tinygrad_nv.patterns.named import call
+from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.runtime.note import Note
+
+_TYPES = "typedef unsigned char u8; typedef unsigned long long u;\n"
+_CALL = "  ((int (*)(u, const u *, void *, const void *))words[0])(words[1], words + 2, {}, {});\n"
+# a SEND reads `in`, a RECV writes `out`
+SHIFT = """typedef unsigned char u8; typedef unsigned long long u;
+typedef int (*function)(u, const u *, void *, const void *);
+void collective_shift(u8 *out, const u8 *in, const u *first, const u *second, const u8 *after) {
+  ((function)first[0])(first[1], first + 2, out, in);
+  ((function)second[0])(second[1], second + 2, out, in);
+}
+"""
 
 
 @dataclass(frozen=True)
@@ -243,3 +261,68 @@ def _from_front_of(made: Tensor, x: Tensor, axis: int) -> Tensor:
 
 
 def _front(axis: int, ndim: int) -> list[int]: return [axis, *(i for i in range(ndim) if i != axis)]
+
+
+# **** kernels of CPUs ****
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that makes a result of this shape and dtype; `name` is for people, `ranks` is the group's.
+    A SEND makes a byte."""
+    kind: str
+    shape: tuple[int, ...]
+    dtype: DType
+    nbytes: int
+    name: str
+    ranks: str = ""
+
+
+# what only sends has a byte as its result, by which its kernel is found in the graph
+TEXTS = {name: f"{_TYPES}void {name}({arguments}) {{\n{_CALL.format(*used)}}}\n"
+         for name, arguments, used in (
+    ("collective", "u8 *out, const u8 *in, const u *words", ("out", "in")),
+    ("collective_after", "u8 *out, const u8 *in, const u *words, const u8 *after", ("out", "in")),
+    ("collective_send", "u8 *done, const u8 *in, const u *words", ("(void *)0", "in")),
+    ("collective_recv", "u8 *out, const u *words", ("out", "(void *)0")))}
+
+
+def call_kernel(what: Collective, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernel of a collective: `tensors` are its input, if it has one, the descriptor, and what has to be
+    computed before, if anything."""
+    other = "collective" if len(tensors) < 3 else "collective_after"
+    entry = {"send": "collective_send", "recv": "collective_recv"}.get(what.kind, other)
+    made = program(entry, TEXTS[entry], str(tensors[-1].device), [Output(what.shape, what.dtype)],
+                   [each.uop for each in tensors], nbytes=what.nbytes, note=Note(what.kind, what.name))
+    return (Tensor(made[0]),)
+
+
+# **** shift ****
+
+def shift(x: Tensor, group: Group, by: int = 1, name: str = "", after: Tensor | None = None) -> Tensor:
+    """Returns what rank `r - by` of the group has, on each rank r, in a circle. Its gradient is shifted back.
+    It runs after `after` is computed. On GPUs a send and a receive of NCCL are one group, on CPUs one kernel
+    sends and receives. A send may end only when it is received, so ranks that send upwards send first and the
+    others receive first: of any circle of ranks some are of each kind."""
+    if group.size == 1 or by % group.size == 0: return x
+    shape, told = extents(x), title(f"shift by {by}", group, name)
+
+    def back(grad: UOp, _: UOp) -> tuple[UOp | None, ...]:
+        return shift(Tensor(grad), group, -by, name=f"gradient of {name}").uop, None, None, None
+    if serves(x.device):
+        calls = CollectiveCall("shift", prod(shape), x.dtype, peer=by % group.size, name=name)
+        behind = [] if after is None else [after.contiguous()]
+        return on_device(group, calls, shape, x.dtype, x.contiguous(), told, back, *behind)
+    require_cpu("shift", x, "a tensor on a GPU or the CPU")
+    to, source = (group.rank + by) % group.size, (group.rank - by) % group.size
+    sends, receives = (group.descriptor(kind, prod(shape), x.dtype, peer=peer, name=name)
+                       for kind, peer in (("send", to), ("recv", source)))
+    order = (sends, receives) if to > group.rank else (receives, sends)
+    what = Collective("shift", shape, x.dtype, 2 * prod(shape) * x.dtype.itemsize, told, group.name)
+    first = order[0] if after is None else after.contiguous()
+    return call(what, _call_shift, x.contiguous(), *order, first, grad=back)[0]
+
+
+def _call_shift(what: Collective, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    made = program("collective_shift", SHIFT, str(x.device), [Output(what.shape, what.dtype)],
+                   [x.uop, *(each.uop for each in more)], nbytes=what.nbytes, note=Note(what.kind, what.name))
+    return (Tensor(made[0]),)

@@ -4,7 +4,7 @@ Protocol. `rewrite` takes ALLREDUCEs before tinygrad expands these into copies a
 address each other's memory, small sums are kernels over that, a program of each GPU (peer_memory.py). The
 others become CUSTOM_FUNCTION nodes, and `execute` runs one on all devices at once: on CPUs C adds up the
 buffers of all devices in their order, 16-bit floats in float32 with one rounding; on GPUs NCCL does, or what
-stands for it on emulated ones (transports/local.py). Devices may be cut into groups that reduce apart
+stands for it on emulated ones (transports/nccl.py). Devices may be cut into groups that reduce apart
 (sharding.py), which the node's name says, with the reason of NCCL behind it:
 `nv_allreduce:ADD:0,1|2,3#NCCL: …`.
 
@@ -131,8 +131,8 @@ def _address(buffer: Buffer) -> int:
 
 
 def _on_gpus(outs: Sequence[Buffer], ins: Sequence[Buffer], op: str) -> None:
-    from tinygrad_nv.dist.transports import local  # NCCL's names are loaded only where it is used
-    local.reduce(outs, ins, op)
+    from tinygrad_nv.dist.transports import nccl  # NCCL's names are loaded only where it is used
+    nccl.reduce(outs, ins, op)
 
 
 reducers: dict[str, Reduce] = {"CPU": _on_cpus, "CUDA": _on_gpus, "EMU": _on_gpus}

@@ -12,7 +12,7 @@ int alone_run(Group *g, const Call *call, void *out, const void *in) {
   return OK;
 }
 
-/* What a kernel calls (collectives/kernel.py). */
+/* What a kernel calls (collectives/functions.py). */
 int collective(Group *g, const Call *call, void *out, const void *in) {
   if (g->status) return g->status;
   g->current = *call;

@@ -1,9 +1,8 @@
 """Meshes: devices with named axes, tensors whose dimensions have names, and which axis cuts which dimension.
 
   layout.py     the rules of a layout, and how they cut a tensor
-  mesh.py       `mesh(…)`: groups by axis, placing tensors, `pmap`
+  mesh.py       `mesh(…)`: groups by axis, placing tensors, `pmap`; tables of tensors and collectives
   steps.py      functions by axis, joined with `>>`: map, reduce, scan, collectives, pipelines
-  describe.py   tables: which tensor is where, bytes a device, collectives a step
 """
 from tinygrad_nv.dist.mesh.layout import Placement
 from tinygrad_nv.dist.mesh.mesh import Mesh, current, mesh, pmap

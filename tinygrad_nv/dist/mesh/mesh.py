@@ -21,15 +21,17 @@ from types import TracebackType
 from typing import Any
 
 from tinygrad import Tensor, TinyJit
+from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.dist.collectives.functions import all_gather, part
-from tinygrad_nv.dist.collectives.kernel import Collective
-from tinygrad_nv.dist.collectives.listing import collectives_of
+from tinygrad_nv.dist.collectives.device import DeviceCollective
+from tinygrad_nv.dist.collectives.functions import Collective, all_gather, part
+from tinygrad_nv.dist.collectives.peer_norm import ReduceNorm
 from tinygrad_nv.dist.group import Group, World, world
-from tinygrad_nv.dist.mesh.describe import describe
 from tinygrad_nv.dist.mesh.layout import LayoutRules, Placement, check_layout, placement
 from tinygrad_nv.dist.mesh.steps import Steps
 from tinygrad_nv.errors import DistError
+from tinygrad_nv.runtime.observe.memory_report import human
+from tinygrad_nv.table import align_columns
 
 Dims = Sequence[str]
 _entered: list[Mesh] = []
@@ -180,3 +182,56 @@ def _donate(argument: Tensor, results: list[Tensor], what: str) -> None:
             return
     raise DistError(f"{what} is donated, {argument.dtype.name} {argument.shape}",
                     "a result of its shape and dtype, which takes its memory")
+
+
+def collectives_of(*tensors: Tensor) -> list[Collective]:
+    """The collectives that these tensors depend on and that have not run yet, each once."""
+    sink = UOp.sink(*(each.uop for each in tensors))
+    named = (node.arg.aux for node in sink.toposort(enter_calls=False) if node.op is Ops.FUNCTION)
+    return [_on_cpu(each) for each in named if isinstance(each, Collective | DeviceCollective | ReduceNorm)]
+
+
+def _on_cpu(what: Collective | DeviceCollective | ReduceNorm) -> Collective:
+    """A collective of a GPU as that of a CPU is written."""
+    if isinstance(what, Collective): return what
+    group, order = (what.group, what.order) if isinstance(what, ReduceNorm) else \
+        (what.call.group, what.call.order)
+    return Collective(order.kind, what.shape, what.dtype, 2 * order.nbytes, what.name,
+                      group.partition("/")[0])
+
+
+def describe(axes: Mapping[str, int], place: Mapping[str, int] | None, placements: Mapping[str, Placement],
+              steps: Mapping[str, Sequence[Collective]]) -> str:
+    """Returns a mesh as text: which tensor is where, bytes a device, collectives a step. `place` is where
+    this rank is on each axis."""
+    head = f"mesh {' x '.join(f'{axis}={size}' for axis, size in axes.items())}"
+    if place is not None: head += f"; this rank: {', '.join(f'{axis} {at}' for axis, at in place.items())}"
+    lines = [head]
+    if placements:
+        rows = [("tensor", "dtype", "whole", "a device", "cut", "bytes a device"),
+                *(_row(each) for each in placements.values()),
+                ("all", "", "", "", "", human(sum(each.local_bytes for each in placements.values())))]
+        lines += ["", *align_columns(rows, numbers=(5,))]
+    for step, collectives in steps.items():
+        lines += ["", f"collectives of {step}: {len(collectives)}"]
+        if not collectives: continue
+        lines += align_columns([("kind", "ranks", "calls", "bytes of results"), *_kinds(collectives)],
+                         numbers=(2, 3))
+    return "\n".join(lines)
+
+
+def _row(one: Placement) -> tuple[str, ...]:
+    cut = [f"{dim} by {' x '.join(axes)}" for dim, axes in zip(one.dims, one.cuts, strict=True) if axes]
+    return (one.name, one.dtype.name, _shape(one.shape), _shape(one.local_shape),
+            ", ".join(cut) or "replicated", human(one.local_bytes))
+
+
+def _kinds(collectives: Sequence[Collective]) -> list[tuple[str, ...]]:
+    """A row for each kind and group: its calls, and what this rank has of them."""
+    made: dict[tuple[str, str], list[int]] = {}
+    for each in collectives:
+        made.setdefault((each.kind, each.ranks), []).append(prod(each.shape) * each.dtype.itemsize)
+    return [(kind, ranks, str(len(found)), human(sum(found))) for (kind, ranks), found in made.items()]
+
+
+def _shape(shape: Sequence[int]) -> str: return "x".join(map(str, shape)) or "scalar"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tinygrad import Tensor
 
 from tinygrad_nv.dist.collectives import functions
-from tinygrad_nv.dist.collectives.shift import shift
+from tinygrad_nv.dist.collectives.functions import shift
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import DistError
 

@@ -8,8 +8,7 @@
   memory.py                   memory of a device
   pipeline.py                 how long stages of a pipeline wait, and what they keep
   compute.py, layer.py        how long kernels take, and which kernels a layer has
-  collectives.py              how long a collective takes: an α–β model
-  uses.py                     collectives of a step, and how much of them runs beside kernels
+  collectives.py              how long a collective takes: an α–β model; those of a step
   inference.py, training.py   the time of a step
   presets.py, presets.json    public architectures by name
   report.py                   a plan as text and as plain data

@@ -1,4 +1,4 @@
-"""How long a collective takes: an α–β model.
+"""How long a collective takes: an α–β model; collectives of a step, as a plan lists them.
 
 Protocol: `collective("all_reduce", nbytes, GroupSize(8, 8), cluster)` is the fastest algorithm's
 `Collective`. Bytes are those of the whole buffer: what an all-gather makes, what a reduce-scatter is given,
@@ -24,11 +24,11 @@ larger messages are NCCL's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2
 
-from tinygrad_nv.dist.plan.cluster import Cluster, Link, device, figures
+from tinygrad_nv.dist.plan.cluster import Cluster, Device, Link, device, figures
 from tinygrad_nv.tile.all_reduce import cost
 from tinygrad_nv.tile.all_reduce.schedules import AllReduceSchedule, OneShot, TwoShot
 
@@ -156,3 +156,39 @@ def _send(kind: str, nbytes: float, group: GroupSize, cluster: Cluster, peer: bo
     far = group.nodes > 1
     alpha = figures()["nccl"]["point_s"] + (cluster.net.hop_s[1] if far else 0.0)
     yield "point to point", alpha, nbytes, cluster.net.bytes_per_s if far else cluster.device.link.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Use:
+    """A collective of a step: `count` calls, for `purpose`; `exposed_s` of their seconds are not hidden.
+    `hidden_by`: what runs beside them, "" for nothing."""
+    purpose: str
+    collective: Collective
+    count: float
+    exposed_s: float
+    hidden_by: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all calls."""
+        return self.count * self.collective.seconds
+
+    def plus(self, more: Use) -> Use:
+        """Returns the use with as many calls of the same collective more."""
+        return replace(self, count=self.count + more.count, exposed_s=self.exposed_s + more.exposed_s)
+
+    def times(self, count: float) -> Use:
+        """So often."""
+        return replace(self, count=self.count * count, exposed_s=self.exposed_s * count)
+
+
+def expose(purpose: str, collective: Collective, count: float) -> Use:
+    """Returns a use that nothing runs beside."""
+    return Use(purpose, collective, count, count * collective.seconds)
+
+
+def beside(device: Device, kernels_s: float, collectives_s: float) -> float:
+    """Seconds of kernels and collectives that run at once: while a collective runs, kernels have the SMs that
+    it leaves them."""
+    taken = figures()["nccl"]["sms"] / device.model.sm_count
+    return max(collectives_s, kernels_s + collectives_s * taken)

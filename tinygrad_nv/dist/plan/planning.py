@@ -11,12 +11,12 @@ from math import ceil
 
 from tinygrad_nv.dist.plan import layout as layouts
 from tinygrad_nv.dist.plan.cluster import Cluster
+from tinygrad_nv.dist.plan.collectives import Use
 from tinygrad_nv.dist.plan.inference import decode, prefill
 from tinygrad_nv.dist.plan.layer import Seconds
 from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, Work
 from tinygrad_nv.dist.plan.memory import Memory, memory, most_sequences
 from tinygrad_nv.dist.plan.training import train
-from tinygrad_nv.dist.plan.uses import Use
 from tinygrad_nv.errors import PlanError
 from tinygrad_nv.models.config import ModelConfig
 from tinygrad_nv.runtime.observe.memory_report import human

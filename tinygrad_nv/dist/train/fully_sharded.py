@@ -29,8 +29,8 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.dist.collectives.functions import all_gather, reduce_scatter
 from tinygrad_nv.dist.group import Group
+from tinygrad_nv.dist.train.data_parallel import Flat
 from tinygrad_nv.dist.train.graph import with_gradient
-from tinygrad_nv.dist.train.zero import Flat
 from tinygrad_nv.errors import DistError
 
 Layer = Callable[..., Tensor]

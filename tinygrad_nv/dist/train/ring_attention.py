@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor
 
-from tinygrad_nv.dist.collectives.functions import all_gather
-from tinygrad_nv.dist.collectives.shift import shift
+from tinygrad_nv.dist.collectives.functions import all_gather, shift
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.train.graph import with_gradient
 from tinygrad_nv.errors import DistError

@@ -6,7 +6,6 @@
   nccl_api.py       NCCL's functions by ctypes
   nccl.py           between GPUs: communicators of NCCL
   nccl_emulated.py  between emulated GPUs: answers the same functions
-  local.py          reductions over GPUs of one process
 
 A transport between CPUs fills in the structure of a group; the kernels of a graph then call its C function
 (csrc/group.h), without Python.

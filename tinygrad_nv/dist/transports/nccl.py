@@ -17,6 +17,7 @@ Memory that a graph's collectives use is registered with NCCL for as long as the
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 import time
@@ -26,7 +27,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tinygrad import dtypes
+from tinygrad import Device, dtypes
+from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 
 from tinygrad_nv.dist.transports.library import count_bytes
@@ -42,6 +44,7 @@ from tinygrad_nv.dist.transports.nccl_api import (
     real,
 )
 from tinygrad_nv.errors import DistError
+from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.driver import Driver, Event
 from tinygrad_nv.runtime.library_call import LibraryCall
 
@@ -339,3 +342,29 @@ def connect_all(drivers: Sequence[Driver], ordinals: Sequence[int]) -> list[Comm
     nccl.call("ncclCommInitAll", handles, len(drivers), devices)
     return [Communicator(nccl, handle, driver, i, range(len(drivers)), TIMEOUT_S)
             for i, (handle, driver) in enumerate(zip(handles, drivers, strict=True))]
+
+
+def reduce(outs: Sequence[Buffer], ins: Sequence[Buffer], op: str) -> None:
+    """Puts the sum or the maximum of `ins` into each of `outs`, buffers of different GPUs of this process:
+    one all_reduce in the streams of all devices, in a group; it orders with the devices' other work as
+    kernels do."""
+    found = communicators(tuple(each.device for each in outs))
+    dtype = ins[0].dtype if ins[0].dtype != dtypes.bool else dtypes.uint8
+    order = CollectiveCall("all_reduce", ins[0].size, dtype, op, name="shards")
+    with grouped(found[0].nccl, found, str(order)):
+        for comm, given, out in zip(found, ins, outs, strict=True):
+            comm.driver.submit(comm.call(order, given.get_buf(given.device), out.get_buf(out.device)))
+
+
+@functools.cache
+def communicators(names: tuple[str, ...]) -> tuple[Communicator, ...]:
+    """Communicators of these devices, made once for a set (ncclCommInitAll). Raises `DistError`."""
+    devices = [Device[name] for name in names]
+    for name, each in zip(names, devices, strict=True):
+        if not isinstance(each, DrivenDevice):
+            raise DistError(f"a reduction over {name}, which is tinygrad's own device",
+                            "devices of tinygrad_nv", "pip install cuda-python")
+    made = connect_all([each.driver for each in devices],
+                       [int(name.partition(":")[2] or 0) for name in names])
+    for each, comm in zip(devices, made, strict=True): each.checks.append(comm.finish)
+    return tuple(made)
