@@ -322,7 +322,7 @@ class GGUFTensors:
     """Tensors of a GGUF file, whose format is imported with the first."""
 
     def __init__(self, path: Path) -> None:
-        from tinygrad_nv.quant.gguf.split import open_gguf
+        from tinygrad_nv.quant.gguf.file import open_gguf
 
         from . import gguf
         self.gguf = gguf

@@ -191,7 +191,7 @@ def read_config(directory: Path, embeds: bool = False) -> ModelConfig:
                          "a Hugging Face model directory (config.json, weights), or a GGUF file",
                          "check the path; models are not downloaded")
     if (file := find_gguf(directory)) is not None:
-        from tinygrad_nv.quant.gguf.split import open_gguf
+        from tinygrad_nv.quant.gguf.file import open_gguf
 
         from .gguf import config_of
         return parse_config(config_of(open_gguf(file)), str(file), embeds=embeds)
@@ -332,7 +332,7 @@ def find_gguf(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").is_file(): return None
     found = sorted(each for each in path.glob("*") if each.suffix.lower() == ".gguf")
     if not found: return None
-    from tinygrad_nv.quant.gguf.split import parts_of
+    from tinygrad_nv.quant.gguf.file import parts_of
     if len({parts_of(each)[0] for each in found}) > 1:
         raise ModelError(f"{path} holds {len(found)} GGUF files ({found[0].name}, {found[1].name}, …)",
                          "one, or the name of one", f"name the file: {found[0]}")

@@ -13,7 +13,7 @@ from tinygrad_nv.errors import ModelError, WeightError
 from tinygrad_nv.models import weights
 from tinygrad_nv.models.config import read_config
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.quant.gguf.split import open_gguf
+from tinygrad_nv.quant.gguf.file import open_gguf
 
 AGAIN = "  to fix:   download the file again"
 

@@ -21,7 +21,7 @@ from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.gguf import elements, list_tensors
 from tinygrad_nv.models.rope import attention_factor, inverse_frequencies
-from tinygrad_nv.quant.gguf.split import open_gguf
+from tinygrad_nv.quant.gguf.file import open_gguf
 
 
 def changed(name: str, **more: Any) -> Case:

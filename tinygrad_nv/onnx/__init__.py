@@ -6,8 +6,8 @@
 
 Reading order. Import: `elements` (types of elements that tinygrad lacks), `model` (reading and checking a
 file), `table` (which function computes an op), `ops/` (those functions, by subject), `host` (shape arithmetic
-without a device), `definitions` (ops that ONNX defines by other ops), `fusion` (attention as exporters
-write them), `scope` (the values of a graph while it runs), `runner`. Export: `exporting/`.
+without a device), `fusion` (attention as exporters write them), `scope` (the values of a graph while it runs,
+and ops that ONNX defines by other ops), `runner`. Export: `exporting/`.
 
 The package `onnx` reads and checks models. tinygrad's own operators (tinygrad.nn.onnx) compute what they
 compute rightly; importing them opens the default device, so that waits for the first model.

@@ -3,7 +3,7 @@
 Protocol. A `Scope` has the values of one graph's names; a name that it lacks is looked up in the scope
 around it (a graph of If, Loop and Scan sees the names of its node's graph). Nodes are computed in order:
 on the host where they are shape arithmetic (host.py), by a function of the table, by tinygrad's, or by the
-graph that defines the op (definitions.py). Tensors are lazy: a node adds to the graph of UOps and runs
+graph that defines the op. Tensors are lazy: a node adds to the graph of UOps and runs
 nothing, unless a value decides a shape or which graph runs.
 """
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, defs, helper
 from tinygrad import Tensor
 
 from tinygrad_nv.errors import NVError, OnnxError
-from tinygrad_nv.onnx.definitions import definition_of
 from tinygrad_nv.onnx.elements import Narrow, Value, from_numpy, kind_of, to_numpy
 from tinygrad_nv.onnx.host import on_host
 from tinygrad_nv.onnx.limits import budget, shorten
-from tinygrad_nv.onnx.model import Graph, Node
+from tinygrad_nv.onnx.model import Graph, Node, node_of, opsets
 from tinygrad_nv.onnx.table import Operator, find
 
 # what moves elements, whatever their type
@@ -162,3 +161,48 @@ def _locate_errors(node: Node, compute: Callable[[Node], Sequence[Value]]) -> Se
         raise OnnxError(f"{node.place}: {type(error).__name__}: {shorten(str(error))}",
                         "inputs and attributes that the op's definition allows",
                         "compare the node with https://onnx.ai/onnx/operators") from error
+
+
+def definition_of(node: Node, types: Sequence[onnx.TypeProto]) -> Graph | None:
+    """The graph that defines an op, for inputs of these types, with the node's attributes put in; None where
+    ONNX defines it by no other ops. onnx's schemas have it, for some ops made for the types of inputs. Names
+    of the graph's inputs and outputs are those of the definition, in the node's order."""
+    if not defs.has(node.op, node.version, node.domain): return None
+    schema: Any = defs.get_schema(node.op, node.version, node.domain)
+    proto = onnx.FunctionProto()
+    if schema.has_function: proto.CopyFrom(schema.function_body)
+    elif schema.has_context_dependent_function:
+        made = schema.get_context_dependent_function(node.proto.SerializeToString(),
+                                                     [each.SerializeToString() for each in types])
+        proto.ParseFromString(made)
+    else: return None
+    return _graph(proto, node, schema)
+
+
+def _graph(proto: onnx.FunctionProto, node: Node, schema: Any) -> Graph:
+    given = {each.name: each for each in node.proto.attribute}
+    for name, attribute in schema.attributes.items():
+        if name not in given and attribute.default_value.name: given[name] = attribute.default_value
+    for each in proto.node: _bind(each, given)
+    versions = opsets(onnx.ModelProto(opset_import=proto.opset_import))
+    nodes = tuple(node_of(each, versions, node.directory) for each in proto.node)
+    return Graph(nodes, tuple(proto.input), tuple(proto.output), {}, {})
+
+
+def _bind(node: onnx.NodeProto, given: dict[str, onnx.AttributeProto]) -> None:
+    """Puts attributes of the op where its definition refers to them, in graphs of nodes too."""
+    kept = []
+    for attribute in node.attribute:
+        if attribute.ref_attr_name:
+            if attribute.ref_attr_name not in given: continue
+            made = onnx.AttributeProto()
+            made.CopyFrom(given[attribute.ref_attr_name])
+            made.name = attribute.name
+            kept.append(made)
+            continue
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            for each in attribute.g.node: _bind(each, given)
+        kept.append(attribute)
+    copies = [onnx.AttributeProto.FromString(each.SerializeToString()) for each in kept]
+    del node.attribute[:]
+    node.attribute.extend(copies)

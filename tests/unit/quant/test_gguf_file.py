@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from tinygrad_nv.quant.gguf import blocks
-from tinygrad_nv.quant.gguf.split import open_gguf
+from tinygrad_nv.quant.gguf.file import open_gguf
 
 VALUES = {"general.name": "ä name", "a.u8": 255, "a.i8": -1, "a.u16": 65535, "a.i16": -2, "a.u32": 1 << 31,
           "a.i32": -3, "a.u64": 1 << 63, "a.i64": -4, "a.f32": 0.5, "a.f64": 0.1, "a.bool": True,

@@ -79,7 +79,7 @@ class Tokenizer:
     def of(path: Path) -> Tokenizer:
         """Returns the tokenizer of a GGUF file."""
         from tinygrad_nv.engine.text.gguf import special_tokens, tokenizer_of
-        from tinygrad_nv.quant.gguf.split import open_gguf
+        from tinygrad_nv.quant.gguf.file import open_gguf
         file = open_gguf(path)
         templates = templates_in_metadata(file.metadata)
         return Tokenizer(tokenizer_of(file), special_tokens(file), templates.pop(DEFAULT, None), templates)

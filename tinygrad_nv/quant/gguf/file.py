@@ -2,7 +2,9 @@
 
 Protocol: `open_file(path)` reads and checks all of it; `file.raw(name)` is a tensor's bytes in the mapped
 file, uint8 [rows, bytes of a row] (blocks.py). Every length and count is compared with what is left of the
-file before anything of that size is made. `open_gguf` (split.py) opens the other parts of a model, too.
+file before anything of that size is made. `open_gguf` opens the other parts of a model, too:
+llama.cpp's gguf-split writes a model in several files, whose names end in -00001-of-00003.gguf. Each has
+split.no, from 0, and split.count; the first has the other metadata, too. Tensors are in any of them.
 
     "GGUF", u32 version, u64 tensors, u64 entries, entries, tensors, padding to a multiple of
     general.alignment (32), data
@@ -14,8 +16,9 @@ and UTF-8. An array is u32 the kind of its values, u64 their number, and they. A
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ MAX_TENSORS = 100_000           # limit: tensors of a GGUF file
 MAX_ARRAYS = 10_000             # limit: arrays that are values of a GGUF file's arrays
 MAX_NAME = 1024                 # limit: characters of the name of a GGUF file's tensor; ggml has 63
 AGAIN = "download the file again"
+NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -231,3 +235,46 @@ class _Header:
             raise self.damage(f"tensor {name} has rows of {shape[-1]} in {format.name}, whose blocks have "
                                f"{format.columns}")
         return name, format, shape, offset
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model that `path` is one of, in order, whether they are there or not."""
+    if (found := NAME.fullmatch(path.name)) is None: return [path]
+    stem, count, end = found[1], int(found[3]), path.name[-len(".gguf"):]
+    return [path.with_name(f"{stem}-{i + 1:05}-of-{count:05}{end}") for i in range(count)] or [path]
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The model of the file at `path`, which may be any of its parts. Raises `WeightError` for one that is
+    damaged or missing, or of a kind that is not read."""
+    file = open_file(path)
+    count = file.metadata.get("split.count", 1)
+    if count in (0, 1): return file
+    paths = parts_of(path)
+    if len(paths) != count:
+        raise WeightError(f"{path} is one of {count} files of a model",
+                          f"a name that ends in -00001-of-{count:05}.gguf, and the others beside it"
+                          if isinstance(count, int) else "a number in split.count",
+                          "give the files the names they were published with, or merge them with "
+                          "llama-gguf-split --merge")
+    if missing := [each.name for each in paths if not each.is_file()]:
+        raise WeightError(f"{path.parent} lacks {len(missing)} of the {count} files of {paths[0].name}: "
+                          f"{', '.join(missing[:8])}", "every part of the model, in one directory",
+                          "download the missing files")
+    opened = [open_file(each) for each in paths]
+    first, tensors = opened[0], dict(opened[0].tensors)
+    for i, part in enumerate(opened):
+        number = part.metadata.get("split.no"), part.metadata.get("split.count")
+        if number != (i, count):
+            raise WeightError(f"{part.path} has split.no {number[0]!r} and split.count {number[1]!r}",
+                              f"{i} and {count}, as its name says", "download the file again")
+        if i and (twice := tensors.keys() & part.tensors.keys()):
+            raise WeightError(f"{part.path}: tensor {min(twice)} is in another part, too", "each tensor once",
+                              "download the files again")
+        tensors |= part.tensors
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise WeightError(f"the {count} files of {first.path.name} have {len(tensors)} tensors",
+                          f"{total}, as split.tensors.count says", "download the files again")
+    data = {each: mapped for part in opened for each, mapped in part.data.items()}
+    return replace(first, tensors=tensors, data=data)
