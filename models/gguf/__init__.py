@@ -6,7 +6,7 @@ has the types of blocks (quant/readers/gguf.py). `list_tensors(file)` are the te
 them, `elements` reads some of one.
 
   architecture.py    the record of an architecture of llama.cpp, a file's metadata, rope scaling
-  architectures.py   the architectures that are read; deepseek.py has DeepSeek's
+  architectures.py   the architectures that are read
   config.py          metadata as fields of config.json
   tensors.py         tensors by Hugging Face's names, with what llama.cpp's converter changes undone
 

@@ -1,6 +1,4 @@
-"""The architectures of llama.cpp that are read, by general.architecture; DeepSeek's have a file of their
-own.
-"""
+"""The architectures of llama.cpp that are read, by general.architecture."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,6 +7,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 from tinygrad_nv.quant.gguf.file import GGUFFile
 
+from ..families.deepseek import NAMES as DEEPSEEK_NAMES
 from ..families.family import FULL, SLIDING
 from ..families.gemma import BOTH
 from ..families.gpt_oss import NAMES as GPT_OSS_NAMES
@@ -17,9 +16,19 @@ from ..families.llama4 import NAMES as LLAMA4_NAMES
 from ..families.mistral import NAMES as MIXTRAL_NAMES
 from ..families.olmo import NAMES as OLMO_NAMES
 from ..families.phi3 import NAMES as PHI3_NAMES
-from . import deepseek
 from .architecture import PATTERN, USE, Architecture, Metadata, rope_scaling
 
+SOFTMAX, SIGMOID = 1, 2     # ggml's numbers of gating functions
+GATING, NORMALISED, SCALE = "expert_gating_func", "expert_weights_norm", "expert_weights_scale"
+RANK, Q_RANK, ROTATED = "attention.kv_lora_rank", "attention.q_lora_rank", "rope.dimension_count"
+KEY, VALUE = "attention.key_length", "attention.value_length"
+GROUPS, TOP_GROUPS = "expert_group_count", "expert_group_used_count"
+KEYS = {"expert_count": "n_routed_experts", "leading_dense_block_count": "first_k_dense_replace",
+        "expert_shared_count": "n_shared_experts", RANK: "kv_lora_rank", ROTATED: "qk_rope_head_dim",
+        SCALE: "routed_scaling_factor", NORMALISED: "norm_topk_prob"}
+# of DeepSeek-V3's config.json: experts, groups, groups that are taken
+V3_EXPERTS, V3_GROUPS, V3_TOP_GROUPS = 256, 8, 4
+DRAFT = "nextn_predict_layers"      # of block_count
 WINDOW, LOCAL_BASE = "attention.sliding_window", "rope.freq_base_swa"
 LARGEST = {"gemma2": 46, "gemma3": 62}      # layers
 LOCAL = 10_000.0        # base of Gemma 3's layers with a window, where the file says none
@@ -27,6 +36,59 @@ UNROTATED = "rope.scaling.finetuned"        # false: no layer has rope
 CHUNK = 8192            # of Llama 4
 UNNORMALISED = 128      # experts
 TRAINED = "rope.scaling.original_context_length"
+
+
+def deepseek_sizes(m: Metadata) -> dict[str, Any]:
+    """Returns the sizes of latent attention. That of a key is its own only in files whose kv_b is in two
+    tensors, else it is that of a query."""
+    own = f"{KEY}_mla" in m.own
+    head, value = (m.positive(f"{key}_mla" if own else key) for key in (KEY, VALUE))
+    return {"qk_nope_head_dim": head - m.positive(ROTATED), "v_head_dim": value,
+            "kv_lora_rank": m.positive(RANK),
+            "q_lora_rank": m.get(Q_RANK) or None,
+            "num_key_value_heads": m.get("attention.head_count")}
+
+
+def deepseek2(m: Metadata) -> dict[str, Any]:
+    """Returns the settings that V2 has of its own."""
+    if m.get(NORMALISED):
+        raise ModelError(f"{m.file.path}: {m.kind}.{NORMALISED} is True, and {m.kind}.{GATING} "
+                         "is 1 (softmax)", "weights as softmax gives them", USE)
+    grouped = m.get(GROUPS, 1) not in (0, 1)
+    return {"architectures": ["DeepseekV2ForCausalLM"],
+            "topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def deepseek3(m: Metadata) -> dict[str, Any]:
+    """Returns the settings that V3 has of its own. Files from before llama.cpp knew groups do not say them:
+    its 256 experts are in 8, of which 4 are taken."""
+    made = {"architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": bool(m.get(NORMALISED, False))}
+    if m.get(GROUPS) is None and m.get("expert_count") == V3_EXPERTS:
+        made |= {"n_group": V3_GROUPS, "topk_group": V3_TOP_GROUPS}
+    return made
+
+
+def deepseek_settings(m: Metadata) -> dict[str, Any]:
+    """Returns the settings of DeepSeek-V2 and V3, by what gates their experts: softmax, or sigmoid. llama.cpp
+    chooses groups of experts as V3 does also for V2; here they are chosen as V2 was trained."""
+    gating = m.get(GATING) or SOFTMAX
+    if gating not in (SOFTMAX, SIGMOID): raise m.refusal(GATING, "1 (softmax) or 2 (sigmoid)")
+    if m.get(DRAFT): raise m.refusal(DRAFT, "0: llama.cpp's converter leaves these layers out")
+    scaling = rope_scaling(m, {"yarn_log_multiplier": "mscale_all_dim"})
+    if scaling is not None and "mscale_all_dim" in scaling:
+        # the file has a tenth of it; both are the same in published models
+        scaling["mscale_all_dim"] = scaling["mscale"] = scaling["mscale_all_dim"] * 10
+    return {**deepseek_sizes(m), "rope_scaling": scaling, "n_group": m.get(GROUPS) or 1,
+            "topk_group": m.get(TOP_GROUPS) or 1, "routed_scaling_factor": m.get(SCALE) or 1.0,
+            "first_k_dense_replace": m.get("leading_dense_block_count", 0),
+            "moe_intermediate_size": m.positive("expert_feed_forward_length"),
+            **(deepseek2(m) if gating == SOFTMAX else deepseek3(m))}
+
+
+DEEPSEEK = Architecture(
+    "DeepseekV2ForCausalLM", DEEPSEEK_NAMES, KEYS,
+    frozenset({GATING, Q_RANK, f"{KEY}_mla", f"{VALUE}_mla", GROUPS, TOP_GROUPS}), settings=deepseek_settings,
+    whole_heads=False)
 
 
 def mistral(m: Metadata) -> dict[str, Any]:
@@ -138,7 +200,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                             {"expert_feed_forward_length": "intermediate_size"}, PATTERNED, settings=gpt_oss,
                             renamed={"post_attention_norm": "ffn_norm"}),
     "phi3": Architecture("Phi3ForCausalLM", PHI3_NAMES, reads=SLIDES, settings=phi3, whole_heads=False),
-    "deepseek2": deepseek.ARCHITECTURE,
+    "deepseek2": DEEPSEEK,
     "olmo2": Architecture("Olmo2ForCausalLM", OLMO_NAMES, reads=PATTERNED | {LOCAL_BASE}, settings=olmo2),
     # every fourth layer rotates nothing, which no metadata say
     "smollm3": Architecture("SmolLM3ForCausalLM", permuted=True, fixed={"no_rope_layer_interval": 4}),

@@ -199,7 +199,7 @@ def learning(arguments: TrainingArguments, model: Llama, inputs: Inputs, group: 
     parts = _parts(arguments, parameters, group, model)
     if stages is not None: parts = stages.parts(parts)
     elif model.parallel is not None:
-        from tinygrad_nv.train.tensor_parts import TensorParts  # which loads dist/
+        from tinygrad_nv.train.cuts import TensorParts  # which loads dist/
         parts = TensorParts(parts, model, sharing)
     fp8 = _fp8(arguments, model, group)
     rows = {name: extents for each in models for name, extents in network.projections(each).items()}

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tinygrad_nv.dist.plan.cluster import cluster
-from tinygrad_nv.dist.plan.layout import Inference, Layout, Training
+from tinygrad_nv.dist.plan.layout import Inference, Layout, Training, optimizer_share, parameters, rank_config
 from tinygrad_nv.dist.plan.memory import inference, memory, most_sequences, training
 from tinygrad_nv.dist.plan.presets import names, preset, storage_of
-from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.models.parallel import local_config, stage_config, stage_layers
 
 DENSE = preset("llama-3.1-8b")

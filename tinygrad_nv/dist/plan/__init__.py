@@ -2,9 +2,9 @@
 
   planning.py                 the plan of one layout: `plan(config, layout, cluster, work)`
   search.py                   plans of all layouts, the fastest first
-  layout.py                   layouts and work: types, and the reasons why a layout is impossible
+  layout.py                   layouts and work: types, the reasons why a layout is impossible, and the part
+                              of a model that one rank holds
   cluster.py, figures.toml    GPUs, links and networks, each figure with its source
-  shards.py                   the part of a model that one rank holds
   memory.py                   memory of a device
   pipeline.py                 how long stages of a pipeline wait, and what they keep
   compute.py, layer.py        how long kernels take, and which kernels a layer has

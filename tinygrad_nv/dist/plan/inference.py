@@ -24,9 +24,8 @@ from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Cluster
 from tinygrad_nv.dist.plan.collectives import Collective, Use, collective, expose
 from tinygrad_nv.dist.plan.layer import Layer, Seconds
-from tinygrad_nv.dist.plan.layout import DTYPES, HALF, Inference, Layout
+from tinygrad_nv.dist.plan.layout import DTYPES, HALF, Inference, Layout, parameters, rank_config
 from tinygrad_nv.dist.plan.memory import kv_bytes
-from tinygrad_nv.dist.plan.shards import parameters, rank_config
 from tinygrad_nv.models.config import ModelConfig
 
 

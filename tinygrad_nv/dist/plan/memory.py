@@ -23,9 +23,18 @@ from math import ceil
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.dist.plan.cluster import Cluster, figures
-from tinygrad_nv.dist.plan.layout import DTYPES, HALF, Inference, Layout, Training, Work
+from tinygrad_nv.dist.plan.layout import (
+    DTYPES,
+    HALF,
+    Inference,
+    Layout,
+    Training,
+    Work,
+    optimizer_share,
+    parameters,
+    rank_config,
+)
 from tinygrad_nv.dist.plan.pipeline import under_way
-from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.engine.memory_planning import step_bytes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.models.config import ModelConfig

@@ -30,9 +30,8 @@ from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Cluster
 from tinygrad_nv.dist.plan.collectives import Collective, Use, beside, collective, expose
 from tinygrad_nv.dist.plan.layer import Layer, Seconds
-from tinygrad_nv.dist.plan.layout import HALF, Layout, Training
+from tinygrad_nv.dist.plan.layout import HALF, Layout, Training, optimizer_share, parameters, rank_config
 from tinygrad_nv.dist.plan.pipeline import bubble, idle
-from tinygrad_nv.dist.plan.shards import optimizer_share, parameters, rank_config
 from tinygrad_nv.models.config import ModelConfig
 
 ADAMW_BYTES = 34        # of a parameter: master and states read and written, gradient read twice, bf16 made

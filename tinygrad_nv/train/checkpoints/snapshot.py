@@ -12,7 +12,7 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.runtime.memory import read_into
-from tinygrad_nv.train.tensor_files import DTYPES, Source
+from tinygrad_nv.train.files import DTYPES, Source
 
 BITS = {1: dtypes.uint8, 2: dtypes.uint16, 4: dtypes.uint32, 8: dtypes.uint64}
 

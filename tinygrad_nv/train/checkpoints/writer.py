@@ -43,8 +43,15 @@ from tinygrad_nv.train.checkpoints.manifest import (
     to_json,
 )
 from tinygrad_nv.train.checkpoints.snapshot import Snapshot
-from tinygrad_nv.train.files import FileRecord, make_folder, refusal, write_file
-from tinygrad_nv.train.tensor_files import Source, shards, write_tensors
+from tinygrad_nv.train.files import (
+    FileRecord,
+    Source,
+    make_folder,
+    refusal,
+    shards,
+    write_file,
+    write_tensors,
+)
 
 SHARD_BYTES = 5 * 10 ** 9   # of a file, as transformers has it
 Phase = Callable[[], None]

@@ -36,8 +36,7 @@ from tinygrad_nv.models.peft import (
     targets_of,
 )
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, FLOATS, elements
-from tinygrad_nv.train.files import replace_folder, write_file
-from tinygrad_nv.train.tensor_files import Source, write_tensors
+from tinygrad_nv.train.files import Source, replace_folder, write_file, write_tensors
 
 WEIGHTS = "adapter_model.safetensors"
 STALE = ("adapter_model.bin",)

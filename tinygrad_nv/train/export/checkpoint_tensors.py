@@ -27,8 +27,7 @@ from tinygrad_nv.models.fused import BIAS, DOWN, GATE_UP
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.weights import WeightSlice, slots
 from tinygrad_nv.runtime.memory import read_part
-from tinygrad_nv.train.files import CHUNK
-from tinygrad_nv.train.tensor_files import DTYPES, Source
+from tinygrad_nv.train.files import CHUNK, DTYPES, Source
 
 # floats of checkpoints: by safetensors' names, and by those of config.json
 FLOATS = {dtype: name for dtype, name in DTYPES.items() if name in SAFETENSORS_DTYPES}

@@ -18,8 +18,7 @@ from tinygrad_nv.models.config import parse_config, read_json
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.multimodal import language_config
 from tinygrad_nv.train.export.checkpoint_tensors import CONFIG_NAMES, sources
-from tinygrad_nv.train.files import replace_folder, write_file
-from tinygrad_nv.train.tensor_files import Source, shards, write_tensors
+from tinygrad_nv.train.files import Source, replace_folder, shards, write_file, write_tensors
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10 ** 9   # of a file, as transformers has it

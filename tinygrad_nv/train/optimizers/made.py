@@ -10,10 +10,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.train.optimizers.groups import is_hidden_matrix
 from tinygrad_nv.train.optimizers.matrix_rules import AdafactorRule, AdjustLR, MuonRule
 from tinygrad_nv.train.optimizers.optimizer import Optimizer
-from tinygrad_nv.train.optimizers.rules import AdamWRule, LionRule, SGDRule, UpdateRule
+from tinygrad_nv.train.optimizers.rules import AdamWRule, LionRule, SGDRule, UpdateRule, is_hidden_matrix
 
 Parameters = Mapping[str, Tensor]
 Betas = tuple[float, float]

@@ -32,8 +32,14 @@ from tinygrad_nv.numerics.recipes import LossScaling
 from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
 from tinygrad_nv.tile.attention.dropout import philox
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, square_and_sum
-from tinygrad_nv.train.optimizers.groups import ParameterGroup, decay_groups, group_of
-from tinygrad_nv.train.optimizers.rules import AdamWRule, At, UpdateRule
+from tinygrad_nv.train.optimizers.rules import (
+    AdamWRule,
+    At,
+    ParameterGroup,
+    UpdateRule,
+    decay_groups,
+    group_of,
+)
 from tinygrad_nv.train.optimizers.state import FloatSlot, OptimizerState, ParameterState, keep, make_slot
 
 RUN = 8     # elements of a call of Philox

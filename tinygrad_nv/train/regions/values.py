@@ -37,7 +37,8 @@ BUDGET = "budget"
 
 @dataclass(frozen=True)
 class Policy:
-    """What a region keeps for its backward pass, beside its inputs. Raises `ConfigError` for others.
+    """The rule of what a region keeps for its backward pass, beside its inputs. Raises `ConfigError` for
+    others.
 
         none       everything: there is no region
         full       nothing

@@ -20,7 +20,7 @@ from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.runtime.memory import read_part, write
 from tinygrad_nv.train.checkpoints import CheckpointWriter, load, load_latest, save
 from tinygrad_nv.train.checkpoints.reader import CheckpointWarning
-from tinygrad_nv.train.tensor_files import DTYPES
+from tinygrad_nv.train.files import DTYPES
 
 
 def filled(seed: int, dtype: Any = dtypes.float32, *shape: int) -> Tensor:
