@@ -19,7 +19,7 @@ from .encoder import Encoder
 from .encoder_config import EncoderConfig
 from .fit import Module, Shapes, Stack, require_sizes
 from .layers import LayerNorm, Linear
-from .weights import WeightSlice, check, fill_slots
+from .weights import WeightSlice, check, fill_slots, tensors_of
 
 OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
@@ -89,7 +89,7 @@ def load(model: Encoder, directory: Path, progress: Callable[[int, int], None] |
     checkpoint.entries = encoder_entries(model.config, checkpoint.entries)
     check(wanted, checkpoint.entries, False, directory)
     with label_allocations("weights"):
-        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+        allocate_arena(tensors_of(wanted.values()))
     made = fill_slots(checkpoint, wanted, progress)
     # inside a captured step every replay would compute them
     _ = model.rope_tables, model.distance_biases

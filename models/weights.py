@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -204,7 +204,7 @@ def load(model: Llama, directory: Path, progress: Callable[[int, int], None] | N
     require_zeros(plan, checkpoint.entries)
     if model.config.quantization is not None: model.cache_scales = _own_scales(model, checkpoint)
     with label_allocations("weights"):
-        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+        allocate_arena(tensors_of(wanted.values()))
     for name in wanted.keys() & {EMBEDDING, HEAD}: _fill_rest(wanted[name])
     sizes, done = layer_bytes([layer.parts for layer in plan.layers], checkpoint.entries), 0
     total = sum(checkpoint.entries[name].nbytes for name in wanted) + sum(sizes)
@@ -263,7 +263,7 @@ def _shapes(model: Llama) -> dict[str, tuple[int, ...]]:
 def own_nbytes(model: Llama, directory: Path) -> int:
     """Bytes of the weights of a rank's network. Raises as loading them does."""
     found = open_for(model, directory)
-    tensors = {id(slot.tensor): slot.tensor for slot in [*found.wanted.values(), *found.zeros]}.values()
+    tensors = tensors_of([*found.wanted.values(), *found.zeros])
     return sum(int(each.nbytes()) for each in tensors) + sum(
         matrix_bytes(part[0].type, *part[1]) for layer in found.plan.layers for part in layer.parts
         if isinstance(part, tuple) and isinstance(part[0], StoredMatrix))
@@ -303,7 +303,12 @@ def _fill_zeros(slot: WeightSlice) -> None:
 
 def list_loaded(model: Llama) -> list[Tensor]:
     """The tensors that `load` filled of a model that is not quantised."""
-    return list({id(slot.tensor): slot.tensor for slot in slots(model).values()}.values())
+    return tensors_of(slots(model).values())
+
+
+def tensors_of(found: Iterable[WeightSlice]) -> list[Tensor]:
+    """The tensors of slices, each once."""
+    return list({id(each.tensor): each.tensor for each in found}.values())
 
 
 def read_again(model: Llama, directory: Path) -> int:

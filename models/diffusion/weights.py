@@ -21,7 +21,7 @@ from tinygrad_nv.runtime.memory_pool import label_allocations
 
 from ..checkpoint import ITEM_BYTES, Checkpoint, TensorEntry, open_checkpoint
 from ..layers import LayerNorm
-from ..weights import WeightSlice, check, fill_slots
+from ..weights import WeightSlice, check, fill_slots, tensors_of
 from .layers import Conv2d, GatedLinear
 
 STEMS = ("diffusion_pytorch_model", "diffusion_pytorch_model.fp16", "model", "model.fp16")
@@ -86,7 +86,7 @@ def load(network: Any, directory: Path, unread: tuple[str, ...] = (),
     checkpoint.entries = dict(_reorder(found, wanted, layers))
     check(wanted, checkpoint.entries, False, directory)
     with label_allocations("weights"):
-        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+        allocate_arena(tensors_of(wanted.values()))
     return fill_slots(checkpoint, wanted, progress)
 
 

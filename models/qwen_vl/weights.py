@@ -15,7 +15,7 @@ from ..encoder_weights import whole
 from ..fit import Module, Shapes, Stack, require_sizes
 from ..layers import Linear, RMSNorm
 from ..multimodal import VISUAL
-from ..weights import WeightSlice, check, fill_slots
+from ..weights import WeightSlice, check, fill_slots, tensors_of
 from .config import VisionConfig
 from .tower import VisionTower
 
@@ -68,7 +68,7 @@ def _entries(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 def nbytes(tower: VisionTower) -> int:
     """Returns the bytes of all parameters."""
-    return sum({id(slot.tensor): int(slot.tensor.nbytes()) for slot in slots(tower).values()}.values())
+    return sum(int(each.nbytes()) for each in tensors_of(slots(tower).values()))
 
 
 def load(tower: VisionTower, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
@@ -77,5 +77,5 @@ def load(tower: VisionTower, directory: Path, progress: Callable[[int, int], Non
     checkpoint.entries = _entries(checkpoint.entries)
     check(wanted, checkpoint.entries, False, directory)
     with label_allocations("weights"):
-        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+        allocate_arena(tensors_of(wanted.values()))
     return fill_slots(checkpoint, wanted, progress)

@@ -19,7 +19,7 @@ from ..checkpoint import open_checkpoint
 from ..encoder_weights import whole
 from ..fit import Module, Shapes, Stack, require_sizes
 from ..layers import LayerNorm, Linear
-from ..weights import WeightSlice, check, fill_slots
+from ..weights import WeightSlice, check, fill_slots, tensors_of
 from .config import StackConfig, WhisperConfig
 from .network import KERNEL, Convolution, DecoderLayer, EncoderLayer, SpeechDecoder, SpeechEncoder, Whisper
 
@@ -95,7 +95,7 @@ def require_whisper_sizes(c: WhisperConfig, directory: Path) -> None:
 
 def nbytes(model: Whisper) -> int:
     """Returns the bytes of all parameters."""
-    return sum({id(slot.tensor): int(slot.tensor.nbytes()) for slot in slots(model).values()}.values())
+    return sum(int(each.nbytes()) for each in tensors_of(slots(model).values()))
 
 
 def load(model: Whisper, directory: Path, progress: Callable[[int, int], None] | None = None) -> int:
@@ -106,7 +106,7 @@ def load(model: Whisper, directory: Path, progress: Callable[[int, int], None] |
     checkpoint.entries = entries
     check(wanted, entries, False, directory)
     with label_allocations("weights"):
-        allocate_arena(list({id(slot.tensor): slot.tensor for slot in wanted.values()}.values()))
+        allocate_arena(tensors_of(wanted.values()))
     for name, slot in wanted.items():
         if name.endswith("v_proj.bias"): _without_bias(slot.tensor, slot)
     return fill_slots(checkpoint, wanted, progress)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tinygrad import Tensor, dtypes
 
+from tinygrad_nv.quant.fp8 import quotient
 from tinygrad_nv.quant.sparse import SparseTensor
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.quant.tensor import QTensor
@@ -94,19 +95,13 @@ def _scale(x: Tensor, element: str, block: Scale, scale: Tensor | float | None) 
     axes = (-1,) if block.rows else tuple(range(parts.ndim))
     most = 127.5 if element == "int8" else E4M3_MAX
     if scale is None:
-        s = _quotient(parts.abs().max(axes, keepdim=True),
-                      Tensor(most, dtype=dtypes.float32, device=x.device))
+        s = quotient(parts.abs().max(axes, keepdim=True), Tensor(most, dtype=dtypes.float32, device=x.device))
     elif isinstance(scale, Tensor): s = scale.reshape((1,) * parts.ndim)
     else: s = Tensor(scale, dtype=dtypes.float32, device=x.device)
     s = s.maximum(TINY).contiguous()
-    q = _quotient(parts, s)
+    # not by a reciprocal, a unit off: the largest number of each token, −127.5, lies between two integers
+    q = quotient(parts, s)
     return (q.round().clamp(-128, 127) if element == "int8" else to_e4m3(q)), s
-
-
-def _quotient(x: Tensor, y: Tensor) -> Tensor:
-    """x / y rounded to float32. tinygrad multiplies by a reciprocal, which may be a unit off, and the largest
-    number of each token lies between two integers: −127.5 and just above it are one apart."""
-    return (x.cast(dtypes.float64) / y.cast(dtypes.float64)).float()
 
 
 def to_e4m3(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
 from tinygrad_nv.models.parallel import Parallel, local_config, names_apart
 from tinygrad_nv.models.shares import TABLES, biases_elsewhere, shares
-from tinygrad_nv.models.weights import WeightSlice, slots
+from tinygrad_nv.models.weights import WeightSlice, list_loaded, slots
 from tinygrad_nv.quant.readers.reader import TensorPart
 from tinygrad_nv.runtime.memory import allocate, read_part, write
 from tinygrad_nv.train.parts import Named, Parts
@@ -66,12 +66,12 @@ class Cuts:
     def of(model: Llama) -> Cuts:
         """Returns the slices of a network whose `parallel` says which part it is."""
         parallel = _parallel(model)
-        whole, own = whole_network(model, apart=True), tensors(model)
+        whole, own = whole_network(model, apart=True), list_loaded(model)
         extents = {name: slot.shape for name, slot in slots(whole).items()}
         found = shares(extents, {name: slot.shape for name, slot in slots(model).items()}, parallel, TABLES)
         elsewhere = biases_elsewhere(found, parallel)
         biases = {id(slots(model)[name].tensor) for name in _row_biases(model, found)}
-        kinds = _kinds(model, own, tensors(whole), biases)
+        kinds = _kinds(model, own, list_loaded(whole), biases)
         apart, every = biases | _experts(model), slots(model)
         numbers = {id(tensor): number for number, tensor in enumerate(own)}
 
@@ -142,11 +142,6 @@ def network_of(model: Llama, rank: int) -> Llama:
                  parallel=there)
 
 
-def tensors(model: Llama) -> list[Tensor]:
-    """Each once, in the order of their names."""
-    return list({id(slot.tensor): slot.tensor for slot in slots(model).values()}.values())
-
-
 def _rows(values: np.ndarray, slot: WeightSlice) -> np.ndarray:
     """A slot's elements of its tensor's, in the shape of the checkpoint's tensor: a view."""
     first = slot.first * prod(slot.shape[1:])
@@ -164,7 +159,7 @@ def _within(values: np.ndarray, part: TensorPart | None) -> np.ndarray:
 def take(model: Llama, value: Callable[[str, Tensor], np.ndarray]) -> None:
     """Fills a rank's network. `value(name, tensor)` gives the whole tensors, float32, one after the other, by
     their first names in the whole network; the shape is that of `tensor`."""
-    whole, own, cuts = slots(whole_network(model, apart=True)), tensors(model), Cuts.of(model)
+    whole, own, cuts = slots(whole_network(model, apart=True)), list_loaded(model), Cuts.of(model)
     names = dict[int, list[str]]()
     for name, slot in whole.items(): names.setdefault(id(slot.tensor), []).append(name)
     for mine, group in zip(own, names.values(), strict=True):
@@ -182,10 +177,10 @@ def join(model: Llama) -> Llama | None:
     parallel = _parallel(model)
     group, first = parallel.group, parallel.group.rank == 0
     made = whole_network(model, apart=False)
-    there = tensors(made)
+    there = list_loaded(made)
     lies = slots(whole_network(model, apart=True))
     every = [Cuts.of(network_of(model, rank)) for rank in range(group.size)] if first else []
-    for number, tensor in enumerate(tensors(model)):
+    for number, tensor in enumerate(list_loaded(model)):
         parts = all_gather(tensor.detach().unsqueeze(0), group, name=f"tensor {number}")
         parts = parts.contiguous().realize()
         if first: _write(there[number], _join(number, parts, there[number], every, lies))

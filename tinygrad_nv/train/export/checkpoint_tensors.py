@@ -25,7 +25,7 @@ from tinygrad_nv.models.checkpoint import SAFETENSORS_DTYPES, convert
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.fused import BIAS, DOWN, GATE_UP
 from tinygrad_nv.models.llama import Llama
-from tinygrad_nv.models.weights import WeightSlice, slots
+from tinygrad_nv.models.weights import WeightSlice, slots, tensors_of
 from tinygrad_nv.runtime.memory import read_part
 from tinygrad_nv.train.files import CHUNK, DTYPES, Source
 
@@ -45,7 +45,7 @@ def sources(model: Llama, dtype: DType) -> dict[str, Source]:
         raise ModelError("the model's weights are quantised", "weights of float32, float16 or bfloat16",
                          "save the adapter that was trained on it: save_adapter")
     every = slots(model)
-    Tensor.realize(*{id(slot.tensor): slot.tensor for slot in every.values()}.values())
+    Tensor.realize(*tensors_of(every.values()))
     exact = _exact(model)
     def find_stored(tensor: Tensor) -> DType: return tensor.dtype if id(tensor) in exact else dtype
     joined = _join(model, dtype) if model.config.names.fused else {}
