@@ -170,10 +170,10 @@ def gemm() -> Iterator[Case]:
         "wgmma 128x128": WGMMA, "wgmma ping-pong": WGMMA.block(64, 128).pingpong(),
         "wgmma cluster 2x1": WGMMA.cluster(2), "wgmma cluster 1x2": WGMMA.cluster(1, 2),
         "wgmma cluster 2x2, ping-pong": WGMMA.block(64, 64).pingpong().cluster(2, 2),
-        "wgmma split 2": WGMMA.split(2), "wgmma split 4": WGMMA.split(4), "wgmma stream-K": WGMMA.streamed(),
+        "wgmma split 2": WGMMA.split(2), "wgmma split 4": WGMMA.split(4), "wgmma stream-K": WGMMA.stream_k(),
         "wgmma swapped": WGMMA.block(128, 64).swap_operands(), "wgmma swizzle 64B": WGMMA.swizzle("64B"),
         "wgmma swizzle 32B": WGMMA.swizzle("32B"), "wgmma 3 consumers": WGMMA.block(192, 96).warps(16),
-        "wgmma 64x8": WGMMA.block(64, 8).warps(8), "wgmma group 1": WGMMA.grouped(1)})
+        "wgmma 64x8": WGMMA.block(64, 8).warps(8), "wgmma group 1": WGMMA.group_rows(1)})
     some = {"e4m3 512x256x1024": matmul(512, 256, 1024, E4M3), "gated 256": gated(256, 256, 512)}
     yield from crossed("gemm", some, HOPPER, {"wgmma 128x64": WGMMA.block(128, 64).k(128).stages(3)})
 
@@ -186,7 +186,7 @@ def scaled_gemm() -> Iterator[Case]:
     wide = {"640x512x1024": blocks(640, 512, 1024)}
     yield from crossed("scaled_gemm", wide, HOPPER, {
         "ping-pong": BLOCKS.block(64, 128).pingpong(), "cluster 2x1": BLOCKS.cluster(2),
-        "split 2": BLOCKS.split(2), "stream-K": BLOCKS.streamed(), "256x128": BLOCKS.block(256, 128),
+        "split 2": BLOCKS.split(2), "stream-K": BLOCKS.stream_k(), "256x128": BLOCKS.block(256, 128),
         "swapped": BLOCKS.block(128, 32).swap_operands()})
     few = {"100x200x1024": blocks(100, 200, 1024)}
     yield from crossed("scaled_gemm", few, ("sm_89",), {

@@ -144,7 +144,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "router": {"8 of 128": RouterSpec(16, 128, Policy(8, renormalize=True), BF16),
                "4096 tokens *": RouterSpec(4096, 128, Policy(8, renormalize=True), BF16),
                "groups *": RouterSpec(16, 256, Policy(8, "sigmoid", True, 2.5, 8, 4), F32, biased=True)},
-    "grouped_gemv": {"x Aᵀ of 8 adapters": LoraShrinkSpec(8, 8, 16, BF16, BF16, 4096, 3).grouped,
+    "grouped_gemv": {"x Aᵀ of 8 adapters": LoraShrinkSpec(8, 8, 16, BF16, BF16, 4096, 3).grouped_gemm,
                      "gate and up": expert_rows(8, 1, 8, 4096, 1024, activation="silu"),
                      "8 rows a group *": expert_rows(8, 8, 64, 2048, 4096)},
     "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
@@ -205,7 +205,7 @@ def cases() -> Iterator[GateCase]:
         gpu_name, target = OTHERS.get(template, (GPU_NAME, HOPPER))
         for label, spec in specs.items():
             words = label.removesuffix(" *")
-            schedule = default(TABLE.named("gpu", template), spec, target)
+            schedule = default(TABLE.find_template("gpu", template), spec, target)
             yield GateCase(f"{template}: {words}", words == label, spec, schedule, gpu_name, target)
 
 

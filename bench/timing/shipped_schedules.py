@@ -37,7 +37,7 @@ def main() -> None:
         gpu = GPU(named.arch, named.sms, model=name)
         if database.find_shipped(spec, named.arch, gpu) is not None: continue
         best = next(each for each in tune(spec, gpu, arguments.beam) if each.seconds is not None)
-        entry = database.Entry(database.kept_as(spec), named.arch, database.toolchain(), best.schedule,
+        entry = database.Entry(database.tuning_key(spec), named.arch, database.toolchain(), best.schedule,
                                float(best.seconds or 0), "modelled", name, database.origin())
         there = database.parse(database.SHIPPED.read_text(), database.SHIPPED)
         database.SHIPPED.write_text(database.dump([*there, entry]))

@@ -133,7 +133,7 @@ class Chosen:
         shows, `words` are for its reader."""
         assert device is not None
         text = f"{self.spec}: {self.schedule}" if self.schedule.words() else str(self.spec)
-        if order.is_wanted() and (made := TABLE.ordered(self.spec, self.target)):
+        if order.is_wanted() and (made := TABLE.choose_ordered(self.spec, self.target)):
             text += f"; {order.CLASS}{made.words}"
         elif tuned := self.tuning_note: text += f", {tuned}"
         note = Note(name or self.schedule.template, text + words, self.spec, self.schedule)

@@ -154,9 +154,9 @@ def state() -> tuple[str, tuple[int, ...] | None]:
     return ("", None) if mark is None else (file, mark)     # no file is the same anywhere
 
 
-def kept_as(spec: Any) -> Any:
+def tuning_key(spec: Any) -> Any:
     """The spec that stands for all those which have one winner."""
-    return getattr(spec, "kept_as", spec)
+    return getattr(spec, "tuning_key", spec)
 
 
 def _is_of_user(spec: Any) -> bool:
@@ -193,7 +193,7 @@ def find_shipped(spec: Any, arch: str, target: Any) -> Entry | None:
     """Returns the entry that comes with the package for a spec on a GPU: modelled for it, with some version
     of ptxas."""
     gpu = getattr(target, "figures", "")
-    found = _load_shipped().get((_text(kept_as(spec)), arch,
+    found = _load_shipped().get((_text(tuning_key(spec)), arch,
                                  gpu)) if gpu and arch in _load_shipped_archs() else None
     return None if found is None or problems(spec, found.schedule, target) else found
 
@@ -210,7 +210,7 @@ def _load_shipped_archs() -> frozenset[str]: return frozenset(arch for _, arch, 
 def _own(spec: Any, arch: str, target: Any, file: Path) -> Entry | None:
     """Returns the entry that the database has."""
     if not (found := _read(file)): return None
-    text, compiler = _text(kept_as(spec)), toolchain(_kind(arch) or "gpu")
+    text, compiler = _text(tuning_key(spec)), toolchain(_kind(arch) or "gpu")
     for how in reversed(HOWS):
         gpu = getattr(target, "figures", "") if how == "modelled" else ""
         if (entry := found.get((text, arch, compiler, how, gpu))) is None: continue

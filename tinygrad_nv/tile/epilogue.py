@@ -151,7 +151,7 @@ class EpilogueEmitter:
                 return Lanes(kb, node.dtype, convert(args[0], dtypes.float32).each())
             return convert(args[0], node.dtype)
         if (number := of_constants(kb, node, args)) is not None: return number
-        if (argument := unchanged_argument(node)) is not None: return args[argument]
+        if (argument := identity_argument(node)) is not None: return args[argument]
         two = step.on_columns and self.width == 2
         if node in self.coarse:
             (by,) = args[1].wide
@@ -278,7 +278,7 @@ def of_constants(kb: Kernel, node: Apply, args: Sequence[Lanes]) -> Lanes | None
     return None if number is None else Lanes(kb, node.dtype, [nearest(number, node.dtype)])
 
 
-def unchanged_argument(node: Apply) -> int | None:
+def identity_argument(node: Apply) -> int | None:
     """The number of the argument that a node's value is, by the identities with which tinygrad simplifies its
     own kernels: x + 0, x · 1, and x · 0 for finite x."""
     if node.op not in ("add", "mul") or not dtypes.is_float(node.dtype): return None

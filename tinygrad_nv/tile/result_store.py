@@ -5,7 +5,7 @@ and wgmma share: of a cell, registers 2h and 2h + 1 are row g + 8h, columns 2q a
 q = lane % 4. A wgmma of m64nN gives N / 8 cells to each warp: cell j has registers 4j … 4j + 3, and warp p of
 the warpgroup begins 16 p rows further down.
 
-    plan = store_plan(stored, tile)                             # a `Stored`: GemmSpec.stored
+    plan = store_plan(stored, tile)                             # a `StoreTarget`: GemmSpec.store_target
     staging = k.shared("staging", plan.smem_bytes, align=1024) if plan.smem_bytes else None
     out_map = k.tensor_map("out_map") if plan.map else None     # with plan.map among the kernel's maps
     store = Store(k, stored, plan, out, extras, rows, staging, out_map)

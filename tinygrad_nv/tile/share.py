@@ -8,7 +8,7 @@ from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advance, read, write
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Load
-from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.gemm.spec import Result, StoreTarget
 from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.store_plan import StorePlan
 
@@ -25,7 +25,7 @@ class Cell:
 class Destination:
     """Destination of a result, and how it goes there (store.py)."""
     kb: Kernel
-    stored: Stored
+    stored: StoreTarget
     plan: StorePlan
     out: Value
     extras: Sequence[Value]

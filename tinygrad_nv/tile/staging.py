@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import place, store_form
 from tinygrad_nv.tile.expression import Load, loads
-from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.gemm.spec import Result, StoreTarget
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes
 from tinygrad_nv.tile.share import Share
 from tinygrad_nv.tile.store_plan import Panel, StorePlan
@@ -306,7 +306,7 @@ class Staged:
                 self.share.handed[load, *each] = Lanes(kb, load.dtype, [], word)
 
 
-def find_staged_load(stored: Stored, plan: StorePlan) -> Load | None:
+def find_staged_load(stored: StoreTarget, plan: StorePlan) -> Load | None:
     """A load that a panel can hold before the result does: 16-bit elements of every row and column, side by
     side as the result's, their lines aligned to 16 bytes."""
     out, along_n = stored.out, stored.out.major == "N"

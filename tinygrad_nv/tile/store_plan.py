@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.spec import Stored
+from tinygrad_nv.tile.gemm.spec import StoreTarget
 from tinygrad_nv.tile.lanes import FP8
 from tinygrad_nv.tile.launch import MapArgument
 
@@ -88,7 +88,7 @@ def warp_tile(rows: int, columns: int, warps_m: int, warps_n: int = 1) -> StoreT
     return StoreTile(rows, columns, warps_m * warps_n, 1, rows // warps_m, columns // warps_n)
 
 
-def store_plan(stored: Stored, tile: StoreTile) -> StorePlan:
+def store_plan(stored: StoreTarget, tile: StoreTile) -> StorePlan:
     """The plan for a result and a CTA's tile."""
     out = stored.out
     plan = StorePlan(stored.symbolic or stored.m % tile.rows != 0, stored.n % tile.columns != 0)
@@ -102,7 +102,7 @@ def store_plan(stored: Stored, tile: StoreTile) -> StorePlan:
     return with_map(plan, stored) if tile.warps == 4 else plan
 
 
-def with_map(plan: StorePlan, stored: Stored) -> StorePlan:
+def with_map(plan: StorePlan, stored: StoreTarget) -> StorePlan:
     """The plan with a tensor map of the result."""
     out, panel, size = stored.out, plan.panel, stored.out.dtype.itemsize
     assert panel is not None

@@ -3,7 +3,7 @@
 Protocol: a spec says what is computed, a schedule how, a target what is compiled for. A `Template` makes a
 kernel of the three. A `Family` has the templates of one folder and chooses among them. The one `Table`,
 templates.TABLE, finds families by the types of specs, and templates by schedule and by name. Its rows are
-modules that are imported when they are first asked for, and that import no writer of kernels (`later`).
+modules that are imported when they are first asked for, and that import no writer of kernels (`lazy_build`).
 
 From a spec to a kernel there are three hops, each in the family's folder:
 
@@ -107,19 +107,20 @@ AnyTemplate = Template[Any, Any, Any]
 @dataclass(frozen=True, eq=False)
 class Family:
     """The templates of one folder for one kind of target, the one liked best first. A spec is for those of
-    its type. `chooses` stands in for what `choose` does by itself, `defaults` for `first_legal`: what is
-    chosen where nothing was tried. `says` does so for `why_not`; where it says "", the templates are asked.
-    `tries` are so many schedules worth trying, instead of the templates' candidates and what is `near` them,
-    and `counts` the seconds of one with so many registers, by counters of the emulator. `orders` is the class
-    of schedules of a spec (order.py): words where all of its defaults are one, else a function."""
+    its type. `choice` stands in for what `choose` does by itself, `defaults` for `first_legal`: what is
+    chosen where nothing was tried. `refusal` does so for `why_not`; where it returns "", the templates are
+    asked. `candidates` are so many schedules worth trying, instead of the templates' candidates and what is
+    `near` them, and `counter_cost` the seconds of one with so many registers, by counters of the emulator.
+    `determinism_class` is the class of schedules of a spec (order.py): words where all of its defaults are
+    one, else a function."""
     name: str
     templates: tuple[AnyTemplate, ...]
-    chooses: Callable[[Any, Any], Schedule | None] | None = None
-    says: Callable[[Any, Any], str] | None = None
+    choice: Callable[[Any, Any], Schedule | None] | None = None
+    refusal: Callable[[Any, Any], str] | None = None
     defaults: Callable[[Any, Any], Schedule | None] | None = None
-    tries: Callable[[Any, Any, int], Sequence[Schedule]] | None = None
-    counts: Callable[[Any, Any, Any, int], float] | None = None
-    orders: str | Callable[[Any, Any], Ordered | None] = ""
+    candidates: Callable[[Any, Any, int], Sequence[Schedule]] | None = None
+    counter_cost: Callable[[Any, Any, Any, int], float] | None = None
+    determinism_class: str | Callable[[Any, Any], Ordered | None] = ""
 
     def of(self, spec: type) -> tuple[AnyTemplate, ...]:
         """The templates of a type of spec."""
@@ -128,18 +129,18 @@ class Family:
     def choose(self, spec: Any, target: Any) -> Schedule | None:
         """The schedule of a spec, None where no template takes it: the first legal candidate, where the
         family has no way of its own."""
-        return (self.chooses or self.default)(spec, target)
+        return (self.choice or self.default)(spec, target)
 
     def default(self, spec: Any, target: Any) -> Schedule | None:
         """The schedule of a spec where none was tried."""
         return (self.defaults or self.first_legal)(spec, target)
 
-    def ordered(self, spec: Any, target: Any) -> Ordered | None:
+    def choose_ordered(self, spec: Any, target: Any) -> Ordered | None:
         """The schedule and its class, by which a row's bits do not depend on other rows; None where there is
         none."""
-        if callable(self.orders): return self.orders(spec, target)
-        found = self.default(spec, target) if self.orders else None
-        return None if found is None else Ordered(found, self.orders)
+        if callable(self.determinism_class): return self.determinism_class(spec, target)
+        found = self.default(spec, target) if self.determinism_class else None
+        return None if found is None else Ordered(found, self.determinism_class)
 
     def first_legal(self, spec: Any, target: Any) -> Schedule | None:
         """The first candidate without problems, in the order of the templates; None where there is none."""
@@ -148,7 +149,7 @@ class Family:
     def why_not(self, spec: Any, target: Any) -> str:
         """Why `choose` finds nothing: what each template says of the candidate that it refuses least, or of
         its default where it has none."""
-        if self.says is not None and (words := self.says(spec, target)): return words
+        if self.refusal is not None and (words := self.refusal(spec, target)): return words
         said = {each.name: min((each.problems(spec, s, target) for s in
                                 list(each.candidates(spec, target)) or [each.schedule()]), key=len)
                 for each in self.of(type(spec))}
@@ -162,22 +163,24 @@ def _first_legal(family: Family, spec: Any, target: Any) -> Schedule | None:
                  if not each.problems(spec, s, target)), None)
 
 
-def fixed(spec: type[S], schedule: type[C], problems: Callable[[S, str], Sequence[str]] | None, module: str,
-          name: str) -> Template[S, C, GPU]:
+def make_template(spec: type[S], schedule: type[C], problems: Callable[[S, str], Sequence[str]] | None,
+                  module: str, name: str) -> Template[S, C, GPU]:
     """A GPU's template with nothing to choose: the reasons against its kernel are a function of spec and
     architecture. `problems` None: it takes every spec."""
-    def found(one: S, s: C, gpu: GPU) -> Sequence[str]: return problems(one, gpu.arch) if problems else []
-    return Template(schedule.template, spec, schedule, found, lambda one, gpu: (schedule(),),
-                    later(module, name))
+    def find_problems(one: S, s: C, gpu: GPU) -> Sequence[str]:
+        return problems(one, gpu.arch) if problems else []
+
+    return Template(schedule.template, spec, schedule, find_problems, lambda one, gpu: (schedule(),),
+                    lazy_build(module, name))
 
 
-def later(module: str, name: str) -> Callable[..., Any]:
-    """A GPU template's `build` of a module that is imported at the first call: writers of kernels are
+def lazy_build(module: str, name: str) -> Callable[..., Any]:
+    """Returns a GPU template's `build`, whose module is imported at the first call: writers of kernels are
     large."""
-    def built(spec: Any, schedule: Schedule, target: GPU, integers: tuple[Integer, ...] = ()) -> Any:
+    def build(spec: Any, schedule: Schedule, target: GPU, integers: tuple[Integer, ...] = ()) -> Any:
         made = getattr(import_module(module), name)(spec, schedule, target)
         return made.with_integers(integers) if integers else made
-    return built
+    return build
 
 
 class Table:
@@ -211,7 +214,7 @@ class Table:
         """Returns the templates of a spec's type, the one liked best first."""
         return () if (found := self.family(kind, type(spec))) is None else found.of(type(spec))
 
-    def named(self, kind: str, name: str) -> AnyTemplate:
+    def find_template(self, kind: str, name: str) -> AnyTemplate:
         """The template of a name, from JSON or a command line: families are imported until one has it. Raises
         `ScheduleError` where there is none."""
         rows = (family for on, family in self.rows if on == kind)
@@ -224,13 +227,13 @@ class Table:
 
     def of(self, schedule: Schedule) -> AnyTemplate:
         """The template that a schedule is of."""
-        return self.named(schedule.kind, schedule.template)
+        return self.find_template(schedule.kind, schedule.template)
 
     def read(self, kind: str, data: Any) -> Schedule:
         """The schedule of plain data. Raises `ScheduleError` for what is none."""
         if not isinstance(data, dict) or type(data.get("template")) is not str:
             raise ScheduleError(f"{data!r}", "an object with a template and its fields")
-        found: Schedule = self.named(kind, data["template"]).schedule.from_json(
+        found: Schedule = self.find_template(kind, data["template"]).schedule.from_json(
             {name: value for name, value in data.items() if name != "template"})
         return found
 
@@ -240,14 +243,14 @@ class Table:
         """The schedule of a spec on a target; None where no template takes it. Of one class where that is
         wanted (order.py)."""
         if order.is_wanted():
-            return None if (made := self.ordered(spec, target)) is None else made.schedule
+            return None if (made := self.choose_ordered(spec, target)) is None else made.schedule
         found = self.family(target.kind, type(spec))
         return None if found is None else found.choose(spec, target)
 
-    def ordered(self, spec: Any, target: Any) -> Ordered | None:
+    def choose_ordered(self, spec: Any, target: Any) -> Ordered | None:
         """The schedule and its class (order.py); None where there is none."""
         found = self.family(target.kind, type(spec))
-        return None if found is None else found.ordered(spec, target)
+        return None if found is None else found.choose_ordered(spec, target)
 
     def why_not(self, spec: Any, target: Any) -> str:
         """Why there is no schedule of a spec on a target."""
@@ -255,7 +258,8 @@ class Table:
         if found is None: return f"no template for {spec}"
         if order.is_wanted() and found.default(spec, target) is not None:
             return f"deterministic: no class of {found.name} schedules keeps a row's sums in one order" \
-                if not found.orders else f"deterministic: no {found.name} schedule of its class takes it"
+                if not found.determinism_class else \
+                f"deterministic: no {found.name} schedule of its class takes it"
         return found.why_not(spec, target)
 
     # **** what a spec computes ****

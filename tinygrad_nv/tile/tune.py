@@ -79,7 +79,8 @@ def tune(spec: Any, gpu: GPU, beam: int = 1,
     if both: tried = [*_measure(tried, spec, gpu, family, count, lambda n: progress(len(wanted) + n, steps))]
     found = _rank([replace(each.candidate, how=how) for each in tried], TIE if how == "modelled" else 1.0)
     if found and (best := found[0]).seconds is not None:
-        database.store([database.Entry(database.kept_as(spec), gpu.arch, database.toolchain(), best.schedule,
+        database.store([database.Entry(database.tuning_key(spec), gpu.arch, database.toolchain(),
+                                       best.schedule,
                                        best.seconds, how, gpu.figures if how == "modelled" else "",
                                        database.origin())])
     return found
@@ -88,7 +89,7 @@ def tune(spec: Any, gpu: GPU, beam: int = 1,
 def _how(gpu: GPU, family: Family, model: Clock | None) -> How:
     """How seconds are known."""
     if (clock := gpu.clock or model) is not None: return clock.how
-    if family.counts is not None: return "counted"
+    if family.counter_cost is not None: return "counted"
     raise ToolchainError(f"nothing times {family.name} kernels on {gpu.arch}",
                          "a GPU, or ptxas, nvdisasm and figures of one for the timing model",
                          "pip install 'tinygrad-nv[emulator]', or set NV_TIMING_GPU")
@@ -114,7 +115,7 @@ def schedules(spec: Any, gpu: GPU, count: int) -> list[Schedule]:
     """Returns the schedules that are worth trying: the default, and so many others that are legal."""
     family = TABLE.family(gpu.kind, type(spec))
     if family is None or (default := family.default(spec, gpu)) is None: return []
-    if family.tries is not None: return [*family.tries(spec, gpu, count)]
+    if family.candidates is not None: return [*family.candidates(spec, gpu, count)]
     first = (s for each in TABLE.templates(gpu.kind, spec) for s in each.candidates(spec, gpu))
     beside = chain.from_iterable((s, *s.near) for s in chain([default], first))
     return [*dict.fromkeys(s for s in beside if not TABLE.problems(spec, s, gpu))][:count + 1]
@@ -155,8 +156,8 @@ def _time(built: Built, spec: Any, gpu: GPU, family: Family, clock: Clock | None
     try:
         if clock is not None: taken = clock.seconds(built.made, spec, built.assembled)
         else:
-            assert family.counts is not None, "asked before"
-            taken = family.counts(spec, candidate.schedule, gpu, candidate.registers)
+            assert family.counter_cost is not None, "asked before"
+            taken = family.counter_cost(spec, candidate.schedule, gpu, candidate.registers)
     except NVError as error:
         return replace(built, candidate=replace(candidate, seconds=None, why=error.found))
     modelled_s = taken if clock is not None and clock.how == "modelled" else candidate.modelled

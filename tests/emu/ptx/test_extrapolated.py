@@ -37,7 +37,7 @@ CASES = {
 
 
 def whole(listing, entry, shape, tapes, gpu, memory, begins, log=0):
-    """Cycles of all clusters, each on the SM that is its turn: what `model.timed` is called with."""
+    """Cycles of all clusters, each on the SM that is its turn: what `model.predict_work` is called with."""
     code, first = code_of(listing, entry, gpu), shape.ctas_of_sm(gpu)
     notes = np.concatenate([tape.notes for tape in tapes.warps])
     shares = shares_of(tapes.reads, memory, notes, 1.0, first, gpu)

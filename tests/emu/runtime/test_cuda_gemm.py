@@ -20,7 +20,7 @@ from tinygrad_nv.tile.templates import TABLE
 
 M = 130
 W = Wgmma().block(128, 64).stages(3)
-SCHEDULES = {"cluster": W.cluster(2, 1), "split": W.split(2), "streamed": W.streamed()}
+SCHEDULES = {"cluster": W.cluster(2, 1), "split": W.split(2), "streamed": W.stream_k()}
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ CASES = {
     "wgmma ping-pong": Case(product(256, 64, 128), WGMMA.block(64, 64).pingpong(), 2),
     "wgmma cluster": Case(product(256, 64, 128), WGMMA.cluster(2), 2),
     "wgmma split": Case(product(128, 64, 256), WGMMA.split(2), 2),
-    "wgmma stream-K": Case(product(256, 64, 320), WGMMA.streamed(), 3),
+    "wgmma stream-K": Case(product(256, 64, 320), WGMMA.stream_k(), 3),
     "gemv": by_gemv(product(3, 96, 512, out=exact(dtypes.bfloat16))),
     "gemv bytes": by_gemv(product(1, 50, 333, dtypes.int8)),
     "gemv MN-major": by_gemv(product(2, 96, 256, majors="KM")),

@@ -197,7 +197,7 @@ def prepared(spec: Any, integers: bool = False) -> Given:
     if isinstance(spec, GroupedGemmSpec | GroupedOuterSpec):
         ends = torch.randint(spec.rows // 2, spec.rows + 1, (spec.groups - 1,), generator=random)
         made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))
-        if spec.ordered: made["order"].copy_(torch.randperm(spec.rows, generator=random))
+        if spec.has_order: made["order"].copy_(torch.randperm(spec.rows, generator=random))
     if isinstance(spec, LoraSpec):
         ends = torch.randint(1, spec.rows, (spec.adapters,), generator=random)
         made["offsets"].copy_(torch.tensor([0, *ends.sort().values, spec.rows]))

@@ -32,7 +32,7 @@ def given(spec: GroupedGemmSpec, counts: Sequence[int], before: int = 0, integer
         return torch.randn(shape, generator=random, dtype=torch.float64)
     offsets = torch.tensor([before, *counts]).cumsum(0)
     order, inside = torch.randperm(spec.rows, generator=random), slice(before, int(offsets[-1]))
-    used = order[inside] if spec.ordered else torch.arange(spec.rows)[inside]
+    used = order[inside] if spec.has_order else torch.arange(spec.rows)[inside]
     named = used // spec.gather if spec.gather else torch.arange(spec.rows)[inside]
     made = {"x": some(spec.x_rows, spec.k), "w": some(spec.groups, spec.n, spec.k) / (1 if integers else 4)}
     for name, kept, rows in (("x", named, spec.x_rows), ("w", [e for e, c in enumerate(counts) if c],
@@ -41,7 +41,7 @@ def given(spec: GroupedGemmSpec, counts: Sequence[int], before: int = 0, integer
         gone[kept] = False
         made[name][gone] = torch.nan
     made = {name: x.to(kind) for name, x in made.items()} | {"offsets": offsets.int()}
-    if spec.ordered: made["order"] = order.int()
+    if spec.has_order: made["order"] = order.int()
     if spec.weighted:
         made["weights"] = torch.full((spec.rows,), torch.nan)
         made["weights"][used.long()] = some(len(used)).float()
@@ -65,7 +65,7 @@ def answer(spec: GroupedGemmSpec, given: Given, dtype: torch.dtype = torch.float
     offsets = given["offsets"].tolist()
     for e, (first, last) in enumerate(pairwise(offsets)):
         for i in range(first, last):
-            slot = int(given["order"][i]) if spec.ordered else i
+            slot = int(given["order"][i]) if spec.has_order else i
             row = given["x"][slot // spec.gather if spec.gather else i].to(dtype)
             y = product(given["w"][e].to(dtype), row)
             if spec.biased: y = y + given["bias"][e].to(dtype)

@@ -31,7 +31,7 @@ def given(spec: GroupedOuterSpec, counts: Sequence[int], before: int, whole: boo
         values[gone] = torch.nan
         made[name] = values.to(kind)
     made["offsets"] = offsets.int()
-    return made | ({"order": order.int()} if spec.ordered else {})
+    return made | ({"order": order.int()} if spec.has_order else {})
 
 
 def answer(spec: GroupedOuterSpec, there: dict[str, torch.Tensor], kind: torch.dtype) -> torch.Tensor:
@@ -39,7 +39,7 @@ def answer(spec: GroupedOuterSpec, there: dict[str, torch.Tensor], kind: torch.d
     sums = torch.zeros(spec.groups, spec.n, spec.k, dtype=kind)
     for e, (first, last) in enumerate(pairwise(there["offsets"].tolist())):
         for i in range(first, last):
-            slot = int(there["order"][i]) if spec.ordered else i
+            slot = int(there["order"][i]) if spec.has_order else i
             y, x = (there[name][slot // gather if gather else i].to(kind) for name, gather in
                     (("y", spec.gather_y), ("x", spec.gather_x)))
             sums[e] += torch.outer(y, x)

@@ -24,7 +24,7 @@ from tests.support.tile.report_case import told
 from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.attention.dropout import keeps
-from tinygrad_nv.tile.attention.spec import EVERY, FULL, SCALED, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.spec import FULL, KEEP_ALL, SCALED, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, loads
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.launch import MapArgument
@@ -80,7 +80,7 @@ def places(spec: AttentionSpec) -> dict[str, tuple[DType, Place]]:
         made[f"scale_{name}"] = dtypes.float32, (scales.offset, (*spec.batch, -(-count // scales.rows)),
                                                  (*scales.batch, scales.block))
     if spec.sinks is not None: made["sinks"] = dtypes.float32, (0, spec.batch, spec.sinks)
-    if spec.kept < EVERY: made["seed"] = dtypes.int32, (0, (2,), (1,))
+    if spec.kept < KEEP_ALL: made["seed"] = dtypes.int32, (0, (2,), (1,))
     for load in sorted(loads(spec.score), key=lambda load: load.parameter):
         strides = (*(load.batch or (0, 0, 0)), load.m, load.n)
         made[f"x{load.parameter}"] = load.dtype, (load.offset, (*spec.batch, spec.s_q, spec.s_kv), strides)
@@ -161,7 +161,7 @@ def attended(spec: AttentionSpec, given: dict[str, torch.Tensor], wide: torch.dt
     top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True) + torch.exp(sinks - top)
-    if spec.kept < EVERY: weights = weights * keep(spec, given, s_q, s_kv)
+    if spec.kept < KEEP_ALL: weights = weights * keep(spec, given, s_q, s_kv)
     lift = 256 if spec.scales is not None else 1
     if rounded is not None: weights = (weights * lift).to(rounded).to(wide) / lift
     out = weights @ v / torch.where(total == 0, torch.ones_like(total), total)
@@ -190,7 +190,7 @@ def keep(spec: AttentionSpec, given: dict[str, torch.Tensor], s_q: int, s_kv: in
     if "first matrix" in given: matrix += np.uint64(given["first matrix"].item())
     found = keeps(row[:, None], column, matrix[:, None, None],
                   given["seed"].numpy().view(np.uint32).astype(np.uint64), spec.kept)
-    return torch.from_numpy(found).view(*spec.batch, s_q, s_kv) * (EVERY / spec.kept)
+    return torch.from_numpy(found).view(*spec.batch, s_q, s_kv) * (KEEP_ALL / spec.kept)
 
 
 def reference(spec: AttentionSpec, given: dict[str, torch.Tensor],

@@ -43,7 +43,7 @@ from tests.support.tile.report_case import told
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.spec import EVERY, FULL, AttentionSpec, Band
+from tinygrad_nv.tile.attention.spec import FULL, KEEP_ALL, AttentionSpec, Band
 from tinygrad_nv.tile.expression import Expression
 from tinygrad_nv.tile.kernel import BackwardKernel
 
@@ -66,7 +66,7 @@ def backward(s_q: int, s_kv: int, d: int = 64, dtype: DType = dtypes.bfloat16, b
              heads: int = 1, group: int = 1, band: Band = FULL, score: Expression | None = None,
              start: int = 0, d_v: int | None = None, out: DType | None = None, order: str = "bhr",
              gap: int = 0, symbolic: tuple[str, ...] = (), deterministic: bool = False,
-             kept: int = EVERY) -> BackwardSpec:
+             kept: int = KEEP_ALL) -> BackwardSpec:
     """A backward pass of dense operands, scaled by 1/√d where no score is given; `out` is the dtype of dk and
     dv."""
     forward = attention(s_q, s_kv, d, dtype, batch, heads, group, band, score, start, d_v, None, order, gap,
@@ -151,7 +151,7 @@ def differentiated(spec: BackwardSpec, given: Given, wide: torch.dtype, rounded:
     hidden = ~seen(one, extents) | (scores == -torch.inf) | (log == -torch.inf)
     p = torch.where(hidden, 0, torch.exp(scores - log))
     slope = torch.where(hidden, 0, slope)
-    keep = attention_case.keep(one, given, s_q, s_kv).to(wide) if one.kept < EVERY else 1
+    keep = attention_case.keep(one, given, s_q, s_kv).to(wide) if one.kept < KEEP_ALL else 1
     if magnitudes:
         q, k, v, grad, delta, slope = (each.abs() for each in (q, k, v, grad, delta, slope))
         p = p * (1 + torch.where(hidden, 0, scores.abs() + log.abs()))

@@ -20,7 +20,7 @@ def best(spec: GemmSpec, arch: str, sm_count: int = 0) -> Gemv:
     """The schedule that is predicted to be the fastest, whatever other templates could do."""
     machine = gpu_model_for(arch, sm_count)
     model = CostModel(spec, machine)
-    all_ = [s for start in candidates(spec, GPU(arch)) for s in start.filling(spec, machine.sm_count)]
+    all_ = [s for start in candidates(spec, GPU(arch)) for s in start.fill_sms(spec, machine.sm_count)]
     legal = (s for s in all_ if not TABLE.problems(spec, s, GPU(arch)))
     return min(legal, key=lambda s: model.predict(s).seconds)
 

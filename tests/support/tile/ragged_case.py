@@ -21,7 +21,7 @@ from tests.support.tile import attention_case as dense
 from tests.support.tile.gemm_case import GUARD, TORCH, bits
 from tests.support.tile.report_case import told
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.tile.attention.spec import EVERY, FULL, SYMBOLS, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.spec import FULL, KEEP_ALL, SYMBOLS, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.expression import Expression, Sum, loads
 from tinygrad_nv.tile.kernel import AttentionKernel
 
@@ -47,7 +47,7 @@ class Case:
         """A dense attention whose operands have the same storages."""
         assert self.spec.total is not None
         rows, keys = self.spec.total
-        return replace(self.spec, total=None, kept=EVERY, batch=(1, *self.spec.batch[1:]), s_q=rows,
+        return replace(self.spec, total=None, kept=KEEP_ALL, batch=(1, *self.spec.batch[1:]), s_q=rows,
                        s_kv=keys, score=Sum(), lse=False)
 
     def alone(self, number: int) -> tuple[AttentionSpec, dict[str, int]]:
@@ -63,7 +63,7 @@ class Case:
 def ragged(lengths: Sequence[tuple[int, int]], d: int = 64, dtype: DType = dtypes.bfloat16, heads: int = 1,
            group: int = 1, band: Band = FULL, score: Expression | None = None, d_v: int | None = None,
            out: DType | None = None, gap: int = 0, lse: bool = True, slack: int = 0, more: int = 0,
-           kept: int = EVERY) -> Case:
+           kept: int = KEEP_ALL) -> Case:
     """Rows [row, heads, d]; `more` than the most rows are allowed for."""
     d_v = d if d_v is None else d_v
     if score is None: score = Sum() * (1 / math.sqrt(d))
@@ -99,8 +99,8 @@ def order(spec: AttentionSpec) -> list[str]:
     """The kernel's pointers."""
     extras = [f"x{i}" for i in range(len(spec.parameters))]
     without = set() if spec.lse else {"l"}
-    if not spec.ragged: without |= {"cu_q", "cu_k"}
-    if spec.kept == EVERY: without.add("seed")
+    if not spec.is_ragged: without |= {"cu_q", "cu_k"}
+    if spec.kept == KEEP_ALL: without.add("seed")
     names = ["out", "l", "q", "k", "v", "cu_q", "cu_k", "seed", *extras]
     return [name for name in names if name not in without]
 

@@ -163,7 +163,7 @@ def right(spec: Any, given: Given, got: dict[str, torch.Tensor], c: float = C, c
         mine, true, usual = got[each.name], exact[each.name], plain[each.name]
         assert mine.shape == true.shape, (each.name, mine.shape, true.shape)
         said = ~true.isnan()    # NaN: rows of l that a sequence of a ragged batch lacks, which nothing writes
-        assert said.all() or (each.name == "l" and spec.ragged), f"the reference of {each.name} has NaN"
+        assert said.all() or (each.name == "l" and spec.is_ragged), f"the reference of {each.name} has NaN"
         finite = said & true.isfinite()
         assert torch.equal(mine[said & ~finite], true[said & ~finite]), each.name
         mine, true, usual = mine[finite], true[finite], usual[finite]

@@ -47,7 +47,7 @@ class _Outer:
         nbytes = self.plan.smem_bytes if staged else 0
         staging = k.shared("staging", nbytes, align=1024) if nbytes else None
         out_map = k.tensor_map("out_map") if self.plan.map else None
-        self.store = Store(k, spec.stored, self.plan, out, extras, self.rows, staging, out_map)
+        self.store = Store(k, spec.store_target, self.plan, out, extras, self.rows, staging, out_map)
         self.columns = schedule.block_n // spec.parts
         self.tiles_m, self.tiles_n = -(-spec.m // schedule.block_m), -(-spec.n // self.columns)
         self.tiles = self.tiles_m * self.tiles_n * spec.matrices

@@ -44,7 +44,7 @@ TRAINED = partial(attention, band=CAUSAL, lse=True)
 
 def default(spec: Any, schedule: type[CPUSchedule], isa: ISA = BEST) -> Any:
     """What a template chooses by itself for two threads."""
-    return next(iter(TABLE.named("cpu", schedule.template).candidates(spec, CPU(isa, 2))))
+    return next(iter(TABLE.find_template("cpu", schedule.template).candidates(spec, CPU(isa, 2))))
 
 
 # **** parts ****

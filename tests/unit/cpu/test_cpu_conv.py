@@ -108,7 +108,7 @@ def test_group_norm_of_large_means_and_many_positions():
 def test_a_row_has_the_same_bits_in_a_larger_batch():
     spec = conv(1, 7, 5, 20, 40)
     several, given = replace(spec, batch=3), storages(replace(spec, batch=3))
-    ordered = TABLE.ordered(several, HERE), TABLE.ordered(spec, HERE)
+    ordered = TABLE.choose_ordered(several, HERE), TABLE.choose_ordered(spec, HERE)
     assert None not in ordered
     many, one = (run(which, each.schedule, HERE, {**given, "x": given["x"][:which.batch * 700],
                                                   "out": given["out"][:which.batch * 1400]})["out"]

@@ -47,7 +47,7 @@ def test_no_prediction_is_below_the_roofline(machine, extents, schedule, dtype, 
 
 @pytest.mark.parametrize(("schedule", "early"), [
     (GEMV.k(128), True), (GEMV.k(128).split(8), True), (GEMV.k(128).split(16), False), (COOPERATIVE, True),
-    (W.block(128, 128).split(4), True), (COOPERATIVE.streamed(), False), (Mma(), True),
+    (W.block(128, 128).split(4), True), (COOPERATIVE.stream_k(), False), (Mma(), True),
     (Mma().split(3), False)])
 def test_what_has_flags_to_zero_is_not_launched_early(schedule, early):
     """The templates say by `flags` what the model says here. 8 µs later everything is 8 µs later."""
@@ -115,7 +115,7 @@ def test_multicast_helps_where_l2_is_the_bound():
 def test_few_tiles_with_long_sums_are_split():
     spec = dense(512, 512, 16384)
     whole, split, stream = seconds(spec, W.block(128, 128).stages(6), W.block(128, 128).stages(6).split(8),
-                                   W.block(128, 128).stages(6).streamed())
+                                   W.block(128, 128).stages(6).stream_k())
     assert max(split, stream) < 0.5 * whole
     for arch in ("sm_80", "sm_90a"):
         best = choose(spec, GPU(arch))
@@ -125,7 +125,7 @@ def test_few_tiles_with_long_sums_are_split():
 
 def test_stream_k_evens_out_the_last_wave():
     spec = dense(128 * 9, 256 * 15, 8192)                        # 135 tiles for 132 SMs
-    whole, stream = seconds(spec, COOPERATIVE, COOPERATIVE.streamed())
+    whole, stream = seconds(spec, COOPERATIVE, COOPERATIVE.stream_k())
     assert stream < 0.75 * whole
 
 
@@ -210,13 +210,13 @@ def test_counters_become_cycles():
     assert made.ahead == s.depth - 1
     worse = work_from_trial(Trial(stats(5, 500), stats(9, 500), (5, 9), 1), model, s)
     assert worse.shared == 756
-    assert model.timed(s, worse).seconds > 1.2 * model.timed(s, made).seconds
+    assert model.predict_work(s, worse).seconds > 1.2 * model.predict_work(s, made).seconds
 
 
 def test_registers_decide_how_many_ctas_an_sm_holds():
     model, s = CostModel(dense(8192, 8192, 8192), A100), Mma().stages(2)
-    done = model.planned(s)
-    assert model.timed(s, done, 255).waves == pytest.approx(2 * model.timed(s, done, 128).waves)
+    done = model.plan_work(s)
+    assert model.predict_work(s, done, 255).waves == pytest.approx(2 * model.predict_work(s, done, 128).waves)
 
 
 def test_wgmma_reads_both_operands_from_shared_memory():
@@ -228,5 +228,5 @@ def test_wgmma_reads_both_operands_from_shared_memory():
     model = CostModel(dense(4096, 4096, 4096), H100)
     made = work_from_trial(Trial(few, many, (1, 2), 1), model, s)
     assert made.shared == (4 * (64 + 128) * 32 + 24576) / 128
-    assert made.tensor == pytest.approx(model.planned(s).tensor)
-    assert made.shared == model.planned(s).shared
+    assert made.tensor == pytest.approx(model.plan_work(s).tensor)
+    assert made.shared == model.plan_work(s).shared

@@ -249,7 +249,7 @@ def test_a_modelled_entry_names_its_gpu_and_no_other_does():
 def test_a_decode_has_one_winner_for_any_number_of_requests():
     one, many = (decode.dense(batch, 8, 4096, 128, kv_heads=2) for batch in (1, 32))
     gpu = GPU("sm_90a", 132)
-    schedule, kept = TABLE.choose(many, gpu).stages(2), database.kept_as(many)
+    schedule, kept = TABLE.choose(many, gpu).stages(2), database.tuning_key(many)
     database.store([Entry(kept, "sm_90a", database.toolchain(), schedule, 1e-4, "measured")])
     assert TABLE.choose(one, gpu) == TABLE.choose(many, gpu) == schedule
     assert TABLE.choose(decode.dense(1, 8, 4096, 64, kv_heads=2), gpu) != schedule
@@ -268,7 +268,7 @@ OLD = {"block_m": 128, "block_n": 128, "block_k": 32, "warps_m": 2, "warps_n": 2
     ("wgmma", {"block_k": 64, "warps_m": 12, "warps_n": 1, "cluster_m": 2, "mode": "pingpong",
                "swizzle_width": "64B"}, Wgmma().stages(3).cluster(2).pingpong().swizzle("64B")),
     ("wgmma", {"block_n": 256, "block_k": 64, "warps_m": 12, "warps_n": 1, "stream": True},
-     Wgmma().block(128, 256).stages(3).streamed()),
+     Wgmma().block(128, 256).stages(3).stream_k()),
     ("gemv", {"block_m": 16, "block_n": 32, "block_k": 512, "warps_m": 4, "warps_n": 1, "splits": 2},
      Gemv().columns(32).k(512).warps(4).split(2)),
     ("gemv", {"warps_m": 4, "warps_n": 2}, Gemv())])

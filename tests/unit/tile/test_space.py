@@ -67,7 +67,7 @@ def test_every_default_tile_is_legal_somewhere():
         for dtype, size in (("bf16", 2), ("s8", 1), ("tf32", 4)):
             spec = dense(4096, 4096, 4096, dtype)
             for tile in starts(spec, GPU(arch)):
-                rings = tile.rings(arch, size)
+                rings = tile.stage_variants(arch, size)
                 assert any(not TABLE.problems(spec, ring, GPU(arch)) for ring in rings), tile
 
 
@@ -75,13 +75,13 @@ def test_splits_and_clusters_fit_the_product():
     for spec in SPECS:
         for start in starts(spec, GPU("sm_90a")):
             if not start.worthwhile(spec): continue
-            for made in start.around(spec, 132):
+            for made in start.variants(spec, 132):
                 columns = -(-spec.n // made.block_n)
                 assert made.cluster_shape[1] == 1 or columns > 1 or made.swap or spec.parts > 1
                 if made.splits > start.splits: assert 2 * made.splits <= -(-spec.k // made.block_k)
-    assert [s.splits for s in Mma().block(64, 64).around(dense(4096, 4096, 4096), 108)] == [1]
-    assert max(s.splits for s in Mma().block(64, 64).around(dense(64, 64, 65536), 108)) == 32
-    assert max(s.splits for s in Mma().block(64, 64).around(dense(64, 64, 256), 108)) == 4
+    assert [s.splits for s in Mma().block(64, 64).variants(dense(4096, 4096, 4096), 108)] == [1]
+    assert max(s.splits for s in Mma().block(64, 64).variants(dense(64, 64, 65536), 108)) == 32
+    assert max(s.splits for s in Mma().block(64, 64).variants(dense(64, 64, 256), 108)) == 4
 
 
 # **** the choice ****
@@ -197,7 +197,7 @@ def test_why_there_is_none():
 @pytest.mark.parametrize("extents", [(1 << 31, 8, 64), (8, 1 << 31, 64), (8, 8, 1 << 31)])
 def test_an_extent_that_32_bits_do_not_count(template: str, extents: tuple[int, int, int]):
     words = f"={1 << 31} is above {(1 << 31) - 1}"
-    schedule = TABLE.named("gpu", template).schedule()
+    schedule = TABLE.find_template("gpu", template).schedule()
     assert any(words in each for each in TABLE.problems(dense(*extents), schedule, GPU("sm_90a")))
 
 

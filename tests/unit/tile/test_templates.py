@@ -32,7 +32,7 @@ NAMES = {template.name for _, template in TEMPLATES}
 def test_a_row_is_what_it_says(kind: str, template: Template):
     schedule = template.schedule()
     assert (schedule.kind, schedule.template) == (kind, template.name)
-    assert TABLE.of(schedule) is TABLE.named(kind, template.name) is template
+    assert TABLE.of(schedule) is TABLE.find_template(kind, template.name) is template
     assert TABLE.read(kind, schedule.to_json()) == schedule
     assert str(schedule).split()[0] == template.name
     for field in fields(schedule):
@@ -55,7 +55,7 @@ def test_no_two_templates_have_a_name():
 
 
 def test_a_name_there_is_not():
-    with pytest.raises(ScheduleError, match="template 'fma'") as error: TABLE.named("gpu", "fma")
+    with pytest.raises(ScheduleError, match="template 'fma'") as error: TABLE.find_template("gpu", "fma")
     assert {"mma", "wgmma", "gemv"} <= set(error.value.expected.removeprefix("one of ").split(", "))
 
 

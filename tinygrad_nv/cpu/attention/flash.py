@@ -29,7 +29,7 @@ from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, compute_integers, kernel, up
 from tinygrad_nv.cpu.target import CPU
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, RowScales
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer
 
@@ -69,9 +69,9 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     outputs = [(c_type(spec.out.dtype), "out"), *[("float", "logs")] * spec.lse]
     inputs = [(c_type(one.dtype), name) for one, name in ((spec.q, "q"), (spec.k, "k"), (spec.v, "v"))]
     if spec.scales is not None: inputs += [("float", f"scale_{name}") for name in "qkv"]
-    if spec.ragged: inputs += [("s32", "cu_q"), ("s32", "cu_k")]
+    if spec.is_ragged: inputs += [("s32", "cu_q"), ("s32", "cu_k")]
     if spec.sinks is not None: inputs.append(("float", "sinks"))
-    if spec.kept < EVERY: inputs.append(("u32", "seed"))
+    if spec.kept < KEEP_ALL: inputs.append(("u32", "seed"))
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     name = f"flash_{spec.s_q}x{spec.s_kv}x{spec.d}"
     body = _documents(spec, schedule, blocks) if spec.documents else _body(spec, schedule, blocks)
@@ -131,7 +131,7 @@ def _log(spec: AttentionSpec, head: str, row: str) -> str:
 
 def _extents(spec: AttentionSpec) -> str:
     """Rows of q and k, where row 0 stands, and where the first rows lie."""
-    if spec.ragged:
+    if spec.is_ragged:
         return f"""const s64 at_q = cu_q[b0], at_k = cu_k[b0];
     const s64 has_q = cu_q[b0 + 1] - at_q, rows_q = has_q < {spec.s_q} ? has_q : {spec.s_q};
     const s64 has_k = cu_k[b0 + 1] - at_k, rows_k = has_k < {spec.s_kv} ? has_k : {spec.s_kv};

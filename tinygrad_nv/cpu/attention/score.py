@@ -17,7 +17,7 @@ from tinygrad_nv.cpu.attention import dropout
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
 from tinygrad_nv.tile.attention.documents import own_score
-from tinygrad_nv.tile.attention.spec import EVERY, SCALED, AttentionSpec, multiple
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, SCALED, AttentionSpec, multiple
 from tinygrad_nv.tile.expression import Expression, loads, short
 
 LOG2E = 1.4426950408889634
@@ -31,12 +31,12 @@ def problems(spec: AttentionSpec) -> list[str]:
 
 def lift(spec: AttentionSpec) -> str:
     """By what the result is to be multiplied beside 1 / sum, as a literal."""
-    return c_float((EVERY / spec.kept) / (LIFT if spec.v.dtype == SCALED else 1.0))
+    return c_float((KEEP_ALL / spec.kept) / (LIFT if spec.v.dtype == SCALED else 1.0))
 
 
 def before(spec: AttentionSpec) -> str:
     """Functions that `softmax` calls."""
-    return dropout.text() if spec.kept < EVERY else ""
+    return dropout.text() if spec.kept < KEEP_ALL else ""
 
 
 def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
@@ -71,7 +71,7 @@ def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
 
 def _draw_bytes(spec: AttentionSpec, block_n: int) -> str:
     """The bytes that say what is dropped."""
-    if spec.kept == EVERY: return ""
+    if spec.kept == KEEP_ALL: return ""
     _, kv, group = spec.batch
     return f"""u8 bytes[{ROWS * block_n}];
         draw(bytes, {block_n}, {ROWS}, first_row + r, {block_n}, c0,
@@ -131,7 +131,7 @@ def _weights(spec: AttentionSpec, blocks: AttentionBlocks) -> str:
     elif spec.v.dtype == dtypes.float32: store = "store_f32(line + v * W, p);"
     else: store = f"store_f32(line + v * W, round_{kind}(p));"
     drop = ""
-    if spec.kept < EVERY: drop = f"p = pick(load_u8(bytes + i * {n} + v * W) < {spec.kept}, p, (vf)0.f);"
+    if spec.kept < KEEP_ALL: drop = f"p = pick(load_u8(bytes + i * {n} + v * W) < {spec.kept}, p, (vf)0.f);"
     return f"""const float peak = peak_(most), old = tops_[index + i];
           const float top = peak > old ? peak : old, shift = top == -__builtin_inff() ? 0.f : top;
           alpha[i] = exp2_small((vf)({before}))[0];

@@ -19,5 +19,5 @@ def _why_not(spec: AttentionSpec | BackwardSpec, target: CPU) -> str:
     return f"flash: {', '.join(FLASH.problems(spec, flash.default(spec, target), target))}"
 
 
-FAMILY = Family("attention", (FLASH, BACKWARD), says=_why_not,
-                orders=f"keys in blocks of {flash.BLOCK_N} from the first")
+FAMILY = Family("attention", (FLASH, BACKWARD), refusal=_why_not,
+                determinism_class=f"keys in blocks of {flash.BLOCK_N} from the first")

@@ -8,4 +8,4 @@ from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.template import Family
 
 COLUMN_SUM = template(ColumnSumSpec, kernel.CPUColumnSum, kernel.default, kernel.problems, kernel.__name__)
-FAMILY = Family("column_sum", (COLUMN_SUM,), orders=OVER_ROWS)
+FAMILY = Family("column_sum", (COLUMN_SUM,), determinism_class=OVER_ROWS)

@@ -7,4 +7,4 @@ from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.template import Family
 
 CONV = template(ConvSpec, kernel.ImplicitGemm, kernel.default, kernel.problems, kernel.__name__)
-FAMILY = Family("conv", (CONV,), orders=kernel.order_schedule)
+FAMILY = Family("conv", (CONV,), determinism_class=kernel.order_schedule)

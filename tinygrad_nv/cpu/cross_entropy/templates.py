@@ -10,4 +10,4 @@ from tinygrad_nv.tile.template import Family
 ROWS = template(CrossEntropySpec, kernel.CPUCrossEntropy, kernel.default, None, kernel.__name__)
 DISTILLATION = template(DistillationSpec, kernel.CPUDistillation, kernel.default_distillation, None,
                         kernel.__name__, "build_distillation")
-FAMILY = Family("cross_entropy", (ROWS, DISTILLATION), orders=OVER_ROWS)
+FAMILY = Family("cross_entropy", (ROWS, DISTILLATION), determinism_class=OVER_ROWS)

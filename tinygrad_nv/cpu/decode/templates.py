@@ -8,4 +8,5 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import Family
 
 DECODE = template(DecodeSpec, CPUDecode, kernel.default, kernel.problems, kernel.__name__)
-FAMILY = Family("decode", (DECODE,), orders=f"splits of {kernel.SPLIT_KEYS} keys of the request's own")
+FAMILY = Family("decode", (DECODE,),
+                determinism_class=f"splits of {kernel.SPLIT_KEYS} keys of the request's own")

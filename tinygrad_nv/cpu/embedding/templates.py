@@ -10,4 +10,4 @@ from tinygrad_nv.tile.template import Family
 EMBEDDING = template(EmbeddingSpec, kernel.CPUEmbedding, kernel.default, None, kernel.__name__)
 GRADIENT = template(EmbeddingGradientSpec, kernel.CPUEmbeddingGradient, kernel.gradient_default, None,
                     kernel.__name__, "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT), orders=OVER_ROWS)
+FAMILY = Family("embedding", (EMBEDDING, GRADIENT), determinism_class=OVER_ROWS)

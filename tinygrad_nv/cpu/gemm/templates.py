@@ -22,4 +22,4 @@ def _choose(spec: GemmSpec, target: CPU) -> CPUGemmSchedule | None:
 
 
 FAMILY = Family("gemm", (GEMV, AMX, GEMM), _choose, lambda spec, _: choose.too_short(spec),
-                orders=order_schedule)
+                determinism_class=order_schedule)

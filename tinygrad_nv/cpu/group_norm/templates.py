@@ -7,4 +7,5 @@ from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.template import Family
 
 GROUP_NORM = template(GroupNormSpec, kernel.CPUGroupNorm, kernel.default, kernel.problems, kernel.__name__)
-FAMILY = Family("group_norm", (GROUP_NORM,), orders="each image alone, in an order that its extents give")
+FAMILY = Family("group_norm", (GROUP_NORM,),
+                determinism_class="each image alone, in an order that its extents give")

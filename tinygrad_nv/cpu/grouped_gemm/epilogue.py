@@ -42,7 +42,7 @@ CUT = (f"y0 = pick(y0 > {c_float(LIMIT)}, (vf){c_float(LIMIT)}, y0); "
 def pointers(spec: GroupedGemmSpec) -> list[tuple[str, str]]:
     """The inputs of a kernel: C types and names."""
     kind = c_type(spec.dtype)
-    return [(kind, "x"), (c_type(spec.matrix), "w"), ("s32", "offsets"), *[("s32", "order")] * spec.ordered,
+    return [(kind, "x"), (c_type(spec.matrix), "w"), ("s32", "offsets"), *[("s32", "order")] * spec.has_order,
             *[("float", "weights")] * spec.weighted, *[(kind, "bias")] * spec.biased]
 
 
@@ -64,7 +64,7 @@ def finish(spec: GroupedGemmSpec) -> str:
     """The function of a vector of columns."""
     kind, names = short(spec.dtype), [f"y{h}" for h in range(spec.halves)]
     lines = []
-    if spec.ordered: lines.append("const s64 slot = p->order[i];")
+    if spec.has_order: lines.append("const s64 slot = p->order[i];")
     if spec.biased:
         lines += [f"{name} += load_n_{kind}(p->bias + e * {spec.n} + {h * spec.columns} + n, left);"
                   for h, name in enumerate(names)]

@@ -84,7 +84,7 @@ def build(spec: GroupedOuterSpec, s: CPUGroupedOuter) -> CPUKernel:
       }}
     }}
   }}"""
-    inputs = [(element, "y"), (element, "x"), ("s32", "offsets"), *[("s32", "order")] * spec.ordered]
+    inputs = [(element, "y"), (element, "x"), ("s32", "offsets"), *[("s32", "order")] * spec.has_order]
     before = header("gemm.h") + _factors(spec, s) + _sums(spec, s.isa, s.block_n)
     return kernel(f"grouped_outer_{spec.rows}x{spec.n}x{spec.k}", s.isa, body,
                   [(element, "out"), ("u8", "work")], inputs, parts=s.parts,

@@ -8,4 +8,4 @@ from tinygrad_nv.tile.order import BY_ELEMENT
 from tinygrad_nv.tile.template import Family
 
 KV_APPEND = template(AppendSpec, kernel.CPUAppend, kernel.default, None, kernel.__name__)
-FAMILY = Family("kv_append", (KV_APPEND,), orders=BY_ELEMENT)
+FAMILY = Family("kv_append", (KV_APPEND,), determinism_class=BY_ELEMENT)

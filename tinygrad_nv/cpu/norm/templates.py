@@ -8,4 +8,4 @@ from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.template import Family
 
 NORM = template(NormSpec, kernel.CPUNorm, kernel.default, kernel.problems, kernel.__name__)
-FAMILY = Family("norm", (NORM,), orders=BY_ROW)
+FAMILY = Family("norm", (NORM,), determinism_class=BY_ROW)

@@ -9,4 +9,4 @@ from tinygrad_nv.tile.template import Family
 
 ADAMW = template(AdamWSpec, adamw.CPUAdamW, adamw.default, None, adamw.__name__)
 SQUARES = template(SquaresSpec, squares.CPUSquares, squares.default, None, squares.__name__)
-FAMILY = Family("optimizer", (ADAMW, SQUARES), orders=OVER_ROWS)
+FAMILY = Family("optimizer", (ADAMW, SQUARES), determinism_class=OVER_ROWS)

@@ -35,4 +35,5 @@ def _order_schedule(spec: QuantGemmSpec, target: CPU) -> Ordered | None:
     return None if GEMM.problems(spec, made, target) else Ordered(made, words(made))
 
 
-FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM), orders=_order_schedule)
+FAMILY = Family("quant_gemm", (CODES_AMX, CODES_DOTS, AMX, PANELS, DOTS, GEMV, GEMM),
+                determinism_class=_order_schedule)

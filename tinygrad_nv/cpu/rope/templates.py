@@ -10,4 +10,4 @@ from tinygrad_nv.tile.template import Family
 ROPE = template(RopeSpec, kernel.CPURope, kernel.default, None, kernel.__name__)
 GRADIENT = template(RopeGradientSpec, kernel.CPURopeGradient, kernel.default_gradient,
                     kernel.gradient_problems, kernel.__name__, "gradient")
-FAMILY = Family("rope", (ROPE, GRADIENT), orders=BY_ELEMENT)
+FAMILY = Family("rope", (ROPE, GRADIENT), determinism_class=BY_ELEMENT)

@@ -9,4 +9,4 @@ from tinygrad_nv.tile.template import Family
 
 ROUTER = template(RouterSpec, kernel.CPURouter, kernel.default, kernel.problems, kernel.__name__)
 ROWS = template(GroupRowsSpec, rows.CPUGroupRows, rows.default, rows.problems, rows.__name__)
-FAMILY = Family("router", (ROUTER, ROWS), orders=BY_ROW)
+FAMILY = Family("router", (ROUTER, ROWS), determinism_class=BY_ROW)

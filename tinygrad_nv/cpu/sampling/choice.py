@@ -96,7 +96,7 @@ def build(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     {stored}
   }}"""
     inputs = [("float", "logits"), *[("float", "numbers"), ("s32", "places")] * spec.draw]
-    out = _C_TYPE[spec.made] if cut == 1 else "s32"
+    out = _C_TYPE[spec.result_dtype] if cut == 1 else "s32"
     return kernel(f"choice_{spec.rows}x{spec.size}", schedule.isa, body, [(out, "out")], inputs,
                   parts=parts, before=_BEFORE + _LOG + _interleaving(schedule.isa.lanes))
 
@@ -123,7 +123,7 @@ def merge_pieces(spec: ChoiceSpec, schedule: CPUChoice) -> CPUKernel:
     }}
     {_store_result(spec)}
   }}"""
-    out = [(_C_TYPE[spec.made], "out")]
+    out = [(_C_TYPE[spec.result_dtype], "out")]
     return kernel(f"pieces_{spec.rows}x{cut}", schedule.isa, body, out, [("s32", "pieces")], before=_BEFORE)
 
 

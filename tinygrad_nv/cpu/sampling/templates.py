@@ -10,4 +10,4 @@ from tinygrad_nv.tile.template import Family
 THRESHOLD = template(FilterSpec, threshold.CPUThreshold, threshold.default, None, threshold.__name__)
 CHOICE = template(ChoiceSpec, choice.CPUChoice, choice.default, None, choice.__name__, "whole")
 COUNT = template(CountSpec, count.CPUCount, count.default, None, count.__name__)
-FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), orders=BY_ROW)
+FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), determinism_class=BY_ROW)

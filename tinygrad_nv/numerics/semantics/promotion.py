@@ -13,10 +13,11 @@ from tinygrad_nv.numerics.semantics import exact
 from tinygrad_nv.numerics.semantics.formats import F32, Codes, Values, decode, encode
 from tinygrad_nv.numerics.semantics.units import Unit, dot
 
-EVERY = 128     # elements between promotions, DeepSeek-V3's: the length of a block with one scale
+PROMOTE_EVERY = 128     # elements between promotions, DeepSeek-V3's: the length of a block with one scale
 
 
-def promote_dot(unit: Unit, a: Codes, b: Codes, scales: Values | None = None, every: int = EVERY) -> Codes:
+def promote_dot(unit: Unit, a: Codes, b: Codes, scales: Values | None = None,
+                every: int = PROMOTE_EVERY) -> Codes:
     """A (M, K) B (K, N) as float32 codes: `unit` from zero for each `every` elements, then one FMA with the
     scale of the block, float32 values (K / every, M, N), 1 by default."""
     total = np.zeros((a.shape[0], b.shape[1]), np.uint32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.tile.attention.dropout import SPAN, philox
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 
 
 def draw_seed(device: str | tuple[str, ...] | None) -> Tensor:
@@ -34,4 +34,4 @@ def keep(seed: Tensor, shape: tuple[int, ...], kept: int) -> Tensor:
                            for each in stacked), dim=3)
     found = found.reshape(matrices, rows, groups * SPAN)[:, :, :columns].reshape(shape)
     # a kernel of its own: what uses it would compute it for each of its uses
-    return (found < kept).contiguous().where(EVERY / kept, 0.0).cast(dtypes.float32)
+    return (found < kept).contiguous().where(KEEP_ALL / kept, 0.0).cast(dtypes.float32)

@@ -25,7 +25,7 @@ from tinygrad_nv.patterns.attention.operands import Operands, arrange_operands, 
 from tinygrad_nv.patterns.named import check_devices
 from tinygrad_nv.patterns.target import GPUS, kind_of, takes
 from tinygrad_nv.tile.attention.dropout import keep_256ths
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.tile.expression import short
 
 FLOAT16S = (dtypes.bfloat16, dtypes.float16)
@@ -78,7 +78,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float
     if {k.dtype, v.dtype} != {q.dtype} or not takes(q.device): return None
     names = to_tuple(q.device)
     if q.dtype not in (FLOAT16S if kind_of(names[0]) in GPUS else (*FLOAT16S, dtypes.float32)): return None
-    if TRAINING and dropout_p and (len(names) > 1 or not 0 < _keep_256ths(dropout_p) < EVERY): return None
+    if TRAINING and dropout_p and (len(names) > 1 or not 0 < _keep_256ths(dropout_p) < KEEP_ALL): return None
     if {k.device, v.device} != {q.device} or (mask is not None and mask.device not in (None, q.device)):
         return None
     if len(names) > 1 and not _by_heads(q, k, v, mask): return None
@@ -115,11 +115,11 @@ def method(theirs: Callable[..., Tensor], query: Tensor, key: Tensor, value: Ten
 def _attend(what: FlashAttention, given: Operands, dropout_p: float, sinks: Tensor | None = None) -> Tensor:
     """Returns the attention, with a new seed for its dropout."""
     kept, seed = _keep_256ths(dropout_p), None
-    if kept < EVERY: seed = draw_seed(given.q.device)
+    if kept < KEEP_ALL: seed = draw_seed(given.q.device)
     out = attend(replace(what, kept=kept), given.q, given.k, given.v, given.mask, seed, sinks)
     return out.reshape(given.shape)
 
 
 def _keep_256ths(dropout_p: float) -> int:
     """Returns the number of weights of 256 that are kept."""
-    return keep_256ths(dropout_p) if TRAINING and dropout_p else EVERY
+    return keep_256ths(dropout_p) if TRAINING and dropout_p else KEEP_ALL

@@ -26,7 +26,7 @@ from tinygrad_nv.patterns.named import Uses
 from tinygrad_nv.patterns.strides import copy_dense, lay_out
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.attention.documents import in_documents
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
 OUT, LSE = 0, 1  # FlashAttention's results
@@ -37,7 +37,7 @@ def forward(what: FlashAttention, target: Target, uses: Uses, *arguments: UOp) -
     """The result in the place of a node that it is moved and cast to, and the LSE if it is used; None where
     there is no kernel: without the LSE match.py says why."""
     rest, sinks = (arguments, ()) if not what.sinks else (arguments[:-1], arguments[-1:])
-    operands, seed = (rest, ()) if what.kept == EVERY else (rest[:-1], rest[-1:])
+    operands, seed = (rest, ()) if what.kept == KEEP_ALL else (rest[:-1], rest[-1:])
     lse = LSE in uses.after
     out = uses.call.gettuple(OUT)
     tail = () if lse else _tail(out, uses.after[OUT])
@@ -86,7 +86,7 @@ def add_dropout(spec: AttentionSpec, what: FlashAttention, arguments: tuple[UOp,
     """The spec with the function's documents, and with its dropout, whose elements are known by their head
     and row: query heads that the spec has as rows become heads again. `arguments` begin with q and k."""
     if what.documents: spec = in_documents(spec)
-    if what.kept == EVERY and not what.sinks: return spec
+    if what.kept == KEEP_ALL and not what.sinks: return spec
     (_, heads, rows, _), (_, kv, _, _) = map(shape_of, arguments[:2])
     if spec.s_q == rows: return replace(spec, kept=what.kept)
     group = heads // kv

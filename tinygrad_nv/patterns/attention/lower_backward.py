@@ -26,7 +26,7 @@ from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.strides import Laid, copy_dense, lay_out
 from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
 
@@ -34,7 +34,7 @@ def backward(what: FlashAttentionBackward, target: Target, q: UOp, k: UOp, v: UO
              *rest: UOp) -> tuple[UOp, ...] | None:
     """dq, dk and dv by a kernel; None where there is no forward pass, with the reason told."""
     *mask, log, delta, grad = rest
-    seed = [mask.pop()] if what.forward.kept < EVERY else []
+    seed = [mask.pop()] if what.forward.kept < KEEP_ALL else []
     if (found := _forward(what.forward, (q, k, v, *mask), grad, target)) is None: return None
     b, heads, rows, _ = shape_of(q)
     kv, by_rows = shape_of(k)[1], (lies_by_rows(k), lies_by_rows(v))

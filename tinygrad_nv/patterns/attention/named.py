@@ -38,7 +38,7 @@ from tinygrad.uop.ops import UOp
 from tinygrad_nv.lazy_import import lazy_import
 from tinygrad_nv.patterns import named
 from tinygrad_nv.patterns.attention.dropout import keep
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 
 HIDDEN = -math.inf
 
@@ -53,7 +53,7 @@ class FlashAttention:
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
-    kept: int = EVERY
+    kept: int = KEEP_ALL
     sinks: bool = False
     documents: bool = False
 
@@ -115,7 +115,7 @@ def lse_of(s: Tensor) -> Tensor:
 def _apart(what: FlashAttention, shape: tuple[int, ...],
            more: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The mask, and what weights of a shape are multiplied by; None where nothing is dropped."""
-    return (more, None) if what.kept == EVERY else (more[:-1], keep(more[-1], shape, what.kept))
+    return (more, None) if what.kept == KEEP_ALL else (more[:-1], keep(more[-1], shape, what.kept))
 
 
 def weigh_values(what: FlashAttention, s: Tensor, q: Tensor, v: Tensor, masked: bool,

@@ -16,7 +16,7 @@ from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.positions import AffineForm, add_forms
 from tinygrad_nv.patterns.target import Chosen, Target, choose
 from tinygrad_nv.tile import order
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Band, Rows
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Band, Rows
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec, Pages
 from tinygrad_nv.tile.expression import Apply, Expression, Load, Position, walk
 
@@ -56,7 +56,7 @@ def choose_decode(made: Found, target: Target) -> Chosen | None:
     order."""
     if order.is_wanted(): return None
     spec = _rows_to_heads(made.spec)
-    if spec.lse or spec.ragged or spec.kept < EVERY or "s_q" in spec.symbolic: return None
+    if spec.lse or spec.is_ragged or spec.kept < KEEP_ALL or "s_q" in spec.symbolic: return None
     if spec.sinks is not None and spec is not made.spec: return None  # of heads that are rows now
     if (seen := _visible_length(spec.band, spec.s_q, made.forms)) is None: return None
     length, window = seen

@@ -20,7 +20,7 @@ from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.grouped_gemm.reference import activate
-from tinygrad_nv.tile.router.reference import routed
+from tinygrad_nv.tile.router.reference import route_tokens
 from tinygrad_nv.tile.router.spec import Policy
 
 
@@ -81,7 +81,7 @@ def dispatch_plain(tokens: Tensor, experts: Experts, policy: Policy | str = "top
     """Returns the result of `dispatch` in plain tinygrad: every expert for every token, those not chosen
     weighted 0."""
     policy, x = policy_of(policy), _flat(tokens, experts)
-    chosen, weights, *_ = routed(policy, _logits(x, experts), experts.choice_bias)
+    chosen, weights, *_ = route_tokens(policy, _logits(x, experts), experts.choice_bias)
     numbers = Tensor.arange(int(experts.router.shape[0]), dtype=dtypes.int32).to(x.device)
     own = (chosen.unsqueeze(-1) == numbers).where(weights.unsqueeze(-1), 0).sum(1)      # (T, E)
     both = x.float().unsqueeze(0) @ _dense(experts.gate_up, 2).transpose(1, 2)          # (E, T, 2 I)

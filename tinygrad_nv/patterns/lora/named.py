@@ -87,7 +87,7 @@ def lower_shrink(what: LoraShrink, target: Target, x: UOp, a: UOp, ranks: UOp, o
     if TABLE.family(target.kind, GroupedGemmSpec) is None: return None
     if spec.matrix != spec.dtype:
         raise Unsupported(f"adapters of {short(spec.matrix)}, not {short(spec.dtype)}")
-    return _call_kernel(spec, target, [x, a, offsets, order], spec.grouped)
+    return _call_kernel(spec, target, [x, a, offsets, order], spec.grouped_gemm)
 
 
 def lower_expand(what: LoraExpand, target: Target, h: UOp, b: UOp, *more: UOp) -> tuple[UOp, ...] | None:

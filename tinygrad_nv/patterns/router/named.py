@@ -16,7 +16,7 @@ from tinygrad_nv.patterns import program
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.router.reference import routed, score, weigh_experts
+from tinygrad_nv.tile.router.reference import route_tokens, score, weigh_experts
 from tinygrad_nv.tile.router.spec import FLOATS, Policy, RouterSpec, check
 from tinygrad_nv.tile.templates import TABLE
 
@@ -54,7 +54,7 @@ def route(logits: Tensor, policy: Policy, bias: Tensor | None = None) -> Routing
 
 
 def _route(what: Route, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-    return routed(what.policy, logits, bias)
+    return route_tokens(what.policy, logits, bias)
 
 
 def _gradient(grad: UOp, call_: UOp) -> tuple[UOp | None, ...]:

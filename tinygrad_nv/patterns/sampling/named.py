@@ -69,7 +69,7 @@ def _filter(spec: FilterSpec, target: Target, *arguments: UOp) -> tuple[UOp, ...
 
 def _choice(spec: ChoiceSpec, target: Target, *arguments: UOp) -> tuple[UOp, ...]:
     """A choice by a kernel, or by two where a row is chosen from in pieces."""
-    return _call_kernel(spec, target, program.Output((spec.rows,), spec.made), arguments)
+    return _call_kernel(spec, target, program.Output((spec.rows,), spec.result_dtype), arguments)
 
 
 def _count(spec: CountSpec, target: Target, counts: UOp, *arguments: UOp) -> tuple[UOp, ...]:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition
 from tinygrad_nv.tile.attention.derivative import derivative
-from tinygrad_nv.tile.attention.score import Cells, Extents, Scores
+from tinygrad_nv.tile.attention.score import AccFragment, Extents, Scores
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Constant, loads, transpose
 
 
-def registers(cells: Cells) -> Iterator[Value]:
+def registers(cells: AccFragment) -> Iterator[Value]:
     """All of them."""
     return (value for row in cells for cell in row for value in cell)
 
@@ -47,14 +47,14 @@ class TurnedScores(Scores):
         self.batch = [*self.batch[:2], walk.query]
         self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
 
-    def score_and_slope(self, sums: Cells, base: Value) -> tuple[Cells, Cells | None]:
+    def score_and_slope(self, sums: AccFragment, base: Value) -> tuple[AccFragment, AccFragment | None]:
         """Scores of sums, and slopes."""
         if self.linear: return sums, None
         kb, same = self.kb, isinstance(self.derivative, Constant)
         self.sums_of, self.at = sums, base.to("u32") + self.column
         finish = EpilogueEmitter(kb, self.spec.score, self, before=() if same else (self.derivative,))
-        scores: Cells = [[[] for _ in row] for row in sums]
-        slopes: Cells = [[[] for _ in row] for row in sums]
+        scores: AccFragment = [[[] for _ in row] for row in sums]
+        slopes: AccFragment = [[[] for _ in row] for row in sums]
         for i, row in enumerate(sums):
             for j in range(len(row)):
                 for h in range(2):

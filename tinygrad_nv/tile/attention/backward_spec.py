@@ -43,7 +43,7 @@ class BackwardSpec:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.forward.ragged:
+        if self.forward.is_ragged:
             raise SpecError("the backward pass of a ragged batch", "sequences of one length")
         if self.forward.q.dtype == SCALED:
             raise SpecError(f"the backward pass of {short(SCALED)}", "of bf16, f16 or f32")

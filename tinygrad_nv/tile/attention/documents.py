@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, loads, walk
 
 FIRST, END = 0, 1   # the score's parameters
@@ -26,8 +26,8 @@ HIDDEN = Constant(-math.inf)
 
 def in_documents(spec: AttentionSpec) -> AttentionSpec:
     """The spec with `documents`; the same one where that cannot be."""
-    whole = spec.s_q == spec.s_kv and not spec.start and not spec.symbolic and not spec.ragged
-    if not whole or spec.kept < EVERY or spec.scales is not None: return spec
+    whole = spec.s_q == spec.s_kv and not spec.start and not spec.symbolic and not spec.is_ragged
+    if not whole or spec.kept < KEEP_ALL or spec.scales is not None: return spec
     found = [load for load in loads(spec.score) if load.parameter in (FIRST, END)]
     lies = all((each.m, each.n, each.dtype) == (1, 0, dtypes.int32) and not (each.batch and each.batch[2])
                for each in found)

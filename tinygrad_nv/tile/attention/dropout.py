@@ -38,7 +38,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 
 if TYPE_CHECKING:  # no kernel for a CPU needs it
     from tinygrad_nv.ptx.builder import Kernel, Value
@@ -53,7 +53,7 @@ SPAN, CHUNK = 64, 16                # columns of a call, of a word of it
 
 def keep_256ths(dropout_p: float) -> int:
     """Elements of 256 that are kept, of a probability to be dropped."""
-    return round(EVERY * (1 - dropout_p))
+    return round(KEEP_ALL * (1 - dropout_p))
 
 
 # **** the reference ****
@@ -88,7 +88,7 @@ class Generator:
     @property
     def scale(self) -> float:
         """Factor of the elements that are kept."""
-        return EVERY / self.kept
+        return KEEP_ALL / self.kept
 
     def read(self, seed: Value) -> None:
         """Reads the seed, where the pointer points."""

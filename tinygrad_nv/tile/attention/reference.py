@@ -15,7 +15,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.dropout import keeps
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows
 from tinygrad_nv.tile.reference import (
     Argument,
     Given,
@@ -46,7 +46,7 @@ def arguments(spec: AttentionSpec | BackwardSpec) -> tuple[Argument, ...]:
     for name, one, count in zip("qkv", spec.scales or (), (s_q, s_kv, s_kv), strict=False):
         blocks = Place(one.offset, (*spec.batch, -(-count // one.rows)), (*one.batch, one.block))
         made.append(Argument(f"scale_{name}", dtypes.float32, (blocks,)))
-    if spec.ragged:
+    if spec.is_ragged:
         ends = dense(spec.batch[0] + 1)
         made += [Argument(f"cu_{name}", dtypes.int32, (ends,), values=range(total + 1),
                           usual=range(0, total + 1, max(1, min(most, total // spec.batch[0]))))
@@ -70,7 +70,7 @@ def _backward_arguments(spec: BackwardSpec) -> tuple[Argument, ...]:
 
 def _rows(spec: AttentionSpec, name: str, rows: Rows, count: int, d: int, role: Role = "in") -> Argument:
     place = _place(spec, rows, count, d, name in ("k", "v", "dk", "dv"))
-    if spec.ragged: place = replace(place, extents=(1, *place.extents[1:]))
+    if spec.is_ragged: place = replace(place, extents=(1, *place.extents[1:]))
     return Argument(name, rows.dtype, (place,), role)
 
 
@@ -81,7 +81,7 @@ def _operands(spec: AttentionSpec) -> list[Argument]:
 
 
 def _rest(spec: AttentionSpec) -> list[Argument]:
-    seed = [Argument("seed", dtypes.uint32, (dense(2),))] if spec.kept < EVERY else []
+    seed = [Argument("seed", dtypes.uint32, (dense(2),))] if spec.kept < KEEP_ALL else []
     return [*seed, *parameters((*spec.batch, spec.s_q, spec.s_kv), spec.score)]
 
 
@@ -99,14 +99,14 @@ def reference(spec: AttentionSpec | BackwardSpec, given: Given, exact: bool = Fa
     e = (s - base).exp().contiguous()
     total = e.sum(-1, keepdim=True)
     if sinks is not None: total = total + (sinks - base).exp()
-    kept = e * _keep(spec, given, s.shape) if spec.kept < EVERY else e
+    kept = e * _keep(spec, given, s.shape) if spec.kept < KEEP_ALL else e
     if spec.scales is not None: p = _round(kept * LIFT, dtypes.fp8e4m3, exact) / LIFT
     else: p = _round(kept, spec.v.dtype, exact)
     out = p @ _operand(spec, given, "v", exact) / (total == 0).where(1, total)
     out = out.cast(compute_dtype(spec.out.dtype, exact)).contiguous()
-    if spec.ragged: out = _lay_out(spec, given["cu_q"], out)
+    if spec.is_ragged: out = _lay_out(spec, given["cu_q"], out)
     l = (top + total.log()).squeeze(-1)
-    if spec.ragged: l = seen[..., 1].where(l, math.nan)
+    if spec.is_ragged: l = seen[..., 1].where(l, math.nan)
     return (out, l) if spec.lse else (out,)
 
 
@@ -118,7 +118,7 @@ def _gradients(spec: BackwardSpec, given: Given, exact: bool) -> tuple[Tensor, .
     l, delta = (gather(given[name], dense(*one.batch, one.s_q, 1)).cast(q.dtype) for name in ("l", "delta"))
     p = (s == -math.inf).where(0, (s - (l == -math.inf).where(0, l)).exp()).contiguous()
     dp, kept = grad @ v.transpose(-1, -2), p
-    if one.kept < EVERY:
+    if one.kept < KEEP_ALL:
         keep = _keep(one, given, s.shape)
         dp, kept = dp * keep, p * keep
     ds = (p == 0).where(0, p * (dp - delta) * slope)
@@ -139,7 +139,7 @@ def _keep(spec: AttentionSpec, given: Given, extents: tuple[Any, ...]) -> Tensor
     matrix = (b * spec.batch[1] + h) * spec.batch[2] + g
     seed = given["seed"].cast(dtypes.uint64)
     found: Tensor = keeps(row, column, matrix, (seed[0], seed[1]), spec.kept)
-    return found.contiguous().where(EVERY / spec.kept, 0.0).cast(dtypes.float32)
+    return found.contiguous().where(KEEP_ALL / spec.kept, 0.0).cast(dtypes.float32)
 
 
 # **** scores ****
@@ -152,7 +152,7 @@ def _scores(spec: AttentionSpec, given: Given, exact: bool) -> tuple[Tensor, Ten
     sums = (q @ k.transpose(-1, -2)).contiguous()
     b, _, _, row, column = axes(extents)
     start, there, seen = Tensor(spec.start), (row >= 0).expand(extents), column >= 0
-    if spec.ragged:
+    if spec.is_ragged:
         rows, keys = ((given[name][1:] - given[name][:-1])[b] for name in ("cu_q", "cu_k"))
         start, there, seen = keys - rows, (row < rows).expand(extents), (row < rows) & (column < keys)
     score = evaluate(spec.score, extents, [sums], given, exact, {"start": start})
@@ -172,7 +172,7 @@ def _operand(spec: AttentionSpec, given: Given, name: str, exact: bool) -> Tenso
     place, wide = _place(spec, one, count, d, name != "q"), compute_dtype(dtypes.float32, exact)
     at = axes(place.extents)
     index, there = index_of(place, at), None
-    if spec.ragged:
+    if spec.is_ragged:
         begins = given["cu_q" if name == "q" else "cu_k"]
         there = at[3] < (begins[1:] - begins[:-1])[at[0]]
         index = there.where(index + begins[:-1][at[0]] * one.row, one.offset)

@@ -34,7 +34,7 @@ from tinygrad_nv.tile.lanes import Lanes
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LARGE = 2.0**28  # half a unit of such a product is 8: weights that should be 1 are up to 2^8, as f16 can be
 LARGEST = (2 - 2.0**-23) * 2.0**127
-Cells = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
+AccFragment = list[list[list[Value]]]  # by 16 rows, by 8 columns: four registers
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Extents:
             at, (first, end) = advance(kb, pointer, sequence, 4), kb.regs("s32", 2)
             kb.emit("ld.global.s32", first, at.at())
             kb.emit("ld.global.s32", end, at.at(4))
-            counts.append(least(kb, least(kb, end - first, most), 0, "max"))
+            counts.append(max_s32(kb, min_s32(kb, end - first, most), 0))
             firsts.append(first.to("u32"))
         s_q, s_kv = counts
         return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
@@ -73,10 +73,19 @@ def to_signed(kb: Kernel, value: Value | int) -> Value:
     return value.to("s32") if isinstance(value, Value) else kb.reg("s32", value)
 
 
-def least(kb: Kernel, a: Value, b: Value | int, op: str = "min") -> Value:
-    """The smaller of two s32."""
+def min_s32(kb: Kernel, a: Value, b: Value | int) -> Value:
+    """Emits the smaller of two s32."""
+    return _emit_s32(kb, "min.s32", a, b)
+
+
+def max_s32(kb: Kernel, a: Value, b: Value | int) -> Value:
+    """Emits the larger of two s32."""
+    return _emit_s32(kb, "max.s32", a, b)
+
+
+def _emit_s32(kb: Kernel, opcode: str, a: Value, b: Value | int) -> Value:
     made = kb.reg("s32")
-    kb.emit(f"{op}.s32", made, a, b)
+    kb.emit(opcode, made, a, b)
     return made
 
 
@@ -101,20 +110,20 @@ class Columns:
         self.full_begin: Value | None = None
         if not band.full:
             start = self.first.to("s32") + to_signed(kb, self.extents.start)
-            bottom = least(kb, self.first.to("s32") + self.rows, to_signed(kb, self.extents.s_q)) \
+            bottom = min_s32(kb, self.first.to("s32") + self.rows, to_signed(kb, self.extents.s_q)) \
                 + to_signed(kb, self.extents.start)
             if band.last is not None:
-                self.end = least(kb, least(kb, bottom + band.last, s_kv), 0, "max")
-                self.full_end = least(kb, start + band.last + 1, s_kv)
+                self.end = max_s32(kb, min_s32(kb, bottom + band.last, s_kv), 0)
+                self.full_end = min_s32(kb, start + band.last + 1, s_kv)
             if band.first is not None:
-                low = least(kb, start + band.first, 0, "max") // self.block_n
+                low = max_s32(kb, start + band.first, 0) // self.block_n
                 self.full_begin = bottom - 1 + band.first
         if self.documents is not None:
-            begin = least(kb, self.documents.begin, 0, "max") // self.block_n
-            low = begin if low is None else least(kb, low, begin, "max")
-            self.end = least(kb, self.end, self.documents.end)
+            begin = max_s32(kb, self.documents.begin, 0) // self.block_n
+            low = begin if low is None else max_s32(kb, low, begin)
+            self.end = min_s32(kb, self.end, self.documents.end)
         self.high = (self.end + self.block_n - 1) // self.block_n
-        self.count = self.high if low is None else least(kb, self.high - low, 0, "max")
+        self.count = self.high if low is None else max_s32(kb, self.high - low, 0)
 
     @property
     def whole_blocks(self) -> bool:
@@ -157,7 +166,7 @@ class Scores:
         self.finish: EpilogueEmitter | None = None
         self.inside: dict[tuple[str, int], Value] = {}
 
-    def of(self, sums: Cells, base: Value) -> Cells:
+    def of(self, sums: AccFragment, base: Value) -> AccFragment:
         """The scores of a block's sums, which may be the same registers."""
         if self.linear: return sums
         kb = self.kb
@@ -224,7 +233,7 @@ class Scores:
 
     # **** the band ****
 
-    def mask(self, cells: Cells, base: Value) -> None:
+    def mask(self, cells: AccFragment, base: Value) -> None:
         """−inf in columns that a row does not see."""
         kb, band = self.kb, self.spec.band
         own = base + self.column.to("s32")
@@ -233,7 +242,7 @@ class Scores:
         for i, row in enumerate(cells):
             for h in range(2):
                 at = here + (16 * i + 8 * h)
-                last = end if band.last is None else least(kb, at + (band.last + 1), end)
+                last = end if band.last is None else min_s32(kb, at + (band.last + 1), end)
                 first = None if band.first is None else at + band.first
                 for j, cell in enumerate(row):
                     for e in range(2):
@@ -258,7 +267,7 @@ class OnlineSoftmax:
         self.row_max = self.kb.regs("f32", 2 * self.tiles, -math.inf)
         self.row_sum = self.kb.regs("f32", 2 * self.tiles, 0.0)
 
-    def step(self, cells: Cells) -> list[Value]:
+    def step(self, cells: AccFragment) -> list[Value]:
         """Cells become powers of two; returns the factors that rescale each row's sums so far."""
         kb, rescales = self.kb, []
         for number, row_max in enumerate(self.row_max):

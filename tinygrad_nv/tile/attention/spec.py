@@ -81,7 +81,7 @@ KINDS = (*OPERANDS, dtypes.float32, SCALED)    # of q, k and v
 RESULTS = (dtypes.bfloat16, dtypes.float16, dtypes.float32)
 SYMBOLS = ("s_q", "s_kv", "start")
 MOST_HEAD = 256     # d and d_v
-EVERY = 256         # `kept` of 256: no dropout
+KEEP_ALL = 256         # `kept` of 256: no dropout
 MOST_SCALE = 2.0**60  # of scales that need not be evaluated: all that follows from them is a normal float32
 
 
@@ -154,7 +154,7 @@ class AttentionSpec:
     symbolic: tuple[str, ...] = ()
     lse: bool = False
     total: tuple[int, int] | None = None
-    kept: int = EVERY
+    kept: int = KEEP_ALL
     scales: tuple[RowScales, RowScales, RowScales] | None = None
     sinks: tuple[int, int, int] | None = None
     documents: bool = False
@@ -169,7 +169,8 @@ class AttentionSpec:
             raise SpecError(f"heads of {self.d} and {self.d_v} elements", f"at most {MOST_HEAD}")
         if list(self.symbolic) != [name for name in SYMBOLS if name in self.symbolic]:
             raise SpecError(f"symbolic {self.symbolic}", f"some of {', '.join(SYMBOLS)}, in this order")
-        if not 1 <= self.kept <= EVERY: raise SpecError(f"kept={self.kept}", f"1 to {EVERY} of {EVERY}")
+        if not 1 <= self.kept <= KEEP_ALL: raise SpecError(f"kept={self.kept}",
+                                                           f"1 to {KEEP_ALL} of {KEEP_ALL}")
         if self.total is not None: self._check_ragged(self.total)
         self._check_dtypes()
 
@@ -216,7 +217,7 @@ class AttentionSpec:
         return parameters(self.score)
 
     @property
-    def ragged(self) -> bool:
+    def is_ragged(self) -> bool:
         """Whether sequences lie one after the other."""
         return self.total is not None
 
@@ -230,7 +231,7 @@ class AttentionSpec:
         """How many (row, column) pairs the band lets see each other, in one head; of a ragged batch, in one
         of a longest sequence."""
         total, end = 0, self.s_kv - 1
-        start = self.s_kv - self.s_q if self.ragged else self.start
+        start = self.s_kv - self.s_q if self.is_ragged else self.start
         for at in range(start, start + self.s_q):
             first = 0 if self.band.first is None else max(0, at + self.band.first)
             last = end if self.band.last is None else min(end, at + self.band.last)
@@ -255,7 +256,7 @@ class AttentionSpec:
         words = [f"{b}x{extent('s_q')}x{extent('s_kv')}", heads, f"d {d}", short(self.q.dtype),
                  str(self.band)]
         if self.total is not None: words[0] = f"{b} of {self.total[0]}x{self.total[1]}"
-        if self.kept < EVERY: words.append(f"{self.kept}/{EVERY} kept")
+        if self.kept < KEEP_ALL: words.append(f"{self.kept}/{KEEP_ALL} kept")
         if self.sinks is not None: words.append("sinks")
         if self.documents: words.append("documents")
         if self.start or "start" in self.symbolic: words.append(f"from {extent('start')}")

@@ -15,24 +15,24 @@ from tinygrad_nv.tile.attention.why_not import why_not
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 FOLDER = "tinygrad_nv.tile.attention"
 
 
-def _ordered(spec: AttentionSpec | BackwardSpec, gpu: GPU) -> Ordered | None:
+def _choose_ordered(spec: AttentionSpec | BackwardSpec, gpu: GPU) -> Ordered | None:
     return choose_ordered(FAMILY.templates, spec, gpu)
 
 
 FAMILY = Family("attention", (
     Template("flash_fma", AttentionSpec, FlashFma, legality(fma_legality.problems), defaults.fma,
-             later(f"{FOLDER}.fma.kernel", "flash_fma")),
+             lazy_build(f"{FOLDER}.fma.kernel", "flash_fma")),
     Template("flash_wgmma", AttentionSpec, FlashWgmma, legality(wgmma_legality.problems), defaults.wgmma,
-             later(f"{FOLDER}.wgmma.kernel", "flash_wgmma")),
+             lazy_build(f"{FOLDER}.wgmma.kernel", "flash_wgmma")),
     Template("flash_mma", AttentionSpec, FlashMma, legality(mma_legality.problems), defaults.mma,
-             later(f"{FOLDER}.mma.kernel", "flash_mma")),
+             lazy_build(f"{FOLDER}.mma.kernel", "flash_mma")),
     Template("flash_backward_wgmma", BackwardSpec, BackwardWgmma, legality(backward_wgmma_legality.problems),
-             backward_defaults.wgmma, later(f"{FOLDER}.backward_wgmma.kernel", "flash_backward_wgmma")),
+             backward_defaults.wgmma, lazy_build(f"{FOLDER}.backward_wgmma.kernel", "flash_backward_wgmma")),
     Template("flash_backward_mma", BackwardSpec, BackwardMma, legality(backward_mma_legality.problems),
-             backward_defaults.mma, later(f"{FOLDER}.backward_mma.kernel", "flash_backward_mma"))),
-    chooses=choose, says=why_not, orders=_ordered)
+             backward_defaults.mma, lazy_build(f"{FOLDER}.backward_mma.kernel", "flash_backward_mma"))),
+    choice=choose, refusal=why_not, determinism_class=_choose_ordered)

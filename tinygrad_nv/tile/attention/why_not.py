@@ -17,7 +17,7 @@ def why_not(spec: AttentionSpec | BackwardSpec, gpu: GPU) -> str:
     if isinstance(spec, BackwardSpec):
         words = f"no template for the gradient of {_heads(spec.forward, gpu)}"
         return "; ".join(dtype_problems(spec)) or words
-    if spec.ragged:
+    if spec.is_ragged:
         words = "; ".join(TABLE.problems(spec, SMALL, gpu)) or f"d {spec.d} needs more shared memory"
         return f"no kernel for {short(spec.q.dtype)} on {gpu.arch}: {words}"
     if spec.scales is not None:

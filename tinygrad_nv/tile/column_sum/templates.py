@@ -15,7 +15,7 @@ from tinygrad_nv.tile.epilogue import problems as refused
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule, count_words
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 WARPS = 8           # of a CTA, each with its own rows
 TOGETHER = 4        # rows of a warp whose loads are under way together
@@ -61,5 +61,5 @@ def problems(spec: ColumnSumSpec, schedule: ColumnSum, gpu: GPU) -> list[str]:
 
 COLUMN_SUM = Template("column_sum", ColumnSumSpec, ColumnSum, problems,
                       lambda spec, gpu: (ColumnSum.of(spec),),
-                      later("tinygrad_nv.tile.column_sum.kernel", "column_sum"))
-FAMILY = Family("column_sum", (COLUMN_SUM,), orders=OVER_ROWS)
+                      lazy_build("tinygrad_nv.tile.column_sum.kernel", "column_sum"))
+FAMILY = Family("column_sum", (COLUMN_SUM,), determinism_class=OVER_ROWS)

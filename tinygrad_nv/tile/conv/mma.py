@@ -36,7 +36,7 @@ class ConvMmaKernel(MmaKernel):
         self.conv = conv
         super().__init__(kb, plan)
 
-    def bring(self, x: Value, w: Value) -> None:
+    def make_copies(self, x: Value, w: Value) -> None:
         """The copies of patches, then of filters."""
         kb, spec, s = self.kb, self.spec, self.schedule
         patches = PatchCopy(kb, spec.a, x, self.first_m, spec.m, s.block_k, CHUNK, s.block_m, s.block_k, 0,

@@ -86,7 +86,7 @@ def wgmma_candidates(spec: ConvSpec, gpu: GPU) -> list[ConvWgmma]:
     if not k: return []
     tiles = [s.k(k).deepest(gpu.arch, size) for s in wgmma_defaults.candidates(spec.gemm, gpu) if not s.swap]
     sms = gpu_model_for(gpu.arch, gpu.sm_count).sm_count
-    made = (each for tile in tiles for each in tile.filling(spec.gemm, sms))
+    made = (each for tile in tiles for each in tile.fill_sms(spec.gemm, sms))
     return [ConvWgmma(**asdict(s)) for s in _best(spec, gpu, made) if
             not wgmma_legality.problems(spec.gemm, s, gpu.arch)]
 

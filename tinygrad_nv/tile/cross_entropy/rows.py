@@ -371,13 +371,13 @@ class _CrossEntropy(_Rows):
             slope = self.slope(x)
             return value * w if isinstance(slope, float) and slope == 1 else value * slope * w
 
-        def stored(at: list[Value], guards: list[Value]) -> None:
+        def store_vectors(at: list[Value], guards: list[Value]) -> None:
             for i, vector, guard in zip(at, self.again(at, guards), guards, strict=True):
                 values = [self.exp(x - most) * p for x in vector]
                 if even: values = [value - even for value in values]
                 made = [finish_element(x, value) for x, value in zip(vector, values, strict=True)]
                 self.put(i, made, guard)
-        self.over(stored)
+        self.over(store_vectors)
         q = self.exp(own - most) * inverse
         mine = q - (1 - loss.label_smoothing)
         if z is not None: mine = mine + q * z
@@ -421,7 +421,7 @@ class _Distillation(_Rows):
         if spec.gradient is None: return
         w, p, q = self.factor() * t, kb.reg("f32", 1.0) / total, kb.reg("f32", 1.0) / mass
 
-        def stored(at: list[Value], guards: list[Value]) -> None:
+        def store_vectors(at: list[Value], guards: list[Value]) -> None:
             both = zip(at, self.again(at, guards), self.teachers(at, guards), guards, strict=True)
             for i, vector, taught, guard in both:
                 made = []
@@ -429,7 +429,7 @@ class _Distillation(_Rows):
                     z = x / t if t != 1 else x
                     made.append((self.exp(z - most) * p - self.exp(y - top) * q) * self.slope(x) * w)
                 self.put(i, made, guard)
-        self.over(stored)
+        self.over(store_vectors)
 
     def teachers(self, at: list[Value], guards: list[Value]) -> list[list[Value]]:
         """y of vectors."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, RowsSpec
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 FOLDER = "tinygrad_nv.tile.cross_entropy.rows"
 THREADS = 256
@@ -74,7 +74,8 @@ def problems(spec: RowsSpec, schedule: Rows, gpu: GPU) -> list[str]:
     return [] if (schedule.blocks, schedule.kept) == own else [f"{schedule} is not {type(schedule)(*own)}"]
 
 
-ROWS = Template("cross_entropy", CrossEntropySpec, Rows, problems, candidates, later(FOLDER, "cross_entropy"))
+ROWS = Template("cross_entropy", CrossEntropySpec, Rows, problems, candidates,
+                lazy_build(FOLDER, "cross_entropy"))
 DISTILLATION = Template("distillation", DistillationSpec, DistilledRows, problems, candidates_distilled,
-                        later(FOLDER, "distillation"))
-FAMILY = Family("cross_entropy", (ROWS, DISTILLATION), orders=OVER_ROWS)
+                        lazy_build(FOLDER, "distillation"))
+FAMILY = Family("cross_entropy", (ROWS, DISTILLATION), determinism_class=OVER_ROWS)

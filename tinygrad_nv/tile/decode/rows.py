@@ -28,7 +28,7 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Sum, 
 from tinygrad_nv.tile.lanes import Lanes
 
 LOG2E, LARGEST = math.log2(math.e), (2 - 2.0**-23) * 2.0**127
-Cells = list[list[Value]]  # by 8 columns: registers of columns 2q, 2q + 1 of row g, then of row g + 8
+AccFragment = list[list[Value]]  # by 8 columns: registers of columns 2q, 2q + 1 of row g, then of row g + 8
 
 
 def multiple(score: Expression) -> float | None:
@@ -117,7 +117,7 @@ class DecodeSoftmax:
                        for load in loads(spec.score)}
         self.row_max, self.row_sum = kb.regs("f32", 2, -math.inf), kb.regs("f32", 2, 0.0)
 
-    def step(self, sums: Cells, first: Value) -> list[Value]:
+    def step(self, sums: AccFragment, first: Value) -> list[Value]:
         """Sums of keys from `first` (s32) on become weights; returns the factors that rescale each row's sums
         so far."""
         kb = self.kb
@@ -153,7 +153,7 @@ class DecodeSoftmax:
         elif self.spec.window is not None: sees = sees & (seen <= column + self.spec.window)
         return self.kb.select(sees, value, -math.inf)
 
-    def _scores(self, sums: Cells, column: Value) -> Cells:
+    def _scores(self, sums: AccFragment, column: Value) -> AccFragment:
         """Scores times log2 e, of which the lane's first column is that of key `column`."""
         if self.scale is not None: return [[value * (self.scale * LOG2E) for value in cell] for cell in sums]
         sources = _Pairs(self.kb, sums, lambda axis, h: self._position(axis, h, column), self.loaded, column)
@@ -207,7 +207,7 @@ class _Loaded:
 class _Pairs:
     """Operands of a score, for pairs of columns: `row` 0 or 1 is the lane's row, `pair` counts 8 columns."""
     kb: Kernel
-    cells: Cells
+    cells: AccFragment
     index: Callable[[str | int, int], Value]
     loaded: Mapping[Load, Sequence[_Loaded]]
     column: Value

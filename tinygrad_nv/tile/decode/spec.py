@@ -189,7 +189,7 @@ class DecodeSpec:
         return self.pages * self.page_size
 
     @property
-    def kept_as(self) -> DecodeSpec:
+    def tuning_key(self) -> DecodeSpec:
         """The spec that a tuned schedule is kept for: any number of requests, so that no bit depends on
         it."""
         return replace(self, batch=1)

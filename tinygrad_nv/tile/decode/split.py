@@ -10,7 +10,7 @@ from tinygrad_nv.tile.decode.combine import Merge, Workspace, inverse, inverse_s
 from tinygrad_nv.tile.decode.copy import Bounds, PagedTileCopy
 from tinygrad_nv.tile.decode.operands import Keys, Values
 from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span
-from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax, LaneRows
+from tinygrad_nv.tile.decode.rows import AccFragment, DecodeSoftmax, LaneRows
 from tinygrad_nv.tile.decode.spec import Pages, Scales
 from tinygrad_nv.tile.fragments import instruction
 from tinygrad_nv.tile.lanes import pack
@@ -159,7 +159,7 @@ class SplitKernel:
         self.keys = Keys(kb, spec.k.dtype, spec.q.dtype, plan.k_tile, spec.d, 0)
         self.values = Values(kb, spec.v.dtype, spec.q.dtype, plan.v_tile, spec.d_v, values)
         self.softmax = DecodeSoftmax(kb, spec, self.rows, self.given.extras)
-        self.out: Cells = [kb.regs("f32", 4, 0.0) for _ in range(0, spec.d_v, 8)]
+        self.out: AccFragment = [kb.regs("f32", 4, 0.0) for _ in range(0, spec.d_v, 8)]
 
     def _largest_scale(self) -> None:
         """Scales of values are taken relative to the split's largest: weights of float16 stay in its range.
@@ -191,7 +191,7 @@ class SplitKernel:
         shape, types = instruction(spec.q.dtype, spec.q.dtype)
         self.keys.fragments.move(stage)
         self.values.fragments.move(stage)
-        sums: Cells = [kb.regs("f32", 4, 0.0) for _ in range(0, self.plan.keys, 8)]
+        sums: AccFragment = [kb.regs("f32", 4, 0.0) for _ in range(0, self.plan.keys, 8)]
         with kb.comment("q kT"):
             for step in range(spec.d // 16):
                 for cell, pair in zip(sums, self.keys.of(step), strict=True):
@@ -209,7 +209,7 @@ class SplitKernel:
                 for cell, pair in zip(self.out, self.values.of(step), strict=True):
                     kb.mma(shape, types, cell, weights, pair, cell)
 
-    def _scale_columns(self, cells: Cells, key: Value, which: int, factor: Value | None = None) -> None:
+    def _scale_columns(self, cells: AccFragment, key: Value, which: int, factor: Value | None = None) -> None:
         """Columns times the scales of their pages."""
         kb, size = self.kb, self.spec.page_size
         for j, cell in enumerate(cells):

@@ -12,7 +12,7 @@ from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 from tinygrad_nv.tile.templates import TABLE
 
 
@@ -22,7 +22,7 @@ def _why_not(spec: DecodeSpec, gpu: GPU) -> str:
     return f"no kernel for {short(spec.q.dtype)} on {gpu.arch}: {words}"
 
 
-def _ordered(spec: DecodeSpec, gpu: GPU) -> Ordered | None:
+def _choose_ordered(spec: DecodeSpec, gpu: GPU) -> Ordered | None:
     """Splits and steps of keys as of one request with the most rows, so that a chunk of a prompt and a token
     that is decoded have theirs in one order."""
     found = FAMILY.default(replace(spec, batch=1, s_q=spec.s_q if spec.latent else MOST_ROWS), gpu)
@@ -33,7 +33,7 @@ def _ordered(spec: DecodeSpec, gpu: GPU) -> Ordered | None:
 
 FAMILY = Family("decode", (
     Template("latent_wgmma", DecodeSpec, LatentWgmma, legality(latent_problems), latent_candidates,
-             later("tinygrad_nv.tile.decode.latent.kernel", "latent_attention")),
+             lazy_build("tinygrad_nv.tile.decode.latent.kernel", "latent_attention")),
     Template("decode", DecodeSpec, Decode, legality(problems), candidates,
-             later("tinygrad_nv.tile.decode.kernel", "decode_attention")),), chooses=choose, says=_why_not,
-                orders=_ordered)
+             lazy_build("tinygrad_nv.tile.decode.kernel", "decode_attention"))),
+                choice=choose, refusal=_why_not, determinism_class=_choose_ordered)

@@ -8,7 +8,7 @@ from tinygrad_nv.tile.embedding import plan
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, EmbeddingSpec
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import Family, fixed
+from tinygrad_nv.tile.template import Family, make_template
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ def problems(spec: EmbeddingSpec, arch: str) -> list[str]:
     return [f"rows of {spec.row_bytes} bytes"] * (spec.row_bytes % 2)
 
 
-EMBEDDING = fixed(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel", "embedding")
-GRADIENT = fixed(EmbeddingGradientSpec, EmbeddingGradient, plan.problems,
+EMBEDDING = make_template(EmbeddingSpec, Embedding, problems, "tinygrad_nv.tile.embedding.kernel",
+                          "embedding")
+GRADIENT = make_template(EmbeddingGradientSpec, EmbeddingGradient, plan.problems,
                  "tinygrad_nv.tile.embedding.gradient", "gradient")
-FAMILY = Family("embedding", (EMBEDDING, GRADIENT), orders=OVER_ROWS)
+FAMILY = Family("embedding", (EMBEDDING, GRADIENT), determinism_class=OVER_ROWS)

@@ -30,11 +30,11 @@ def analytic(spec: GemmSpec, arch: str, sm_count: int = 0) -> GemmSchedule | Non
     model, gpu, size = CostModel(spec, gpu_model_for(arch, sm_count)), GPU(arch), spec.a.dtype.itemsize
     sms = model.gpu_model.sm_count
     first = [s for s in starts(spec, gpu) if s.worthwhile(spec)]
-    kept = _tiles(_rank([v for s in first for v in s.filling(spec, sms)], model), spec, gpu)
-    variants = [v for s in kept for ring in s.rings(arch, size) for v in ring.around(spec, sms)]
+    kept = _tiles(_rank([v for s in first for v in s.fill_sms(spec, sms)], model), spec, gpu)
+    variants = [v for s in kept for ring in s.stage_variants(arch, size) for v in ring.variants(spec, sms)]
     ranked = _rank(variants, model)
     if (best := _first_legal(ranked, spec, gpu)) is None: return None
-    others = [ring for s in best[0].beside(spec) for ring in s.rings(arch, size)]
+    others = [ring for s in best[0].width_variants(spec) for ring in s.stage_variants(arch, size)]
     if others:
         ranked = sorted([*ranked, *_rank(others, model)], key=_seconds)
         best = _first_legal(ranked, spec, gpu) or best
@@ -61,7 +61,8 @@ def _tiles(ranked: Iterable[tuple[GemmSchedule, Prediction]], spec: GemmSpec, gp
     for s, _ in ranked:
         if len(made) == KEPT: break
         if (bare := s.base_tile) in made: continue
-        if any(not TABLE.problems(spec, ring, gpu) for ring in s.rings(gpu.arch, spec.a.dtype.itemsize)):
+        if any(not TABLE.problems(spec, ring, gpu)
+               for ring in s.stage_variants(gpu.arch, spec.a.dtype.itemsize)):
             made[bare] = bare
     return list(made)
 

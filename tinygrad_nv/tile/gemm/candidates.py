@@ -29,8 +29,8 @@ def space(spec: GemmSpec, gpu: GPU) -> Iterator[GemmSchedule]:
     every = (template.schedule.every(gpu.arch, size) for template in TABLE.templates("gpu", spec))
     for tile in chain(starts(spec, gpu), *every):
         if not tile.worthwhile(spec): continue
-        for deep in tile.rings(gpu.arch, size):
-            for schedule in deep.around(spec, sms):
+        for deep in tile.stage_variants(gpu.arch, size):
+            for schedule in deep.variants(spec, sms):
                 if schedule in seen: continue
                 seen.add(schedule)
                 if not TABLE.problems(spec, schedule, gpu): yield schedule

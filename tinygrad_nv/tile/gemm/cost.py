@@ -166,7 +166,7 @@ class CostModel:
         rate = cost_of(s).flops_per_s(self.spec, self.gpu_model)
         return max(self.spec.flops / rate, least / self.gpu_model.hbm_bytes_per_s)
 
-    def planned(self, s: GemmSchedule) -> Work:
+    def plan_work(self, s: GemmSchedule) -> Work:
         """The work of a schedule as its template does it."""
         return cost_of(s).work(self.spec, s, self.gpu_model, self.ending)
 
@@ -175,7 +175,7 @@ class CostModel:
         cost = cost_of(s)
         return self._predict_work(s, cost, cost.work(self.spec, s, self.gpu_model, self.ending), 0)
 
-    def timed(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
+    def predict_work(self, s: GemmSchedule, done: Work, registers: int = 0) -> Prediction:
         """Returns the predicted time of a schedule whose CTAs do this work, with so many registers a thread
         (0: an estimate)."""
         return self._predict_work(s, cost_of(s), done, registers)

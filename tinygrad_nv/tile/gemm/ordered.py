@@ -47,7 +47,7 @@ def _without_splits(template: AnyTemplate, spec: Any, gpu: GPU, itemsize: int) -
     for s in template.candidates(spec, gpu):
         if not isinstance(s, RingSchedule): continue
         if isinstance(spec, GemmSpec) and not s.worthwhile(spec): continue
-        yield from dict.fromkeys((s.without_splits, *s.without_splits.rings(gpu.arch, itemsize)))
+        yield from dict.fromkeys((s.without_splits, *s.without_splits.stage_variants(gpu.arch, itemsize)))
 
 
 def _takes_many(template: AnyTemplate, gemm: GemmSpec, gpu: GPU) -> bool:

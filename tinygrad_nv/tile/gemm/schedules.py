@@ -2,8 +2,8 @@
 
 Protocol: `Mma`, `Wgmma` and `Gemv` have the fields that their kernels read. What legality, cost model and
 search ask of any of them are the methods of `GemmSchedule`: the tile of the result that a CTA makes, and
-which schedules there are beside one (`rings`, `around`, `filling`, `beside`). What can be is decided by each
-template's legality.py, what is good by cost.py.
+which schedules there are beside one (`stage_variants`, `variants`, `fill_sms`, `width_variants`). What can be
+is decided by each template's legality.py, what is good by cost.py.
 """
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class GemmSchedule(Schedule, ABC):
         return replace(self, **self.ALONE)
 
     @property
-    def ringless(self) -> Self:
+    def without_stages(self) -> Self:
         """The part that schedules that differ in stages alone have in common."""
         return self
 
@@ -144,21 +144,21 @@ class GemmSchedule(Schedule, ABC):
         epilogue."""
         return True
 
-    def rings(self, arch: str, itemsize: int) -> list[Self]:
+    def stage_variants(self, arch: str, itemsize: int) -> list[Self]:
         """The same with the rings worth trying, the deepest first."""
         return [self]
 
-    def around(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
+    def variants(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
         """Itself, and the same with clusters, splits, or stream-K where tiles do not fill the SMs."""
         yield self
         yield from self._split(spec, 2 * sm_count)
 
-    def filling(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
+    def fill_sms(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
         """Itself, the same in a cluster, and with as many splits as fill the SMs once."""
         yield self
         if most := list(self._split(spec, sm_count)): yield most[-1]
 
-    def beside(self, spec: GemmSpec) -> list[Self]:
+    def width_variants(self, spec: GemmSpec) -> list[Self]:
         """Tiles of other widths, of which one may leave fewer SMs idle in the last wave."""
         return []
 
@@ -181,7 +181,7 @@ class RingSchedule(Tiled, GemmSchedule):
     LEAST: ClassVar[tuple[int, int]]
     MOST_STAGES: ClassVar[int]
 
-    def grouped(self, rows: int) -> Self:
+    def group_rows(self, rows: int) -> Self:
         """Rows of tiles walked together."""
         return replace(self, group=rows)
 
@@ -198,7 +198,7 @@ class RingSchedule(Tiled, GemmSchedule):
         return self.stages(max(2, min(self.MOST_STAGES, fit)))
 
     @property
-    def ringless(self) -> Self: return self.stages(0)
+    def without_stages(self) -> Self: return self.stages(0)
 
     @property
     def key(self) -> Self: return replace(self, **self.ALONE, depth=0)
@@ -216,7 +216,7 @@ class RingSchedule(Tiled, GemmSchedule):
     def _roomy(self, long: bool) -> bool:
         """Whether threads have registers for a long epilogue, or for any, beside their sums."""
 
-    def _rings(self, most: int, *fewer: int) -> list[Self]:
+    def _with_depths(self, most: int, *fewer: int) -> list[Self]:
         depths = dict.fromkeys((most, *fewer))
         return [self.stages(depth) for depth in depths if 2 <= depth <= most]
 
@@ -239,9 +239,9 @@ class Mma(Warps, RingSchedule):
                     base = cls().block(rows, columns).k(k_bytes // itemsize)
                     yield from (base.warps(along_m, along_n) for along_m, along_n in MMA_WARPS)
 
-    def rings(self, arch: str, itemsize: int) -> list[Self]:
+    def stage_variants(self, arch: str, itemsize: int) -> list[Self]:
         """The deepest; four and three stages, since an SM may hold several CTAs."""
-        return self._rings(self.deepest(arch, itemsize).depth, 4, 3)
+        return self._with_depths(self.deepest(arch, itemsize).depth, 4, 3)
 
     def _roomy(self, long: bool) -> bool:
         """With 128 sums, the loop takes all registers."""
@@ -280,7 +280,7 @@ class Wgmma(Warpgroups, RingSchedule):
         """CTAs along rows and columns that share operands."""
         return replace(self, cluster_m=m, cluster_n=n)
 
-    def streamed(self) -> Self:
+    def stream_k(self) -> Self:
         """All sums divided evenly among persistent CTAs."""
         return replace(self, stream=True)
 
@@ -314,12 +314,12 @@ class Wgmma(Warpgroups, RingSchedule):
                 yield wide.swap_operands()
                 if rows <= 128: yield wide.warps(12).pingpong()
 
-    def rings(self, arch: str, itemsize: int) -> list[Self]:
+    def stage_variants(self, arch: str, itemsize: int) -> list[Self]:
         """The deepest, and those with one and two stages less."""
         most = self.deepest(arch, itemsize).depth
-        return self._rings(most, most - 1, most - 2)
+        return self._with_depths(most, most - 1, most - 2)
 
-    def around(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
+    def variants(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
         rows, columns = self.grid(spec)
         shared = [self.cluster(*each) for each in CLUSTERS if each[0] <= rows and each[1] <= columns]
         yield from shared
@@ -327,15 +327,15 @@ class Wgmma(Warpgroups, RingSchedule):
         for each in shared if self._splittable() else ():
             at_once = most_clusters(each.cluster_ctas, sm_count)
             waves = -(-rows // each.cluster_m) * -(-columns // each.cluster_n) * spec.matrices / at_once
-            if ceil(waves) > (1 + STREAMED) * waves: yield each.streamed()
+            if ceil(waves) > (1 + STREAMED) * waves: yield each.stream_k()
 
-    def filling(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
+    def fill_sms(self, spec: GemmSpec, sm_count: int) -> Iterator[Self]:
         yield self
         rows, columns = self.grid(spec)
         if max(rows, columns) > 1: yield self.cluster(2) if rows > 1 else self.cluster(1, 2)
         if most := list(self._split(spec, sm_count)): yield most[-1]
 
-    def beside(self, spec: GemmSpec) -> list[Self]:
+    def width_variants(self, spec: GemmSpec) -> list[Self]:
         if self.block_n < 96: return []
         made = (self.block(self.block_m, columns) for columns in WGMMA_COLUMNS if columns >= 96)
         return [tile for tile in made if tile.worthwhile(spec)]

@@ -89,7 +89,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoreTarget:
     """Description of a result for its store: where it lies, `m` rows and `n` columns in each matrix of the
     batch, and the epilogue that makes an element of sums. `symbolic`: `m` is the most rows there can be.
     Raises `SpecError` where elements overlap."""
@@ -161,12 +161,12 @@ class GemmSpec:
         for node in walk(self.epilogue):
             if isinstance(node, Sum) and (node.dtype != self.accumulate or node.part >= self.parts):
                 raise SpecError(f"{node}", f"a sum of {self.accumulate}, of a part below {self.parts}")
-        _ = self.stored
+        _ = self.store_target
 
     @cached_property
-    def stored(self) -> Stored:
+    def store_target(self) -> StoreTarget:
         """The result, for its store."""
-        return Stored(self.out, self.m, self.n, self.batch, self.epilogue, self.symbolic)
+        return StoreTarget(self.out, self.m, self.n, self.batch, self.epilogue, self.symbolic)
 
     @property
     def accumulate(self) -> DType:

@@ -23,14 +23,14 @@ from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 GEMV = Template("gemv", GemmSpec, Gemv, whole(gemv_legality.problems), gemv_defaults.candidates,
-                later("tinygrad_nv.tile.gemm.gemv.kernel", "gemv"), GemvCost())
+                lazy_build("tinygrad_nv.tile.gemm.gemv.kernel", "gemv"), GemvCost())
 WGMMA = Template("wgmma", GemmSpec, Wgmma, whole(wgmma_legality.problems), wgmma_defaults.candidates,
-                 later("tinygrad_nv.tile.gemm.wgmma.kernel", "gemm_wgmma"), WgmmaCost())
+                 lazy_build("tinygrad_nv.tile.gemm.wgmma.kernel", "gemm_wgmma"), WgmmaCost())
 MMA = Template("mma", GemmSpec, Mma, whole(mma_legality.problems), mma_defaults.candidates,
-               later("tinygrad_nv.tile.gemm.mma.kernel", "gemm_mma"), MmaCost())
+               lazy_build("tinygrad_nv.tile.gemm.mma.kernel", "gemm_mma"), MmaCost())
 
 
 def _why_not(spec: GemmSpec, gpu: GPU) -> str:
@@ -42,18 +42,19 @@ def _why_not(spec: GemmSpec, gpu: GPU) -> str:
 def _default(spec: GemmSpec, gpu: GPU) -> GemmSchedule | None: return analytic(spec, gpu.arch, gpu.sm_count)
 
 
-def _ordered(spec: GemmSpec, gpu: GPU) -> Ordered | None: return choose_ordered((WGMMA, MMA), spec, gpu, spec)
+def _choose_ordered(spec: GemmSpec, gpu: GPU) -> Ordered | None:
+    return choose_ordered((WGMMA, MMA), spec, gpu, spec)
 
 
-def _tries(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
+def _candidates(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
     from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
     return candidates(spec, gpu, count)
 
 
-def _counts(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
+def _counter_cost(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
     from tinygrad_nv.tile.gemm.tune import counter_cost
     return counter_cost(spec, s, gpu, registers)
 
 
-FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not, _default, _tries, _counts,
-                _ordered)
+FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose.choose, _why_not, _default, _candidates, _counter_cost,
+                _choose_ordered)

@@ -88,7 +88,7 @@ def work_from_trial(trial: Trial, model: CostModel, s: GemmSchedule) -> Work:
                 for a, step in zip(few[1:], (shared, issue), strict=True)))
     tile = s.tile(model.spec)
     ends = STORE_LATENCY + max(busy, epilogue_cycles(tile.rows * tile.columns, model.ending))
-    return Work(tensor, shared, issue, ends, model.planned(s).ahead)
+    return Work(tensor, shared, issue, ends, model.plan_work(s).ahead)
 
 
 def _cycles(stats: Stats, model: CostModel, s: GemmSchedule) -> tuple[float, float, float]:

@@ -23,11 +23,11 @@ def candidates(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
     if favourite is None: return []
     ranked = sorted(space(spec, GPU(gpu.arch, model.gpu_model.sm_count)),
                     key=lambda s: model.predict(s).seconds)
-    made, alike = [favourite], Counter([favourite.ringless])
+    made, alike = [favourite], Counter([favourite.without_stages])
     for s in ranked:
         if len(made) > count: break
-        if s == favourite or alike[s.ringless] >= RINGS: continue
-        alike[s.ringless] += 1
+        if s == favourite or alike[s.without_stages] >= RINGS: continue
+        alike[s.without_stages] += 1
         made.append(s)
     return made
 
@@ -36,4 +36,4 @@ def counter_cost(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> f
     """The cost model's seconds, of the emulator's counters and of registers as they are."""
     model = CostModel(spec, gpu_model_for(gpu.arch, gpu.sm_count))
     done = trial.work_from_trial(trial.counters(spec, s, gpu.arch), model, s)
-    return model.timed(s, done, registers).seconds
+    return model.predict_work(s, done, registers).seconds

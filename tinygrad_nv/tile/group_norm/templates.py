@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 VECTOR_BYTES = 16
 THREADS, MOST_THREADS = 256, 1024
@@ -67,5 +67,6 @@ def problems(spec: GroupNormSpec, schedule: GroupNorm, gpu: GPU) -> list[str]:
 
 GROUP_NORM = Template("group_norm", GroupNormSpec, GroupNorm, problems,
                       lambda spec, gpu: (GroupNorm.of(spec),),
-                      later("tinygrad_nv.tile.group_norm.kernel", "group_norm"))
-FAMILY = Family("group_norm", (GROUP_NORM,), orders="each image alone, in an order that its extents give")
+                      lazy_build("tinygrad_nv.tile.group_norm.kernel", "group_norm"))
+FAMILY = Family("group_norm", (GROUP_NORM,),
+                determinism_class="each image alone, in an order that its extents give")

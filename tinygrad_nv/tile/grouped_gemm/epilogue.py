@@ -22,7 +22,7 @@ class GroupedEpilogue:
         self.x = kb.pointer("x")
         self.matrices = {name: kb.pointer(name) for name in matrices}
         self.offsets = kb.pointer("offsets")
-        self.order = kb.pointer("order") if spec.ordered else None
+        self.order = kb.pointer("order") if spec.has_order else None
         self.weights = kb.pointer("weights") if spec.weighted else None
         self.bias = kb.pointer("bias") if spec.biased else None
 

@@ -54,7 +54,7 @@ class GroupedOuterSpec:
         return self.x_rows or self.rows
 
     @property
-    def ordered(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order."""
         return bool(self.gather_y or self.gather_x)
 

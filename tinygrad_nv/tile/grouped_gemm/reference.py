@@ -22,7 +22,7 @@ def arguments(spec: GroupedGemmSpec | GroupedOuterSpec) -> tuple[Argument, ...]:
         given += [Argument(f"scale_{name}", dtypes.float32, (place,))
                   for name, place in zip("xw", places, strict=True)]
     given.append(_offsets(spec))
-    if spec.ordered: given.append(_order(spec))
+    if spec.has_order: given.append(_order(spec))
     if spec.weighted: given.append(Argument("weights", dtypes.float32, (dense(spec.rows),)))
     if spec.biased: given.append(Argument("bias", spec.out, (dense(spec.groups, spec.n),)))
     return out, *given
@@ -91,7 +91,7 @@ def _outer_arguments(spec: GroupedOuterSpec) -> tuple[Argument, ...]:
     given = [Argument("y", spec.dtype, (dense(spec.of_y, spec.n),)),
              Argument("x", spec.dtype, (dense(spec.of_x, spec.k),)),
              _offsets(spec)]
-    if spec.ordered: given.append(_order(spec))
+    if spec.has_order: given.append(_order(spec))
     return out, *given
 
 

@@ -89,7 +89,7 @@ class GroupedGemmSpec:
         return 2 if self.activation else 1
 
     @property
-    def ordered(self) -> bool:
+    def has_order(self) -> bool:
         """Whether there is an order."""
         return bool(self.gather or self.scatter or self.weighted)
 

@@ -25,24 +25,24 @@ from tinygrad_nv.tile.grouped_gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.grouped_gemm.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
 GEMV = Template("grouped_gemv", GroupedGemmSpec, GroupedGemv, legality(gemv.problems), gemv.candidates,
-                later("tinygrad_nv.tile.grouped_gemm.gemv.kernel", "grouped_gemv"), gemv.cost)
+                lazy_build("tinygrad_nv.tile.grouped_gemm.gemv.kernel", "grouped_gemv"), gemv.cost)
 WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma_legality.problems),
                  wgmma_defaults.candidates,
-                 later("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
+                 lazy_build("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
 SCALED_WGMMA = Template("grouped_scaled_wgmma", ScaledGroupedGemmSpec, GroupedScaledWgmma, WGMMA.problems,
                         wgmma_defaults.candidates_with_scales, WGMMA.build, wgmma_cost.cost)
 MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
-               later("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
+               lazy_build("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
 OUTER_WGMMA = Template("grouped_outer_wgmma", GroupedOuterSpec, GroupedOuterWgmma,
                        legality(outer_wgmma.problems), outer_wgmma.candidates,
-                       later("tinygrad_nv.tile.grouped_gemm.outer_wgmma.kernel", "grouped_outer_wgmma"),
+                       lazy_build("tinygrad_nv.tile.grouped_gemm.outer_wgmma.kernel", "grouped_outer_wgmma"),
                        outer_wgmma.cost)
 OUTER_MMA = Template("grouped_outer_mma", GroupedOuterSpec, GroupedOuterMma, legality(outer_mma.problems),
                      outer_mma.candidates,
-                     later("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
+                     lazy_build("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
                      outer_mma.cost)
 TRANSPOSED_WGMMA = Template("grouped_transposed_wgmma", TransposedGroupedSpec, GroupedTransposedWgmma,
                             WGMMA.problems, wgmma_defaults.candidates_transposed, WGMMA.build,

@@ -17,7 +17,7 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.attention.dropout import SPAN, keep_256ths
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.tile.language.context import active
 from tinygrad_nv.tile.language.elements import INF, exp2_nonpositive, maximum, where
 from tinygrad_nv.tile.language.linear import dot
@@ -52,7 +52,7 @@ def mask_causal(scores: Tile, rows: Tile, columns: Tile) -> Tile:
     """Scores of columns after their row become -inf, in the tile itself, which is also returned."""
     trace = current()
     made = where(columns <= rows, scores, -INF)
-    maker = trace.made_by(scores.value)
+    maker = trace.defining_op(scores.value)
     if maker is None or maker not in trace.regions[-1].ops:
         fail("tile.mask_causal in a branch or loop that did not make the scores", "scores of the same body",
              "write scores = tile.where(cols <= rows, scores, -INF)")
@@ -93,7 +93,7 @@ def dropout_in_kernel(x: Tile, p: float, seed: Any = 0, rows: Tile | None = None
     by attention's kernels of this seed, whatever the blocks are."""
     if isinstance(p, Tile) or not 0 <= p < 1: fail(f"dropout with p={p!r}", "a constant from 0 to below 1")
     kept = keep_256ths(p)
-    if kept == EVERY: return x
+    if kept == KEEP_ALL: return x
     rows = row_index() if rows is None else rows
     columns = col_index(_innermost()) if columns is None else columns
     found = active()
@@ -103,7 +103,7 @@ def dropout_in_kernel(x: Tile, p: float, seed: Any = 0, rows: Tile | None = None
     which = byte // 4
     word = where(which < 2, where(which < 1, words[0], words[1]), where(which < 3, words[2], words[3]))
     value = (word >> cast(byte % 4 * 8, dtypes.uint32)) & 0xFF
-    return where(cast(value, dtypes.int32) < kept, x * (EVERY / kept), 0.0)
+    return where(cast(value, dtypes.int32) < kept, x * (KEEP_ALL / kept), 0.0)
 
 
 def _key(seed: Any) -> tuple[Operand, Operand]:

@@ -20,8 +20,8 @@ class Known(Protocol):
     """Queries on values: a scalar's number, the operation that made a value, the least of an argument."""
     @property
     def least(self) -> dict[Value, int]: ...
-    def known(self, value: Value) -> Any: ...
-    def made_by(self, value: Value) -> Op | None: ...
+    def constant_of(self, value: Value) -> Any: ...
+    def defining_op(self, value: Value) -> Op | None: ...
 
 
 class Facts:
@@ -33,11 +33,11 @@ class Facts:
         for op in program.body.walk():
             if op.name == "for": self.least[op.regions[0].arguments[0]] = at_least(op.operands[0], self)
 
-    def made_by(self, value: Value) -> Op | None:
+    def defining_op(self, value: Value) -> Op | None:
         """The operation that made a value; None of arguments of regions."""
         return self._makers.get(value)
 
-    def known(self, value: Value) -> Any:
+    def constant_of(self, value: Value) -> Any:
         """The number that a scalar is known to be."""
         op = self._makers.get(value)
         return op.attributes["value"] if op is not None and op.name == "constant" else None
@@ -46,8 +46,8 @@ class Facts:
 def at_least(value: Value, facts: Known) -> int:
     """The least that an integer can be."""
     if dtypes.is_unsigned(value.dtype) or value.dtype == dtypes.bool: return 0
-    if (known := facts.known(value)) is not None: return int(known)
-    op = facts.made_by(value)
+    if (known := facts.constant_of(value)) is not None: return int(known)
+    op = facts.defining_op(value)
     return facts.least.get(value, MINUS) if op is None else _of(op, facts)
 
 

@@ -99,7 +99,7 @@ def blocks(extent: Operand, block: Any, *, start: Operand = 0, prefetch: int = 0
 def is_dynamic(x: Any) -> bool:
     """Whether only the running kernel knows a scalar."""
     if not isinstance(x, Tile) or not tracing(): return False
-    return current().known(x.value) is None
+    return current().constant_of(x.value) is None
 
 
 # **** state ****

@@ -1,7 +1,7 @@
 """Masks of loops over blocks: blocks that a mask leaves nothing of are not computed, others compare no more
 than they must.
 
-Protocol: `bound_masks(program)` looks at each `where(cond, scores, other)` in a loop whose condition compares
+Protocol: `clamp_masks(program)` looks at each `where(cond, scores, other)` in a loop whose condition compares
 indices, `columns <= rows` or `columns < n`, which is the same for all of a block where the block is far from
 the edge:
 
@@ -55,7 +55,7 @@ class Less:
 def _fits(number: int) -> bool: return -2**31 <= number < 2**31
 
 
-def bound_masks(program: Program) -> Program:
+def clamp_masks(program: Program) -> Program:
     """The program with its masks bounded; itself where it has none."""
     _Pass(program).region(program.body)
     return program

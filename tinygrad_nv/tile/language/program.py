@@ -14,7 +14,7 @@ from typing import Any
 from tinygrad_nv.errors import LanguageError, NVError
 from tinygrad_nv.tile.language.context import Context
 from tinygrad_nv.tile.language.ir import Line, Program, TensorParameter
-from tinygrad_nv.tile.language.masks import bound_masks
+from tinygrad_nv.tile.language.masks import clamp_masks
 from tinygrad_nv.tile.language.memory import Block, TensorRef, store
 from tinygrad_nv.tile.language.roles import all_consumed
 from tinygrad_nv.tile.language.schedule import TileSchedule
@@ -58,7 +58,7 @@ def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Seque
         if made is not None: made.check()
         counts = _grid(made.grid if made is not None else grid or (1,), fn)
     results = [*([out] if returned is not None else []), *outputs]
-    return bound_masks(Program(fn.__name__, (*results, *(each for each in tensors if not each.output)),
+    return clamp_masks(Program(fn.__name__, (*results, *(each for each in tensors if not each.output)),
                                counts,
                            trace.body))
 

@@ -228,8 +228,8 @@ class Pipe:
                  "load behind a mask, or put the `if` around what is computed")
 
     def _check_load(self, trace: Any, tile: Any) -> None:
-        op = trace.made_by(tile.value) if isinstance(tile, Tile) else None
-        while op is not None and op.name == "transpose": op = trace.made_by(op.operands[0])
+        op = trace.defining_op(tile.value) if isinstance(tile, Tile) else None
+        while op is not None and op.name == "transpose": op = trace.defining_op(op.operands[0])
         if op is None or op.name not in BROUGHT or not tile.shape:
             fail(f"pipe.commit of {describe(tile)} that is not a loaded tile",
                  "x[rows, cols] or tile.load(…)",
@@ -283,11 +283,11 @@ def all_consumed(trace: Trace) -> None:
 def _recompute(trace: Trace, value: Value, mapped: dict[Value, Value]) -> Value:
     """Returns what makes a value of the producer, here."""
     if value in mapped: return mapped[value]
-    op = trace.made_by(value)
+    op = trace.defining_op(value)
     if op is None or trace.visible(value): return value
     given = [_recompute(trace, each, mapped) for each in op.operands]
     made = trace.emit(op.name, given, [each.type for each in op.results], op.attributes)
-    maker = trace.made_by(made[0])
+    maker = trace.defining_op(made[0])
     if maker is not None and op.name in BROUGHT: maker.line = op.line
     mapped.update(zip(op.results, made, strict=True))
     return mapped[value]
@@ -296,16 +296,16 @@ def _recompute(trace: Trace, value: Value, mapped: dict[Value, Value]) -> Value:
 def _alike(trace: Trace, a: Value, b: Value, mapped: dict[Value, Value]) -> bool:
     """Whether a scalar of the producer is one of the consumer."""
     if mapped.get(a, a) is b: return True
-    known = trace.known(a), trace.known(b)
+    known = trace.constant_of(a), trace.constant_of(b)
     if known != (None, None): return bool(known[0] == known[1])
-    one, other = trace.made_by(a), trace.made_by(b)
+    one, other = trace.defining_op(a), trace.defining_op(b)
     if one is None or other is None or one.name != other.name or one.name not in ALLOWED: return False
     return one.attributes == other.attributes and len(one.operands) == len(other.operands) and \
         all(_alike(trace, x, y, mapped) for x, y in zip(one.operands, other.operands, strict=True))
 
 
 def _range(trace: Trace, loop: Loop) -> str:
-    ends = [trace.known(each) for each in (loop.start, loop.stop)]
+    ends = [trace.constant_of(each) for each in (loop.start, loop.stop)]
     start, stop = ("a number of the kernel's" if each is None else str(each) for each in ends)
     return f"from {start} to {stop} in steps of {loop.step}"
 

@@ -62,7 +62,7 @@ class Helpers:
         return x
 
     @staticmethod
-    def entered(x: Any) -> Any:
+    def enter(x: Any) -> Any:
         """Enters the context of a `with` statement."""
         if tracing() and not hasattr(type(x), "__tile_scope__"):
             fail(f"`with` of a {type(x).__name__}", "no effects but those of the running kernel",
@@ -70,7 +70,7 @@ class Helpers:
         return x
 
     @staticmethod
-    def changed(x: Any, name: str) -> Any:
+    def check_change(x: Any, name: str) -> Any:
         """An object of which an attribute is assigned."""
         if tracing() and len(current().regions) > 1:
             fail(f"attribute {name!r} of a {type(x).__name__} assigned in a loop or branch of the kernel",
@@ -78,7 +78,7 @@ class Helpers:
         return x
 
     @staticmethod
-    def returned(x: Any) -> Any:
+    def note_return(x: Any) -> Any:
         """Returns the result of a function; the trace keeps the line."""
         if tracing(): current().returned = current().line()
         return x
@@ -265,12 +265,12 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         if node.value is not None:
-            node.value = _locate(ast.Call(_help("returned"), [self.visit(node.value)], []), node)
+            node.value = _locate(ast.Call(_help("note_return"), [self.visit(node.value)], []), node)
         return node
 
     def visit_With(self, node: ast.With) -> ast.AST:
         for each in node.items:
-            entered = ast.Call(_help("entered"), [self.visit(each.context_expr)], [])
+            entered = ast.Call(_help("enter"), [self.visit(each.context_expr)], [])
             each.context_expr = _locate(entered, node)
         node.body = self.block(node.body)
         return node
@@ -291,7 +291,7 @@ class _Rewriter(ast.NodeTransformer):
         node.value = self.visit(node.value)
         if not isinstance(node.ctx, ast.Load):
             given: list[ast.expr] = [node.value, ast.Constant(node.attr)]
-            node.value = _locate(ast.Call(_help("changed"), given, []), node)
+            node.value = _locate(ast.Call(_help("check_change"), given, []), node)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:

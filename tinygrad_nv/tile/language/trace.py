@@ -92,11 +92,11 @@ class Trace:
         else: value = _wrap(int(value), dtype)
         return self.emit("constant", (), (TileType(dtype),), {"value": value})[0]
 
-    def known(self, value: Value) -> Any:
+    def constant_of(self, value: Value) -> Any:
         """The number that a scalar is known to be; None where it is not."""
         return self._constants.get(value)
 
-    def made_by(self, value: Value) -> Op | None:
+    def defining_op(self, value: Value) -> Op | None:
         """The operation that has made a value; None of arguments of regions."""
         return self._makers.get(value)
 

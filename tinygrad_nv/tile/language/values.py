@@ -116,7 +116,7 @@ class Tile:
     # **** what a tile is not ****
 
     def __bool__(self) -> bool:
-        known = current().known(self.value)
+        known = current().constant_of(self.value)
         if known is not None: return bool(known)
         what = "a tile" if self.shape else "a scalar that is known when the kernel runs"
         fail(f"{what} ({describe(self)}) where Python needs True or False",
@@ -128,7 +128,7 @@ class Tile:
     def __float__(self) -> float: return float(self._number("a number"))
 
     def _number(self, what: str) -> int:
-        known = current().known(self.value)
+        known = current().constant_of(self.value)
         if known is None:
             fail(f"{describe(self)}, known only when the kernel runs, where Python needs {what}",
                  "a constant: a number, a keyword argument of the kernel, or a size of a tile",
@@ -375,7 +375,7 @@ def cast(x: Operand, dtype: Any) -> Tile:
     plain = check_dtype(dtype)
     made = Tile(current().constant(x, plain)) if type(x) is int else scalar(x, plain)
     if made.dtype == plain: return made
-    known = current().known(made.value)
+    known = current().constant_of(made.value)
     if known is not None and known == known and _plainly(known, made.dtype, plain):
         return Tile(current().constant(known, plain))
     return Tile(current().emit("cast", [made.value], [TileType(plain, made.shape)])[0])

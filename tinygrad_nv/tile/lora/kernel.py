@@ -44,7 +44,7 @@ class _LoraExpandKernel(GroupedMmaKernel):
 
     def __init__(self, kb: Kernel, plan: MmaPlan, lora: LoraExpandSpec) -> None:
         self.lora = lora
-        super().__init__(kb, plan, lora.grouped)
+        super().__init__(kb, plan, lora.grouped_gemm)
 
     def declare_params(self) -> tuple[Value, Value]:
         self.finish = _Epilogue(self.kb, self.grouped, ("b", "ranks"))

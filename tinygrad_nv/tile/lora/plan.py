@@ -25,7 +25,7 @@ class LoraExpandMma(GroupedMma):
 def whole(spec: LoraExpandSpec, s: LoraExpandMma) -> GemmSpec:
     """The matmul of all tiles. Rows of h are as far apart as they are long, and a matmul reads `rank` columns
     of them."""
-    made = grouped.whole(spec.grouped, s)
+    made = grouped.whole(spec.grouped_gemm, s)
     return replace(made, a=Operand(spec.dtype, spec.pitch, 1))
 
 
@@ -37,7 +37,7 @@ def problems(spec: LoraExpandSpec, s: LoraExpandMma, arch: str) -> list[str]:
     if bad := [first for first, _ in spec.spans if first % s.block_n]:
         out.append(f"a segment begins at column {bad[0]}, within a tile of {s.block_n} columns")
     if spec.adapters >= MOST_GROUPS: out.append(f"{spec.adapters} adapters, at most {MOST_GROUPS - 1}")
-    if (count := most_tiles(spec.grouped, s.block_m) * -(-spec.columns // s.block_n)) > MOST:
+    if (count := most_tiles(spec.grouped_gemm, s.block_m) * -(-spec.columns // s.block_n)) > MOST:
         out.append(f"{count} tiles, at most {MOST}")
     return out
 
@@ -56,4 +56,4 @@ def candidates(spec: LoraExpandSpec, gpu: GPU) -> list[LoraExpandMma]:
 
 def cost(spec: LoraExpandSpec, s: LoraExpandMma, gpu: GPU) -> Prediction:
     """Returns the time of the grouped matmul."""
-    return grouped.cost(spec.grouped, s, gpu)
+    return grouped.cost(spec.grouped_gemm, s, gpu)

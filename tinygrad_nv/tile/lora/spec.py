@@ -67,7 +67,7 @@ class LoraShrinkSpec(LoraSpec):
         return self.parts * self.rank
 
     @property
-    def grouped(self) -> GroupedGemmSpec:
+    def grouped_gemm(self) -> GroupedGemmSpec:
         """The same as a grouped matmul, which multiplies up to `rank`."""
         return GroupedGemmSpec(self.adapters, self.rows, self.columns, self.k, self.dtype, self.rows, 1)
 
@@ -111,7 +111,7 @@ class LoraExpandSpec(LoraSpec):
         return list(pairwise(accumulate(self.segments, initial=0)))
 
     @property
-    def grouped(self) -> TransposedGroupedSpec:
+    def grouped_gemm(self) -> TransposedGroupedSpec:
         """The same as a grouped matmul whose last group has rows without an adapter."""
         return TransposedGroupedSpec(self.adapters + 1, self.rows, self.columns, self.rank, self.dtype,
                                      self.rows, scatter=True)

@@ -90,7 +90,7 @@ class _NormKernel:
             with kb.comment(f"statistic {number}"):
                 term = self.of_elements(substitute(each.term, stands))
                 if each.group:
-                    stands[Sum(each.dtype, number)] = self.grouped(each, term)
+                    stands[Sum(each.dtype, number)] = self.group_load(each, term)
                     continue
                 total = self.of_team(self.reduce_elements(Statistic(each.op, term)), each, number)
                 stands[Sum(each.dtype, number)] = self.name_number(Lanes(kb, each.dtype, [total]))
@@ -142,7 +142,7 @@ class _NormKernel:
 
     # **** what belongs to a group ****
 
-    def grouped(self, statistic: Statistic, term: Expression) -> Load:
+    def group_load(self, statistic: Statistic, term: Expression) -> Load:
         """A load that stands for a statistic of groups."""
         kb, kind = self.kb, kind_of(statistic.dtype)
         (elements,) = self.passes(term)

@@ -8,7 +8,7 @@ from tinygrad_nv.tile.limits import MOST
 from tinygrad_nv.tile.optimizer.spec import CHUNK, AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, Family, fixed
+from tinygrad_nv.tile.template import GPU, Family, make_template
 
 
 @dataclass(frozen=True)
@@ -33,5 +33,6 @@ def problems(spec: AdamWSpec | SquaresSpec, arch: str) -> list[str]:
 
 
 MODULE = "tinygrad_nv.tile.optimizer.kernel"
-FAMILY = Family("optimizer", (fixed(AdamWSpec, AdamW, problems, MODULE, "adamw"),
-                              fixed(SquaresSpec, Squares, problems, MODULE, "squares")), orders=OVER_ROWS)
+FAMILY = Family("optimizer", (make_template(AdamWSpec, AdamW, problems, MODULE, "adamw"),
+                              make_template(SquaresSpec, Squares, problems, MODULE, "squares")),
+                determinism_class=OVER_ROWS)

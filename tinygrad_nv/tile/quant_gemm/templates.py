@@ -20,7 +20,7 @@ from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.quant_gemm.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
 C = TypeVar("C", bound=Schedule)
 
@@ -28,21 +28,22 @@ C = TypeVar("C", bound=Schedule)
 def _whole(own: Callable[[QuantGemmSpec, C, str], Sequence[str]]
            ) -> Callable[[QuantGemmSpec, C, GPU], list[str]]:
     """Why a template cannot have a schedule; empty when it can."""
-    def found(spec: QuantGemmSpec, s: C, arch: str) -> tuple[str, ...]:
+    def find_problems(spec: QuantGemmSpec, s: C, arch: str) -> tuple[str, ...]:
         gemm = spec.gemm
         asked = [*fragments.problems(spec.type), *epilogue.problems(gemm.epilogue, arch)]
         if gemm.a.dtype not in FLOAT16S: asked.append(f"activations of {gemm.a.dtype.name}")
         if spec.int8: asked.append("activations of int8")
         return (*asked, *(() if asked else own(spec, s, arch)))
-    return legality(found)
+    return legality(find_problems)
 
 
 GEMV = Template("quant_gemv", QuantGemmSpec, QuantGemv, _whole(gemv_legality.problems),
-                gemv_defaults.candidates, later("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
+                gemv_defaults.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
 WGMMA = Template("quant_wgmma", QuantGemmSpec, QuantWgmma, _whole(wgmma_legality.problems),
-                 wgmma_defaults.candidates, later("tinygrad_nv.tile.quant_gemm.wgmma.kernel", "quant_wgmma"))
+                 wgmma_defaults.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.wgmma.kernel",
+                                                       "quant_wgmma"))
 MMA = Template("quant_mma", QuantGemmSpec, QuantMma, _whole(mma_legality.problems), mma_defaults.candidates,
-               later("tinygrad_nv.tile.quant_gemm.mma.kernel", "quant_mma"))
+               lazy_build("tinygrad_nv.tile.quant_gemm.mma.kernel", "quant_mma"))
 FEW = 8             # rows up to which the tensor cores of a gemv are not half idle
 
 
@@ -52,7 +53,7 @@ def _default(spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
     return _first(order, spec, gpu)
 
 
-def _ordered(spec: QuantGemmSpec, gpu: GPU) -> Ordered | None:
+def _choose_ordered(spec: QuantGemmSpec, gpu: GPU) -> Ordered | None:
     return choose_ordered((WGMMA, MMA), spec, gpu, spec.gemm)
 
 
@@ -63,4 +64,4 @@ def _first(order: tuple[AnyTemplate, ...], spec: QuantGemmSpec, gpu: GPU) -> Sch
 
 
 FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose.choose, defaults=_default,
-                orders=_ordered)
+                determinism_class=_choose_ordered)

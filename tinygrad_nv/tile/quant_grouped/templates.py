@@ -18,7 +18,7 @@ from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.quant_grouped.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.quant_grouped.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
 C = TypeVar("C", bound=Schedule)
 
@@ -26,22 +26,24 @@ C = TypeVar("C", bound=Schedule)
 def _whole(own: Callable[[QuantGroupedSpec, C, str], Sequence[str]]
            ) -> Callable[[QuantGroupedSpec, C, GPU], list[str]]:
     """Why a template cannot have a schedule; empty when it can."""
-    def found(spec: QuantGroupedSpec, s: C, arch: str) -> tuple[str, ...]:
+    def find_problems(spec: QuantGroupedSpec, s: C, arch: str) -> tuple[str, ...]:
         asked = fragments.problems(spec.type)
         if spec.grouped.dtype not in FLOAT16S: asked.append(f"activations of {spec.grouped.dtype.name}")
         if spec.int8: asked.append("activations of int8")
         return (*asked, *(() if asked else own(spec, s, arch)))
-    return legality(found)
+    return legality(find_problems)
 
 
 GEMV = Template("quant_grouped_gemv", QuantGroupedSpec, QuantGroupedGemv, _whole(gemv.problems),
-                gemv.candidates, later("tinygrad_nv.tile.quant_grouped.gemv.kernel", "quant_grouped_gemv"),
+                gemv.candidates, lazy_build("tinygrad_nv.tile.quant_grouped.gemv.kernel",
+                                            "quant_grouped_gemv"),
                 cost.of_gemv)
 WGMMA = Template("quant_grouped_wgmma", QuantGroupedSpec, QuantGroupedWgmma, _whole(wgmma_legality.problems),
                  wgmma_defaults.candidates,
-                 later("tinygrad_nv.tile.quant_grouped.wgmma.kernel", "quant_grouped_wgmma"), cost.of_wgmma)
+                 lazy_build("tinygrad_nv.tile.quant_grouped.wgmma.kernel",
+                            "quant_grouped_wgmma"), cost.of_wgmma)
 MMA = Template("quant_grouped_mma", QuantGroupedSpec, QuantGroupedMma, _whole(mma.problems), mma.candidates,
-               later("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"), cost.of_mma)
+               lazy_build("tinygrad_nv.tile.quant_grouped.mma.kernel", "quant_grouped_mma"), cost.of_mma)
 TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, MMA, WGMMA)
 
 

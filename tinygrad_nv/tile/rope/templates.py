@@ -8,7 +8,7 @@ from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.order import BY_ELEMENT
 from tinygrad_nv.tile.rope.spec import RopeGradientSpec, RopeSpec
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import Family, fixed
+from tinygrad_nv.tile.template import Family, make_template
 
 
 @dataclass(frozen=True)
@@ -32,5 +32,6 @@ def problems(spec: RopeSpec, arch: str) -> list[str]:
 
 
 MODULE = "tinygrad_nv.tile.rope.kernel"
-FAMILY = Family("rope", (fixed(RopeSpec, Rope, problems, MODULE, "rope"),
-                         fixed(RopeGradientSpec, RopeGradient, problems, MODULE, "rope")), orders=BY_ELEMENT)
+FAMILY = Family("rope", (make_template(RopeSpec, Rope, problems, MODULE, "rope"),
+                         make_template(RopeGradientSpec, RopeGradient, problems, MODULE, "rope")),
+                determinism_class=BY_ELEMENT)

@@ -38,10 +38,10 @@ def router(spec: RouterSpec, schedule: Schedule, gpu: GPU) -> TileKernel | Route
     plan = RouterPlan.of(spec, sms(gpu))
     first = _RouterKernel(plan, gpu.arch, "router", plan.threads)
     first.route()
-    if plan.alone: return first.made()
+    if plan.alone: return first.emit_kernel()
     second = _RouterKernel(plan, gpu.arch, "order", ORDER_THREADS)
     second.arrange()
-    return RouterKernel((first.made(), second.made()), plan.workspace_words)
+    return RouterKernel((first.emit_kernel(), second.emit_kernel()), plan.workspace_words)
 
 
 class _RouterKernel:
@@ -63,7 +63,7 @@ class _RouterKernel:
             kb.wait_for_previous_grid()
             kb.launch_dependents()
 
-    def made(self) -> TileKernel:
+    def emit_kernel(self) -> TileKernel:
         """The kernel, whole."""
         kb = self.kb
         return TileKernel(kb.name, kb.ptx(), (self.plan.ctas, 1, 1), kb.threads[0], kb.dynamic_smem,

@@ -29,7 +29,7 @@ def reference(spec: RouterSpec | GroupRowsSpec, given: Given, exact: bool = Fals
     if isinstance(spec, GroupRowsSpec): return rows_of(given["experts"], spec.experts)
     inputs = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)[4:]}
     logits = inputs["logits"]
-    made = routed(spec.policy, logits, inputs.get("bias"))
+    made = route_tokens(spec.policy, logits, inputs.get("bias"))
     if not exact: return made
     scores = score(spec.policy, logits.cast(dtypes.float64)).gather(1, made[0])
     return made[0], weigh_experts(spec.policy, scores), *made[2:]
@@ -44,7 +44,7 @@ def ranks(x: Tensor) -> Tensor:
     return before.sum(-1, dtype=dtypes.int32)
 
 
-def routed(policy: Policy, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+def route_tokens(policy: Policy, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     """experts, weights, order, offsets of logits (T, E)."""
     tokens, count = int(logits.shape[0]), int(logits.shape[1])
     scores = score(policy, logits).contiguous()

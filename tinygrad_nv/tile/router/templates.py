@@ -10,7 +10,7 @@ from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.router import plan
 from tinygrad_nv.tile.router.spec import RouterSpec
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 
 @dataclass(frozen=True)
@@ -29,5 +29,5 @@ def _problems(spec: RouterSpec, schedule: Router, gpu: GPU) -> Sequence[str]:
 
 
 ROUTER = Template("router", RouterSpec, Router, _problems, lambda spec, gpu: (Router(),),
-                  later("tinygrad_nv.tile.router.kernel", "router"))
-FAMILY = Family("router", (ROUTER,), orders=BY_ROW)
+                  lazy_build("tinygrad_nv.tile.router.kernel", "router"))
+FAMILY = Family("router", (ROUTER,), determinism_class=BY_ROW)

@@ -69,7 +69,7 @@ def merge_choices(spec: ChoiceSpec, arch: str) -> TileKernel:
     best = each[0]
     for piece in each[1:]: kb.emit("max.u64", best, best, piece)
     made = _result_of(kb, spec, _largest(kb, best, 32))
-    at = advance(kb, out, row, spec.made.itemsize)
+    at = advance(kb, out, row, spec.result_dtype.itemsize)
     kb.emit(f"st.global.{made.kind}", at.at(), made, guard=lane == 0)
     return TileKernel(kb.name, kb.ptx(), (spec.rows, 1, 1), 32, pdl=kb.hopper)
 
@@ -119,7 +119,7 @@ def _write(kb: Kernel, spec: ChoiceSpec) -> None:
         lanes = THREADS // 32
         best = kb.ld("shared", "u64", warps.address((kb.tid.x & (lanes - 1)) * 8).at())[0]
         best = _largest(kb, best, lanes)
-        at, width = (row, spec.made.itemsize) if cut == 1 else (row * cut + kb.ctaid.x, 8)
+        at, width = (row, spec.result_dtype.itemsize) if cut == 1 else (row * cut + kb.ctaid.x, 8)
         made = _result_of(kb, spec, best) if cut == 1 else best
         kb.emit(f"st.global.{made.kind}", advance(kb, out, at, width).at(), made, guard=kb.tid.x == 0)
 

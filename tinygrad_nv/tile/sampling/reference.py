@@ -37,7 +37,7 @@ def arguments(spec: Spec) -> tuple[Argument, ...]:
     numbers = Argument("numbers", F32, (dense(spec.rows, NUMBERS),))
     if isinstance(spec, ChoiceSpec):
         drawn = (numbers, Argument("places", S32, (row,), values=range(1 << 20))) if spec.draw else ()
-        return Argument("out", spec.made, (row,), "out"), logits, *drawn
+        return Argument("out", spec.result_dtype, (row,), "out"), logits, *drawn
     weights = () if spec.counted else (Argument("weights", F32, (whole,)),)
     return Argument("out", F32, (whole,), "out"), logits, *weights, numbers
 

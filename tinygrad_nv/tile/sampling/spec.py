@@ -111,7 +111,7 @@ class ChoiceSpec:
                             f"an even one, up to {MOST_FIRST}")
 
     @property
-    def made(self) -> DType:
+    def result_dtype(self) -> DType:
         """Dtype of what is made: tokens, or keys of a part."""
         return dtypes.int32 if self.first is None else dtypes.uint64
 

@@ -8,7 +8,7 @@ from tinygrad_nv.tile.limits import MOST_GRID
 from tinygrad_nv.tile.order import BY_ROW
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, FilterSpec
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import Family, fixed
+from tinygrad_nv.tile.template import Family, make_template
 
 FOLDER = "tinygrad_nv.tile.sampling"
 
@@ -36,7 +36,7 @@ def problems(spec: FilterSpec | ChoiceSpec | CountSpec, arch: str) -> list[str]:
     return [f"{spec.rows} rows, at most {MOST_GRID}"] if spec.rows > MOST_GRID else []
 
 
-THRESHOLD = fixed(FilterSpec, Threshold, problems, f"{FOLDER}.threshold", "threshold")
-CHOICE = fixed(ChoiceSpec, Choice, problems, f"{FOLDER}.choice", "choice")
-COUNT = fixed(CountSpec, Count, problems, f"{FOLDER}.count", "count")
-FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), orders=BY_ROW)
+THRESHOLD = make_template(FilterSpec, Threshold, problems, f"{FOLDER}.threshold", "threshold")
+CHOICE = make_template(ChoiceSpec, Choice, problems, f"{FOLDER}.choice", "choice")
+COUNT = make_template(CountSpec, Count, problems, f"{FOLDER}.count", "count")
+FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), determinism_class=BY_ROW)

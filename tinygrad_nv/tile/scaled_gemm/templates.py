@@ -13,13 +13,13 @@ from tinygrad_nv.tile.scaled_gemm.mma import defaults as mma_defaults
 from tinygrad_nv.tile.scaled_gemm.mma import legality as mma_legality
 from tinygrad_nv.tile.scaled_gemm.mma.cost import ScaledMmaCost
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
-from tinygrad_nv.tile.template import GPU, Family, Template, later
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 WGMMA = Template("scaled_wgmma", ScaledGemmSpec, schedules.ScaledWgmma, whole(legality.problems),
-                 schedules.candidates, later("tinygrad_nv.tile.scaled_gemm.kernel", "scaled_wgmma"),
+                 schedules.candidates, lazy_build("tinygrad_nv.tile.scaled_gemm.kernel", "scaled_wgmma"),
                  WgmmaCost())
 MMA = Template("scaled_mma", ScaledGemmSpec, schedules.ScaledMma, whole(mma_legality.problems),
-               mma_defaults.candidates, later("tinygrad_nv.tile.scaled_gemm.mma.kernel", "scaled_mma"),
+               mma_defaults.candidates, lazy_build("tinygrad_nv.tile.scaled_gemm.mma.kernel", "scaled_mma"),
                ScaledMmaCost())
 
 
@@ -27,19 +27,19 @@ def _default(spec: ScaledGemmSpec, gpu: GPU) -> GemmSchedule | None:
     return analytic(spec, gpu.arch, gpu.sm_count)
 
 
-def _ordered(spec: ScaledGemmSpec, gpu: GPU) -> Ordered | None:
+def _choose_ordered(spec: ScaledGemmSpec, gpu: GPU) -> Ordered | None:
     return choose_ordered((WGMMA, MMA), spec, gpu, spec)
 
 
-def _tries(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
+def _candidates(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
     from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
     return candidates(spec, gpu, count)
 
 
-def _counts(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
+def _counter_cost(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
     from tinygrad_nv.tile.gemm.tune import counter_cost
     return counter_cost(spec, s, gpu, registers)
 
 
-FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _tries, _counts,
-                _ordered)
+FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _candidates, _counter_cost,
+                _choose_ordered)

@@ -14,7 +14,7 @@ from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.sparse_gemm.wgmma import defaults as wgmma_defaults
 from tinygrad_nv.tile.sparse_gemm.wgmma import legality as wgmma_legality
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, later
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
 C = TypeVar("C", bound=Schedule)
 
@@ -22,16 +22,16 @@ C = TypeVar("C", bound=Schedule)
 def _whole(own: Callable[[SparseGemmSpec, C, str], Sequence[str]]
            ) -> Callable[[SparseGemmSpec, C, GPU], list[str]]:
     """Why a template cannot have a schedule; empty when it can."""
-    def found(spec: SparseGemmSpec, s: C, arch: str) -> tuple[str, ...]:
+    def find_problems(spec: SparseGemmSpec, s: C, arch: str) -> tuple[str, ...]:
         return (*epilogue.problems(spec.gemm.epilogue, arch), *own(spec, s, arch))
-    return legality(found)
+    return legality(find_problems)
 
 
 WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma_legality.problems),
                  wgmma_defaults.candidates,
-                 later("tinygrad_nv.tile.sparse_gemm.wgmma.kernel", "sparse_wgmma"))
+                 lazy_build("tinygrad_nv.tile.sparse_gemm.wgmma.kernel", "sparse_wgmma"))
 MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma_legality.problems),
-               mma_defaults.candidates, later("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
+               mma_defaults.candidates, lazy_build("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
 ORDER: tuple[AnyTemplate, ...] = WGMMA, MMA
 
 

@@ -24,7 +24,7 @@ from tinygrad_nv.patterns.embedding import named as embedding
 from tinygrad_nv.patterns.norm import gated, group
 from tinygrad_nv.patterns.quant_gemm import named as quant_gemm
 from tinygrad_nv.patterns.rope import named as rope
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.transforms.batching.graph import repeat_node
 
 Axes = tuple[int | None, ...]
@@ -60,12 +60,12 @@ class Rule:
 
 def _attention(what: attention.FlashAttention, shapes: list[tuple[int, ...]]) -> Axes | None:
     """q, k, v, then a mask or two tensors of documents, then sinks."""
-    if what.kept != EVERY: return None
+    if what.kept != KEEP_ALL: return None
     return (0,) * (len(shapes) - what.sinks) + (None,) * what.sinks
 
 
 def _attention_backward(what: attention.FlashAttentionBackward, shapes: list[tuple[int, ...]]) -> Axes | None:
-    return None if what.forward.kept != EVERY else (0,) * len(shapes)
+    return None if what.forward.kept != KEEP_ALL else (0,) * len(shapes)
 
 
 def _angles(what: Any, shapes: list[tuple[int, ...]]) -> Axes:

@@ -106,7 +106,7 @@ def test_no_default_of_wgmma_spills(d: int, score: str | None, few: bool):
                                              (W.block(192, 80).warps(16), 128)], ids=str)
 def test_the_most_that_is_held_fits(schedule: FlashWgmma, d: int):
     spec = attention(LONG, LONG, d, band=Band(-500, 0), lse=True, symbolic=("s_q", "s_kv", "start"))
-    assert FlashWgmmaPlan.of(spec, schedule).held >= MOST_HELD[schedule.consumers] - 4
+    assert FlashWgmmaPlan.of(spec, schedule).live_registers >= MOST_HELD[schedule.consumers] - 4
     fitting(built(spec, schedule), "sm_90a")
 
 

@@ -35,7 +35,7 @@ KINDS = {
     "clusters along rows": BASE.block(64, 16).warps(8).cluster(2),
     "clusters along columns": BASE.block(64, 8).warps(8).cluster(1, 2),
     "splits": BASE.block(64, 16).warps(8).split(2),
-    "stream-K": BASE.block(64, 16).warps(8).streamed()}
+    "stream-K": BASE.block(64, 16).warps(8).stream_k()}
 SMALLEST = KINDS["one consumer"].k(16)
 
 

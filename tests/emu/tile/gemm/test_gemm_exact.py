@@ -100,10 +100,10 @@ MMA = [
     *each("splits-of-rows-at-launch", "sm_80", [
         (product(150, 40, 160, BF16, F32, symbolic=True), M64.split(2))], rows=(1, 64, 130)),
     *each("every-tile-once", "sm_80", (
-        (product(m, n, 32, F16, F32), M.block(32, 32).k(16).warps(1, 1).stages(2).grouped(group))
+        (product(m, n, 32, F16, F32), M.block(32, 32).k(16).warps(1, 1).stages(2).group_rows(group))
         for group in (1, 2, 3, 8) for m, n in ((160, 96), (96, 160), (128, 64), (20, 100), (100, 20)))),
     *each("groups-of-rows-at-launch", "sm_80", [
-        (product(320, 96, 32, F16, F32, symbolic=True), M.block(32, 32).warps(2, 2).grouped(3))],
+        (product(320, 96, 32, F16, F32, symbolic=True), M.block(32, 32).warps(2, 2).group_rows(3))],
         rows=(33, 200, 320)),
     *each("swapped", "sm_80", [(product(20, 200, 96, F16, F32, "KM"), M64.swap_operands())])]
 
@@ -140,19 +140,19 @@ WGMMA = [
     # 4 tiles of 11 stages: CTAs with several tiles, with the end of one and the beginning of another, and
     # tiles of five CTAs
     *[case for count in (1, 2, 5, 9, 16) for case in each(f"stream-K-{count}", "sm_90a", [
-        (product(200, 130, 64 * 11, BF16, F32), W.block(128, 72).stages(3).streamed())], 4, sm_count=count)],
+        (product(200, 130, 64 * 11, BF16, F32), W.block(128, 72).stages(3).stream_k())], 4, sm_count=count)],
     # 6 tiles of 11 stages: a part of one, all of them, one or two whole ones besides, and no part
     *[case for count in (1, 2, 3, 4, 5, 9) for case in each(f"stream-K-of-clusters-{count}", "sm_90a", [
-        (product(m, 200, 64 * 11, BF16, F32), W.block(128, 80).stages(3).cluster(*cluster).streamed())
+        (product(m, 200, 64 * 11, BF16, F32), W.block(128, 80).stages(3).cluster(*cluster).stream_k())
         for m, cluster in ((500, (2, 1)), (200, (1, 2)))], 2, sm_count=2 * count)],
     # a stage a tile: one too many would be of a matrix that is not there
     *each("stream-K-of-one-stage", "sm_90a", [
-        (product(200, 130, 64, BF16, F32, batch=(2,)), W.block(128, 72).stages(3).streamed())], sm_count=3),
+        (product(200, 130, 64, BF16, F32, batch=(2,)), W.block(128, 72).stages(3).stream_k())], sm_count=3),
     *each("stream-K-of-rows-at-launch", "sm_90a", [
         (product(300, 72, 64 * 7, BF16, F32, batch=(2,), symbolic=True), s)
-        for s in (W64.streamed(), W64.stages(3).streamed().cluster(2))], rows=(1, 128, 300), sm_count=6),
+        for s in (W64.stream_k(), W64.stages(3).stream_k().cluster(2))], rows=(1, 128, 300), sm_count=6),
     *each("every-tile-once", "sm_90a", (
-        (product(m, 72, 64, BF16, F32, batch=(2,)), W.block(128, 16).grouped(group))
+        (product(m, 72, 64, BF16, F32, batch=(2,)), W.block(128, 16).group_rows(group))
         for group in (1, 2, 3, 5, 8) for m in (640, 600, 60)), sm_count=3),
     *each("widths", "sm_90a", (
         (product(136, columns + 16, 136, BF16, F32, majors), W.block(128, columns).stages(2))
@@ -320,7 +320,7 @@ def test_infinity_stays_infinity(m: int, majors: str):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "arch", "k"), [
     (mma_for(F16).split(5), "sm_80", 600), (W.block(128, 128).split(4), "sm_90a", 64 * 21),
-    (W64.streamed(), "sm_90a", 64 * 21), (4, "sm_80", 1000), (12, "sm_80", 1000), (4, "sm_90a", 1000),
+    (W64.stream_k(), "sm_90a", 64 * 21), (4, "sm_80", 1000), (12, "sm_80", 1000), (4, "sm_90a", 1000),
     (12, "sm_90a", 1000)])
 def test_shared_sums_are_the_same_every_time(schedule: GemmSchedule | int, arch: str, k: int):
     """Bit for bit, whatever order CTAs come in. gemv by splits; they share a cluster where one holds them."""

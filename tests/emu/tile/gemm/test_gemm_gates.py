@@ -103,7 +103,7 @@ def scheduled(arch: str) -> list[tuple[GemmSchedule, int]]:
 
 def variants(schedule: GemmSchedule, spec: GemmSpec) -> list[GemmSchedule]:
     """Each cluster once, the first split, stream-K."""
-    found = [v for v in schedule.around(spec, 132) if v != schedule and not v.splits > 2]
+    found = [v for v in schedule.variants(spec, 132) if v != schedule and not v.splits > 2]
     if isinstance(schedule, Wgmma): found.append(schedule.cluster(2, 2))
     return list(dict.fromkeys(found))
 

@@ -75,7 +75,7 @@ def schedules(draw: st.DrawFn, template: str, size: int) -> GemmSchedule:
     shared = pick("", "cluster", "split", "stream")
     if shared == "cluster": return made.cluster(*pick((2, 1), (1, 2), (2, 2)))
     if turns or not shared: return made
-    return made.split(pick(2, 4)) if shared == "split" else made.streamed()
+    return made.split(pick(2, 4)) if shared == "split" else made.stream_k()
 
 
 # **** products ****
@@ -250,7 +250,7 @@ NAMED = {"ping-pong": WGMMA.block(64, 64).pingpong(), "multicast of B": WGMMA.cl
          "multicast of A": WGMMA.cluster(1, 2), "multicast of both": WGMMA.cluster(2, 2),
          "ping-pong in clusters": WGMMA.block(64, 64).pingpong().cluster(2, 1),
          "three consumers": WGMMA.block(192, 64).warps(16), "swapped": WGMMA.swap_operands(),
-         "split": WGMMA.split(2), "stream-K": WGMMA.streamed(),
+         "split": WGMMA.split(2), "stream-K": WGMMA.stream_k(),
          "mma.sync": Mma().block(64, 64).k(32).stages(4),
          "mma.sync, split": Mma().block(64, 64).k(32).split(2), "gemv": Gemv()}
 

@@ -83,12 +83,12 @@ REFUSED: dict[str, tuple[GemmSpec, GemmSchedule, str]] = {
         "cluster 3x1: 1, 2 or 4 along each side, at most 8 in all": W.cluster(3),
         "cluster 4x4: 1, 2 or 4 along each side, at most 8 in all": W.cluster(4, 4),
         "128 × 192 / 128 threads = 192 sums a thread, at most 160 with 2 consumers and those of other CTAs":
-            W.block(256, 192).stages(3).streamed(),
+            W.block(256, 192).stages(3).stream_k(),
         "3 splits: a cluster of 2, 4 or 8 CTAs shares a tile": W.split(3),
         "8 splits of K=512 / block_k=128 = 4 stages": W.k(128).stages(2).split(8),
         "2 splits in ping-pong: consumers share the tile's rows instead": W.pingpong().split(2),
         "2 splits with a cluster of 2x1: 1x1": W.split(2).cluster(2),
-        "2 splits and stream-K: one of them": W.split(2).streamed(),
+        "2 splits and stream-K: one of them": W.split(2).stream_k(),
         "2 splits: 128 × 128 sums × 4 B = 65536 B do not fit in the ring's 3 × 16384 = 49152 B, where they "
         "meet": W.k(32).stages(3).split(2),
         "cluster 4x1: 24 rows of B / 4 CTAs are no multiple of 8": W.block(128, 24).cluster(4)}.items()},
@@ -157,7 +157,7 @@ def test_shared_memory_is_added_up():
 
 @pytest.mark.parametrize("schedule", [W, W.block(128, 256), W.pingpong(), W.block(64, 8).warps(8),
                                       W.block(192, 128).warps(16), W.cluster(2, 2), W.swap_operands(),
-                                      W.block(128, 192), W.split(4), W.streamed(), W.block(256, 128)])
+                                      W.block(128, 192), W.split(4), W.stream_k(), W.block(256, 128)])
 def test_what_can_be_is_not_refused(schedule: GemmSchedule):
     assert TABLE.problems(SPEC, schedule, GPU(HOPPER)) == []
 

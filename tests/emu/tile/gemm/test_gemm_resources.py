@@ -92,12 +92,12 @@ DEFAULTS = {
     "128x256 cluster": (W.block(128, 256).cluster(2), BF16, "KM", 12),
     "128x256 cluster 2x2": (W.block(128, 256).cluster(2, 2), BF16, "KK", 12),
     "128x256 split": (W.block(128, 256).split(4), BF16, "KK", 12),
-    "128x256 stream": (W.block(128, 256).streamed(), BF16, "KK", 12),
-    "128x256 cluster stream": (W.block(128, 256).cluster(2).streamed(), BF16, "KK", 12),
+    "128x256 stream": (W.block(128, 256).stream_k(), BF16, "KK", 12),
+    "128x256 cluster stream": (W.block(128, 256).cluster(2).stream_k(), BF16, "KK", 12),
     "192x128": (W.block(192, 128).warps(16), BF16, "KK", 12),
     "64x256": (W.block(64, 256).warps(8), BF16, "KK", 12),
     "fp8": (W.block(128, 128).k(128), E4M3, "KK", 28),
-    "fp8 cluster stream": (W.block(256, 128).k(128).cluster(1, 2).streamed(), E4M3, "KK", 28),
+    "fp8 cluster stream": (W.block(256, 128).k(128).cluster(1, 2).stream_k(), E4M3, "KK", 28),
     "int8": (W.block(128, 256).k(128), S8, "KK", 12),
     "tf32": (W.block(128, 256).k(32), F32, "KK", 12)}
 
@@ -131,7 +131,7 @@ def test_no_bank_conflicts_and_all_of_memory_by_tma(name: str):
 WIDEST = {"one consumer": W.block(128, 192).warps(8), "two": W.block(256, 200).stages(2),
           "three": W.block(192, 200).warps(16).stages(2), "turns": W.block(128, 200).stages(2).pingpong(),
           "three turns": W.block(64, 200).warps(16).stages(3).pingpong(),
-          "8 splits": W.block(128, 256).split(8), "stream-K": W.block(256, 160).stages(3).streamed()}
+          "8 splits": W.block(128, 256).split(8), "stream-K": W.block(256, 160).stages(3).stream_k()}
 
 
 @pytest.mark.sampled(1)

@@ -18,7 +18,7 @@ from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-STREAMED = Wgmma().block(128, 72).stages(3).streamed()
+STREAMED = Wgmma().block(128, 72).stages(3).stream_k()
 STEPS = 2_000_000  # warp instructions, after which what locks up ends; the longest grid here has 0.2 million
 THREE = backward(150, 300, 64, band=CAUSAL, start=200, deterministic=True)  # CTAs that add to a block of dq
 TURNS = {"wgmma": (TABLE.build(THREE, WIDE, GPU("sm_90a")), "sm_90a"),

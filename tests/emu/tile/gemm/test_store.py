@@ -119,7 +119,7 @@ def test_tma_of_lines_that_end_within_a_chunk_is_found(monkeypatch: pytest.Monke
     """As an H100 does, TMA writes all of the last 16 bytes: a plan that stores such lines by TMA writes
     beside the result (the first two launches did: 8 elements for 1, 136 for 131) or beyond the memory."""
     spec = spec_of(HALF, 200, n, out_major=major, gap=gap, symbolic=rows < 200)
-    plan = with_map(planned(spec_of(HALF, 200, 136, out_major=major), GROUPS), spec.stored)
+    plan = with_map(planned(spec_of(HALF, 200, 136, out_major=major), GROUPS), spec.store_target)
     assert plan.map is not None
     assert planned(spec, GROUPS).map is None
     monkeypatch.setattr("tests.support.tile.store_case.planned", lambda *_: plan)
@@ -180,6 +180,6 @@ def test_results_whose_elements_overlap_are_refused():
         replace(spec, out=replace(spec.out, m=16))
     rows = Rows(HALF, 128, (128 * 48, 64, 0))   # two heads of 64 elements side by side
     attention = AttentionSpec(48, 48, 64, 64, rows, rows, rows, rows, (1, 2, 1))
-    assert FlashMmaPlan.of(attention, FlashMma()).stored.out == Result(HALF, 128, 1, rows.batch)
+    assert FlashMmaPlan.of(attention, FlashMma()).store_target.out == Result(HALF, 128, 1, rows.batch)
     with pytest.raises(SpecError, match="elements that lie apart"):
-        _ = FlashMmaPlan.of(replace(attention, out=replace(rows, row=96)), FlashMma()).stored
+        _ = FlashMmaPlan.of(replace(attention, out=replace(rows, row=96)), FlashMma()).store_target

@@ -53,12 +53,13 @@ def work_of(model: CostModel, s: GemmSchedule, arch: str) -> Work:
 def test_counters_of_a_small_product_are_the_plan(arch, spec, schedule):
     model = CostModel(spec, gpu_model_for(arch))
     counted = work_of(model, schedule, arch)
-    planned = model.planned(schedule)
+    planned = model.plan_work(schedule)
     assert counted.tensor == pytest.approx(planned.tensor)
     assert counted.shared == pytest.approx(planned.shared, rel=0.15)
     assert 0.4 < counted.issue / planned.issue < 3
     assert 0.3 < counted.finish / planned.finish < 3
-    assert model.timed(schedule, counted).seconds == pytest.approx(model.predict(schedule).seconds, rel=0.3)
+    assert model.predict_work(schedule, counted).seconds == pytest.approx(model.predict(schedule).seconds,
+                                                                          rel=0.3)
 
 
 @pytest.mark.parametrize(("arch", "spec", "schedule"), [
@@ -71,7 +72,7 @@ def test_counters_of_few_rows(arch, spec, schedule):
     assert TABLE.problems(spec, schedule, GPU(arch)) == []
     counted = work_of(model, schedule, arch)
     assert counted.issue > 0
-    assert model.timed(schedule, counted).bound == "HBM"
+    assert model.predict_work(schedule, counted).bound == "HBM"
 
 
 def test_what_is_run_is_small_and_of_the_same_kind():
@@ -122,7 +123,7 @@ def test_beam_makes_choose_try_once(monkeypatch):
 def test_candidates_differ_in_more_than_their_stages():
     found = tune.schedules(dense(4096, 4096, 4096), GPU("sm_90a"), 4 * tune.PER_BEAM)
     assert len(found) == 4 * tune.PER_BEAM + 1
-    assert len({s.ringless for s in found}) >= 2 * tune.PER_BEAM
+    assert len({s.without_stages for s in found}) >= 2 * tune.PER_BEAM
     assert found[0] == analytic(dense(4096, 4096, 4096), "sm_90a")
 
 

@@ -104,7 +104,7 @@ def test_orders_of_copies(seed: int | str):
 @pytest.mark.parametrize("gpu", [GPU("sm_90a", 132), GPU("sm_80", 108)], ids=lambda gpu: gpu.arch)
 def test_few_ctas_share_sums(gpu: GPU):
     """x Aᵀ of 8 adapters of rank 16: in clusters, or through the workspace; in any order of copies."""
-    spec = LoraShrinkSpec(8, 8, 16, BF16, BF16, 2048).grouped
+    spec = LoraShrinkSpec(8, 8, 16, BF16, BF16, 2048).grouped_gemm
     made = TABLE.choose(spec, GPU("sm_90a", 132))
     assert isinstance(made, GroupedGemv)
     assert made.splits >= 4

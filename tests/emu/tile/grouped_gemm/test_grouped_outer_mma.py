@@ -97,7 +97,7 @@ def test_the_loop(name: str, arch: str, largest: bool):
     """Of the default, and of the largest tiles: it multiplies, reads fragments, copies, and with an order
     reads the slots of one stage. Nothing else goes to memory, and nothing spills."""
     spec, gpu = LARGE[name], GPU(arch)
-    template = TABLE.named("gpu", "grouped_outer_mma")
+    template = TABLE.find_template("gpu", "grouped_outer_mma")
     chosen = cheapest((template,), spec, gpu)
     assert isinstance(chosen, GroupedOuterMma)
     legal = [s for s in template.candidates(spec, gpu)[:3] if not template.problems(spec, s, gpu)]
@@ -112,7 +112,7 @@ def test_the_loop(name: str, arch: str, largest: bool):
         assert loop.counts["HMMA"] == loop.tensor == steps * warp_m // 16 * warp_n // 8
         assert loop.counts["LDSM"] == steps * (warp_m + warp_n) // 16
         assert loop.counts["LDGSTS"] == schedule.stage_bytes(2) // 16 // schedule.threads
-        assert loop.counts["LDG"] == (schedule.block_k * 8 // schedule.threads or 1) * spec.ordered
+        assert loop.counts["LDG"] == (schedule.block_k * 8 // schedule.threads or 1) * spec.has_order
         assert not {"STG", "LDL", "STL", "STS"} & set(loop.counts)
 
 

@@ -223,7 +223,7 @@ def test_the_same_whenever_copies_arrive(schedule: Schedule):
     (TYPES["awq"], 2, GEMV.of(8, 8), "registers"),
     (TYPES["awq"], 40, SMALL.k(96), "multiple of the unit's 64"),
     (TYPES["int8 channel"], 40, SMALL.k(128), "at most 256"),
-    (TYPES["awq"], 40, SMALL.streamed(), "stream-K"),
+    (TYPES["awq"], 40, SMALL.stream_k(), "stream-K"),
     (TYPES["int8 channel"], 40, SMALL.k(32), "in flight"),
     (replace(TYPES["int4 g32"], outer=types.per_group_scale(16)), 2, GEMV, "outer scales of 16"),
     (replace(TYPES["int8 channel"], outer=types.per_group_scale(256)), 2, GEMV, "outer scales of 256"),

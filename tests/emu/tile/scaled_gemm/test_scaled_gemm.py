@@ -29,7 +29,7 @@ SCHEDULES = {
     "two consumers": S.block(128, 128).stages(3), "three consumers": S.block(192, 64).warps(16).stages(3),
     "one consumer": ONE, "64 rows twice": S.block(256, 128).stages(2),
     "ping-pong": S.block(64, 128).pingpong().stages(4), "cluster": S.block(128, 64).stages(3).cluster(2),
-    "splits": ONE.stages(2).split(2), "stream-K": ONE.streamed(),
+    "splits": ONE.stages(2).split(2), "stream-K": ONE.stream_k(),
     "swapped": S.block(64, 32).warps(8).stages(3).swap_operands(),
     "swapped, two consumers": S.block(128, 16).stages(4).swap_operands()}
 
@@ -141,7 +141,7 @@ def test_refused_specs():
 # **** what ptxas makes of it ****
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", TABLE.named("gpu", "scaled_wgmma").candidates(
+@pytest.mark.parametrize("schedule", TABLE.find_template("gpu", "scaled_wgmma").candidates(
     scaled(4096, 4096, 4096), GPU("sm_90a")), ids=str)
 def test_the_loop_neither_spills_nor_serialises(schedule: ScaledWgmma):
     """`assemble` raises where ptxas says that it serialised wgmmas. Scales are multiplied behind a group's

@@ -168,7 +168,7 @@ def test_refused_specs():
 
 # **** what ptxas and the emulator count ****
 
-TILES = TABLE.named("gpu", "scaled_mma").candidates(scaled(4096, 4096, 4096), ADA)
+TILES = TABLE.find_template("gpu", "scaled_mma").candidates(scaled(4096, 4096, 4096), ADA)
 
 
 @pytest.mark.sampled(1)

@@ -139,7 +139,7 @@ def test_a_schedule_is_chosen():
 
 REFUSED = {"fp8 sums go to float32": (E4M3, WGMMA.block(128, 64).k(128)),
            "multiple of the unit's 64": (BF16, WGMMA.block(128, 64).k(96)),
-           "stream-K": (BF16, WGMMA.block(128, 64).streamed()),
+           "stream-K": (BF16, WGMMA.block(128, 64).stream_k()),
            "shared memory": (BF16, WGMMA.block(128, 256).stages(4))}
 
 

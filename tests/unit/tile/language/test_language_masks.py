@@ -35,7 +35,7 @@ def program(fn: Any, queries: int, keys: int, **more: Any) -> Program:
 
 def plain(monkeypatch: pytest.MonkeyPatch, fn: Any, *sizes: int, **more: Any) -> Program:
     with monkeypatch.context() as patch:
-        patch.setattr(P, "bound_masks", lambda made: made)
+        patch.setattr(P, "clamp_masks", lambda made: made)
         return program(fn, *sizes, **more)
 
 

@@ -33,7 +33,7 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 
 STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
 BLOCKS = ((96, 128), (96, 64), (48, 64))    # rows and keys
@@ -61,7 +61,7 @@ def stack_bytes(spec: BackwardSpec, block_m: int, block_n: int) -> int:
     wide = pitch(one.d), pitch(one.d_v)
     keys = (block_n + ROWS) * (2 * wide[0] + wide[1]) + sum(wide) * scores
     rows = (block_m + ROWS) * (sum(wide) + 2 * scores + 2)
-    return 4 * (keys + rows + ROWS * wide[0]) + (block_m * block_n if one.kept < EVERY else 0)
+    return 4 * (keys + rows + ROWS * wide[0]) + (block_m * block_n if one.kept < KEEP_ALL else 0)
 
 
 def _parts(spec: BackwardSpec, threads: int, block_m: int, block_n: int) -> int:
@@ -86,7 +86,7 @@ def build(spec: BackwardSpec, schedule: CPUFlashBackward) -> CPUKernel:
     outputs = [("float", "dq"), (c_type(spec.dk.dtype), "dk"), (c_type(spec.dv.dtype), "dv")]
     inputs = [(c_type(one.q.dtype), name) for name in ("q", "k", "v", "grad")]
     inputs += [("float", "l"), ("float", "delta")]
-    if one.kept < EVERY: inputs.append(("u32", "seed"))
+    if one.kept < KEEP_ALL: inputs.append(("u32", "seed"))
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(one.parameters)]
     body = text.body(schedule.parts, *items(spec, schedule.block_m, schedule.block_n))
     return kernel(_name(spec, isa), isa, body, outputs, inputs, one.symbolic, schedule.parts,

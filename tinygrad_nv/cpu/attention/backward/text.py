@@ -35,7 +35,7 @@ from tinygrad_nv.cpu.kernel import c_type, up
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.documents import own_score
-from tinygrad_nv.tile.attention.spec import EVERY, Rows
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, Rows
 
 BATCH = ("b0", "b1", "b2")
 
@@ -67,7 +67,7 @@ class Text:
     def where(self) -> tuple[str, str]:
         """C of the head, of where row 0 stands, and of what expressions read: as parameters, as arguments."""
         one = self.spec.forward
-        pointers = [("u32", "seed")] * (one.kept < EVERY)
+        pointers = [("u32", "seed")] * (one.kept < KEEP_ALL)
         pointers += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(one.parameters)]
         numbers = [*BATCH, "start"]
         parameters = [f"s64 {name}" for name in numbers]
@@ -88,7 +88,7 @@ class Text:
                  for name, rows, d in (("k", one.k, one.d), ("v", one.v, one.d_v))]
         made += [write(f"write_{name}", rows.dtype, d, isa)
                  for name, rows, d in (("dk", self.spec.dk, one.d), ("dv", self.spec.dv, one.d_v))]
-        if one.kept < EVERY: made.append(dropout.text())
+        if one.kept < KEEP_ALL: made.append(dropout.text())
         return "\n".join([*made, self._scratch(), self._weights(), self._pair()])
 
     def _scratch(self) -> str:
@@ -98,7 +98,7 @@ class Text:
                  "vt": up(one.d_v, self.isa.lanes) * pitch(self.n), "s": m * pitch(self.n),
                  "dp": m * pitch(self.n), "dk": n * q, "dv": n * v, "dq": ROWS * q, "l": m, "delta": m}
         lines = [f"float {name}[{size}] __attribute__((aligned(64)));" for name, size in sizes.items()]
-        if one.kept < EVERY: lines.append(f"u8 bytes[{self.m * self.n}];")
+        if one.kept < KEEP_ALL: lines.append(f"u8 bytes[{self.m * self.n}];")
         return f"typedef struct {{ {' '.join(lines)} }} scratch;"
 
     def _weights(self) -> str:
@@ -108,8 +108,8 @@ class Text:
         scored = own_score(one.score) if one.documents else one.score
         scores, score = statements(scored, place)
         slopes, slope = statements(derivative(scored), place, "u")
-        dropped, values, scale = "", "p", c_float(EVERY / one.kept)
-        if one.kept < EVERY:
+        dropped, values, scale = "", "p", c_float(KEEP_ALL / one.kept)
+        if one.kept < KEEP_ALL:
             dropped = f"""const vi keep = load_u8(bytes + i * {self.n} + c) < {one.kept};
       dp = pick(keep, dp * {scale}, (vf)0.f);"""
             values = f"pick(keep, p * {scale}, (vf)0.f)"
@@ -160,7 +160,7 @@ INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, 
         since = "0" if last is None else f"larger(0, t - ({last}))"
         until = "rows" if first is None else f"smaller(rows, smaller(t + {ROWS}, cols) - ({first}))"
         draws, bytes_ = "", "0"
-        if one.kept < EVERY:
+        if one.kept < KEEP_ALL:
             matrix = f"(u32)((b0 * {one.batch[1]} + b1) * {one.batch[2]} + b2)"
             draws = f"draw(z->bytes, {self.n}, rows, i0, {self.n}, j0, {matrix}, seed);"
             bytes_ = f"z->bytes + t * {self.n} + c"

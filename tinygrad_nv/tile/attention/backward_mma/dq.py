@@ -13,7 +13,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import MOST_OFFSET
 from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
-from tinygrad_nv.tile.attention.score import Cells, to_signed
+from tinygrad_nv.tile.attention.score import AccFragment, to_signed
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import Places, swizzle_offset
@@ -68,7 +68,7 @@ class QueryGradient:
         """Multiplies and adds the block, and goes on to the next."""
         kb, one = self.kb, self.plan.spec.forward
         shape, types = instruction(one.q.dtype, one.q.dtype)
-        cells: Cells = [[kb.regs("f32", 4, 0.0) for _ in range(2 * len(self.columns))]
+        cells: AccFragment = [[kb.regs("f32", 4, 0.0) for _ in range(2 * len(self.columns))]
                         for _ in range(self.rows // 16)]
         for step in range(self.left.steps):
             self.left.load(step, left := self.left.registers())
@@ -81,7 +81,7 @@ class QueryGradient:
         self._add_cells(cells)
         self.walk.advance()
 
-    def _add_cells(self, cells: Cells) -> None:
+    def _add_cells(self, cells: AccFragment) -> None:
         """Adds cells to memory, where there are rows and columns."""
         kb, one = self.kb, self.plan.spec.forward
         left = None if self.blocks.whole_rows else \

@@ -38,8 +38,8 @@ from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import Turned
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.schedules import BackwardMma
-from tinygrad_nv.tile.attention.score import Cells, Extents, least, to_signed
-from tinygrad_nv.tile.attention.spec import EVERY, multiple
+from tinygrad_nv.tile.attention.score import AccFragment, Extents, min_s32, to_signed
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, multiple
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import FLOAT16S
@@ -78,7 +78,7 @@ class _BackwardMmaKernel:
         self.dk, self.dv = kb.pointer("dk"), kb.pointer("dv")
         self.q, self.keys, self.values, self.grad = (kb.pointer(name) for name in ("q", "k", "v", "grad"))
         self.log, self.delta = kb.pointer("l"), kb.pointer("delta")
-        self.seed = kb.pointer("seed") if one.kept < EVERY else None
+        self.seed = kb.pointer("seed") if one.kept < KEEP_ALL else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(one.parameters))]
         self.extents = Extents.declare_params(kb, one)
 
@@ -118,7 +118,7 @@ class _BackwardMmaKernel:
         if kb.hopper: kb.launch_dependents()
         self._store()
 
-    def _cells(self, columns: int) -> Cells:
+    def _cells(self, columns: int) -> AccFragment:
         return [[self.kb.regs("f32", 4, 0.0) for _ in range(columns // 8)]
                 for _ in range(self.warp_keys // 16)]
 
@@ -157,7 +157,7 @@ class _BackwardMmaKernel:
                             self._per_row(kb.reg("u64", 0), low), self.values_of_rows)
         for stage in range(s.depth - 1):
             at = self.start + stage * self.stage_bytes
-            self.ring.bring(at, self.blocks.count > stage)
+            self.ring.start_copies(at, self.blocks.count > stage)
             self.ring.ask(self.blocks.count > stage)
             self.ring.finish(at)
 
@@ -195,7 +195,7 @@ class _BackwardMmaKernel:
             kb.cp_async_wait(ahead - 1)
             kb.sync()
             if self.turn is not None: self.turn.pass_turn(block > 0)
-            self.ring.bring(self.writing, block < count - ahead)
+            self.ring.start_copies(self.writing, block < count - ahead)
             for fragments in (*self.right, *self.third): fragments.move(self.reading)
             weights, slopes = self._weights()
             products = self._products_of(weights, slopes)
@@ -214,7 +214,7 @@ class _BackwardMmaKernel:
             self.reading.set(kb.select(self.reading == end, self.start, self.reading))
         kb.cp_async_wait(0)
 
-    def _multiply_keys(self, which: int, cells: Cells) -> Cells:
+    def _multiply_keys(self, which: int, cells: AccFragment) -> AccFragment:
         """Cells of keys by rows, and the products of keys (0) or values (1) and the block's rows."""
         kb, left, right = self.kb, self.left[which], self.right[which]
         for step in range(left.steps):
@@ -224,7 +224,7 @@ class _BackwardMmaKernel:
                 self._products(cells, j, keys, rows)
         return cells
 
-    def _products(self, cells: Cells, j: int, left: list[Four], right: Four) -> None:
+    def _products(self, cells: AccFragment, j: int, left: list[Four], right: Four) -> None:
         """Multiplies 16 columns."""
         shape, types = instruction(self.one.q.dtype, self.one.q.dtype)
         for row, four in zip(cells, left, strict=True):
@@ -245,7 +245,7 @@ class _BackwardMmaKernel:
         walk = self.adding.walk
         return walk.row if self.schedule.warps_n == 1 else walk.row + self.row.to("s32")
 
-    def _weights(self) -> tuple[Cells, Cells | None]:
+    def _weights(self) -> tuple[AccFragment, AccFragment | None]:
         """p of the block, float32, and the derivatives of its scores where they differ."""
         kb, sums = self.kb, self._multiply_keys(0, self._cells(self.warp_rows))
         cells, slopes = self.scores.score_and_slope(sums, self.base)
@@ -263,7 +263,7 @@ class _BackwardMmaKernel:
             self.dropout.mark(cells, self.base, matrix)
         return cells, slopes
 
-    def _mask(self, cells: Cells) -> None:
+    def _mask(self, cells: AccFragment) -> None:
         """0 where a row does not see a key. From the lane's first row on, rows from `low` to `high` see."""
         kb, band, lane = self.kb, self.one.band, self.kb.special("laneid")
         key = (self.first + self.key + (lane >> 2)).to("s32")
@@ -279,7 +279,7 @@ class _BackwardMmaKernel:
                 if not self.blocks.whole_keys:
                     low = kb.select(key + down < s_kv, low, self.schedule.block_m)
                 high = None if band.first is None else there + (down - band.first)
-                if outside is not None: high = outside if high is None else least(kb, high, outside)
+                if outside is not None: high = outside if high is None else min_s32(kb, high, outside)
                 for j, cell in enumerate(cells_of_row):
                     for e in range(2):
                         sees = low <= 8 * j + e
@@ -287,7 +287,7 @@ class _BackwardMmaKernel:
                         value = cell[2 * h + e]
                         kb.emit("selp.f32", value, value, 0.0, sees)
 
-    def _products_of(self, weights: Cells, slopes: Cells | None) -> Cells:
+    def _products_of(self, weights: AccFragment, slopes: AccFragment | None) -> AccFragment:
         """ds of the block, without a constant slope, float32."""
         minus = 4 * self.schedule.block_m
         if self.dropout is None:
@@ -309,7 +309,7 @@ class _BackwardMmaKernel:
             for weight in registers(weights): weight.set(self.dropout.of_values(weight))
         return cells
 
-    def _pack_weights(self, cells: Cells) -> list[list[Four]]:
+    def _pack_weights(self, cells: AccFragment) -> list[list[Four]]:
         """Weights in 16 bits, as fragments of left operands: by 16 keys, by 16 rows."""
         made = [[self.kb.regs("b32", 4) for _ in range(len(row) // 2)] for row in cells]
         for row, fours in zip(cells, made, strict=True):
@@ -333,7 +333,7 @@ class _BackwardMmaKernel:
                 self.fourth.load(step, left := self.fourth.registers())
                 self._sum(sums, left, third, step)
 
-    def _sum(self, sums: Cells, left: list[Four], third: Fragments, step: int) -> None:
+    def _sum(self, sums: AccFragment, left: list[Four], third: Fragments, step: int) -> None:
         """Adds products of 16 rows, each warp those of every so many 16 elements of d."""
         for j in range(len(sums[0]) // 2):
             third.load_one(j * self.schedule.warps_n, step, rows := self.kb.regs("b32", 4))
@@ -354,7 +354,7 @@ class _BackwardMmaKernel:
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):
             plan = self.plan.store(where, d)
-            store = Store(kb, self.plan.stored(where, d), plan, pointer, [], rows, start)
+            store = Store(kb, self.plan.store_target(where, d), plan, pointer, [], rows, start)
             cells = [Cell(16 * i, j // 2 * 16 * s.warps_n + j % 2 * 8, [cell])
                      for i, row in enumerate(sums) for j, cell in enumerate(row)]
             store.tile(self.first + self.key, self.across * 16, self.batch, cells)

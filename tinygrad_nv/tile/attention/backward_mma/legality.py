@@ -8,7 +8,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problem
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.mma.copy import LEAST_BYTES
 from tinygrad_nv.tile.attention.schedules import BackwardMma
-from tinygrad_nv.tile.attention.spec import EVERY, multiple
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, multiple
 from tinygrad_nv.tile.limits import MOST_GRID
 
 BLOCKS = (16, 32, 64, 128)
@@ -55,7 +55,7 @@ def _resource_problems(plan: BackwardMmaPlan, arch: str) -> list[str]:
     if plan.smem_bytes > most:
         out.append(f"keys of {plan.key_bytes} B, {s.depth} stages × {plan.stage_bytes} B and ds are "
                    f"{plan.smem_bytes} B of shared memory, {arch} has {most}")
-    beside = (multiple(one.score) is None, one.kept < EVERY, plan.spec.deterministic,
+    beside = (multiple(one.score) is None, one.kept < KEEP_ALL, plan.spec.deterministic,
               one.batch[2] > 1 and one.band.first is not None)
     room = MOST_BESIDE if any(beside) else MOST_SUMS
     if plan.sums > room:

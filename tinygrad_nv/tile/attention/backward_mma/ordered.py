@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_mma.plan import NUMBER_BYTES
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
-from tinygrad_nv.tile.attention.score import least, to_signed
+from tinygrad_nv.tile.attention.score import max_s32, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 
@@ -66,7 +66,7 @@ class OrderedBlocks:
             self.flag.set(self.flags + (number.to("u64") * 4 + 4))
             self.turn.set(self.block)
             if first is not None:  # of keys before these, no row of the block sees any
-                begin = least(kb, walk.row + to_signed(kb, self.blocks.extents.start) + first, 0, "max")
+                begin = max_s32(kb, walk.row + to_signed(kb, self.blocks.extents.start) + first, 0)
                 self.turn -= begin.to("u32") // self.blocks.keys
             now = kb.reg("u32")
             kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())

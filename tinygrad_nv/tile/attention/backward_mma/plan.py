@@ -12,7 +12,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.gemm.spec import Result, StoreTarget
 from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 NUMBER_BYTES = 16   # of shared memory, for the number of a CTA
@@ -79,15 +79,16 @@ class BackwardMmaPlan:
         s = self.schedule
         return s.block_n // s.warps_m * (self.d + self.d_v + 2 * s.block_m) // (32 * s.warps_n)
 
-    def stored(self, rows: Rows, d: int) -> Stored:
+    def store_target(self, rows: Rows, d: int) -> StoreTarget:
         """dk or dv, for its store."""
         one, out = self.spec.forward, Result(rows.dtype, rows.row, 1, rows.batch, rows.offset)
-        return Stored(out, one.s_kv, d, (*one.batch[:2], 1), Sum().cast(out.dtype), "s_kv" in one.symbolic)
+        return StoreTarget(out, one.s_kv, d, (*one.batch[:2], 1), Sum().cast(out.dtype),
+                           "s_kv" in one.symbolic)
 
     def store(self, rows: Rows, d: int) -> StorePlan:
         """How dk or dv is stored: element by element where warps share keys, as each has parts of lines."""
         s = self.schedule
-        plan = store_plan(self.stored(rows, d), warp_tile(s.block_n, self.width(d), s.warps_m))
+        plan = store_plan(self.store_target(rows, d), warp_tile(s.block_n, self.width(d), s.warps_m))
         return plan if s.warps_n == 1 else replace(plan, panel=None, smem_bytes=0)
 
     @cached_property

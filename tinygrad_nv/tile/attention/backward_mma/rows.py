@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
-from tinygrad_nv.tile.attention.score import LOG2E, Extents, least, to_signed
+from tinygrad_nv.tile.attention.score import LOG2E, Extents, max_s32, min_s32, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 
@@ -57,22 +57,22 @@ class RowBlocks:
         kb, band, first = self.kb, self.spec.band, self.first.to("s32")
         s_q, s_kv, start = (to_signed(kb, each) for each in (self.extents.s_q, self.extents.s_kv,
                                                          self.extents.start))
-        last = least(kb, first + self.keys, s_kv)
+        last = min_s32(kb, first + self.keys, s_kv)
         self.low, end, self.key_end = kb.reg("s32", 0), s_q, s_kv
         self.full_low: Value | None = None
         self.full_end: Value | None = None
         if band.last is not None:
-            self.low = least(kb, first - start - band.last, 0, "max") // self.block_m * self.block_m
+            self.low = max_s32(kb, first - start - band.last, 0) // self.block_m * self.block_m
             self.full_low = last - 1 - start - band.last
-            self.key_end = least(kb, s_kv, s_q + start + band.last)
+            self.key_end = min_s32(kb, s_kv, s_q + start + band.last)
         if band.first is not None:
-            end = least(kb, s_q, last - start - band.first)
+            end = min_s32(kb, s_q, last - start - band.first)
             self.full_end = first - start - band.first + 1
         if self.documents is not None:
-            begin = least(kb, self.documents.begin, 0, "max") // self.block_m * self.block_m
-            self.low = least(kb, self.low, begin, "max")
-            end = least(kb, end, self.documents.end)
-        blocks = (least(kb, end - self.low, 0, "max") + self.block_m - 1) // self.block_m
+            begin = max_s32(kb, self.documents.begin, 0) // self.block_m * self.block_m
+            self.low = max_s32(kb, self.low, begin)
+            end = min_s32(kb, end, self.documents.end)
+        blocks = (max_s32(kb, end - self.low, 0) + self.block_m - 1) // self.block_m
         self.end = self.low + blocks * self.block_m
         self.count = blocks * self.spec.batch[2]
         self.beyond = None if self.whole_keys else first + self.keys > s_kv
@@ -158,7 +158,7 @@ class RowPipeline:
         self.at = self.at + self.kb.tid.x.to("u64") * 4
         self.walk.follow(self.at, 4, spec.s_q * 4)
 
-    def bring(self, stage: Value, when: Value) -> None:
+    def start_copies(self, stage: Value, when: Value) -> None:
         """Starts the copies of the next block to a stage (u32), where the predicate holds."""
         left = self._rows_left()
         for copy in (self.q, self.grad): copy.to(stage, when, None if left is None else copy.rows_left(left))

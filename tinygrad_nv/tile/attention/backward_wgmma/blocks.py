@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.document_blocks import Documents
-from tinygrad_nv.tile.attention.score import Extents, least
+from tinygrad_nv.tile.attention.score import Extents, max_s32, min_s32
 
 Extent = Value | int
 FAR = 1 << 30  # beyond all places
@@ -32,29 +32,29 @@ class BackwardBlocks:
         band, m, n = plan.spec.forward.band, plan.schedule.block_m, plan.schedule.block_n
         zero = kb.reg("s32", 0)
         self.first: Extent = 0
-        if band.last is not None: self.first = least(kb, column - self.start - band.last, 0, "max") // m
+        if band.last is not None: self.first = max_s32(kb, column - self.start - band.last, 0) // m
         last_row: Extent = self.s_q
         if band.first is not None:
-            inside = least(kb, column + n, self.s_kv) - self.start - band.first
-            last_row = least(kb, least(kb, inside, self.s_q), 0, "max")
+            inside = min_s32(kb, column + n, self.s_kv) - self.start - band.first
+            last_row = max_s32(kb, min_s32(kb, inside, self.s_q), 0)
         if documents is not None:
-            self.first = least(kb, least(kb, documents.begin, 0, "max") // m, self.first, "max")
-            last_row = least(kb, documents.end, last_row)
+            self.first = max_s32(kb, max_s32(kb, documents.begin, 0) // m, self.first)
+            last_row = min_s32(kb, documents.end, last_row)
         end = zero + (last_row + (m - 1)) // m
         self.end = end
-        self.count = least(kb, end - self.first, 0, "max")
+        self.count = max_s32(kb, end - self.first, 0)
         self.total = self.count * plan.spec.forward.batch[2]
 
     @property
     def needs_mask(self) -> bool:
         """Whether any block may need a mask."""
-        return not self.plan.spec.forward.band.full or self.plan.ragged or self.plan.hides_rows
+        return not self.plan.spec.forward.band.full or self.plan.has_ragged_end or self.plan.hides_rows
 
     def partly(self, row: Value, rows: int) -> Value:
         """Whether some of `rows` rows from `row` (s32) on does not see all of the keys."""
         band, n, at = self.plan.spec.forward.band, self.plan.schedule.block_n, row + self.start
         made: list[Value] = []
-        if self.plan.ragged: made.append(self.column + n > self.s_kv)
+        if self.plan.has_ragged_end: made.append(self.column + n > self.s_kv)
         if band.last is not None: made.append(at < self.column + (n - 1 - band.last))
         if band.first is not None: made.append(at > self.column - (band.first + rows - 1))
         if self.plan.hides_rows: made.append(row + rows > self.s_q)
@@ -66,7 +66,7 @@ class BackwardBlocks:
         """The first block of keys that rows from `row` (s32) on see, a block of them, if they see any."""
         first = self.plan.spec.forward.band.first
         if first is None: return 0
-        return least(self.kb, row + self.start + first, 0, "max") // self.plan.schedule.block_n
+        return max_s32(self.kb, row + self.start + first, 0) // self.plan.schedule.block_n
 
     def unseen(self) -> Value | None:
         """Whether no row sees some of the keys; None where that cannot be."""
@@ -98,11 +98,11 @@ class BackwardBlocks:
         kb, band = self.kb, self.plan.spec.forward.band
         low = None if band.last is None else key - self.start - band.last
         high = None if band.first is None else key - self.start - band.first
-        if self.plan.ragged:
+        if self.plan.has_ragged_end:
             low = kb.select(key < self.s_kv, -FAR if low is None else low, FAR, "s32")
         if self.plan.hides_rows:
             last = kb.reg("s32", self.s_q) - 1
-            high = last if high is None else least(kb, high, last)
+            high = last if high is None else min_s32(kb, high, last)
         return low, high
 
 

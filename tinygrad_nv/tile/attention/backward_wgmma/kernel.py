@@ -33,7 +33,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.score import Extents
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.template import GPU
 
@@ -60,7 +60,7 @@ class _BackwardWgmmaKernel:
         results = [kb.pointer(name) for name in ("dk", "dv")]
         for name in ("q", "k", "v", "grad"): kb.pointer(name)  # the tensor maps'
         self.l, self.delta = kb.pointer("l"), kb.pointer("delta")
-        self.seed = kb.pointer("seed") if one.kept < EVERY else None
+        self.seed = kb.pointer("seed") if one.kept < KEEP_ALL else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(one.parameters))]
         self.extents = Extents.declare_params(kb, one)
         self.loads = BackwardLoads(kb, plan, first + 2)

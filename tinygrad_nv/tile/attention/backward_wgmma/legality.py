@@ -7,7 +7,7 @@ from tinygrad_nv.tile.attention.backward_spec import BackwardSpec, dtype_problem
 from tinygrad_nv.tile.attention.backward_wgmma.plan import REGISTERS, ROWS, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
-from tinygrad_nv.tile.attention.spec import EVERY
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.tile.attention.wgmma.legality import no_tma
 from tinygrad_nv.tile.expression import Constant, loads, show
 from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
@@ -24,7 +24,7 @@ def problems(spec: BackwardSpec, schedule: BackwardWgmma, arch: str) -> list[str
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
     try: slope = derivative(spec.forward.score)
     except SpecError as error: return [*out, str(error.found)]
-    if spec.forward.kept < EVERY and not isinstance(slope, Constant):
+    if spec.forward.kept < KEEP_ALL and not isinstance(slope, Constant):
         out.append(f"dropout beside {show(spec.forward.score)}, whose derivative differs between elements")
     if found := _extents(schedule): return out + found
     return [*out, *_room(BackwardWgmmaPlan.of(spec, schedule))]
@@ -80,8 +80,8 @@ def _room(plan: BackwardWgmmaPlan) -> list[str]:
     score = plan.spec.forward.score
     same = isinstance(derivative(score), Constant)
     held = MOST_HELD if same else MOST_BESIDE_LOADS if loads(score) else MOST_BESIDE
-    if plan.held + plan.sums > held:
+    if plan.live_registers + plan.sums > held:
         beside = "" if same else f" beside {show(score)} and its derivative"
-        out.append(f"{plan.held} registers of a block + {plan.sums} sums of dk and dv = "
-                   f"{plan.held + plan.sums} a thread, at most {held}{beside}")
+        out.append(f"{plan.live_registers} registers of a block + {plan.sums} sums of dk and dv = "
+                   f"{plan.live_registers + plan.sums} a thread, at most {held}{beside}")
     return out

@@ -169,7 +169,7 @@ class BackwardWgmmaPlan:
         return not self.spec.deterministic or one.band.first is None
 
     @property
-    def held(self) -> int:
+    def live_registers(self) -> int:
         """Registers of a thread beside dk and dv, at the most. Of one part: s, dp or dq, ds of the block
         before. Of two: s, dp, p and ds of both parts. Of halves: half of s, dp, p and ds, or dq."""
         part, half = ROWS // 2, ROWS // 4
@@ -188,7 +188,7 @@ class BackwardWgmmaPlan:
         return short(self.spec.forward.q.dtype)
 
     @property
-    def ragged(self) -> bool:
+    def has_ragged_end(self) -> bool:
         """Whether the last block of keys may reach beyond them."""
         return "s_kv" in self.spec.forward.symbolic or self.spec.forward.s_kv % self.schedule.block_n != 0
 

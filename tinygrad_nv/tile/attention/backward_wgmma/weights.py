@@ -24,7 +24,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.dropout import Turned
-from tinygrad_nv.tile.attention.score import Cells, Extents
+from tinygrad_nv.tile.attention.score import AccFragment, Extents
 from tinygrad_nv.tile.attention.spec import multiple
 from tinygrad_nv.tile.expression import Constant
 from tinygrad_nv.tile.lanes import FLOAT16S
@@ -104,7 +104,7 @@ class Weights:
             self._pack(p, [self.dropout.of_values(each) for each in s])
         if slopes is not None: self._times(s, slopes)
 
-    def _times(self, s: Sequence[Value], slopes: Cells) -> None:
+    def _times(self, s: Sequence[Value], slopes: AccFragment) -> None:
         """p times the derivative, which may be infinite where p is 0."""
         for value, slope in zip(s, registers(slopes), strict=True):
             value.set(self.kb.select(value == 0.0, 0.0, value * slope))

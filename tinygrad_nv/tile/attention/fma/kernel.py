@@ -130,7 +130,7 @@ class _FlashFmaKernel:
         with kb.loop(0, count, name="block") as block:
             kb.cp_async_wait(ring.ahead - 1)
             kb.sync()
-            ring.bring(block < count - ring.ahead)
+            ring.start_copies(block < count - ring.ahead)
             first = self.base + own
             cells = self.scores.of(self.products.of(ring.reading), first)
             if not self.columns.always_full:

@@ -6,7 +6,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.tile import epilogue, limits
 from tinygrad_nv.tile.attention.fma.plan import MOST_SUMS, FlashFmaPlan
 from tinygrad_nv.tile.attention.schedules import FlashFma
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, multiple
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, multiple
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.limits import MOST_GRID
 
@@ -31,8 +31,8 @@ def problems(spec: AttentionSpec, schedule: FlashFma, arch: str) -> list[str]:
 def _spec_problems(spec: AttentionSpec) -> list[str]:
     """Returns the problems of the operands, whatever the schedule."""
     out = [] if spec.q.dtype == dtypes.float32 else [f"operands of {short(spec.q.dtype)} are not float32"]
-    if spec.ragged: out.append("a ragged batch")
-    if spec.kept < EVERY: out.append("dropout")
+    if spec.is_ragged: out.append("a ragged batch")
+    if spec.kept < KEEP_ALL: out.append("dropout")
     heads = spec.batch[1] * spec.batch[2]
     return out + [f"{count} {name} are above {MOST_GRID}, a grid's" for name, count in
                   (("heads", heads), ("batches", spec.batch[0])) if count > MOST_GRID]

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.score import Cells
+from tinygrad_nv.tile.attention.score import AccFragment
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import Places, swizzle_offset
 
@@ -55,10 +55,10 @@ class ScoreMatmul:
         self.left.prepare([self.queries.plain(0, at) for at in self.chunks])
         self.right.prepare([self.keys.plain(e, at) for at in self.chunks for e in range(2)])
 
-    def of(self, stage: Value) -> Cells:
+    def of(self, stage: Value) -> AccFragment:
         """The sums of a block whose keys lie at the shared address `stage` (u32)."""
         kb = self.kb
-        made: list[Cells] = [[[kb.regs("f32", 4, 0.0) for _ in range(self.columns // 8)]
+        made: list[AccFragment] = [[[kb.regs("f32", 4, 0.0) for _ in range(self.columns // 8)]
                               for _ in range(self.rows // 16)] for _ in range(self.chains)]
         left, right = kb.reg("u32", self.q_start), kb.reg("u32", stage)
         spans = self.keys.row_bytes // self.keys.span
@@ -70,7 +70,7 @@ class ScoreMatmul:
                 right += self.keys.rows * self.keys.span
         return self._add_chains(made)
 
-    def _add_chains(self, chains: list[Cells]) -> Cells:
+    def _add_chains(self, chains: list[AccFragment]) -> AccFragment:
         """The sums of all chains, two by two."""
         while len(chains) > 1:
             half = len(chains) // 2
@@ -81,7 +81,7 @@ class ScoreMatmul:
             chains = chains[:half]
         return chains[0]
 
-    def _span(self, chains: list[Cells], left: Value, right: Value) -> None:
+    def _span(self, chains: list[AccFragment], left: Value, right: Value) -> None:
         """The share of the elements in one column of the tiles."""
         self.left.at_stage(left)
         self.right.at_stage(right)
@@ -123,7 +123,7 @@ class Outputs:
         self.write_to = self.weights + (lane >> 2) * self.pitch + ((lane & 3) << 3)
         self.sums = [[kb.regs("f32", 4, 0.0) for _ in range(self.groups)] for _ in range(self.rows // 4)]
 
-    def hand_over(self, cells: Cells) -> None:
+    def hand_over(self, cells: AccFragment) -> None:
         """Writes a warp's probabilities where its lanes read them."""
         kb = self.kb
         for i, row in enumerate(cells):

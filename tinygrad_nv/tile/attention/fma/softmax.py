@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 
 from tinygrad_nv.ptx.builder import Value
-from tinygrad_nv.tile.attention.score import Cells, OnlineSoftmax
+from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax
 
 
 class ExactSoftmax(OnlineSoftmax):
     """The softmax, with exponents of differences."""
 
-    def step(self, cells: Cells) -> list[Value]:
+    def step(self, cells: AccFragment) -> list[Value]:
         """Cells become powers of two; returns the factors that rescale each row's sums so far."""
         kb, rescales = self.kb, []
         for number, row_max in enumerate(self.row_max):

@@ -6,8 +6,8 @@ too. Rows at and beyond an edge, and elements between the head's and the tile's 
 there is not read. Copies are cp.async of what rows are aligned to, 4 to 16 bytes.
 
 A `ColumnPipeline` brings blocks of keys and values to a ring of stages, from the last block to the first:
-`fill` starts those of all stages but one, `bring` the next block, once the stage it goes to is read no more,
-and `turn` moves on by one stage.
+`fill` starts those of all stages but one, `start_copies` the next block, once the stage it goes to is read no
+more, and `turn` moves on by one stage.
 """
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ColumnPipeline:
         self.writing = self.kb.reg("u32", name="writing").set(self.start + self.ahead * self.stage_bytes)
         self.end = self.start + self.depth * self.stage_bytes
 
-    def bring(self, when: Value) -> None:
+    def start_copies(self, when: Value) -> None:
         """The next block, where the predicate holds."""
         self._bring(self.writing, when, None)
 

@@ -15,8 +15,8 @@ registers (FlashAttention-2). For sm_80 and later.
 A warp has 16 rows, or a multiple of it, of all columns: rows never meet across warps. From the last block to
 the first, since the partial one is then the first, and no other asks how many keys there are; keys that come
 too late for all of the CTA's rows are never read. Fragments of q stay in registers where there is room
-(`held`), else q stays in shared memory. Blocks of rows that see most come first, so that the last CTAs to
-start are short.
+(`holds_queries`), else q stays in shared memory. Blocks of rows that see most come first, so that the last
+CTAs to start are short.
 
 On Hopper it is launched early, as gemm_mma is.
 """
@@ -33,7 +33,7 @@ from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, pad_head
 from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
 from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.score import (
-    Cells,
+    AccFragment,
     Columns,
     Extents,
     OnlineSoftmax,
@@ -41,7 +41,7 @@ from tinygrad_nv.tile.attention.score import (
     sink_of,
     to_signed,
 )
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -57,7 +57,7 @@ def flash_mma(spec: AttentionSpec, schedule: FlashMma, gpu: GPU) -> AttentionKer
     kb = Kernel("flash_mma", arch=gpu.arch, threads=schedule.threads, min_ctas=1)
     _FlashMmaKernel(kb, FlashMmaPlan.of(spec, schedule)).write()
     batch, heads, group = spec.batch
-    grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.ragged)
+    grid = (-(-spec.s_q // schedule.block_m), heads * group, batch + spec.is_ragged)
     return AttentionKernel("flash_mma", kb.ptx(), grid, schedule.threads, kb.dynamic_smem,
                            rows_of_cta=schedule.block_m if "s_q" in spec.symbolic else 0, pdl=kb.hopper)
 
@@ -72,9 +72,9 @@ class _FlashMmaKernel:
         self.out = kb.pointer("out")
         self.log = kb.pointer("l") if spec.lse else None
         self.q, self.keys, self.values = (kb.pointer(name) for name in "qkv")
-        cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.ragged else None
+        cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.is_ragged else None
         self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
-        self.seed = kb.pointer("seed") if spec.kept < EVERY else None
+        self.seed = kb.pointer("seed") if spec.kept < KEEP_ALL else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self._own_place()
         self.extents = Extents.declare_params(kb, spec) if cu is None else self._sequence(*cu)
@@ -113,18 +113,18 @@ class _FlashMmaKernel:
     def write(self) -> None:
         """The whole kernel."""
         kb, spec, plan = self.kb, self.spec, self.plan
-        self.held, self.stage_bytes = plan.held, plan.stage_bytes
+        self.holds_queries, self.stage_bytes = plan.holds_queries, plan.stage_bytes
         self.start = kb.shared("ring", plan.ring_bytes, align=1024).address()
         if plan.q_in_ring:  # fragments are read before the last stage is needed
             self.q_start = self.start + (self.schedule.depth - 1) * self.stage_bytes
         else: self.q_start = kb.shared("q_rows", plan.q_bytes, align=1024).address()
-        if kb.hopper and not (spec.ragged or spec.documents): kb.wait_for_previous_grid()
+        if kb.hopper and not (spec.is_ragged or spec.documents): kb.wait_for_previous_grid()
         self._copies()
         self._fragments()
         self.scores.prepare(loads(spec.score))
         self.dropout = None if self.seed is None else self._dropout(self.seed)
         self.softmax = OnlineSoftmax(kb, self.warp_m // 16, self.scores.factor)
-        self.sums: Cells = self._cells(self.d_v)
+        self.sums: AccFragment = self._cells(self.d_v)
         self._loop()
         if kb.hopper: kb.launch_dependents()
         self._store()
@@ -135,7 +135,7 @@ class _FlashMmaKernel:
         made.move(self.batch, self.scores.row)
         return made
 
-    def _cells(self, columns: int) -> Cells:
+    def _cells(self, columns: int) -> AccFragment:
         return [[self.kb.regs("f32", 4, 0.0) for _ in range(columns // 8)] for _ in range(self.warp_m // 16)]
 
     # **** copies ****
@@ -173,7 +173,7 @@ class _FlashMmaKernel:
                                keys.nbytes)
         self.left.move(self.q_start)
         self.rows: list[list[list[Value]]] = []
-        if not self.held: return
+        if not self.holds_queries: return
         kb.cp_async_wait(s.depth - 1)
         kb.sync()
         for step in range(self.left.steps):
@@ -188,7 +188,7 @@ class _FlashMmaKernel:
         with kb.loop(0, count, name="block") as block:
             kb.cp_async_wait(ring.ahead - 1)
             kb.sync()
-            ring.bring(block < count - ring.ahead)
+            ring.start_copies(block < count - ring.ahead)
             for fragments in (self.right, self.third): fragments.move(ring.reading)
             cells = self.scores.of(self._scores(), self.base)
             if not self.columns.always_full:
@@ -200,19 +200,19 @@ class _FlashMmaKernel:
             ring.turn()
         kb.cp_async_wait(0)
 
-    def _scores(self) -> Cells:
+    def _scores(self) -> AccFragment:
         """Products of q and the block's keys."""
         kb, made = self.kb, self._cells(self.schedule.block_n)
         shape, types = instruction(self.spec.q.dtype, self.spec.k.dtype)
         for step in range(self.left.steps):
-            if self.held: rows = self.rows[step]
+            if self.holds_queries: rows = self.rows[step]
             else: self.left.load(step, rows := self.left.registers())
             for j in range(self.schedule.block_n // 16):
                 self.right.load_one(j, step, keys := kb.regs("b32", 4))
                 self._products(shape, types, made, j, rows, keys)
         return made
 
-    def _products(self, shape: str, types: str, cells: Cells, j: int, left: list[list[Value]],
+    def _products(self, shape: str, types: str, cells: AccFragment, j: int, left: list[list[Value]],
                   right: list[Value]) -> None:
         """Multiplies 16 columns."""
         for row, four in zip(cells, left, strict=True):
@@ -226,7 +226,7 @@ class _FlashMmaKernel:
             for cell in row:
                 for r, register in enumerate(cell): register *= factors[2 * i + r // 2]
 
-    def _sum(self, cells: Cells) -> None:
+    def _sum(self, cells: AccFragment) -> None:
         """Products of probabilities and the block's values."""
         kb, dtype = self.kb, self.spec.v.dtype
         shape, types = instruction(dtype, dtype)
@@ -254,7 +254,7 @@ class _FlashMmaKernel:
         if self.log is not None:
             store_logs(kb, self.spec, self.log, logs, self.batch, self.first + self.row, rows)
         if self.plan.store.smem_bytes: kb.sync()
-        store = Store(kb, self.plan.stored, self.plan.store, self.out, [], rows, self.start)
+        store = Store(kb, self.plan.store_target, self.plan.store, self.out, [], rows, self.start)
         cells = [Cell(16 * i, 8 * j, [cell]) for i, row in enumerate(self.sums) for j, cell in enumerate(row)]
         store.tile(self.first + self.row, kb.reg("u32", 0), self.batch, cells)
         store.finish()

@@ -38,7 +38,7 @@ def _spec_problems(spec: AttentionSpec) -> list[str]:
             if rows.alignment_bytes < LEAST_BYTES]
     heads = spec.batch[1] * spec.batch[2]
     return out + [f"{count} {name} are above {MOST_GRID}, a grid's" for name, count in
-                  (("heads", heads), ("batches", spec.batch[0] + spec.ragged)) if count > MOST_GRID]
+                  (("heads", heads), ("batches", spec.batch[0] + spec.is_ragged)) if count > MOST_GRID]
 
 
 def _resource_problems(plan: FlashMmaPlan, arch: str) -> list[str]:

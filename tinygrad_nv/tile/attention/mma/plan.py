@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tinygrad_nv.tile.attention.schedules import FlashMma
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, multiple
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, multiple
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.gemm.spec import Result, Stored
+from tinygrad_nv.tile.gemm.spec import Result, StoreTarget
 from tinygrad_nv.tile.store_plan import StorePlan, store_plan, warp_tile
 
 HELD = 180           # registers for sums, scores and q that leave room for addresses and fragments
@@ -61,29 +61,30 @@ class FlashMmaPlan:
         return self.warp_m * (self.d_v + self.schedule.block_n) // 32
 
     @cached_property
-    def held(self) -> bool:
+    def holds_queries(self) -> bool:
         """Whether fragments of q stay in registers."""
-        most = HELD_BESIDE if multiple(self.spec.score) is None or self.spec.kept < EVERY else HELD
+        most = HELD_BESIDE if multiple(self.spec.score) is None or self.spec.kept < KEEP_ALL else HELD
         return self.sums + self.warp_m * self.d // 64 <= most
 
     @property
     def q_in_ring(self) -> bool:
         """Whether q lies in the ring's last stage, until that is needed."""
-        return self.held and self.q_bytes <= self.stage_bytes
+        return self.holds_queries and self.q_bytes <= self.stage_bytes
 
     @property
-    def stored(self) -> Stored:
+    def store_target(self) -> StoreTarget:
         """The result, for its store."""
         spec = self.spec
         out = Result(spec.out.dtype, spec.out.row, 1, spec.out.batch, spec.out.offset)
-        batch = (1, *spec.batch[1:]) if spec.ragged else spec.batch  # one sequence's
-        symbolic = spec.ragged or "s_q" in spec.symbolic
-        return Stored(out, spec.s_q, spec.d_v, batch, Sum().cast(out.dtype), symbolic)
+        batch = (1, *spec.batch[1:]) if spec.is_ragged else spec.batch  # one sequence's
+        symbolic = spec.is_ragged or "s_q" in spec.symbolic
+        return StoreTarget(out, spec.s_q, spec.d_v, batch, Sum().cast(out.dtype), symbolic)
 
     @cached_property
     def store(self) -> StorePlan:
         """How the result is stored."""
-        return store_plan(self.stored, warp_tile(self.schedule.block_m, self.d_v, self.schedule.warps_m))
+        return store_plan(self.store_target,
+                          warp_tile(self.schedule.block_m, self.d_v, self.schedule.warps_m))
 
     @property
     def ring_bytes(self) -> int:

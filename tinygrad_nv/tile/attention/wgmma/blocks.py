@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.document_blocks import Documents
-from tinygrad_nv.tile.attention.score import Extents, least
+from tinygrad_nv.tile.attention.score import Extents, max_s32, min_s32
 from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 
 Extent = Value | int
@@ -31,7 +31,8 @@ class KeyBlocks:
                             for each in (extents.s_q, extents.s_kv, extents.start))
         band, n, m = plan.spec.band, plan.schedule.block_n, plan.schedule.block_m
         at = row + start
-        self.masks_left, self.masks_right = band.first is not None, band.last is not None or plan.ragged
+        self.masks_left = band.first is not None
+        self.masks_right = band.last is not None or plan.has_ragged_end
         end: Extent = s_kv
         plain_end: Extent = s_kv // n
         if band.last is not None:
@@ -45,10 +46,10 @@ class KeyBlocks:
             first = self._clamp(at + band.first) // n
             plain_first = (self._clamp(at + (m - 1 + band.first)) + (n - 1)) // n
         if documents is not None:
-            first = least(kb, self._clamp(documents.begin) // n, first, "max")
-            plain_first = least(kb, first, plain_first, "max")
-            plain_end = least(kb, first, plain_end, "max")
-            end = least(kb, documents.end, end)
+            first = max_s32(kb, self._clamp(documents.begin) // n, first)
+            plain_first = max_s32(kb, first, plain_first)
+            plain_end = max_s32(kb, first, plain_end)
+            end = min_s32(kb, documents.end, end)
         self.columns = end  # those before it: no row sees one further on
         self.first, self.end = first, (end + (n - 1)) // n
         self.plain_end, self.plain_first = plain_end, plain_first

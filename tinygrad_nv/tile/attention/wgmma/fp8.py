@@ -32,7 +32,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.attention.score import Cells, OnlineSoftmax, Scores
+from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores
 from tinygrad_nv.tile.attention.spec import RowScales
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
@@ -214,7 +214,7 @@ class Fp8MainLoop(AttentionMainLoop):
         self.kb.emit("redux.sync.min.u32", made, column.to("u32"), -1)
         return made
 
-    def _dequantize_scores(self, cells: Cells) -> Cells:
+    def _dequantize_scores(self, cells: AccFragment) -> AccFragment:
         scale = self.scale
         if self.by_block[1]: scale = self.of_keys if scale is None else scale * self.of_keys
         if scale is not None:

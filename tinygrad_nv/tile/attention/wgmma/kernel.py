@@ -29,7 +29,7 @@ from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.ragged_rest import clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import Extents, Scores, sink_of
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8MainLoop, TransposedValues
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
@@ -63,9 +63,9 @@ class _FlashWgmmaKernel:
         lse = kb.pointer("l") if spec.lse else None
         for name in "qkv": kb.pointer(name)  # the tensor maps'
         self.scales = [kb.pointer(f"scale_{name}") for name in "qkv"] if spec.scales is not None else []
-        self.cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.ragged else None
+        self.cu = (kb.pointer("cu_q"), kb.pointer("cu_k")) if spec.is_ragged else None
         self.sinks = kb.pointer("sinks") if spec.sinks is not None else None
-        self.seed = kb.pointer("seed") if spec.kept < EVERY else None
+        self.seed = kb.pointer("seed") if spec.kept < KEEP_ALL else None
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declare_params(kb, spec)
         self.loads = AttentionLoads(kb, plan, 1 + spec.lse)

@@ -5,7 +5,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
-from tinygrad_nv.tile.attention.spec import EVERY, AttentionSpec, Rows, multiple
+from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows, multiple
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, FlashWgmmaPlan
 from tinygrad_nv.tile.expression import show
 from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
@@ -22,7 +22,7 @@ def problems(spec: AttentionSpec, schedule: FlashWgmma, arch: str) -> list[str]:
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if spec.q.dtype == dtypes.float32: return ["operands of f32 are of flash_fma"]
-    if (spec.ragged or spec.kept < EVERY) and spec.scales is not None:
+    if (spec.is_ragged or spec.kept < KEEP_ALL) and spec.scales is not None:
         return ["ragged batches and dropout of 8 bits: no template has them"]
     out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule, spec.q.dtype.itemsize): return out + found
@@ -60,7 +60,7 @@ def no_tma(name: str, rows: Rows, count: int, batch: tuple[int, int, int]) -> li
 def _counts(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
     """Returns the problems of what is numbered."""
     batch, heads, group = spec.batch
-    grid = (("heads", heads * group), ("elements of the batch", batch + spec.ragged))
+    grid = (("heads", heads * group), ("elements of the batch", batch + spec.is_ragged))
     out = [f"{count} {what} are above {MOST_GRID}, a grid's" for what, count in grid if count > MOST_GRID]
     far = max(spec.s_q, spec.s_kv, spec.s_q + spec.start) + 2 * (s.block_m + s.block_n)
     if far > MOST: out.append(f"places up to {far} are above {MOST}")
@@ -94,13 +94,14 @@ def _room(plan: FlashWgmmaPlan) -> list[str]:
         out.append(f"{plan.q.nbytes} B of queries + {s.depth} stages × ({plan.k.nbytes} B of keys + "
                    f"{plan.v.nbytes} B of values{turned}){staged} + {plan.barrier_bytes} B of barriers = "
                    f"{plan.smem_bytes} B of shared memory, sm_90a has {most}")
-    evaluated, dropped = multiple(plan.spec.score) is None, plan.spec.kept < EVERY
-    if plan.held > (held := (MOST_BESIDE if evaluated or dropped else MOST_HELD)[plan.consumers]):
+    evaluated, dropped = multiple(plan.spec.score) is None, plan.spec.kept < KEEP_ALL
+    if plan.live_registers > (held := (MOST_BESIDE if evaluated or dropped else MOST_HELD)[plan.consumers]):
         beside = f" beside {show(plan.spec.score)}" if evaluated else " beside dropout" if dropped else ""
         part = f" + {plan.pieces[0][1] // 2} of a block" if plan.turned is not None else ""
         pairs = "fours" if plan.turned is not None else "pairs"
         out.append(f"{plan.scores} scores + {plan.weights} {pairs} of weights + {plan.sums} sums{part} = "
-                   f"{plan.held} registers a thread, at most {held} with {plan.consumers} consumers{beside}")
+                   f"{plan.live_registers} registers a thread, at most {held} with {plan.consumers} "
+                   f"consumers{beside}")
     if evaluated and s.block_n > MOST_EVALUATED:
         out.append(f"block_n={s.block_n} beside {show(plan.spec.score)}, which is evaluated in registers: at "
                    f"most {MOST_EVALUATED}")

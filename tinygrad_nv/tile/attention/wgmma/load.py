@@ -43,11 +43,11 @@ class AttentionLoads:
         readers = warps if plan.turned is None else TURNERS
         self.v_ring = Pipeline(kb, depth, plan.v.nbytes, readers, name="full_and_empty_values")
         self.q_ring = Pipeline(kb, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
-        self.rings = self.q_ring, self.k_ring, self.v_ring
+        self.pipelines = self.q_ring, self.k_ring, self.v_ring
 
     def init(self) -> None:
         """Makes the barriers: one thread."""
-        for ring in self.rings: ring.init()
+        for ring in self.pipelines: ring.init()
 
     def queries(self, walk: AttentionTileScheduler) -> None:
         """The queries of all tiles."""

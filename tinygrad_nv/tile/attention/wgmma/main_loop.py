@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.dropout import Dropout
-from tinygrad_nv.tile.attention.score import Cells, OnlineSoftmax, Scores
+from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, FlashWgmmaPlan
@@ -128,7 +128,7 @@ class AttentionMainLoop:
     def _ahead_of_sums(self, column: Value) -> None:
         """Reads the scales for its second product."""
 
-    def _dequantize_scores(self, cells: Cells) -> Cells:
+    def _dequantize_scores(self, cells: AccFragment) -> AccFragment:
         """The sums of products as the score has them."""
         return cells
 
@@ -213,7 +213,7 @@ class AttentionMainLoop:
 
     def _softmax_step(self, column: Value, masked: bool) -> list[Value]:
         """Sums of the block that begins at `column` become weights; the factors of what was before."""
-        cells: Cells = [[self.s[i:i + 4] for i in range(0, len(self.s), 4)]]
+        cells: AccFragment = [[self.s[i:i + 4] for i in range(0, len(self.s), 4)]]
         cells = self.scores.of(self._dequantize_scores(cells), column)
         if masked: self.scores.mask(cells, column)
         factors = self.softmax.step(cells)

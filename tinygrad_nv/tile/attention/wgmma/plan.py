@@ -56,10 +56,10 @@ class FlashWgmmaPlan:
         turned = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
         # a map would not cut off where a sequence of a ragged batch ends, nor within 16 bytes
         whole = (spec.out.dtype.itemsize == 2 and spec.out.alignment_bytes == 16 and spec.d_v % 8 == 0
-                 and not spec.ragged)
+                 and not spec.is_ragged)
         span_out = natural_span(2 * d_v)
         out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
-        if spec.ragged: sm_count = 0  # tiles are found by the grid
+        if spec.is_ragged: sm_count = 0  # tiles are found by the grid
         ctas = sm_count if 0 < sm_count < -(-spec.s_q // schedule.block_m) * spec.matrices else 0
         return FlashWgmmaPlan(spec, schedule, q, k, v, out, turned, ctas)
 
@@ -122,7 +122,7 @@ class FlashWgmmaPlan:
         return self.v.mn // 2
 
     @property
-    def held(self) -> int:
+    def live_registers(self) -> int:
         """Registers of the three: scores of the next block, those of this one as weights, the result; of 8
         bits also this block's part of the result."""
         return self.scores + self.weights + self.sums + (self.pieces[0][1] // 2 if self.turned else 0)
@@ -143,9 +143,10 @@ class FlashWgmmaPlan:
         return short(self.spec.q.dtype)
 
     @property
-    def ragged(self) -> bool:
+    def has_ragged_end(self) -> bool:
         """Whether the last block of columns may reach beyond the keys."""
-        return self.spec.ragged or "s_kv" in self.spec.symbolic or self.spec.s_kv % self.schedule.block_n != 0
+        spec = self.spec
+        return spec.is_ragged or "s_kv" in spec.symbolic or spec.s_kv % self.schedule.block_n != 0
 
     @property
     def blocks_of_rows(self) -> int:
@@ -157,7 +158,7 @@ class FlashWgmmaPlan:
         """Blocks of rows, heads, batch; or the persistent ones."""
         if self.ctas: return self.ctas, 1, 1
         batch, heads, group = self.spec.batch
-        return self.blocks_of_rows, heads * group, batch + self.spec.ragged
+        return self.blocks_of_rows, heads * group, batch + self.spec.is_ragged
 
 
 def pad_head(d: int, step: int = STEP) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.decode.latent.plan import CONSUMERS, ROWS, SPAN, STEP, WARPGROUP, LatentPlan
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile
-from tinygrad_nv.tile.decode.rows import Cells, DecodeSoftmax
+from tinygrad_nv.tile.decode.rows import AccFragment, DecodeSoftmax
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.lanes import pack
 from tinygrad_nv.tile.layout import SharedTile
@@ -142,7 +142,7 @@ class ScoringLoop:
         kb, values = self.kb, self.values
         kb.wgmma_wait(0)
         read()
-        cells: Cells = [self.s[i:i + 4] for i in range(0, len(self.s), 4)]
+        cells: AccFragment = [self.s[i:i + 4] for i in range(0, len(self.s), 4)]
         factors = self.softmax.step(cells, key)
         for i, cell in enumerate(cells):
             for h in range(2):

@@ -88,10 +88,10 @@ class MmaKernel:
         self.scheduler = TileScheduler(kb, spec, s, self.rows)
         self.splits.begin(self.scheduler)
         self.first_m, self.first_n = self.scheduler.m * s.block_m, self.scheduler.n * self.columns
-        self.bring(*pointers)
+        self.make_copies(*pointers)
         warp = kb.tid.x >> 5
         self.row, self.column = warp % s.warps_m * self.warp_m, warp // s.warps_m * self.warp_n
-        self.read()
+        self.make_fragments()
 
     def batch_offset(self, strides: tuple[int, ...], offset: int) -> Value:
         """Elements before this CTA's matrix: u64."""
@@ -105,7 +105,7 @@ class MmaKernel:
         a, b = (self.kb.pointer(name) for name in "ab")
         return (b, a) if self.schedule.swap else (a, b)
 
-    def read(self) -> None:
+    def make_fragments(self) -> None:
         """The fragments of A, and of each part of B."""
         self.fragments = [
             Fragments(self.kb, copy.operand.dtype, copy.tile, copy.mn_major, i > 0,
@@ -113,7 +113,7 @@ class MmaKernel:
                       copy.start)
             for i, copy in enumerate(self.tiles)]
 
-    def bring(self, a: Value, b: Value) -> None:
+    def make_copies(self, a: Value, b: Value) -> None:
         """The copies of A, then of each part of B, which follow each other in a stage."""
         kb, spec, s = self.kb, self.spec, self.schedule
         made: list[TileCopy] = []
@@ -290,7 +290,7 @@ class MmaKernel:
         kb = self.kb
         if self.plan.store.smem_bytes: kb.sync()
         rows = self.rows if isinstance(self.rows, Value) else kb.reg("u32", self.rows)
-        store = Store(kb, self.spec.stored, self.plan.store, self.out, self.extras, rows, self.start)
+        store = Store(kb, self.spec.store_target, self.plan.store, self.out, self.extras, rows, self.start)
         cells = [Cell(16 * i, 8 * j, [part[i][j] for part in self.sums])
                  for i in range(self.warp_m // 16) for j in range(self.warp_n // 8)]
         store.tile(self.first_m + self.row, self.first_n + self.column, self.scheduler.batch, cells)

@@ -77,7 +77,7 @@ class MmaPlan:
     def store(self) -> StorePlan:
         """How the result is stored: each warp its share."""
         s = self.schedule
-        return store_plan(self.spec.stored, warp_tile(s.block_m, self.columns, s.warps_m, s.warps_n))
+        return store_plan(self.spec.store_target, warp_tile(s.block_m, self.columns, s.warps_m, s.warps_n))
 
     @property
     def smem_bytes(self) -> int:

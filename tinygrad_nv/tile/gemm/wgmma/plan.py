@@ -82,7 +82,7 @@ class WgmmaPlan:
         s = self.schedule
         tile = StoreTile(s.block_m * s.cluster_m, self.columns * s.cluster_n, self.consumers, 4, 64,
                          self.columns)
-        return store_plan(self.spec.stored, tile)
+        return store_plan(self.spec.store_target, tile)
 
     @property
     def steps(self) -> int:

@@ -25,7 +25,7 @@ class WgmmaEpilogue:
         staging = kb.shared("staging", how.smem_bytes, align=1024) if how.smem_bytes else None
         self.maps: tuple[MapArgument, ...] = (how.map,) if how.map else ()
         self.tensor_maps = [kb.tensor_map("map_out")] if how.map else []
-        self.to = Store(kb, plan.spec.stored, how, out, extras, rows, staging,
+        self.to = Store(kb, plan.spec.store_target, how, out, extras, rows, staging,
                         self.tensor_maps[0] if how.map else None)
 
     def store(self, corner: Corner, consumer: Value, sums: Sums, columns: range | None = None) -> None:

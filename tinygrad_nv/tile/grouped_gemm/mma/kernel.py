@@ -45,15 +45,15 @@ class GroupedMmaKernel(MmaKernel):
         self.finish = GroupedEpilogue(self.kb, self.grouped)
         return self.finish.x, self.finish.matrices["w"]
 
-    def bring(self, x: Value, w: Value) -> None:
+    def make_copies(self, x: Value, w: Value) -> None:
         """The copies of rows of x, then of each half of the group's matrix."""
         kb, spec, s, size = self.kb, self.spec, self.schedule, self.spec.b.dtype.itemsize
         if kb.hopper: kb.wait_for_previous_grid()
         self.tile = tile_of(kb, self.grouped, self.finish.offsets, self.scheduler.m, s.block_m)
         residue = spec.k % s.block_k or s.block_k
-        read = self.rows_read()
-        rows = GatheredCopy(kb, spec.a, self.x_of(x), kb.reg("u32", 0), read.rows, residue,
-                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.finish, read)
+        read_rows = self.rows_read()
+        rows = GatheredCopy(kb, spec.a, self.x_of(x), kb.reg("u32", 0), read_rows.rows, residue,
+                            width_of(spec.a, 1, residue), s.block_m, s.block_k, 0, self.finish, read_rows)
         matrix = self.matrix(w)
         made: list[TileCopy] = [rows]
         for part in range(spec.parts):

@@ -52,10 +52,10 @@ class _OuterKernel(MmaKernel):
 
     def declare_params(self) -> tuple[Value, Value]:
         y, x, self.offsets = (self.kb.pointer(name) for name in ("y", "x", "offsets"))
-        self.order = self.kb.pointer("order") if self.outer.ordered else None
+        self.order = self.kb.pointer("order") if self.outer.has_order else None
         return y, x
 
-    def bring(self, y: Value, x: Value) -> None:
+    def make_copies(self, y: Value, x: Value) -> None:
         """The copies of rows of y, then of x."""
         outer, spec, s = self.outer, self.spec, self.schedule
         if self.kb.hopper: self.kb.wait_for_previous_grid()

@@ -32,7 +32,7 @@ from tinygrad_nv.tile.template import GPU
 
 def grouped_outer_wgmma(spec: GroupedOuterSpec, schedule: GroupedOuterWgmma, gpu: GPU) -> GemmKernel:
     """The kernel. Pointers in this order: out; y; x; offsets; order, where the spec has one."""
-    plan = OuterPlan.grouped(spec, schedule)
+    plan = OuterPlan.for_groups(spec, schedule)
     kb = Kernel(schedule.template, arch=gpu.arch, threads=schedule.threads, min_ctas=1)
     return _OuterKernel(kb, plan, plan.ctas(gpu_model_for(gpu.arch, gpu.sm_count).sm_count)).emit_kernel()
 
@@ -44,7 +44,7 @@ class _OuterKernel(WgmmaKernel):
     loads: OuterLoads
 
     def __init__(self, kb: Kernel, plan: OuterPlan, ctas: int) -> None:
-        self.OPERANDS = ("y", "x", "offsets", *["order"] * plan.outer.ordered)
+        self.OPERANDS = ("y", "x", "offsets", *["order"] * plan.outer.has_order)
         super().__init__(kb, plan, ctas)
 
     def make_scheduler(self, pointers: Mapping[str, Value], rows: Value | int) -> PersistentTileScheduler:

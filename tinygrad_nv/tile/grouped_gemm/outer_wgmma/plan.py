@@ -31,7 +31,7 @@ class OuterPlan(WgmmaPlan):
 
     @staticmethod
     @lru_cache(1024)
-    def grouped(outer: GroupedOuterSpec, s: GroupedOuterWgmma) -> OuterPlan:
+    def for_groups(outer: GroupedOuterSpec, s: GroupedOuterWgmma) -> OuterPlan:
         """The plan."""
         a, b = (OperandTile(outer.dtype, "MN", extent, s.block_k, SPAN) for extent in (s.block_m, s.block_n))
         return OuterPlan(matmul_of(outer, outer.rows), s, a, b, outer)
@@ -58,13 +58,13 @@ def problems(spec: GroupedOuterSpec, s: GroupedOuterWgmma, arch: str) -> list[st
         if rows * pitch >= MOST_BYTES:
             out.append(f"{name} has {rows} × {pitch} B, rows lie below {MOST_BYTES} B")
     both = bool(spec.gather_y and spec.gather_x)
-    if both or (spec.ordered and s.consumers > 2):
+    if both or (spec.has_order and s.consumers > 2):
         out.append(f"{'y and x' if both else 'rows'} gathered beside {s.consumers} consumers: the producer "
                    "has no registers for their places")
     if out: return out
     matmul = matmul_of(spec, spec.rows)
     if found := legality.warps(s) or legality.extents(s, matmul) or _tile(s): return found
-    return [*legality.room(plan := OuterPlan.grouped(spec, s)),
+    return [*legality.room(plan := OuterPlan.for_groups(spec, s)),
             *([f"{plan.tiles} tiles are above {MOST}"] if plan.tiles > MOST else [])]
 
 

@@ -53,6 +53,6 @@ def _deepest(kind: S, tiles: Sequence[Tile], spec: GroupedGemmSpec, arch: str) -
         schedule = kind.block(m, n).k(ROW_BYTES // spec.dtype.itemsize).warps(warps)
         if pingpong: schedule = schedule.pingpong()
         if swap: schedule = schedule.swap_operands()
-        rings = [schedule.stages(depth) for depth in DEPTHS]
-        made.append(next((s for s in rings if not problems(spec, s, arch)), rings[-1]))
+        depths = [schedule.stages(depth) for depth in DEPTHS]
+        made.append(next((s for s in depths if not problems(spec, s, arch)), depths[-1]))
     return made

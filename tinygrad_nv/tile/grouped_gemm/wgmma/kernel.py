@@ -47,7 +47,7 @@ class GroupedKernel(WarpSpecialized):
 
     def __init__(self, kb: Kernel, plan: GroupedPlan) -> None:
         self.kb, self.plan, spec = kb, plan, plan.grouped
-        names = ["out", "x", *self.matrices, "offsets", *["order"] * spec.ordered,
+        names = ["out", "x", *self.matrices, "offsets", *["order"] * spec.has_order,
                  *["weights"] * spec.weighted, *["bias"] * spec.biased]
         self.pointers = {name: kb.pointer(name) for name in names}
         self.scheduler = GroupTileScheduler(kb, plan, self.pointers["offsets"])

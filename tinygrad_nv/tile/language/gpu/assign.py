@@ -227,7 +227,7 @@ class Assignment:
         if value in self.staged or plan.k % plan.step: return False
         return self.layout(value) == accumulator((plan.m, plan.k), plan.warps_m, 1)
 
-    def shared_extents(self, value: Value) -> tuple[int, int]:
+    def smem_extents(self, value: Value) -> tuple[int, int]:
         """Rows and columns that dots read of a value in shared memory."""
         roles = [role for role in self.roles[value] if not self.in_registers(value, role)]
         each = [role.extents(self.plans[role.op]) for role in roles]

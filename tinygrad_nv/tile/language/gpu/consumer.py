@@ -24,14 +24,14 @@ from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
 @dataclass(eq=False)
 class Stages:
     """The ring of a loop: where it is, its tiles, maps and barriers. `again`: the loop may run several times;
-    `around`: it has others inside. `at`: where the ring is, of the side that is being written."""
+    `has_inner_loops`: it has others inside. `at`: where the ring is, of the side that is being written."""
     start: int
     stage_bytes: int
     places: dict[Op, SharedOperand]
     maps: dict[Op, Register]
     ring: Pipeline
     again: bool
-    around: bool
+    has_inner_loops: bool
     at: PipelineState = field(init=False)
 
 
@@ -46,8 +46,8 @@ class Consumer:
         mine = writer.threads.first(31)
         assert mine is not None
         self.mine = mine
-        self.late = self._late() if self.ring.depth > 2 and not stages.around else {}
-        self.early = [] if stages.around else self._early()
+        self.late = self._late() if self.ring.depth > 2 and not stages.has_inner_loops else {}
+        self.early = [] if stages.has_inner_loops else self._early()
         self.chained = {dot for dot, position in self.late.items()
                         if writer.assignment.uses[op.regions[0].arguments[position + 1]] == [dot]}
         self.waited, self.unissued = True, False

@@ -62,7 +62,7 @@ class Dots(Values):
 
     def place(self, value: Value) -> SharedOperand:
         """Shared memory for what dots multiply."""
-        tile = tile_in_smem(*self.assignment.shared_extents(value), value.dtype)
+        tile = tile_in_smem(*self.assignment.smem_extents(value), value.dtype)
         made = SharedOperand(self.arena.take(tile.nbytes, ALIGN), tile, value.dtype)
         self.in_shared[value] = made
         return made
@@ -124,8 +124,8 @@ class Dots(Values):
         else: sums = self._own(held) if flying else self._sums(held, fresh)
         roles = self._roles(op)
         if plan.kind == "fma":
-            multiply_add(self, plan, layout, sums, self._shared_operand(op, roles[0]),
-                         self._shared_operand(op, roles[1]))
+            multiply_add(self, plan, layout, sums, self._smem_operand(op, roles[0]),
+                         self._smem_operand(op, roles[1]))
         elif plan.kind == "wgmma": self._multiply_grouped(op, plan, sums, roles, fresh)
         else: self._multiply(op, plan, sums, roles)
         for side in range(2): self._give_arguments(op.operands[side])
@@ -138,9 +138,9 @@ class Dots(Values):
 
     def is_zero(self, value: Value) -> bool:
         """Whether a value is known to be 0 throughout."""
-        return all(part is None or elements.known_number(part) == 0 for part in self.value(value).parts)
+        return all(part is None or elements.constant_number(part) == 0 for part in self.value(value).parts)
 
-    def _shared_operand(self, op: Op, role: Role) -> tuple[SharedOperand, Role]:
+    def _smem_operand(self, op: Op, role: Role) -> tuple[SharedOperand, Role]:
         return self.operand(op.operands[role.side]), role
 
     def _give_arguments(self, value: Value) -> None:
@@ -219,7 +219,7 @@ class Dots(Values):
         """By mma.sync."""
         a, b = op.operands[0].dtype, op.operands[1].dtype
         steps = plan.depth // plan.step
-        left, right = self._left_operand(op, plan, roles[0], steps), self._fragments(op, plan, roles[1],
+        left, right = self._lhs_operand(op, plan, roles[0], steps), self._fragments(op, plan, roles[1],
                                                                                      steps)
         shape, types = instruction(a, b)
         cut = needs_promotion(a, self.kb.arch)
@@ -251,7 +251,7 @@ class Dots(Values):
                     d = [sums[i] if i in sums else kb.reg(kind, zero) for i in places]
                     kb.mma(shape, types, d, a, read[number][2 * half:2 * half + 2], d)
 
-    def _left_operand(self, op: Op, plan: DotPlan, role: Role, steps: int) -> _Left:
+    def _lhs_operand(self, op: Op, plan: DotPlan, role: Role, steps: int) -> _Left:
         if op in self.kept: return _Left(None, kept=self.kept[op])
         source, _ = source_of(op.operands[0], self.makers)
         if self.assignment.in_registers(source, role): return _Left(None, self.value(source), bits_of(plan.k))
@@ -286,7 +286,7 @@ class Dots(Values):
             plan, role = self.assignment.plans[one], Role(one, 0, source_of(one.operands[0], self.makers)[1])
             steps, found = plan.depth // plan.step, self.operand(one.operands[0])
             if found.base is None: self.arena.reads(found.start, found.tile.nbytes)
-            left = self._left_operand(one, plan, role, steps)
+            left = self._lhs_operand(one, plan, role, steps)
             self.kept[one] = [{m: left.read(m, step) for m in range(0, plan.m, LEAST * plan.warps_m)}
                               for step in range(steps)]
 

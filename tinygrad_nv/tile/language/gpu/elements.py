@@ -31,7 +31,7 @@ def constant(kb: Kernel, value: float | int | bool, dtype: DType) -> Lanes:
     return Lanes(kb, dtype, [wrap(kb, int(value), dtype)])
 
 
-def known_number(part: Lanes) -> float | None:
+def constant_number(part: Lanes) -> float | None:
     """The number that all elements of a part are; None where only the kernel knows."""
     if part.packed is not None or len(part.wide) != 1 or isinstance(part.wide[0], Value): return None
     return part.wide[0]
@@ -39,7 +39,7 @@ def known_number(part: Lanes) -> float | None:
 
 def cast(part: Lanes, dtype: DType) -> Lanes:
     """Converted as `tile.cast` says."""
-    number = known_number(part)
+    number = constant_number(part)
     if number is not None and (dtypes.is_float(dtype) or dtype == dtypes.bool
                                or not dtypes.is_float(part.dtype)):
         return constant(part.kb, number, dtype)
@@ -61,7 +61,7 @@ def bitcast(part: Lanes, dtype: DType) -> Lanes:
 def apply_row(kb: Kernel, fn: str, given: Sequence[Lanes]) -> Lanes:
     """The value of a row of the table."""
     row, source = ROWS[fn], given[-1].dtype
-    numbers = [known_number(each) for each in given]
+    numbers = [constant_number(each) for each in given]
     if fn == "where": return _select(kb, given, numbers[0])
     alone = all(number is not None for number in numbers)
     if alone and (made := _fold_numbers(kb, row, source, numbers)) is not None: return made
@@ -113,7 +113,8 @@ def _pair(kb: Kernel, row: Operation, kind: str, given: Sequence[Lanes]) -> Valu
 def _divide(kb: Kernel, dtype: DType, given: Sequence[Lanes]) -> list[Number]:
     if dtype != dtypes.float32:
         return each_lane(given, lambda a, b: _emit(kb, "div.full.f32", "f32", a, b))
-    if known_number(given[0]) == 1.0: return each_lane(given[1:], lambda b: _emit(kb, "rcp.rn.f32", "f32", b))
+    if constant_number(given[0]) == 1.0: return each_lane(given[1:],
+                                                          lambda b: _emit(kb, "rcp.rn.f32", "f32", b))
     return each_lane(given, lambda a, b: _emit(kb, "div.rn.f32", "f32", a, b))
 
 
@@ -202,7 +203,7 @@ def _select(kb: Kernel, given: Sequence[Lanes], number: Number | None) -> Lanes:
     if number is not None: return a if number else b
     dtype, kind = a.dtype, kind_of(a.dtype)
     if kind == "pred":
-        a, b = (Lanes(kb, dtype, [kb.reg("pred", n)]) if (n := known_number(part)) is not None else part
+        a, b = (Lanes(kb, dtype, [kb.reg("pred", n)]) if (n := constant_number(part)) is not None else part
                 for part in (a, b))
         return Lanes(kb, dtype, each_lane([test, a, b], lambda p, x, y: _emit(
             kb, "or.pred", "pred", _emit(kb, "and.pred", "pred", p, x),

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.lanes import Lanes, Number, kind_of
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.blocks import BlockPlace
 from tinygrad_nv.tile.language.gpu.convert import by_shared, convert_layout, pair_parts
-from tinygrad_nv.tile.language.gpu.elements import apply_row, known_number
+from tinygrad_nv.tile.language.gpu.elements import apply_row, constant_number
 from tinygrad_nv.tile.language.gpu.held import Held, Part
 from tinygrad_nv.tile.language.gpu.layout import Layout, block_layout, extents
 from tinygrad_nv.tile.language.gpu.registers import absent
@@ -227,7 +227,7 @@ class _Offsets:
 
     def fetch(self, register: int, other: Lanes) -> list[Lanes]:
         """Returns what is there; `other` elsewhere."""
-        guard, number = self.guard(register, None), known_number(other)
+        guard, number = self.guard(register, None), constant_number(other)
         parts = fetch(self.kb, self.address(register), 0, self.tensor.dtype, self.group, guard, number or 0,
                         self.writer.space(self.tensor))
         if number is not None or guard is None: return parts

@@ -84,7 +84,7 @@ class PartialSums(Collective):
         return found
 
     def _zero(self, value: Value) -> bool:
-        return all(part is None or elements.known_number(part) == 0 for part in self.value(value).parts)
+        return all(part is None or elements.constant_number(part) == 0 for part in self.value(value).parts)
 
     def leave_sums(self, op: Op, found: Mapping[int, Op]) -> None:
         """Behind a loop whose results are what it carried."""

@@ -139,7 +139,7 @@ class Pipelines(Dots, Control):
         places, copies, start = dict[Op, SharedOperand](), dict[Op, BlockCopy](), 0
         for one in loads:
             value, tensor = one.result, self.program.tensor(one.attributes["tensor"])
-            tile = tile_in_smem(*self.assignment.shared_extents(value), value.dtype)
+            tile = tile_in_smem(*self.assignment.smem_extents(value), value.dtype)
             places[one] = SharedOperand(start, tile, value.dtype)
             copies[one] = BlockCopy(self, tensor, self.pointers[tensor.name], one.attributes["sizes"],
                                     [self.ranges.of(each) for each in one.operands], tile)

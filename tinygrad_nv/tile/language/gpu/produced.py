@@ -79,7 +79,7 @@ class _Search:
         size, sizes = tensor.dtype.itemsize, op.attributes["sizes"]
         if tensor.dtype not in MAP_DTYPES or not 2 <= len(sizes) <= MOST_RANK: return False
         if any(stride * size % 16 for stride in tensor.strides[:-1]): return False
-        tile = tile_in_smem(*self.assignment.shared_extents(value), value.dtype)
+        tile = tile_in_smem(*self.assignment.smem_extents(value), value.dtype)
         if value.shape != (tile.rows, tile.row_bytes // size): return False
         if tile.span < STEP_BYTES or tile.rows > MOST_BOX or tensor.output: return False
         return all(self._is_known(each, indices) for each in op.operands)

@@ -84,7 +84,7 @@ class Specialised(Pipelines):
                                      again, inner_loops(op, made.loops))
 
     def _tile(self, op: Op) -> SharedTile:
-        return tile_in_smem(*self.assignment.shared_extents(op.result), op.result.dtype)
+        return tile_in_smem(*self.assignment.smem_extents(op.result), op.result.dtype)
 
     def _map(self, op: Op, tile: SharedTile) -> Register:
         """A tensor map over a load's tensor, with boxes of a column of its tile."""

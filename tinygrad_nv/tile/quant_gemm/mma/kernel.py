@@ -39,7 +39,7 @@ class QuantMmaKernel(MmaKernel):
         self.pointers = {name: self.kb.pointer(name) for name in self.quant.quant.buffers}
         return a, a
 
-    def bring(self, a: Value, b: Value) -> None:
+    def make_copies(self, a: Value, b: Value) -> None:
         kb, spec, s, plan = self.kb, self.spec, self.schedule, self.quant
         extent = self.rows if spec.symbolic else spec.m
         residue = spec.k % s.block_k or s.block_k
@@ -55,7 +55,7 @@ class QuantMmaKernel(MmaKernel):
                                for at, start in zip(first, self.starts, strict=True))]
         self.stage_bytes = plan.stage_bytes
 
-    def read(self) -> None:
+    def make_fragments(self) -> None:
         tile = self.tiles[0]
         self.fragments = [
             Fragments(self.kb, tile.operand.dtype, tile.tile, tile.mn_major, False, self.row, self.warp_m,

@@ -48,7 +48,7 @@ class _QuantGroupedMma(QuantMmaKernel):
         self.finish = GroupedEpilogue(self.kb, self.whole.grouped, self.whole.buffers)
         return self.finish.x, self.finish.x
 
-    def bring(self, a: Value, b: Value) -> None:
+    def make_copies(self, a: Value, b: Value) -> None:
         """The copies of rows of x, then of each half of the group's matrices."""
         kb, spec, s, plan = self.kb, self.spec, self.schedule, self.quant
         if kb.hopper: kb.wait_for_previous_grid()

@@ -43,7 +43,7 @@ class ScaledMmaKernel(MmaKernel):
         self.pointers = scales[::-1] if self.schedule.swap else scales
         return (b, a) if self.schedule.swap else (a, b)
 
-    def bring(self, a: Value, b: Value) -> None:
+    def make_copies(self, a: Value, b: Value) -> None:
         kb, spec, s, plan = self.kb, self.scaled.spec, self.schedule, self.scaled
         residue, made = spec.k % GROUP or GROUP, list[TileCopy]()
         sides = ((spec.a, a, self.first_m, self.rows, s.block_m, 0),
@@ -63,8 +63,8 @@ class ScaledMmaKernel(MmaKernel):
         self.copies = [*made, StageScales(plan, rows, columns, kb.tid.x * 4 + plan.scales_start)]
         self.stage_bytes = plan.stage_bytes
 
-    def read(self) -> None:
-        super().read()
+    def make_fragments(self) -> None:
+        super().make_fragments()
         # registers 2h + e of 16 rows and 8 columns: row g + 8h, column 2q + e
         kb, plan, lane = self.kb, self.scaled, self.kb.special("laneid")
         rows, columns = plan.row_scales, plan.column_scales

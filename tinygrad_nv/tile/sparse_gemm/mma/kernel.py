@@ -42,7 +42,7 @@ class SparseMmaKernel(MmaKernel):
         self.pointer = self.kb.pointer("metadata")
         return values, activations
 
-    def bring(self, a: Value, b: Value) -> None:
+    def make_copies(self, a: Value, b: Value) -> None:
         kb, plan, spec, s = self.kb, self.sparse, self.spec, self.schedule
         first_k = self.splits.first_k
         sides = ((plan.sparse.values, a, 2, self.first_m, spec.m, s.block_m, 0),
@@ -62,7 +62,7 @@ class SparseMmaKernel(MmaKernel):
         if first_k is not None: at = at + first_k.to("u64") * operand.k
         return pointer + at * operand.dtype.itemsize
 
-    def read(self) -> None:
+    def make_fragments(self) -> None:
         kb, (a, b) = self.kb, self.tiles
         values = Fragments(kb, a.operand.dtype, a.tile, a.mn_major, False, self.row, self.warp_m, self.steps,
                            a.start)
