@@ -93,23 +93,23 @@ def gated(m: int, n: int, k: int, dtype: DType = BF16) -> GemmSpec:
     return replace(matmul(m, n, k, dtype), parts=2, part=n * k, epilogue=ends)
 
 
-def rows(dtype: DType, extents: tuple[int, int, int, int], d: int, turned: bool = False) -> Rows:
+def rows(dtype: DType, extents: tuple[int, int, int, int], d: int, bshd: bool = False) -> Rows:
     """Returns the strides of (batch, key heads, group, rows): [batch, heads, rows, d], or [batch, rows,
     heads, d]. A group of 0 has stride 0."""
     _, heads, group, many = extents
     query = max(group, 1)
-    row, head, g = (d * heads * query, d * query, d) if turned else (d, d * many * query, d * many)
+    row, head, g = (d * heads * query, d * query, d) if bshd else (d, d * many * query, d * many)
     return Rows(dtype, row, (d * many * heads * query, head, g if group else 0))
 
 
 def attention(s_q: int, s_kv: int, d: int = 64, dtype: DType = BF16, batch: int = 2, heads: int = 2,
-              group: int = 1, band: Band = FULL, d_v: int = 0, out: DType | None = None, turned: bool = False,
+              group: int = 1, band: Band = FULL, d_v: int = 0, out: DType | None = None, bshd: bool = False,
               score: Expression | None = None, **more: Any) -> AttentionSpec:
     """An attention of dense operands, scaled by 1/√d where no score is given."""
     d_v, score = d_v or d, score or Sum() * (1 / math.sqrt(d))
-    q, o = (rows(kind, (batch, heads, group, s_q), width, turned)
+    q, o = (rows(kind, (batch, heads, group, s_q), width, bshd)
             for kind, width in ((dtype, d), (out or dtype, d_v)))
-    k, v = (rows(dtype, (batch, heads, 0, s_kv), width, turned) for width in (d, d_v))
+    k, v = (rows(dtype, (batch, heads, 0, s_kv), width, bshd) for width in (d, d_v))
     return AttentionSpec(s_q, s_kv, d, d_v, q, k, v, o, (batch, heads, group), score, band, **more)
 
 
@@ -131,12 +131,12 @@ def scaled(spec: AttentionSpec, block: int) -> AttentionSpec:
 
 
 def backward(s_q: int, s_kv: int, d: int = 64, dtype: DType = BF16, deterministic: bool = False,
-             out: DType | None = None, turned: bool = False, d_v: int = 0, **more: Any) -> BackwardSpec:
+             out: DType | None = None, bshd: bool = False, d_v: int = 0, **more: Any) -> BackwardSpec:
     """The backward pass of `attention`."""
-    one = attention(s_q, s_kv, d, dtype, d_v=d_v, turned=turned, lse=True, **more)
+    one = attention(s_q, s_kv, d, dtype, d_v=d_v, bshd=bshd, lse=True, **more)
     batch, heads, group = one.batch
-    dk, dv = (rows(out or dtype, (batch, heads, 0, s_kv), width, turned) for width in (d, one.d_v))
-    return BackwardSpec(one, rows(dtype, (batch, heads, group, s_q), one.d_v, turned), dk, dv, deterministic)
+    dk, dv = (rows(out or dtype, (batch, heads, 0, s_kv), width, bshd) for width in (d, one.d_v))
+    return BackwardSpec(one, rows(dtype, (batch, heads, group, s_q), one.d_v, bshd), dk, dv, deterministic)
 
 
 def decode(batch: int = 4, heads: int = 2, group: int = 4, s_q: int = 1, d: int = 128, page_size: int = 16,
@@ -144,7 +144,7 @@ def decode(batch: int = 4, heads: int = 2, group: int = 4, s_q: int = 1, d: int 
            **more: Any) -> DecodeSpec:
     """A decode attention over pages [pages, page_size, heads, d]."""
     kv, score = kv or dtype, score or Sum() * (1 / math.sqrt(d))
-    q = rows(dtype, (batch, heads, group, s_q), d, turned=True)
+    q = rows(dtype, (batch, heads, group, s_q), d, bshd=True)
     keys = Pages(kv, page_size * heads * d, heads * d, d)
     scale = Scales(heads, 1) if kv.itemsize == 1 else None
     return DecodeSpec(batch, heads, group, s_q, d, d, page_size, pages, q, keys, keys, q, scale, scale,
@@ -155,7 +155,7 @@ def latent(batch: int = 4, heads: int = 16, s_q: int = 1, rank: int = 512, rope:
            page_size: int = 16, pages: int = 256, dtype: DType = BF16, **more: Any) -> DecodeSpec:
     """An absorbed attention over latents: one key head, whose values are the last elements of its keys."""
     d = rope + rank
-    q, out = (rows(dtype, (batch, 1, heads, s_q), width, turned=True) for width in (d, rank))
+    q, out = (rows(dtype, (batch, 1, heads, s_q), width, bshd=True) for width in (d, rank))
     keys = Pages(dtype, page_size * d, d, d)
     return DecodeSpec(batch, 1, heads, s_q, d, rank, page_size, pages, q, keys, replace(keys, offset=rope),
                       out, score=Sum() * (1 / math.sqrt(d)), latent=True, **more)

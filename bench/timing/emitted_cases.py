@@ -238,12 +238,12 @@ def forward() -> Iterator[Case]:
         "full d 128 f16": attention(300, 700, 128, F16), "window": attention(1024, 1024, band=WINDOW),
         "d 96 to f32": attention(128, 384, 96, out=F32, band=CAUSAL),
         "d 192/128": attention(256, 256, 192, d_v=128),
-        "d 256": attention(256, 256, 256, band=CAUSAL), "LSE": attention(200, 200, lse=True, turned=True),
+        "d 256": attention(256, 256, 256, band=CAUSAL), "LSE": attention(200, 200, lse=True, bshd=True),
         "soft-cap": attention(256, 256, 64, F16, band=CAUSAL, score=capped()),
         "mask and bias": attention(128, 256, score=biased(128, 256)),
         "symbolic": attention(256, 1024, 128, band=CAUSAL, start=768, symbolic=("s_q", "s_kv", "start")),
         "dropout": attention(256, 256, 64, band=CAUSAL, kept=230, lse=True),
-        "ragged": ragged(attention(512, 512, 128, batch=3, group=2, band=CAUSAL, turned=True), (900, 900)),
+        "ragged": ragged(attention(512, 512, 128, batch=3, group=2, band=CAUSAL, bshd=True), (900, 900)),
         "slopes": attention(100, 300, band=CAUSAL, start=200, group=2, score=sloped()),
         "many tiles": attention(4096, 4096, 128, heads=4, group=4), "d 40": attention(100, 140, 40),
         "many tiles, causal": attention(4096, 4096, 128, heads=7, group=3, band=CAUSAL),
@@ -276,7 +276,7 @@ def backwards() -> Iterator[Case]:
     specs = {
         "causal": backward(512, 512, band=CAUSAL), "d 128 GQA": backward(256, 256, 128, group=4, band=CAUSAL),
         "f16 to f32": backward(300, 500, 64, F16, out=F32), "window": backward(512, 512, band=WINDOW),
-        "d 96": backward(128, 384, 96, turned=True),
+        "d 96": backward(128, 384, 96, bshd=True),
         "d 192/128": backward(128, 128, 192, d_v=128),
         "in one order": backward(256, 256, 64, deterministic=True),
         "dropout": backward(256, 256, 64, kept=200, band=CAUSAL),
@@ -352,7 +352,7 @@ def on_cpu() -> Iterator[Case]:
         "causal": attention(256, 256, band=CAUSAL),
         "f32 GQA, LSE": attention(100, 200, 40, F32, group=3, lse=True),
         "dropout": attention(128, 128, 64, F16, kept=230), "soft-cap": attention(64, 64, score=capped()),
-        "ragged": ragged(attention(64, 64, 64, batch=3, band=CAUSAL, turned=True), (100, 100)),
+        "ragged": ragged(attention(64, 64, 64, batch=3, band=CAUSAL, bshd=True), (100, 100)),
         "e4m3": scaled(attention(64, 256, 64), 128), "slopes": attention(50, 50, score=sloped()),
         "symbolic": attention(
             64, 512, 128, band=WINDOW, start=448, symbolic=("s_q", "s_kv", "start"))}, LEVELS)

@@ -40,17 +40,17 @@ TRITON, TRITON_BACKWARD = ((64, 64), 4, 3), {64: ((64, 64), 4, 3), 128: ((64, 64
 
 def spec_of(d: int, causal: bool, tokens: int) -> AttentionSpec:
     return attention(tokens, tokens, d, F16, ALL // tokens, COLUMNS // d, band=CAUSAL if causal else FULL,
-                     turned=True, lse=True)
+                     bshd=True, lse=True)
 
 
 def eights_of(d: int, causal: bool, tokens: int) -> AttentionSpec:
-    return scaled(attention(tokens, tokens, d, F16, ALL // tokens, COLUMNS // d, out=BF16, turned=True,
+    return scaled(attention(tokens, tokens, d, F16, ALL // tokens, COLUMNS // d, out=BF16, bshd=True,
                             band=CAUSAL if causal else FULL, lse=True), 0)
 
 
 def backward_of(d: int, causal: bool, tokens: int) -> BackwardSpec:
     return backward(tokens, tokens, d, F16, batch=ALL // tokens, heads=COLUMNS // d,
-                    band=CAUSAL if causal else FULL, turned=True)
+                    band=CAUSAL if causal else FULL, bshd=True)
 
 
 def of_release(d: int, causal: bool, tokens: int, checkouts: Checkouts) -> Launches:

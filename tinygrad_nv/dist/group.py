@@ -246,7 +246,8 @@ class World:
     groups: list[Group] = field(default_factory=list)
     watchdog: Watchdog | None = None
     ended: DistError | None = None
-    told: list[Callable[[DistError], None]] = field(default_factory=list)   # called when ranks have parted
+    # called when ranks have parted
+    listeners: list[Callable[[DistError], None]] = field(default_factory=list)
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
     follow: bool = False    # whether the other ranks do as rank 0 does (engine/executor/)
 
@@ -305,14 +306,14 @@ class World:
     def on_end(self, fn: Callable[[DistError], None]) -> None:
         """Has `fn` called, in another thread, when a rank is lost or hangs. The process is ended when it
         returns, or after some time (watchdog.py)."""
-        self.told.append(fn)
+        self.listeners.append(fn)
         if self.ended is not None: fn(self.ended)
 
     def end(self, why: DistError) -> None:
         """Ends what waits for other ranks, and says so to those that asked for it (`on_end`)."""
         if self.ended is not None: return
         self.interrupt(why)
-        for fn in self.told: fn(why)
+        for fn in self.listeners: fn(why)
 
     def interrupt(self, why: DistError) -> None:
         """Ends what waits for other ranks: `check` raises why."""
@@ -325,7 +326,7 @@ class World:
 
     def close(self) -> None:
         """Ends what this process has to do with other ranks."""
-        self.told.clear()
+        self.listeners.clear()
         if self.watchdog is not None: self.watchdog.close()
         self.leave_peers()
         whole = self.whole

@@ -306,7 +306,7 @@ class LLM(GenerationMethods, PoolingMethods):
         """Captures the steps that every load needs, on all ranks; `follow` prepares the others."""
         if self.ranks is not None: progress = self.ranks.check_ranks(progress)
         with nullcontext() if self.ranks is None else self.ranks.together("warm_up"):
-            for each in self.runners: each.warm_up(progress, later=True)
+            for each in self.runners: each.warm_up(progress, defer=True)
 
     def follow(self, progress: Callable[[int, int], None], missed: Callable[[int], None]) -> None:
         """Prepares what `capture` has left for later, while requests run."""

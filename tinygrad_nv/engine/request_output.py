@@ -99,23 +99,24 @@ class RequestOutputBuilder:
         """The answers, once they are finished."""
         request, seed = self.request, self.request.params.seed
         assert seed is not None
-        told = request.params.logprobs is not None
+        with_logprobs = request.params.logprobs is not None
         found = [each for delta in self.deltas[0] for each in delta.prompt_logprobs]
         of_prompt = None if request.params.prompt_logprobs is None else (None, *map(of_token, found))
         return RequestOutput(request.id, request.text, tuple(request.prompt),
-                             tuple(join_deltas(each, told) for each in self.deltas), seed, self.cached,
+                             tuple(join_deltas(each, with_logprobs)
+                                   for each in self.deltas), seed, self.cached,
                              self.first - self.started, self.last - self.first, of_prompt)
 
 
-def join_deltas(deltas: Sequence[Delta], told: bool) -> CompletionOutput:
-    """Joins the deltas of one answer; `told`: with log probabilities."""
+def join_deltas(deltas: Sequence[Delta], with_logprobs: bool) -> CompletionOutput:
+    """Joins the deltas of one answer; `with_logprobs`: with log probabilities."""
     last = deltas[-1]
     assert last.finish_reason is not None
     found = [each for delta in deltas for each in delta.logprobs]
     return CompletionOutput(last.index, "".join(each.text for each in deltas),
                             tuple(token for each in deltas for token in each.tokens), last.finish_reason,
-                            last.stop_reason, tuple(map(of_token, found)) if told else None,
-                            sum(each.logprob for each in found) if told else None, last.error)
+                            last.stop_reason, tuple(map(of_token, found)) if with_logprobs else None,
+                            sum(each.logprob for each in found) if with_logprobs else None, last.error)
 
 
 def of_token(found: TokenLogprobs) -> dict[int, Logprob]:

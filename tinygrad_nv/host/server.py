@@ -35,7 +35,7 @@ from tinygrad_nv.host.launches import LaunchReport, Options
 from tinygrad_nv.host.library import AUDITOR, build_library, names
 from tinygrad_nv.host.memory import Memory, new_file
 from tinygrad_nv.host.session import Session, Thread
-from tinygrad_nv.host.wire import Call, Gone, Wire
+from tinygrad_nv.host.wire import Call, ProcessExited, Wire
 from tinygrad_nv.ptx.emulator import Emulator
 
 # what works after a kernel has gone wrong; everything else returns the error
@@ -113,7 +113,7 @@ class Server:
     def _process(self, connection: socket.socket) -> None:
         try:
             with connection: self._calls(connection)
-        except Gone: pass
+        except ProcessExited: pass
         except BaseException as error: self.errors.append(error)
 
     def _calls(self, connection: socket.socket) -> None:

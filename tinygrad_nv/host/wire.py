@@ -19,7 +19,7 @@ _CALL, _ORDER, _HELLO, _WORD = struct.Struct(f"<{2 + REGISTERS + STACK}Q"), stru
     struct.Struct("<3Q"), struct.Struct("<Q")
 
 
-class Gone(Exception):
+class ProcessExited(Exception):
     """The program has ended."""
 
 
@@ -46,13 +46,13 @@ class Wire:
         while len(parts) < nbytes:
             try: got = self.socket.recv(min(nbytes - len(parts), 1 << 20))
             except ConnectionError: got = b""
-            if not got: raise Gone
+            if not got: raise ProcessExited
             parts += got
         return bytes(parts)
 
     def _send(self, order: int, a: int = 0, b: int = 0, n: int = 0, data: bytes = b"") -> None:
         try: self.socket.sendall(_ORDER.pack(order, a, b, n) + data)
-        except ConnectionError: raise Gone from None
+        except ConnectionError: raise ProcessExited from None
 
     def _answer(self) -> int: return int(_WORD.unpack(self._receive(_WORD.size))[0])
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from tinygrad_nv.errors import WeightError
-from tinygrad_nv.quant.readers.reader import Along, Get, Reader, Stored, StoredMatrix, TensorPart
+from tinygrad_nv.quant.readers.reader import Get, Reader, Stored, StoredMatrix, Strides, TensorPart
 from tinygrad_nv.quant.types import QType, Scale, buffers
 
 AXES = ("rows", "columns")
@@ -63,7 +63,7 @@ def _in_parts(reader: Reader, layer: str, whole: StoredMatrix, shape: Shape, sto
     return replace(own, arrays=arrays, parts=parts)
 
 
-def _indices(along: Along, extent: int, size: int, part: TensorPart) -> TensorPart | None:
+def _indices(along: Strides, extent: int, size: int, part: TensorPart) -> TensorPart | None:
     """Returns where a part of rows or columns, `extent` in all, lies along the axis of a tensor, `size` long;
     None where it does not begin and end with an index."""
     end = part.first + part.count

@@ -73,7 +73,7 @@ def format_answer(made: Transcription, asked: TranscriptionRequest) -> Response:
 
 
 async def _transcribe(service: Service, client: SpeechClient, asked: TranscriptionRequest,
-                       told: Callable[[Segment], None] = lambda segment: None) -> Transcription:
+                       on_segment: Callable[[Segment], None] = lambda segment: None) -> Transcription:
     """Returns the transcription, within the memory of all requests. What has not run when the request ends is
     cancelled."""
     limits = service.limits
@@ -82,18 +82,18 @@ async def _transcribe(service: Service, client: SpeechClient, asked: Transcripti
         length = await asyncio.to_thread(measure_seconds, *given)
         async with service.media.hold(int(length * BYTES_A_SECOND)):
             samples = await asyncio.to_thread(decode_audio, *given)
-            return await _run_recording(client, samples, asked, limits.request_s, told)
+            return await _run_recording(client, samples, asked, limits.request_s, on_segment)
     except AudioError as error: raise api_error(error, "file") from error
 
 
 async def _run_recording(client: SpeechClient, samples: np.ndarray, asked: TranscriptionRequest,
                          most_s: float,
-                    told: Callable[[Segment], None]) -> Transcription:
+                    on_segment: Callable[[Segment], None]) -> Transcription:
     cancelled = Cancelled()
 
     def prepare() -> Recording:
         """Makes the recording, with its spectrogram: other recordings' steps do not wait for it."""
-        made = client.recording(samples, asked.params, told)
+        made = client.recording(samples, asked.params, on_segment)
         assert made.features is not None
         return made
     try:

@@ -71,7 +71,7 @@ class OneRank:
     def barrier(self, name: str) -> None:
         """Returns when all ranks have come to it; of any thread."""
 
-    def told(self, name: str, own: str) -> list[str]:
+    def gather_texts(self, name: str, own: str) -> list[str]:
         """Returns the texts of every rank, by rank."""
         return [own]
 
@@ -136,7 +136,7 @@ class TrainingRanks(OneRank):
         """Returns when all ranks have come to it; of any thread."""
         if self.world.store is not None: self.world.store.barrier(name, PATIENCE_S)
 
-    def told(self, name: str, own: str) -> list[str]:
+    def gather_texts(self, name: str, own: str) -> list[str]:
         """Returns the texts of every rank, by rank."""
         return [each.decode() for each in self.world.exchange(name, own.encode())]
 

@@ -141,7 +141,7 @@ class _Loop:
     def _stop(self, step: int) -> None:
         """Raises `TrainingError` for a loss that is NaN, which another rank's rows may have made."""
         own = self.step.first_bad(self.run_.arguments.packing)
-        found = self.run_.ranks.told("not finite", own)
+        found = self.run_.ranks.gather_texts("not finite", own)
         layer = next((each for each in found if each != LOSS), LOSS)
         raise TrainingError(f"the loss of step {step} is NaN; the first layer with a value that is not "
                             f"finite is {layer}", "finite values",
@@ -211,7 +211,7 @@ def _require_new(arguments: TrainingArguments, ranks: OneRank, output: Path) -> 
 def _resume(run: Run, output: Path) -> Progress:
     """The state of the checkpoint that the arguments name, or of the last where ranks were started again."""
     found, ranks = _checkpoint(run, output), run.ranks
-    steps = set(ranks.told("checkpoint", "none" if found is None else str(found.step)))
+    steps = set(ranks.gather_texts("checkpoint", "none" if found is None else str(found.step)))
     if len(steps) > 1:
         raise CheckpointError(f"ranks see other checkpoints in {output}: {', '.join(sorted(steps))}",
                               "one directory for all ranks", "choose an --output-dir that all hosts share")

@@ -83,9 +83,9 @@ def attentions() -> dict[str, Any]:
     """Attentions: bands, scores, layouts, ragged batches, dropout, scales; and their gradients."""
     two, small = {"heads": 2, "batch": 2}, {"heads": 1, "batch": 1}
     slopes = {"score": specs.sloped(32)}
-    begins = specs.ragged(attention(40, 50, turned=True, band=CAUSAL), (80, 100))
+    begins = specs.ragged(attention(40, 50, bshd=True, band=CAUSAL), (80, 100))
     forward = {
-        "causal": attention(70, 90, band=CAUSAL, group=2, lse=True, turned=True, start=20, **small),
+        "causal": attention(70, 90, band=CAUSAL, group=2, lse=True, bshd=True, start=20, **small),
         "window": attention(70, 90, 128, F16, band=Band(-20, 3), lse=True, start=60, **small),
         "one row": attention(1, 130, 96, group=4, **small), "wide values": attention(33, 50, 64, d_v=128),
         "soft-cap": attention(40, 50, 32, F16, score=specs.capped(32)),
@@ -101,7 +101,7 @@ def attentions() -> dict[str, Any]:
     gradients = {
         "causal": backward(70, 90, band=CAUSAL, **small),
         "ordered": backward(70, 90, band=CAUSAL, group=2, deterministic=True, **small),
-        "turned": backward(40, 60, 64, F16, turned=True, heads=1, group=3, band=Band(-20, 3), start=20),
+        "turned": backward(40, 60, 64, F16, bshd=True, heads=1, group=3, band=Band(-20, 3), start=20),
         "soft-cap": backward(40, 60, 64, F16, score=specs.capped()),
         "slopes": backward(40, 50, 32, start=9, **slopes, **two),
         "bias": backward(40, 50, 32, score=specs.biased(40, 50, 32)), "f32": backward(40, 50, 32, F32),

@@ -139,7 +139,7 @@ def test_the_fork_that_captures_ahead_is_ended_first(tmp_path: Path, monkeypatch
     runner = ModelRunner(model, pages=PAGES, page_size=SIZE, max_seqs=2, max_len=LENGTH,
                          max_batched_tokens=16, identity="weights")
     sleeper = Sleeper(EngineThread(CountingCore()), [SleepingModel(runner, tmp_path, lambda: None)])
-    runner.warm_up(later=True)
+    runner.warm_up(defer=True)
     runner.follow(lambda done, total: None)
     assert runner.ahead is not None
     assert runner.ahead.process is not None

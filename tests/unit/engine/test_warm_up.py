@@ -139,7 +139,7 @@ def warmed(runner: ModelRunner) -> tuple[list[tuple[int, int]], int]:
     """Warms up, waits for what follows, and returns the progress and how many steps this process traced."""
     seen: list[tuple[int, int]] = []
     counted, finished = Compilations(), threading.Event()
-    runner.warm_up(lambda done, total: seen.append((done, total)), later=True)
+    runner.warm_up(lambda done, total: seen.append((done, total)), defer=True)
     steps = Compilations().steps - counted.steps
     if runner.ahead is not None and runner.ahead.others:
         runner.follow(lambda done, total: finished.set() if done == total else None,
@@ -235,7 +235,7 @@ def test_what_a_dead_fork_leaves_is_captured_here(tmp_path: Path, monkeypatch: p
         if os.getpid() != here: os._exit(3)
         prepared.append(job)
     monkeypatch.setattr(ModelRunner, "prepare", prepare)
-    runner.warm_up(later=True)
+    runner.warm_up(defer=True)
     assert set(prepared) == set(first)
     runner.close()
 
@@ -252,7 +252,7 @@ def test_a_kept_step_waits_for_its_samplers(tmp_path: Path, monkeypatch: pytest.
     assert store is not None
     store.steps = {runner.job_name(step): UOp(Ops.NOOP)}
     monkeypatch.setattr(ModelRunner, "prepare", lambda self, job: None)
-    runner.warm_up(later=True)
+    runner.warm_up(defer=True)
     assert runner.ahead is not None
     assert runner.ahead.fork_jobs.index(step) > runner.ahead.fork_jobs.index((step.samples, Filters()))
     store.changed = False

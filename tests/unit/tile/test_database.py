@@ -77,7 +77,7 @@ OTHERS = {"attention": attention.dense(2, 8, 512, 64, causal=True, kv_heads=2),
           "e4m3": decode.dense(4, 8, 64, 64, kv_dtype="e4m3"),
           "window": replace(attention.dense(1, 1, 64, 64), band=Band(-15, 0), kept=200, lse=True,
                             symbolic=("s_q", "s_kv")),
-          "ragged": ragged(emitted_attention(64, 64, 64, turned=True), (100, 100)),
+          "ragged": ragged(emitted_attention(64, 64, 64, bshd=True), (100, 100)),
           "scaled": scaled(emitted_attention(64, 64, 64), 32)}
 
 

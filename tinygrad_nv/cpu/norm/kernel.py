@@ -199,10 +199,10 @@ def _plan_stages(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
     return stages, values
 
 
-def _shared_part(term: Expression, later: list[Expression]) -> Expression | None:
-    """The largest part of a term that is costly and of which something later is made."""
+def _shared_part(term: Expression, users: list[Expression]) -> Expression | None:
+    """The largest part of a term that is costly and which `users` read too."""
     others: set[Expression] = set()
-    for root in later: _ = list(walk(root, others))
+    for root in users: _ = list(walk(root, others))
     found = [node for node in walk(term) if node in others and dtypes.is_float(node.dtype)
              and any(isinstance(part, Apply) and OPERATIONS[part.op].series for part in walk(node))]
     return found[-1] if found else None

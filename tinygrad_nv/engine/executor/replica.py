@@ -128,7 +128,7 @@ class Replica:
 
     def warm_up(self) -> None:
         """Captures what every load needs."""
-        for each in self.runners: each.warm_up(later=True)
+        for each in self.runners: each.warm_up(defer=True)
 
     def ready(self) -> None:
         """Counts compilations from now on."""

@@ -60,13 +60,13 @@ class Decoded:
 
 
 class Recording:
-    """Samples at 16 kHz, float32 [n]. `told(segment)` is called for each segment, `progress(done, total)`
-    with seconds after each window. Raises `RequestError`."""
+    """Samples at 16 kHz, float32 [n]. `on_segment(segment)` is called for each segment, `progress(done,
+    total)` with seconds after each window. Raises `RequestError`."""
 
     def __init__(self, model: SpeechModel, samples: np.ndarray, params: TranscriptionParams,
-                 told: Callable[[Segment], None] = lambda segment: None,
+                 on_segment: Callable[[Segment], None] = lambda segment: None,
                  progress: Progress = lambda done, total: None) -> None:
-        self.model, self.params, self.told, self.progress = model, params, told, progress
+        self.model, self.params, self.on_segment, self.progress = model, params, on_segment, progress
         config, tokens = model.config, model.tokens
         if samples.ndim != 1 or not len(samples):
             raise RequestError(f"samples of shape {samples.shape}", "one channel with at least one sample",
@@ -161,7 +161,7 @@ class Recording:
                               decoded.temperature, decoded.avg_logprob, decoded.compression_ratio,
                               decoded.no_speech_prob)
             self.segments.append(segment)
-            self.told(segment)
+            self.on_segment(segment)
             # of two timestamps at the end one is the next segment's
             cut = len(tokens) > 2 and first is not None and tokens[-2] >= first
             kept += tokens[:-1] if cut else tokens

@@ -99,14 +99,14 @@ class Transcriber:
         return [each.result() for each in futures]
 
     def recording(self, audio: Audio, params: TranscriptionParams | None = None,
-                  told: Callable[[Segment], None] = lambda segment: None,
+                  on_segment: Callable[[Segment], None] = lambda segment: None,
                   progress: Callable[[float, float], None] = lambda done, total: None) -> Recording:
         """A recording, to be submitted to the engine."""
         if not isinstance(audio, str | Path | np.ndarray):
             raise RequestError(f"a recording of type {type(audio).__name__}",
                                "a path, or a NumPy array of floats at 16 kHz", "convert it: np.asarray(…)")
         samples = audio if isinstance(audio, np.ndarray) else read_audio(Path(audio))
-        return Recording(self.model, samples, params or TranscriptionParams(), told, progress)
+        return Recording(self.model, samples, params or TranscriptionParams(), on_segment, progress)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles and captures steps."""

@@ -79,15 +79,15 @@ class EmbeddingRunner:
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Captures sizes that serve all batches. `progress(done, total)` is called for each."""
-        steps = [*((self._step, size) for size in self._ahead(AHEAD)),
-                 *((self._token_step, size) for size in self._ahead(AHEAD_TOKENS))]
+        steps = [*((self._step, size) for size in self._capture_sizes(AHEAD)),
+                 *((self._token_step, size) for size in self._capture_sizes(AHEAD_TOKENS))]
         for done, (step, size) in enumerate(steps):
             progress(done, len(steps))
             step(size)([[0]])
         progress(len(steps), len(steps))
         self.warm = True
 
-    def _ahead(self, padding: int) -> list[int]:
+    def _capture_sizes(self, padding: int) -> list[int]:
         """The largest size, and below each the least that has at most `padding` times fewer tokens."""
         wanted = self.sizes[-1:]
         while wanted[0] > SMALLEST:

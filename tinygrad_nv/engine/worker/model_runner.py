@@ -205,16 +205,16 @@ class ModelRunner:
         self.defer(lambda: adapters.write(slot, adapter.matrices))
 
     def warm_up(self, progress: Progress = lambda done, total: None,
-                shapes: Iterable[BatchShape] | None = None, later: bool = False) -> None:
+                shapes: Iterable[BatchShape] | None = None, defer: bool = False) -> None:
         """Captures what every load needs (`jobs`), or these shapes with their samplers, and calls
-        `progress(done, total)` for each. `later`: only what has room for every batch, and `follow` the rest
+        `progress(done, total)` for each. `defer`: only what has room for every batch, and `follow` the rest
         (warm_up.py)."""
         if self.followers is not None: return self._warm_up_all(progress, shapes)
         first, others = self.jobs if shapes is None else (with_samplers(shapes, self.parts is not None), [])
-        self.ahead = WarmUp(self, first, others) if later else WarmUp(self, [*first, *others], [])
+        self.ahead = WarmUp(self, first, others) if defer else WarmUp(self, [*first, *others], [])
         self.ahead(progress)
         self.warm = shapes is None
-        if self.step_store is not None and not later: self.run_now(self.step_store.save)
+        if self.step_store is not None and not defer: self.run_now(self.step_store.save)
 
     def _warm_up_all(self, progress: Progress, shapes: Iterable[BatchShape] | None) -> None:
         """Warms up several ranks, each of which captures all."""

@@ -1,9 +1,9 @@
 """A fork of this process that captures steps, so that this one captures others, or serves, meanwhile.
 
 Protocol: `NumberQueue(count)` are numbers of steps, which both processes take from. `StepProcess.start`
-forks; the fork takes numbers until none is left, then goes through `later` with the lowest priority, and
-sends what `capture(number)` returns for each. `receive` gives these in turn, and None when there are no more:
-the fork is done, or died. `close` ends it. It also ends when the thread that started it does.
+forks; the fork takes numbers until none is left, then goes through `low_priority` with the lowest priority,
+and sends what `capture(number)` returns for each. `receive` gives these in turn, and None when there are no
+more: the fork is done, or died. `close` ends it. It also ends when the thread that started it does.
 
 The fork has the memory of this process as it is: weights are shared, and nothing is loaded twice. It closes
 the sockets that it inherits, so that a port is free when this process has ended.
@@ -68,7 +68,7 @@ class StepProcess:
         self.pid, self._messages, self._lock = pid, os.fdopen(messages, "rb"), threading.Lock()
 
     @staticmethod
-    def start(queue: NumberQueue, later: Iterable[int],
+    def start(queue: NumberQueue, low_priority: Iterable[int],
               capture: Callable[[int], CapturedJob]) -> StepProcess | None:
         """Forks; None where the system has no forks, or no memory for one."""
         if sys.platform != "linux": return None
@@ -78,7 +78,7 @@ class StepProcess:
         except OSError:
             for each in (messages, into): os.close(each)
             return None
-        if pid == 0: _run(parent, queue, later, capture, into)
+        if pid == 0: _run(parent, queue, low_priority, capture, into)
         os.close(into)
         return StepProcess(pid, messages)
 
@@ -104,7 +104,7 @@ class StepProcess:
             self.pid = 0
 
 
-def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callable[[int], CapturedJob],
+def _run(parent: int, queue: NumberQueue, low_priority: Iterable[int], capture: Callable[[int], CapturedJob],
          into: int) -> NoReturn:
     """Runs in the fork. It never returns: above it is the stack of the other process."""
     status = 1
@@ -117,7 +117,7 @@ def _run(parent: int, queue: NumberQueue, later: Iterable[int], capture: Callabl
         _close_sockets()
         while (number := queue.take()) is not None: _send(into, _capture_job(capture, number))
         os.nice(LOWEST_PRIORITY)
-        for number in later: _send(into, _capture_job(capture, number))
+        for number in low_priority: _send(into, _capture_job(capture, number))
         status = 0
     except (BrokenPipeError, KeyboardInterrupt): pass
     except BaseException: sys.excepthook(*sys.exc_info())

@@ -221,8 +221,8 @@ class WarmUp:
             with Context(PARALLEL=0): runner.prepare(jobs[number])
             step = store.steps.get(runner.job_name(jobs[number]))
             return CapturedJob(number, step, programs_compiled() - before)
-        later = range(first, len(jobs))
-        self.process = process = runner.run_now(lambda: StepProcess.start(numbers, later, capture))
+        low_priority = range(first, len(jobs))
+        self.process = process = runner.run_now(lambda: StepProcess.start(numbers, low_priority, capture))
         if process is None: return
 
         def receive() -> None:

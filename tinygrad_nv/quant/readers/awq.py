@@ -23,7 +23,7 @@ from tinygrad_nv.quant.readers.checks import (
     is_unquantised,
     setting,
 )
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides
 from tinygrad_nv.quant.types import UINT4, QType, Scale
 
 # the outputs of a word's nibbles, the lowest first: two that a half2 needs lie 16 bits apart
@@ -53,9 +53,9 @@ class AWQReader:
             made["scales"] = np.ascontiguousarray(get(scales).T)
             if asymmetric: made["zeros"] = np.ascontiguousarray(_codes(get(zeros))[:, :n].T)
             return made
-        groups_of = Along(0, self.group) if self.group else None
-        cuts = {codes: (Along(1, 8), Along(0)), zeros: (Along(1, 8), groups_of),
-                scales: (Along(1), groups_of)}
+        groups_of = Strides(0, self.group) if self.group else None
+        cuts = {codes: (Strides(1, 8), Strides(0)), zeros: (Strides(1, 8), groups_of),
+                scales: (Strides(1), groups_of)}
         return StoredMatrix(type, (codes, scales, *[zeros] * asymmetric), arrays, cuts=cuts)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from tinygrad_nv.errors import WeightError, brief
 from tinygrad_nv.files import MAX_JSON_BYTES, parse_json
 from tinygrad_nv.quant.readers.checks import AGAIN, check_tensor, check_type, is_unquantised, setting
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides
 from tinygrad_nv.quant.types import (
     FP4,
     INT8,
@@ -65,7 +65,7 @@ def _int8(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -> St
         return {"codes": get(weight), "scales": get(scales).reshape(n, 1),
                 "outer": np.full((1, 1), PER_127, np.float32)}
     type = QType(INT8, per_channel_scale(), outer=per_tensor_scale(), outer_last=True)
-    cuts = {weight: (Along(0), Along(1)), scales: (Along(stored[scales][1].index(n)), None)}
+    cuts = {weight: (Strides(0), Strides(1)), scales: (Strides(stored[scales][1].index(n)), None)}
     return StoredMatrix(type, (weight, scales, *[format] * (format in stored)), arrays, cuts=cuts)
 
 

@@ -37,7 +37,7 @@ from tinygrad_nv.quant.readers.checks import (
     names,
     patterns_of,
 )
-from tinygrad_nv.quant.readers.reader import Along, Cuts, Get, Stored, StoredMatrix, along_blocks
+from tinygrad_nv.quant.readers.reader import Cuts, Get, Stored, StoredMatrix, Strides, along_blocks
 from tinygrad_nv.quant.readers.schemes import Scheme
 from tinygrad_nv.quant.types import E2M3, E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
 from tinygrad_nv.regexes import Pattern
@@ -136,8 +136,8 @@ def _read_packed(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Sto
                          np.ascontiguousarray(_fields(np.ascontiguousarray(points.T), bits, n).T))
         return made
     lie = along_blocks(scale, shape, stored[scales][1])
-    cuts = {codes: (Along(0), Along(1, 32, bits)), scales: lie}
-    if not scheme.symmetric: cuts[zeros] = lie if flat else (Along(0, 32, bits), lie[1])
+    cuts = {codes: (Strides(0), Strides(1, 32, bits)), scales: lie}
+    if not scheme.symmetric: cuts[zeros] = lie if flat else (Strides(0, 32, bits), lie[1])
     return _matrix(type, layer, shape, stored, (codes, scales, *[zeros] * (not scheme.symmetric)), arrays,
                    cuts, f"{layer}.weight_shape")
 
@@ -159,7 +159,7 @@ def _plain(scheme: Scheme, layer: str, shape: tuple[int, int], stored: Stored) -
         return made
     lie = along_blocks(scale, shape, stored[scales][1])
     return _matrix(type, layer, shape, stored, (codes, scales, *[zeros] * asymmetric), arrays,
-                   {codes: (Along(0), Along(1)), scales: lie} | ({zeros: lie} if asymmetric else {}))
+                   {codes: (Strides(0), Strides(1)), scales: lie} | ({zeros: lie} if asymmetric else {}))
 
 
 def _reader_of_microscaling(type: QType, codes_name: str, kind: str) -> Callable[..., StoredMatrix]:
@@ -182,7 +182,7 @@ def _reader_of_microscaling(type: QType, codes_name: str, kind: str) -> Callable
             if type.outer: made["outer"] = get(outer).reshape(1, 1)
             return made
         lie = along_blocks(type.scale, shape, stored[scales][1])
-        cuts = {codes: (Along(0), Along(1, 8, type.bits)), scales: lie}
+        cuts = {codes: (Strides(0), Strides(1, 8, type.bits)), scales: lie}
         return _matrix(type, layer, shape, stored, (codes, scales, *[outer] * bool(type.outer)), arrays, cuts)
     return read
 
@@ -206,7 +206,7 @@ def _matrix(type: QType, layer: str, shape: tuple[int, int], stored: Stored, ten
         if (groups == -1).any(): groups = np.arange(k) // (type.scale.columns or k)     # of no order
         columns = column_order(groups, type.scale.columns or k, type.permuted, order, 'actorder to "group"')
         return arrays(get, columns) | ({} if columns is None else {"order": columns})
-    cuts = {**cuts, order: (None, Along(0, numbers=type.scale.columns or k))}
+    cuts = {**cuts, order: (None, Strides(0, numbers=type.scale.columns or k))}
     return StoredMatrix(type, (*tensors, *more), read, cuts=cuts, extents=extents if extents in more else "")
 
 

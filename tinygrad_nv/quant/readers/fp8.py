@@ -24,10 +24,10 @@ from tinygrad_nv.errors import ModelError, brief, shorten
 from tinygrad_nv.quant.readers.checks import AGAIN, FLOATS, check_tensor, check_type, is_unquantised, setting
 from tinygrad_nv.quant.readers.reader import (
     Activations,
-    Along,
     Get,
     Stored,
     StoredMatrix,
+    Strides,
     along_blocks,
 )
 from tinygrad_nv.quant.types import E4M3, MXFP4, NVFP4, QType, Scale
@@ -82,7 +82,7 @@ def _matrix(kind: Kind, layer: str, scales: str, shape: tuple[int, int], stored:
         return made | ({"outer": get(outer).reshape(1, 1)} if type.outer else {})
     others = [f"{layer}.{name}" for name in INPUTS if f"{layer}.{name}" in stored]
     lie = along_blocks(type.scale, shape, stored[scales][1])
-    cuts = {codes: (Along(0), Along(1, 8 // type.bits)), scales: lie}
+    cuts = {codes: (Strides(0), Strides(1, 8 // type.bits)), scales: lie}
     return StoredMatrix(type, (codes, scales, *[outer] * bool(type.outer), *others), arrays, kind.activations,
                         cuts)
 

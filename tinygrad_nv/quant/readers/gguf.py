@@ -14,7 +14,7 @@ import numpy as np
 
 from tinygrad_nv.errors import ModelError, WeightError, brief
 from tinygrad_nv.quant.gguf.blocks import FORMATS, Format, arrays
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides
 
 
 def reader(config: Mapping[str, Any], name: str) -> GGUFReader:
@@ -47,7 +47,7 @@ class GGUFReader:
             raise WeightError(f"{name} is {format.name} of shape {list(found)}", f"shape {list(shape)}",
                               "download the file again, or convert the model anew")
         # rows that are ordered anew are of whole heads, whose size a part does not show
-        cuts = {name: (Along(0), Along(1, format.columns, format.nbytes))} if heads is None else None
+        cuts = {name: (Strides(0), Strides(1, format.columns, format.nbytes))} if heads is None else None
         return StoredMatrix(format.type, (name,), lambda get: _buffers(get, name, format, heads), cuts=cuts)
 
 

@@ -31,7 +31,7 @@ from tinygrad_nv.quant.readers.checks import (
     is_unquantised,
     setting,
 )
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides
 from tinygrad_nv.quant.types import QType, Scale
 from tinygrad_nv.regexes import compile_pattern, require_few
 
@@ -110,9 +110,9 @@ def _matrix(settings: Settings, layer: str, shape: tuple[int, int], stored: Stor
                               f"set sym to false in quantization_config, or format to one of {FORMATS}")
         if columns is not None: made["order"] = columns
         return made
-    groups_of = Along(0, group) if group else None
-    cuts = {codes: (Along(1), Along(0, 32, bits)), zeros: (Along(1, 32, bits), groups_of),
-            scales: (Along(1), groups_of), order: (None, Along(0, numbers=group or k))}
+    groups_of = Strides(0, group) if group else None
+    cuts = {codes: (Strides(1), Strides(0, 32, bits)), zeros: (Strides(1, 32, bits), groups_of),
+            scales: (Strides(1), groups_of), order: (None, Strides(0, numbers=group or k))}
     return StoredMatrix(type, (codes, zeros, scales, *[order] * indexed), arrays, cuts=cuts)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tinygrad_nv.quant.readers.checks import check_tensor, check_type, is_unquantised
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides
 from tinygrad_nv.quant.types import MXFP4
 
 GATE_UP = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}     # rows of gate_up_proj
@@ -49,7 +49,7 @@ def _matrix(name: str, shape: tuple[int, int], stored: Stored, rows: slice | Non
     def arrays(get: Get) -> dict[str, np.ndarray]:
         own = slice(None) if rows is None else rows
         return {"codes": get(blocks)[own].reshape(n, groups * 16)[:, :k // 2], "scales": get(scales)[own]}
-    lie = Along(0, count=1 if rows is None else 2), Along(1, 32)
+    lie = Strides(0, count=1 if rows is None else 2), Strides(1, 32)
     return StoredMatrix(MXFP4, (blocks, scales), arrays, cuts={blocks: lie, scales: lie})
 
 

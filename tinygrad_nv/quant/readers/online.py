@@ -23,7 +23,7 @@ from tinygrad_nv.quant.activations import E4M3_MAX
 from tinygrad_nv.quant.floats import as_float32, to_e4m3
 from tinygrad_nv.quant.packing import pack
 from tinygrad_nv.quant.readers.checks import AGAIN, check_float, check_type
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides
 from tinygrad_nv.quant.types import E4M3, INT8, NF4, Element, QType, Scale
 
 CHANNEL, TENSOR, BLOCK, GROUP = Scale(1, 0), Scale(0, 0), Scale(128, 128), Scale(1, 64)
@@ -49,7 +49,7 @@ class OnlineReader:
         rows, columns = self.type.scale.rows or shape[0], self.type.scale.columns or shape[1]
         type = check_type(layer, self.type, shape)
         return StoredMatrix(type, (name,), lambda get: quantise(type, name, get),
-                            cuts={name: (Along(0, rows, rows), Along(1, columns, columns))})
+                            cuts={name: (Strides(0, rows, rows), Strides(1, columns, columns))})
 
 
 def reader(config: Mapping[str, Any], name: str) -> OnlineReader:

@@ -51,7 +51,7 @@ GetPart = Callable[[str, TensorPart | None], np.ndarray]    # the same as `Get`,
 
 
 @dataclass(frozen=True)
-class Along:
+class Strides:
     """Rows, or columns, of a matrix along an axis of a tensor: each `extent` of them take `count` indices.
     With `numbers`, values are numbers of groups of so many, from 0 on."""
     axis: int
@@ -61,15 +61,15 @@ class Along:
 
 
 # of each tensor that is cut where rows and columns lie; None where a part of them needs the whole tensor
-Cuts = Mapping[str, tuple[Along | None, Along | None]]
+Cuts = Mapping[str, tuple[Strides | None, Strides | None]]
 
 
 def along_blocks(scale: Scale, shape: tuple[int, int], stored: tuple[int, ...]
-                 ) -> tuple[Along | None, Along | None]:
+                 ) -> tuple[Strides | None, Strides | None]:
     """Returns where rows and columns of a matrix lie in a tensor of its scales: [rows, columns], [rows] where
     one scale has all columns, or [rows, 1, columns, 1]."""
-    rows = Along(0, scale.rows) if 0 < scale.rows < shape[0] and stored else None
-    columns = Along(2 if len(stored) == 4 else 1, scale.columns) \
+    rows = Strides(0, scale.rows) if 0 < scale.rows < shape[0] and stored else None
+    columns = Strides(2 if len(stored) == 4 else 1, scale.columns) \
         if 0 < scale.columns < shape[1] and len(stored) > 1 else None
     return rows, columns
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.checks import AGAIN, check_float, check_tensor, check_type, is_unquantised
-from tinygrad_nv.quant.readers.reader import Along, Get, Stored, StoredMatrix, along_blocks
+from tinygrad_nv.quant.readers.reader import Get, Stored, StoredMatrix, Strides, along_blocks
 from tinygrad_nv.quant.types import E4M3, INT8, UINT4, UINT8, QType, Scale
 
 # of weights; act_mapping_type is of inputs
@@ -59,7 +59,7 @@ def _bytes(layer: str, shape: tuple[int, int], stored: Stored, floats: bool,
         return made
     lie = along_blocks(scale, shape, stored[scales][1])
     return StoredMatrix(type, (codes, scales, *[zeros] * (zeros in stored)), arrays,
-                        cuts={codes: (Along(0), Along(1)), scales: lie, zeros: lie})
+                        cuts={codes: (Strides(0), Strides(1)), scales: lie, zeros: lie})
 
 
 def _int4(layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
@@ -76,9 +76,9 @@ def _int4(layer: str, shape: tuple[int, int], stored: Stored) -> StoredMatrix:
         return {"codes": get(codes).view(np.uint8) ^ np.uint8(0x88),
                 "scales": np.ascontiguousarray(get(scales).T),
                 "mins": points ^ np.uint16(0x8000) if points.dtype == np.uint16 else -points}
-    lie = Along(1), Along(0, k // found[0])
+    lie = Strides(1), Strides(0, k // found[0])
     return StoredMatrix(type, (codes, scales, zeros), arrays,
-                        cuts={codes: (Along(0), Along(1, 2)), scales: lie, zeros: lie})
+                        cuts={codes: (Strides(0), Strides(1, 2)), scales: lie, zeros: lie})
 
 
 def _scale(name: str, shape: tuple[int, int], stored: Stored) -> Scale:

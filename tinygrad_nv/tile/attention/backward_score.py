@@ -1,8 +1,9 @@
 """Scores and their derivatives in a backward pass, on transposed fragments: keys down, rows across.
 
-Protocol: for each block, `cells, slopes = scores.turned(sums, base)`, where `base` (s32) is the first row.
-`exp2(factor · cell − l · log2 e)` is p. What ∂score/∂sum is beyond the number `slope` is in `slopes`; None
-where that is all of it. A score that is a positive multiple of the sum costs nothing: its cells are the sums.
+Protocol: for each block, `cells, slopes = scores.score_and_slope(sums, base)`, where `base` (s32) is the
+first row. `exp2(factor · cell − l · log2 e)` is p. What ∂score/∂sum is beyond the number `slope` is in
+`slopes`; None where that is all of it. A score that is a positive multiple of the sum costs nothing: its
+cells are the sums.
 """
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ def registers(cells: AccFragment) -> Iterator[Value]:
 
 
 @dataclass
-class TurnedScores(Scores):
+class TransposedScores(Scores):
     """Scores of a warp's keys, from `first` (u32) on."""
 
     @staticmethod
     def of_spec(kb: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
-                batch: Sequence[Value], first: Value, keys: int, rows: int) -> TurnedScores:
+                batch: Sequence[Value], first: Value, keys: int, rows: int) -> TransposedScores:
         """Returns the scores of blocks of `keys` by `rows`."""
         other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transpose(spec.score), band=FULL, start=0,
                         symbolic=())
-        return TurnedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
+        return TransposedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
                             first,
                             keys, rows)
 
@@ -42,9 +43,9 @@ class TurnedScores(Scores):
         self.derivative = derivative(self.spec.score)
         self.slope = float(self.derivative.value) if isinstance(self.derivative, Constant) else 1.0
 
-    def prepare_for(self, walk: RowBlockPosition) -> None:
-        """Addresses that are the same for all query heads, ahead of the loop over the blocks of `walk`."""
-        self.batch = [*self.batch[:2], walk.query]
+    def prepare_for(self, position: RowBlockPosition) -> None:
+        """Addresses that are the same for all query heads, ahead of the loop over blocks of `position`."""
+        self.batch = [*self.batch[:2], position.query]
         self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
 
     def score_and_slope(self, sums: AccFragment, base: Value) -> tuple[AccFragment, AccFragment | None]:

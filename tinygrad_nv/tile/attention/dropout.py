@@ -23,11 +23,11 @@ uint64, tinygrad's. `Dropout` is a kernel's:
 
 A backward pass has transposed fragments: keys down, rows across. There a call has two elements of a lane, and
 two of the lane whose key is the other of a pair: each makes the calls of every other row, and they exchange
-words. `Turned` marks elements instead, since they are needed twice:
+words. `TransposedDropout` marks elements instead, since they are needed twice:
 
-    turned = Turned(k, spec.kept, first)                    `first` (u32): the warp's first key
-    turned.read(seed)
-    turned.mark(cells, base, matrix)                        p of what is dropped becomes −p
+    dropout = TransposedDropout(k, spec.kept, first)        `first` (u32): the warp's first key
+    dropout.read(seed)
+    dropout.mark(cells, base, matrix)                       p of what is dropped becomes −p
 
 `of_values` of a marked p, max(p, 0), is what dv is made of, which is to be multiplied by `scale` at its end;
 `change` makes ds, |p| (dp · (p is negative ? 0 : scale) − delta).
@@ -171,7 +171,7 @@ class Dropout(Generator):
 
 
 @dataclass
-class Turned(Generator):
+class TransposedDropout(Generator):
     """Marks elements of a warp's keys, 16, 32 or 64 of them, from `first` on, a multiple of as many."""
     first: Value
 

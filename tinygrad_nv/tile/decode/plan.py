@@ -6,7 +6,7 @@ Protocol: a CTA has 16 · `warps_m` of a key head's rows and one split of a requ
 Splits depend on the request's own length alone, and on what the spec and the schedule have:
 
     low    = first key that a row sees, rounded down to a multiple of `unit`
-    keys   = max(least, ⌈(length − low) / splits⌉), rounded up to a multiple of `unit`
+    keys   = max(min_split_keys, ⌈(length − low) / splits⌉), rounded up to a multiple of `unit`
     split s has keys low + s · keys … low + (s + 1) · keys − 1
 
 A contiguous cache has no pages to look up: `unit` is the block of keys alone.
@@ -41,7 +41,7 @@ class SplitPlan:
         return max(self.schedule.block_n, self.spec.page_size if self.spec.table else 1)
 
     @property
-    def least(self) -> int:
+    def min_split_keys(self) -> int:
         """Keys of a split at least."""
         return up(self.schedule.split_keys, self.unit)
 
@@ -55,12 +55,12 @@ class SplitPlan:
     @property
     def most_keys(self) -> int:
         """Most keys of a split."""
-        return max(self.least, up(-(-self.most_span // self.schedule.splits), self.unit))
+        return max(self.min_split_keys, up(-(-self.most_span // self.schedule.splits), self.unit))
 
     @property
     def most_splits(self) -> int:
         """Most splits of a request; as many CTAs are launched for each."""
-        return min(self.schedule.splits, -(-self.most_span // self.least))
+        return min(self.schedule.splits, -(-self.most_span // self.min_split_keys))
 
     # **** the workspace ****
 
@@ -200,7 +200,8 @@ class Span:
         self.all = self.high - self.low
         splits = plan.schedule.splits
         self.keys = kb.reg("s32")
-        kb.emit("max.s32", self.keys, (self.all + (splits * unit - 1)) // (splits * unit) * unit, plan.least)
+        kb.emit("max.s32", self.keys, (self.all + (splits * unit - 1)) // (splits * unit) * unit,
+                plan.min_split_keys)
 
     @property
     def several(self) -> Value: return self.all > self.keys

@@ -43,11 +43,11 @@ class Splits:
         if self.count > 1:
             self.workspace, self.flag = self.kb.pointer("workspace"), self.kb.pointer("flags")
 
-    def begin(self, walk: TileScheduler) -> None:
+    def begin(self, scheduler: TileScheduler) -> None:
         """Computes the CTA's part of K."""
         if self.count == 1: return
         kb, block = self.kb, self.schedule.block_k
-        self.number, self.split = walk.number, walk.split
+        self.number, self.split = scheduler.number, scheduler.split
         first = self.split * self.least_tiles
         if self.more:
             smaller = kb.reg("u32")

@@ -17,7 +17,7 @@ from tests.support.tile.ragged_case import run as ragged_run
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.tile.attention.dropout import Turned, keeps
+from tinygrad_nv.tile.attention.dropout import TransposedDropout, keeps
 from tinygrad_nv.tile.attention.spec import AttentionSpec, Band
 from tinygrad_nv.tile.expression import Load, Sum
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -92,7 +92,7 @@ def test_transposed_fragments(tiles: int, first: int):
     k = Kernel("marks", arch="sm_80", threads=32)
     out, seed = k.pointer("out"), k.pointer("seed")
     cells = [[k.regs("f32", 4, 1.0) for _ in range(2)] for _ in range(tiles)]
-    turned = Turned(k, 100, k.reg("u32", first))
+    turned = TransposedDropout(k, 100, k.reg("u32", first))
     turned.read(seed)
     turned.mark(cells, k.reg("s32", 24), k.reg("u32", 7))
     lane = k.special("laneid")

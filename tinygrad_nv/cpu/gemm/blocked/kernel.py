@@ -144,7 +144,7 @@ def _body(spec: GemmSpec, schedule: CPUGemm, operands: Operands) -> str:
     shift = f"s32 shift[{schedule.columns}];" if operands.flip else ""
     deep = up(schedule.block_k // per, schedule.isa.lanes)
     group = panels(spec, block_n, schedule.columns)
-    ahead = _ahead(spec, schedule) if operands.line else ""
+    ahead = _prefetch(spec, schedule) if operands.line else ""
     a = _at(spec.a.offset, ("m0", spec.a.mn), ("k0", spec.a.k), *zip(batch, spec.a.batch, strict=True))
     b = _at(spec.b.offset, ("(n0 + j)", spec.b.mn), ("k0", spec.b.k), ("p", spec.part),
             *zip(batch, spec.b.batch, strict=True))
@@ -190,7 +190,7 @@ def _body(spec: GemmSpec, schedule: CPUGemm, operands: Operands) -> str:
   }}"""
 
 
-def _ahead(spec: GemmSpec, schedule: CPUGemm) -> str:
+def _prefetch(spec: GemmSpec, schedule: CPUGemm) -> str:
     """C ahead of strip i: where its loop fetches from, 16 columns in each of the first strips, of the panel
     that is packed next; the others fetch what is there."""
     mn, size, block_k = spec.b.mn, spec.b.dtype.itemsize, schedule.block_k

@@ -48,8 +48,8 @@ class QueryGradient:
         self.right.move(self.memory)
         self.row, self.column = row + (lane >> 2), column + ((lane & 3) << 1)
         self.dq = self.dq + (self.row * one.d + self.column).to("u64") * 4
-        self.walk = RowBlockPosition(self.blocks)
-        self.walk.follow(self.dq, one.d * 4, one.s_q * one.d * 4)
+        self.position = RowBlockPosition(self.blocks)
+        self.position.follow(self.dq, one.d * 4, one.s_q * one.d * 4)
 
     def keep(self, weights: list[list[list[Value]]], key: Value, row: Value, to: Value) -> None:
         """Writes a warp's ds, or p, to a tile (u32): from `key` and `row` (u32) on, fragments by 16 keys, by
@@ -79,13 +79,13 @@ class QueryGradient:
                         cell = row[2 * j + half]
                         kb.mma(shape, types, cell, four, keys[2 * half:2 * half + 2], cell)
         self._add_cells(cells)
-        self.walk.advance()
+        self.position.advance()
 
     def _add_cells(self, cells: AccFragment) -> None:
         """Adds cells to memory, where there are rows and columns."""
         kb, one = self.kb, self.plan.spec.forward
         left = None if self.blocks.whole_rows else \
-            to_signed(kb, self.blocks.extents.s_q) - self.walk.row - self.row.to("s32")
+            to_signed(kb, self.blocks.extents.s_q) - self.position.row - self.row.to("s32")
         for i, row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h

@@ -32,10 +32,10 @@ from tinygrad_nv.tile.attention.backward_mma.dq import QueryGradient
 from tinygrad_nv.tile.attention.backward_mma.ordered import OrderedBlocks, count_started, flags_of
 from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks, RowPipeline
-from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
+from tinygrad_nv.tile.attention.backward_score import TransposedScores, registers
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.document_blocks import Documents
-from tinygrad_nv.tile.attention.dropout import Turned
+from tinygrad_nv.tile.attention.dropout import TransposedDropout
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.schedules import BackwardMma
 from tinygrad_nv.tile.attention.score import AccFragment, Extents, min_s32, to_signed
@@ -97,7 +97,7 @@ class _BackwardMmaKernel:
             Documents.of(kb, one, self.extras, self.batch, self.first, s.block_n)
         self.blocks = RowBlocks(kb, one, self.extents, self.first, s.block_n, s.block_m,
                                 multiple(one.score) is None, documents)
-        self.scores = TurnedScores.of_spec(kb, one, self.extents, self.extras, self.batch,
+        self.scores = TransposedScores.of_spec(kb, one, self.extents, self.extras, self.batch,
                                            self.first + self.key, s.block_n, s.block_m)
 
     def write(self) -> None:
@@ -108,10 +108,10 @@ class _BackwardMmaKernel:
         self._own_place()
         self._copies()
         self._fragments()
-        self.scores.prepare_for(self.adding.walk)
+        self.scores.prepare_for(self.adding.position)
         self.dropout = None
         if self.seed is not None:
-            self.dropout = Turned(kb, self.one.kept, self.first + self.key)
+            self.dropout = TransposedDropout(kb, self.one.kept, self.first + self.key)
             self.dropout.read(self.seed)
         self.sums_k, self.sums_v = (self._cells(d // s.warps_n) for d in (self.d, self.d_v))
         self._loop()
@@ -204,7 +204,7 @@ class _BackwardMmaKernel:
             if s.warps_n > 1: self.adding.keep(packed_weights, self.key, self.row, self.weights)
             self.ring.ask(block < count - ahead)
             if s.warps_n == 1: self._sum_own(packed_weights, packed)
-            if self.turn is not None: self.turn.wait(self.adding.walk)
+            if self.turn is not None: self.turn.wait(self.adding.position)
             kb.sync()
             if s.warps_n > 1: self._sum_all()
             self.adding.add()
@@ -242,8 +242,8 @@ class _BackwardMmaKernel:
     @property
     def base(self) -> Value:
         """The first row (s32) of the warp's in the block."""
-        walk = self.adding.walk
-        return walk.row if self.schedule.warps_n == 1 else walk.row + self.row.to("s32")
+        position = self.adding.position
+        return position.row if self.schedule.warps_n == 1 else position.row + self.row.to("s32")
 
     def _weights(self) -> tuple[AccFragment, AccFragment | None]:
         """p of the block, float32, and the derivatives of its scores where they differ."""
@@ -255,11 +255,11 @@ class _BackwardMmaKernel:
                 for r, value in enumerate(cell):
                     kb.emit("fma.rn.f32", value, value, self.scores.factor, two[r % 2])
                     kb.emit("ex2.approx.ftz.f32", value, value)
-        if (partly := self.blocks.partly(self.adding.walk.row)) is not None:
+        if (partly := self.blocks.partly(self.adding.position.row)) is not None:
             with kb.if_(partly): self._mask(cells)
         if self.dropout is not None:
             _, heads, group = self.one.batch
-            matrix = (self.batch[0] * heads + self.batch[1]) * group + self.adding.walk.query
+            matrix = (self.batch[0] * heads + self.batch[1]) * group + self.adding.position.query
             self.dropout.mark(cells, self.base, matrix)
         return cells, slopes
 

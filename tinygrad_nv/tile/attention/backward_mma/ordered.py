@@ -5,7 +5,7 @@ head and the element of the batch that its number says, whatever its place in th
 each block of rows of each query head, count how many CTAs have added to the block, which they do in the order
 of their keys:
 
-    turns.wait(walk)       before a barrier: until all with earlier keys have added to the block of `walk`
+    turns.wait(position) before a barrier: until all with earlier keys have added to the block of `position`
     …                      adds
     turns.passed(when)     after a barrier: the next one's turn, of the block that was waited for last
 
@@ -58,15 +58,15 @@ class OrderedBlocks:
         self.flag, self.turn = kb.reg("u64", self.flags), kb.reg("u32", 0)
         self.matrix = (self.batch[0] * heads + self.batch[1]) * group
 
-    def wait(self, walk: RowBlockPosition) -> None:
+    def wait(self, position: RowBlockPosition) -> None:
         """Until all with earlier keys have added to the block."""
         kb, first, m = self.kb, self.spec.band.first, self.blocks.block_m
         with kb.if_(kb.tid.x == 0):
-            number = (self.matrix + walk.query) * -(-self.spec.s_q // m) + walk.row.to("u32") // m
+            number = (self.matrix + position.query) * -(-self.spec.s_q // m) + position.row.to("u32") // m
             self.flag.set(self.flags + (number.to("u64") * 4 + 4))
             self.turn.set(self.block)
             if first is not None:  # of keys before these, no row of the block sees any
-                begin = max_s32(kb, walk.row + to_signed(kb, self.blocks.extents.start) + first, 0)
+                begin = max_s32(kb, position.row + to_signed(kb, self.blocks.extents.start) + first, 0)
                 self.turn -= begin.to("u32") // self.blocks.keys
             now = kb.reg("u32")
             kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())

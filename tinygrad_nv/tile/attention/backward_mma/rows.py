@@ -140,7 +140,7 @@ class RowPipeline:
     """Brings blocks of rows. `q` and `grad` copy from row `low` of the first head on; that row's l and delta
     lie `at` (u64) bytes after `log` and `delta`, the kernel's pointers: one register of both. In a stage they
     are `place` bytes after its beginning."""
-    walk: RowBlockPosition
+    position: RowBlockPosition
     q: RowCopy
     grad: RowCopy
     log: Value
@@ -150,13 +150,13 @@ class RowPipeline:
     pending: list[Value] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        blocks, spec = self.walk.blocks, self.walk.blocks.spec
+        blocks, spec = self.position.blocks, self.position.blocks.spec
         self.kb, self.block_m = blocks.kb, blocks.block_m
         for copy in (self.q, self.grad):
             size = copy.rows.dtype.itemsize
-            self.walk.follow(copy.source, copy.rows.row * size, copy.rows.batch[2] * size)
+            self.position.follow(copy.source, copy.rows.row * size, copy.rows.batch[2] * size)
         self.at = self.at + self.kb.tid.x.to("u64") * 4
-        self.walk.follow(self.at, 4, spec.s_q * 4)
+        self.position.follow(self.at, 4, spec.s_q * 4)
 
     def start_copies(self, stage: Value, when: Value) -> None:
         """Starts the copies of the next block to a stage (u32), where the predicate holds."""
@@ -166,8 +166,8 @@ class RowPipeline:
 
     def _rows_left(self) -> Value | None:
         """Rows that there are from the block's first on, None where there are as many as it has."""
-        kb, blocks = self.kb, self.walk.blocks
-        return None if blocks.whole_rows else to_signed(kb, blocks.extents.s_q) - self.walk.row
+        kb, blocks = self.kb, self.position.blocks
+        return None if blocks.whole_rows else to_signed(kb, blocks.extents.s_q) - self.position.row
 
     def ask(self, when: Value) -> None:
         """Starts the loads of l and delta, where the predicate holds, and goes on to the next block."""
@@ -177,7 +177,7 @@ class RowPipeline:
         self.pending = [kb.reg("f32", -math.inf), kb.reg("f32", 0.0)]
         for made, address in zip(self.pending, (self.log, self.delta), strict=True):
             kb.emit("ld.global.f32", made, (address + self.at).at(), guard=mine)
-        self.walk.advance()
+        self.position.advance()
 
     def finish(self, stage: Value) -> None:
         """Writes −l · log2 e and −delta."""

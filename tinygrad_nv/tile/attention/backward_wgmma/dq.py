@@ -49,26 +49,26 @@ class QuerySums(ABC):
         self.turn = kb.reg("u64", 0)  # the counter of the block before
 
     @abstractmethod
-    def add(self, walk: BlockPosition) -> None:
+    def add(self, position: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
 
     @abstractmethod
     def drain(self) -> None:
         """One lane: waits for what is on its way, after the last block."""
 
-    def _place(self, walk: BlockPosition) -> tuple[Value, Value]:
+    def _place(self, position: BlockPosition) -> tuple[Value, Value]:
         """The first of the warp's rows, and of its columns (s32)."""
         kb, plan = self.kb, self.plan
         warp_row = self.warp & 3 if plan.shares_rows else self.warp
-        row = walk.row + (warp_row * WARP_ROWS).to("s32")
+        row = position.row + (warp_row * WARP_ROWS).to("s32")
         return row, (self.warp >> 2).to("s32") * plan.dq_columns if plan.shares_rows else kb.reg("s32", 0)
 
-    def _take_turn(self, turns: Value, walk: BlockPosition) -> None:
+    def _take_turn(self, turns: Value, position: BlockPosition) -> None:
         """One lane: waits until the CTAs before this one have added theirs."""
         kb, plan, seen = self.kb, self.plan, self.kb.reg("u32")
-        block = (self.head + walk.head) * plan.blocks_of_rows + walk.block.to("u32")
+        block = (self.head + position.head) * plan.blocks_of_rows + position.block.to("u32")
         self.turn.set(turns + (block * (4 * plan.consumers) + self.warp).to("u64") * 4)
-        before = self.blocks.column // plan.schedule.block_n - self.blocks.first_keys(walk.row)
+        before = self.blocks.column // plan.schedule.block_n - self.blocks.first_keys(position.row)
         kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
         with kb.while_(lambda: seen != before.to("u32")):
             kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
@@ -100,7 +100,7 @@ class BoxedSums(QuerySums):
         for at in range(0, self.plan.warp_staging_bytes, 512):
             kb.st("shared", "b32", (self.staging + lane * 16).at(at), [0] * 4)
 
-    def add(self, walk: BlockPosition) -> None:
+    def add(self, position: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
         kb = self.kb
         with kb.if_(kb.elect()): self.drain()
@@ -114,7 +114,7 @@ class BoxedSums(QuerySums):
                      self.sums[4 * j + 2 * h:4 * j + 2 * h + 2])
         kb.fence_proxy_async()
         kb.emit("bar.warp.sync", -1)
-        with kb.if_(kb.elect()): self._reduce(walk)
+        with kb.if_(kb.elect()): self._reduce(position)
 
     def drain(self) -> None:
         """One lane: waits until the boxes may be written again, and gives their turn to the next CTA."""
@@ -123,13 +123,13 @@ class BoxedSums(QuerySums):
         if self.turns is None: return
         with kb.if_(self.turn != 0): self._give_turn()
 
-    def _reduce(self, walk: BlockPosition) -> None:
+    def _reduce(self, position: BlockPosition) -> None:
         """One lane."""
         kb, plan = self.kb, self.plan
-        row, first = self._place(walk)
-        matrix = (self.head + walk.head).to("s32")
+        row, first = self._place(position)
+        matrix = (self.head + position.head).to("s32")
         if self.turns is not None:
-            self._take_turn(self.turns, walk)
+            self._take_turn(self.turns, position)
             kb.emit("fence.proxy.async.global")
         for box in range(plan.dq_boxes):
             place = self.to.tensor_map.at(coordinates=[first + DQ_COLUMNS * box, row, matrix])
@@ -147,15 +147,15 @@ class DirectSums(QuerySums):
         super().__init__(kb, plan, turns, blocks, warp, head)
         self.to = to
 
-    def add(self, walk: BlockPosition) -> None:
+    def add(self, position: BlockPosition) -> None:
         """Adds the sums of the walker's block."""
         kb, d, lane = self.kb, self.plan.spec.forward.d, self.kb.special("laneid")
-        row, first = (each.to("u32") for each in self._place(walk))
+        row, first = (each.to("u32") for each in self._place(position))
         row, first = row + (lane >> 2), first + ((lane & 3) << 1)
-        at = advance(kb, self.to, self.head + walk.head, self.plan.spec.forward.s_q * d * 4)
+        at = advance(kb, self.to, self.head + position.head, self.plan.spec.forward.s_q * d * 4)
         at = advance(kb, advance(kb, at, row, d * 4), first, 4)
         if self.turns is not None:
-            with kb.if_(kb.elect()): self._take_turn(self.turns, walk)
+            with kb.if_(kb.elect()): self._take_turn(self.turns, position)
             kb.emit("bar.warp.sync", -1)
         whole = 2 * self.plan.dq_columns == d
         for h in range(2):

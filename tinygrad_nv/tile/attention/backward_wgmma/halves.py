@@ -69,10 +69,10 @@ class HalvedMainLoop(BackwardMainLoop):
         self.q_right = half(plan.q_right, queries, plan.q_right.mn // 2)
         self.grad_right = half(plan.grad_right, grads, plan.grad_right.mn // 2)
         self.keys_right = half(plan.k_right, keys, plan.dq_columns)
-        turned = OperandTile(plan.ds.dtype, "MN", ROWS, ROWS, plan.ds.span)
+        transposed = OperandTile(plan.ds.dtype, "MN", ROWS, ROWS, plan.ds.span)
         slopes, weighed = self.slopes.address(), self.weighed.address()
         self.p_left, self.ds_left = (Descriptors.of(kb, plan.ds, start) for start in (weighed, slopes))
-        self.ds_turned = Descriptors.of(kb, turned, slopes)
+        self.ds_transposed = Descriptors.of(kb, transposed, slopes)
         own = self._place()
         self.p_place, self.ds_place = weighed + own, slopes + own
 
@@ -84,32 +84,33 @@ class HalvedMainLoop(BackwardMainLoop):
         chunk = (self.consumer << 2) + (lane >> 4)
         return (key << 7) + ((chunk ^ (key & 7)) << 4)
 
-    def _block(self, walk: BlockPosition, further: Value) -> None:
+    def _block(self, position: BlockPosition, further: Value) -> None:
         kb, ring, consumer = self.kb, self.loads.ring, self.consumer
         ring.wait(self.at)
         logs, changes = (self._own_values(which) for which in range(2))
         self._issue(self.s[0], self.keys, self.q, 0)
         self._issue(self.dp, self.values, self.grad, 0)
-        row = walk.row + (consumer * OWN).to("s32")
+        row = position.row + (consumer * OWN).to("s32")
         kb.wgmma_wait(1)
-        self.weights.of(self.s[0], self.p[0], row, walk.head, logs)
+        self.weights.of(self.s[0], self.p[0], row, position.head, logs)
         self._write(self.p_place, self.p[0])
         kb.wgmma_wait(0)
         self.weights.slopes(self.s[0], self.dp, self.ds[0], changes)
         self._write(self.ds_place, self.ds[0])
         kb.fence_proxy_async()
         kb.sync(WRITTEN, self.threads)
-        self._issue_columns(self.queries.sums, self.ds_turned, self.keys_right, self.keys_right.base, False)
+        self._issue_columns(self.queries.sums, self.ds_transposed, self.keys_right, self.keys_right.base,
+                            False)
         stage = self.at.stage
         self._issue_columns(self.dv, self.p_left, self.grad_right, self.grad_right.stage(stage))
         self._issue_columns(self.dk, self.ds_left, self.q_right, self.q_right.stage(stage))
         kb.wgmma_wait(2)
-        self.queries.add(walk)
+        self.queries.add(position)
         kb.wgmma_wait(0)
         ring.release(self.empty_barriers, stage, self.mine)
         self.at.advance()
         self.buffer ^= 1
-        walk.advance()
+        position.advance()
 
     def _own_values(self, which: int) -> RowValues:
         """−log₂e · l of the consumer's rows, or −scale · delta."""

@@ -79,11 +79,11 @@ class BackwardLoads:
         kb.mbarrier_expect(self.kept[0], plan.k.nbytes + plan.v.nbytes)
         self._copy("k", self.keys.address(), column, (*batch, zero), self.kept[0])
         self._copy("v", self.values.address(), column, (*batch, zero), self.kept[0])
-        walk = BlockPosition(kb, blocks)
-        with walk.each():
-            full, heads = self.ring.acquire(at), (*batch, walk.head)
-            self._copy("q", queries + at.stage * plan.q.nbytes, walk.row, heads, full)
-            self._copy("grad", grads + at.stage * plan.grad.nbytes, walk.row, heads, full)
+        position = BlockPosition(kb, blocks)
+        with position.each():
+            full, heads = self.ring.acquire(at), (*batch, position.head)
+            self._copy("q", queries + at.stage * plan.q.nbytes, position.row, heads, full)
+            self._copy("grad", grads + at.stage * plan.grad.nbytes, position.row, heads, full)
             at.advance()
 
     def _copy(self, name: str, target: Value, row: Value, batch: tuple[Value, ...],
@@ -102,10 +102,10 @@ class BackwardLoads:
         kb, plan, at = self.kb, self.plan, self.ring.cursor(producer=True)
         lane, m, s_q = kb.special("laneid"), plan.schedule.block_m, plan.spec.forward.s_q
         base = self.row_values.address()
-        walk = BlockPosition(kb, blocks)
-        with walk.each():
-            own = walk.row.to("u32") + lane
-            matrix = head + walk.head
+        position = BlockPosition(kb, blocks)
+        with position.each():
+            own = position.row.to("u32") + lane
+            matrix = head + position.head
             sources = [advance(kb, advance(kb, each, matrix, 4 * s_q), own, 4) for each in (l, delta)]
             values = []
             for i in range(0, m, LANES):

@@ -92,14 +92,14 @@ class BackwardMainLoop:
 
     def sum(self) -> None:
         """All blocks."""
-        kb, walk, total = self.kb, BlockPosition(self.kb, self.blocks), self.blocks.total
+        kb, position, total = self.kb, BlockPosition(self.kb, self.blocks), self.blocks.total
         kb.mbarrier_wait(self.loads.kept[0], 0)  # without blocks too: dk and dv are stored where they come
         with kb.if_(total > 0):
             self._clear()
-            with kb.loop(0, total) as number: self._block(walk, number > 0)
+            with kb.loop(0, total) as number: self._block(position, number > 0)
             kb.wgmma_wait(0)
 
-    def _block(self, walk: BlockPosition, further: Value) -> None:
+    def _block(self, position: BlockPosition, further: Value) -> None:
         kb, plan, ring = self.kb, self.plan, self.loads.ring
         ring.wait(self.at)
         self._issue_scores()
@@ -109,14 +109,14 @@ class BackwardMainLoop:
             ring.release(self.empty_barriers, self.before, self.mine & further)
         self._issue_changes(0)
         kb.wgmma_wait(1)
-        self._weigh(walk, 0, logs)
+        self._weigh(position, 0, logs)
         kb.wgmma_wait(1)
         self._slope(0, changes)
         if plan.parts == 2:
             logs, changes = self._row_values(1)
             self._issue_changes(1)
             self._issue_keys(0)
-            self._weigh(walk, 1, logs)
+            self._weigh(position, 1, logs)
             kb.wgmma_wait(2)
             self._slope(1, changes)
         kb.fence_proxy_async()
@@ -124,14 +124,14 @@ class BackwardMainLoop:
         self._issue_queries()
         self._issue_keys(plan.parts - 1)
         kb.wgmma_wait(1)
-        self.queries.add(walk)
+        self.queries.add(position)
         if plan.carries_products: self.before.set(self.at.stage)
         else:
             kb.wgmma_wait(0)
             ring.release(self.empty_barriers, self.at.stage, self.mine)
         self.at.advance()
         self.buffer ^= 1
-        walk.advance()
+        position.advance()
 
     def _row_values(self, part: int) -> tuple[RowValues, RowValues]:
         """A part's −log₂e · l, and −scale · delta."""
@@ -143,10 +143,10 @@ class BackwardMainLoop:
         logs, changes = (self.weights.row_values(partial(start, which), ROWS // 4) for which in range(2))
         return logs, changes
 
-    def _weigh(self, walk: BlockPosition, part: int, logs: RowValues) -> None:
+    def _weigh(self, position: BlockPosition, part: int, logs: RowValues) -> None:
         """p of a part, and dv of it."""
-        row = walk.row + ROWS * part if part else walk.row
-        self.weights.of(self.s[part], self.p[part], row, walk.head, logs)
+        row = position.row + ROWS * part if part else position.row
+        self.weights.of(self.s[part], self.p[part], row, position.head, logs)
         self._issue_transposed(self.dv, self.p[part], self.grad_right, part)
 
     def _slope(self, part: int, changes: RowValues) -> None:

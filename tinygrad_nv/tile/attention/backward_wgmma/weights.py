@@ -19,11 +19,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_score import TurnedScores, registers
+from tinygrad_nv.tile.attention.backward_score import TransposedScores, registers
 from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.derivative import derivative
-from tinygrad_nv.tile.attention.dropout import Turned
+from tinygrad_nv.tile.attention.dropout import TransposedDropout
 from tinygrad_nv.tile.attention.score import AccFragment, Extents
 from tinygrad_nv.tile.attention.spec import multiple
 from tinygrad_nv.tile.expression import Constant
@@ -50,15 +50,15 @@ class Weights:
         self.lane_row = ((kb.special("laneid") & 3) << 1).to("s32")
         self.evaluated = multiple(plan.spec.forward.score) is None
         self.kind = FLOAT16S[plan.spec.forward.q.dtype]
-        self.dropout: Turned | None = None
+        self.dropout: TransposedDropout | None = None
         if seed is not None:
-            self.dropout = Turned(kb, plan.spec.forward.kept, first)
+            self.dropout = TransposedDropout(kb, plan.spec.forward.kept, first)
             self.dropout.read(seed)
 
-    def _scores(self, head: Value) -> TurnedScores:
+    def _scores(self, head: Value) -> TransposedScores:
         """Returns the scores of the query head `head` (u32): in straight code alone."""
         s = self.plan.schedule
-        return TurnedScores.of_spec(self.kb, self.plan.spec.forward, self.extents, self.extras,
+        return TransposedScores.of_spec(self.kb, self.plan.spec.forward, self.extents, self.extras,
                                     (*self.batch, head), self.first, s.block_n, s.block_m)
 
     def row_values(self, values: Callable[[], Value], count: int) -> RowValues:

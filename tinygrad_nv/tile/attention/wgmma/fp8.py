@@ -69,21 +69,23 @@ class Written(Pipeline):
 
 
 class TransposedValues:
-    """Turned values in shared memory, and how they come there."""
+    """Transposed values in shared memory, and how they come there."""
 
     def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads) -> None:
-        assert plan.turned is not None
-        self.kb, self.plan, self.loads, self.tile, depth = kb, plan, loads, plan.turned, plan.schedule.depth
+        assert plan.transposed_v is not None
+        self.kb, self.plan, self.loads, self.tile = kb, plan, loads, plan.transposed_v
+        depth = plan.schedule.depth
         self.values = kb.shared("turned", self.tile.nbytes * depth, align=1024)
         self.ring = Written(kb, depth, TURNERS, WARPGROUP // 32 * plan.consumers, "full_and_empty_turned")
 
-    def produce(self, walk: AttentionTileScheduler, blocks: Callable[[AttentionTile], KeyBlocks]) -> None:
+    def produce(self, tile_scheduler: AttentionTileScheduler,
+                blocks: Callable[[AttentionTile], KeyBlocks]) -> None:
         """All blocks of all tiles, by the turners: whole warps, of which each has every other 16 elements."""
         kb, ring, n = self.kb, self.loads.v_ring, self.plan.schedule.block_n
         self._begin()
         at, empty_barriers = ring.cursor(), ring.empty_barriers()
         mine = self.lane == 0
-        with walk.tiles() as tile:
+        with tile_scheduler.tiles() as tile:
             seen = blocks(tile)
             with seen.any():
                 left = kb.reg("s32", seen.columns - (seen.end - 1) * n)
@@ -131,10 +133,10 @@ class TransposedValues:
         places = (divmod(at, tile.span) for at in range(0, tile.columns * tile.span, step))
         return [(sums[inside // step], column * tile.column_bytes) for column, inside in places]
 
-    def _turn(self, stage: Value, turned: Value) -> None:
+    def _turn(self, stage: Value, base: Value) -> None:
         """A block, 32 keys and 16 elements of d at a time."""
         kb, v, tile = self.kb, self.plan.v, self.tile
-        targets = self._places(tile, turned, self.to)
+        targets = self._places(tile, base, self.to)
         for i, (source, offset) in enumerate(self._places(v, stage, self.from_)):
             for j, (target, column) in enumerate(targets):
                 keys = kb.ldmatrix(source.at(offset + j * KEYS * v.span), trans=True)
@@ -154,10 +156,11 @@ def _swizzle(tile: OperandTile, row: Value) -> Value:
 class Fp8MainLoop(AttentionMainLoop):
     """One consumer's main loop; `scales` are pointers to those of q, k and v."""
 
-    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads, turned: TransposedValues,
+    def __init__(self, kb: Kernel, plan: FlashWgmmaPlan, loads: AttentionLoads,
+                 v_transposer: TransposedValues,
                  scales: Sequence[Value],
                  consumer: Value) -> None:
-        self.turned, self.pointers = turned, scales
+        self.v_transposer, self.pointers = v_transposer, scales
         assert plan.spec.scales is not None
         self.by_block = [each.block != 0 for each in plan.spec.scales]
         super().__init__(kb, plan, loads, consumer)
@@ -166,7 +169,8 @@ class Fp8MainLoop(AttentionMainLoop):
         self.scale: Value | None = None
 
     def _values(self) -> tuple[Descriptors, Pipeline]:
-        return Descriptors.of(self.kb, self.turned.tile, self.turned.values.address()), self.turned.ring
+        v = self.v_transposer
+        return Descriptors.of(self.kb, v.tile, v.values.address()), v.ring
 
     # **** scales ****
 
@@ -243,7 +247,7 @@ class Fp8MainLoop(AttentionMainLoop):
     def _issue_sums(self) -> None: self._issue_piece(*self.plan.pieces[0])
 
     def _issue_piece(self, first: int, columns: int) -> None:
-        kb, plan, tile = self.kb, self.plan, self.turned.tile
+        kb, plan, tile = self.kb, self.plan, self.v_transposer.tile
         kb.wgmma_fence()
         low = self.values.stage(self.at_v.stage)
         for step in range(plan.schedule.block_n // plan.step):

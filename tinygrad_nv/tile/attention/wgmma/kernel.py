@@ -69,9 +69,9 @@ class _FlashWgmmaKernel:
         self.extras = [kb.pointer(f"x{i}") for i in range(len(spec.parameters))]
         self.extents = Extents.declare_params(kb, spec)
         self.loads = AttentionLoads(kb, plan, 1 + spec.lse)
-        self.turned = TransposedValues(kb, plan, self.loads) if plan.turned is not None else None
+        self.v_transposer = TransposedValues(kb, plan, self.loads) if plan.transposed_v is not None else None
         self.finish = AttentionEpilogue(kb, plan, out, lse, self.loads.q)
-        self.walk = AttentionTileScheduler(kb, plan, self.extents.s_q)
+        self.tile_scheduler = AttentionTileScheduler(kb, plan, self.extents.s_q)
 
     def write(self) -> None:
         """The whole kernel."""
@@ -82,7 +82,7 @@ class _FlashWgmmaKernel:
                 for each in (*self.loads.tensor_maps, *self.finish.tensor_maps):
                     kb.emit("prefetch.tensormap", each.at())
                 self.loads.init()
-                if self.turned is not None: self.turned.ring.init()
+                if self.v_transposer is not None: self.v_transposer.ring.init()
                 kb.fence_mbarrier_init()
             kb.sync()
         producer = kb.tid.x >= WARPGROUP * plan.consumers
@@ -90,9 +90,9 @@ class _FlashWgmmaKernel:
         with kb.if_(producer), kb.comment("producer: a thread of each of two warps of the last warpgroup"):
             if fewer: kb.setmaxnreg(fewer, more=False)
             with kb.if_(kb.tid.x < WARPGROUP * plan.consumers + 64), kb.if_(kb.elect()): self.produce()
-            if self.turned is not None:
+            if self.v_transposer is not None:
                 with kb.if_(kb.tid.x >= WARPGROUP * plan.consumers + 64):
-                    self.turned.produce(self.walk, self.blocks)
+                    self.v_transposer.produce(self.tile_scheduler, self.blocks)
         with kb.else_(), kb.comment("consumers"):
             if more: kb.setmaxnreg(more, more=True)
             self.consume()
@@ -104,7 +104,7 @@ class _FlashWgmmaKernel:
         kb.wait_for_previous_grid()
         clear(kb, spec, self.finish.out, cu_q, (kb.ctaid.z, *self._head()), number, m)
         self.extents = Extents.read(kb, spec, (cu_q, cu_k), kb.ctaid.z)
-        if self.walk.downwards: number = plan.blocks_of_rows - 1 - number
+        if self.tile_scheduler.downwards: number = plan.blocks_of_rows - 1 - number
         kb.emit("exit", guard=number * m >= self.extents.s_q)
         assert self.extents.first is not None
         self.loads.sequence = self.extents.first
@@ -126,8 +126,8 @@ class _FlashWgmmaKernel:
         kb = self.kb
         kb.wait_for_previous_grid()
         with kb.if_(kb.tid.x < WARPGROUP * self.plan.consumers + 32):
-            self.loads.keys_and_values(self.walk, self.blocks)
-        with kb.else_(): self.loads.queries(self.walk)
+            self.loads.keys_and_values(self.tile_scheduler, self.blocks)
+        with kb.else_(): self.loads.queries(self.tile_scheduler)
         kb.launch_dependents()
 
     def consume(self) -> None:
@@ -138,11 +138,11 @@ class _FlashWgmmaKernel:
         kb.emit("redux.sync.min.u32", warp, kb.tid.x // 32, -1)
         kb.wait_for_previous_grid()
         first = warp * (ROWS // 4)  # of a consumer's rows, a warp's
-        products = AttentionMainLoop(kb, plan, self.loads, warp >> 2) if self.turned is None else \
-            Fp8MainLoop(kb, plan, self.loads, self.turned, self.scales, warp >> 2)
+        products = AttentionMainLoop(kb, plan, self.loads, warp >> 2) if self.v_transposer is None else \
+            Fp8MainLoop(kb, plan, self.loads, self.v_transposer, self.scales, warp >> 2)
         products.begin()
         if self.seed is not None: products.read_seed(self.seed)
-        with self.walk.tiles() as tile:
+        with self.tile_scheduler.tiles() as tile:
             row = tile.row + first
             products.tile(self.blocks(tile), Scores(kb, plan.spec, self.extents, self.extras, tile.batch, row,
                                                     plan.schedule.block_m, plan.schedule.block_n))

@@ -90,15 +90,16 @@ def _room(plan: FlashWgmmaPlan) -> list[str]:
     out, s, most = [], plan.schedule, SMEM_BYTES["sm_90a"]
     if plan.smem_bytes > most:
         staged = f" + {plan.staging_bytes} B of the result" if plan.staging_bytes else ""
-        turned = f" + {plan.turned.nbytes} B of them turned" if plan.turned is not None else ""
+        v = plan.transposed_v
+        transposed = f" + {v.nbytes} B of them turned" if v is not None else ""
         out.append(f"{plan.q.nbytes} B of queries + {s.depth} stages × ({plan.k.nbytes} B of keys + "
-                   f"{plan.v.nbytes} B of values{turned}){staged} + {plan.barrier_bytes} B of barriers = "
+                   f"{plan.v.nbytes} B of values{transposed}){staged} + {plan.barrier_bytes} B of barriers = "
                    f"{plan.smem_bytes} B of shared memory, sm_90a has {most}")
     evaluated, dropped = multiple(plan.spec.score) is None, plan.spec.kept < KEEP_ALL
     if plan.live_registers > (held := (MOST_BESIDE if evaluated or dropped else MOST_HELD)[plan.consumers]):
         beside = f" beside {show(plan.spec.score)}" if evaluated else " beside dropout" if dropped else ""
-        part = f" + {plan.pieces[0][1] // 2} of a block" if plan.turned is not None else ""
-        pairs = "fours" if plan.turned is not None else "pairs"
+        part = f" + {plan.pieces[0][1] // 2} of a block" if plan.transposed_v is not None else ""
+        pairs = "fours" if plan.transposed_v is not None else "pairs"
         out.append(f"{plan.scores} scores + {plan.weights} {pairs} of weights + {plan.sums} sums{part} = "
                    f"{plan.live_registers} registers a thread, at most {held} with {plan.consumers} "
                    f"consumers{beside}")

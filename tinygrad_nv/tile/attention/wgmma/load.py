@@ -40,7 +40,7 @@ class AttentionLoads:
         self.keys = kb.shared("keys", plan.k.nbytes * depth, align=1024)
         self.values = kb.shared("values", plan.v.nbytes * depth, align=1024)
         self.k_ring = Pipeline(kb, depth, plan.k.nbytes, warps, name="full_and_empty_keys")
-        readers = warps if plan.turned is None else TURNERS
+        readers = warps if plan.transposed_v is None else TURNERS
         self.v_ring = Pipeline(kb, depth, plan.v.nbytes, readers, name="full_and_empty_values")
         self.q_ring = Pipeline(kb, 1, plan.q.nbytes, warps, name="full_and_empty_queries")
         self.pipelines = self.q_ring, self.k_ring, self.v_ring
@@ -49,19 +49,19 @@ class AttentionLoads:
         """Makes the barriers: one thread."""
         for ring in self.pipelines: ring.init()
 
-    def queries(self, walk: AttentionTileScheduler) -> None:
+    def queries(self, tile_scheduler: AttentionTileScheduler) -> None:
         """The queries of all tiles."""
         at = self.q_ring.cursor(producer=True)
-        with walk.tiles() as tile:
+        with tile_scheduler.tiles() as tile:
             full = self.q_ring.acquire(at)
             self._copy(0, tile, tile.row.to("s32"), self.q.address(), full)
             at.advance()
 
-    def keys_and_values(self, walk: AttentionTileScheduler,
+    def keys_and_values(self, tile_scheduler: AttentionTileScheduler,
                         blocks: Callable[[AttentionTile], KeyBlocks]) -> None:
         """The keys and values of all tiles that have `blocks`."""
         at = self.k_ring.cursor(producer=True), self.v_ring.cursor(producer=True)
-        with walk.tiles() as tile:
+        with tile_scheduler.tiles() as tile:
             seen = blocks(tile)
             with seen.any(): self._of_tile(tile, seen, *at)
 

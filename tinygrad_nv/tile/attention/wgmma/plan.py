@@ -33,14 +33,14 @@ WHOLE, PIECE = 128, 64  # of a result of 8-bit operands: so many columns at once
 @dataclass(frozen=True)
 class FlashWgmmaPlan:
     """An attention by a schedule. `q`, `k`, `v` are tiles in shared memory, `out` that of a result which goes
-    by TMA; `turned` are values of 8 bits once keys lie side by side, as wgmma takes them."""
+    by TMA; `transposed_v` are values of 8 bits once keys lie side by side, as wgmma takes them."""
     spec: AttentionSpec
     schedule: FlashWgmma
     q: OperandTile
     k: OperandTile
     v: OperandTile
     out: OperandTile | None
-    turned: OperandTile | None = None
+    transposed_v: OperandTile | None = None
     ctas: int = 0  # of persistent ones
 
     @staticmethod
@@ -53,7 +53,7 @@ class FlashWgmmaPlan:
         q = OperandTile(dtype, "K", schedule.block_m, d, span)
         k = OperandTile(dtype, "K", n, d, span)
         v = OperandTile(dtype, "MN", d_v, n, span_v)
-        turned = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
+        transposed_v = OperandTile(dtype, "K", d_v, n, natural_span(n)) if size == 1 else None
         # a map would not cut off where a sequence of a ragged batch ends, nor within 16 bytes
         whole = (spec.out.dtype.itemsize == 2 and spec.out.alignment_bytes == 16 and spec.d_v % 8 == 0
                  and not spec.is_ragged)
@@ -61,7 +61,7 @@ class FlashWgmmaPlan:
         out = OperandTile(spec.out.dtype, "K", schedule.block_m, d_v, span_out) if whole else None
         if spec.is_ragged: sm_count = 0  # tiles are found by the grid
         ctas = sm_count if 0 < sm_count < -(-spec.s_q // schedule.block_m) * spec.matrices else 0
-        return FlashWgmmaPlan(spec, schedule, q, k, v, out, turned, ctas)
+        return FlashWgmmaPlan(spec, schedule, q, k, v, out, transposed_v, ctas)
 
     @property
     def consumers(self) -> int: return self.schedule.consumers
@@ -79,7 +79,7 @@ class FlashWgmmaPlan:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the producer, and of a consumer; 0 as the compiler has it."""
-        return (REGISTERS if self.turned is None else TURNING)[self.consumers]
+        return (REGISTERS if self.transposed_v is None else TURNING)[self.consumers]
 
     @property
     def pingpong(self) -> bool: return self.schedule.mode == "pingpong" and self.consumers > 1
@@ -98,8 +98,8 @@ class FlashWgmmaPlan:
 
     @property
     def barrier_bytes(self) -> int:
-        """A full and an empty one for each stage of keys and of values, turned too, and for the queries."""
-        return 16 * ((2 + (self.turned is not None)) * self.schedule.depth + 1)
+        """A full and an empty one for each stage of keys and of values, transposed too, and for queries."""
+        return 16 * ((2 + (self.transposed_v is not None)) * self.schedule.depth + 1)
 
     @property
     def smem_bytes(self) -> int:
@@ -107,8 +107,9 @@ class FlashWgmmaPlan:
         return self._bytes(self.staging_bytes)
 
     def _bytes(self, staging: int) -> int:
-        depth, turned = self.schedule.depth, self.turned.nbytes if self.turned is not None else 0
-        tiles = (self.q.nbytes, self.k.nbytes * depth, self.v.nbytes * depth, turned * depth, staging)
+        depth = self.schedule.depth
+        transposed = self.transposed_v.nbytes if self.transposed_v is not None else 0
+        tiles = (self.q.nbytes, self.k.nbytes * depth, self.v.nbytes * depth, transposed * depth, staging)
         return sum(-(-nbytes // 1024) * 1024 for nbytes in tiles) + self.barrier_bytes
 
     @property
@@ -125,7 +126,7 @@ class FlashWgmmaPlan:
     def live_registers(self) -> int:
         """Registers of the three: scores of the next block, those of this one as weights, the result; of 8
         bits also this block's part of the result."""
-        return self.scores + self.weights + self.sums + (self.pieces[0][1] // 2 if self.turned else 0)
+        return self.scores + self.weights + self.sums + (self.pieces[0][1] // 2 if self.transposed_v else 0)
 
     @property
     def weights(self) -> int:

@@ -89,9 +89,9 @@ class PagedRows:
         self.entry = kb.reg("s32", tile.first // spec.page_size)    # that lane 0 has
         # of the keys of these entries; a window may begin in the middle of the first one's page
         self.end = kb.reg("s32", (self.entry + LANES) * spec.page_size)
-        self.row, self.now, self.later = row.to("s32"), kb.reg("u32"), kb.reg("u32")
+        self.row, self.now, self.following = row.to("s32"), kb.reg("u32"), kb.reg("u32")
         self._read(self.now, 0)
-        self._read(self.later, LANES)
+        self._read(self.following, LANES)
 
     def _read(self, into: Value, beyond: int) -> None:
         """Entries from `beyond` on; of pages that no row sees 0."""
@@ -118,5 +118,5 @@ class PagedRows:
         with kb.if_(self.key - self.row >= self.end):
             self.entry += LANES
             self.end += LANES * size
-            self.now.set(self.later)
-            self._read(self.later, LANES)
+            self.now.set(self.following)
+            self._read(self.following, LANES)

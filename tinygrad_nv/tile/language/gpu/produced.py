@@ -45,9 +45,10 @@ class _Search:
         for op in region.ops:
             if op.name == "for": yield from self._loop(op, indices)
             elif op.name == "if": yield from self._branch(op, indices)
-            elif any(self._ahead(each) for inner in op.regions for each in inner.walk()): raise NotProduced
+            elif any(self._loads_ahead(each) for inner in op.regions for each in inner.walk()):
+                raise NotProduced
 
-    def _ahead(self, op: Op) -> list[Op]:
+    def _loads_ahead(self, op: Op) -> list[Op]:
         if op.name != "for" or self.stages.of(op) < 2: return []
         return ahead_of(op, self.assignment)
 
@@ -58,7 +59,7 @@ class _Search:
 
     def _loop(self, op: Op, indices: frozenset[Value]) -> Iterator[tuple[Op, list[Op]]]:
         own = indices | {op.regions[0].arguments[0]}
-        inner, loads = list(self.loops(op.regions[0], own)), self._ahead(op)
+        inner, loads = list(self.loops(op.regions[0], own)), self._loads_ahead(op)
         if inner: loads = [one for one in loads if self._by_tma(one, own)]
         if not inner and not loads: return
         kinds = {self.assignment.plans[dot].kind for dot in op.regions[0].walk() if dot.name == "dot"}
