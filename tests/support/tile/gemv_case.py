@@ -4,8 +4,8 @@ from __future__ import annotations
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.gemm.cost import CostModel
-from tinygrad_nv.tile.gemm.gemv.defaults import candidates
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
+from tinygrad_nv.tile.gemm.gemv.template import candidates
 from tinygrad_nv.tile.gemm.schedules import Gemv
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gpu import gpu_model_for

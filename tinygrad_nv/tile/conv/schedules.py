@@ -7,11 +7,9 @@ from typing import ClassVar, TypeVar
 
 from tinygrad_nv.tile.conv.spec import ConvSpec
 from tinygrad_nv.tile.gemm.cost import CostModel
-from tinygrad_nv.tile.gemm.mma import defaults as mma_defaults
-from tinygrad_nv.tile.gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Mma, Wgmma
-from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
-from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 
@@ -51,7 +49,7 @@ class ConvMma(Mma):
 def wgmma_problems(spec: ConvSpec, s: ConvWgmma, arch: str) -> list[str]:
     """Why wgmma.py cannot have a schedule; empty when it can."""
     if s.swap: return ["the transposed matmul"]
-    out = [*wgmma_legality.problems(spec.gemm, s.wgmma, arch), *_channels(spec, s)]
+    out = [*wgmma.problems(spec.gemm, s.wgmma, arch), *_channels(spec, s)]
     above, below, left, right = spec.padding
     corners = (-left, -above, right - spec.kernel[1] + 1, below - spec.kernel[0] + 1)
     if any(each not in CORNERS for each in corners):
@@ -64,7 +62,7 @@ def wgmma_problems(spec: ConvSpec, s: ConvWgmma, arch: str) -> list[str]:
 def mma_problems(spec: ConvSpec, s: ConvMma, arch: str) -> list[str]:
     """Why mma.py cannot have a schedule; empty when it can."""
     if s.splits > 1 or s.swap: return ["splits, or the transposed matmul"]
-    return [*mma_legality.problems(spec.gemm, s.mma, arch), *_channels(spec, s)]
+    return [*mma.problems(spec.gemm, s.mma, arch), *_channels(spec, s)]
 
 
 def _channels(spec: ConvSpec, s: GemmSchedule) -> list[str]:
@@ -84,17 +82,17 @@ def wgmma_candidates(spec: ConvSpec, gpu: GPU) -> list[ConvWgmma]:
     size = spec.dtype.itemsize
     k = next((each // size for each in K_BYTES if not spec.channels * size % each), 0)
     if not k: return []
-    tiles = [s.k(k).deepest(gpu.arch, size) for s in wgmma_defaults.candidates(spec.gemm, gpu) if not s.swap]
+    tiles = [s.k(k).deepest(gpu.arch, size) for s in wgmma.candidates(spec.gemm, gpu) if not s.swap]
     sms = gpu_model_for(gpu.arch, gpu.sm_count).sm_count
     made = (each for tile in tiles for each in tile.fill_sms(spec.gemm, sms))
     return [ConvWgmma(**asdict(s)) for s in _best(spec, gpu, made) if
-            not wgmma_legality.problems(spec.gemm, s, gpu.arch)]
+            not wgmma.problems(spec.gemm, s, gpu.arch)]
 
 
 def mma_candidates(spec: ConvSpec, gpu: GPU) -> list[ConvMma]:
     """Returns the candidates of a matmul, the ones first that its cost model likes best."""
-    every = mma_defaults.candidates(spec.gemm, gpu)
-    made = [s for s in every if not mma_legality.problems(spec.gemm, s, gpu.arch)
+    every = mma.candidates(spec.gemm, gpu)
+    made = [s for s in every if not mma.problems(spec.gemm, s, gpu.arch)
             and not spec.channels % s.block_k]
     return [ConvMma(**asdict(s)) for s in _best(spec, gpu, made) or every[-1:]]
 

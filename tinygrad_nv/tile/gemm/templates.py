@@ -9,28 +9,22 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.tile import choose
 from tinygrad_nv.tile.gemm import why_not
 from tinygrad_nv.tile.gemm.analytic import analytic
-from tinygrad_nv.tile.gemm.gemv import defaults as gemv_defaults
-from tinygrad_nv.tile.gemm.gemv import legality as gemv_legality
-from tinygrad_nv.tile.gemm.gemv.cost import GemvCost
+from tinygrad_nv.tile.gemm.gemv import template as gemv
 from tinygrad_nv.tile.gemm.legality import whole
-from tinygrad_nv.tile.gemm.mma import defaults as mma_defaults
-from tinygrad_nv.tile.gemm.mma import legality as mma_legality
-from tinygrad_nv.tile.gemm.mma.cost import MmaCost
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.ordered import choose_ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Mma, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.gemm.wgmma import defaults as wgmma_defaults
-from tinygrad_nv.tile.gemm.wgmma import legality as wgmma_legality
-from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
+from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
-GEMV = Template("gemv", GemmSpec, Gemv, whole(gemv_legality.problems), gemv_defaults.candidates,
-                lazy_build("tinygrad_nv.tile.gemm.gemv.kernel", "gemv"), GemvCost())
-WGMMA = Template("wgmma", GemmSpec, Wgmma, whole(wgmma_legality.problems), wgmma_defaults.candidates,
-                 lazy_build("tinygrad_nv.tile.gemm.wgmma.kernel", "gemm_wgmma"), WgmmaCost())
-MMA = Template("mma", GemmSpec, Mma, whole(mma_legality.problems), mma_defaults.candidates,
-               lazy_build("tinygrad_nv.tile.gemm.mma.kernel", "gemm_mma"), MmaCost())
+GEMV = Template("gemv", GemmSpec, Gemv, whole(gemv.problems), gemv.candidates,
+                lazy_build("tinygrad_nv.tile.gemm.gemv.kernel", "gemv"), gemv.GemvCost())
+WGMMA = Template("wgmma", GemmSpec, Wgmma, whole(wgmma.problems), wgmma.candidates,
+                 lazy_build("tinygrad_nv.tile.gemm.wgmma.kernel", "gemm_wgmma"), wgmma.WgmmaCost())
+MMA = Template("mma", GemmSpec, Mma, whole(mma.problems), mma.candidates,
+               lazy_build("tinygrad_nv.tile.gemm.mma.kernel", "gemm_mma"), mma.MmaCost())
 
 
 def _why_not(spec: GemmSpec, gpu: GPU) -> str:

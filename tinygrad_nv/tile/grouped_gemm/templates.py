@@ -20,20 +20,18 @@ from tinygrad_nv.tile.grouped_gemm.schedules import (
     GroupedWgmma,
 )
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
-from tinygrad_nv.tile.grouped_gemm.wgmma import cost as wgmma_cost
-from tinygrad_nv.tile.grouped_gemm.wgmma import defaults as wgmma_defaults
-from tinygrad_nv.tile.grouped_gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.grouped_gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
 GEMV = Template("grouped_gemv", GroupedGemmSpec, GroupedGemv, legality(gemv.problems), gemv.candidates,
                 lazy_build("tinygrad_nv.tile.grouped_gemm.gemv.kernel", "grouped_gemv"), gemv.cost)
-WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma_legality.problems),
-                 wgmma_defaults.candidates,
-                 lazy_build("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma_cost.cost)
+WGMMA = Template("grouped_wgmma", GroupedGemmSpec, GroupedWgmma, legality(wgmma.problems),
+                 wgmma.candidates,
+                 lazy_build("tinygrad_nv.tile.grouped_gemm.wgmma.kernel", "grouped_wgmma"), wgmma.cost)
 SCALED_WGMMA = Template("grouped_scaled_wgmma", ScaledGroupedGemmSpec, GroupedScaledWgmma, WGMMA.problems,
-                        wgmma_defaults.candidates_with_scales, WGMMA.build, wgmma_cost.cost)
+                        wgmma.candidates_with_scales, WGMMA.build, wgmma.cost)
 MMA = Template("grouped_mma", GroupedGemmSpec, GroupedMma, legality(mma.problems), mma.candidates,
                lazy_build("tinygrad_nv.tile.grouped_gemm.mma.kernel", "grouped_mma"), mma.cost)
 OUTER_WGMMA = Template("grouped_outer_wgmma", GroupedOuterSpec, GroupedOuterWgmma,
@@ -45,8 +43,8 @@ OUTER_MMA = Template("grouped_outer_mma", GroupedOuterSpec, GroupedOuterMma, leg
                      lazy_build("tinygrad_nv.tile.grouped_gemm.outer_mma.kernel", "grouped_outer_mma"),
                      outer_mma.cost)
 TRANSPOSED_WGMMA = Template("grouped_transposed_wgmma", TransposedGroupedSpec, GroupedTransposedWgmma,
-                            WGMMA.problems, wgmma_defaults.candidates_transposed, WGMMA.build,
-                            wgmma_cost.cost)
+                            WGMMA.problems, wgmma.candidates_transposed, WGMMA.build,
+                            wgmma.cost)
 TRANSPOSED_MMA = Template("grouped_transposed_mma", TransposedGroupedSpec, GroupedTransposedMma, MMA.problems,
                           mma.candidates_transposed, MMA.build, mma.cost)
 TEMPLATES: tuple[AnyTemplate, ...] = (GEMV, WGMMA, SCALED_WGMMA, MMA, TRANSPOSED_WGMMA, TRANSPOSED_MMA,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tinygrad_nv.tile.gemm.cost import Prediction
-from tinygrad_nv.tile.gemm.mma import legality
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
 from tinygrad_nv.tile.grouped_gemm.mma import plan as grouped
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedMma
@@ -33,7 +33,7 @@ def problems(spec: LoraExpandSpec, s: LoraExpandMma, arch: str) -> list[str]:
     """Why the template cannot have a schedule; empty when it can."""
     if s.splits > 1 or s.swap: return ["splits, or the transposed matmul"]
     if spec.matrix != spec.dtype: return ["rows and adapters of two dtypes"]
-    out = legality.problems(whole(spec, s), s.mma, arch)
+    out = mma.problems(whole(spec, s), s.mma, arch)
     if bad := [first for first, _ in spec.spans if first % s.block_n]:
         out.append(f"a segment begins at column {bad[0]}, within a tile of {s.block_n} columns")
     if spec.adapters >= MOST_GROUPS: out.append(f"{spec.adapters} adapters, at most {MOST_GROUPS - 1}")

@@ -11,14 +11,11 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.quant_gemm import fragments
-from tinygrad_nv.tile.quant_gemm.gemv import defaults as gemv_defaults
-from tinygrad_nv.tile.quant_gemm.gemv import legality as gemv_legality
-from tinygrad_nv.tile.quant_gemm.mma import defaults as mma_defaults
-from tinygrad_nv.tile.quant_gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.quant_gemm.gemv import template as gemv
+from tinygrad_nv.tile.quant_gemm.mma import template as mma
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma, QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
-from tinygrad_nv.tile.quant_gemm.wgmma import defaults as wgmma_defaults
-from tinygrad_nv.tile.quant_gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.quant_gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
@@ -37,12 +34,12 @@ def _whole(own: Callable[[QuantGemmSpec, C, str], Sequence[str]]
     return legality(find_problems)
 
 
-GEMV = Template("quant_gemv", QuantGemmSpec, QuantGemv, _whole(gemv_legality.problems),
-                gemv_defaults.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
-WGMMA = Template("quant_wgmma", QuantGemmSpec, QuantWgmma, _whole(wgmma_legality.problems),
-                 wgmma_defaults.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.wgmma.kernel",
+GEMV = Template("quant_gemv", QuantGemmSpec, QuantGemv, _whole(gemv.problems),
+                gemv.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
+WGMMA = Template("quant_wgmma", QuantGemmSpec, QuantWgmma, _whole(wgmma.problems),
+                 wgmma.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.wgmma.kernel",
                                                        "quant_wgmma"))
-MMA = Template("quant_mma", QuantGemmSpec, QuantMma, _whole(mma_legality.problems), mma_defaults.candidates,
+MMA = Template("quant_mma", QuantGemmSpec, QuantMma, _whole(mma.problems), mma.candidates,
                lazy_build("tinygrad_nv.tile.quant_gemm.mma.kernel", "quant_mma"))
 FEW = 8             # rows up to which the tensor cores of a gemv are not half idle
 

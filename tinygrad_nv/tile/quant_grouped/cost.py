@@ -11,7 +11,7 @@ from math import ceil
 from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.tile.gpu import STREAMING, GPUModel, gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import Prediction, active, tiles
-from tinygrad_nv.tile.grouped_gemm.wgmma.cost import LINES, STORED
+from tinygrad_nv.tile.grouped_gemm.wgmma.template import LINES, STORED
 from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma

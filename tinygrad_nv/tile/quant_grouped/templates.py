@@ -15,8 +15,7 @@ from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
 from tinygrad_nv.tile.quant_grouped.mma import plan as mma
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGroupedMma, QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
-from tinygrad_nv.tile.quant_grouped.wgmma import defaults as wgmma_defaults
-from tinygrad_nv.tile.quant_grouped.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.quant_grouped.wgmma import plan as wgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
@@ -38,8 +37,8 @@ GEMV = Template("quant_grouped_gemv", QuantGroupedSpec, QuantGroupedGemv, _whole
                 gemv.candidates, lazy_build("tinygrad_nv.tile.quant_grouped.gemv.kernel",
                                             "quant_grouped_gemv"),
                 cost.of_gemv)
-WGMMA = Template("quant_grouped_wgmma", QuantGroupedSpec, QuantGroupedWgmma, _whole(wgmma_legality.problems),
-                 wgmma_defaults.candidates,
+WGMMA = Template("quant_grouped_wgmma", QuantGroupedSpec, QuantGroupedWgmma, _whole(wgmma.problems),
+                 wgmma.candidates,
                  lazy_build("tinygrad_nv.tile.quant_grouped.wgmma.kernel",
                             "quant_grouped_wgmma"), cost.of_wgmma)
 MMA = Template("quant_grouped_mma", QuantGroupedSpec, QuantGroupedMma, _whole(mma.problems), mma.candidates,

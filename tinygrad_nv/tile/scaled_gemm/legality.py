@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.gemm.wgmma import legality as wgmma
+from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.scaled_gemm.plan import ScalePlan
 from tinygrad_nv.tile.scaled_gemm.schedules import ScaledWgmma

@@ -6,20 +6,19 @@ from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.legality import whole
 from tinygrad_nv.tile.gemm.ordered import choose_ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
-from tinygrad_nv.tile.gemm.wgmma.cost import WgmmaCost
+from tinygrad_nv.tile.gemm.wgmma.template import WgmmaCost
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.scaled_gemm import legality, schedules
-from tinygrad_nv.tile.scaled_gemm.mma import defaults as mma_defaults
-from tinygrad_nv.tile.scaled_gemm.mma import legality as mma_legality
-from tinygrad_nv.tile.scaled_gemm.mma.cost import ScaledMmaCost
+from tinygrad_nv.tile.scaled_gemm.mma import template as mma
+from tinygrad_nv.tile.scaled_gemm.mma.template import ScaledMmaCost
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
 WGMMA = Template("scaled_wgmma", ScaledGemmSpec, schedules.ScaledWgmma, whole(legality.problems),
                  schedules.candidates, lazy_build("tinygrad_nv.tile.scaled_gemm.kernel", "scaled_wgmma"),
                  WgmmaCost())
-MMA = Template("scaled_mma", ScaledGemmSpec, schedules.ScaledMma, whole(mma_legality.problems),
-               mma_defaults.candidates, lazy_build("tinygrad_nv.tile.scaled_gemm.mma.kernel", "scaled_mma"),
+MMA = Template("scaled_mma", ScaledGemmSpec, schedules.ScaledMma, whole(mma.problems),
+               mma.candidates, lazy_build("tinygrad_nv.tile.scaled_gemm.mma.kernel", "scaled_mma"),
                ScaledMmaCost())
 
 

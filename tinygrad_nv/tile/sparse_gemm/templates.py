@@ -8,12 +8,10 @@ from typing import TypeVar
 from tinygrad_nv.tile import choose, epilogue
 from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.sparse_gemm.mma import defaults as mma_defaults
-from tinygrad_nv.tile.sparse_gemm.mma import legality as mma_legality
+from tinygrad_nv.tile.sparse_gemm.mma import template as mma
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
-from tinygrad_nv.tile.sparse_gemm.wgmma import defaults as wgmma_defaults
-from tinygrad_nv.tile.sparse_gemm.wgmma import legality as wgmma_legality
+from tinygrad_nv.tile.sparse_gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
 
 C = TypeVar("C", bound=Schedule)
@@ -27,11 +25,11 @@ def _whole(own: Callable[[SparseGemmSpec, C, str], Sequence[str]]
     return legality(find_problems)
 
 
-WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma_legality.problems),
-                 wgmma_defaults.candidates,
+WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma.problems),
+                 wgmma.candidates,
                  lazy_build("tinygrad_nv.tile.sparse_gemm.wgmma.kernel", "sparse_wgmma"))
-MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma_legality.problems),
-               mma_defaults.candidates, lazy_build("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
+MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma.problems),
+               mma.candidates, lazy_build("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
 ORDER: tuple[AnyTemplate, ...] = WGMMA, MMA
 
 

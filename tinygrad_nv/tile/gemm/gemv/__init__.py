@@ -1,9 +1,7 @@
 """Matmuls of few rows, at memory bandwidth.
 
   plan.py       which thread reads which bytes of the weights, and the resources
-  legality.py   what the template requires of a schedule
-  defaults.py   schedules to try first
-  cost.py       what the cost model asks
+  template.py   which schedules there can be, those to try first, and their cost
   kernel.py     the template: every byte of the weights is read once
   operands.py   weights and activations in registers
   main_loop.py  four ways to multiply, by layout and by instruction

@@ -2,7 +2,5 @@
 
   plan.py      the numbers of a spec and a schedule: tiles, counts, the store
   kernel.py    the template: cp.async stages, fragments by ldmatrix
-  legality.py  what the template requires of a schedule
-  defaults.py  tiles to try first
-  cost.py      what the cost model asks
+  template.py  which schedules there can be, those to try first, and their cost
 """

@@ -1,6 +1,6 @@
 """Plan of `gemm_mma`, which follows from a spec and a schedule: tiles and counts. Numbers only.
 
-Protocol: `MmaPlan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the check
+Protocol: `MmaPlan.of` is for pairs that template.py allows; it computes, and refuses nothing. Both the check
 and the kernel take their arithmetic from here.
 """
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Matmuls with wgmma and TMA, warp-specialised and persistent: sm_90a.
 
   plan.py            the numbers of a spec and a schedule: tiles, instructions, counts
-  legality.py        what the template requires of a schedule
-  defaults.py        tiles to try first
-  cost.py            what the cost model asks
+  template.py        which schedules there can be, those to try first, and their cost
   kernel.py          one producer warpgroup, the others multiply
   tile_scheduler.py  persistent CTAs, work tiles in grouped order
   load.py            the producer: tensor maps, and the boxes of one stage

@@ -1,6 +1,6 @@
 """Plan of `gemm_wgmma`, which follows from a spec and a schedule: tiles, instructions, counts. Numbers only.
 
-Protocol: `WgmmaPlan.of` is for pairs that legality.py allows; it computes, and refuses nothing. Both the
+Protocol: `WgmmaPlan.of` is for pairs that template.py allows; it computes, and refuses nothing. Both the
 check and the kernel take their arithmetic from here.
 """
 from __future__ import annotations

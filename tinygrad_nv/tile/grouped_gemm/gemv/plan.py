@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
-from tinygrad_nv.tile.gemm.gemv import defaults, legality
+from tinygrad_nv.tile.gemm.gemv import template as gemv
 from tinygrad_nv.tile.gemm.gemv.plan import GemvPlan
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
@@ -41,7 +41,7 @@ def plan_of(spec: GroupedGemmSpec, s: GroupedGemv) -> GemvPlan:
 def problems(spec: GroupedGemmSpec, s: GroupedGemv, arch: str) -> list[str]:
     """Why the template cannot have a schedule; empty when it can."""
     if s.rows not in ROWS: return [f"tiles of {s.rows} rows, not {', '.join(map(str, ROWS))}"]
-    out = legality.problems(matmul_of(spec, s.rows), s.gemv, arch)
+    out = gemv.problems(matmul_of(spec, s.rows), s.gemv, arch)
     if spec.groups > MOST_GROUPS: out.append(f"{spec.groups} groups, at most {MOST_GROUPS}")
     if (count := most_tiles(spec, s.rows)) > MOST_GRID: out.append(f"{count} tiles, at most {MOST_GRID}")
     return out
@@ -62,7 +62,7 @@ def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedGemv]:
     least = 0.0 if few else WAVES * gpu_model_for(gpu.arch, gpu.sm_count).sm_count / some
     out: list[GroupedGemv] = []
     for rows in usual_rows(spec):
-        made = [GroupedGemv.of(each, rows) for each in defaults.candidates(matmul_of(spec, rows), gpu)]
+        made = [GroupedGemv.of(each, rows) for each in gemv.candidates(matmul_of(spec, rows), gpu)]
         out += [s for s in made if s.splits > 1 or -(-spec.columns // s.block_n) >= least] or made
         out += prefer_filling(spec, made, gpu)
     return out

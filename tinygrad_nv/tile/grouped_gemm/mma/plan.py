@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
-from tinygrad_nv.tile.gemm.mma import defaults, legality
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import active, tiles
@@ -36,7 +36,7 @@ def whole(spec: GroupedGemmSpec, s: GroupedMma) -> GemmSpec:
 def problems(spec: GroupedGemmSpec, s: GroupedMma, arch: str) -> list[str]:
     """Why the template cannot have a schedule; empty when it can."""
     if s.splits > 1 or s.swap: return ["splits, or the transposed matmul"]
-    out = legality.problems(whole(spec, s), s.mma, arch)
+    out = mma.problems(whole(spec, s), s.mma, arch)
     if spec.groups > MOST_GROUPS: out.append(f"{spec.groups} groups, at most {MOST_GROUPS}")
     if (count := most_tiles(spec, s.block_m) * -(-spec.n // s.block_n)) > MOST:
         out.append(f"{count} tiles, at most {MOST}")
@@ -45,7 +45,7 @@ def problems(spec: GroupedGemmSpec, s: GroupedMma, arch: str) -> list[str]:
 
 def candidates(spec: GroupedGemmSpec, gpu: GPU) -> list[GroupedMma]:
     """Returns the candidates of a matmul."""
-    return [GroupedMma(**asdict(each)) for each in defaults.candidates(whole(spec, GroupedMma()), gpu)]
+    return [GroupedMma(**asdict(each)) for each in mma.candidates(whole(spec, GroupedMma()), gpu)]
 
 
 def candidates_transposed(spec: TransposedGroupedSpec, gpu: GPU) -> list[GroupedTransposedMma]:

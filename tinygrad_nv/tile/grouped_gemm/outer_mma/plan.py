@@ -9,7 +9,7 @@ from typing import Literal
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
-from tinygrad_nv.tile.gemm.mma import defaults, legality
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import tiles_of_group
@@ -39,7 +39,7 @@ def problems(spec: GroupedOuterSpec, s: GroupedOuterMma, arch: str) -> list[str]
     if spec.dtype == dtypes.float32:
         return ["operands of float32: mma.sync multiplies 16-bit floats here, tinygrad's kernels float32"]
     if s.splits > 1 or s.swap: return ["splits, or the transposed matmul"]
-    out = legality.problems(matmul_of(spec, spec.rows), s.mma, arch)
+    out = mma.problems(matmul_of(spec, spec.rows), s.mma, arch)
     if (count := -(-spec.n // s.block_m) * -(-spec.k // s.block_n)) > MOST:
         out.append(f"{count} tiles of a group, at most {MOST}")
     return out
@@ -48,7 +48,7 @@ def problems(spec: GroupedOuterSpec, s: GroupedOuterMma, arch: str) -> list[str]
 def candidates(spec: GroupedOuterSpec, gpu: GPU) -> list[GroupedOuterMma]:
     """Returns the candidates of a matmul."""
     matmul = matmul_of(spec, spec.rows)
-    return [GroupedOuterMma(**asdict(each)) for each in defaults.candidates(matmul, gpu)]
+    return [GroupedOuterMma(**asdict(each)) for each in mma.candidates(matmul, gpu)]
 
 
 def cost(spec: GroupedOuterSpec, s: GroupedOuterMma, gpu: GPU) -> Prediction:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from tinygrad_nv.tile.gemm.cost import CostModel, Prediction
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.gemm.wgmma import defaults, legality
+from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import tiles_of_group
@@ -63,8 +63,8 @@ def problems(spec: GroupedOuterSpec, s: GroupedOuterWgmma, arch: str) -> list[st
                    "has no registers for their places")
     if out: return out
     matmul = matmul_of(spec, spec.rows)
-    if found := legality.warps(s) or legality.extents(s, matmul) or _tile(s): return found
-    return [*legality.room(plan := OuterPlan.for_groups(spec, s)),
+    if found := wgmma.warps(s) or wgmma.extents(s, matmul) or _tile(s): return found
+    return [*wgmma.room(plan := OuterPlan.for_groups(spec, s)),
             *([f"{plan.tiles} tiles are above {MOST}"] if plan.tiles > MOST else [])]
 
 
@@ -80,7 +80,7 @@ def _tile(s: GroupedOuterWgmma) -> list[str]:
 def candidates(spec: GroupedOuterSpec, gpu: GPU) -> list[GroupedOuterWgmma]:
     """Returns the candidates of a matmul, where they can be; the first one where none can."""
     matmul = matmul_of(spec, spec.rows)
-    made = [GroupedOuterWgmma(**asdict(each)) for each in defaults.candidates(matmul, gpu)]
+    made = [GroupedOuterWgmma(**asdict(each)) for each in wgmma.candidates(matmul, gpu)]
     return [s for s in made if not _tile(s)] or made[:1]
 
 

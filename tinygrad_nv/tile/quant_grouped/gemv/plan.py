@@ -7,7 +7,7 @@ from functools import lru_cache
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import ROWS, matmul_of, usual_rows
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST_GRID, SMEM_BYTES
-from tinygrad_nv.tile.quant_gemm.gemv import legality
+from tinygrad_nv.tile.quant_gemm.gemv import template as gemv
 from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS, QuantGemvPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv
@@ -39,7 +39,7 @@ def ctas_an_sm(plan: QuantGemvPlan) -> int:
 def problems(spec: QuantGroupedSpec, s: QuantGroupedGemv, arch: str) -> list[str]:
     """Why the template cannot have a schedule; empty when it can."""
     if s.rows not in ROWS: return [f"tiles of {s.rows} rows, not {', '.join(map(str, ROWS))}"]
-    out = legality.matrix_problems(matrix_of(spec, s.rows), s.gemv, arch)
+    out = gemv.matrix_problems(matrix_of(spec, s.rows), s.gemv, arch)
     if spec.grouped.groups > MOST_GROUPS: out.append(f"{spec.grouped.groups} groups, at most {MOST_GROUPS}")
     if (count := most_tiles(spec.grouped, s.rows)) > MOST_GRID:
         out.append(f"{count} tiles, at most {MOST_GRID}")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from tinygrad_nv.tile.grouped_gemm.mma.plan import matmul_of
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST
-from tinygrad_nv.tile.quant_gemm.mma import defaults, legality
+from tinygrad_nv.tile.quant_gemm.mma import template as mma
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedMma
@@ -32,7 +32,7 @@ def problems(spec: QuantGroupedSpec, s: QuantGroupedMma, arch: str) -> list[str]
     """Why the template cannot have a schedule; empty when it can."""
     one = spec.grouped
     if s.splits > 1 or s.swap: return ["splits, or the transposed matmul"]
-    out = legality.matrix_problems(whole(spec, s), s.mma, arch)
+    out = mma.matrix_problems(whole(spec, s), s.mma, arch)
     if one.groups > MOST_GROUPS: out.append(f"{one.groups} groups, at most {MOST_GROUPS}")
     if (count := most_tiles(one, s.block_m) * -(-one.n // s.block_n)) > MOST:
         out.append(f"{count} tiles, at most {MOST}")
@@ -41,5 +41,5 @@ def problems(spec: QuantGroupedSpec, s: QuantGroupedMma, arch: str) -> list[str]
 
 def candidates(spec: QuantGroupedSpec, gpu: GPU) -> list[QuantGroupedMma]:
     """Returns the candidates of a matmul."""
-    made = defaults.candidates(whole(spec, QuantGroupedMma()), gpu)
+    made = mma.candidates(whole(spec, QuantGroupedMma()), gpu)
     return [QuantGroupedMma(**asdict(each)) for each in made if each.splits == 1]

@@ -1,7 +1,5 @@
 """Grouped matmuls with quantised matrices by wgmma: sm_90a.
 
-  plan.py      the numbers of a spec and a schedule
-  legality.py  what the template requires of a schedule
-  defaults.py  tiles to try first
+  plan.py      the numbers of a spec and a schedule, which schedules there can be, those to try first
   kernel.py    grouped_gemm/wgmma's kernel with the main loop of quant_gemm/wgmma
 """

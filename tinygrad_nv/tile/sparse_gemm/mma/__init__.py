@@ -1,8 +1,7 @@
 """Matmuls with a 2:4 sparse matrix by mma.sp: sm_80 and later.
 
   plan.py       the numbers of a spec and a schedule
-  legality.py   what the template requires of a schedule
-  defaults.py   tiles to try first
+  template.py   which schedules there can be, and those to try first
   copy.py       metadata to shared memory, and operands to registers
   kernel.py     the template
 """

@@ -1,12 +1,28 @@
-"""Legality of `wgmma`: what it asks of a schedule."""
+"""Schedules of `gemm_wgmma`: `problems`, what it asks of one; `candidates`, tiles worth trying first: 128×256
+and 256×128 with two consumers, and 128×128 in turns, are what CUTLASS, DeepGEMM and FlashAttention's
+matmuls use on Hopper; `WgmmaCost`."""
 from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.cost import Cost
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec, Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
+from tinygrad_nv.tile.gemm.work import (
+    INSTRUCTION_BYTES,
+    SCHEDULERS,
+    SMEM_BYTES_PER_CYCLE,
+    Ending,
+    Work,
+    ending_cycles,
+)
+from tinygrad_nv.tile.gpu import GPUModel
+from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.wgmma_tiles import (
     K_BYTES,
     MOST_BOX,
@@ -16,6 +32,9 @@ from tinygrad_nv.tile.wgmma_tiles import (
     map_dimensions,
     unreachable,
 )
+
+if TYPE_CHECKING:
+    from tinygrad_nv.ptx.emulator.report import Stats
 
 BYTE_COLUMNS = (8, 16, 24, *range(32, 257, 16))  # of wgmma.s32
 CLUSTERS = (1, 2, 4)
@@ -146,3 +165,64 @@ def split_problems(plan: WgmmaPlan) -> list[str]:
         out.append(f"{s.splits} splits: {s.block_m} × {s.block_n} sums × 4 B = {plan.tile_bytes} B do not "
                    f"fit in the ring's {s.depth} × {plan.stage_bytes} = {ring} B, where they meet")
     return out
+
+
+# rows, columns, warps, ping-pong, swapped; 128 bytes of K
+# those for few rows first: of tiles that wait for HBM alike, on an H100 these took 2 to 8 % less
+TILES = (
+    (64, 8, 8, False, True), (64, 16, 8, False, True), (64, 32, 8, False, True), (128, 8, 12, False, True),
+    (128, 16, 12, False, True),
+    (128, 256, 12, False, False), (256, 128, 12, False, False), (128, 128, 12, True, False),
+    (128, 192, 12, False, False), (128, 128, 12, False, False), (64, 256, 12, True, False),
+    (128, 160, 12, False, False), (192, 128, 16, False, False), (64, 192, 12, True, False),
+    (64, 128, 12, True, False), (128, 64, 12, False, False), (64, 128, 8, False, False),
+    (64, 64, 8, False, True), (64, 256, 8, False, False), (64, 64, 8, False, False),
+    (128, 96, 12, False, False), (64, 32, 8, False, False), (64, 16, 8, False, False),
+    (128, 32, 12, False, True), (128, 64, 12, False, True))
+
+
+def candidates(spec: GemmSpec, gpu: GPU) -> tuple[Wgmma, ...]:
+    """The tiles, with the deepest ring that fits, the better known ones before the others; none where there
+    is no wgmma."""
+    return _candidates(gpu.arch, spec.a.dtype.itemsize) if gpu.arch == "sm_90a" else ()
+
+
+@functools.cache
+def _candidates(arch: str, itemsize: int) -> tuple[Wgmma, ...]:
+    made = []
+    for m, n, warps, pingpong, swap in TILES:
+        schedule = Wgmma().block(m, n).k(128 // itemsize).warps(warps)
+        if pingpong: schedule = schedule.pingpong()
+        made.append(schedule.swap_operands() if swap else schedule)
+    return tuple(schedule.deepest(arch, itemsize) for schedule in made)
+
+
+STORE_OPERATIONS = 4.0
+WARP_STEP = 45                      # instructions of a consumer's warp for a stage: wait, wgmmas, release
+
+
+class WgmmaCost(Cost[Wgmma]):
+    """One CTA stays on each SM, whose producer loads the next tile while consumers store one."""
+    hbm_share = 0.90
+    barrier_cycles = 10
+    loads_ahead = True
+    by_mma = False
+    cluster_tiles = 2
+
+    def work(self, spec: GemmSpec, s: Wgmma, gpu_model: GPUModel, end: Ending) -> Work:
+        size = spec.a.dtype.itemsize
+        steps_of_k = s.block_k * size / INSTRUCTION_BYTES
+        read = -(-s.block_m // 64) * (64 + s.block_n) * steps_of_k * INSTRUCTION_BYTES
+        issue = WARP_STEP * 4 * (1 if s.mode == "pingpong" else s.consumers) / SCHEDULERS
+        return Work(s.block_m * s.block_n * s.block_k / self.multiply_rate(spec, gpu_model),
+                    (read + s.stage_bytes(size)) / SMEM_BYTES_PER_CYCLE, issue,
+                    ending_cycles(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
+
+    def resident(self, spec: GemmSpec, s: Wgmma, gpu_model: GPUModel, registers: int) -> int: return 1
+
+    def flags(self, s: Wgmma, arch: str) -> bool: return s.stream
+
+    def copy_bytes(self, stats: Stats, s: Wgmma) -> float:
+        """TMA has no passes, as cp.async has; what is multicast is counted once."""
+        asked = s.block_m / s.cluster_n + s.block_n / s.cluster_m
+        return stats.asynchronous_bytes * (s.block_m + s.block_n) / asked

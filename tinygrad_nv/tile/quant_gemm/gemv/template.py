@@ -1,12 +1,13 @@
-"""Legality of `quant_gemv`: what it asks of a schedule."""
+"""Schedules of `quant_gemv`: `problems`, what it asks of one; `candidates`, those worth trying first."""
 from __future__ import annotations
 
 from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.schedules import MOST_ROWS
-from tinygrad_nv.tile.limits import MOST_GRID
+from tinygrad_nv.tile.limits import MOST_GRID, SMEM_BYTES
 from tinygrad_nv.tile.quant_gemm.gemv.plan import OTHER_REGISTERS, REGISTERS, QuantGemvPlan
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+from tinygrad_nv.tile.template import GPU
 
 
 def problems(spec: QuantGemmSpec, s: QuantGemv, arch: str) -> list[str]:
@@ -35,3 +36,17 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantGemv, arch: str) -> list[str]:
                    "iterations")
     if plan.splits > MOST_GRID: out.append(f"{plan.splits} splits are above {MOST_GRID}")
     return out
+
+
+def candidates(spec: QuantGemmSpec, gpu: GPU) -> list[QuantGemv]:
+    """None for many rows; split where the activations do not fit in a third of the shared memory."""
+    if spec.gemm.m > MOST_ROWS: return []
+    made = []
+    # from 5 rows on, two tiles share what is read of activations
+    first = ((2, 2, 8), (1, 2, 8)) if spec.gemm.m > 4 else ((1, 2, 8), (2, 2, 8))
+    for tiles, units, warps in (*first, (1, 1, 8), (1, 1, 4), (1, 1, 1)):
+        base = QuantGemv().of(tiles, units).warps(warps)
+        plan = QuantGemvPlan.of(spec, base)
+        splits = -(-plan.smem_bytes * 3 // SMEM_BYTES[gpu.arch])
+        made.append(base.split(min(splits, plan.iterations)))
+    return made

@@ -1,12 +1,27 @@
-"""Legality of `gemm_mma`: what it asks of a schedule."""
+"""Schedules of `gemm_mma`: `problems`, what it asks of one; `candidates`, tiles worth trying first: 128×256
+and 256×128 with eight warps, 128×128 with four, are what CUTLASS uses on Ampere; `MmaCost`."""
 from __future__ import annotations
+
+import functools
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.cost import Cost, resident_ctas
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan, needs_promotion
 from tinygrad_nv.tile.gemm.schedules import Mma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
+from tinygrad_nv.tile.gemm.work import (
+    INSTRUCTION_BYTES,
+    SCHEDULERS,
+    SMEM_BYTES_PER_CYCLE,
+    Ending,
+    Work,
+    chunk_bytes,
+    ending_cycles,
+)
+from tinygrad_nv.tile.gpu import GPUModel
+from tinygrad_nv.tile.template import GPU
 
 K_BYTES = (32, 64, 128, 256)
 MOST_SUMS = 192
@@ -98,3 +113,64 @@ def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
         out.append(f"{s.block_m} × {s.block_n} / {s.threads} threads = {plan.sums} sums a thread, at most "
                    f"{allowed}{beside}")
     return out
+
+
+# rows, columns, bytes of K, warps along rows and columns
+TILES = (
+    (128, 256, 64, 2, 4), (256, 128, 64, 4, 2), (128, 128, 64, 2, 2), (128, 128, 128, 2, 2),
+    (128, 128, 64, 2, 4), (128, 64, 64, 2, 2), (64, 128, 64, 2, 2), (64, 64, 128, 2, 2), (64, 64, 64, 2, 2),
+    (64, 256, 64, 2, 4), (256, 64, 64, 4, 2), (32, 128, 128, 1, 4), (32, 64, 128, 1, 2),
+    (128, 32, 128, 4, 1), (64, 32, 128, 2, 1), (16, 128, 128, 1, 4), (16, 64, 128, 1, 4), (16, 64, 128, 1, 2),
+    (32, 32, 128, 1, 2), (32, 32, 128, 1, 1), (64, 16, 128, 4, 1), (32, 16, 128, 2, 1), (16, 32, 128, 1, 2),
+    (16, 16, 128, 1, 1), (16, 32, 64, 1, 1), (16, 16, 32, 1, 1))
+
+
+def candidates(spec: GemmSpec, gpu: GPU) -> tuple[Mma, ...]:
+    """The tiles, with the deepest ring that fits, the better known ones before the others."""
+    return _candidates(gpu.arch, spec.a.dtype.itemsize)
+
+
+@functools.cache
+def _candidates(arch: str, itemsize: int) -> tuple[Mma, ...]:
+    made = [Mma().block(m, n).k(k_bytes // itemsize).warps(warps_m, warps_n)
+            for m, n, k_bytes, warps_m, warps_n in TILES]
+    return tuple(schedule.deepest(arch, itemsize) for schedule in made)
+
+
+STORE_OPERATIONS = 4.0
+REGISTERS_BESIDE = 56               # those of sums
+
+
+class MmaCost(Cost[Mma]):
+    """Warps read their operands from shared memory, and multiply."""
+    hbm_share = 0.88
+    barrier_cycles = 40
+
+    def work(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, end: Ending) -> Work:
+        size = spec.a.dtype.itemsize
+        products = s.block_m * s.block_n * s.block_k
+        read = (s.block_m * s.warps_n + s.block_n * s.warps_m) * s.block_k * size
+        issued = products / (16 * 8) / (INSTRUCTION_BYTES / size) + read / 512 + _copies(spec, s)
+        return Work(products / self.multiply_rate(spec, gpu_model),
+                    (read + s.stage_bytes(size)) / SMEM_BYTES_PER_CYCLE, issued / SCHEDULERS,
+                    ending_cycles(s.block_m * s.tile(spec).columns, end, STORE_OPERATIONS), s.depth - 1)
+
+    def resident(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, registers: int) -> int:
+        smem = 1024 + spec.a.dtype.itemsize * (s.depth * (s.block_m + s.block_n) * s.block_k)
+        beside = min(255, s.block_m * s.block_n // s.threads + REGISTERS_BESIDE)
+        return resident_ctas(gpu_model, s.threads, smem, registers or beside)
+
+    def compute(self, s: Mma, done: Work, ctas: int) -> float:
+        """mma.sync waits for its operands: with one warp a scheduler a quarter of the time, with two an
+        eighth. Its warps issue both, products and reads."""
+        warps = s.threads / 32 / SCHEDULERS * ctas
+        tensor = done.tensor / (1 - 0.25 / warps if warps > 1 else 0.75 * warps)
+        return max(tensor, done.shared) + 0.2 * min(tensor, done.shared)
+
+    def flags(self, s: Mma, arch: str) -> bool: return s.splits > 1
+
+
+def _copies(spec: GemmSpec, s: Mma) -> float:
+    """Instructions of warps that bring a stage: five for each chunk of a lane."""
+    elements = ((spec.a, s.block_m * s.block_k), (spec.b, s.block_n * s.block_k))
+    return sum(5 * count * operand.dtype.itemsize / chunk_bytes(operand) / 32 for operand, count in elements)

@@ -1,12 +1,16 @@
-"""Legality of `quant_mma`: what it asks of a schedule."""
+"""Schedules of `quant_mma`: `problems`, what it asks of one; `candidates`, tiles worth trying first: wide
+ones for few rows of activations, since every row of CTAs makes operands of all codes."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.gemm.mma import legality as gemm
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.quant_gemm import stages
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.schedules import QuantMma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
+from tinygrad_nv.tile.template import GPU
 
 MOST_SUMS = 128     # of a thread, beside operands in the making
 
@@ -24,7 +28,7 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
     gemm_spec = spec.gemm
     if s.swap: return ["swapped: the matrix is operand B"]
     plan, least = QuantMmaPlan.of(spec, s), 16 * s.warps_n * gemm_spec.parts
-    out = gemm.extent_problems("block_m", s.block_m, s.warps_m, 1, gemm_spec.a)
+    out = mma.extent_problems("block_m", s.block_m, s.warps_m, 1, gemm_spec.a)
     if s.block_n % least: out.append(f"block_n={s.block_n} is not a multiple of {least}")
     if s.threads > 1024 or s.threads & (s.threads - 1):
         out.append(f"{s.threads} threads are above 1024, or not a power of 2")
@@ -36,7 +40,7 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
     if out: return out
-    out += gemm.copy_problems(s, "block_m", s.block_m, gemm_spec.a) + stages.problems(spec, plan.boxes,
+    out += mma.copy_problems(s, "block_m", s.block_m, gemm_spec.a) + stages.problems(spec, plan.boxes,
                                                                                       s.block_k)
     most = limits.SMEM_BYTES[arch]
     if (needed := plan.smem_bytes) > most:
@@ -44,3 +48,25 @@ def matrix_problems(spec: QuantGemmSpec, s: QuantMma, arch: str) -> list[str]:
                    f"memory, {arch} has {most}")
     if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
     return out
+
+
+# rows of activations, columns, warps along both
+TILES = ((128, 128, 2, 4), (64, 128, 1, 4), (32, 128, 1, 4), (16, 128, 1, 4), (64, 64, 2, 2), (32, 64, 1, 4),
+         (16, 64, 1, 4), (16, 32, 1, 2), (16, 16, 1, 1))
+WAVE = 1            # of tiles, which splits fill
+STAGES = (4, 3, 2)
+
+
+def candidates(spec: QuantGemmSpec, gpu: GPU) -> Iterator[QuantMma]:
+    """Yields the candidates that are not twice as large as the matmul, with splits where tiles are few."""
+    m, n = spec.gemm.m, spec.gemm.n
+    sms, parts = gpu.sm_count or 108, spec.gemm.parts
+    for rows, columns, along_m, along_n in TILES:
+        if (rows >= 2 * m and rows > 16) or (columns >= 2 * n and columns > 16): continue
+        for block_k in (64, 32):
+            for depth in STAGES:
+                s = QuantMma().block(rows, columns * parts).k(block_k).warps(along_m, along_n).stages(depth)
+                tiles = -(-m // rows) * -(-n // columns)
+                splits = min(sms * WAVE // tiles, QuantMmaPlan.of(spec, s).iterations // 4)
+                if splits > 1 and not spec.gemm.symbolic: yield s.split(splits)
+                yield s

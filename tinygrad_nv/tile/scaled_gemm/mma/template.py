@@ -1,11 +1,21 @@
-"""Legality of `scaled_mma`: what it asks of a schedule."""
+"""Schedules of `scaled_mma`: `problems`, what it asks of one; `candidates`, tiles worth trying first;
+`ScaledMmaCost`."""
 from __future__ import annotations
 
+import functools
+
 from tinygrad_nv.tile import limits
-from tinygrad_nv.tile.gemm.mma import legality as gemm
+from tinygrad_nv.tile.gemm.cost import resident_ctas
+from tinygrad_nv.tile.gemm.mma import template as mma
+from tinygrad_nv.tile.gemm.mma.template import REGISTERS_BESIDE, MmaCost
+from tinygrad_nv.tile.gemm.schedules import Mma
+from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.gemm.work import SCHEDULERS, Ending, Work
+from tinygrad_nv.tile.gpu import GPUModel
 from tinygrad_nv.tile.scaled_gemm.mma.plan import ScaledMmaPlan, Side
 from tinygrad_nv.tile.scaled_gemm.schedules import ScaledMma
 from tinygrad_nv.tile.scaled_gemm.spec import GROUP, ScaledGemmSpec
+from tinygrad_nv.tile.template import GPU
 
 ARCH = "sm_89"
 MOST_SUMS = 64      # of a thread, beside as many of a group
@@ -18,8 +28,8 @@ def problems(spec: ScaledGemmSpec, s: ScaledMma, arch: str) -> list[str]:
     if s.swap and spec.symbolic: return ["swap of symbolic rows"]
     plan = ScaledMmaPlan.of(spec, s)
     spec = plan.spec
-    out = gemm.extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
-    out += gemm.extent_problems("block_n", s.block_n, s.warps_n, 1, spec.b)
+    out = mma.extent_problems("block_m", s.block_m, s.warps_m, 1, spec.a)
+    out += mma.extent_problems("block_n", s.block_n, s.warps_n, 1, spec.b)
     if s.block_k != GROUP: out.append(f"block_k={s.block_k}: a stage is a group of {GROUP}")
     if s.threads > 1024 or s.threads & (s.threads - 1):
         out.append(f"{s.threads} threads are above 1024, or not a power of 2")
@@ -27,7 +37,7 @@ def problems(spec: ScaledGemmSpec, s: ScaledMma, arch: str) -> list[str]:
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} groups")
     if spec.k % GROUP and s.splits > 1: out.append(f"splits of k={spec.k}, no whole groups")
     if out: return out
-    out += gemm.copy_problems(s, "block_m", s.block_m, spec.a) + gemm.copy_problems(s, "block_n", s.block_n,
+    out += mma.copy_problems(s, "block_m", s.block_m, spec.a) + mma.copy_problems(s, "block_n", s.block_n,
                                                                                     spec.b)
     out += _blocks("block_m", plan.row_scales, SIXTEEN) + _blocks("block_n", plan.column_scales, EIGHT)
     return out + _room(plan, arch)
@@ -51,3 +61,37 @@ def _room(plan: ScaledMmaPlan, arch: str) -> list[str]:
                    f"memory, {arch} has {most}")
     if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
     return out
+
+
+# rows, columns, warps along both
+TILES = ((128, 128, 2, 4), (128, 64, 2, 2), (64, 128, 2, 2), (64, 64, 2, 2), (32, 128, 1, 4), (32, 64, 1, 2),
+         (16, 128, 1, 4), (16, 64, 1, 4), (16, 64, 1, 2), (32, 32, 1, 2), (16, 32, 1, 2), (16, 16, 1, 1))
+
+
+def candidates(spec: ScaledGemmSpec, gpu: GPU) -> tuple[ScaledMma, ...]:
+    """The tiles, with the deepest ring that fits, the better known ones before the others; none where
+    mma.sync has no 8-bit floats of its own."""
+    return _candidates() if gpu.arch == ARCH else ()
+
+
+@functools.cache
+def _candidates() -> tuple[ScaledMma, ...]:
+    made = [ScaledMma().block(m, n).warps(warps_m, warps_n) for m, n, warps_m, warps_n in TILES]
+    deepest = [schedule.deepest(ARCH, 1) for schedule in made]
+    # three stages of the first are all of shared memory, and splits take four bytes more
+    return (*deepest, deepest[0].stages(2))
+
+
+class ScaledMmaCost(MmaCost):
+    """An addition in float32 for each sum of a group, and twice as many sums."""
+
+    def work(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, end: Ending) -> Work:
+        done = super().work(spec, s, gpu_model, end)
+        return done._replace(issue=done.issue + s.block_m * s.block_n / 32 / SCHEDULERS)
+
+    def resident(self, spec: GemmSpec, s: Mma, gpu_model: GPUModel, registers: int) -> int:
+        assert isinstance(spec, ScaledGemmSpec)
+        assert isinstance(s, ScaledMma)
+        beside = min(255, 2 * s.block_m * s.block_n // s.threads + REGISTERS_BESIDE)
+        return resident_ctas(gpu_model, s.threads, 1024 + ScaledMmaPlan.of(spec, s).ring_bytes,
+                             registers or beside)

@@ -1,4 +1,5 @@
-"""quant_wgmma's schedules worth trying first: tiles, and splits where there are few of them.
+"""Schedules of `quant_wgmma`: `problems`, what it asks of one; `candidates`, those worth trying first: tiles,
+and splits where there are few of them.
 
 Protocol: `candidates` are all of a list, ordered by `cycles`: the longest any SM works, by its tensor cores
 or by the instructions that make operands, and not less than HBM takes. The timing model, which predicts the
@@ -10,11 +11,66 @@ from functools import lru_cache
 
 from tinygrad_nv.ptx.gpcs import most_clusters
 from tinygrad_nv.quant.types import nbytes
+from tinygrad_nv.tile import limits
+from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
+from tinygrad_nv.tile.quant_gemm import stages
 from tinygrad_nv.tile.quant_gemm.schedules import QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
-from tinygrad_nv.tile.quant_gemm.wgmma.plan import QuantWgmmaPlan
+from tinygrad_nv.tile.quant_gemm.wgmma.plan import PENDING, MatrixStages, QuantWgmmaPlan
 from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, choose_major, unreachable
+
+# sums and operands of a thread, that leave registers for codes and factors
+MOST_REGISTERS = 200
+
+
+def problems(spec: QuantGemmSpec, s: QuantWgmma, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
+    if spec.gemm.parts > 1 or spec.gemm.symbolic:
+        return ["several parts" if spec.gemm.parts > 1 else "rows known at launch, which would be columns"]
+    computed = spec.gemm.swap_operands()
+    major, why = choose_major(computed.b, computed.n, computed.k)
+    out = [] if major else [why]
+    out += unreachable(computed.b, (), 2)
+    if found := wgmma.warps(s) or wgmma.extents(s, computed): return out + found
+    plan = QuantWgmmaPlan.of(spec, s)
+    if s.stream or s.cluster_m * s.cluster_n > 1: out.append("stream-K, or a cluster that shares operands")
+    return [*out, *of_stages(plan), *wgmma.swizzle_problems("block_n", plan.b, s), *_room(plan),
+            *registers(plan),
+            *wgmma.split_problems(plan)]
+
+
+def of_stages(plan: MatrixStages) -> list[str]:
+    """Stages that are no whole units or blocks, or have too few columns."""
+    out = stages.problems(plan.quant, plan.boxes, plan.schedule.block_k)
+    for box in plan.boxes:
+        if box.inner > MOST_BOX: out.append(f"{box.name}: {box.inner} elements of a box, at most {MOST_BOX}")
+    if plan.steps <= PENDING:  # the next operands would be written over those of wgmmas in flight
+        out.append(f"{plan.steps} times 16 columns of a stage, {PENDING} of which are in flight")
+    if not plan.has_row_scales and plan.type.mins: out.append("minima of whole rows")
+    return out
+
+
+def _room(plan: QuantWgmmaPlan) -> list[str]:
+    """Shared memory, and sums."""
+    out, s = [], plan.schedule
+    staging, most = plan.store.smem_bytes, limits.SMEM_BYTES["sm_90a"]
+    needed = plan.ring_bytes + -(-staging // 1024) * 1024 + plan.barrier_bytes
+    if needed > most:
+        out.append(f"{s.depth} stages of {plan.matrix_bytes} + {plan.b.nbytes} B, {staging} B to store from: "
+                   f"{needed} B of shared memory, sm_90a has {most}")
+    if plan.sums > plan.most_sums: out.append(f"{plan.sums} sums a thread, at most {plan.most_sums}")
+    return out
+
+
+def registers(plan: MatrixStages) -> list[str]:
+    """Sums and operands of a thread."""
+    operands = 4 * (PENDING + 1) * plan.subtiles
+    if plan.sums + operands <= MOST_REGISTERS: return []
+    return [f"{plan.sums} sums and {operands} registers of operands a thread, at most {MOST_REGISTERS}"]
+
 
 # rows of the matrix, rows of activations, warps, stages of 64 columns (half as many of 128)
 TILES = ((128, 256, 12, 5), (128, 256, 12, 4), (256, 128, 12, 6), (128, 192, 12, 5), (128, 128, 12, 6),
@@ -39,9 +95,9 @@ def candidates(spec: QuantGemmSpec, gpu: GPU) -> list[QuantWgmma]:
 @lru_cache(1024)
 def _candidates(spec: QuantGemmSpec, gpu: GPUModel) -> tuple[QuantWgmma, ...]:
     made = []
-    for rows, columns, warps, stages in TILES:
+    for rows, columns, warps, most in TILES:
         if columns > 2 * spec.gemm.m and columns > 8: continue
-        for block_k, depth in ((128, max(stages // 2 + 1, 3)), (128, 4), (64, stages)):
+        for block_k, depth in ((128, max(most // 2 + 1, 3)), (128, 4), (64, most)):
             base = QuantWgmma().block(rows, columns).k(block_k).warps(warps).stages(depth)
             made += [base.split(splits) for splits in SPLITS]
     return tuple(sorted(dict.fromkeys(made), key=lambda s: cycles(spec, s, gpu)))
