@@ -17,8 +17,7 @@ from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load
-from tinygrad_nv.tile.norm.gated import gate_gradient
-from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.norm.spec import NormSpec, gate_gradient
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec
 
 BF16, F32, S32 = dtypes.bfloat16, dtypes.float32, dtypes.int32

@@ -46,7 +46,7 @@ from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec, LoraShrinkSpec
-from tinygrad_nv.tile.norm.gated import gate_gradient
+from tinygrad_nv.tile.norm.spec import gate_gradient
 from tinygrad_nv.tile.optimizer.spec import AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.rope.spec import Angles, RopeGradientSpec, RopeSpec

@@ -96,7 +96,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     from tinygrad_nv.explain import levels
     from tinygrad_nv.tile.choose import choose
     from tinygrad_nv.tile.gemm.dense import dense
-    from tinygrad_nv.tile.gemm.why_not import why_not
+    from tinygrad_nv.tile.gemm.templates import refusal
     from tinygrad_nv.tile.gpu import gpu_model_for
     from tinygrad_nv.tile.template import GPU
     if arguments.sm_count < 0:
@@ -108,7 +108,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
     gpu_model = gpu_model_for(arguments.arch, arguments.sm_count)
     schedule = choose(spec, gpu := GPU(arguments.arch, gpu_model.sm_count))
     if schedule is None:
-        raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {why_not(spec, gpu)}",
+        raise ScheduleError(f"no template takes {spec} on {arguments.arch}: {refusal(spec, gpu)}",
                             "a matmul that one of them supports",
                             "allow tf32 (--dtype tf32)" if arguments.dtype in ("f32", "float32") else
                             "change what the reasons name")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 from tinygrad.codegen import (
@@ -33,7 +34,6 @@ from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Communicates, KeptNote, Note, note_of
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile import order
-from tinygrad_nv.tile.grouped_gemm.imbalance import imbalance
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.templates import TABLE
@@ -208,3 +208,12 @@ def _of_generated(sink: UOp, device: str) -> tuple[str, Estimates]:
         estimates = final.arg.estimates or Estimates.from_uops(tuple(lines), ignore_indexing=True)
         _generated[key] = ansistrip(final.arg.name), estimates
     return _generated[key]
+
+
+def imbalance(offsets: Sequence[int]) -> str:
+    """The most rows of a group beside the mean, and the groups without any."""
+    counts = [end - first for first, end in pairwise(offsets)]
+    if not (total := sum(counts)): return f"no rows in {len(counts)} groups"
+    mean, empty = total / len(counts), counts.count(0)
+    most = f"{max(counts)} at most, {max(counts) / mean:.2f} times the mean of {mean:.1f}"
+    return f"rows of a group: {most}, {empty} of {len(counts)} groups empty"

@@ -7,22 +7,20 @@ template. What families share is here. Read in this order:
   operations.py      element operations, a row each: value, slope, PTX and C
   expression.py      epilogues and scores as expressions
   schedule.py        the base of schedules, and the fields that several have
-  legality.py        what every template asks of a schedule
   template.py        the record of a template; templates.py: the table of them
   kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
   layout.py          tiles in shared memory, with swizzle; wgmma_tiles.py: operands of wgmma there
-  warp.py            a warp's lanes together
   ops.py             a CTA's copies to shared memory (cp.async); fragments.py: a warp's operands of mma.sync
   pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers
   tile_scheduler.py  which work tile a CTA computes
   epilogue.py        expressions in instructions; lanes.py: one element or two; access.py: in memory
   result_store.py    from sums to the result in memory; staging.py: through shared memory
   gpu.py             figures of GPUs, for the cost model
-  arguments.py       memory and integers of a call that no graph makes; emulated.py: on the emulator
   choose.py          the schedule of a spec: database.py has tuned ones (spec_json.py writes specs), tune.py
                      tries some by a clock (clock.py; modelled.py: without a GPU)
+  arguments.py       memory and integers of a call that no graph makes; emulated.py: on the emulator
 
-Then gemm/, whose spec.py, legality.py and cost.py the others follow. Nothing here knows
+Then gemm/, whose spec.py, schedules.py and cost.py the others follow. Nothing here knows
 of tinygrad's graphs. A template's kernel is the same on the emulator and on a GPU.
 """
 from __future__ import annotations

@@ -179,3 +179,15 @@ def _as_integer(kb: Kernel, value: Number, source: DType, target: DType) -> Numb
     if dtypes.is_float(source): kb.emit(f"cvt.rzi.{kind}.f32", made, value)
     else: kb.emit("mov.b32", made, value)
     return made
+
+
+def across(kb: Kernel, value: Value, opcode: str, lanes: int = 32) -> Value:
+    """An operation over so many lanes, a power of two, in all of them: the same bits in each, as it does not
+    matter which of two operands comes first."""
+    while lanes > 1:
+        lanes //= 2
+        other, made = kb.regs(value.kind, 2)
+        kb.emit("shfl.sync.bfly.b32", other, value, lanes, 31, -1)
+        kb.emit(opcode, made, value, other)
+        value = made
+    return value

@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Value
-from tinygrad_nv.tile.share import Cell, Destination, Share
 from tinygrad_nv.tile.staging import Staged
+from tinygrad_nv.tile.store_plan import Cell, Destination, Share
 
 
 class Store(Destination):

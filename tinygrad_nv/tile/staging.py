@@ -26,8 +26,7 @@ from tinygrad_nv.tile.access import place, store_form
 from tinygrad_nv.tile.expression import Load, loads
 from tinygrad_nv.tile.gemm.spec import Result, StoreTarget
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes
-from tinygrad_nv.tile.share import Share
-from tinygrad_nv.tile.store_plan import Panel, StorePlan
+from tinygrad_nv.tile.store_plan import Panel, Share, StorePlan
 
 Values = dict[tuple[int, int], Lanes]  # by row and column
 MASKS = {128: 7, 64: 3, 32: 1}

@@ -9,7 +9,7 @@ From a spec to a kernel there are three hops, each in the family's folder:
 
     choose       TABLE.choose(spec, GPU("sm_90a", 132))   → FAMILY of its templates.py: what was tried, or its
                                                             own way, or the first legal candidate
-    candidates   Template.candidates(spec, target)        → defaults.py, less what legality.py refuses
+    candidates   Template.candidates(spec, target)        → those to try first, less what `problems` refuses
     build        TABLE.build(spec, schedule, target)      → kernel.py, imported for it
 """
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.clock import Clock, figures_of
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.schedule import Schedule
 
@@ -295,3 +296,17 @@ class Table:
             raise ScheduleError(words, "a schedule without these problems",
                                 "change the tile, the warps or the stages")
         return self.of(schedule).build(spec, schedule, target, *([integers] if integers else []))
+
+
+def legality(own: Callable[[S, C, str], Iterable[str]]) -> Callable[[S, C, GPU], list[str]]:
+    """Why a template cannot have a schedule; empty when it can. Remembered: a schedule that was chosen is
+    asked about once more when its kernel is built, and whenever the database gives it."""
+    @functools.lru_cache(4096)
+    def find_problems(spec: S, s: C, arch: str) -> tuple[str, ...]:
+        if arch not in SMEM_BYTES: return (f"{arch} is not {', '.join(SMEM_BYTES)}",)
+        if min((n for n in vars(s).values() if type(n) is int), default=1) < 1:
+            return (f"{s}: extents below 1",)
+        return tuple(own(spec, s, arch))
+
+    def problems(spec: S, s: C, gpu: GPU) -> list[str]: return [*find_problems(spec, s, gpu.arch)]
+    return problems

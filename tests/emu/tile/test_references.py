@@ -19,8 +19,7 @@ from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.expression import Load, Position, Sum, gelu, silu, where
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.norm.gated import apply_gate, gate_gradient
-from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.norm.spec import NormSpec, apply_gate, gate_gradient
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

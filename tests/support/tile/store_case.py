@@ -20,8 +20,7 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.result_store import Store
-from tinygrad_nv.tile.share import Cell
-from tinygrad_nv.tile.store_plan import StorePlan
+from tinygrad_nv.tile.store_plan import Cell, StorePlan
 
 SMALL = Mma().block(32, 32).warps(2, 2)
 WARPS = Mma().block(64, 128).warps(2, 2)

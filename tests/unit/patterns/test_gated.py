@@ -19,7 +19,7 @@ from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import gate_up
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.norm import gated as specs
+from tinygrad_nv.tile.norm import spec as specs
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec
 
 F32, BF16 = dtypes.float32, dtypes.bfloat16

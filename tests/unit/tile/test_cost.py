@@ -13,7 +13,7 @@ from tinygrad_nv.tile.gemm import work
 from tinygrad_nv.tile.gemm.cost import CostModel, predict
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import Gemv, Mma, Wgmma
-from tinygrad_nv.tile.gemm.trial import Trial, work_from_trial
+from tinygrad_nv.tile.gemm.tune import Trial, work_from_trial
 from tinygrad_nv.tile.gpu import A100, GPU_MODELS, H100, L40S, RTX4090, gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

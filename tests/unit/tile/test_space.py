@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.gemm.analytic import TIE, analytic
-from tinygrad_nv.tile.gemm.candidates import space, starts
+from tinygrad_nv.tile.gemm.analytic import TIE, analytic, space, starts
 from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import MAJORS, dense
 from tinygrad_nv.tile.gemm.schedules import Mma
-from tinygrad_nv.tile.gemm.why_not import why_not
+from tinygrad_nv.tile.gemm.templates import refusal
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -93,9 +92,9 @@ def test_splits_and_clusters_fit_the_product():
 def test_there_is_a_legal_schedule_for_every_product_of_halves(extents, majors, dtype, batch, epilogue, arch):
     spec = dense(*extents, dtype, "", majors, batch, epilogue)
     best = analytic(spec, arch)
-    assert best is not None, why_not(spec, GPU(arch))
+    assert best is not None, refusal(spec, GPU(arch))
     assert TABLE.problems(spec, best, GPU(arch)) == []
-    assert why_not(spec, GPU(arch)) == ""
+    assert refusal(spec, GPU(arch)) == ""
 
 
 @pytest.mark.sampled(2)
@@ -182,12 +181,12 @@ def test_choosing_takes_milliseconds():
 
 
 def test_why_there_is_none():
-    reason = why_not(dense(64, 64, 64, "f32"), GPU("sm_80"))
+    reason = refusal(dense(64, 64, 64, "f32"), GPU("sm_80"))
     assert "wgmma" not in reason
     assert "mma: operands of float without tf32" in reason
     assert "gemv: " in reason
-    assert "wgmma: " in why_not(dense(64, 64, 64, "f32"), GPU("sm_90a"))
-    assert why_not(dense(64, 64, 64), GPU("sm_70")) == "sm_70 is not sm_80, sm_89, sm_90a"
+    assert "wgmma: " in refusal(dense(64, 64, 64, "f32"), GPU("sm_90a"))
+    assert refusal(dense(64, 64, 64), GPU("sm_70")) == "sm_70 is not sm_80, sm_89, sm_90a"
     assert choose(dense(64, 64, 64), GPU("sm_70")) is None
 
 

@@ -1,7 +1,7 @@
 """Chooses the schedule of a matmul on a CPU, or says why there is none.
 
-Protocol: as tile/choose.py for GPUs: the winner that the schedule database has, else the default
-(defaults.py); with BEAM=N the best of some that are tried (tune.py).
+Protocol: as tile/choose.py for GPUs: the winner that the schedule database has, else the
+default (defaults.py); with BEAM=N the best of some that are tried (tune.py).
 """
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.language.views import View, array, vector
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.language.bounds import Facts
-from tinygrad_nv.tile.language.elementwise import ROWS
 from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, TensorParameter, Value
+from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 Form = str | View | Op
 LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
@@ -140,7 +140,7 @@ class Emitter:
 
     def apply(self, op: Op, args: Sequence[str]) -> str:
         """Returns C of an element operation."""
-        row, source, to = ROWS[op.attributes["fn"]], op.operands[-1].dtype, op.results[0].dtype
+        row, source, to = LANGUAGE_OPERATIONS[op.attributes["fn"]], op.operands[-1].dtype, op.results[0].dtype
         text = row.c(source).format(*args)
         exact = row.exact or row.compares or source == dtypes.bool or to == dtypes.float32
         return text if exact else f"round_{short(to)}({text})"
@@ -312,7 +312,8 @@ class Emitter:
         form = self.forms.get(value)
         if not isinstance(form, Op): return 0
         if form.name in ("load_block", "load"): return CHEAP_NODES + 1
-        if form.name == "apply" and ROWS[form.attributes["fn"]].cost > 1: return CHEAP_NODES + 1
+        if form.name == "apply" and LANGUAGE_OPERATIONS[form.attributes["fn"]].cost > 1:
+            return CHEAP_NODES + 1
         return (form.name in ("apply", "cast")) + sum(map(self._nodes, form.operands))
 
     def tensor(self, op: Op) -> TensorParameter:

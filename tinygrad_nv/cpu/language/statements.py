@@ -16,8 +16,8 @@ from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.expression import Constant, short
-from tinygrad_nv.tile.language.elementwise import ROWS
 from tinygrad_nv.tile.language.ir import Op, TileType, Value
+from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 LEAST = {dtypes.int32: -2**31, dtypes.int16: -2**15, dtypes.int8: -2**7, dtypes.uint32: 0, dtypes.uint16: 0,
          dtypes.uint8: 0}
@@ -125,7 +125,7 @@ class Statements(LoopEmitter):
         return done
 
     def _accumulate(self, total: str, fn: str, dtype: DType, value: str) -> None:
-        text = ROWS[fn].c(dtype).format(total, value)
+        text = LANGUAGE_OPERATIONS[fn].c(dtype).format(total, value)
         self.line(f"{total} = {text if dtype in WIDE else f'round_{short(dtype)}({text})'};")
 
     def _across(self, total: str, fn: str, dtype: DType) -> str:

@@ -1,7 +1,7 @@
 """Gated activations of gate | up in one matrix, as a function known by name, whose gradient is one too.
 
 Protocol. `gated(both, activation)` is act(gate) · up. Forward and backward are one kernel each
-(tile/norm/gated.py); the backward kernel writes the gradient of gate | up as it lies, where tinygrad's own
+(tile/norm/spec.py); the backward kernel writes the gradient of gate | up as it lies, where tinygrad's own
 code computes gate' and up' in two kernels and puts them side by side in a third. Everything is computed in
 float32 and rounded once. NV_NORM=0 leaves both to tinygrad.
 """
@@ -20,7 +20,7 @@ from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.norm import gated as specs
+from tinygrad_nv.tile.norm import spec as specs
 
 NAME = "gated"
 FLOATS = (dtypes.float32, *FLOAT16S)
@@ -73,7 +73,7 @@ def derive(what: GatedGradient, both: Tensor, grad: Tensor) -> tuple[Tensor, ...
 
 
 def _factor(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns the activation's factor of x and its slope, as tile/norm/gated.py has them."""
+    """Returns the activation's factor of x and its slope, as tile/norm/spec.py has them."""
     if activation == "silu":
         s = x.sigmoid()
         return s, s * (1 - s)

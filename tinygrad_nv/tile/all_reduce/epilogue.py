@@ -22,7 +22,7 @@ from tinygrad_nv.tile.all_reduce.vectors import (
     store_elements,
     vector,
 )
-from tinygrad_nv.tile.warp import across
+from tinygrad_nv.tile.lanes import across
 
 Sums = Callable[[Value], Words]
 

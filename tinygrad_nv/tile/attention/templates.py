@@ -13,9 +13,8 @@ from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.attention.wgmma import legality as wgmma_legality
 from tinygrad_nv.tile.attention.why_not import why_not
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build, legality
 
 FOLDER = "tinygrad_nv.tile.attention"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.conv.schedules import ConvMma
 from tinygrad_nv.tile.conv.spec import ConvSpec
+from tinygrad_nv.tile.conv.templates import ConvMma
 from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
 from tinygrad_nv.tile.kernel import GemmKernel

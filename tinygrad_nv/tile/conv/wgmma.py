@@ -11,8 +11,8 @@ outside of the image. So a position's row and column are computed once for each 
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.conv.schedules import ConvWgmma
 from tinygrad_nv.tile.conv.spec import ConvSpec
+from tinygrad_nv.tile.conv.templates import ConvWgmma
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.kernel import WgmmaKernel
 from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads, OperandLoads, to_signed

@@ -25,9 +25,8 @@ from tinygrad_nv.tile.access import advance, read, write
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, RowsSpec
 from tinygrad_nv.tile.cross_entropy.templates import CLUSTERS, THREADS, Rows, wide_of
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, pack, unpack
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, across, pack, unpack
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.warp import across
 
 TOGETHER = 4            # vectors of a thread that are under way
 WARPS = THREADS // 32

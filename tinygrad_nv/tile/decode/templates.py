@@ -10,9 +10,8 @@ from tinygrad_nv.tile.decode.legality import problems
 from tinygrad_nv.tile.decode.schedules import Decode, KeySplits, LatentWgmma
 from tinygrad_nv.tile.decode.spec import MOST_ROWS, DecodeSpec
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build, legality
 from tinygrad_nv.tile.templates import TABLE
 
 

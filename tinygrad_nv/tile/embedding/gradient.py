@@ -19,10 +19,10 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance, read_vector, write_vector
-from tinygrad_nv.tile.embedding.plan import GradientPlan
-from tinygrad_nv.tile.embedding.rows import load_row_index, token_place
+from tinygrad_nv.tile.embedding.kernel import load_row_index, token_place
 from tinygrad_nv.tile.embedding.sorting import sort_tokens
 from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec
+from tinygrad_nv.tile.embedding.templates import GradientPlan
 from tinygrad_nv.tile.kernel import RowSumsKernel, TileKernel
 from tinygrad_nv.tile.lanes import Lanes, convert
 from tinygrad_nv.tile.schedule import Schedule

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.embedding.rows import token_place
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.schedule import Schedule
@@ -21,6 +20,7 @@ PIECES = {16: ("b32", 4), 8: ("b32", 2), 4: ("b32", 1), 2: ("b16", 1)}  # bytes:
 DEEP = 4
 CTA = 256               # threads, less where there are fewer pieces
 FEW, FEW_CTA = 264 * CTA, 128   # pieces of all tokens that are spread as thinly as that: two CTAs an SM
+NO_ROW = 0xFFFFFFFF
 
 
 def embedding(spec: EmbeddingSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
@@ -81,3 +81,30 @@ def _to_unsigned(kb: Kernel, value: Value) -> Value:
     made = kb.reg("u64")
     kb.emit("mov.b64", made, value)
     return made
+
+
+def token_place(kb: Kernel, spec: EmbeddingSpec, tokens: Value, token: Value) -> Value:
+    """Returns the address at which a token's number lies: u64."""
+    size, rest = spec.tokens.dtype.itemsize, token
+    at = tokens + spec.tokens.offset * size if spec.tokens.offset else tokens
+    if len(spec.tokens.extents) == 1: return advance(kb, at, token, spec.tokens.strides[0] * size)
+    for extent, stride in reversed(list(zip(spec.tokens.extents, spec.tokens.strides, strict=True))):
+        at = advance(kb, at, rest % extent, stride * size)
+        rest = rest // extent
+    return at
+
+
+def load_row_index(kb: Kernel, spec: EmbeddingSpec, at: Value, there: Value | None = None) -> Value:
+    """The row that the number at `at` means, u32; beyond all rows where it is of none, or not `there`."""
+    wide = spec.tokens.dtype.itemsize == 8
+    kind = "s64" if wide else "s32"
+    number, row = kb.reg(kind, -1 - spec.rows), kb.reg("u32")
+    kb.emit(f"ld.global.{kind}", number, at.at(), guard=there)
+    kb.emit(f"add.{kind}", number, number, spec.rows, guard=number < 0)
+    if not wide:
+        kb.emit("mov.b32", row, number)     # below 0: at least 1 << 31
+        return row
+    bits, known = kb.reg("u64"), kb.reg("pred")
+    kb.emit("mov.b64", bits, number)
+    kb.emit("setp.lt.u64", known, bits, spec.rows)
+    return kb.select(known, bits.to("u32"), NO_ROW, "u32")

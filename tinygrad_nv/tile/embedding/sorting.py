@@ -1,4 +1,4 @@
-"""Tokens sorted by their rows of a table (plan.py): the first kernel of a gradient. For sm_80 and later.
+"""Tokens sorted by their rows of a table (templates.py): the first kernel of a gradient. For sm_80 and later.
 
     each CTA has a tile of rows, each of its warps a part of the tokens:
         twice, for each 32 tokens of the part, their rows one in a lane:
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.embedding.plan import GradientPlan
-from tinygrad_nv.tile.embedding.rows import load_row_index, token_place
+from tinygrad_nv.tile.embedding.kernel import load_row_index, token_place
+from tinygrad_nv.tile.embedding.templates import GradientPlan
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.router import order
-from tinygrad_nv.tile.warp import across
+from tinygrad_nv.tile.lanes import across
+from tinygrad_nv.tile.router import kernel
 
 WARPS = 16
 DEEP = 8        # tokens of a lane whose loads are under way together
@@ -108,8 +108,8 @@ class _Sort:
         lanes = across(kb, before, "add.u32")
         kb.emit("st.shared.u32", totals.address(self.warp * 4).at(), lanes, guard=self.lane == 0)
         kb.sync()
-        count = order.before_warps(kb, self.seen, WARPS, plan.tile)
-        made = order.offset_of(kb, kb.shared("sums", 4 * WARPS), count, plan.tile)
+        count = kernel.before_warps(kb, self.seen, WARPS, plan.tile)
+        made = kernel.offset_of(kb, kb.shared("sums", 4 * WARPS), count, plan.tile)
         for warp in range(WARPS): made += kb.ld("shared", "u32", totals.at(4 * warp))[0]
         row = self.first + kb.tid.x
         at = advance(kb, self.workspace, row, 4)

@@ -11,9 +11,8 @@ from typing import TypeVar
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.limits import MOST
-from tinygrad_nv.tile.template import GPU
+from tinygrad_nv.tile.template import GPU, legality
 
 C = TypeVar("C", bound=GemmSchedule)
 S = TypeVar("S", bound=GemmSpec)

@@ -3,7 +3,7 @@
 Protocol: `Mma`, `Wgmma` and `Gemv` have the fields that their kernels read. What legality, cost model and
 search ask of any of them are the methods of `GemmSchedule`: the tile of the result that a CTA makes, and
 which schedules there are beside one (`stage_variants`, `variants`, `fill_sms`, `width_variants`). What can be
-is decided by each template's legality.py, what is good by cost.py.
+is decided by each template.py, what is good by cost.py.
 """
 from __future__ import annotations
 

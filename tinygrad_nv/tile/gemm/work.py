@@ -2,7 +2,7 @@
 
 Protocol: `Work` counts for one `block_k` of the sum (a step) and for what follows the sum of a tile. The
 cycles are those that the resource is taken for; what overlaps is cost.py's matter. Each template's cost.py
-computes them from spec and schedule; trial.py from counters of the emulator.
+computes them from spec and schedule; tune.py from counters of the emulator.
 
 Formulas. wgmma m64nNkK, K of 32 bytes: 64 · N · K multiply-adds at the SM's rate, and (64 + N) · 32 bytes
 read from shared memory at 128 bytes a cycle. mma.sync: the same multiply-adds; every warp reads its rows of

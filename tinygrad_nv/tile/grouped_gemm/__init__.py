@@ -5,10 +5,8 @@
   reference.py   the same in plain tinygrad
   schedules.py   the schedules of a GPU's templates
   cost.py        how long they take
-  imbalance.py   rows of groups in words
-  activation.py  act(gate) · up in instructions
   work.py        which rows a CTA of a plain grid has
-  epilogue.py    bias, activation, weight, places
+  epilogue.py    bias, activation (act(gate) · up), weight, places
   gemv/          the template of few rows a group
   wgmma/         the template with wgmma: sm_90a
   mma/           the template with mma.sync

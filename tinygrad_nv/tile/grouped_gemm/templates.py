@@ -2,7 +2,7 @@
 later), and outer_wgmma/ and outer_mma/ of the gradients of their matrices. Their costs choose among them."""
 from __future__ import annotations
 
-from tinygrad_nv.tile import choose
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.grouped_gemm.cost import cheapest
 from tinygrad_nv.tile.grouped_gemm.gemv import plan as gemv
 from tinygrad_nv.tile.grouped_gemm.mma import plan as mma
@@ -21,9 +21,8 @@ from tinygrad_nv.tile.grouped_gemm.schedules import (
 )
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
 from tinygrad_nv.tile.grouped_gemm.wgmma import template as wgmma
-from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
 
 GEMV = Template("grouped_gemv", GroupedGemmSpec, GroupedGemv, legality(gemv.problems), gemv.candidates,
                 lazy_build("tinygrad_nv.tile.grouped_gemm.gemv.kernel", "grouped_gemv"), gemv.cost)
@@ -55,4 +54,4 @@ def _default(spec: GroupedGemmSpec | GroupedOuterSpec, gpu: GPU) -> Schedule | N
     return cheapest(FAMILY.of(type(spec)), spec, gpu)
 
 
-FAMILY = Family("grouped_gemm", TEMPLATES, choose.choose, defaults=_default)
+FAMILY = Family("grouped_gemm", TEMPLATES, choose, defaults=_default)

@@ -4,13 +4,12 @@ A function is read once for each set of shapes, dtypes and constants (program.py
 the Tile IR (ir.py), which the targets make kernels of: gpu/ as PTX, cpu/language/ as C. Read in this order:
 
   ir.py           values, operations, programs: the protocol of the IR; its text
-  elementwise.py  element operations, a row each
   trace.py        writes operations as the function runs; errors at the user's line
-  values.py       tiles with Python's operators; checks.py: their dtypes and shapes
+  values.py       tiles with Python's operators; their dtypes and shapes
   bounds.py       what is known of integers
   memory.py       tensors, blocks, loads and stores, atomics
   elements.py, reductions.py, linear.py, attention.py   the functions of `tile`
-  moves.py, random.py, rounding.py                      movement, Philox, what policies say of stores
+  rounding.py                                           Philox, what policies say of stores
   control.py      loops and branches; source.py: a function's statements become calls of these, returns.py
                   gives it one end
   roles.py        which part of a kernel brings tiles, and which computes with them

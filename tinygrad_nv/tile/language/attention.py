@@ -22,8 +22,8 @@ from tinygrad_nv.tile.language.context import active
 from tinygrad_nv.tile.language.elements import INF, exp2_nonpositive, maximum, where
 from tinygrad_nv.tile.language.linear import dot
 from tinygrad_nv.tile.language.memory import Block, TensorRef, load
-from tinygrad_nv.tile.language.random import philox
 from tinygrad_nv.tile.language.reductions import max_, sum_
+from tinygrad_nv.tile.language.rounding import philox
 from tinygrad_nv.tile.language.trace import current, fail
 from tinygrad_nv.tile.language.values import Operand, Tile, cast, describe
 

@@ -13,9 +13,8 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.language.checks import check_dtype
 from tinygrad_nv.tile.language.ir import TileType
-from tinygrad_nv.tile.language.trace import current, fail
+from tinygrad_nv.tile.language.trace import check_dtype, current, fail
 from tinygrad_nv.tile.language.values import (
     Operand,
     Tile,
@@ -221,3 +220,24 @@ def _wide(x: Operand) -> Tile: return cast(scalar(x, dtypes.float32), dtypes.flo
 
 def _float_of(x: Operand) -> Any:
     return x.dtype if isinstance(x, Tile) and dtypes.is_float(x.dtype) else dtypes.float32
+
+
+def transpose(x: Tile, *axes: int) -> Tile:
+    """Axes in another order; without them the last two change places."""
+    return x.transpose(*axes)
+
+
+def reshape(x: Tile, *shape: Any) -> Tile:
+    """The same elements in row-major order."""
+    return x.reshape(*shape)
+
+
+def broadcast_to(x: Tile, *shape: Any) -> Tile:
+    """Repeated along axes of extent 1 and along new leading ones."""
+    return x.broadcast_to(*shape)
+
+
+def expand_dims(x: Tile, axis: int) -> Tile:
+    """A new axis of extent 1 at `axis`."""
+    at = axis + x.ndim + 1 if axis < 0 else axis
+    return x.reshape(*x.shape[:at], 1, *x.shape[at:])

@@ -7,8 +7,8 @@ arguments and yields carry what changes. Operations, with operands → results a
     constant            → scalar                    [value]
     program_id          → s32 scalar                [axis]
     iota                → s32 (n)                   0, 1, … n - 1
-    apply        x …    → tile                      [fn]: a row of elementwise.ROWS; operands of one shape
-    cast, bitcast x     → tile                      [dtype of the result]
+    apply        x …    → tile                      [fn]: a row of operations.LANGUAGE_OPERATIONS; operands of
+    one shape cast, bitcast x     → tile                      [dtype of the result]
     halves       x      → tile                      words of 32 bits as two of [dtype], a new last axis
     broadcast    x      → tile                      extents of 1, and missing leading ones, are repeated
     reshape      x      → tile                      row-major order stays

@@ -20,12 +20,11 @@ from typing import Any, NoReturn
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.language.checks import COMPUTED, check_dtype
 from tinygrad_nv.tile.language.elements import where
 from tinygrad_nv.tile.language.ir import TensorParameter, TileType
 from tinygrad_nv.tile.language.names import instead
 from tinygrad_nv.tile.language.rounding import narrow
-from tinygrad_nv.tile.language.trace import current, fail, no_attribute
+from tinygrad_nv.tile.language.trace import COMPUTED, check_dtype, current, fail, no_attribute
 from tinygrad_nv.tile.language.values import (
     Operand,
     Tile,

@@ -23,14 +23,14 @@ _MODULES = {
     "attention": ("row_index", "col_index", "mask_causal", "softmax_online", "softmax_accumulate",
                   "dropout_in_kernel"),
     "roles": ("role", "pipe"),
-    "random": ("philox", "random"),
+    "rounding": ("philox", "random"),
     "values": ("cast", "Tile")}
 # names that are Python's, too, or of other modules
 _OTHERS = {"full": ("elements", "fill"), "abs": ("elements", "abs_"), "round": ("elements", "round_"),
            "sum": ("reductions", "sum_"), "max": ("reductions", "max_"), "min": ("reductions", "min_"),
            "any": ("reductions", "any_"), "all": ("reductions", "all_"), "range": ("control", "range_"),
-           "transpose": ("moves", "transpose"), "reshape": ("moves", "reshape"),
-           "broadcast_to": ("moves", "broadcast_to"), "expand_dims": ("moves", "expand_dims"),
+           "transpose": ("elements", "transpose"), "reshape": ("elements", "reshape"),
+           "broadcast_to": ("elements", "broadcast_to"), "expand_dims": ("elements", "expand_dims"),
            "atomic_exchange": ("memory", "atomic_exchange"), "Schedule": ("schedule", "TileSchedule")}
 NAMES = {**{name: (module, name) for module, names in _MODULES.items() for name in names}, **_OTHERS}
 

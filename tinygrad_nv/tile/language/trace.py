@@ -20,12 +20,14 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import LanguageError, NVError, as_well
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.language.elementwise import ROWS
 from tinygrad_nv.tile.language.ir import Line, Op, Region, TensorParameter, TileType, Value
+from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 EFFECTS = {"load_block", "load", "store_block", "store", "atomic", "for", "while", "if", "barrier",
            "promise"}
 _here = threading.local()
+COMPUTED = (dtypes.float32, dtypes.bfloat16, dtypes.float16, dtypes.fp8e4m3, dtypes.fp8e5m2, dtypes.int32,
+            dtypes.uint32, dtypes.int16, dtypes.uint16, dtypes.int8, dtypes.uint8, dtypes.bool)
 
 
 class Trace:
@@ -103,7 +105,7 @@ class Trace:
     def _fold_constants(self, fn: str, operands: Sequence[Value], to: TileType) -> Value | None:
         numbers = [self._constants.get(each) for each in operands]
         if any(each is None for each in numbers): return self._neutral(fn, operands, numbers)
-        if (value := ROWS[fn].value) is None: return None
+        if (value := LANGUAGE_OPERATIONS[fn].value) is None: return None
         try: return self.constant(value(*numbers), to.dtype)
         except (ArithmeticError, ValueError): return None
 
@@ -231,3 +233,24 @@ _MENDS = {NameError: ("names of the function, of its module, or of its parameter
 def _show_line(at: Line) -> str:
     text = linecache.getline(at.file, at.number).strip()
     return f"\n    {text}" if text else ""
+
+
+def check_dtype(dtype: Any) -> DType:
+    """The dtype of a tile, from a DType or from one with policies. Raises for those that tiles cannot
+    have."""
+    plain = getattr(dtype, "dtype", dtype)
+    if plain not in COMPUTED:
+        fail(f"a tile of {getattr(plain, 'name', repr(plain))}", "one of " + ", ".join(map(short, COMPUTED)))
+    return plain
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """Sizes of a tile, as ints. Blocks count as their sizes."""
+    sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
+    made = []
+    for one in sizes:
+        try: size = one.__index__()
+        except AttributeError: fail(f"{one!r} as an extent of a tile", "an integer or a block")
+        if size < 1: fail(f"a tile with extent {size}", "extents of 1 and more")
+        made.append(size)
+    return tuple(made)

@@ -16,11 +16,18 @@ from tinygrad.dtype import DType, dtypes, least_upper_dtype
 
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.language.bounds import at_least
-from tinygrad_nv.tile.language.checks import COMPUTED, check_dtype, check_shape
-from tinygrad_nv.tile.language.elementwise import ROWS
 from tinygrad_nv.tile.language.ir import TileType, Value
 from tinygrad_nv.tile.language.names import instead
-from tinygrad_nv.tile.language.trace import current, fail, fitting, no_attribute
+from tinygrad_nv.tile.language.trace import (
+    COMPUTED,
+    check_dtype,
+    check_shape,
+    current,
+    fail,
+    fitting,
+    no_attribute,
+)
+from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 Operand = Union["Tile", int, float, bool]
 
@@ -309,7 +316,7 @@ def broadcast(*tiles: Tile) -> list[Tile]:
 
 def apply(fn: str, *tiles: Tile) -> Tile:
     """An element operation of tiles of one shape, and of the dtype that it takes."""
-    row, source = ROWS[fn], tiles[-1].dtype
+    row, source = LANGUAGE_OPERATIONS[fn], tiles[-1].dtype
     if not (row.ptx(source) or row.c(source)) and fn != "where":
         cast_to = "int32" if dtypes.is_float(source) else "f32"
         fail(f"{fn} of {short(source)}", "a dtype that has it", f"cast the operand: tile.cast(x, {cast_to})")

@@ -2,7 +2,6 @@
 
   spec.py        shrink (x Aᵀ) and expand (… Bᵀ), of rows that have an adapter each
   reference.py   the same in plain tinygrad
-  plan.py        the schedule of expand on a GPU: legality, candidates, cost
   kernel.py      expand with mma.sync
-  templates.py   its record; shrink is a grouped matmul on GPUs (tile/grouped_gemm)
+  templates.py   its schedule, legality, cost, record; shrink is a grouped matmul on GPUs (tile/grouped_gemm)
 """

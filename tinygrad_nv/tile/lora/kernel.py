@@ -19,8 +19,8 @@ from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.mma.kernel import GroupedMmaKernel
 from tinygrad_nv.tile.grouped_gemm.work import Tile
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.lora.plan import LoraExpandMma, whole
 from tinygrad_nv.tile.lora.spec import LoraExpandSpec
+from tinygrad_nv.tile.lora.templates import LoraExpandMma, whole
 from tinygrad_nv.tile.template import GPU
 
 

@@ -22,12 +22,11 @@ from tinygrad_nv.tile.access import advance, place, read, read_vector, store_for
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, substitute, walk
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
+from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, across, kind_of
 from tinygrad_nv.tile.norm.elements import Elements, Row, Vector
 from tinygrad_nv.tile.norm.schedules import Norm, along, every
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.warp import across
 
 LINE_BYTES = 128
 MANY_ROWS = 264         # whose weights are in L2 by others

@@ -19,11 +19,10 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.ptx.builder import Kernel, Label, Value
 from tinygrad_nv.tile.access import advance, read, store_form
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.lanes import Lanes, unpack
+from tinygrad_nv.tile.lanes import Lanes, across, unpack
 from tinygrad_nv.tile.optimizer.spec import CHUNK, HEAD, PER_GROUP, AdamWSpec, SquaresSpec, firsts
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.warp import across
 
 THREADS = 256
 VECTOR = 4      # elements that a thread moves at once: 16 bytes of float32

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from tinygrad_nv.tile import choose, epilogue
-from tinygrad_nv.tile.gemm.ordered import choose_ordered
+from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.gemm.analytic import choose_ordered
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
-from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.quant_gemm import fragments
 from tinygrad_nv.tile.quant_gemm.gemv import template as gemv
@@ -17,7 +17,7 @@ from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma, QuantWgmm
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
 
 C = TypeVar("C", bound=Schedule)
 
@@ -60,5 +60,5 @@ def _first(order: tuple[AnyTemplate, ...], spec: QuantGemmSpec, gpu: GPU) -> Sch
                 None)
 
 
-FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose.choose, defaults=_default,
+FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose, defaults=_default,
                 determinism_class=_choose_ordered)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tinygrad_nv.tile import choose
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.grouped_gemm.cost import cheapest
-from tinygrad_nv.tile.legality import legality
 from tinygrad_nv.tile.quant_gemm import fragments
 from tinygrad_nv.tile.quant_grouped import cost
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv
@@ -17,7 +16,7 @@ from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv, QuantGrou
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 from tinygrad_nv.tile.quant_grouped.wgmma import plan as wgmma
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
 
 C = TypeVar("C", bound=Schedule)
 
@@ -50,4 +49,4 @@ def _default(spec: QuantGroupedSpec, gpu: GPU) -> Schedule | None:
     return cheapest(TEMPLATES, spec, gpu)
 
 
-FAMILY = Family("quant_grouped", TEMPLATES, choose.choose, defaults=_default)
+FAMILY = Family("quant_grouped", TEMPLATES, choose, defaults=_default)

@@ -20,8 +20,8 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.router.plan import RouterPlan
 from tinygrad_nv.tile.router.spec import EPSILON
+from tinygrad_nv.tile.router.templates import RouterPlan
 from tinygrad_nv.tile.sampling.threshold_sift import order_bits
 
 LOG2_E = math.log2(math.e)

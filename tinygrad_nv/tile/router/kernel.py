@@ -19,18 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.kernel import RouterKernel, TileKernel
-from tinygrad_nv.tile.router import order
 from tinygrad_nv.tile.router.choice import TokenRouter
-from tinygrad_nv.tile.router.plan import EXPERT_BITS, RouterPlan
 from tinygrad_nv.tile.router.spec import RouterSpec
-from tinygrad_nv.tile.router.templates import sms
+from tinygrad_nv.tile.router.templates import EXPERT_BITS, RouterPlan, sms
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 
 ORDER_THREADS = 512     # of the second kernel: an expert each, or several threads one
+DEEP = 8    # counts that a thread loads together
 
 
 def router(spec: RouterSpec, schedule: Schedule, gpu: GPU) -> TileKernel | RouterKernel:
@@ -91,9 +90,9 @@ class _RouterKernel:
             self.store(token * self.k + self.lane, expert, weight)
             self.rank((token - kb.ctaid.x * plan.per_cta) * self.k + self.lane, expert)
         kb.sync()
-        count = order.before_warps(kb, self.seen, plan.warps, experts)
+        count = before_warps(kb, self.seen, plan.warps, experts)
         if plan.alone:
-            self.begin_experts(order.offset_of(kb, kb.shared("sums", 4 * plan.warps), count, experts), count)
+            self.begin_experts(offset_of(kb, kb.shared("sums", 4 * plan.warps), count, experts), count)
             for slot, expert, rank in self.each_slot(): self.place(slot, expert, rank)
             return
         with kb.comment("for the kernel after"):
@@ -155,8 +154,8 @@ class _RouterKernel:
         kb, plan, experts = self.kb, self.plan, self.spec.experts
         ways = ORDER_THREADS // max(32, 1 << (experts - 1).bit_length())
         scratch = kb.shared("sums", 8 * ORDER_THREADS)
-        total, before = order.over_ctas(kb, self.counts, scratch, plan.ctas, experts, ways)
-        self.begin_experts(order.offset_of(kb, kb.shared("warps", ORDER_THREADS // 8), total, experts), total,
+        total, before = over_ctas(kb, self.counts, scratch, plan.ctas, experts, ways)
+        self.begin_experts(offset_of(kb, kb.shared("warps", ORDER_THREADS // 8), total, experts), total,
                            before)
         with self.own_slots(ORDER_THREADS) as (slot, _):
             expert, rank = (kb.ld("global", "u32", advance(kb, each, slot, 4).at())[0]
@@ -182,3 +181,67 @@ class _RouterKernel:
         kb = self.kb
         number = kb.ld("shared", "u32", self.places.address(expert * 4).at())[0] + rank
         kb.st("global", "u32", advance(kb, self.order, number, 4).at(), slot)
+
+
+def before_warps(kb: Kernel, counts: Shared, warps: int, experts: int) -> Value:
+    """Counts of warps [warps][experts] become those of the warps before; the CTA's count of the thread's
+    expert, 0 of none."""
+    total = kb.reg("u32", 0)
+    with kb.comment("counts of the warps before"), kb.if_(kb.tid.x < experts):
+        at = counts.address(kb.tid.x * 4)
+        for first in range(0, warps, DEEP):
+            some = range(first, min(first + DEEP, warps))
+            found = [kb.ld("shared", "u32", at.at(4 * experts * warp))[0] for warp in some]
+            for warp, count in zip(some, found, strict=True):
+                kb.st("shared", "u32", at.at(4 * experts * warp), total)
+                total += count
+    return total
+
+
+def offset_of(kb: Kernel, scratch: Shared, count: Value, experts: int) -> Value:
+    """The sum of the counts of all threads before this one."""
+    kept, lane, warp = kb.reg("u32", count), kb.special("laneid"), kb.tid.x >> 5
+    with kb.comment("offsets: of the warp, then of the warps before"):
+        for distance in (1, 2, 4, 8, 16):
+            other = kb.reg("u32")
+            kb.emit("shfl.sync.up.b32", other, kept, distance, 0, -1)
+            kb.emit("add.u32", kept, kept, other, guard=lane >= distance)
+        kb.emit("st.shared.u32", scratch.address(warp * 4).at(), kept, guard=lane == 31)
+        kb.sync()
+        made = kept - count
+        for each in range(-(-experts // 32) - 1):
+            total = kb.ld("shared", "u32", scratch.at(4 * each))[0]
+            kb.emit("add.u32", made, made, total, guard=warp > each)
+    return made
+
+
+def over_ctas(kb: Kernel, counts: Value, scratch: Shared, ctas: int, experts: int,
+              ways: int) -> tuple[Value, Value]:
+    """The sum of all CTAs' counts of the thread's expert, and of the CTAs before this one, in threads below
+    `experts`; `ways` threads divide the CTAs among them."""
+    total, before = kb.reg("u32", 0), kb.reg("u32", 0)
+    pitch = kb.threads[0] // ways
+    expert, way = kb.tid.x % pitch, kb.tid.x // pitch
+    there = expert < experts
+    with kb.comment("counts of all CTAs"):
+        at = advance(kb, advance(kb, counts, expert, 4), way, 4 * experts)
+        with kb.loop(way, ctas, ways * DEEP) as first:
+            found = kb.regs("u32", DEEP, 0)
+            for i, count in enumerate(found):
+                kb.emit("ld.global.u32", count, at.at(4 * experts * ways * i),
+                       guard=there & (first + ways * i < ctas))
+            for i, count in enumerate(found):
+                total += count
+                kb.emit("add.u32", before, before, count, guard=first + ways * i < kb.ctaid.x)
+            at += 4 * experts * ways * DEEP
+        if ways == 1: return total, before
+        for i, value in enumerate((total, before)):
+            kb.emit("st.shared.u32", scratch.address((kb.tid.x + i * kb.threads[0]) * 4).at(), value)
+        kb.sync()
+        for i, value in enumerate((total, before)):
+            from_ = scratch.address(expert * 4)
+            for other in range(ways):
+                one = kb.ld("shared", "u32", from_.at(4 * (i * kb.threads[0] + pitch * other)))[0]
+                if other: value += one
+                else: value.set(one)
+    return kb.select(kb.tid.x < pitch, total, 0, "u32"), before

@@ -11,6 +11,9 @@
 Noise is of the multiplications and additions of Threefry, a logarithm that is exact to some units in the last
 place where u is nearly 1 (lg2.approx is not), and lg2.approx. What threads exchange is a u64, of which the
 first of equal logits is the largest, in whichever lane: pieces and threads do not matter.
+
+`count` counts chosen tokens in place: each thread has a row, and adds one at its slot and token, where both
+are in range.
 """
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.kernel import Chain, Scratch, TileKernel
-from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
+from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, Number
 from tinygrad_nv.tile.sampling.threshold_sift import order_bits
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -32,6 +35,7 @@ CTAS = 512              # four for each SM of an H100: chains of Threefry have l
 WIDE = 4                # elements of a vector, whose chains are beside each other
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA     # of Threefry's key schedule
+COUNT_THREADS = 64
 
 
 def pieces(spec: ChoiceSpec) -> int:
@@ -221,3 +225,19 @@ class _Noise:
         made = kb.reg("f32")
         kb.emit("fma.rn.f32", made, exponent.to("f32"), math.log(2), y)
         return -made
+
+
+def count(spec: CountSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
+    """The kernel of counts. Parameters in this order: counts; slots of the rows; tokens."""
+    kb = Kernel("count", arch=gpu.arch, threads=COUNT_THREADS)
+    counts, slots, tokens = (kb.pointer(name) for name in ("counts", "slots", "tokens"))
+    row = kb.ctaid.x * COUNT_THREADS + kb.tid.x
+    if kb.hopper: kb.wait_for_previous_grid()
+    with kb.if_(row < spec.rows):
+        slot, token = (kb.ld("global", "u32", advance(kb, each, row, 4).at())[0] for each in (slots, tokens))
+        if kb.hopper: kb.launch_dependents()
+        with kb.if_((slot < spec.slots) & (token < spec.size)):
+            at = advance(kb, advance(kb, counts, slot, 4 * spec.size), token, 4)
+            kb.st("global", "f32", at.at(), kb.ld("global", "f32", at.at())[0] + 1.0)
+    return TileKernel(kb.name, kb.ptx(), (-(-spec.rows // COUNT_THREADS), 1, 1), COUNT_THREADS,
+                      pdl=kb.hopper)

@@ -38,5 +38,5 @@ def problems(spec: FilterSpec | ChoiceSpec | CountSpec, arch: str) -> list[str]:
 
 THRESHOLD = make_template(FilterSpec, Threshold, problems, f"{FOLDER}.threshold", "threshold")
 CHOICE = make_template(ChoiceSpec, Choice, problems, f"{FOLDER}.choice", "choice")
-COUNT = make_template(CountSpec, Count, problems, f"{FOLDER}.count", "count")
+COUNT = make_template(CountSpec, Count, problems, f"{FOLDER}.choice", "count")
 FAMILY = Family("sampling", (THRESHOLD, CHOICE, COUNT), determinism_class=BY_ROW)

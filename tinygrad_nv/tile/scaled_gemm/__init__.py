@@ -4,8 +4,7 @@
   reference.py   it in plain tinygrad
   schedules.py   the schedules of its templates, and wgmma's tiles to try first
   copy.py        scales to shared memory
-  legality.py    what scales ask of a schedule of wgmma
-  plan.py        scales of a stage in shared memory
+  plan.py        scales of a stage in shared memory, and what they ask of a schedule of wgmma
   kernel.py      wgmma's kernel with scales: sm_90a
   mma/           mma.sync's kernel with scales: sm_89
   templates.py   the records of the templates

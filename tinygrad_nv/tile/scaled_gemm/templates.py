@@ -1,20 +1,19 @@
 """The templates of matmuls with scales of groups on GPUs: wgmma (sm_90a), mma/ (sm_89)."""
 from __future__ import annotations
 
-from tinygrad_nv.tile import choose
-from tinygrad_nv.tile.gemm.analytic import analytic
+from tinygrad_nv.tile.choose import choose
+from tinygrad_nv.tile.gemm.analytic import analytic, choose_ordered
 from tinygrad_nv.tile.gemm.legality import whole
-from tinygrad_nv.tile.gemm.ordered import choose_ordered
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.wgmma.template import WgmmaCost
 from tinygrad_nv.tile.order import Ordered
-from tinygrad_nv.tile.scaled_gemm import legality, schedules
+from tinygrad_nv.tile.scaled_gemm import plan, schedules
 from tinygrad_nv.tile.scaled_gemm.mma import template as mma
 from tinygrad_nv.tile.scaled_gemm.mma.template import ScaledMmaCost
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 
-WGMMA = Template("scaled_wgmma", ScaledGemmSpec, schedules.ScaledWgmma, whole(legality.problems),
+WGMMA = Template("scaled_wgmma", ScaledGemmSpec, schedules.ScaledWgmma, whole(plan.problems),
                  schedules.candidates, lazy_build("tinygrad_nv.tile.scaled_gemm.kernel", "scaled_wgmma"),
                  WgmmaCost())
 MMA = Template("scaled_mma", ScaledGemmSpec, schedules.ScaledMma, whole(mma.problems),
@@ -40,5 +39,5 @@ def _counter_cost(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: in
     return counter_cost(spec, s, gpu, registers)
 
 
-FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose.choose, None, _default, _candidates, _counter_cost,
+FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose, None, _default, _candidates, _counter_cost,
                 _choose_ordered)

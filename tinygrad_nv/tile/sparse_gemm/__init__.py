@@ -3,7 +3,6 @@
   spec.py        a matmul, and the sparse operand's buffers
   reference.py   it in plain tinygrad
   schedules.py   the schedules of its templates
-  metadata.py   where metadata lie in a stage
   wgmma/         wgmma.sp: sm_90a
   mma/           mma.sp: sm_80 and later
   templates.py   the records of the templates

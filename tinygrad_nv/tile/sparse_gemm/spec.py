@@ -4,15 +4,20 @@ Protocol: `gemm` is the matmul with the operand whole: b of a's dtype, dense, ro
 kernels take the buffers of quant/sparse.py:
 
     out; a; values, metadata; x0, x1, …
+
+Metadata of a stage: of each tile of 16 rows, units of 64 columns one after the other, a word for each
+lane. The same in memory and in shared memory, so that a warp reads 128 bytes side by side.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.quant.sparse import DTYPES, buffers
-from tinygrad_nv.quant.types import Buffer
+from tinygrad_nv.quant.sparse import DTYPES, UNIT, buffers
+from tinygrad_nv.quant.types import TILE, Buffer
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand
+
+UNIT_WORDS = 32
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,18 @@ class SparseGemmSpec:
         return n * k // 2 * self.gemm.a.dtype.itemsize + 4 * tiles * units * lanes
 
     def __str__(self) -> str: return f"{self.gemm}, b 2:4 sparse"
+
+
+def nbytes(rows: int, columns: int) -> int:
+    """Returns the bytes of so many rows and columns."""
+    return rows // TILE * row_bytes(columns)
+
+
+def row_bytes(columns: int) -> int:
+    """Returns the bytes of a tile of 16 rows."""
+    return columns // UNIT * UNIT_WORDS * 4
+
+
+def steps_of_unit(itemsize: int) -> int:
+    """Instructions that a unit is for, each with a selector of its own."""
+    return 2 if itemsize == 2 else 1

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from tinygrad_nv.tile import choose, epilogue
-from tinygrad_nv.tile.legality import legality
+from tinygrad_nv.tile import epilogue
+from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.sparse_gemm.mma import template as mma
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.sparse_gemm.wgmma import template as wgmma
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build
+from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
 
 C = TypeVar("C", bound=Schedule)
 
@@ -40,4 +40,4 @@ def _default(spec: SparseGemmSpec, gpu: GPU) -> Schedule | None:
                  if not each.problems(spec, s, gpu)), None)
 
 
-FAMILY = Family("sparse_gemm", ORDER, choose.choose, defaults=_default)
+FAMILY = Family("sparse_gemm", ORDER, choose, defaults=_default)

@@ -11,8 +11,8 @@ from tinygrad.dtype import dtypes
 from tinygrad.helpers import Context
 
 from tests.support.tile.reference_case import right, run, same, storages
-from tinygrad_nv.tile.conv.schedules import ConvMma
 from tinygrad_nv.tile.conv.spec import ConvSpec
+from tinygrad_nv.tile.conv.templates import ConvMma
 from tinygrad_nv.tile.expression import Load, Sum, silu
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

@@ -12,8 +12,8 @@ from tinygrad.dtype import dtypes
 from tests.emu.tile.conv.test_conv_mma import SPECS as SMALL
 from tests.emu.tile.conv.test_conv_mma import TF32, in_order  # noqa: F401 (a fixture)
 from tests.support.tile.reference_case import right, run, same, storages
-from tinygrad_nv.tile.conv.schedules import ConvMma, ConvWgmma
 from tinygrad_nv.tile.conv.spec import ConvSpec
+from tinygrad_nv.tile.conv.templates import ConvMma, ConvWgmma
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

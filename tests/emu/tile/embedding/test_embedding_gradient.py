@@ -16,9 +16,8 @@ from tinygrad_nv.functional import embedding
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.device import NVDevice
-from tinygrad_nv.tile.embedding.plan import GradientPlan
 from tinygrad_nv.tile.embedding.spec import SEGMENT, EmbeddingGradientSpec, Tokens
-from tinygrad_nv.tile.embedding.templates import EmbeddingGradient
+from tinygrad_nv.tile.embedding.templates import EmbeddingGradient, GradientPlan
 from tinygrad_nv.tile.kernel import RowSumsKernel
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE

@@ -25,7 +25,7 @@ from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, disassemble, functions
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.gemm.candidates import starts
+from tinygrad_nv.tile.gemm.analytic import starts
 from tinygrad_nv.tile.gemm.dense import dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule, Gemv, Wgmma
 from tinygrad_nv.tile.gemm.spec import GemmSpec

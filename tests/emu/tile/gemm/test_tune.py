@@ -14,7 +14,7 @@ from tinygrad_nv.runtime.clock import DriverClock, seconds
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile import database, tune
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.gemm import trial
+from tinygrad_nv.tile.gemm import tune as trial
 from tinygrad_nv.tile.gemm.analytic import analytic
 from tinygrad_nv.tile.gemm.cost import CostModel
 from tinygrad_nv.tile.gemm.dense import dense

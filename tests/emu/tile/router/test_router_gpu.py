@@ -13,7 +13,7 @@ from tests.support.cpu.router_case import Found, chosen, sorted_right, weights
 from tests.support.tile.gemm_case import TORCH
 from tests.support.tile.reference_case import run
 from tinygrad_nv.ptx.assemble import assemble, find_program
-from tinygrad_nv.tile.router import plan
+from tinygrad_nv.tile.router import templates
 from tinygrad_nv.tile.router.spec import SCORES, Policy, RouterSpec
 from tinygrad_nv.tile.router.templates import Router
 from tinygrad_nv.tile.template import GPU
@@ -143,7 +143,7 @@ def test_registers(arch: str):
 
 
 def test_what_has_no_kernel_says_why():
-    def said(*given: object) -> str: return "; ".join(plan.problems(RouterSpec(*given), 132))  # type: ignore[arg-type]
+    def said(*given: object) -> str: return "; ".join(templates.problems(RouterSpec(*given), 132))  # type: ignore[arg-type]
     assert said(1, 513, Policy(1)) == "513 experts, at most 512"
     assert said(1, 64, Policy(33)) == "33 experts of a token, at most 32"
     assert said(1, 66, Policy(1, groups=33)) == "33 groups, at most 32"

@@ -45,7 +45,7 @@ from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import FLOAT16S
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.result_store import Store
-from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store_plan import Cell
 from tinygrad_nv.tile.template import GPU
 
 Four = list[Value]  # registers of a fragment

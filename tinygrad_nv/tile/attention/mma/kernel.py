@@ -47,7 +47,7 @@ from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import AttentionKernel
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.result_store import Store
-from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store_plan import Cell
 from tinygrad_nv.tile.template import GPU
 
 

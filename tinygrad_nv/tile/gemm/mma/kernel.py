@@ -32,7 +32,7 @@ from tinygrad_nv.tile.gemm.splits import Splits
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
 from tinygrad_nv.tile.result_store import Store
-from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store_plan import Cell
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.tile_scheduler import TileScheduler
 

@@ -6,6 +6,6 @@
   tile_scheduler.py  persistent CTAs, work tiles in grouped order
   load.py            the producer: tensor maps, and the boxes of one stage
   main_loop.py       the consumers: wgmmas stage after stage
-  reduction.py       split-K and stream-K: the sums of one tile from several CTAs, in a fixed order
-  store.py           the epilogue of a consumer, by tile/result_store.py
+  store.py           the epilogue of a consumer, by tile/result_store.py; split-K and stream-K: the sums of
+                     one tile from several CTAs, in a fixed order
 """

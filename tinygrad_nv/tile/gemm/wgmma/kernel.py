@@ -12,7 +12,7 @@ Consumers share each tile's rows, or take turns at whole tiles (ping-pong), so t
 other stores. CTAs are persistent: as many as there are multiprocessors, each with tiles far apart
 (tile_scheduler.py), so that the producer runs ahead into the next tile while the consumers store. The CTAs of
 a cluster bring each a part of what they share, to all of them (multicast). The ring is tile/pipeline.py's.
-Where several CTAs have parts of one tile's K, their sums are reduced before they are stored (reduction.py).
+Where several CTAs have parts of one tile's K, their sums are reduced before they are stored (store.py).
 
 It is launched with PDL: the thread that loads and the consumers, which access global memory, wait for the
 previous kernel once the barriers are made. The kernel after may begin once all CTAs' last copies are on their
@@ -28,13 +28,13 @@ from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.gemm.wgmma.load import GemmLoads
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop
 from tinygrad_nv.tile.gemm.wgmma.plan import REGISTERS, WARPGROUP, WgmmaPlan
-from tinygrad_nv.tile.gemm.wgmma.reduction import (
+from tinygrad_nv.tile.gemm.wgmma.store import (
     ClusterReduction,
     StreamKReduction,
     TileReduction,
+    WgmmaEpilogue,
     cluster_together,
 )
-from tinygrad_nv.tile.gemm.wgmma.store import WgmmaEpilogue
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel

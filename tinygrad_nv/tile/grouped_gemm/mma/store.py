@@ -15,7 +15,7 @@ from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 from tinygrad_nv.tile.grouped_gemm.work import Tile
 from tinygrad_nv.tile.lanes import Lanes
-from tinygrad_nv.tile.share import Cell
+from tinygrad_nv.tile.store_plan import Cell
 
 
 def store_rows(kernel: MmaKernel, finish: GroupedEpilogue, tile: Tile) -> None:

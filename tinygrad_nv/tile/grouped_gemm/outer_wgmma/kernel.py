@@ -21,9 +21,8 @@ from tinygrad_nv.tile.gemm.wgmma.kernel import WgmmaKernel
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import PersistentTileScheduler
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
-from tinygrad_nv.tile.grouped_gemm.outer_wgmma.load import OuterLoads, RowCopy
+from tinygrad_nv.tile.grouped_gemm.outer_wgmma.load import OuterLoads, OuterTileScheduler, RowCopy
 from tinygrad_nv.tile.grouped_gemm.outer_wgmma.plan import LOADERS, OuterPlan
-from tinygrad_nv.tile.grouped_gemm.outer_wgmma.tile_scheduler import OuterTileScheduler
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterWgmma
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.pipeline import PipelineState

@@ -21,7 +21,7 @@ from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Sums
 from tinygrad_nv.tile.gemm.wgmma.plan import WARPGROUP
-from tinygrad_nv.tile.grouped_gemm.activation import activate
+from tinygrad_nv.tile.grouped_gemm.epilogue import activate
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, LANES, GroupedPlan
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.lanes import FLOAT16S, pack

@@ -20,7 +20,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import (
     TransposedGroupedSpec,
 )
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LANES, MOST_EACH, ROW_BYTES, GroupedPlan
-from tinygrad_nv.tile.scaled_gemm.legality import MOST_FINE_COLUMNS
+from tinygrad_nv.tile.scaled_gemm.plan import MOST_FINE_COLUMNS
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.wgmma_tiles import MOST_BOX
 

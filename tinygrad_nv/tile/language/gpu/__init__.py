@@ -3,23 +3,22 @@
 Protocol: `problems(program, schedule, gpu)` says in words what cannot be; `build(program, schedule, gpu)` is
 the `TileKernel`, whose parameters are the program's tensors in their order. Read in this order:
 
-  layout.py      which thread holds which elements; registers.py: those beyond a tile
+  layout.py      which thread holds which elements, and those beyond a tile
   ranges.py      what is known of integers: bounds, alignment
   dots.py        how each dot is computed
   assign.py      layouts of a program's tiles
   held.py        tiles in registers; elements.py: operations on their elements; threads.py: a thread's place
   arena.py       shared memory, and the barriers between its accesses
-  convert.py     from one layout to another; exchange.py: between two threads
+  convert.py     from one layout to another
   values.py      values while a kernel is written: the base of the following
   access.py, blocks.py, memory.py     loads, stores, atomics
-  swaps.py                            wider vectors, within warps
+  swaps.py                            between two threads; wider vectors, within warps
   collective.py, sorting.py           reductions and scans; sorts and gathers
   partial.py                          sums that a loop adds up in parts
   staged.py, dot.py, fma.py, wgmma.py    operands in shared memory; products
   control.py     loops and branches; pipelines.py: operands that are copied ahead, by cp.async
   specialised.py                      or by a producer warp, with TMA; produced.py: which loops it fills;
                                       consumer.py: those of the warps that read
-  emitter.py     all of them; kernel.py: the kernel, and what cannot be
 """
 from tinygrad_nv.tile.language.gpu.kernel import build, problems
 

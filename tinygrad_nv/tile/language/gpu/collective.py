@@ -24,10 +24,9 @@ from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
-from tinygrad_nv.tile.language.gpu.exchange import exchange_parts
 from tinygrad_nv.tile.language.gpu.held import Held, Part
-from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent, axes_with_padding
+from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, absent, axes_with_padding, extents
+from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 

@@ -14,8 +14,8 @@ from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Number, kind_of
 from tinygrad_nv.tile.language.gpu.control import Carried
 from tinygrad_nv.tile.language.gpu.dots import FP8, source_of
+from tinygrad_nv.tile.language.gpu.layout import absent
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
-from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.gpu.staged import SharedOperand
 from tinygrad_nv.tile.language.ir import Op
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState

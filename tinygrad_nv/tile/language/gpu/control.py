@@ -13,8 +13,8 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
 from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers
+from tinygrad_nv.tile.language.gpu.layout import absent
 from tinygrad_nv.tile.language.gpu.partial import PartialSums
-from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 

@@ -17,8 +17,7 @@ from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.arena import Arena
 from tinygrad_nv.tile.language.gpu.held import Held, Part, gather_parts
-from tinygrad_nv.tile.language.gpu.layout import Layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent, axes_with_padding
+from tinygrad_nv.tile.language.gpu.layout import Layout, absent, axes_with_padding, extents
 from tinygrad_nv.tile.language.gpu.threads import Threads
 
 ROW_BYTES = 128

@@ -1,9 +1,9 @@
 """Element operations in instructions, one or two elements at a time.
 
-Protocol: `applied(kb, fn, parts)` is a row of elementwise.ROWS over `Lanes`. Floats are computed in float32
-and rounded to their dtype; pairs of 16 bits by instructions that round once, which gives the same bits.
-Numbers that are known stay numbers. Divisions of float32 are rounded to nearest; where the result is rounded
-to 16 bits or fewer, two units of float32 do. `exp2_small` is 0 below 2^-126.
+Protocol: `applied(kb, fn, parts)` is a row of operations.LANGUAGE_OPERATIONS over `Lanes`. Floats are
+computed in float32 and rounded to their dtype; pairs of 16 bits by instructions that round once, which gives
+the same bits. Numbers that are known stay numbers. Divisions of float32 are rounded to nearest; where the
+result is rounded to 16 bits or fewer, two units of float32 do. `exp2_small` is 0 below 2^-126.
 """
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.epilogue import each_lane
 from tinygrad_nv.tile.expression import nearest
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, Number, bits16, convert, kind_of, round_floats, wrap
-from tinygrad_nv.tile.language.elementwise import ROWS
-from tinygrad_nv.tile.operations import Operation
+from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS, Operation
 
 SMALL, LARGE = 2.0 ** -96, 2.0 ** 96     # sizes of divisors beyond which they are scaled
 # 2 pi in three parts of few bits, so that whole multiples of the first two are exact (Cody and Waite 1980)
@@ -60,7 +59,7 @@ def bitcast(part: Lanes, dtype: DType) -> Lanes:
 
 def apply_row(kb: Kernel, fn: str, given: Sequence[Lanes]) -> Lanes:
     """The value of a row of the table."""
-    row, source = ROWS[fn], given[-1].dtype
+    row, source = LANGUAGE_OPERATIONS[fn], given[-1].dtype
     numbers = [constant_number(each) for each in given]
     if fn == "where": return _select(kb, given, numbers[0])
     alone = all(number is not None for number in numbers)

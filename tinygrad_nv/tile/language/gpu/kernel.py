@@ -3,6 +3,11 @@
 Protocol: `problems(program, schedule, gpu)` says in words why there is no kernel, with the arithmetic;
 `build` makes it. Both write the kernel, once for the same program: how much shared memory it needs is known
 then.
+
+`Emitter(kb, program, …).write()` writes operation by operation, each in the layout that assign.py gave its
+result. `value(v, layout)` is a value in a layout, converted where it has another (convert.py); of a free
+value it is computed in that layout. Operations are methods `do_<name>` of the parts of which this class is
+made: values.py, memory.py, collective.py, sorting.py, dot.py, control.py, pipelines.py, specialised.py.
 """
 from __future__ import annotations
 
@@ -19,12 +24,13 @@ from tinygrad_nv.ptx.builder.core import SMEM_BYTES
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.dots import FP8
-from tinygrad_nv.tile.language.gpu.emitter import Emitter
+from tinygrad_nv.tile.language.gpu.layout import absent
+from tinygrad_nv.tile.language.gpu.memory import Memory
 from tinygrad_nv.tile.language.gpu.pipelines import Depth
 from tinygrad_nv.tile.language.gpu.produced import find_produced_loops, inner_loops
 from tinygrad_nv.tile.language.gpu.ranges import Ranges
-from tinygrad_nv.tile.language.gpu.registers import absent
-from tinygrad_nv.tile.language.gpu.specialised import PRODUCERS, Production, alone, registers_of
+from tinygrad_nv.tile.language.gpu.sorting import Sorting
+from tinygrad_nv.tile.language.gpu.specialised import PRODUCERS, Production, Specialised, alone, registers_of
 from tinygrad_nv.tile.language.ir import Op, Program
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
@@ -168,3 +174,21 @@ def _too_large(emitter: Emitter, arch: str) -> list[str]:
     need, there = emitter.kb.smem_bytes, SMEM_BYTES[arch]
     if need <= there: return []
     return [f"{need} B of shared memory ({emitter.arena.describe()}): {arch} has {there}"]
+
+
+class Emitter(Memory, Sorting, Specialised):
+    """A kernel under construction."""
+
+    def __init__(self, kb: Kernel, program: Program, assignment: Assignment, stages: Depth,
+                 production: Production) -> None:
+        super().__init__(kb, program, assignment)
+        self.stages, self.bound, self.partial = stages, {}, set()
+        self.prepare_dots()
+        self.specialise(production)
+
+    def write(self) -> None:
+        """The kernel's text."""
+        if self.filled: self.with_producer()
+        else: self.region(self.program.body)
+        if self.arena.copying: self.kb.cp_async_wait(0)
+        self.arena.declare()

@@ -208,3 +208,17 @@ def spread(shape: Sequence[int], thread_bits: int) -> Layout:
     while len(threads) < thread_bits and (row or column):
         threads.append((row if row and (len(row) >= len(column) or not column) else column).pop(0))
     return Layout((*registers, *column, *row), tuple(threads + [NONE] * (thread_bits - len(threads))))
+
+
+@lru_cache(4096)
+def absent(layout: Layout, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    """Whether what each register holds is outside, in all threads."""
+    of = extents(shape)
+    return tuple(not of.inside(index) for index in layout.indices)
+
+
+@lru_cache(4096)
+def axes_with_padding(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes whose extent is no power of two."""
+    of = extents(shape)
+    return tuple(axis for axis, extent in enumerate(shape) if extent != 1 << of.widths[axis])

@@ -19,8 +19,7 @@ from tinygrad_nv.tile.language.gpu.blocks import BlockPlace
 from tinygrad_nv.tile.language.gpu.convert import by_shared, convert_layout, pair_parts
 from tinygrad_nv.tile.language.gpu.elements import apply_row, constant_number
 from tinygrad_nv.tile.language.gpu.held import Held, Part
-from tinygrad_nv.tile.language.gpu.layout import Layout, block_layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent
+from tinygrad_nv.tile.language.gpu.layout import Layout, absent, block_layout, extents
 from tinygrad_nv.tile.language.gpu.swaps import lanes_along, plan_swaps, swap_registers
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, TensorParameter, Value

@@ -15,10 +15,9 @@ from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch
 from tinygrad_nv.tile.language.gpu.collective import Collective, Elements, neutral
 from tinygrad_nv.tile.language.gpu.convert import SharedOrder, address, pair_parts, spill
-from tinygrad_nv.tile.language.gpu.exchange import exchange_parts
 from tinygrad_nv.tile.language.gpu.held import Held, Part
-from tinygrad_nv.tile.language.gpu.layout import Layout, extents
-from tinygrad_nv.tile.language.gpu.registers import absent, axes_with_padding
+from tinygrad_nv.tile.language.gpu.layout import Layout, absent, axes_with_padding, extents
+from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.ir import Op
 
 

@@ -17,9 +17,8 @@ from tinygrad_nv.tile.lanes import Number
 from tinygrad_nv.tile.language.gpu.access import store
 from tinygrad_nv.tile.language.gpu.convert import Writer, inside
 from tinygrad_nv.tile.language.gpu.held import Held
-from tinygrad_nv.tile.language.gpu.layout import extents
+from tinygrad_nv.tile.language.gpu.layout import absent, extents
 from tinygrad_nv.tile.language.gpu.ranges import Known
-from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, Places, join_elements, swizzle_offset, swizzle_plain

@@ -18,9 +18,15 @@ from tinygrad_nv.tile.language.gpu.arena import Arena
 from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.convert import by_shared, convert_layout, inside
 from tinygrad_nv.tile.language.gpu.held import Held, Part, Scopes, gather_parts, map_parts
-from tinygrad_nv.tile.language.gpu.layout import Layout, broadcast_bits, extents, keeps_order, transpose_bits
+from tinygrad_nv.tile.language.gpu.layout import (
+    Layout,
+    absent,
+    broadcast_bits,
+    extents,
+    keeps_order,
+    transpose_bits,
+)
 from tinygrad_nv.tile.language.gpu.ranges import Ranges
-from tinygrad_nv.tile.language.gpu.registers import absent
 from tinygrad_nv.tile.language.gpu.threads import Threads
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
 

@@ -2,6 +2,5 @@
 
   plan.py       the numbers of a spec and a schedule
   template.py   which schedules there can be, and those to try first
-  copy.py       codes and factors to shared memory, and to fragments of operand B
   kernel.py     the template
 """

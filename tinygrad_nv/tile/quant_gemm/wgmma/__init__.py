@@ -2,7 +2,5 @@
 
   plan.py       the numbers of a spec and a schedule
   template.py   which schedules there can be, and those to try first
-  kernel.py     the template
-  load.py       the producer's copies
-  main_loop.py  the consumers: codes to operands, while the stage before multiplies
+  kernel.py     the template: the producer's copies, and the consumers' main loop
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.gemm.gemv.epilogue import GemvEpilogue
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
-from tinygrad_nv.tile.grouped_gemm.gemv.rows import GroupEpilogue, gather_rows
+from tinygrad_nv.tile.grouped_gemm.gemv.kernel import GroupEpilogue, gather_rows
 from tinygrad_nv.tile.grouped_gemm.work import most_tiles, tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.quant_gemm.gemv.kernel import QuantGemvKernel

@@ -20,8 +20,7 @@ from tinygrad_nv.tile.grouped_gemm.mma.store import store_rows
 from tinygrad_nv.tile.grouped_gemm.work import tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TailFirst, width_of
-from tinygrad_nv.tile.quant_gemm.mma.copy import MatrixCopy
-from tinygrad_nv.tile.quant_gemm.mma.kernel import QuantMmaKernel
+from tinygrad_nv.tile.quant_gemm.mma.kernel import MatrixCopy, QuantMmaKernel
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_grouped.matrices import of_group, tiles
 from tinygrad_nv.tile.quant_grouped.mma.plan import plan_of

@@ -19,8 +19,7 @@ from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.grouped_gemm.wgmma.kernel import GroupedKernel
 from tinygrad_nv.tile.grouped_gemm.wgmma.load import GroupedLoads, W
 from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.quant_gemm.wgmma.load import first_of
-from tinygrad_nv.tile.quant_gemm.wgmma.main_loop import QuantMainLoop
+from tinygrad_nv.tile.quant_gemm.wgmma.kernel import QuantMainLoop, first_of
 from tinygrad_nv.tile.quant_grouped.matrices import tiles
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec

@@ -8,7 +8,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments
 from tinygrad_nv.tile.ops import Places, TileCopy, swizzle_offset
-from tinygrad_nv.tile.sparse_gemm import metadata
+from tinygrad_nv.tile.sparse_gemm import spec
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 
 CHUNK = 16      # bytes a thread copies
@@ -25,10 +25,10 @@ class MetadataCopy:
 
     def __post_init__(self) -> None:
         kb, plan, s = self.kb, self.plan, self.plan.schedule
-        self.row_bytes = metadata.row_bytes(s.block_k)
+        self.row_bytes = spec.row_bytes(s.block_k)
         tiles, units, lanes = plan.sparse.buffers["metadata"].shape
         self.chunks: list[tuple[Value | None, Value, Value]] = []
-        count, each = metadata.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
+        count, each = spec.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
         threads = s.threads
         for i in range(0, count, threads):
             number = kb.tid.x + i if i else kb.tid.x
@@ -63,7 +63,7 @@ class SparseFragments:
     first: Value
 
     def __post_init__(self) -> None:
-        self.row_bytes = metadata.row_bytes(self.plan.schedule.block_k)
+        self.row_bytes = spec.row_bytes(self.plan.schedule.block_k)
         lane = self.kb.special("laneid")
         self.place = self.first // TILE * self.row_bytes + lane * 4 + self.plan.metadata_start
         self.at = self.kb.reg("u32")
@@ -84,8 +84,8 @@ class SparseFragments:
     def load_one(self, i: int, step: int, five: list[Value]) -> None:
         """Reads 16 rows of a step, from 16 `i` on."""
         self.values.load_one(i, step, five[:4])
-        unit = step // metadata.steps_of_unit(self.plan.size)
-        word = i * self.row_bytes + unit * metadata.UNIT_WORDS * 4
+        unit = step // spec.steps_of_unit(self.plan.size)
+        word = i * self.row_bytes + unit * spec.UNIT_WORDS * 4
         self.kb.emit("ld.shared.b32", five[4], self.at.at(word))
 
 

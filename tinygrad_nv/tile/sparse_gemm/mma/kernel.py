@@ -15,7 +15,7 @@ from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel, Operands
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TileCopy, width_of
-from tinygrad_nv.tile.sparse_gemm import metadata
+from tinygrad_nv.tile.sparse_gemm import spec as metadata
 from tinygrad_nv.tile.sparse_gemm.mma.copy import DenseFragments, MetadataCopy, SparseFragments
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma

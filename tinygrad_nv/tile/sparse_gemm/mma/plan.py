@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tinygrad_nv.tile.fragments import NAMES, STEP_BYTES
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
-from tinygrad_nv.tile.sparse_gemm import metadata
+from tinygrad_nv.tile.sparse_gemm import spec
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 
@@ -58,7 +58,7 @@ class SparseMmaPlan(MmaPlan):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage."""
-        nbytes = self.metadata_start + metadata.nbytes(self.schedule.block_m, self.schedule.block_k)
+        nbytes = self.metadata_start + spec.nbytes(self.schedule.block_m, self.schedule.block_k)
         return -(-nbytes // 1024) * 1024
 
     @property

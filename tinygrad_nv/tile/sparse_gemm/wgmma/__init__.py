@@ -2,7 +2,5 @@
 
   plan.py        the numbers of a spec and a schedule
   template.py    which schedules there can be, and those to try first
-  load.py        the producer's copies
-  main_loop.py   the consumers' main loop
-  kernel.py      the template
+  kernel.py      the template: the producer's copies, and the consumers' main loop
 """

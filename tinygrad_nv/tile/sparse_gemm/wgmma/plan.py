@@ -11,7 +11,7 @@ from functools import lru_cache
 from tinygrad_nv.quant.sparse import UNIT
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.sparse_gemm import metadata
+from tinygrad_nv.tile.sparse_gemm import spec as metadata
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, choose_major, natural_span
