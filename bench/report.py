@@ -74,11 +74,11 @@ def host(record: Record | None) -> str:
     """Returns the text on the CPU time of a replayed step."""
     if record is None: return f"A replayed step on the host (`bench/cpu/host_overhead.py`): {NOT_MEASURED}."
     us = record["us"]
-    def told(name: str) -> str:
+    def describe(name: str) -> str:
         return f"{us[name]['median']:.0f} µs ({us[name]['p10']:.0f} … {us[name]['p90']:.0f})"
     names = {"pool": "a graph pool", "TinyJit, Tensors that are there": "TinyJit with tinygrad_nv",
              "NULL, TinyJit, Tensors that are there": "TinyJit alone, on a device that launches nothing"}
-    said = ", ".join(f"{words} {told(name)}" for name, words in names.items() if name in us)
+    said = ", ".join(f"{words} {describe(name)}" for name, words in names.items() if name in us)
     return (f"What a replayed step of {record['kernels']} kernels costs the CPU, launches stubbed out "
             f"(`bench/cpu/host_overhead.py`, median, in brackets the 10th and 90th of a hundred): {said}.")
 
@@ -109,10 +109,10 @@ def performance(folder: Path) -> str:
               "## Loading, compiling, scheduling", loading(read(folder, "load")),
               emulator(read(folder, "emulator-x86_64")), producing(read(folder, "compile_time")),
               matching(read(folder, "match_time")), host(read(folder, "host_overhead"))]
-    return "\n\n".join(wrapped(text) for part in parts for text in part.split("\n\n")) + "\n"
+    return "\n\n".join(wrap(text) for part in parts for text in part.split("\n\n")) + "\n"
 
 
-def wrapped(text: str) -> str:
+def wrap(text: str) -> str:
     """Fills a paragraph to lines of `WIDTH`; tables, pictures, headings and comments stay as they are."""
     if text[0] in "|!#<": return text
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)

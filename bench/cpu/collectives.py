@@ -58,7 +58,7 @@ def row(world: World, group: Group, size: int, seconds: float) -> dict[str, Any]
     contenders["graph"] = graph(group, count)
     word, met = np.zeros(1, np.int32), np.zeros(1, np.int32)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for rounds in range(agreed(group, contenders, seconds)):
+    for rounds in range(agree_rounds(group, contenders, seconds)):
         for name, fn in list(contenders.items())[::1 - 2 * (rounds % 2)]:   # each is first as often
             # ranks begin together: else the first contender waits for the later rank
             group.run("all_reduce", met, word, 1, dtypes.int32, "min")
@@ -88,7 +88,7 @@ def graph(group: Group, count: int) -> Callable[[], None]:
     return replay
 
 
-def agreed(group: Group, contenders: dict[str, Callable[[], None]], seconds: float) -> int:
+def agree_rounds(group: Group, contenders: dict[str, Callable[[], None]], seconds: float) -> int:
     """How many rounds all ranks do."""
     begun = time.perf_counter()
     for fn in contenders.values(): fn()

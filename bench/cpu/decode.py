@@ -273,7 +273,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 @contextmanager
-def made(name: str) -> Iterator[Path]:
+def model_directory(name: str) -> Iterator[Path]:
     """The directory of one of `MODELS`, for as long as it is needed."""
     if name == "box":
         yield BOX
@@ -304,7 +304,7 @@ def main() -> None:
     results = []
     for name in arguments.models:
         title = "model in the box" if name == "box" else f"random {name}"
-        with made(name) as directory:
+        with model_directory(name) as directory:
             results.append(compare(title, directory, arguments.dtype or MODELS[name][0], arguments))
     path = save("cpu_decode", {"tokens": arguments.tokens, "results": results})
     if arguments.plot: plot(results, path.with_suffix(".png"))

@@ -51,7 +51,7 @@ def main() -> None:
     tinygrad_nv.enable()
     side = a.size // 8
     made = {"step": step(a.channels, side, a.rounds)}
-    if a.parts: made |= {name: timed(*pair, rounds=5) for name, pair in parts(a.channels, side).items()}
+    if a.parts: made |= {name: time_both(*pair, rounds=5) for name, pair in parts(a.channels, side).items()}
     for name, each in made.items():
         print(f"{name:24} tinygrad_nv {each['ours_ms']:9.1f} ms   torch {each['torch_ms']:9.1f} ms   "
               f"{each['ratio']:.2f} x torch   (CPU: {each['ours_cpu_ms']:.1f}, {each['torch_cpu_ms']:.1f} "
@@ -62,7 +62,7 @@ def main() -> None:
         a.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
-def timed(ours: Call, theirs: Call, rounds: int) -> dict[str, float]:
+def time_both(ours: Call, theirs: Call, rounds: int) -> dict[str, float]:
     """Medians of calls in turn, after one of each: of wall time, and of the time of all threads, which says
     more where other processes are at work."""
     took: tuple[list[tuple[float, float]], list[tuple[float, float]]] = [], []
@@ -106,7 +106,7 @@ def step(channels: int, side: int, rounds: int) -> dict[str, float]:
     def other() -> torch.Tensor:
         with torch.no_grad(): return theirs(x, times, text).sample
     away = np.abs(ours().transpose(0, 3, 1, 2) - other().numpy()).max()
-    return {**timed(ours, other, rounds), "max_difference": float(away)}
+    return {**time_both(ours, other, rounds), "max_difference": float(away)}
 
 
 def parts(channels: int, side: int) -> dict[str, tuple[Call, Call]]:
@@ -120,7 +120,7 @@ def parts(channels: int, side: int) -> dict[str, tuple[Call, Call]]:
     return made
 
 
-def _kept(fn: Callable[..., Tensor], *given: np.ndarray) -> Call:
+def _capture(fn: Callable[..., Tensor], *given: np.ndarray) -> Call:
     inputs = {f"x{i}": Input(each.shape[1:], dtypes.float32) for i, each in enumerate(given)}
     pool = GraphPool(fn, inputs, (2,))
     named = {f"x{i}": Tensor(each).realize() for i, each in enumerate(given)}
@@ -134,21 +134,22 @@ def _kept(fn: Callable[..., Tensor], *given: np.ndarray) -> Call:
 def _conv(s: int, c: int) -> tuple[Call, Call]:
     x, w, b = torch.randn(2, c, s, s), torch.randn(c, c, 3, 3), torch.randn(c)
     filters, bias = Tensor(w.permute(0, 2, 3, 1).numpy().copy()).realize(), Tensor(b.numpy()).realize()
-    return (_kept(lambda x0: convolution(x0, filters, bias, padding=(1,) * 4),
-                  x.permute(0, 2, 3, 1).contiguous().numpy()), lambda: torch.conv2d(x, w, b, padding=1))
+    return (_capture(lambda x0: convolution(x0, filters, bias, padding=(1,) * 4),
+                     x.permute(0, 2, 3, 1).contiguous().numpy()), lambda: torch.conv2d(x, w, b, padding=1))
 
 
 def _norm(s: int, c: int) -> tuple[Call, Call]:
     x, w, b = torch.randn(2, c, s, s), torch.randn(c), torch.randn(c)
     weight, bias = (Tensor(each.numpy()).realize() for each in (w, b))
-    return (_kept(lambda x0: group_norm(x0, 32, weight, bias, 1e-5, "silu"),
-                  x.permute(0, 2, 3, 1).contiguous().numpy()),
+    return (_capture(lambda x0: group_norm(x0, 32, weight, bias, 1e-5, "silu"),
+                     x.permute(0, 2, 3, 1).contiguous().numpy()),
             lambda: torch.nn.functional.silu(torch.group_norm(x, 32, w, b, 1e-5)))
 
 
 def _attention(t: int, c: int) -> tuple[Call, Call]:
     x = [torch.randn(2, 8, t, c // 8) for _ in range(3)]
-    return (_kept(lambda x0, x1, x2: scaled_dot_product_attention(x0, x1, x2), *(each.numpy() for each in x)),
+    given = (each.numpy() for each in x)
+    return (_capture(lambda x0, x1, x2: scaled_dot_product_attention(x0, x1, x2), *given),
             lambda: torch.nn.functional.scaled_dot_product_attention(*x))
 
 

@@ -53,15 +53,15 @@ def kinds() -> dict[str, tuple[str, int, Callable[[Tensor], object]]]:
             "EMU, schedule": ("EMU", 0, lambda made: made.schedule_linear())}
 
 
-def timed(step: Callable[[], object]) -> float:
+def time_step(step: Callable[[], object]) -> float:
     """Microseconds of the thread's processor."""
     begun = time.thread_time()
     step()
     return (time.thread_time() - begun) * 1e6
 
 
-def compared(device: str, program: Callable[[Tensor, Tensor], Tensor], done: Callable[[Tensor], object],
-             repeat: int) -> tuple[float, float]:
+def compare(device: str, program: Callable[[Tensor, Tensor], Tensor], done: Callable[[Tensor], object],
+            repeat: int) -> tuple[float, float]:
     """Median microseconds with the hooks, and without."""
     a, b = (Tensor.rand(64, 64, device="CPU").to(device).realize() for _ in range(2))
     def step() -> None: done(program(a, b))
@@ -71,8 +71,8 @@ def compared(device: str, program: Callable[[Tensor, Tensor], Tensor], done: Cal
     gc.collect()
     ours, plain = list[float](), list[float]()
     for _ in range(repeat):
-        ours.append(timed(step))
-        with hooks.disabled(): plain.append(timed(step))
+        ours.append(time_step(step))
+        with hooks.disabled(): plain.append(time_step(step))
     return median(ours), median(plain)
 
 
@@ -88,7 +88,7 @@ def main() -> None:
         kind, _, program = name.partition(": ")
         device, cache, done = kinds()[kind]
         with Context(SCACHE=cache, DEBUG=0):
-            spent[name] = compared(device, PROGRAMS[program], done, args.repeat)
+            spent[name] = compare(device, PROGRAMS[program], done, args.repeat)
     ratios = {name: ours / plain for name, (ours, plain) in spent.items()}
     print(table(("µs of the processor", "with hooks", "tinygrad alone", "ratio"),
                 [(name, f"{ours:.0f}", f"{plain:.0f}", f"{ratios[name]:.3f}")

@@ -60,7 +60,7 @@ def reference(model: torch.nn.Module, texts: list[list[int]]) -> np.ndarray:
     return np.stack(out)
 
 
-def timed(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
+def time_call(run: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
     """Seconds of a call, and its result."""
     begun = time.perf_counter()
     made = run()
@@ -88,7 +88,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         vectors = {name: run() for name, run in sides.items()}      # compiles, and warms caches
         for _ in range(arguments.rounds):
-            for name, run in sides.items(): seconds[name].append(timed(run)[0])
+            for name, run in sides.items(): seconds[name].append(time_call(run)[0])
         llm.close()
     tokens = sum(map(len, texts))
     found = {"texts": len(texts), "tokens": tokens,

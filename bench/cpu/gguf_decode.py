@@ -61,8 +61,8 @@ def rate(mode: str, prompt: list[int], count: int, first: float, whole: float) -
     return (count - 1) / (whole - first)
 
 
-def timed(run: Callable[[list[int], int], tuple[float, float]],
-          arguments: argparse.Namespace) -> Callable[[str], float]:
+def make_timer(run: Callable[[list[int], int], tuple[float, float]],
+               arguments: argparse.Namespace) -> Callable[[str], float]:
     """Tokens/s of a mode: `run` gives seconds to the first token of so many, and in all."""
     def cpu_seconds(prompt: list[int], count: int) -> float:
         begun = time.process_time()
@@ -86,14 +86,14 @@ def work_ours(path: str, arguments: argparse.Namespace) -> Callable[[str], float
     def run(prompt: list[int], count: int) -> tuple[float, float]:
         done = llm.complete(prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
         return done.ttft_s, done.ttft_s + done.decode_s
-    return timed(run, arguments)
+    return make_timer(run, arguments)
 
 
 def work_theirs(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
     """The llama.cpp process."""
     from bench.cpu.gguf_peer import Session
     session = Session(path, arguments.prompt + arguments.tokens + 256, 1 if arguments.cpu_time else None)
-    return timed(lambda prompt, count: session.greedy(prompt, count)[1:], arguments)
+    return make_timer(lambda prompt, count: session.greedy(prompt, count)[1:], arguments)
 
 
 def work_floats(path: str, arguments: argparse.Namespace) -> Callable[[str], float]:
@@ -104,15 +104,15 @@ def work_floats(path: str, arguments: argparse.Namespace) -> Callable[[str], flo
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     if arguments.cpu_time: torch.set_num_threads(1)
 
-    def generated(ids: list[int], count: int) -> float:
+    def generate(ids: list[int], count: int) -> float:
         prompt, begun = torch.tensor([ids]), time.perf_counter()
         model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
         return time.perf_counter() - begun
 
     def run(ids: list[int], count: int) -> tuple[float, float]:
-        first = 0.0 if arguments.cpu_time else generated(ids, 1)
-        return first, generated(ids, count) if count > 1 or arguments.cpu_time else first
-    return timed(run, arguments)
+        first = 0.0 if arguments.cpu_time else generate(ids, 1)
+        return first, generate(ids, count) if count > 1 or arguments.cpu_time else first
+    return make_timer(run, arguments)
 
 
 def directory_of(path: Path) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.cpu.decode import MODELS, made
+from bench.cpu.decode import MODELS, model_directory
 from bench.cpu.gguf_decode import types_of
 from bench.cpu.gguf_writer import write
 
@@ -38,7 +38,7 @@ def main() -> None:
     for model in arguments.models:
         source = arguments.out / f"{model}-f16.gguf"
         if not source.exists():
-            with made(model) as directory:
+            with model_directory(model) as directory:
                 write(directory, source, "float16")
                 shutil.copytree(directory, arguments.out / model, dirs_exist_ok=True)
         for format in arguments.formats:

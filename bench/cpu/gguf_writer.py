@@ -41,8 +41,8 @@ def write(directory: Path, path: Path, dtype: str) -> None:
     for there, here in names_of(config).items():
         some = [weights[f"{name}.weight"].float().numpy() for name in here]
         weight = some[0] if "_exps" not in there else np.stack(some)
-        if there.endswith("attn_q") and architecture == "llama": weight = paired(weight, heads)
-        if there.endswith("attn_k") and architecture == "llama": weight = paired(weight, kv)
+        if there.endswith("attn_q") and architecture == "llama": weight = pair_rows(weight, heads)
+        if there.endswith("attn_k") and architecture == "llama": weight = pair_rows(weight, kv)
         # llama.cpp keeps routers in float32
         kind = KINDS[dtype] if weight.ndim > 1 and not there.endswith("_inp") else KINDS["float32"]
         writer.add_tensor(f"{there}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
@@ -92,7 +92,7 @@ def describe(writer: Any, config: dict[str, Any]) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def paired(weight: np.ndarray, heads: int) -> np.ndarray:
+def pair_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head, [2, half], as [half, 2]."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)

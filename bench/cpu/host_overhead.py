@@ -109,7 +109,7 @@ def arrays(seed: int) -> dict[str, np.ndarray]:
             for name, given in INPUTS.items()}
 
 
-def pooled(kernels: int, every: int = 0) -> Callable[[int], None]:
+def pool_step(kernels: int, every: int = 0) -> Callable[[int], None]:
     """A pooled step."""
     pool = GraphPool(step_of("STUB", kernels, every), INPUTS, (ROWS,), "STUB")
     given, n = [arrays(seed) for seed in range(4)], Variable("n", 0, 1023)
@@ -125,20 +125,20 @@ def pooled(kernels: int, every: int = 0) -> Callable[[int], None]:
     return run
 
 
-def replayed(device: str, kernels: int, fresh: bool = False, graphs: bool = True) -> Callable[[int], None]:
+def replay_step(device: str, kernels: int, fresh: bool = False, graphs: bool = True) -> Callable[[int], None]:
     """TinyJit's replay of the same step."""
     jit: Any = TinyJit(step_of(device, kernels))
     given = [arrays(seed) for seed in range(4)]
-    def made(k: int) -> dict[str, Tensor]:
+    def make_inputs(k: int) -> dict[str, Tensor]:
         return {name: Tensor(value, device=device).realize() for name, value in given[k % 4].items()}
-    ready = [made(k) for k in range(4)]
-    def run(k: int) -> None: jit(**(made(k) if fresh else ready[k % 4]))
+    ready = [make_inputs(k) for k in range(4)]
+    def run(k: int) -> None: jit(**(make_inputs(k) if fresh else ready[k % 4]))
     with Context(JIT=JIT.value if graphs else 2):
         for k in range(3): run(k)
     return run
 
 
-def timed(rows: Sequence[tuple[str, Callable[[int], None]]], repeat: int) -> dict[str, list[float]]:
+def time_rows(rows: Sequence[tuple[str, Callable[[int], None]]], repeat: int) -> dict[str, list[float]]:
     """Microseconds of each row's steps, which take turns."""
     spent: dict[str, list[float]] = {name: [] for name, _ in rows}
     gc.collect()
@@ -160,19 +160,19 @@ def main() -> None:
     args = parser.parse_args()
     hooks.add_device("STUB", STUBDevice)
     made: list[tuple[str, Callable[[], Callable[[int], None]]]] = [
-        ("pool", lambda: pooled(args.kernels)),
-        ("pool, Variable in every tenth kernel", lambda: pooled(args.kernels, 10)),
-        ("pool, Variable in every kernel", lambda: pooled(args.kernels, 1)),
-        ("TinyJit, Tensors that are there", lambda: replayed("STUB", args.kernels)),
-        ("TinyJit, Tensors made of arrays", lambda: replayed("STUB", args.kernels, fresh=True)),
-        ("NULL, TinyJit, Tensors that are there", lambda: replayed("NULL", args.kernels)),
-        ("NULL, TinyJit, Tensors made of arrays", lambda: replayed("NULL", args.kernels, fresh=True)),
-        ("NULL, no graphs, Tensors that are there", lambda: replayed("NULL", args.kernels, graphs=False)),
+        ("pool", lambda: pool_step(args.kernels)),
+        ("pool, Variable in every tenth kernel", lambda: pool_step(args.kernels, 10)),
+        ("pool, Variable in every kernel", lambda: pool_step(args.kernels, 1)),
+        ("TinyJit, Tensors that are there", lambda: replay_step("STUB", args.kernels)),
+        ("TinyJit, Tensors made of arrays", lambda: replay_step("STUB", args.kernels, fresh=True)),
+        ("NULL, TinyJit, Tensors that are there", lambda: replay_step("NULL", args.kernels)),
+        ("NULL, TinyJit, Tensors made of arrays", lambda: replay_step("NULL", args.kernels, fresh=True)),
+        ("NULL, no graphs, Tensors that are there", lambda: replay_step("NULL", args.kernels, graphs=False)),
     ]
     runs = dict(made)
     rows = [(name, runs[name]()) for name in each([name for name, _ in made])]
-    timed(rows, 20)
-    spent = timed(rows, args.repeat)
+    time_rows(rows, 20)
+    spent = time_rows(rows, args.repeat)
     pool = median(spent["pool"])
     print(table((f"{args.kernels} kernels, µs a step", "median", "10% … 90%", "min … max", "× pool"),
                 [(name, f"{median(us):.1f}", " … ".join(f"{np.percentile(us, p):.1f}" for p in (10, 90)),

@@ -66,7 +66,7 @@ def operand(rng: np.random.Generator, dtype: str, *shape: int) -> tuple[Tensor, 
     return Tensor(numbers).cast(DTYPES[dtype]).realize(), theirs
 
 
-def captured(fn: Callable[[], Tensor]) -> Run:
+def capture(fn: Callable[[], Tensor]) -> Run:
     """Ours as a graph that is replayed."""
     jitted = TinyJit(lambda: fn().realize())
     for _ in range(3): jitted()
@@ -86,8 +86,8 @@ def linear(part: str, m: int, n: int, k: int, dtype: str, transposed: bool = Tru
         rng = np.random.default_rng(m + n + k)
         x, tx = operand(rng, dtype, m, k)
         w, tw = operand(rng, dtype, *((n, k) if transposed else (k, n)))
-        if transposed: return captured(lambda: x @ w.T), lambda: torch.nn.functional.linear(tx, tw)
-        return captured(lambda: x @ w), lambda: tx @ tw
+        if transposed: return capture(lambda: x @ w.T), lambda: torch.nn.functional.linear(tx, tw)
+        return capture(lambda: x @ w), lambda: tx @ tw
     size = DTYPES[dtype].itemsize
     return Case(part, f"{m}x{n}x{k} {'x @ w.T' if transposed else 'x @ w'}", dtype, 2 * m * n * k,
                 size * (m * k + n * k + m * n), make)
@@ -104,7 +104,7 @@ def attention(part: str, b: int, h: int, kv: int, s_q: int, s: int, d: int, dtyp
         def theirs() -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(tq, tk, tv, is_causal=causal,
                                                                     enable_gqa=gqa)
-        if part != "backward": return captured(ours), theirs
+        if part != "backward": return capture(ours), theirs
         grad, tgrad = operand(rng, dtype, b, h, s_q, d)
         for x in (tq, tk, tv): x.requires_grad_()
         def gradients() -> Tensor:
@@ -113,7 +113,7 @@ def attention(part: str, b: int, h: int, kv: int, s_q: int, s: int, d: int, dtyp
             return made[0]
         def torch_gradients() -> torch.Tensor:
             return torch.autograd.grad(theirs(), (tq, tk, tv), tgrad)[0]
-        return captured(gradients), torch_gradients
+        return capture(gradients), torch_gradients
     pairs = s_q * s if not causal else s_q * (s_q + 1) // 2
     flops = 4 * b * h * pairs * d * (7 if part == "backward" else 2) // 2
     nbytes = DTYPES[dtype].itemsize * b * d * (2 * h * s_q + 2 * kv * s)
@@ -151,23 +151,23 @@ def readers() -> tuple[Run, ...]:
     theirs = torch.ones(READ_BYTES // 4)
     x, w = Tensor.ones(1, 4096).contiguous().realize(), Tensor.ones(READ_BYTES // 4 // 4096, 4096)
     w = w.contiguous().realize()
-    return theirs.sum, captured(lambda: x @ w.T)
+    return theirs.sum, capture(lambda: x @ w.T)
 
 
-def timed(run: Run) -> float:
+def time_call(run: Run) -> float:
     """Seconds of a call."""
     begun = time.perf_counter()
     run()
     return time.perf_counter() - begun
 
 
-def rested(run: Run, times: int) -> float:
+def time_rested(run: Run, times: int) -> float:
     """Seconds of a call, of several one after the other, where no other thread spins and all cores are
     awake."""
     time.sleep(PAUSE_S)
     begun = time.perf_counter()
     while time.perf_counter() - begun < WARM_S: run()
-    return timed(lambda: [run() for _ in range(times)]) / times
+    return time_call(lambda: [run() for _ in range(times)]) / times
 
 
 def agree(ours: Run, theirs: Run, dtype: str) -> float:
@@ -184,13 +184,13 @@ def measure(case: Case, repeat: int) -> dict[str, Any]:
     with Context(DEBUG=0): ours, theirs = case.make()
     worst = agree(ours, theirs, case.dtype)
     # small ones are done several times a turn, about 2 ms
-    times = max(1, math.ceil(2e-3 / max(timed(theirs), 1e-7)))
+    times = max(1, math.ceil(2e-3 / max(time_call(theirs), 1e-7)))
     runs: dict[str, list[float]] = {"ours": [], "torch": [], "read": []}
-    def several(run: Run) -> float: return rested(run, times)
+    def several(run: Run) -> float: return time_rested(run, times)
     for _ in range(repeat):
         runs["ours"].append(several(ours))
         runs["torch"].append(several(theirs))
-        if case.part == "gemv": runs["read"].append(min(rested(run, 1) for run in readers()))
+        if case.part == "gemv": runs["read"].append(min(time_rested(run, 1) for run in readers()))
     ratios = [b / a for a, b in zip(runs["ours"], runs["torch"], strict=True)]
     return {"part": case.part, "name": case.name, "dtype": case.dtype, "flops": case.flops,
             "bytes": case.nbytes, "error": worst, "ratio": median(ratios), "ratios": ratios, "seconds": runs}

@@ -47,7 +47,7 @@ def decode(layers: int) -> Tensor:
     return model.step(token, Variable("position", 0, 127).bind(5), cache)[0]
 
 
-def scheduled(tensor: Tensor) -> tuple[float, UOp]:
+def time_schedule(tensor: Tensor) -> tuple[float, UOp]:
     """Seconds to schedule, and the schedule."""
     call = transform_to_call(UOp.sink(tensor.uop))[0]
     gc.collect()
@@ -56,7 +56,7 @@ def scheduled(tensor: Tensor) -> tuple[float, UOp]:
     return time.process_time() - begun, linear
 
 
-def timed(rewrite: Callable[[UOp], UOp], seconds: list[float]) -> Callable[[UOp], UOp]:
+def time_rewrite(rewrite: Callable[[UOp], UOp], seconds: list[float]) -> Callable[[UOp], UOp]:
     """A rewrite that notes how long it took."""
     def fn(sink: UOp) -> UOp:
         begun = time.process_time()
@@ -78,16 +78,16 @@ def main() -> None:
     attending = lists[[one.name for one in registered.REWRITES].index("attention")]
     registered.remove()
     for one, seconds in zip(registered.REWRITES, lists, strict=True):
-        hooks.add_rewrite(one.name, timed(one.fn, seconds), *one.keys)
+        hooks.add_rewrite(one.name, time_rewrite(one.fn, seconds), *one.keys)
     tensor, alone, joined = decode(args.layers), list[float](), list[float]()
     with Context(SCACHE=0, CAPTURING=0, DEBUG=0):
-        with hooks.disabled(): kernels = len(scheduled(tensor)[1].src)
-        _, linear = scheduled(tensor)
+        with hooks.disabled(): kernels = len(time_schedule(tensor)[1].src)
+        _, linear = time_schedule(tensor)
         ours = sum(note_of(call.src[0]) is not None for call in linear.src)
         for each_s in lists: each_s.clear()
         for _ in each(range(args.repeat)):
-            with hooks.disabled(): alone.append(scheduled(tensor)[0])
-            joined.append(scheduled(tensor)[0])
+            with hooks.disabled(): alone.append(time_schedule(tensor)[0])
+            joined.append(time_schedule(tensor)[0])
     matching = [sum(each_s) for each_s in zip(*lists, strict=True)]
     share = [one / other for one, other in zip(matching, alone, strict=True)]
     whole = [one / other for one, other in zip(joined, alone, strict=True)]

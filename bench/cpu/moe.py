@@ -24,7 +24,7 @@ from torch.nn.functional import linear, silu
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.cpu.kernel_times import Run, captured, rested
+from bench.cpu.kernel_times import Run, capture, time_rested
 from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import grouped_matmul
@@ -84,7 +84,7 @@ def routings(case: Case) -> list[Routed]:
     return made
 
 
-def shared(x: torch.Tensor) -> Tensor:
+def to_tinygrad(x: torch.Tensor) -> Tensor:
     """A tensor of tinygrad with the elements of torch's."""
     if x.dtype != torch.bfloat16: return Tensor(x.numpy(), device="CPU").realize()
     return Tensor(x.view(torch.uint16).numpy(), device="CPU").bitcast(dtypes.bfloat16).contiguous().realize()
@@ -93,10 +93,10 @@ def shared(x: torch.Tensor) -> Tensor:
 def ours(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor,
          routed: list[Routed]) -> list[Run]:
     """Runs of the kernel, a routing each."""
-    a, b, scales = map(shared, (x, w, weights))
+    a, b, scales = map(to_tinygrad, (x, w, weights))
     more: dict[str, Any] = {"gather": case.layer.k, "activation": "silu"} if case.up else \
         {"scatter": True, "weights": scales}
-    return [captured(partial(grouped_matmul, a, b, shared(r.offsets), shared(r.order), **more))
+    return [capture(partial(grouped_matmul, a, b, to_tinygrad(r.offsets), to_tinygrad(r.order), **more))
             for r in routed]
 
 
@@ -110,7 +110,7 @@ def after(case: Case, y: torch.Tensor, weights: torch.Tensor, order: torch.Tenso
     return made
 
 
-def looped(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, routed: Routed) -> Run:
+def loop_experts(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, routed: Routed) -> Run:
     """torch, an expert after the other."""
     offsets, order = routed.offsets.tolist(), routed.order.long()
 
@@ -122,7 +122,8 @@ def looped(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, 
     return run
 
 
-def grouped(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor, routed: Routed) -> Run:
+def torch_grouped_mm(case: Case, x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor,
+                     routed: Routed) -> Run:
     """torch's grouped matmul."""
     order = routed.order.long()
 
@@ -141,8 +142,8 @@ def sides(case: Case, routed: list[Routed]) -> dict[str, Run]:
     w = (torch.randn(one.experts, n, k, generator=random) / k ** 0.5).bfloat16()
     weights = torch.rand(slots, generator=random)
     made = {"ours": ours(case, x, w, weights, routed),
-            "torch loop": [looped(case, x, w, weights, r) for r in routed],
-            "torch grouped_mm": [grouped(case, x, w, weights, r) for r in routed]}
+            "torch loop": [loop_experts(case, x, w, weights, r) for r in routed],
+            "torch grouped_mm": [torch_grouped_mm(case, x, w, weights, r) for r in routed]}
     for mine, theirs in zip(made["ours"], made["torch loop"], strict=True):
         got, wanted = torch.from_numpy(mine().float().numpy()), theirs().float()
         # torch rounds y, gate, activation and results; ours the results
@@ -155,11 +156,11 @@ def in_turn(runs: list[Run]) -> None:
     for run in runs: run()
 
 
-def measured(case: Case, repeat: int) -> dict[str, list[float]]:
+def measure(case: Case, repeat: int) -> dict[str, list[float]]:
     """Seconds of a routing, of each side by turns."""
     routed = routings(case)
     runs = sides(case, routed)
-    turns = [{name: rested(run, 1) / ROUTINGS for name, run in runs.items()} for _ in range(repeat)]
+    turns = [{name: time_rested(run, 1) / ROUTINGS for name, run in runs.items()} for _ in range(repeat)]
     return {name: [turn[name] for turn in turns] for name in runs}
 
 
@@ -189,7 +190,7 @@ def main() -> None:
     every = [Case(layer, tokens, up) for layer in LAYERS for tokens in arguments.tokens
              for up in (True, False)]
     cases = [case for case in every if arguments.only in str(case)]
-    found = {case: measured(case, arguments.repeat) for case in each(cases)}
+    found = {case: measure(case, arguments.repeat) for case in each(cases)}
     print(f"{here.isa}, {here.threads} threads, torch {torch.__version__}")
     print(table(HEADER, [row for case, seconds in found.items() for row in rows_of(case, seconds)]))
     if not arguments.only and arguments.tokens == list(TOKENS):

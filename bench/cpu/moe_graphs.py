@@ -20,7 +20,7 @@ from tinygrad import Tensor, dtypes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.cpu.kernel_times import Run, captured, rested
+from bench.cpu.kernel_times import Run, capture, time_rested
 from bench.lib.measure import spread, table
 from tinygrad_nv import disabled
 from tinygrad_nv.cpu.target import host
@@ -54,13 +54,13 @@ def layer(tokens: int) -> Layer:
                  Tensor(experts, device="CPU").realize(), normal(tokens, K))
 
 
-def gathered(one: Layer) -> Tensor:
+def gather_weights(one: Layer) -> Tensor:
     """Computes the layer as tinygrad's llm has it."""
-    def multiplied(x: Tensor, w: Tensor) -> Tensor:
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
         return (x.unsqueeze(-2) @ w[one.chosen].transpose(-1, -2)).contiguous().squeeze(-2)
     h = one.x.unsqueeze(1)
-    inner = (multiplied(h, one.gate).silu() * multiplied(h, one.up)).contiguous()
-    return (multiplied(inner, one.down) * one.weights.unsqueeze(-1)).sum(1)
+    inner = (multiply(h, one.gate).silu() * multiply(h, one.up)).contiguous()
+    return (multiply(inner, one.down) * one.weights.unsqueeze(-1)).sum(1)
 
 
 def step(tokens: int) -> Run:
@@ -73,7 +73,7 @@ def step(tokens: int) -> Run:
         made = dispatch(one.x, experts, f"top{K}").square().sum().gradient(*given)
         Tensor.realize(*made)
         return made[0]
-    return captured(run)
+    return capture(run)
 
 
 def main() -> None:
@@ -86,11 +86,11 @@ def main() -> None:
     here, rows = host(), []
     for tokens in arguments.tokens:
         one = layer(tokens)
-        ours = captured(partial(gathered, one))
-        with disabled(): theirs = captured(partial(gathered, one))
+        ours = capture(partial(gather_weights, one))
+        with disabled(): theirs = capture(partial(gather_weights, one))
         a, b = ours().numpy(), theirs().numpy()
         assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), tokens
-        turns = [[1e3 * rested(run, 1) for run in (ours, theirs)] for _ in range(arguments.repeat)]
+        turns = [[1e3 * time_rested(run, 1) for run in (ours, theirs)] for _ in range(arguments.repeat)]
         mine, plain = ([turn[i] for turn in turns] for i in (0, 1))
         rows.append([f"{tokens} tokens", f"{median(mine):.2f}", f"{median(plain):.2f}",
                      f"{median(plain) / median(mine):.1f}", spread(mine), spread(plain)])
@@ -98,7 +98,7 @@ def main() -> None:
     print(table(HEADER, rows))
     if arguments.step:
         run = step(arguments.step)
-        taken = [1e3 * rested(run, 1) for _ in range(arguments.repeat)]
+        taken = [1e3 * time_rested(run, 1) for _ in range(arguments.repeat)]
         print(f"training step, {arguments.step} tokens: {median(taken):.1f} ms ({spread(taken)})")
 
 

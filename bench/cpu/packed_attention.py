@@ -43,7 +43,7 @@ def main() -> None:
     tokens, rows, lines = arguments.tokens, [], []
     packed = [[n] * (tokens // n) for n in (tokens, tokens // 2, tokens // 8, 32, 8)]
     for lengths in (*packed, [tokens // 10] * 5):
-        found = measured(steps(lengths, tokens), arguments.rounds)
+        found = measure(steps(lengths, tokens), arguments.rounds)
         rows.append({"documents": len(lengths), "tokens of each": lengths[0], "seconds": found})
         ours = found["documents"]
         lines.append((f"{len(lengths)} of {lengths[0]}",
@@ -66,12 +66,12 @@ def steps(lengths: list[int], tokens: int) -> dict[str, Step]:
     documents = Documents(*(Tensor(x.astype(np.int32)).realize() for x in (positions, segments)))
     first, end = (x.realize() for x in documents.bounds())
     seen = documents.mask(None, False).realize()
-    return {"documents": captured(arrays, lambda q, k, v: document_attention(q, k, v, first, end)),
-            "mask": captured(arrays, partial(scaled_dot_product_attention, attn_mask=seen, enable_gqa=True)),
+    return {"documents": capture(arrays, lambda q, k, v: document_attention(q, k, v, first, end)),
+            "mask": capture(arrays, partial(scaled_dot_product_attention, attn_mask=seen, enable_gqa=True)),
             "torch": theirs(arrays, torch.from_numpy(seen.numpy()))}
 
 
-def captured(arrays: list[np.ndarray], attention: Attention) -> Step:
+def capture(arrays: list[np.ndarray], attention: Attention) -> Step:
     """Ours, captured once."""
     given = [Tensor(x).realize() for x in arrays]
 
@@ -93,7 +93,7 @@ def theirs(arrays: list[np.ndarray], seen: torch.Tensor) -> Step:
     return step
 
 
-def measured(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def measure(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
     """Seconds of each, in turn."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM + rounds):

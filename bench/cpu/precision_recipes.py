@@ -55,7 +55,7 @@ def arguments(name: str, recipe: Recipe, given: argparse.Namespace, output: Path
         report_to="none")
 
 
-def measured(name: str, data: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(name: str, data: Path, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Figures of a run."""
     output = folder / name
     made = train(assemble(arguments(name, Recipe(), given, output), TALES, [str(data)]))
@@ -104,7 +104,7 @@ def main() -> None:
         data = Path(folder) / "stories.npy"
         shard(data, Recipe(), given.steps)
         for name in given.recipes or ASKED:
-            add(found, name, measured(name, data, given, Path(folder)), given)
+            add(found, name, measure(name, data, given, Path(folder)), given)
             save(NAME, {"steps": given.steps, "device": Device.DEFAULT, "mean_of_last": LAST,
                         "recipes": found})
     runs = {name: one["continued"] if given.continued else one for name, one in found.items()

@@ -25,7 +25,7 @@ from tinygrad.helpers import Context
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.cpu.kernel_times import Run, captured, timed
+from bench.cpu.kernel_times import Run, capture, time_call
 from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import prepare_matrix, quant_matmul, quantize, scaled_matmul
@@ -77,10 +77,10 @@ def layers(matrices: list[T], multiplied: Callable[[T], Tensor]) -> Run:
         out = [multiplied(w) for w in matrices]
         Tensor.realize(*out)
         return out[-1]
-    return captured(step)
+    return capture(step)
 
 
-def multiplied(name: str, x: Tensor, w: QTensor, floats: bool) -> Tensor:
+def multiply(name: str, x: Tensor, w: QTensor, floats: bool) -> Tensor:
     """x Wᵀ of a type by its name."""
     if name == "W8A8":
         codes, scales = quantize(x, "int8", types.Scale(1, 0))
@@ -101,11 +101,11 @@ def measure(n: int, k: int, rows: int, arguments: argparse.Namespace) -> dict[st
         one = matrix(TYPES[name], n, k)
         made = [one, *(matrix(TYPES[name], n, k) for _ in range(copies(one.nbytes, rows) - 1))]
         if not arguments.as_stored: made = [prepare_matrix(w) for w in made]
-        step = layers(made, partial(multiplied, name, x, floats=arguments.floats))
+        step = layers(made, partial(multiply, name, x, floats=arguments.floats))
         sides[name], nbytes[name] = (step, len(made)), one.nbytes
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(arguments.repeat):
-        for name, (run, count) in sides.items(): seconds[name].append(timed(run) / count)
+        for name, (run, count) in sides.items(): seconds[name].append(time_call(run) / count)
     return {"n": n, "k": k, "rows": rows, "bytes": nbytes, "seconds": seconds}
 
 

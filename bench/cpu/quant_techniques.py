@@ -52,7 +52,7 @@ TECHNIQUES = (technique("int8, groups of 128", "--scheme", "w8a16"),
               technique("GPTQ", "--scheme", "gptq", stored=GPTQ))
 
 
-def quantised(model: Path, out: Path, options: tuple[str, ...]) -> dict[str, Any]:
+def quantise(model: Path, out: Path, options: tuple[str, ...]) -> dict[str, Any]:
     """Returns what `tinygrad-nv quantize … --json` says."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -67,7 +67,7 @@ def perplexities(chosen: list[Technique]) -> dict[str, float]:
     made: dict[str, float] = {}
     for one in each(chosen):
         with tempfile.TemporaryDirectory() as folder:
-            quality = quantised(Path(DEFAULT_MODEL), Path(folder) / "made", one.options)["quality"]
+            quality = quantise(Path(DEFAULT_MODEL), Path(folder) / "made", one.options)["quality"]
         made[PLAIN], made[one.name] = quality["before"], quality["after"]
     return made
 
@@ -101,7 +101,7 @@ def run() -> None:
     for one in chosen:
         folders[one.name] = arguments.work / "-".join(option.strip("-") for option in one.stored)
         if not folders[one.name].exists():
-            quantised(arguments.model, folders[one.name], (*one.stored, "--no-report"))
+            quantise(arguments.model, folders[one.name], (*one.stored, "--no-report"))
     found = rates(folders, arguments)
     plain, lines = found[PLAIN], []
     for name, done in found.items():
@@ -112,7 +112,7 @@ def run() -> None:
     print(table(("", "tokens/s", "ratio", "GB/s", "perplexity", "change"), lines))
     if arguments.save:
         save("quant_techniques", {"tokens/s": found, "bytes": {name: nbytes(path) for name, path in
-                                                              folders.items()}, "perplexity": lost})
+                                                               folders.items()}, "perplexity": lost})
 
 
 if __name__ == "__main__": run()

@@ -22,7 +22,7 @@ from tinygrad import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.cpu.kernel_times import Run, captured, rested, timed
+from bench.cpu.kernel_times import Run, capture, time_call, time_rested
 from bench.lib.measure import each, save, spread, table
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -48,7 +48,7 @@ class Case:
     def __str__(self) -> str: return f"{self.kind}, {self.rows} x {self.size}"
 
 
-def kept(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+def filter_logits(x: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """torch's logits after the filters."""
     x = x / params.temperature
     if params.top_p == 1:
@@ -69,26 +69,26 @@ def sides(case: Case) -> tuple[Run, Run]:
     slots = SamplerState(case.rows, case.size)
     for row in range(case.rows): slots.start_slot(row, params, row, ())
     rows = Tensor(np.arange(case.rows, dtype=np.int32)).realize()
-    chosen = captured(lambda: next_tokens(ours, params.filters, slots, rows, rows))
+    chosen = capture(lambda: next_tokens(ours, params.filters, slots, rows, rows))
     if not params.temperature: return chosen, lambda: theirs.argmax(-1)
     mine = apply_filters(ours, params.filters, slots, rows, embedding(slots.numbers, rows)).numpy()
     # sums that are nearly top_p are rounded otherwise
-    differ = int((np.isinf(mine) != np.isinf(kept(theirs, params).numpy())).sum(-1).max())
+    differ = int((np.isinf(mine) != np.isinf(filter_logits(theirs, params).numpy())).sum(-1).max())
     if differ > 2: raise SystemExit(f"{case}: {differ} tokens of a row are kept by one alone")
 
-    def drawn() -> torch.Tensor:
-        left = kept(theirs, params).softmax(-1)
+    def draw() -> torch.Tensor:
+        left = filter_logits(theirs, params).softmax(-1)
         return left.div_(torch.empty_like(left).exponential_()).argmax(-1)
-    return chosen, drawn
+    return chosen, draw
 
 
 def measure(case: Case, repeat: int) -> dict[str, Any]:
     """One case: both sides in turns."""
     runs: dict[str, list[float]] = {"ours": [], "torch": []}
     made = dict(zip(runs, sides(case), strict=True))
-    times = {side: max(1, math.ceil(2e-3 / max(timed(run), 1e-7))) for side, run in made.items()}
+    times = {side: max(1, math.ceil(2e-3 / max(time_call(run), 1e-7))) for side, run in made.items()}
     for _ in range(repeat):
-        for side, run in made.items(): runs[side].append(rested(run, times[side]))
+        for side, run in made.items(): runs[side].append(time_rested(run, times[side]))
     ratios = [b / a for a, b in zip(runs["ours"], runs["torch"], strict=True)]
     return {"kind": case.kind, "size": case.size, "rows": case.rows, "ratio": median(ratios),
             "ratios": ratios, "seconds": runs}

@@ -67,19 +67,19 @@ def row(group: Group, kind: str, count: int, rounds: int) -> dict[str, Any]:
         return next_tokens(own, params.filters, mine, slots, slots, None, part).realize()
 
     @TinyJit
-    def gathered() -> Tensor:
+    def gather_and_sample() -> Tensor:
         return next_tokens(part.gather(own), params.filters, all_tokens, slots, slots).realize()
-    for _ in range(3): assert parts().tolist() == gathered().tolist()
+    for _ in range(3): assert parts().tolist() == gather_and_sample().tolist()
     times: dict[str, list[float]] = {"parts": [], "gathered": []}
     for i in range(rounds):
-        both = [("parts", parts), ("gathered", gathered)]
-        for name, fn in both[::1 - 2 * (i % 2)]: times[name].append(timed(group, fn))
+        both = [("parts", parts), ("gathered", gather_and_sample)]
+        for name, fn in both[::1 - 2 * (i % 2)]: times[name].append(time_call(group, fn))
     ratios = [theirs / ours for ours, theirs in zip(times["parts"], times["gathered"], strict=True)]
     return {"kind": kind, "samples": count, **{name: statistics.median(of) for name, of in times.items()},
             "quartiles": statistics.quantiles(ratios, n=4)}
 
 
-def timed(group: Group, fn: Callable[[], Tensor]) -> float:
+def time_call(group: Group, fn: Callable[[], Tensor]) -> float:
     """Milliseconds, from when all ranks are there."""
     word, met = np.zeros(1, np.int32), np.zeros(1, np.int32)
     group.run("all_reduce", met, word, 1, dtypes.int32, "min")

@@ -31,11 +31,11 @@ WIDTH, HEADS, LAYERS = 512, 8, 4
 def weights() -> list[dict[str, Tensor]]:
     """Returns the weights of each layer, as they are drawn."""
     random = np.random.default_rng(0)
-    def drawn(rows: int, columns: int) -> Tensor:
+    def draw(rows: int, columns: int) -> Tensor:
         return Tensor((random.standard_normal((rows, columns)) * 0.02).astype(np.float32)).realize()
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH),
               "down": (4 * WIDTH, WIDTH)}
-    return [{name: drawn(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
+    return [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
 
 
 def forward(x: Tensor, layers: list[dict[str, Tensor]]) -> Tensor:
@@ -68,7 +68,7 @@ def steps() -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
             "forward 1x1": (TinyJit(infer), one)}
 
 
-def timed(step: Callable[[Tensor], Tensor], x: Tensor, guarded: bool) -> tuple[float, float]:
+def time_step(step: Callable[[Tensor], Tensor], x: Tensor, guarded: bool) -> tuple[float, float]:
     """Seconds of a step and of all cores' work for it, the second in its block: the first scans what it has
     not seen yet twice."""
     with sentinels() if guarded else nullcontext():
@@ -84,8 +84,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     for name, (step, x) in steps().items():
-        for guarded in (False, False, False, True): timed(step, x, guarded)
-        pairs = [(*timed(step, x, False), *timed(step, x, True)) for _ in range(rounds)]
+        for guarded in (False, False, False, True): time_step(step, x, guarded)
+        pairs = [(*time_step(step, x, False), *time_step(step, x, True)) for _ in range(rounds)]
         plain, work, guarded, more = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
         print(json.dumps({"step": name, "plain_ms": round(plain, 2), "guarded_ms": round(guarded, 2),
                           "added_percent": round(100 * (guarded / plain - 1), 1),

@@ -59,9 +59,9 @@ def compare(arguments: argparse.Namespace) -> None:
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
              for ranks in (1, arguments.ranks)]
     times: list[list[float]] = [[], []]
-    for each in sides: _asked(each)     # loaded, and warm
+    for each in sides: _ask(each)     # loaded, and warm
     for number in range(arguments.rounds):
-        for which in (0, 1) if number % 2 else (1, 0): times[which].append(_asked(sides[which]))
+        for which in (0, 1) if number % 2 else (1, 0): times[which].append(_ask(sides[which]))
     for each in sides: each.communicate("")
     report(arguments, times, stated)
 
@@ -71,7 +71,7 @@ def _again(arguments: argparse.Namespace, *more: str) -> list[str]:
             "--tokens", str(arguments.tokens), *more]
 
 
-def _asked(process: subprocess.Popen[str]) -> float:
+def _ask(process: subprocess.Popen[str]) -> float:
     """Milliseconds a token of the next turn."""
     assert process.stdin is not None and process.stdout is not None   # noqa: PT018
     process.stdin.write("go\n")

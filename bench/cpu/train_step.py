@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side: return side(arguments)
-    rows = [compared(case, arguments) for case in arguments.case]
+    rows = [compare(case, arguments) for case in arguments.case]
     header = ("case", "ours, ms", "torch, ms", "times as fast", "spread", "ours, MB", "torch, MB",
               "of its memory")
 
@@ -71,7 +71,7 @@ def main() -> None:
                         "rows": sorted(rows, key=lambda row: CASES.index(row["case"]))})
 
 
-def compared(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both sides of a case in turn."""
     import transformers
     shape, _, _ = case.partition("-")
@@ -84,10 +84,10 @@ def compared(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
                                          str(arguments.steps), "--warm", str(arguments.warm), "--directory",
                                          place], text=True, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE) for name in SIDES}
-        for each in sides.values(): asked(each)     # loaded, and warm
+        for each in sides.values(): ask(each)     # loaded, and warm
         for _ in range(arguments.rounds):
             for name, each in sides.items():
-                answer = asked(each)
+                answer = ask(each)
                 found[name]["seconds"].append(answer["seconds"])
                 found[name]["peak_bytes"] = answer["peak_bytes"]
         for each in sides.values(): each.communicate("end\n")
@@ -96,7 +96,7 @@ def compared(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "memory_ratio": found["tinygrad_nv"]["peak_bytes"] / found["torch"]["peak_bytes"]}
 
 
-def asked(process: subprocess.Popen[str]) -> dict[str, Any]:
+def ask(process: subprocess.Popen[str]) -> dict[str, Any]:
     """The answer of a side to one more round."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -131,7 +131,7 @@ class Made:
         self.step, self.before = step, before
 
 
-def held() -> int:
+def resident_bytes() -> int:
     """Bytes of memory that this process has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -145,7 +145,7 @@ def ours(directory: Path, dtype: str, size: tuple[int, int]) -> Made:
     from tinygrad_nv.train.objectives import Supervised
     from tinygrad_nv.train.optimizers import StateOptions, adamw
     from tinygrad_nv.train.step import Step
-    before = held()
+    before = resident_bytes()
     model = network.open_network(directory, {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16}[dtype])
     network.extend(model, size[1])
     adam = adamw(network.parameters(model), 1e-4, options=StateOptions(max_grad_norm=1.0))
@@ -160,7 +160,7 @@ def theirs(directory: Path, dtype: str, size: tuple[int, int]) -> Made:
 
     from tinygrad_nv.runtime.cpu.threads import threads
     torch.set_num_threads(threads())
-    before = held()
+    before = resident_bytes()
     model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype),
                                                           attn_implementation="sdpa").train()
     adam = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, weight_decay=0.0)

@@ -100,13 +100,13 @@ def main() -> None:
         directory: Path = a.model or random_model(Path(folder))
         whisper = Transcriber(directory, device="CPU", dtype=a.dtype, max_num_seqs=a.recordings)
         theirs = Theirs(directory, getattr(torch, a.dtype), a.tokens)
-        found = measured(whisper, theirs, recordings(a.recordings), a.tokens, a.rounds)
+        found = measure(whisper, theirs, recordings(a.recordings), a.tokens, a.rounds)
         whisper.close()
     save("whisper" if a.dtype == "float32" else f"whisper_{a.dtype}", found)
 
 
-def measured(whisper: Transcriber, theirs: Theirs, samples: list[np.ndarray], tokens: int,
-             rounds: int) -> dict[str, Any]:
+def measure(whisper: Transcriber, theirs: Theirs, samples: list[np.ndarray], tokens: int,
+            rounds: int) -> dict[str, Any]:
     """All figures."""
     params = TranscriptionParams("en", temperatures=(0.0,), compression_ratio_threshold=None,
                                  logprob_threshold=None, no_speech_threshold=None, max_new_tokens=tokens)
@@ -126,26 +126,26 @@ def measured(whisper: Transcriber, theirs: Theirs, samples: list[np.ndarray], to
         if name != "encoder": out["same_tokens"] = out.get("same_tokens", True) and first == second
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(rounds):
-            for run, seconds in zip((own, other), times, strict=True): seconds.append(timed(run))
+            for run, seconds in zip((own, other), times, strict=True): seconds.append(time_call(run))
         ratios = [b / a for a, b in zip(*times, strict=True)]
         out["rows"][name] = {"tinygrad_nv_s": times[0], "transformers_s": times[1],
                              "ratio": statistics.median(ratios)}
         rows.append([name, *(f"{statistics.median(each) * 1e3:.0f}" for each in times),
                      f"{statistics.median(ratios):.2f}", spread(ratios)])
     print(table(["", "tinygrad_nv ms", "transformers ms", "ratio", "spread"], rows))
-    difference = np.abs(encoded(whisper, given) - theirs.encode(features)[0]).max()
+    difference = np.abs(encode(whisper, given) - theirs.encode(features)[0]).max()
     print(f"same tokens: {out['same_tokens']}; encoders differ by at most {difference:.1e}")
     return {**out, "max_difference": float(difference)}
 
 
-def encoded(whisper: Transcriber, features: np.ndarray) -> np.ndarray:
+def encode(whisper: Transcriber, features: np.ndarray) -> np.ndarray:
     """The encoder's output."""
     given = Tensor(features[None], device=whisper.device).cast(whisper.network.dtype).contiguous()
     found: np.ndarray = whisper.network.encoder(given).float().numpy()[0]
     return found
 
 
-def timed(run: Callable[[], Any]) -> float:
+def time_call(run: Callable[[], Any]) -> float:
     """Seconds of a call."""
     begun = time.perf_counter()
     run()

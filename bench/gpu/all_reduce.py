@@ -104,7 +104,7 @@ class AllReduceCase:
         spec = self.spec
         return f"{self.schedule.template}_{spec.world}_{spec.count}_{NAMES[spec.dtype]}_{spec.columns}"
 
-    def scaled(self) -> AllReduceCase:
+    def scale_down(self) -> AllReduceCase:
         """Returns the case as small as the emulator likes it."""
         spec = self.spec
         columns = min(spec.columns, 64)
@@ -138,7 +138,7 @@ class Ranks:
         self.group = AllReduceGroup(drivers, case.schedule.workspace)
         results = 2 if case.spec.columns else 1
         self.outs = [[each.alloc(case.spec.nbytes) for _ in range(results)] for each in drivers]
-        self.bad = [filled(each, torch.zeros(1, dtype=torch.int32)) for each in drivers]
+        self.bad = [upload(each, torch.zeros(1, dtype=torch.int32)) for each in drivers]
 
     def launch(self, rank: int, x: int, after: Sequence[int], pdl: bool = False) -> Launch:
         """The kernel of a rank."""
@@ -179,7 +179,7 @@ class Ranks:
         return [read(self.drivers[rank], out, self.case.spec) for out in self.outs[rank]]
 
 
-def filled(driver: Driver, x: torch.Tensor) -> int:
+def upload(driver: Driver, x: torch.Tensor) -> int:
     """Memory with these elements."""
     data = x.contiguous().view(torch.uint8).numpy().tobytes()
     driver.copy_in(address := driver.alloc(len(data)), memoryview(data))
@@ -217,8 +217,8 @@ def unlike(spec: AllReduceSpec, made: Sequence[torch.Tensor], want: Sequence[tor
     return "normalized rows differ" if bool((off > 0).any()) else ""
 
 
-def drawn(spec: AllReduceSpec, whole: bool,
-          random: torch.Generator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def draw_inputs(spec: AllReduceSpec, whole: bool,
+                random: torch.Generator) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """x of each rank, and residual and weight."""
     dtype = TORCH[spec.dtype]
 
@@ -232,23 +232,23 @@ def drawn(spec: AllReduceSpec, whole: bool,
 
 # **** what is measured ****
 
-def checked(ranks: Ranks, replays: int) -> tuple[Row, str]:
+def check_replays(ranks: Ranks, replays: int) -> tuple[Row, str]:
     """Replays with whole numbers, then random ones: figures, and what is wrong."""
     spec, random = ranks.case.spec, torch.Generator().manual_seed(1)
-    x, after = drawn(spec, True, random)
-    there = [[filled(driver, each) for each in after] for driver in ranks.drivers]
+    x, after = draw_inputs(spec, True, random)
+    there = [[upload(driver, each) for each in after] for driver in ranks.drivers]
     works: list[list[Work]] = [[] for _ in ranks.drivers]
     first = list[torch.Tensor]()
     for step in range(SETS):
         given = [each + step for each in x]
         want = right(spec, given, after)
-        inputs = [filled(driver, each) for driver, each in zip(ranks.drivers, given, strict=True)]
+        inputs = [upload(driver, each) for driver, each in zip(ranks.drivers, given, strict=True)]
         ranks.everywhere(lambda rank, stream, inputs=inputs: ranks.drivers[rank].submit(  # type: ignore[misc]
             ranks.launch(rank, inputs[rank], there[rank]), stream))
         first = ranks.results(0)
         if words := unlike(spec, first, want): return {}, f"x + {step}: {words}"
         for rank, driver in enumerate(ranks.drivers):
-            wanted = [filled(driver, each) for each in first]
+            wanted = [upload(driver, each) for each in first]
             works[rank] += [*ranks.spoil(rank), ranks.launch(rank, inputs[rank], there[rank]),
                             *ranks.differ(rank, wanted)]
     graphs = [ranks.graph(rank, each) for rank, each in enumerate(works)]
@@ -266,9 +266,9 @@ def checked(ranks: Ranks, replays: int) -> tuple[Row, str]:
               for driver, at in zip(ranks.drivers, ranks.bad, strict=True)]
     row: Row = {"replays": replays, "replay_us": round(seconds / replays * 1e6, 2), "wrong_words": counts}
     if any(counts): return row, f"wrong words by rank: {counts}"
-    x, after = drawn(spec, False, random)
-    there = [[filled(driver, each) for each in after] for driver in ranks.drivers]
-    inputs = [filled(driver, each) for driver, each in zip(ranks.drivers, x, strict=True)]
+    x, after = draw_inputs(spec, False, random)
+    there = [[upload(driver, each) for each in after] for driver in ranks.drivers]
+    inputs = [upload(driver, each) for driver, each in zip(ranks.drivers, x, strict=True)]
     ranks.everywhere(lambda rank, stream: ranks.drivers[rank].submit(
         ranks.launch(rank, inputs[rank], there[rank]), stream))
     want = right(spec, x, after)
@@ -276,13 +276,13 @@ def checked(ranks: Ranks, replays: int) -> tuple[Row, str]:
     return row, f"random numbers: {found}" if found else ""
 
 
-def timed(ranks: Ranks, pdl: bool) -> float:
+def time_launch(ranks: Ranks, pdl: bool) -> float:
     """Microseconds of a launch."""
     spec = ranks.case.spec
-    x, after = drawn(spec, True, torch.Generator().manual_seed(2))
+    x, after = draw_inputs(spec, True, torch.Generator().manual_seed(2))
     graphs = []
     for rank, driver in enumerate(ranks.drivers):
-        args = filled(driver, x[rank]), [filled(driver, each) for each in after]
+        args = upload(driver, x[rank]), [upload(driver, each) for each in after]
         graphs.append(ranks.graph(rank, [ranks.launch(rank, *args, pdl=pdl)] * TIMED))
     best = float("inf")
     for _ in range(TIMES):
@@ -292,21 +292,21 @@ def timed(ranks: Ranks, pdl: bool) -> float:
     return round(best / TIMED * 1e6, 2)
 
 
-def opened(options: Options) -> Measure:
+def open_worker(options: Options) -> Measure:
     """A worker: drivers for each row."""
     def measure(name: str, budget_s: float) -> Row:
         case, every = cases()[name], options.emulate
-        if every: case = case.scaled()
+        if every: case = case.scale_down()
         ranks = Ranks(case, devices(case.spec.world, options))
-        row, words = checked(ranks, 2 * SETS if every else REPLAYS)
+        row, words = check_replays(ranks, 2 * SETS if every else REPLAYS)
         spec, schedule = case.spec, case.schedule
         registers = assemble(ranks.kernel.ptx, "sm_90a").kernels[ranks.kernel.name].registers
         row |= {"ctas": schedule.ctas, "rounds": schedule.rounds(spec), "registers": registers}
         if words: return {**row, "status": "disagrees", "why": words}
         if every: return {"status": "emulated", "why": "as it must be"}
-        row["us"] = timed(ranks, False)
+        row["us"] = time_launch(ranks, False)
         # early CTAs of the next launch take room, which on one GPU other ranks' CTAs may need
-        if spec.world * schedule.ctas <= EARLY_CTAS: row["us_pdl"] = timed(ranks, True)
+        if spec.world * schedule.ctas <= EARLY_CTAS: row["us_pdl"] = time_launch(ranks, True)
         return {**row, "status": "measured", "why": ""}
     return measure
 
@@ -320,13 +320,13 @@ def devices(world: int, options: Options) -> list[Driver]:
     return [CUDADriver()] * world
 
 
-def shown(rows: Mapping[str, Row]) -> str:
+def render(rows: Mapping[str, Row]) -> str:
     """A line each."""
-    def said(row: Mapping[str, Any]) -> str:
+    def describe(row: Mapping[str, Any]) -> str:
         figures = ", ".join(f"{row[key]} {key}" for key in ("us", "us_pdl", "replays") if key in row)
         return f"{row['status']}: {row.get('why') or figures}"
-    return "\n".join(f"  {name}: {said(row)}" for name, row in rows.items())
+    return "\n".join(f"  {name}: {describe(row)}" for name, row in rows.items())
 
 
 register(Part("all_reduce", "all-reduce over peer memory, ranks on one GPU", lambda options: list(cases()),
-              opened, shown, expected_s=4.0, limit_s=60.0))
+              open_worker, render, expected_s=4.0, limit_s=60.0))

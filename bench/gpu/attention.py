@@ -20,9 +20,8 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import submitted
-from bench.gpu.compare import emulated as on_emulator
-from bench.gpu.compare import spaced
+from bench.gpu.attention_launch import make_launch
+from bench.gpu.compare import check_on_emulator, spread_numbers
 from bench.gpu.parts import (
     MOST_SETS,
     Column,
@@ -32,7 +31,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -99,12 +98,12 @@ class Forward:
                              (self.batch, self.keys, group), Sum() * (1 / math.sqrt(self.d)),
                              Band(last=0) if self.causal else FULL)
 
-    def scaled(self) -> Forward:
+    def scale_down(self) -> Forward:
         """Smaller, for the emulator."""
         return replace(self, batch=1, heads=2, kv_heads=1 if self.kv_heads else 0,
                        tokens=min(self.tokens, EMULATED_TOKENS))
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """q, k, v and out by name, as many sets as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
@@ -114,17 +113,17 @@ class Forward:
                  "out": normal(self.heads)}
                 for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
 
-    def compared(self, device: Any) -> Any:
+    def rows_to_compare(self, device: Any) -> Any:
         """Rows of a head that are compared with float64."""
         import torch
-        return torch.tensor(spaced(self.tokens, CHECKED if self.tokens > SHORT else 1), device=device)
+        return torch.tensor(spread_numbers(self.tokens, CHECKED if self.tokens > SHORT else 1), device=device)
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the attention; "" when it is: one of 32 rows of every
         head of every sequence, every row of short ones, against float64."""
         import torch
         device = one["q"].device
-        rows = self.compared(device)
+        rows = self.rows_to_compare(device)
         hidden = torch.arange(self.tokens, device=device) > rows[:, None] if self.causal else None
         group, count = self.heads // self.keys, max(1, AT_ONCE // (len(rows) * self.tokens))
         for first in range(0, self.batch * self.heads, count):
@@ -156,18 +155,18 @@ def shapes() -> Iterator[Forward]:
 
 # **** ours ****
 
-def scheduled(spec: AttentionSpec, arch: str) -> Schedule:
+def schedule_for(spec: AttentionSpec, arch: str) -> Schedule:
     """The schedule that a graph would get."""
     if (schedule := ATTENTION.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
     return schedule
 
 
-def bound(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
+def bind_launch(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
     """A launch of ours on out, q, k and v."""
     gpu, spec = driver.properties, workload.spec
     machine = GPU(gpu.arch, gpu.sm_count)
-    made = TABLE.build(spec, scheduled(spec, gpu.arch), machine)
-    return submitted(driver, [made], addresses, rows=spec.s_q)
+    made = TABLE.build(spec, schedule_for(spec, gpu.arch), machine)
+    return make_launch(driver, [made], addresses, rows=spec.s_q)
 
 
 @contender("attention", "ours")
@@ -179,26 +178,26 @@ def ours(workload: Forward, given: Sets, options: Options) -> Run:
     gpu = device()
     torch.cuda.synchronize()
     kept = [[each[name] for name in ("out", "q", "k", "v")] for each in given]
-    runs = [(bound(gpu, workload, [tensor.data_ptr() for tensor in each]), each) for each in kept]
+    runs = [(bind_launch(gpu, workload, [tensor.data_ptr() for tensor in each]), each) for each in kept]
     gpu.synchronize()
     return lambda i: runs[i][0](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
 
 
 @about("attention")
-def chosen(workload: Forward) -> dict[str, Any]:
+def describe_schedule(workload: Forward) -> dict[str, Any]:
     """The schedule that `ours` takes."""
     from bench.gpu.gemm_contenders import device
-    return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
+    return {"schedule": str(schedule_for(workload.spec, device().properties.arch))}
 
 
-@emulated("attention")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("attention")
+def run_emulated(workload: Any, options: Options) -> Row:
     """The attention scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = on_emulator(small, driver,
-                        lambda at: bound(driver, small, [at[name] for name in ("out", "q", "k", "v")]))
-    schedule = str(scheduled(workload.spec, options.arch))
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
+    wrong = check_on_emulator(small, driver, lambda at: bind_launch(
+        driver, small, [at[name] for name in ("out", "q", "k", "v")]))
+    schedule = str(schedule_for(workload.spec, options.arch))
     return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
             "why": f"ours: {wrong}" if wrong else schedule}
 

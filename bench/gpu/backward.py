@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.attention import LENGTHS, TOKENS, WIDTH, Forward
-from bench.gpu.attention_launch import submitted
-from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.attention_launch import make_launch
+from bench.gpu.compare import check_on_emulator
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -28,7 +28,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -76,15 +76,15 @@ class Backward:
         one = replace(self.forward.spec, lse=True)
         return BackwardSpec(one, one.out, one.k, one.v, self.deterministic)
 
-    def scaled(self) -> Backward:
+    def scale_down(self) -> Backward:
         """Smaller, for the emulator."""
-        small = self.forward.scaled()
+        small = self.forward.scale_down()
         return replace(self, forward=replace(small, tokens=min(small.tokens, EMULATED_TOKENS)))
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name; l is exact, out that of float32."""
         import torch
-        sets = self.forward.given(device)
+        sets = self.forward.make_inputs(device)
         for one in sets:
             one["grad"] = torch.randn(one["q"].shape, device=device).bfloat16()
             one["out"], one["l"] = forward(self.forward, one)
@@ -97,7 +97,7 @@ class Backward:
         """How the gradients in these storages are others; "" when they are right: rows as of the
         forward pass, of every head of every sequence, against float64."""
         few = self.forward
-        places = few.compared(one["q"].device)
+        places = few.rows_to_compare(one["q"].device)
         for b, head in ((b, head) for b in range(few.batch) for head in range(few.keys)):
             for name, (exact, bound) in gradients(few, one, b, head, places).items():
                 heads = slice(head * (group := few.heads // few.keys), (head + 1) * group)
@@ -137,22 +137,22 @@ def gradients(workload: Forward, one: dict[str, Any], b: int, head: int,
     k, v = (one[name][b, head].double() for name in "kv")
     l, delta, every = one["l"][b, heads].double(), (grad * out).sum(-1), torch.arange(len(k), device=k.device)
 
-    # who makes delta of a result that is not rounded has it 2⁻⁹ of this sum off; `bound` allows 2⁻⁶
+    # who makes delta of a result that is not rounded has it 2⁻⁹ of this sum off; `error_bound` allows 2⁻⁶
     unsure = (grad * out).abs().sum(-1) / 8
 
-    def scored(rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def score(rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """p, ds, and what bounds ds, of these rows and columns."""
         s = q[:, rows] @ k[columns].T * root - l[:, rows, None]
         if workload.causal: s = s.masked_fill(columns > rows[:, None], -math.inf)
         p, dp, mean = s.exp(), grad[:, rows] @ v[columns].T, delta[:, rows, None]
         return p, p * (dp - mean) * root, p * (dp.abs() + mean.abs() + unsure[:, rows, None]) * root
 
-    def bound(sums: torch.Tensor) -> torch.Tensor: return 2.0**-6 * sums + 1e-5
-    _, ds, left = scored(places, every)
-    found = {"dq": (ds @ k, bound(left @ k.abs()))}
-    p, ds, left = scored(every, places)
-    return found | {"dk": ((ds.mT @ q).sum(0), bound((left.mT @ q.abs()).sum(0))),
-                    "dv": ((p.mT @ grad).sum(0), bound((p.mT @ grad.abs()).sum(0)))}
+    def error_bound(sums: torch.Tensor) -> torch.Tensor: return 2.0**-6 * sums + 1e-5
+    _, ds, left = score(places, every)
+    found = {"dq": (ds @ k, error_bound(left @ k.abs()))}
+    p, ds, left = score(every, places)
+    return found | {"dk": ((ds.mT @ q).sum(0), error_bound((left.mT @ q.abs()).sum(0))),
+                    "dv": ((p.mT @ grad).sum(0), error_bound((p.mT @ grad.abs()).sum(0)))}
 
 
 @workloads("backward")
@@ -168,22 +168,22 @@ def shapes() -> Iterator[Backward]:
 
 # **** ours ****
 
-def scheduled(spec: BackwardSpec, arch: str) -> Schedule:
+def schedule_for(spec: BackwardSpec, arch: str) -> Schedule:
     """The schedule that a graph would get."""
     if (schedule := ATTENTION.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
     return schedule
 
 
-def bound(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
+def bind_launch(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name: `sum` is dq in float32."""
     gpu, spec = driver.properties, workload.spec
-    made = TABLE.build(spec, scheduled(spec, gpu.arch), GPU(gpu.arch, gpu.sm_count))
+    made = TABLE.build(spec, schedule_for(spec, gpu.arch), GPU(gpu.arch, gpu.sm_count))
     one = spec.forward
     zeroed = [(addresses["sum"], 4 * one.matrices * one.s_q * one.d)]
     flags = [driver.alloc(4 * made.flags)] if made.flags else []
     zeroed += [(each, 4 * made.flags) for each in flags]
     pointers = [addresses["sum"], *flags, *(addresses[name] for name in NAMES)]
-    return submitted(driver, [made], pointers, rows=one.s_kv, zeroed=zeroed)
+    return make_launch(driver, [made], pointers, rows=one.s_kv, zeroed=zeroed)
 
 
 @contender("backward", "ours")
@@ -195,7 +195,8 @@ def ours(workload: Backward, given: Sets, options: Options) -> Run:
     gpu = device()
     torch.cuda.synchronize()
     kept = [dict(each) for each in given]
-    runs = [bound(gpu, workload, {name: each[name].data_ptr() for name in ("sum", *NAMES)}) for each in kept]
+    runs = [bind_launch(gpu, workload, {name: each[name].data_ptr() for name in ("sum", *NAMES)})
+            for each in kept]
     gpu.synchronize()
 
     def run(i: int) -> None:
@@ -208,20 +209,20 @@ def ours(workload: Backward, given: Sets, options: Options) -> Run:
 
 
 @about("backward")
-def chosen(workload: Backward) -> dict[str, Any]:
+def describe_schedule(workload: Backward) -> dict[str, Any]:
     """The schedule that `ours` takes."""
     from bench.gpu.gemm_contenders import device
-    return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
+    return {"schedule": str(schedule_for(workload.spec, device().properties.arch))}
 
 
-@emulated("backward")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("backward")
+def run_emulated(workload: Any, options: Options) -> Row:
     """The gradients scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)), ("sum", "dk", "dv"),
-                        lambda one: one.update(dq=one["sum"].bfloat16()))
-    schedule = str(scheduled(workload.spec, options.arch))
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
+    wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)),
+                              ("sum", "dk", "dv"), lambda one: one.update(dq=one["sum"].bfloat16()))
+    schedule = str(schedule_for(workload.spec, options.arch))
     return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
             "why": f"ours: {wrong}" if wrong else schedule}
 

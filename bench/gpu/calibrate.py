@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.gpu.calibrate_constants import MEASURES, Found, Measure, calibrated
+from bench.gpu.calibrate_constants import MEASURES, Found, Measure, calibrate
 from bench.gpu.calibrate_players import GPUPlayer, ModelPlayer, Player
 from bench.lib.measure import RESULTS, each, git, processor, sources, table
 from tinygrad_nv.errors import ConfigError, NVError
@@ -62,12 +62,12 @@ class Kept:
         part.write_text(json.dumps({**self.facts, "measured": self.rows}, indent=1) + "\n")
         os.replace(part, self.path)
 
-    def done(self, name: str) -> bool:
+    def has_values(self, name: str) -> bool:
         """Whether a row is there and has values."""
         return bool(self.rows.get(name, {}).get("values"))
 
 
-def opened(path: Path, facts: Mapping[str, Any]) -> Kept:
+def open_rows(path: Path, facts: Mapping[str, Any]) -> Kept:
     """The file's rows, if it is of the same GPU and sources."""
     old = json.loads(path.read_text()) if path.exists() else {}
     same = all(old.get(name) == facts[name] for name in ("gpu", "sources"))
@@ -81,7 +81,7 @@ def values_of(rows: Rows) -> dict[str, list[float]]:
 
 # **** measuring ****
 
-def measured(player: Player, todo: Sequence[Measure], kept: Kept, deadline: float) -> int:
+def measure(player: Player, todo: Sequence[Measure], kept: Kept, deadline: float) -> int:
     """Measures what is to do until time is up; how many failed."""
     failed = 0
     for name in each([one.name for one in todo]):
@@ -103,17 +103,17 @@ def measured(player: Player, todo: Sequence[Measure], kept: Kept, deadline: floa
 
 def report(rows: Rows, gpu: GPUFigures, options: argparse.Namespace, name: str) -> None:
     """The figures, as a file and a table, and what the model says with them."""
-    new, found = calibrated(values_of(rows), gpu)
+    new, found = calibrate(values_of(rows), gpu)
     path = options.toml or options.out.with_suffix(".toml")
     path.write_text(toml(options.base, replace(new, name=name), found, git("rev-parse", "--short", "HEAD")))
     print(table(("figure", "old", "new", "spread", "from"), [
         (title, number(one.old), number(one.value), f"{one.spread:.1%}" if one.measure else "",
          one.why or one.measure) for title, one in found.items()]))
     print(f"\nwritten to {path}")
-    if not options.brief: print("\n" + compared(rows, gpu, new))
+    if not options.brief: print("\n" + compare(rows, gpu, new))
 
 
-def compared(rows: Rows, old: GPUFigures, new: GPUFigures) -> str:
+def compare(rows: Rows, old: GPUFigures, new: GPUFigures) -> str:
     """Everything that was measured, beside what the model measures with old and new figures."""
     lines = []
     for name in each([name for name in rows if rows[name].get("values")]):
@@ -152,7 +152,7 @@ def _line(line: str, gpu: GPUFigures, found: Mapping[str, Found]) -> str:
 
 # **** the command ****
 
-def parsed(words: list[str] | None) -> argparse.Namespace:
+def parse_args(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("--base", default="h200", help="figures to begin with: one of "
@@ -187,14 +187,14 @@ def player_of(options: argparse.Namespace, gpu: GPUFigures) -> tuple[Player, str
     return GPUPlayer(driver), driver.properties.name
 
 
-def chosen(options: argparse.Namespace, arch: str) -> Iterator[Measure]:
+def select_measures(options: argparse.Namespace, arch: str) -> Iterator[Measure]:
     """The measures that an architecture has."""
     yield from (one for one in MEASURES.values() if one.of(arch) and options.only in one.name)
 
 
 def main(words: list[str] | None = None) -> int:
     """Measures, or says what is missing or wrong."""
-    try: return run(parsed(words))
+    try: return run(parse_args(words))
     except NVError as error:
         print(error, file=sys.stderr)
         return 2
@@ -204,7 +204,8 @@ def run(options: argparse.Namespace) -> int:
     """The command; exit code 1 where a measure failed."""
     gpu = figures(options.base)
     if options.list:
-        for one in chosen(options, gpu.arch): print(f"{one.name}, {one.unit}" if one.unit else one.name)
+        for one in select_measures(options, gpu.arch):
+            print(f"{one.name}, {one.unit}" if one.unit else one.name)
         return 0
     if options.earlier is not None:
         if not options.earlier.is_file():
@@ -224,9 +225,10 @@ def run(options: argparse.Namespace) -> int:
     options.out = options.out or RESULTS / f"calibrated_{slug}.json"
     facts = {"gpu": name, "machine": processor(), "sources": sources(),
              "commit": options.commit or git("rev-parse", "--short", "HEAD")}
-    kept = opened(options.out, facts)
-    todo = [one for one in chosen(options, player.arch) if options.again or not kept.done(one.name)]
-    failed = measured(player, todo, kept, time.monotonic() + 60 * options.minutes)
+    kept = open_rows(options.out, facts)
+    todo = [one for one in select_measures(options, player.arch)
+            if options.again or not kept.has_values(one.name)]
+    failed = measure(player, todo, kept, time.monotonic() + 60 * options.minutes)
     for title, row in kept.rows.items():
         if "why" in row: print(f"not measured: {title}: {row['why']}", file=sys.stderr)
     report(kept.rows, gpu, options, name)

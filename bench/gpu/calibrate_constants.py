@@ -60,7 +60,7 @@ def of_probe(probe: Probe) -> Measure:
     return Measure(probe.name, probe.unit if probe.ctas else "bytes/s", value, probe=probe)
 
 
-def fixed(player: Player) -> float:
+def read_latency(player: Player) -> float:
     """Returns the time of a read that has no bytes."""
     probe = PROBES["HBM read"]
     return player.seconds(probe, probe.rounds[0]) - probe.rounds[0] * per_round(probe, player.seconds)
@@ -117,7 +117,7 @@ def measures() -> Iterator[Measure]:
     yield Measure("clock of idle SMs", "Hz", lambda player: player.hertz(WAVE, IDLE_ROUNDS))
     yield from map(of_probe, PROBES.values())
     yield Measure("a further TMA load of a row", "cycles", further_load, "sm_90a")
-    yield Measure("HBM read of no bytes", "s", fixed)
+    yield Measure("HBM read of no bytes", "s", read_latency)
     for how in ("stream", "graph"): yield Measure(f"empty kernel, {how}", "s", of_row(how))
     yield Measure("empty kernel, PDL", "s", of_row("PDL"), "sm_90a")
     yield Measure("a further CTA on an SM", "cycles", wave)
@@ -190,8 +190,8 @@ class Found:
     measure: str = ""
 
 
-def calibrated(measured: Mapping[str, Sequence[float]],
-               gpu: GPUFigures) -> tuple[GPUFigures, dict[str, Found]]:
+def calibrate(measured: Mapping[str, Sequence[float]],
+              gpu: GPUFigures) -> tuple[GPUFigures, dict[str, Found]]:
     """Figures that give what was measured, and what became of each. Those that nothing tells stay."""
     found = {each.name: Found(old, old, why="not measured") for each in fields(GPUFigures)
              if not isinstance(old := getattr(gpu, each.name), str)}
@@ -199,20 +199,20 @@ def calibrated(measured: Mapping[str, Sequence[float]],
         old = getattr(gpu, constant.name)
         if not (values := measured.get(constant.measure)): continue
         middle = median(values)
-        value, why = told(constant, middle, gpu)
+        value, why = find_figure(constant, middle, gpu)
         if value is not None: gpu = with_figure(gpu, constant.name, value)
         spread = (max(values) - min(values)) / abs(middle) if middle else 0.0
         found[constant.name] = Found(getattr(gpu, constant.name), old, spread, why, constant.measure)
     return gpu, found
 
 
-def told(constant: Constant, measured: float, gpu: GPUFigures) -> tuple[float | None, str]:
+def find_figure(constant: Constant, measured: float, gpu: GPUFigures) -> tuple[float | None, str]:
     """The figure, or None and why not."""
     if constant.exact is not None: return constant.exact(measured, gpu), constant.silent
     begin = getattr(gpu, constant.name)
     if constant.estimate is not None and (begin := constant.estimate(measured, gpu)) is None:
         return None, constant.silent
-    value = solved(constant, measured, with_figure(gpu, constant.name, begin))
+    value = solve_figure(constant, measured, with_figure(gpu, constant.name, begin))
     if value is not None: return max(0.0, value), ""
     return (begin, "") if constant.estimate is not None else (None, "the model does not depend on it")
 
@@ -223,7 +223,7 @@ def with_figure(gpu: GPUFigures, name: str, value: float) -> GPUFigures:
     return GPUFigures(**{**vars(gpu), name: round(value) if whole else value})
 
 
-def solved(constant: Constant, measured: float, gpu: GPUFigures) -> float | None:
+def solve_figure(constant: Constant, measured: float, gpu: GPUFigures) -> float | None:
     """The figure with which the model measures what was measured, by secants; None where it does not depend
     on it."""
     def model(value: float) -> float:

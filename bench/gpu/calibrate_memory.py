@@ -3,7 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.gpu.calibrate_probe import ROW_BYTES, Body, Loop, Probe, added, filled, folded, register, words
+from bench.gpu.calibrate_probe import (
+    ROW_BYTES,
+    Body,
+    Loop,
+    Probe,
+    accumulate,
+    fill_shared,
+    fold,
+    register,
+    words,
+)
 from tinygrad_nv.ptx.builder import Kernel, Value
 
 MIB = 1 << 20
@@ -28,7 +38,7 @@ def chase(nbytes: int) -> Body:
                 line = (number >> 8) & (nbytes // LINE - 1)
                 at = kb.reg("u64")
                 kb.emit("mad.wide.u32", at, line, LINE, memory)
-                added(number, kb.ld("global", "u32", at.at(), modifiers=".cg")[0])
+                accumulate(number, kb.ld("global", "u32", at.at(), modifiers=".cg")[0])
         return Loop(one_round, [number])
     return body
 
@@ -42,13 +52,13 @@ def reads(pieces: int) -> Body:
         def one_round() -> None:
             here = at + 0
             for _ in range(pieces):
-                folded(whole, kb.ld("global", "b32", here.at(), 4, ".cg"))
+                fold(whole, kb.ld("global", "b32", here.at(), 4, ".cg"))
                 here += step
         return Loop(one_round, [whole])
     return body
 
 
-def streamed(what: str) -> Body:
+def stream(what: str) -> Body:
     """Each round, a grid moves on by what its threads hold at once: 4 x 16 bytes each."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         width = kb.nctaid.x * READERS
@@ -60,9 +70,9 @@ def streamed(what: str) -> Body:
             if what != "write":
                 loaded = [kb.ld("global", "b32", here.at(), 4, ".cg") for here in steps(at, step)]
             for here, four in zip(steps(target, step), loaded, strict=True):
-                if what == "read": folded(whole, four)
+                if what == "read": fold(whole, four)
                 else: kb.st("global", "b32", here.at(), four)
-            for moving in (at, target) if what == "copy" else (at,): added(moving, step << 2)
+            for moving in (at, target) if what == "copy" else (at,): accumulate(moving, step << 2)
         return Loop(one_round, [whole])
     return body
 
@@ -74,7 +84,7 @@ def steps(at: Value, step: Value) -> list[Value]:
     return out
 
 
-def stored(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
+def store_and_fence(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     """A store, and a fence that waits until all of the GPU may see it."""
     value = words(kb, memory, 1)[0]
     def one_round() -> None:
@@ -84,7 +94,7 @@ def stored(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     return Loop(one_round, [value])
 
 
-def copied(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
+def copy_async(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     """cp.async of 16 bytes for each thread, and a wait for it."""
     tile = kb.shared("tile", 512)
     def one_round() -> None:
@@ -104,10 +114,10 @@ def threads() -> Iterator[Probe]:
                     threads=READERS, ctas=0, ctas_of_sm=8, rounds=(4, 20), nbytes=64 * MIB, near=True)
     for what in ("read", "write", "copy"):
         moved = AT_ONCE * READERS * 16 * 8 * (2 if what == "copy" else 1)
-        yield Probe(f"HBM {what}", streamed(what), moved, rate=True, threads=READERS, ctas=0, ctas_of_sm=8,
+        yield Probe(f"HBM {what}", stream(what), moved, rate=True, threads=READERS, ctas=0, ctas_of_sm=8,
                     rounds=(4, 12), nbytes=STREAMED * (2 if what == "copy" else 1))
-    yield Probe("store and fence", stored, 4)
-    yield Probe("cp.async and a wait", copied, 4, near=True)
+    yield Probe("store and fence", store_and_fence, 4)
+    yield Probe("cp.async and a wait", copy_async, 4, near=True)
 
 
 # **** TMA ****
@@ -134,7 +144,7 @@ def ring(rows: int, depth: int) -> Body:
                 for i in range(depth):
                     kb.mbarrier_wait(bars[i], parity)
                     load(i)
-            folded(parity, [1])
+            fold(parity, [1])
         def after() -> None:
             with kb.if_(first(kb)):
                 for i in range(depth): kb.mbarrier_wait(bars[i], parity)
@@ -142,7 +152,7 @@ def ring(rows: int, depth: int) -> Body:
     return body
 
 
-def issued(count: int) -> Body:
+def issue_loads(count: int) -> Body:
     """`count` loads of a row by one thread, then a wait for all."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         assert tensor is not None
@@ -155,7 +165,7 @@ def issued(count: int) -> Body:
                 kb.mbarrier_expect(bar[0], ROW_BYTES * count)
                 for i in range(count): kb.tma_load(tile.at(ROW_BYTES * i), tensor, [0, 0], bar[0])
                 kb.mbarrier_wait(bar[0], parity)
-            folded(parity, [1])
+            fold(parity, [1])
         return Loop(one_round)
     return body
 
@@ -164,19 +174,19 @@ def stores(rows: int, read: bool) -> Body:
     """Stores of `rows` rows, one behind the other, and a wait until each is written, or its source read."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         assert tensor is not None
-        filled(kb, memory, max(rows * ROW_BYTES, 1024), 32)
+        fill_shared(kb, memory, max(rows * ROW_BYTES, 1024), 32)
         tile, row = kb.tiles[-1], kb.reg("s32", 0)
         def one_round() -> None:
             with kb.if_(first(kb)):
                 kb.tma_store(tensor, [0, row], tile.at())
                 kb.tma_commit()
                 kb.tma_wait(0, read)
-            added(row, rows)
-        return Loop(one_round, after=lambda: _drained(kb))
+            accumulate(row, rows)
+        return Loop(one_round, after=lambda: _drain(kb))
     return body
 
 
-def _drained(kb: Kernel) -> None:
+def _drain(kb: Kernel) -> None:
     with kb.if_(first(kb)): kb.tma_wait(0)
 
 
@@ -189,7 +199,7 @@ def tma() -> Iterator[Probe]:
                     rows * ROW_BYTES * depth, rate=True, box=rows, nbytes=64 * 1024, near=True,
                     rounds=(16, 64), needs="sm_90a")
     for count in (8, 32):
-        yield Probe(f"TMA loads of a row, {count} and a wait", issued(count), count, box=1, nbytes=4096,
+        yield Probe(f"TMA loads of a row, {count} and a wait", issue_loads(count), count, box=1, nbytes=4096,
                     near=True, needs="sm_90a")
     for rows in (8, 128):
         for read in (False, True):
@@ -209,12 +219,12 @@ def cluster_barrier(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
 
 def remote(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     """Loads of the other CTA's shared memory, each after the one before."""
-    tile, _ = filled(kb, memory, 4096, 32)
+    tile, _ = fill_shared(kb, memory, 4096, 32)
     kb.cluster_arrive()
     kb.cluster_wait()
     at = kb.mapa(tile + kb.tid.x * 4, kb.special("cluster_ctarank") ^ 1)
     def one_round() -> None:
-        for i in range(CHASED): added(at, kb.ld("shared::cluster", "u32", at.at(128 * i))[0])
+        for i in range(CHASED): accumulate(at, kb.ld("shared::cluster", "u32", at.at(128 * i))[0])
     return Loop(one_round, [at])
 
 
@@ -233,7 +243,7 @@ def multicast(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         kb.cluster_wait()
         with kb.if_(leads): kb.tma_load(tile.at(), tensor, [0, 0], bar[0], mask)
         kb.mbarrier_wait(bar[0], parity)
-        folded(parity, [1])
+        fold(parity, [1])
     return Loop(one_round)
 
 

@@ -112,14 +112,14 @@ class GPUPlayer(Player):
         for _ in range(self.repeats):
             self._flush(probe)
             self.driver.synchronize()
-            found.append(self._timed(lambda: self.driver.submit(work)))
+            found.append(self._time(lambda: self.driver.submit(work)))
         return median(found)
 
     def _flush(self, probe: Probe) -> None:
         """Empties L2 of what the probe reads, unless it must be there."""
         if not probe.near: self.driver.submit(Fill(self.scratch, 0, self.scratch_bytes))
 
-    def _timed(self, run: Callable[[], object]) -> float:
+    def _time(self, run: Callable[[], object]) -> float:
         begin, end = self.events
         self.driver.record(begin)
         run()
@@ -132,14 +132,14 @@ class GPUPlayer(Player):
         if how == "stream":
             self.driver.submit(work)
             self.driver.synchronize()
-            return self._timed(lambda: [self.driver.submit(work) for _ in range(count)])
+            return self._time(lambda: [self.driver.submit(work) for _ in range(count)])
         graph = self.driver.graph()
         after: list[Node] = []
         for _ in range(count): after = [graph.add(work, after)]
         executable = graph.instantiate()
         executable.launch()
         self.driver.synchronize()
-        return self._timed(executable.launch)
+        return self._time(executable.launch)
 
     def hertz(self, probe: Probe, rounds: int) -> float:
         if self.driver.emulated: rounds = 1

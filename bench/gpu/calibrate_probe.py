@@ -97,7 +97,7 @@ def program(probe: Probe, arch: str) -> tuple[str, int]:
         loop.one_round()
     loop.after()
     end = [_read(kb, clock) for clock in CLOCKS]
-    _kept(kb, out, loop.kept)
+    _keep_alive(kb, out, loop.kept)
     if probe.cluster > 1: _meet(kb)     # shared memory of the others stays until all have read it
     warps = probe.threads // 32
     with kb.if_(kb.special("laneid") == 0):
@@ -119,7 +119,7 @@ def _meet(kb: Kernel) -> None:
     kb.cluster_wait()
 
 
-def _kept(kb: Kernel, out: Value, values: Sequence[Value]) -> None:
+def _keep_alive(kb: Kernel, out: Value, values: Sequence[Value]) -> None:
     """Uses values in a way that ptxas cannot tell to be without effect."""
     whole = kb.reg("b32", 0)
     for value in values:
@@ -132,12 +132,12 @@ def _kept(kb: Kernel, out: Value, values: Sequence[Value]) -> None:
     with kb.if_(whole == 0x3d2b1a47): kb.st("global", "b32", out.at(), whole)
 
 
-def folded(into: Value, values: Sequence[Number]) -> None:
+def fold(into: Value, values: Sequence[Number]) -> None:
     """XORs values into a register."""
     for value in values: into ^= value
 
 
-def added(into: Value, value: Number) -> None:
+def accumulate(into: Value, value: Number) -> None:
     """Adds a value to a register."""
     into += value
 
@@ -147,7 +147,8 @@ def words(kb: Kernel, memory: Value, count: int, kind: str = "b32") -> list[Valu
     return [kb.ld("global", kind, memory.at(4 * i))[0] for i in range(count)]
 
 
-def filled(kb: Kernel, memory: Value, nbytes: int, threads: int, align: int = 1024) -> tuple[Value, Value]:
+def fill_shared(kb: Kernel, memory: Value, nbytes: int, threads: int,
+                align: int = 1024) -> tuple[Value, Value]:
     """Shared memory with a copy of memory's first `nbytes`: its address, as u32, and a zero of memory's."""
     tile = kb.shared("tile", nbytes, align)
     with kb.loop(0, nbytes // (16 * threads)) as i:

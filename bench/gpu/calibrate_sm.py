@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from bench.gpu.calibrate_probe import Body, Loop, Probe, filled, folded, register, words
+from bench.gpu.calibrate_probe import Body, Loop, Probe, fill_shared, fold, register, words
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 
@@ -20,7 +20,7 @@ def chains(emit: Callable[[Kernel, Value], None], ilp: int = 1, kind: str = "b32
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         values = words(kb, memory, ilp, kind)
         for value in values if kind == "b32" else ():   # a shuffle of what all lanes have is none
-            folded(value, [kb.special("laneid")])
+            fold(value, [kb.special("laneid")])
         def one_round() -> None:
             for _ in range(LENGTH // ilp):
                 for value in values: emit(kb, value)
@@ -83,7 +83,7 @@ def wgmma(n: int, types: str = "f32.bf16.bf16", k: int = 16, registers: bool = F
     LENGTH dependent multiply-adds behind them instead, and a wait for all of them."""
     kind = types.partition(".")[0]
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
-        tile, _ = filled(kb, memory, TILE_BYTES, 128)
+        tile, _ = fill_shared(kb, memory, TILE_BYTES, 128)
         layout = descriptor_bits(0, 8 * 128)
         a: Value | list[Value] = words(kb, memory, 4) if registers else kb.descriptor(tile, layout)
         b, value = kb.descriptor(tile + 64 * 128, layout), kb.reg("f32", 1.0)
@@ -101,10 +101,10 @@ def wgmma(n: int, types: str = "f32.bf16.bf16", k: int = 16, registers: bool = F
     return body
 
 
-def drained(n: int, count: int) -> Body:
+def drain_wgmma(n: int, count: int) -> Body:
     """Fence, `count` wgmmas, commit, and a wait for them."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
-        tile, _ = filled(kb, memory, TILE_BYTES, 128)
+        tile, _ = fill_shared(kb, memory, TILE_BYTES, 128)
         layout = descriptor_bits(0, 8 * 128)
         a, b = kb.descriptor(tile, layout), kb.descriptor(tile + 64 * 128, layout)
         sums = words(kb, memory, n // 2, "f32")
@@ -131,7 +131,7 @@ def warpgroup_mma() -> Iterator[Probe]:
         yield Probe(f"wgmma m64n128k{k} {name} SS", wgmma(128, types, k), 8, threads=128, nbytes=TILE_BYTES,
                     random=True, needs="sm_90a")
     for count in (1, 4, 8):
-        yield Probe(f"wgmma m64n8k16 bf16, {count} and a wait", drained(8, count), threads=128,
+        yield Probe(f"wgmma m64n8k16 bf16, {count} and a wait", drain_wgmma(8, count), threads=128,
                     nbytes=TILE_BYTES, needs="sm_90a")
     yield Probe("wgmma issued ahead", wgmma(256, count=AHEAD, rounds_of=AHEAD_ROUNDS), threads=128,
                 nbytes=TILE_BYTES, rounds=(2, 6), needs="sm_90a")
@@ -141,12 +141,12 @@ def warpgroup_mma() -> Iterator[Probe]:
 
 def chase(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     """Loads whose addresses follow from what the load before gave: zeros."""
-    tile, _ = filled(kb, memory, SMEM_BYTES, 32)
+    tile, _ = fill_shared(kb, memory, SMEM_BYTES, 32)
     at = tile + kb.tid.x * 4
     def one_round() -> None:
         for i in range(LENGTH // 4):
             found, = kb.ld("shared", "u32", at.at(i * 128))
-            folded(at, [found])
+            fold(at, [found])
     return Loop(one_round, [at])
 
 
@@ -161,14 +161,14 @@ def span(stride: int) -> int: return max(4 * stride * 32, 512)
 def loads(width: int, stride: int, store: bool = False) -> Body:
     """Loads or stores of `width` words, those of neighbours `stride` words apart."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
-        tile, _ = filled(kb, memory, SMEM_BYTES, 256)
+        tile, _ = fill_shared(kb, memory, SMEM_BYTES, 256)
         at, whole = tile + kb.special("laneid") * (4 * stride), kb.reg("b32", 0)
         values = words(kb, memory, width)
         def one_round() -> None:
             for i in range(places(stride)):
                 place = at.at(i * span(stride))
                 if store: kb.st("shared", "b32", place, values)
-                else: folded(whole, kb.ld("shared", "b32", place, width))
+                else: fold(whole, kb.ld("shared", "b32", place, width))
         return Loop(one_round, [whole])
     return body
 
@@ -176,20 +176,20 @@ def loads(width: int, stride: int, store: bool = False) -> Body:
 def matrices(count: int, store: bool = False, chained: bool = False) -> Body:
     """ldmatrix or stmatrix of rows of 16 bytes, one behind the other."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
-        tile, _ = filled(kb, memory, SMEM_BYTES, 32 if chained else 256)
+        tile, _ = fill_shared(kb, memory, SMEM_BYTES, 32 if chained else 256)
         at, whole = tile + kb.special("laneid") * 16, kb.reg("b32", 0)
         values = words(kb, memory, count)
         def one_round() -> None:
             for i in range(LENGTH // 4):
                 place = at.at(i * 512)
                 if store: kb.stmatrix(place, values)
-                elif chained: folded(at, kb.ldmatrix(place, count)[:1])
-                else: folded(whole, kb.ldmatrix(place, count))
+                elif chained: fold(at, kb.ldmatrix(place, count)[:1])
+                else: fold(whole, kb.ldmatrix(place, count))
         return Loop(one_round, [whole, at])
     return body
 
 
-def shared_memory() -> Iterator[Probe]:
+def smem() -> Iterator[Probe]:
     rows = LENGTH // 4
     yield Probe("LDS latency", chase, rows, nbytes=SMEM_BYTES)
     for stride in (1, 2, 4, 8, 16, 32):
@@ -234,4 +234,4 @@ def barriers() -> Iterator[Probe]:
         yield Probe(f"mbarrier round trip of {threads}", mbarrier, 2, threads=threads)
 
 
-for made in (arithmetic, warp_mma, warpgroup_mma, shared_memory, barriers): register(made())
+for made in (arithmetic, warp_mma, warpgroup_mma, smem, barriers): register(made())

@@ -2,7 +2,7 @@
 
 Protocol. A `Case` is one launch: PTX, its shape, arguments as bytes, and the memory it can reach before and
 after, at the emulator's addresses. Words of arguments and of memory that are such addresses are moved to
-wherever the memory lies when the case is launched elsewhere (`moved`); tensor maps are made anew. `Judged`
+wherever the memory lies when the case is launched elsewhere (`relocate`); tensor maps are made anew. `Judged`
 says of a buffer what its elements must be, in float64, and how far they may be from it.
 
 The file is one SQLite database: texts of PTX by their digest, cases by name (test#digest), memory compressed.
@@ -78,7 +78,7 @@ class Case:
         return whole.hexdigest()[:12]
 
 
-def moved(data: bytes, memory: Sequence[Memory], addresses: Sequence[int]) -> bytes:
+def relocate(data: bytes, memory: Sequence[Memory], addresses: Sequence[int]) -> bytes:
     """The bytes with every 8-byte word that is an address of `memory` turned into one of where that lies."""
     words = np.frombuffer(data[:len(data) // 8 * 8], np.uint64)
     out = words.copy()
@@ -157,17 +157,17 @@ class Cases:
         (ptx,), = self.file.execute("select ptx from texts where digest = ?", (text,))
         facts, data, at = json.loads(said), memoryview(zlib.decompress(packed)), 0
 
-        def taken(nbytes: int) -> bytes:
+        def take(nbytes: int) -> bytes:
             nonlocal at
             at += nbytes
             return bytes(data[at - nbytes:at])
 
         def buffer(address: int, n: int, dtype: str) -> Memory:
-            before = taken(n)
-            return Memory(address, before, _xor(before, taken(n)), dtype)
+            before = take(n)
+            return Memory(address, before, _xor(before, take(n)), dtype)
 
         memory = tuple(buffer(*each) for each in facts["memory"])
-        judged = tuple(Judged(i, np.frombuffer(taken(8 * n)), np.frombuffer(taken(8 * n)))
+        judged = tuple(Judged(i, np.frombuffer(take(8 * n)), np.frombuffer(take(8 * n)))
                        for i, n in facts["judged"])
         maps = {int(i): _map(spec) for i, spec in facts["maps"].items()}
         return Case(name, facts["arch"], zlib.decompress(ptx).decode(), facts["entry"],

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from bench.gpu.cases import Case, Cases, moved
-from bench.gpu.correct import arguments, opened, readable, rows_of, shown
+from bench.gpu.cases import Case, Cases, relocate
+from bench.gpu.correct import arguments, open_worker, readable, render, rows_of
 from bench.gpu.parts import Options, Part, register
 from tinygrad_nv.runtime.driver import Driver, Launch, Node, Work, integer, pointer
 
@@ -76,7 +76,7 @@ def in_chains(driver: Driver, case: Case) -> Iterator[tuple[list[bytes], list[in
         addresses = [arena + start for start in starts]
         driver.copy_in(given, memoryview(bytes(total)))
         for start, each in zip(starts, case.memory, strict=True):
-            driver.copy_in(given + start, memoryview(moved(each.before, case.memory, addresses)))
+            driver.copy_in(given + start, memoryview(relocate(each.before, case.memory, addresses)))
         driver.copy_in(spoiled, memoryview(b"\xff" * total))
         vectors = total // 16
 
@@ -126,5 +126,5 @@ def rows(options: Options) -> list[str]:
 
 
 register(Part("chains", "recorded launches among programmatic ones, against the emulator's answers", rows,
-              partial(opened, part="chains", names_of=waiting, answers=in_chains), shown,
+              partial(open_worker, part="chains", names_of=waiting, answers=in_chains), render,
               expected_s=1.5, limit_s=90.0))

@@ -1,9 +1,9 @@
 """Whether what ran is right: results are filled with NaN, the runs are made, and every set is compared.
 
 Protocol: a workload names its `results` among a set's storages, and `unlike(one)` says how those of a set are
-not what they must be, "" when they are. Comparisons take places of all of a result: `spaced` gives one of
-every few rows, so that each tile of rows, each half of it that a consumer warpgroup has, and each warp's rows
-are among them.
+not what they must be, "" when they are. Comparisons take places of all of a result: `spread_numbers` gives
+one of every few rows, so that each tile of rows, each half of it that a consumer warpgroup has, and each
+warp's rows are among them.
 
 A run is compared on as many sets as it says by `sets` (`Partly`), on all where it says nothing.
 """
@@ -27,12 +27,12 @@ class Partly:
     def __call__(self, i: int) -> None: self.run(i)
 
 
-def compared_sets(run: Run, given: Sets) -> int:
+def count_sets(run: Run, given: Sets) -> int:
     """On how many sets a run is compared."""
     return min(getattr(run, "sets", len(given)), len(given))
 
 
-def spaced(count: int, step: int) -> list[int]:
+def spread_numbers(count: int, step: int) -> list[int]:
     """One of every `step` numbers below `count`, at another place in each step; the first and the last."""
     inside = (first + (11 * (first // step) + 5) % step for first in range(0, count, step))
     return sorted({0, count - 1, *(min(each, count - 1) for each in inside)})
@@ -55,19 +55,20 @@ def differs(workload: Any, given: Sets) -> str:
 
 def wrong(workload: Any, given: Sets, run: Run) -> str:
     """Runs once on each set, and compares."""
-    some = given[:compared_sets(run, given)]
+    some = given[:count_sets(run, given)]
     poison(workload, some)
     for i in range(len(some)): run(i)
     return differs(workload, some)
 
 
-def emulated(workload: Any, driver: Any, bind: Callable[[Mapping[str, int]], Callable[[None], None]],
-             written: Sequence[str] = ("out",), after: Callable[[Any], None] = lambda one: None) -> str:
+def check_on_emulator(workload: Any, driver: Any, bind: Callable[[Mapping[str, int]], Callable[[None], None]],
+                      written: Sequence[str] = ("out",),
+                      after: Callable[[Any], None] = lambda one: None) -> str:
     """Runs on an emulated driver: two sets in turns, as bursts have them, the first of them again. `bind`
     makes a launch on memory by name, `written` are the results that it writes, `after` does with a set what
     others do after the launch. "" when both sets are right then."""
     import torch
-    given = workload.given("cpu")[:EMULATED_SETS]
+    given = workload.make_inputs("cpu")[:EMULATED_SETS]
     places: list[dict[str, int]] = []
     for one in given:
         for name in written: one[name].fill_(torch.nan)

@@ -19,9 +19,8 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
-from bench.gpu.attention_launch import Submit, loaded, submitted
-from bench.gpu.compare import emulated as on_emulator
-from bench.gpu.compare import spaced
+from bench.gpu.attention_launch import Submit, load_functions, make_launch
+from bench.gpu.compare import check_on_emulator, spread_numbers
 from bench.gpu.parts import (
     MOST_SETS,
     Bursts,
@@ -32,7 +31,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -100,12 +99,12 @@ class ConvWorkload:
         """Each operand and the result once."""
         return float(self.spec.nbytes + self.ends * 2 * self.spec.gemm.n * (self.spec.gemm.m + 1))
 
-    def scaled(self) -> ConvWorkload:
+    def scale_down(self) -> ConvWorkload:
         """Smaller, for the emulator."""
         return replace(self, side=min(self.side, 10), channels=min(self.channels, 64),
                        outputs=min(self.outputs, 72))
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
@@ -128,7 +127,7 @@ class ConvWorkload:
         float64, then every one by float32."""
         import torch
         m = self.spec.gemm.m
-        for rows, kind in ((spaced(m, CHECKED), torch.float64), (list(range(m)), torch.float32)):
+        for rows, kind in ((spread_numbers(m, CHECKED), torch.float64), (list(range(m)), torch.float32)):
             for first in range(0, len(rows), AT_ONCE):
                 if words := self._unlike(one, rows[first:first + AT_ONCE], kind): return words
         return ""
@@ -189,8 +188,8 @@ def binds(driver: Driver, workload: ConvWorkload,
           schedule: Schedule) -> Callable[[Mapping[str, int]], Submit]:
     """Makes launches of ours on memory by name."""
     kernels = [TABLE.build(workload.spec, schedule, target(driver))]
-    functions, names = loaded(driver, kernels), ("out", *workload.operands)
-    return lambda at: submitted(driver, kernels, [at[name] for name in names], functions=functions)
+    functions, names = load_functions(driver, kernels), ("out", *workload.operands)
+    return lambda at: make_launch(driver, kernels, [at[name] for name in names], functions=functions)
 
 
 def target(driver: Driver) -> GPU:
@@ -198,7 +197,7 @@ def target(driver: Driver) -> GPU:
     return GPU(driver.properties.arch, driver.properties.sm_count)
 
 
-def launched(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
+def bind_schedule(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
     """Our kernel with a schedule."""
     import torch
 
@@ -215,30 +214,30 @@ def launched(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
 def ours(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the default schedule."""
     from bench.gpu.gemm_contenders import device
-    return launched(workload, default(workload, target(device())), given)
+    return bind_schedule(workload, default(workload, target(device())), given)
 
 
 @about("conv")
-def chosen(workload: ConvWorkload) -> dict[str, Any]:
+def describe_schedule(workload: ConvWorkload) -> dict[str, Any]:
     """The schedules of `ours` and of `tuned`."""
     from bench.gpu.gemm_contenders import device
     return {"schedule": str(default(workload, target(device()))), "tuned": TUNED.get(workload.name, "")}
 
 
-@emulated("conv")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("conv")
+def run_emulated(workload: Any, options: Options) -> Row:
     """Scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     schedule = default(workload, GPU(options.arch))
-    wrong = on_emulator(small, driver, binds(driver, small, schedule))
+    wrong = check_on_emulator(small, driver, binds(driver, small, schedule))
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
             "why": f"ours: {wrong}" if wrong else str(schedule)}
 
 
 # **** the others ****
 
-def called(workload: ConvWorkload, given: Sets, function: Callable[..., Any]) -> Run:
+def bind_torch(workload: ConvWorkload, given: Sets, function: Callable[..., Any]) -> Run:
     """A function of torch, on each set in turn: images and filters as channels_last views."""
     import torch
     torch.backends.cudnn.benchmark = True
@@ -261,27 +260,27 @@ def theirs(x: Any, w: Any, bias: Any = None, residual: Any = None, stride: int =
 @contender("conv", "torch")
 def cudnn(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """cuDNN, by torch."""
-    return called(workload, given, theirs)
+    return bind_torch(workload, given, theirs)
 
 
 @contender("conv", "compiled")
-def compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run:
+def torch_compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Compiles a convolution with what follows it by torch's compiler."""
     import torch
     if not workload.ends: raise NotMeasured("a convolution alone is cuDNN's there too")
     if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
     torch._dynamo.reset()
-    return called(workload, given, torch.compile(theirs, dynamic=False))
+    return bind_torch(workload, given, torch.compile(theirs, dynamic=False))
 
 
 # **** another schedule ****
 
 @contender("conv", "tuned")
-def tuned(workload: ConvWorkload, given: Sets, options: Options) -> Run:
+def tune(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the quickest of the schedules that the cost model likes best."""
     from bench.gpu.gemm_contenders import device
     gpu = target(device())
-    trials = {s: launched(workload, s, given) for each in TABLE.templates(gpu.kind, workload.spec)
+    trials = {s: bind_schedule(workload, s, given) for each in TABLE.templates(gpu.kind, workload.spec)
               for s in [*each.candidates(workload.spec, gpu)][:TRIED]
               if not TABLE.problems(workload.spec, s, gpu)}
     took = {s: min(Bursts(run, len(given)).eager(5) for _ in range(3)) for s, run in trials.items()}

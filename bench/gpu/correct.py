@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.gpu.cases import DEFAULT, Case, Cases, Judged, moved
+from bench.gpu.cases import DEFAULT, Case, Cases, Judged, relocate
 from bench.gpu.parts import Measure, NotMeasured, Options, Part, Row, register
 from bench.lib.measure import table
 from tinygrad_nv.errors import NVError, PTXError
@@ -70,13 +70,13 @@ def readable(ptx: str) -> str:
     return ptx.replace(found[0], ".version {}.{}".format(*NEWEST_PTX), 1)
 
 
-def replayed(driver: Driver, case: Case) -> tuple[list[bytes], list[int]]:
+def replay(driver: Driver, case: Case) -> tuple[list[bytes], list[int]]:
     """Memory after the launch, and where it lay. Nothing stays behind."""
     module = driver.load(readable(case.ptx).encode())
     addresses = [driver.alloc(len(each.before)) for each in case.memory]
     try:
         for each, address in zip(case.memory, addresses, strict=True):
-            driver.copy_in(address, memoryview(moved(each.before, case.memory, addresses)))
+            driver.copy_in(address, memoryview(relocate(each.before, case.memory, addresses)))
         driver.submit(Launch(module.function(case.entry), case.grid, case.block,
                              arguments(driver, case, addresses), case.dynamic_smem, case.cluster))
         driver.synchronize()
@@ -90,14 +90,14 @@ def replayed(driver: Driver, case: Case) -> tuple[list[bytes], list[int]]:
 
 def once(driver: Driver, case: Case) -> Iterator[tuple[list[bytes], list[int]]]:
     """The one answer of a launch by itself."""
-    yield replayed(driver, case)
+    yield replay(driver, case)
 
 
 def arguments(driver: Driver, case: Case, addresses: list[int]) -> tuple[bytes, ...]:
     """A launch's, on memory at these addresses, with tensor maps over it."""
-    args = [moved(each, case.memory, addresses) for each in case.args]
+    args = [relocate(each, case.memory, addresses) for each in case.args]
     for i, spec in case.maps.items():
-        at = moved(spec.address.to_bytes(8, "little"), case.memory, addresses)
+        at = relocate(spec.address.to_bytes(8, "little"), case.memory, addresses)
         args[i] = driver.tensor_map(replace(spec, address=int.from_bytes(at, "little")))
     return tuple(args)
 
@@ -117,7 +117,7 @@ class Verdict:
     text: str = ""
 
 
-def decoded(data: bytes, dtype: str) -> np.ndarray:
+def decode_values(data: bytes, dtype: str) -> np.ndarray:
     """Bytes as float64 of a torch dtype; as integers where the dtype is not known."""
     import torch
     kind = getattr(torch, dtype, None) if dtype else None
@@ -127,7 +127,7 @@ def decoded(data: bytes, dtype: str) -> np.ndarray:
 
 def verdict(case: Case, found: list[bytes], addresses: list[int], seed: int = 0) -> Verdict:
     """The worst of what is said of each buffer."""
-    said = [_of_buffer(case, i, found[i], moved(case.memory[i].after, case.memory, addresses), seed)
+    said = [_of_buffer(case, i, found[i], relocate(case.memory[i].after, case.memory, addresses), seed)
             for i in range(len(case.memory))]
     return worst(said)
 
@@ -141,16 +141,16 @@ def _of_buffer(case: Case, i: int, got: bytes, emulated: bytes, seed: int) -> Ve
     if got == emulated: return Verdict("same")
     judged = next((each for each in case.judged if each.memory == i), None)
     if judged is not None and judged.exact.size:
-        off = _beyond(judged, decoded(got, case.memory[i].dtype))
+        off = _beyond(judged, decode_values(got, case.memory[i].dtype))
         return Verdict("close") if off is None else _disagrees(case, i, got, emulated, off, judged)
     differ = np.frombuffer(got, np.uint8) != np.frombuffer(emulated, np.uint8)
     differ &= ~_varying(case, i)
     if not differ.any(): return Verdict("order")
     dtype = case.memory[i].dtype
-    size = max(1, len(got) // max(1, decoded(got, dtype).size))
+    size = max(1, len(got) // max(1, decode_values(got, dtype).size))
     at = int(differ.argmax()) // size
     if judged is None and UNDEFINED.search(case.ptx):
-        a, b = decoded(got, dtype), decoded(emulated, dtype)
+        a, b = decode_values(got, dtype), decode_values(emulated, dtype)
         most = np.abs(b[np.isfinite(b)]).max(initial=0)
         with np.errstate(invalid="ignore"): off_by = np.abs(a - b)
         alike = (np.isnan(a) == np.isnan(b)).all() and not (off_by > OPEN * most).any()
@@ -170,14 +170,14 @@ def _beyond(judged: Judged, values: np.ndarray) -> int | None:
 
 def _varying(case: Case, i: int) -> np.ndarray:
     """Bytes that the emulator itself has otherwise when warps run in other orders."""
-    answers = [np.frombuffer(replayed(emulator(case, seed, False), case)[0][i], np.uint8) for seed in ORDERS]
+    answers = [np.frombuffer(replay(emulator(case, seed, False), case)[0][i], np.uint8) for seed in ORDERS]
     return np.any([answer != answers[0] for answer in answers], axis=0)
 
 
 def _disagrees(case: Case, i: int, got: bytes, emulated: bytes, at: int, judged: Judged | None) -> Verdict:
     """In words."""
     dtype = case.memory[i].dtype
-    a, b = decoded(got, dtype), decoded(emulated, dtype)
+    a, b = decode_values(got, dtype), decode_values(emulated, dtype)
     exact = f", exactly {judged.exact[at]:g}" if judged is not None and judged.exact.size else ""
     count = int((~((a == b) | (np.isnan(a) & np.isnan(b)))).sum())
     return Verdict("disagrees", f"either the kernel or the emulator is wrong: {case.name}, kernel "
@@ -188,7 +188,7 @@ def _disagrees(case: Case, i: int, got: bytes, emulated: bytes, at: int, judged:
 
 # **** the part ****
 
-def assembled(ptx: Iterable[str], arch: str) -> None:
+def fill_cubin_cache(ptx: Iterable[str], arch: str) -> None:
     """Fills the cache of cubins, on all cores: where there is a ptxas, a device takes modules from there."""
     if find_program("ptxas") is None: return
     def one(text: str) -> None:
@@ -215,8 +215,9 @@ def rows_of(options: Options, names_of: Callable[[Cases], list[str]]) -> list[st
     return sorted(tests, key=lambda name: not name.startswith(FIRST))
 
 
-def opened(options: Options, part: str = "correctness", names_of: Callable[[Cases], list[str]] = Cases.names,
-           answers: Answers = once) -> Measure:
+def open_worker(options: Options, part: str = "correctness",
+                names_of: Callable[[Cases], list[str]] = Cases.names,
+                answers: Answers = once) -> Measure:
     """A worker: one driver for all its rows. Every one of a launch's `answers` is looked at, and the worst
     counts."""
     cases = Cases(_path(options))
@@ -232,8 +233,8 @@ def opened(options: Options, part: str = "correctness", names_of: Callable[[Case
         counts: Counter[str] = Counter()
         texts: list[str] = []
         names = [row] if "#" in row else launches[row]
-        if device: assembled((case.ptx for case in map(cases.get, names)
-                              if runnable(case, device.properties.arch)), device.properties.arch)
+        if device: fill_cubin_cache((case.ptx for case in map(cases.get, names)
+                                     if runnable(case, device.properties.arch)), device.properties.arch)
         for number, name in enumerate(names, 1):
             case = cases.get(name)
             on = device or emulator(case, options.seed + 1, True)
@@ -263,7 +264,7 @@ def opened(options: Options, part: str = "correctness", names_of: Callable[[Case
 HEADER = ["", "tests", "launches", *KINDS, "elsewhere", "failed, hung, died", "not measured"]
 
 
-def shown(found: Mapping[str, Row]) -> str:
+def render(found: Mapping[str, Row]) -> str:
     """A line for each file of tests; then, in words, what went wrong."""
     files: dict[str, list[Row]] = defaultdict(list)
     for name, row in found.items(): files[name.partition("::")[0]].append(row)
@@ -282,5 +283,5 @@ def _line(name: str, some: list[Row]) -> list[str]:
             str(broken or ""), str(sum(row["status"] == "not measured" for row in some) or "")]
 
 
-register(Part("correctness", "recorded launches against the emulator's answers", rows, opened, shown,
+register(Part("correctness", "recorded launches against the emulator's answers", rows, open_worker, render,
               expected_s=1.0, limit_s=60.0))

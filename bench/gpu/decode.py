@@ -132,8 +132,8 @@ def unlike(logits: dict[str, list[float]]) -> str:
     return ""
 
 
-def opened_sides(sides: dict[str, StepProcess], notes: dict[str, str],
-                 limit_s: float) -> dict[str, list[float]]:
+def await_sides(sides: dict[str, StepProcess], notes: dict[str, str],
+                limit_s: float) -> dict[str, list[float]]:
     """Waits until each is ready: logits by name. Those that do not start are noted and dropped."""
     logits: dict[str, list[float]] = {}
     for who in list(sides):
@@ -147,7 +147,7 @@ def opened_sides(sides: dict[str, StepProcess], notes: dict[str, str],
     return logits
 
 
-def compared(decode: DecodeWorkload, options: Options, budget_s: float) -> Row:
+def compare(decode: DecodeWorkload, options: Options, budget_s: float) -> Row:
     """All sides on one step, in turns."""
     config, notes = json.dumps(MODELS[decode.model]), dict[str, str]()
     sides = {"ours": StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA")}
@@ -156,7 +156,7 @@ def compared(decode: DecodeWorkload, options: Options, budget_s: float) -> Row:
                                         NV="0")
     sides["torch"] = StepProcess("torch", config, decode.batch, decode.context, "cuda")
     try:
-        logits = opened_sides(sides, notes, min(START_S, budget_s))
+        logits = await_sides(sides, notes, min(START_S, budget_s))
         if "ours" not in sides: raise NotMeasured(f"ours: {notes['ours']}")
         return {"work": decode.batch, "nbytes": decode.nbytes, "notes": notes,
                 **_status(unlike(logits), "measured"), **in_turns(sides, min(budget_s, options.seconds))}
@@ -194,31 +194,32 @@ def per_joule(rows: Mapping[str, Row]) -> str:
     return "\n\n" + table(["tokens/J", *NAMES], lines) if lines else ""
 
 
-def emulated(decode: DecodeWorkload, options: Options) -> Row:
+def run_emulated(decode: DecodeWorkload, options: Options) -> Row:
     """The tiny model on the emulated device: its logits beside torch's."""
     batch, context, notes, tiny = min(decode.batch, 2), 5, dict[str, str](), json.dumps(TINY)
     sides = {"ours": StepProcess("tinygrad", tiny, batch, context, "EMU", DEV="EMU", EMU_ARCH=options.arch),
              "torch": StepProcess("torch", tiny, batch, context, "cpu")}
     try:
-        logits = opened_sides(sides, notes, START_S)
+        logits = await_sides(sides, notes, START_S)
         if notes: raise NotMeasured("; ".join(f"{who}: {why}" for who, why in notes.items()))
         return {**_status(unlike(logits), "emulated"), "logits": logits}
     finally:
         for side in sides.values(): side.end()
 
 
-def opened(options: Options) -> Measure:
+def open_worker(options: Options) -> Measure:
     """A worker."""
     known = {each.name: each for each in decodes()}
 
     def measure(name: str, budget_s: float) -> Row:
-        return emulated(known[name], options) if options.emulate else compared(known[name], options, budget_s)
+        if options.emulate: return run_emulated(known[name], options)
+        return compare(known[name], options, budget_s)
 
     return measure
 
 
 register(Part("decode", "whole decode steps, bfloat16, weights by a formula",
-              lambda options: [each.name for each in decodes()], opened,
-              lambda rows: Timings(Column("tokens/s", scale=1.0), names=NAMES).shown("decode", rows)
+              lambda options: [each.name for each in decodes()], open_worker,
+              lambda rows: Timings(Column("tokens/s", scale=1.0), names=NAMES).render("decode", rows)
               + per_joule(rows),
               expected_s=60.0, limit_s=420.0))

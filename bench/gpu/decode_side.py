@@ -49,7 +49,7 @@ def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -
     from tinygrad_nv.models.llama import Llama
     from tinygrad_nv.models.weights import slots
 
-    def filled(shape: tuple[int, ...], number: int) -> Tensor:
+    def fill(shape: tuple[int, ...], number: int) -> Tensor:
         count = 1
         for extent in shape: count *= extent
         i = Tensor.arange(count, dtype=dtypes.uint32).to(device) + STRIDE * number
@@ -62,11 +62,11 @@ def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -
     for number, tensor in enumerate(seen.values()):
         shape = tuple(int(s) for s in tensor.shape)
         made = Tensor.ones(*shape, dtype=dtypes.bfloat16, device=device) if len(shape) == 1 else \
-            filled(shape, number)
+            fill(shape, number)
         tensor.assign(made).realize()
     cache = DenseKVCache.create(config, capacity, dtypes.bfloat16, batch, device)
     for number, (keys, values) in enumerate(cache.layers):
-        made = filled((2, *(int(s) for s in keys.shape)), CACHE_SEED + number)
+        made = fill((2, *(int(s) for s in keys.shape)), CACHE_SEED + number)
         Tensor.realize(keys.assign(made[0]), values.assign(made[1]))
     token = Tensor([[7 + b] for b in range(batch)], dtype=dtypes.int32, device=device).contiguous().realize()
     logits = Tensor.zeros(batch, config.vocab_size, device=device).contiguous().realize()
@@ -103,44 +103,44 @@ def torch_steps(config: ModelConfig, batch: int, context: int, device: str) -> t
         shapes += [(c.hidden_size,), (c.hidden_size,), (q + 2 * kv, c.hidden_size), (c.hidden_size, q),
                    (2 * c.intermediate_size, c.hidden_size), (c.hidden_size, c.intermediate_size)]
 
-    def filled(shape: tuple[int, ...], number: int) -> torch.Tensor:
+    def fill(shape: tuple[int, ...], number: int) -> torch.Tensor:
         if len(shape) == 1: return torch.ones(shape, dtype=kind, device=device)
         i = torch.arange(torch.Size(shape).numel(), device=device) + STRIDE * number
         values = (((i * FACTOR) & 0xffffffff) >> 16).float() / 65536 - 0.5
         return (values * SCALE).to(kind).view(shape)
 
-    weights = [filled(shape, number) for number, shape in enumerate(shapes)]
+    weights = [fill(shape, number) for number, shape in enumerate(shapes)]
     embedding, norm, *rest = weights
     head = embedding if c.tied else rest.pop(0)
     layers = [rest[i:i + 6] for i in range(0, len(rest), 6)]
-    caches = [filled((2, batch, c.num_kv_heads, context + 1, c.head_dim), CACHE_SEED + i)
+    caches = [fill((2, batch, c.num_kv_heads, context + 1, c.head_dim), CACHE_SEED + i)
               for i in range(c.num_layers)]
     rotations = tables(c.distinct_ropes[0], context + 1)
     cos, sin = (torch.tensor(t[context], device=device).to(kind) for t in rotations)
     token = torch.tensor([[7 + b] for b in range(batch)], device=device)
     logits = torch.zeros(batch, c.vocab_size, device=device)
 
-    def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         f = x.float()
         return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + c.norm_eps)).to(kind) * w
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def step() -> None:
         x = embedding[token[:, 0]]
         for (attention_norm, ff_norm, qkv, o, gate_up, down), cache in zip(layers, caches, strict=True):
-            heads = normed(x, attention_norm) @ qkv.T
+            heads = rms_norm(x, attention_norm) @ qkv.T
             heads = heads.view(batch, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
             a, k, v = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
-            cache[0, :, :, context], cache[1, :, :, context] = rotated(k), v
-            seen = F.scaled_dot_product_attention(rotated(a).unsqueeze(2), cache[0], cache[1],
+            cache[0, :, :, context], cache[1, :, :, context] = rotate(k), v
+            seen = F.scaled_dot_product_attention(rotate(a).unsqueeze(2), cache[0], cache[1],
                                                   enable_gqa=True)
             x = x + seen.reshape(batch, q) @ o.T
-            gate, up = (normed(x, ff_norm) @ gate_up.T).chunk(2, -1)
+            gate, up = (rms_norm(x, ff_norm) @ gate_up.T).chunk(2, -1)
             x = x + (F.silu(gate) * up) @ down.T
-        logits.copy_((normed(x, norm) @ head.T).float())
+        logits.copy_((rms_norm(x, norm) @ head.T).float())
         token.copy_(logits.argmax(-1, keepdim=True))
 
     made: Steps = {}
@@ -196,12 +196,12 @@ def main() -> None:
     print(json.dumps(said), flush=True)
     gpu = Telemetry(0) if device.lower().startswith("cuda") else None
     for line in sys.stdin:
-        found = {name: measured(run, int(line), gpu) for name, run in steps.items()}
+        found = {name: measure(run, int(line), gpu) for name, run in steps.items()}
         print(json.dumps({"seconds": {name: seconds for name, (seconds, _) in found.items()},
                           "joules": {name: joules for name, (_, joules) in found.items()}}), flush=True)
 
 
-def measured(run: Callable[[int], None], count: int, gpu: Telemetry | None) -> tuple[float, float | None]:
+def measure(run: Callable[[int], None], count: int, gpu: Telemetry | None) -> tuple[float, float | None]:
     """Seconds and joules of a step, of `count` in a row."""
     with gpu.sample() if gpu is not None else nullcontext() as samples:
         begun = time.perf_counter()

@@ -17,9 +17,8 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import submitted
-from bench.gpu.compare import Partly
-from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.attention_launch import make_launch
+from bench.gpu.compare import Partly, check_on_emulator
 from bench.gpu.parts import (
     MOST_SETS,
     Column,
@@ -29,7 +28,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -57,7 +56,7 @@ def rms(m: int, n: int, residual: bool = False) -> NormSpec:
     x = Load(0, KIND, n, 1) + Load(2, KIND, n, 1) if residual else Load(0, KIND, n, 1)
     f = x.cast(F32)
     scaled = f * Apply("sqrt", (Sum() * (1 / n) + EPS,), F32).reciprocal()
-    return made(m, n, scaled.cast(KIND) * Load(1, KIND, 0, 1), Statistic("add", f * f))
+    return dense_rows(m, n, scaled.cast(KIND) * Load(1, KIND, 0, 1), Statistic("add", f * f))
 
 
 def layer(m: int, n: int) -> NormSpec:
@@ -65,30 +64,31 @@ def layer(m: int, n: int) -> NormSpec:
     f = Load(0, KIND, n, 1).cast(F32) - Sum() * (1 / n)
     scaled = (f * Apply("sqrt", (Sum(part=1) * (1 / n) + EPS,), F32).reciprocal()).cast(KIND)
     value = scaled * Load(1, KIND, 0, 1) + Load(2, KIND, 0, 1)
-    return made(m, n, value, Statistic("add", Load(0, KIND, n, 1).cast(F32)), Statistic("add", f * f))
+    return dense_rows(m, n, value, Statistic("add", Load(0, KIND, n, 1).cast(F32)), Statistic("add", f * f))
 
 
 def softmax(m: int, n: int) -> NormSpec:
     """2^((x − max) log2 e) over their sum."""
     x = Load(0, KIND, n, 1)
     e = ((x.cast(F32) - Sum(KIND).cast(F32)) * 1.4426950408889634).exp2()
-    return made(m, n, (e * Sum(part=1).reciprocal()).cast(KIND), Statistic("max", x), Statistic("add", e))
+    return dense_rows(m, n, (e * Sum(part=1).reciprocal()).cast(KIND), Statistic("max", x),
+                      Statistic("add", e))
 
 
-def gated(m: int, n: int) -> NormSpec:
+def silu_gate_up(m: int, n: int) -> NormSpec:
     """silu(gate) · up, both in rows of 2 n."""
     gate, up = Load(0, KIND, 2 * n, 1), Load(0, KIND, 2 * n, 1, (), n)
-    return made(m, n, silu(gate.cast(F32)).cast(KIND) * up)
+    return dense_rows(m, n, silu(gate.cast(F32)).cast(KIND) * up)
 
 
-def made(m: int, n: int, value: Any, *statistics: Statistic) -> NormSpec:
+def dense_rows(m: int, n: int, value: Any, *statistics: Statistic) -> NormSpec:
     """A spec with a dense result."""
     return NormSpec(m, n, statistics, (Computed(Result(KIND, n, 1), value),))
 
 
 SPECS: dict[str, Callable[[int, int], NormSpec]] = {
     "rms": rms, "residual": lambda m, n: rms(m, n, True), "layer": layer, "softmax": softmax,
-    "silu·mul": gated}
+    "silu·mul": silu_gate_up}
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class ElementwiseWorkload:
         """Ours in words."""
         return "copy" if isinstance(self.spec, EmbeddingSpec) else str(Norm.of(self.spec))
 
-    def scaled(self) -> ElementwiseWorkload:
+    def scale_down(self) -> ElementwiseWorkload:
         """Smaller, for the emulator."""
         return replace(self, m=min(self.m, 8), n=min(self.n, 512), table=50)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Operands by name, as many sets as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
@@ -193,11 +193,11 @@ def shapes() -> Iterator[ElementwiseWorkload]:
 
 # **** ours ****
 
-def bound(driver: Driver, workload: ElementwiseWorkload, addresses: dict[str, int]) -> Any:
+def bind_launch(driver: Driver, workload: ElementwiseWorkload, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name: the result, then operands in their order."""
     kernel = workload.kernel(driver.properties.arch)
     pointers = [addresses[name] for name in ("out", *OPERANDS[workload.form])]
-    return submitted(driver, [kernel], pointers, rows=workload.m)
+    return make_launch(driver, [kernel], pointers, rows=workload.m)
 
 
 @contender("memory", "ours")
@@ -208,30 +208,30 @@ def ours(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
-    runs = [bound(gpu, workload, {name: x.data_ptr() for name, x in each.items()}) for each in given]
+    runs = [bind_launch(gpu, workload, {name: x.data_ptr() for name, x in each.items()}) for each in given]
     gpu.synchronize()
     return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
 
 
 @about("memory")
-def chosen(workload: ElementwiseWorkload) -> dict[str, Any]:
+def describe_schedule(workload: ElementwiseWorkload) -> dict[str, Any]:
     """The plan of `ours`."""
     return {"schedule": workload.plan()}
 
 
-@emulated("memory")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("memory")
+def run_emulated(workload: Any, options: Options) -> Row:
     """Scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)))
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
+    wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)))
     return {"status": "disagrees" if wrong else "emulated", "schedule": workload.plan(),
             "why": f"ours: {wrong}" if wrong else workload.plan()}
 
 
 # **** the others ****
 
-def called(workload: ElementwiseWorkload, given: Sets, function: Callable[..., Any]) -> Run:
+def bind_torch(workload: ElementwiseWorkload, given: Sets, function: Callable[..., Any]) -> Run:
     """A function of torch, on each set in turn."""
     def run(i: int) -> None: given[i]["out"] = function(workload.form, given[i])
     return run
@@ -240,7 +240,7 @@ def called(workload: ElementwiseWorkload, given: Sets, function: Callable[..., A
 @contender("memory", "torch")
 def torch_eager(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """torch's own functions."""
-    return called(workload, given, theirs)
+    return bind_torch(workload, given, theirs)
 
 
 @contender("memory", "compiled")
@@ -249,7 +249,7 @@ def torch_compiled(workload: ElementwiseWorkload, given: Sets, options: Options)
     import torch
     if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
     torch._dynamo.reset()   # it compiles a function for eight shapes, and runs it as it is for others
-    return called(workload, given, torch.compile(theirs, dynamic=False))
+    return bind_torch(workload, given, torch.compile(theirs, dynamic=False))
 
 
 @contender("memory", "copy")

@@ -50,7 +50,7 @@ def command(sources: Path, cutlass: Path, head: int, out: Path) -> list[str]:
             f"-I{sources}", f"-I{cutlass}", "-o", str(out), str(WRAPPER)]
 
 
-def built(path: Path, cutlass: Path | None, head: int, out: Path = CACHE) -> Path:
+def build(path: Path, cutlass: Path | None, head: int, out: Path = CACHE) -> Path:
     """The library for a head size: there, or made of the sources. Raises `NotMeasured`."""
     name = f"fa3_{head}.so"
     if (found := path / name).exists(): return found
@@ -70,7 +70,7 @@ def built(path: Path, cutlass: Path | None, head: int, out: Path = CACHE) -> Pat
 
 
 @cache
-def loaded(library: Path) -> Any:
+def load_function(library: Path) -> Any:
     """Its function."""
     attend = ctypes.CDLL(str(library)).attend
     attend.argtypes = [*[ctypes.c_void_p] * 6, *[ctypes.c_int] * 5, ctypes.c_float, ctypes.c_int,
@@ -80,10 +80,10 @@ def loaded(library: Path) -> Any:
 
 def contender(workload: Any, given: Sequence[dict[str, Any]], options: Options) -> Run:
     """Runs of the kernel, or of the package, on sets of q, k, v and out of [batch, heads, tokens, d]."""
-    if options.fa3 is None: return packaged(workload, given)
+    if options.fa3 is None: return bind_package(workload, given)
     import torch
     if torch.cuda.get_device_capability() != (9, 0): raise NotMeasured("FlashAttention-3 is for Hopper")
-    attend = loaded(built(options.fa3, options.cutlass, workload.d))
+    attend = load_function(build(options.fa3, options.cutlass, workload.d))
     lse = torch.empty(workload.batch * workload.heads * workload.tokens, device="cuda")
     semaphore = torch.zeros(4, dtype=torch.int32, device="cuda")
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
@@ -100,7 +100,7 @@ def contender(workload: Any, given: Sequence[dict[str, Any]], options: Options) 
     return run
 
 
-def packaged(workload: Any, given: Sequence[dict[str, Any]]) -> Run:
+def bind_package(workload: Any, given: Sequence[dict[str, Any]]) -> Run:
     """The package's function, which takes [batch, tokens, heads, d]: views of ours. It makes its result."""
     if find_spec("flash_attn_interface") is None:
         raise NotMeasured("flash_attn_interface is not installed, and --fa3 names no sources or libraries")
@@ -123,7 +123,7 @@ def main() -> int:
     made.add_argument("--head", type=int, nargs="+", choices=HEADS, default=HEADS, help="(default all)")
     options = made.parse_args()
     try:
-        for head in options.head: print(built(options.sources, options.cutlass, head, options.out))
+        for head in options.head: print(build(options.sources, options.cutlass, head, options.out))
     except NotMeasured as why:
         print(why, file=sys.stderr)
         return 1

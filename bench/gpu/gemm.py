@@ -20,9 +20,8 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from bench.gpu import gemm_contenders  # noqa: F401 (registers them)
-from bench.gpu.compare import emulated as on_emulator
-from bench.gpu.compare import spaced
-from bench.gpu.parts import MOST_SETS, Column, NotMeasured, Options, Row, emulated, timing_part, workloads
+from bench.gpu.compare import check_on_emulator, spread_numbers
+from bench.gpu.parts import MOST_SETS, Column, NotMeasured, Options, Row, emulation, timing_part, workloads
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.cost import predict
@@ -92,12 +91,12 @@ class GemmWorkload:
         """Each operand and the result once."""
         return (1.0 if self.fp8 else 2.0) * self.k * (self.m + self.columns) + 2.0 * self.m * self.n
 
-    def scaled(self, by: int = 16) -> GemmWorkload:
+    def scale_down(self, by: int = 16) -> GemmWorkload:
         """Smaller, for the emulator: few rows stay as they are."""
         m = self.m if self.m <= 64 else max(self.m // by, 64)
         return replace(self, m=m, n=max(self.n // by, 64), k=max(self.k // by, 256))
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
@@ -115,7 +114,8 @@ class GemmWorkload:
         """How the result in these storages is not the product; "" when it is: one of 16 rows by float64,
         then every row by float32, whose sums of these operands are a tenth of the bound off at most."""
         import torch
-        for rows, kind in ((spaced(self.m, CHECKED), torch.float64), (list(range(self.m)), torch.float32)):
+        for rows, kind in ((spread_numbers(self.m, CHECKED), torch.float64),
+                           (list(range(self.m)), torch.float32)):
             for first in range(0, len(rows), AT_ONCE):
                 if words := self._unlike(one, rows[first:first + AT_ONCE], kind): return words
         return ""
@@ -160,18 +160,18 @@ def shapes() -> Iterator[GemmWorkload]:
         for m in (4096, 1, 16): yield GemmWorkload(f"Llama {model} gate_up silu M={m}", m, n // 2, k, True)
 
 
-@emulated("gemm")
-def counted(shape: Any, options: Options) -> Row:
+@emulation("gemm")
+def run_emulated(shape: Any, options: Options) -> Row:
     """The product scaled down on the emulated driver."""
     from bench.gpu.gemm_launch import GemmLauncher
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, arch = shape.scaled(), options.arch
+    small, arch = shape.scale_down(), options.arch
     schedule, whole = choose(small.spec, GPU(arch)), choose(shape.spec, GPU(arch))
     if schedule is None or whole is None: raise NotMeasured("no schedule of ours")
     driver = EmulatedDriver(arch, seed=options.seed)
     made = TABLE.build(small.spec, schedule, GPU(arch, driver.properties.sm_count, driver.clusters))
     launcher = GemmLauncher(driver, made)
-    wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
+    wrong = check_on_emulator(small, driver, partial(launcher.bind_launch, small.spec))
     predicted = predict(shape.spec, whole, arch)
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
             "why": f"ours: {wrong}" if wrong else f"{schedule}; predicted of the whole: {whole}, "

@@ -43,10 +43,10 @@ def device() -> Any:
 @contender("gemm", "ours")
 def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the cost model's schedule."""
-    return launched(shape.spec, buffers)
+    return bind_default(shape.spec, buffers)
 
 
-def launched(spec: Any, buffers: Buffers) -> Run:
+def bind_default(spec: Any, buffers: Buffers) -> Run:
     """The kernel of a spec, by the default schedule."""
     import torch
 
@@ -57,7 +57,7 @@ def launched(spec: Any, buffers: Buffers) -> Run:
         raise NotMeasured(TABLE.why_not(spec, GPU(arch, sm_count)))
     launcher = GemmLauncher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
     torch.cuda.synchronize()
-    bound = [launcher.bound(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
+    bound = [launcher.bind_launch(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
     gpu.synchronize()
 
     def run(i: int) -> None: bound[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
@@ -66,7 +66,7 @@ def launched(spec: Any, buffers: Buffers) -> Run:
 
 
 @about("gemm")
-def chosen(shape: Any) -> dict[str, Any]:
+def describe_schedule(shape: Any) -> dict[str, Any]:
     """The schedule that `ours` takes, and the seconds that the cost model predicts."""
     arch, sm_count = device().properties.arch, device().properties.sm_count
     schedule = choose(shape.spec, GPU(arch, sm_count))
@@ -74,7 +74,7 @@ def chosen(shape: Any) -> dict[str, Any]:
     return {"schedule": str(schedule), "predicted_s": predict(shape.spec, schedule, arch).seconds}
 
 
-def gated(a: Any, b: Any, n: int) -> Any:
+def silu_gate_up(a: Any, b: Any, n: int) -> Any:
     """silu(a @ gate.T) * (a @ up.T), as a program of torch has it."""
     import torch
     both = a @ b
@@ -93,7 +93,7 @@ def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
 
     def run(i: int) -> None:
         a, b, out = sets[i]
-        if shape.gated: out.copy_(gated(a, b, shape.n))
+        if shape.gated: out.copy_(silu_gate_up(a, b, shape.n))
         elif shape.fp8: torch._scaled_mm(a, b, one, one, out_dtype=out.dtype, use_fast_accum=False, out=out)
         else: torch.mm(a, b, out=out)
 
@@ -101,14 +101,14 @@ def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
 
 
 @contender("gemm", "torch.compile")
-def compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
+def torch_compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Compiles a matmul with what follows it by torch's compiler."""
     import torch
     if not shape.gated: raise NotMeasured("a product alone is cuBLAS's there too")
     sets = [(each["a"].view(shape.m, shape.k), each["b"].view(shape.columns, shape.k).T,
              each["out"].view(shape.m, shape.n)) for each in buffers]
 
-    def step(a: Any, b: Any, out: Any) -> None: out.copy_(gated(a, b, shape.n))
+    def step(a: Any, b: Any, out: Any) -> None: out.copy_(silu_gate_up(a, b, shape.n))
 
     made = torch.compile(step, dynamic=False)
     made(*sets[0])
@@ -183,10 +183,10 @@ def tinygrad_alone(shape: Any, seconds: float) -> list[float]:
     if shape.fp8: raise NotMeasured("its kernels have no fp8 operands")
     if shape.m not in (1, 4096) or "70B" in shape.name: raise NotMeasured("left out, to save time")
     sizes = map(str, (shape.m, shape.n, shape.k, int(shape.gated), seconds))
-    return measured_alone([sys.executable, "-c", ALONE, *sizes], 30 + 10 * seconds)
+    return measure_alone([sys.executable, "-c", ALONE, *sizes], 30 + 10 * seconds)
 
 
-def measured_alone(command: list[str], limit_s: float) -> list[float]:
+def measure_alone(command: list[str], limit_s: float) -> list[float]:
     """Returns the last line that a process prints, on CUDA. Raises `NotMeasured` with its last words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s,

@@ -1,6 +1,6 @@
 """Launches a matmul's kernel on memory and streams of others, such as torch's.
 
-Protocol: `GemmLauncher(driver, made)` has the module on a device. `bound(spec, addresses)` binds it to
+Protocol: `GemmLauncher(driver, made)` has the module on a device. `bind_launch(spec, addresses)` binds it to
 memory by name (`out`, `a`, `b`, `x0`, …) in the order that kernel.py states, makes tensor maps and the
 workspace, and gives what puts one launch into a stream: flags are zeroed before it where there are any. It
 keeps the workspace, not the memory that it is given.
@@ -37,8 +37,8 @@ class GemmLauncher:
         self.function = self.module.function(made.name)
         self.workspaces: list[int] = []
 
-    def bound(self, spec: GemmSpec | QuantGemmSpec | SparseGemmSpec, addresses: Mapping[str, int],
-              m: int | None = None) -> Submit:
+    def bind_launch(self, spec: GemmSpec | QuantGemmSpec | SparseGemmSpec, addresses: Mapping[str, int],
+                    m: int | None = None) -> Submit:
         """A launch on this memory, `m` rows of a symbolic spec. Results of several must not share time: each
         has flags of its own."""
         made, rows = self.made, next(iter(spec.integers), 0) if m is None else m

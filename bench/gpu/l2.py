@@ -80,7 +80,7 @@ class Predicted:
     reason: str
 
 
-def predicted(machine: GPUModel, limits: Properties, nbytes: int, between: int) -> Predicted:
+def predict(machine: GPUModel, limits: Properties, nbytes: int, between: int) -> Predicted:
     """Lines that stay come from L2, the others from HBM; without a window none stay unless all do."""
     made = plan(limits, [Range(0, nbytes)], nbytes + between)
     from_l2, from_hbm = nbytes / machine.l2_bytes_per_s, nbytes / machine.hbm_bytes_per_s
@@ -89,19 +89,19 @@ def predicted(machine: GPUModel, limits: Properties, nbytes: int, between: int) 
     return Predicted(from_l2 if fits else from_hbm, kept * from_l2 + (1 - kept) * from_hbm, kept, made.reason)
 
 
-def modelled(arch: str, between: int | None, plot: Path | None) -> None:
+def print_prediction(arch: str, between: int | None, plot: Path | None) -> None:
     """Prints the prediction for the GPU that `arch` stands for."""
     limits = properties(arch)
     machine = gpu_model_for(arch, limits.sm_count)
     between = 2 * limits.l2_bytes if between is None else between
-    made = {nbytes: predicted(machine, limits, nbytes, between) for nbytes in sizes(limits)}
+    made = {nbytes: predict(machine, limits, nbytes, between) for nbytes in sizes(limits)}
     rows = [[f"{nbytes / MIB:.1f}", f"{one.plain_s * 1e6:.1f}", f"{one.window_s * 1e6:.1f}",
              f"{one.kept:.0%}", f"{one.plain_s / one.window_s:.2f}"] for nbytes, one in made.items()]
     print(f"PREDICTED, not measured: {machine.name}, {between / MIB:.0f} MiB of other memory between reads")
     print(table(["X MiB", "plain µs", "window µs", "stays", "times as fast"], rows))
     if plot is not None:
         curves = {"predicted": ([n / MIB for n in made], [[p.plain_s / p.window_s] for p in made.values()])}
-        drawn(curves, f"predicted for {machine.name}, not measured", plot)
+        plot_ratios(curves, f"predicted for {machine.name}, not measured", plot)
 
 
 def sizes(limits: Properties, points: int = 16) -> list[int]:
@@ -152,7 +152,7 @@ class L2Bench:
         return window if contender == "policy" else replace(window, hit_ratio=1.0)
 
     @contextlib.contextmanager
-    def kept(self, contender: str, nbytes: int) -> Iterator[Window | None]:
+    def set_aside(self, contender: str, nbytes: int) -> Iterator[Window | None]:
         """L2 is set aside inside, and given back."""
         window = self.window(contender, nbytes)
         if window is not None:
@@ -165,7 +165,7 @@ class L2Bench:
     def block(self, contender: str, nbytes: int, repeats: int) -> list[float]:
         """Seconds of each read of X, one after another, with Y between."""
         pairs = [(self.gpu.event(), self.gpu.event()) for _ in range(repeats + WARM)]
-        with self.kept(contender, nbytes) as window:
+        with self.set_aside(contender, nbytes) as window:
             for start, end in pairs:
                 if self.between: self.read(self.y, self.between, window)
                 self.gpu.record(start)
@@ -177,13 +177,13 @@ class L2Bench:
         return seconds[WARM:]
 
 
-def warmed(bench: L2Bench, nbytes: int, seconds: float) -> None:
+def warm_up(bench: L2Bench, nbytes: int, seconds: float) -> None:
     """Reads until clocks are those of a busy GPU."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end: bench.block("none", nbytes, 20)
 
 
-def measured(bench: L2Bench, nbytes: int, rounds: int, repeats: int) -> dict[str, Any]:
+def measure(bench: L2Bench, nbytes: int, rounds: int, repeats: int) -> dict[str, Any]:
     """Contenders in turn, `rounds` blocks of each."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
@@ -213,7 +213,7 @@ HEADER = ["X MiB", *(f"{name} GB/s" for name in CONTENDERS), "times as fast", "s
 Curves = dict[str, tuple[list[float], list[list[float]]]]
 
 
-def drawn(curves: Curves, title: str, path: Path) -> None:
+def plot_ratios(curves: Curves, title: str, path: Path) -> None:
     """Times as fast as without a window, over X: medians, with quartiles."""
     import matplotlib
     matplotlib.use("Agg")
@@ -232,7 +232,7 @@ def drawn(curves: Curves, title: str, path: Path) -> None:
 
 
 def curves_of(found: dict[int, dict[str, Any]]) -> Curves:
-    """Returns the curves that `drawn` draws of results."""
+    """Returns the curves that `plot_ratios` draws of results."""
     x = [nbytes / MIB for nbytes in found]
     return {name: (x, [one["ratios"][name] for one in found.values()]) for name in CONTENDERS[1:]}
 
@@ -250,9 +250,9 @@ def on_gpu(arguments: argparse.Namespace) -> int:
     chosen = sizes(limits, arguments.points)
     bench = L2Bench(gpu, max(chosen), between)
     with Telemetry(arguments.gpu).sample() as samples:
-        warmed(bench, max(chosen), WARM_S)
+        warm_up(bench, max(chosen), WARM_S)
         empty = median(bench.block("none", 0, arguments.repeats))
-        found = {nbytes: measured(bench, nbytes, arguments.rounds, arguments.repeats)
+        found = {nbytes: measure(bench, nbytes, arguments.rounds, arguments.repeats)
                  for nbytes in each(chosen)}
     bench.close()
     print(table(HEADER, [row(nbytes, one) for nbytes, one in found.items()]))
@@ -264,8 +264,8 @@ def on_gpu(arguments: argparse.Namespace) -> int:
                                "persisting_l2_limit": limits.persisting_l2_limit, "gains_bytes": gains,
                                "window_limit": limits.window_limit, "empty_us": empty * 1e6,
                                "telemetry": samples.record(), "results": found})
-    drawn(curves_of(found), f"{limits.name}, {between / MIB:.0f} MiB of other memory between reads",
-          path.with_suffix(".png"))
+    plot_ratios(curves_of(found), f"{limits.name}, {between / MIB:.0f} MiB of other memory between reads",
+                path.with_suffix(".png"))
     return 0
 
 
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="with --model: draw it as well")
     arguments = parser.parse_args(argv)
     if arguments.model:
-        modelled(arguments.arch, arguments.between, arguments.plot)
+        print_prediction(arguments.arch, arguments.between, arguments.plot)
         return 0
     from tinygrad_nv.runtime.cuda import api as cuda_api
     if reason := cuda_api.missing(arguments.gpu):

@@ -18,7 +18,7 @@ from tinygrad.dtype import DType
 from bench.gpu import attention as gpu_attention
 from bench.gpu import elementwise as gpu_elementwise
 from bench.gpu.gemm import GemmWorkload
-from bench.gpu.gemm_contenders import device, launched
+from bench.gpu.gemm_contenders import bind_default, device
 from bench.gpu.parts import (
     Bursts,
     NotMeasured,
@@ -26,9 +26,9 @@ from bench.gpu.parts import (
     Run,
     Workload,
 )
-from bench.gpu.quant_contenders import packed_rows
-from bench.gpu.quant_data import buffers_of, dequantised, in_tiles
-from bench.gpu.quant_workloads import compared, sets
+from bench.gpu.quant_contenders import pack_gptq
+from bench.gpu.quant_data import buffers_of, dequantise, in_tiles
+from bench.gpu.quant_workloads import compare_rows, sets
 from bench.lib import kernels_language, specs
 from bench.lib import kernels_language_rows as kernels
 from tinygrad_nv.language.kernels import Kernel
@@ -54,21 +54,21 @@ class LanguageWorkload(Workload, Protocol):
     def names(self) -> Mapping[str, str]: ...
 
     @property
-    def zeroed(self) -> int:
+    def zero_bytes(self) -> int:
         """Bytes of the result that are zero before a launch."""
 
     @property
     def case(self) -> str: ...
 
     @property
-    def predicted(self) -> bool:
+    def is_predicted(self) -> bool:
         """Whether the case has these shapes, too."""
 
     @property
-    def written(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
+    def kernel_call(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
         """The kernel and a call's arguments."""
 
-    def scaled(self) -> Any: ...
+    def scale_down(self) -> Any: ...
 
     @abstractmethod
     def template(self, given: Sets, options: Options) -> Run:
@@ -87,14 +87,14 @@ def empty(*shape: int, dtype: DType = dtypes.bfloat16) -> Tensor:
 
 
 @functools.cache
-def modelled() -> dict[str, dict[str, Any]]:
+def model_cases() -> dict[str, dict[str, Any]]:
     """Cases of an H100 by name."""
     return {each["case"]: each for each in json.loads(MODELLED.read_text())["h100"]}
 
 
 def schedule_of(workload: LanguageWorkload) -> TileSchedule:
     """The timing model's."""
-    found = SCHEDULE.search(modelled()[workload.case]["schedule"])
+    found = SCHEDULE.search(model_cases()[workload.case]["schedule"])
     assert found is not None, workload.case
     m, n, k, warps, stages = map(int, found.groups())
     return TileSchedule(block=(m, n), k=k, warps=warps, stages=stages)
@@ -121,7 +121,7 @@ class Matmul:
         return f"gemm {self.m}x{self.n}x{self.k} {self.dtype}"
 
     @property
-    def predicted(self) -> bool: return self.name == self.case
+    def is_predicted(self) -> bool: return self.name == self.case
 
     @property
     def narrow(self) -> bool:
@@ -144,17 +144,17 @@ class Matmul:
         return self.plain.nbytes + 2.0 * self.m * self.n
 
     @property
-    def written(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
+    def kernel_call(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
         if not self.narrow: return kernels_language.matmul, (empty(self.m, self.k), empty(self.k, self.n)), {}
         a, b = (empty(rows, self.k, dtype=dtypes.fp8e4m3) for rows in (self.m, self.n))
         return kernels.matmul_nt, (a, b), {}
 
-    def scaled(self) -> Matmul:
+    def scale_down(self) -> Matmul:
         """Programs in twos, and an odd number of steps."""
         block = schedule_of(self)
         return replace(self, m=2 * block.block_m, n=2 * block.block_n, k=5 * block.block_k)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
         kind = torch.float8_e4m3fn if self.narrow else torch.bfloat16
@@ -172,8 +172,8 @@ class Matmul:
 
     def template(self, given: Sets, options: Options) -> Run:
         """By the default schedule."""
-        return launched(specs.matmul(self.m, self.n, self.k, specs.E4M3 if self.narrow else specs.BF16,
-                                     "KK" if self.narrow else "KM", dtypes.float32), given)
+        return bind_default(specs.matmul(self.m, self.n, self.k, specs.E4M3 if self.narrow else specs.BF16,
+                                         "KK" if self.narrow else "KM", dtypes.float32), given)
 
     def torch(self, given: Sets, options: Options) -> Run:
         """cuBLAS."""
@@ -236,22 +236,22 @@ class Flash(gpu_attention.Forward):
     def case(self) -> str: return f"flash 16x4096x{self.d} bf16"
 
     @property
-    def predicted(self) -> bool: return not self.causal
+    def is_predicted(self) -> bool: return not self.causal
 
     @property
-    def written(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
+    def kernel_call(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
         q = empty(self.batch, self.heads, self.tokens, self.d)
         return flash.forward, (q, q, q), {"causal": self.causal, "scale": self.d**-0.5}
 
-    def scaled(self) -> Flash:
+    def scale_down(self) -> Flash:
         """Four blocks of keys."""
         return replace(self, heads=2, tokens=512)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """And LSE."""
         import torch
         rows = self.batch, self.heads, self.tokens
-        return [{**one, "lse": torch.empty(*rows, device=device)} for one in super().given(device)]
+        return [{**one, "lse": torch.empty(*rows, device=device)} for one in super().make_inputs(device)]
 
     def template(self, given: Sets, options: Options) -> Run:
         """By the default schedule."""
@@ -283,7 +283,7 @@ class Rows(gpu_elementwise.ElementwiseWorkload):
     def case(self) -> str: return f"{'rms norm' if self.form == 'rms' else self.form} 4096x4096 bf16"
 
     @property
-    def predicted(self) -> bool: return self.name == self.case
+    def is_predicted(self) -> bool: return self.name == self.case
 
     @property
     def work(self) -> float:
@@ -291,12 +291,12 @@ class Rows(gpu_elementwise.ElementwiseWorkload):
         return self.nbytes
 
     @property
-    def written(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
+    def kernel_call(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
         x = empty(self.m, self.n)
         if self.form == "softmax": return kernels.softmax, (x,), {}
         return kernels.rms_norm, (x, empty(self.n)), {"eps": gpu_elementwise.EPS}
 
-    def scaled(self) -> Rows:
+    def scale_down(self) -> Rows:
         """Few whole rows, as one that is not whole has another schedule."""
         return replace(self, m=3)
 
@@ -340,13 +340,13 @@ class Quantised:
         return f"w4a16 {self.m}x{self.n}x{self.k} f16"
 
     @property
-    def case(self) -> str: return f"w4a16 {16 if self.zeroed else 4096}x4096x4096 f16"
+    def case(self) -> str: return f"w4a16 {16 if self.zero_bytes else 4096}x4096x4096 f16"
 
     @property
-    def predicted(self) -> bool: return self.name == self.case
+    def is_predicted(self) -> bool: return self.name == self.case
 
     @property
-    def zeroed(self) -> int:
+    def zero_bytes(self) -> int:
         """Bytes of float32 that parts of K are added to."""
         return 4 * self.m * self.n if self.m <= FEW else 0
 
@@ -361,22 +361,22 @@ class Quantised:
         return self.n * self.k * (0.5 + 2 / GROUP) + 2.0 * self.m * (self.n + self.k)
 
     @property
-    def written(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
+    def kernel_call(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
         given = (empty(self.m, self.k, dtype=dtypes.float16), empty(self.n, self.k // 8, dtype=dtypes.int32),
                  empty(self.k // GROUP, self.n, dtype=dtypes.float16))
-        if not self.zeroed: return kernels.w4a16, given, {"group": GROUP}
+        if not self.zero_bytes: return kernels.w4a16, given, {"group": GROUP}
         return kernels.w4a16_split, given, {"group": GROUP, "split": SPLIT}
 
-    def scaled(self) -> Quantised:
+    def scale_down(self) -> Quantised:
         """A few programs."""
-        return replace(self, m=min(self.m, 512), n=256, k=2048 if self.zeroed else 256)
+        return replace(self, m=min(self.m, 512), n=256, k=2048 if self.zero_bytes else 256)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache: `rows` are codes as bytes [n, k] and
         scales [n, groups], `codes` and `scales` the template's, `words` and `scales of groups` the
         language's."""
         import torch
-        kind = torch.float32 if self.zeroed else torch.float16
+        kind = torch.float32 if self.zero_bytes else torch.float16
         places = torch.tensor(PLACES, dtype=torch.int32, device=device)
 
         def one() -> dict[str, Any]:
@@ -393,8 +393,8 @@ class Quantised:
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the product; "" when it is: elements and the result may
         have been rounded to bfloat16."""
-        return compared(self, one["out"], one["a"], dequantised(self.type, one, self.k),
-                        self.k**0.5 * 2.0**-8)
+        return compare_rows(self, one["out"], one["a"], dequantise(self.type, one, self.k),
+                            self.k**0.5 * 2.0**-8)
 
     def halves(self, given: Sets) -> None:
         """Results in float16."""
@@ -403,27 +403,27 @@ class Quantised:
     def template(self, given: Sets, options: Options) -> Run:
         """By the default schedule."""
         self.halves(given)
-        return launched(specs.quantised(self.type, self.m, self.n, self.k, specs.F16), given)
+        return bind_default(specs.quant_matmul(self.type, self.m, self.n, self.k, specs.F16), given)
 
     def torch(self, given: Sets, options: Options) -> Run:
         """cuBLAS, of the dequantised matrix."""
         import torch
         self.halves(given)
-        weights = [dequantised(self.type, one, self.k).half() for one in given]
+        weights = [dequantise(self.type, one, self.k).half() for one in given]
         return lambda i: torch.mm(given[i]["a"], weights[i].T, out=given[i]["out"])
 
     def triton(self, given: Sets, options: Options) -> Run:
         """With the model's tiles: words of columns, for few rows words of rows and parts of K."""
         from bench.timing.language_triton import w4a16, w4a16_turned
-        split = SPLIT if self.zeroed else 1
-        bm, bn, bk, warps, stages = (16, 64, 128, 4, 3) if self.zeroed else (256, 128, 64, 8, 3)
-        kernel = (w4a16_turned if self.zeroed else w4a16)[-(-self.m // bm), -(-self.n // bn), split]
-        columns = [packed_rows(one["rows codes"], 4) for one in given]
-        words = [each.T.contiguous() for each in columns] if self.zeroed else columns
+        split = SPLIT if self.zero_bytes else 1
+        bm, bn, bk, warps, stages = (16, 64, 128, 4, 3) if self.zero_bytes else (256, 128, 64, 8, 3)
+        kernel = (w4a16_turned if self.zero_bytes else w4a16)[-(-self.m // bm), -(-self.n // bn), split]
+        columns = [pack_gptq(one["rows codes"], 4) for one in given]
+        words = [each.T.contiguous() for each in columns] if self.zero_bytes else columns
 
         def run(i: int) -> None:
             one = given[i]
-            if self.zeroed: one["out"].zero_()
+            if self.zero_bytes: one["out"].zero_()
             kernel(one["a"], words[i], one["scales of groups"], one["out"], self.m, self.n, self.k, BM=bm,
                    BN=bn, BK=bk, GROUP=GROUP, SPLIT=split, num_warps=warps, num_stages=stages)
         return run

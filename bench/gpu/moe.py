@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu.compare import emulated as on_emulator
-from bench.gpu.moe_contenders import Launcher, added
+from bench.gpu.compare import check_on_emulator
+from bench.gpu.moe_contenders import Launcher, sum_experts
 from bench.gpu.moe_workloads import MODELS, MoEWorkload
-from bench.gpu.parts import Column, Options, Row, emulated, timing_part, workloads
+from bench.gpu.parts import Column, Options, Row, emulation, timing_part, workloads
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
 
@@ -31,17 +31,17 @@ def shapes() -> Iterator[MoEWorkload]:
             for tokens in TOKENS: yield MoEWorkload(f"{part} {model} {tokens} tokens", shape, tokens, part)
 
 
-@emulated("moe")
-def counted(workload: MoEWorkload, options: Options) -> Row:
+@emulation("moe")
+def run_emulated(workload: MoEWorkload, options: Options) -> Row:
     """The workload scaled down on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, whole = workload.scaled(), [choose(spec, GPU(options.arch)) for spec, _ in workload.stages]
+    small, whole = workload.scale_down(), [choose(spec, GPU(options.arch)) for spec, _ in workload.stages]
     driver = EmulatedDriver(options.arch, seed=options.seed)
     launcher = Launcher(driver, small, GPU(options.arch, driver.properties.sm_count, driver.clusters))
     written = [names["out"] for _, names in small.stages]
     def after(one: dict[str, Any]) -> None:
-        if small.part == "layer": added(small, one)
-    wrong = on_emulator(small, driver, launcher.bound, written, after)
+        if small.part == "layer": sum_experts(small, one)
+    wrong = check_on_emulator(small, driver, launcher.bind_launch, written, after)
     return {"status": "disagrees" if wrong else "emulated",
             "why": f"ours: {wrong}" if wrong else f"of the whole: {'; '.join(map(str, whole))}"}
 

@@ -40,7 +40,7 @@ class Launcher:
             made = TABLE.build(spec, schedule, gpu)
             self.kernels.append((made, driver.load(made.ptx.encode()).function(made.name)))
 
-    def bound(self, addresses: Mapping[str, int]) -> Submit:
+    def bind_launch(self, addresses: Mapping[str, int]) -> Submit:
         """Launches on this memory, by the workload's names."""
         works: list[Work] = []
         for (spec, names), (made, function) in zip(self.workload.stages, self.kernels, strict=True):
@@ -66,24 +66,24 @@ def ours(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
     gpu = device()
     launcher = Launcher(gpu, workload, GPU(gpu.properties.arch, gpu.properties.sm_count, gpu.clusters))
     torch.cuda.synchronize()
-    bound = [launcher.bound({name: t.data_ptr() for name, t in each.items()}) for each in buffers]
+    bound = [launcher.bind_launch({name: t.data_ptr() for name, t in each.items()}) for each in buffers]
     gpu.synchronize()
 
     def run(i: int) -> None:
         bound[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
-        if workload.part == "layer": added(workload, buffers[i])
+        if workload.part == "layer": sum_experts(workload, buffers[i])
 
     return run
 
 
-def added(workload: MoEWorkload, one: dict[str, Any]) -> None:
+def sum_experts(workload: MoEWorkload, one: dict[str, Any]) -> None:
     """Adds the k results of each token."""
     import torch
     torch.sum(one["out"].view(workload.tokens, workload.shape.k, -1), 1, out=one["sum"])
 
 
 @about("moe")
-def chosen(workload: MoEWorkload) -> dict[str, Any]:
+def describe_schedule(workload: MoEWorkload) -> dict[str, Any]:
     """The schedules that `ours` takes."""
     gpu = device().properties
     made = [choose(spec, GPU(gpu.arch, gpu.sm_count)) for spec, _ in workload.stages]
@@ -91,7 +91,7 @@ def chosen(workload: MoEWorkload) -> dict[str, Any]:
 
 
 @contender("moe", "grouped_mm")
-def grouped_mm(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
+def torch_grouped_mm(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
     """A copy of the result where torch has no `out`."""
     import torch
     if not hasattr(torch, "_grouped_mm"): raise NotMeasured("this torch has no _grouped_mm")
@@ -111,13 +111,13 @@ def grouped_mm(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run
         one = buffers[i]
         if workload.part == "gate_up": one["inner"].copy_(first(one))
         else: second(one, one["inner"] if workload.part == "down" else first(one))
-        if workload.part == "layer": added(workload, one)
+        if workload.part == "layer": sum_experts(workload, one)
 
     return run
 
 
 @contender("moe", "vLLM")
-def fused_experts(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
+def vllm_experts(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
     """Its Triton kernels, with its own configurations."""
     if workload.part != "layer": raise NotMeasured("computes whole layers alone")
     if find_spec("vllm") is None: raise NotMeasured("vLLM is not installed")
@@ -143,7 +143,7 @@ def deep_gemm(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
     align = peer.get_mk_alignment_for_contiguous_layout()
     sets = []
     for one in buffers:
-        rows, groups = padded(one["offsets"].tolist(), align)
+        rows, groups = pad_groups(one["offsets"].tolist(), align)
         x = one["x"][one["order"] // workload.shape.k] if workload.part == "gate_up" else one["inner"]
         a = torch.zeros(len(groups), spec.k, device=x.device, dtype=x.dtype)
         a[rows] = x
@@ -162,7 +162,7 @@ def deep_gemm(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
     return Partly(run, 0)
 
 
-def padded(offsets: Sequence[int], align: int) -> tuple[list[int], list[int]]:
+def pad_groups(offsets: Sequence[int], align: int) -> tuple[list[int], list[int]]:
     """Returns where each row goes, and the group of each padded row; padding has the number of its group."""
     rows: list[int] = []
     groups: list[int] = []

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.compare import spaced
+from bench.gpu.compare import spread_numbers
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
 
 SETS = 4                # routings, over the same matrices: what one reads exceeds twice the L2 cache
@@ -85,12 +85,12 @@ class MoEWorkload:
         return sum(2 * (distinct * spec.n * spec.k + spec.x_rows * spec.k + spec.rows * spec.columns)
                    for spec, _ in self.stages)
 
-    def scaled(self) -> MoEWorkload:
+    def scale_down(self) -> MoEWorkload:
         """Smaller, for the emulator."""
         small = Shape(128, 64, min(self.shape.experts, 8), min(self.shape.k, 4))
         return replace(self, shape=small, tokens=min(self.tokens, 24))
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name; matrices are the same in all sets."""
         import torch
         s, kind = self.shape, {"device": device, "dtype": torch.bfloat16}
@@ -118,7 +118,7 @@ class MoEWorkload:
         """How results are not what they must be, of some rows in float64; "" when they are. An error may be
         `BOUND` times the row's largest of the same operations with bfloat16 results, as torch rounds them."""
         name, = self.results
-        both = zip(self._rows(one, _exactly), self._rows(one, _rounded), strict=True)
+        both = zip(self._rows(one, _exactly), self._rows(one, _round_bf16), strict=True)
         for (row, exact), (_, plain) in both:
             got, allowed = one[name][row].double(), BOUND * (plain - exact).abs().max()
             off = (got - exact).abs()
@@ -131,12 +131,12 @@ class MoEWorkload:
     def _rows(self, one: dict[str, Any], kept: Kept) -> Iterator[tuple[int, Any]]:
         """Some rows of the result in float64; `kept` is what each operation keeps of its result."""
         if self.part == "layer":
-            for token in spaced(self.tokens, max(1, self.tokens // CHECKED)):
+            for token in spread_numbers(self.tokens, max(1, self.tokens // CHECKED)):
                 slots = range(token * self.shape.k, (token + 1) * self.shape.k)
                 yield token, kept(sum(self._down(one, slot, self._gate_up(one, slot, kept), kept)
                                       for slot in slots))
             return
-        for at in spaced(self.rows, max(1, self.rows // CHECKED)):
+        for at in spread_numbers(self.rows, max(1, self.rows // CHECKED)):
             slot = int(one["order"][at])
             if self.part == "gate_up": yield at, self._gate_up(one, slot, kept)
             else: yield slot, self._down(one, slot, one["inner"][at].double(), kept)
@@ -155,4 +155,4 @@ class MoEWorkload:
 def _exactly(x: Any) -> Any: return x
 
 
-def _rounded(x: Any) -> Any: return x.bfloat16().double()
+def _round_bf16(x: Any) -> Any: return x.bfloat16().double()

@@ -17,9 +17,8 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import submitted
-from bench.gpu.compare import Partly
-from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.attention_launch import make_launch
+from bench.gpu.compare import Partly, check_on_emulator
 from bench.gpu.parts import (
     MOST_SETS,
     Column,
@@ -29,7 +28,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -85,11 +84,11 @@ class Paged:
         return DecodeSpec(self.batch, KV_HEADS, group, 1, D, D, PAGE, self.pages, q, k, k, q,
                           score=Sum() * (1 / math.sqrt(D)))
 
-    def scaled(self) -> Paged:
+    def scale_down(self) -> Paged:
         """Smaller, for the emulator."""
         return replace(self, batch=min(self.batch, 2), tokens=min(self.tokens, 200))
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
@@ -130,18 +129,18 @@ def shapes() -> Iterator[Paged]:
 
 # **** ours ****
 
-def scheduled(spec: DecodeSpec, arch: str) -> Schedule:
+def schedule_for(spec: DecodeSpec, arch: str) -> Schedule:
     """The default schedule."""
     if (schedule := DECODE.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
     return schedule
 
 
-def bound(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
+def bind_launch(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name, and on a workspace of its own."""
     spec, arch = workload.spec, driver.properties.arch
-    made = TABLE.build(spec, scheduled(spec, arch), GPU(arch))
+    made = TABLE.build(spec, schedule_for(spec, arch), GPU(arch))
     space = [driver.alloc(made.workspace_bytes)] if made.workspace_bytes else []
-    return submitted(driver, made.kernels, [addresses["out"], *space, *(addresses[n] for n in NAMES[1:])])
+    return make_launch(driver, made.kernels, [addresses["out"], *space, *(addresses[n] for n in NAMES[1:])])
 
 
 @contender("paged", "ours")
@@ -152,25 +151,25 @@ def ours(workload: Paged, given: Sets, options: Options) -> Run:
     from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
-    runs = [bound(gpu, workload, {name: each[name].data_ptr() for name in NAMES}) for each in given]
+    runs = [bind_launch(gpu, workload, {name: each[name].data_ptr() for name in NAMES}) for each in given]
     gpu.synchronize()
     return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
 
 
 @about("paged")
-def chosen(workload: Paged) -> dict[str, Any]:
+def describe_schedule(workload: Paged) -> dict[str, Any]:
     """The schedule that `ours` takes."""
     from bench.gpu.gemm_contenders import device
-    return {"schedule": str(scheduled(workload.spec, device().properties.arch))}
+    return {"schedule": str(schedule_for(workload.spec, device().properties.arch))}
 
 
-@emulated("paged")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("paged")
+def run_emulated(workload: Any, options: Options) -> Row:
     """The step scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)))
-    schedule = str(scheduled(workload.spec, options.arch))
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
+    wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)))
+    schedule = str(schedule_for(workload.spec, options.arch))
     return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
             "why": f"ours: {wrong}" if wrong else schedule}
 

@@ -1,7 +1,7 @@
 """Parts of bench/gpu/run.py: what a part is, how one joins, and how contenders are timed beside each other.
 
-Protocol. A `Part` has rows, found without a GPU, and `opened(options)`, which runs in a worker process and
-gives a function that measures a row and returns what JSON can hold. `status` in it is one of:
+Protocol. A `Part` has rows, found without a GPU, and `open_worker(options)`, which runs in a worker process
+and gives a function that measures a row and returns what JSON can hold. `status` in it is one of:
 
     measured        all that was asked for
     emulated        the same without a GPU, small and without times
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from bench.gpu.compare import Run, compared_sets, differs, poison, wrong
+from bench.gpu.compare import Run, count_sets, differs, poison, wrong
 from bench.lib.measure import spread, table
 from tinygrad_nv.runtime.observe.telemetry import GPUSample, Samples, Telemetry
 
@@ -50,14 +50,14 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """A part: `rows` lists the names of its rows, `opened` makes a worker ready, `shown` prints what there
-    is. `expected_s` is what a row usually takes: it is not begun with less time left; `limit_s` is when it
-    counts as hung. `absent` says why there is nothing to measure."""
+    """A part: `rows` lists the names of its rows, `open_worker` makes a worker ready, `render` prints what
+    there is. `expected_s` is what a row usually takes: it is not begun with less time left; `limit_s` is when
+    it counts as hung. `absent` says why there is nothing to measure."""
     name: str
     about: str
     rows: Callable[[Options], list[str]] = lambda options: []
-    opened: Callable[[Options], Measure] | None = None
-    shown: Callable[[Mapping[str, Row]], str] = lambda rows: ""
+    open_worker: Callable[[Options], Measure] | None = None
+    render: Callable[[Mapping[str, Row]], str] = lambda rows: ""
     expected_s: float = 10.0
     limit_s: float = 120.0
     absent: str = ""
@@ -90,7 +90,7 @@ class Workload(Protocol):
     @property
     def nbytes(self) -> float: ...
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Inputs and results by name: as many sets as it takes."""
 
     def unlike(self, one: dict[str, Any]) -> str:
@@ -130,7 +130,7 @@ def alone(part: str, name: str) -> Callable[[Callable[[Any, float], list[float]]
     return add
 
 
-def emulated(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
+def emulation(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
     """Runs a workload, scaled down, for --emulate: a row without times, `status` "emulated"."""
     def add(made: Callable[[Any, Options], Row]) -> Any:
         EMULATED[part] = made
@@ -165,7 +165,7 @@ class Bursts:
     stream: Any = None
     why_eager: str = ""
 
-    def sized(self, seconds: float) -> Bursts:
+    def set_size(self, seconds: float) -> Bursts:
         """So many runs that a burst takes `seconds`, and a graph of them."""
         import torch
         self.eager(3)
@@ -186,15 +186,15 @@ class Bursts:
         """Seconds of `count` runs, launched one after the other."""
         def work() -> None:
             for i in range(count): self.run(i % self.sets)
-        return timed(work, meanwhile)
+        return time_on_device(work, meanwhile)
 
     def seconds(self, meanwhile: Callable[[], Any] = lambda: None) -> float:
         """Returns the seconds of one run, by one burst. The host does `meanwhile` while the device works."""
         if self.graph is None: return self.eager(self.count, meanwhile) / self.count
-        return timed(self.graph.replay, meanwhile) / self.count
+        return time_on_device(self.graph.replay, meanwhile) / self.count
 
 
-def timed(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None) -> float:
+def time_on_device(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None) -> float:
     """Seconds on the device, by events around the work."""
     import torch
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -213,16 +213,16 @@ class Entrant:
     given: list[dict[str, Any]]
 
 
-def compared(part: str, workload: Workload, options: Options, budget_s: float) -> Row:
+def compare(part: str, workload: Workload, options: Options, budget_s: float) -> Row:
     """Every contender on one workload: whether it is right, times in turns, whether it is right still."""
     import torch
     torch.manual_seed(options.seed)
-    given = workload.given("cuda")
+    given = workload.make_inputs("cuda")
     entrants, notes, bad = ready(part, workload, given, options)
     row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given)}
     if part in ABOUT: row |= ABOUT[part](workload)
     if entrants:
-        bursts = {name: Bursts(each.run, len(given)).sized(BURST_S) for name, each in entrants.items()}
+        bursts = {name: Bursts(each.run, len(given)).set_size(BURST_S) for name, each in entrants.items()}
         row |= in_turns(bursts, budget_s)
         for name, found in after_bursts(workload, bursts, entrants).items():
             notes[name] = f"wrong after its bursts: {found}"
@@ -267,14 +267,14 @@ def after_bursts(workload: Workload, bursts: Mapping[str, Bursts],
     found = {}
     for name, burst in bursts.items():
         one = entrants[name]
-        sets = one.given[:min(burst.count, compared_sets(one.run, one.given))]
+        sets = one.given[:min(burst.count, count_sets(one.run, one.given))]
         poison(workload, sets)
         burst.seconds()
         if words := differs(workload, sets): found[name] = words
     return found
 
 
-def warmed(bursts: Sequence[Bursts], telemetry: Telemetry, most_s: float) -> None:
+def warm_up(bursts: Sequence[Bursts], telemetry: Telemetry, most_s: float) -> None:
     """Bursts of all in turn until power is steady: after WARM_S at the soonest, AGAIN_S where others were
     timed before; of each once at least."""
     global warm
@@ -291,7 +291,7 @@ def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
     """Bursts of all contenders, one after the other, until time is up, each round from another one on: who
     comes first meets another temperature. Clocks and power meanwhile, and by contender."""
     telemetry, names = Telemetry(0), list(bursts)
-    warmed(list(bursts.values()), telemetry, min(2 * WARM_S, 2 * budget_s))
+    warm_up(list(bursts.values()), telemetry, min(2 * WARM_S, 2 * budget_s))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     readings: dict[str, list[GPUSample]] = {name: [] for name in names}
     begun = time.perf_counter()
@@ -334,7 +334,7 @@ class Timings:
     also: Column = field(default_factory=lambda: Column("GB/s", "nbytes", 1e9, ".0f"))
     names: tuple[str, ...] = ()     # of contenders; empty: those registered
 
-    def shown(self, part: str, rows: Mapping[str, Row]) -> str:
+    def render(self, part: str, rows: Mapping[str, Row]) -> str:
         """Every row, in the order given; below, in words, those without times and what is wrong."""
         names = self.names or (*CONTENDERS.get(part, {}), *ALONE.get(part, {}))
         others = [name for name in names if name != "ours"]
@@ -369,10 +369,10 @@ def timing_part(name: str, about: str, rate: Column, expected_s: float = 10.0,
 
     def rows(options: Options) -> list[str]: return list(all_workloads(name))
 
-    def opened(options: Options) -> Measure:
+    def open_worker(options: Options) -> Measure:
         known = all_workloads(name)
         if options.emulate: return lambda row, budget_s: EMULATED[name](known[row], options)
-        return lambda row, budget_s: compared(name, known[row], options, min(budget_s, options.seconds))
+        return lambda row, budget_s: compare(name, known[row], options, min(budget_s, options.seconds))
 
-    return register(Part(name, about, rows, opened, lambda rows: shown.shown(name, rows), expected_s,
+    return register(Part(name, about, rows, open_worker, lambda rows: shown.render(name, rows), expected_s,
                          limit_s=10 * expected_s))

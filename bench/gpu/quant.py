@@ -20,9 +20,9 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from bench.gpu import quant_contenders  # noqa: F401 (registers them)
-from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.compare import check_on_emulator
 from bench.gpu.gemm import LLAMA, GemmWorkload
-from bench.gpu.parts import Column, NotMeasured, Options, Row, emulated, timing_part, workloads
+from bench.gpu.parts import Column, NotMeasured, Options, Row, emulation, timing_part, workloads
 from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
 from bench.gpu.sparse_workloads import SparseWorkload
 from tinygrad_nv.quant import types
@@ -60,18 +60,18 @@ def shapes() -> Iterator[WeightOnly | CodesWorkload | GemmWorkload | SparseWorkl
         for m in (*SOME_ROWS, 4096): yield SparseWorkload(f"{kind} 8B gate_up M={m}", dtype, m, n, k)
 
 
-@emulated("quant")
-def counted(shape: Any, options: Options) -> Row:
+@emulation("quant")
+def run_emulated(shape: Any, options: Options) -> Row:
     """The matmul scaled down on the emulated driver."""
     from bench.gpu.gemm_launch import GemmLauncher
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, arch = shape.scaled(), options.arch
+    small, arch = shape.scale_down(), options.arch
     schedule, whole = choose(small.spec, GPU(arch)), choose(shape.spec, GPU(arch))
     if schedule is None or whole is None: raise NotMeasured(TABLE.why_not(shape.spec, GPU(arch)))
     driver = EmulatedDriver(arch, seed=options.seed)
     made = TABLE.build(small.spec, schedule, GPU(arch, driver.properties.sm_count, driver.clusters))
     launcher = GemmLauncher(driver, made)
-    wrong = on_emulator(small, driver, partial(launcher.bound, small.spec))
+    wrong = check_on_emulator(small, driver, partial(launcher.bind_launch, small.spec))
     return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
             "why": f"ours: {wrong}" if wrong else f"{schedule}; of the whole: {whole}"}
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from bench.gpu.gemm_contenders import Buffers, device, launched
+from bench.gpu.gemm_contenders import Buffers, bind_default, device
 from bench.gpu.parts import NotMeasured, Options, Run, about, contender
-from bench.gpu.quant_data import dequantised
+from bench.gpu.quant_data import dequantise
 from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
 from bench.gpu.sparse_workloads import SparseWorkload
 from tinygrad_nv.tile.choose import choose
@@ -31,11 +31,11 @@ INNER_TILES = 8         # of K that torch packs together
 @contender("quant", "ours")
 def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the default schedule."""
-    return launched(shape.spec, buffers)
+    return bind_default(shape.spec, buffers)
 
 
 @about("quant")
-def chosen(shape: Any) -> dict[str, Any]:
+def describe_schedule(shape: Any) -> dict[str, Any]:
     """The schedule that `ours` takes."""
     gpu = device().properties
     return {"schedule": str(choose(shape.spec, GPU(gpu.arch, gpu.sm_count)))}
@@ -66,7 +66,7 @@ def cublas(shape: Any, buffers: Buffers, options: Options) -> Run:
     if multiplies_codes(shape) or (sparse and not shape.bf16):
         raise NotMeasured("rounds both operands: another matmul")
     sets = [(each["a"].view(shape.m, shape.k),
-             each["dense"] if sparse else dequantised(shape.type, each, shape.k).bfloat16(),
+             each["dense"] if sparse else dequantise(shape.type, each, shape.k).bfloat16(),
              each["out"].view(shape.m, shape.n)) for each in buffers]
 
     def run(i: int) -> None:
@@ -84,7 +84,7 @@ def of_torch(shape: Any, buffers: Buffers, options: Options) -> Run:
     if kind == "int4": return _int4pack(shape, buffers)
     if kind == "int8": return _int8pack(shape, buffers)
     if not multiplies_codes(shape): raise NotMeasured("torch has no such matmul")
-    return _int_mm(shape, buffers) if multiplies_codes(shape) == "int8" else _scaled_mm(shape, buffers)
+    return _int_mm(shape, buffers) if multiplies_codes(shape) == "int8" else _torch_scaled_mm(shape, buffers)
 
 
 def _int4pack(shape: Any, buffers: Buffers) -> Run:
@@ -135,7 +135,7 @@ def _int_mm(shape: Any, buffers: Buffers) -> Run:
     return lambda i: made(*sets[i])
 
 
-def _scaled_mm(shape: Any, buffers: Buffers) -> Run:
+def _torch_scaled_mm(shape: Any, buffers: Buffers) -> Run:
     """Scales of rows; of blocks, which cuBLAS has from CUDA 12.9 on, along the rows of x."""
     import torch
     sets = []
@@ -204,7 +204,7 @@ def require_vllm() -> None:
     if find_spec("vllm") is None: raise NotMeasured("vLLM is not installed")
 
 
-def packed_rows(codes: Any, bits: int) -> Any:
+def pack_gptq(codes: Any, bits: int) -> Any:
     """Bytes of codes [n, k] as GPTQ packs them, int32 [k · bits / 32, n]."""
     import torch
     each, columns = 32 // bits, codes.T.int()
@@ -218,7 +218,7 @@ def gptq(shape: Any, one: dict[str, Any]) -> tuple[Any, Any, int, int]:
     group (-1: all)."""
     bits = shape.type.bits
     codes = one["rows codes"] if bits == 4 else one["rows codes"] ^ 0x80
-    return (packed_rows(codes, bits), one["rows scales"].bfloat16().T.contiguous(), bits,
+    return (pack_gptq(codes, bits), one["rows scales"].bfloat16().T.contiguous(), bits,
             shape.type.scale.columns or -1)
 
 

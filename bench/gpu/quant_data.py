@@ -90,7 +90,7 @@ def blocks_of(type: QType, name: str) -> Scale:
 
 # **** numbers ****
 
-def dequantised(type: QType, one: dict[str, Any], k: int) -> Any:
+def dequantise(type: QType, one: dict[str, Any], k: int) -> Any:
     """float32 [n, k] of the buffers "rows …"."""
     import torch
     held = one["rows codes"]

@@ -6,10 +6,10 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.compare import spaced
+from bench.gpu.compare import spread_numbers
 from bench.gpu.gemm import AT_ONCE, CHECKED
 from bench.gpu.parts import MOST_SETS
-from bench.gpu.quant_data import buffers_of, dequantised
+from bench.gpu.quant_data import buffers_of, dequantise
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.types import QType, per_channel_scale, per_group_scale
 from tinygrad_nv.quant.types import nbytes as nbytes_of
@@ -50,12 +50,12 @@ class WeightOnly:
     @property
     def nbytes(self) -> float: return nbytes_of(self.type, self.n, self.k) + 2.0 * self.m * (self.n + self.k)
 
-    def scaled(self) -> WeightOnly:
+    def scale_down(self) -> WeightOnly:
         """Smaller, for the emulator: few rows stay as they are."""
         m, n, k = smaller(self.m, self.n, self.k)
         return replace(self, m=m, n=n, k=k)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache. `rows`: the matrix's codes as bytes
         [n, k] and its other buffers in rows, for contenders and comparisons."""
         import torch
@@ -72,8 +72,8 @@ class WeightOnly:
         # elements may have been rounded to bfloat16, a relative 2^-9, which grows with the root of K; and
         # scales before that, those of a group all in one direction
         rounded = 1 if self.type.scale.dtype == BF16 else 2
-        return compared(self, one["out"], one["a"].view(self.m, -1), dequantised(self.type, one, self.k),
-                        rounded * self.k**0.5 * 2.0**-8, rounded * 2.0**-8)
+        return compare_rows(self, one["out"], one["a"].view(self.m, -1), dequantise(self.type, one, self.k),
+                            rounded * self.k**0.5 * 2.0**-8, rounded * 2.0**-8)
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class CodesWorkload:
     def nbytes(self) -> float:
         return float(self.k * (self.m + self.n) + 4 * (self.m + self.n) + 2 * self.m * self.n)
 
-    def scaled(self) -> CodesWorkload:
+    def scale_down(self) -> CodesWorkload:
         """Smaller, for the emulator."""
         m, n, k = smaller(self.m, self.n, self.k)
         return replace(self, m=m, n=n, k=k)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name."""
         import torch
 
@@ -135,8 +135,8 @@ class CodesWorkload:
         left, right = (one[name].view(rows, self.k).to(wide) * one[scale].to(wide)[:, None]
                        for name, scale, rows in (("a", "x1", self.m), ("b", "x0", self.n)))
         # tensor cores sum int8 exactly; of e4m3 they keep 13 bits of sums (gpu/gemm.py)
-        return compared(self, one["out"], left, right,
-                        2.0**-10 if self.int8 else 1.5**2 * (self.k / 128)**0.5 * 2.0**-7)
+        return compare_rows(self, one["out"], left, right,
+                            2.0**-10 if self.int8 else 1.5**2 * (self.k / 128)**0.5 * 2.0**-7)
 
 
 def smaller(m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -151,10 +151,11 @@ def sets(device: str, nbytes: float) -> int:
     return min(MOST_SETS, max(2, int(2 * l2 // nbytes) + 1))
 
 
-def compared(shape: Any, out: Any, left: Any, right: Any, noise: float, relative: float = 2.0**-8) -> str:
+def compare_rows(shape: Any, out: Any, left: Any, right: Any, noise: float, relative: float = 2.0**-8) -> str:
     """One of 16 rows by float64, then every row by float32; a result is rounded to bfloat16 at the end."""
     import torch
-    for rows, kind in ((spaced(shape.m, CHECKED), torch.float64), (list(range(shape.m)), torch.float32)):
+    for rows, kind in ((spread_numbers(shape.m, CHECKED), torch.float64),
+                       (list(range(shape.m)), torch.float32)):
         for first in range(0, len(rows), AT_ONCE):
             some = rows[first:first + AT_ONCE]
             exact = left[some].to(kind) @ right.to(kind).T

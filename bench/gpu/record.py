@@ -106,7 +106,7 @@ class Recorder:
             if len(parameters) != len(args): return None
             packed = [pack_argument(i, parameter, value)
                       for i, (parameter, value) in enumerate(zip(parameters, args, strict=True))]
-            maps = {i: mapped(data) for i, (p, data) in enumerate(zip(parameters, packed, strict=True))
+            maps = {i: decode_map(data) for i, (p, data) in enumerate(zip(parameters, packed, strict=True))
                     if len(data) == MAP_BYTES and p.align >= MAP_ALIGN}
             for variable in loaded.module.variables.values():
                 if variable.space not in ("global", "const"): continue
@@ -123,13 +123,13 @@ class Recorder:
              packed: list[bytes], maps: dict[int, TensorMapSpec], reached: dict[int, bytes]) -> None:
         """Into the file."""
         wanted = self.wanted(emu, packed) if self.wanted else {}
-        def named(address: int) -> str:
+        def dtype_of(address: int) -> str:
             if address in wanted: return wanted[address][0]
             name = emu.buffers[address].dtype.name
             return "" if name == "uint8" else name
-        memory = tuple(Memory(address, data, emu.buffers[address].data.tobytes(), named(address))
+        memory = tuple(Memory(address, data, emu.buffers[address].data.tobytes(), dtype_of(address))
                        for address, data in reached.items())
-        judged = tuple(judged_by(i, each, text, *wanted[each.address]) for i, each in enumerate(memory)
+        judged = tuple(judge(i, each, text, *wanted[each.address]) for i, each in enumerate(memory)
                        if each.address in wanted)
         grid, block, cluster = (triple(each, "extents") for each in shape)
         function = emu._entry(emu._load(text).module, entry)
@@ -143,7 +143,7 @@ class Recorder:
         self.counts[self.test] += 1
 
 
-def mapped(data: bytes) -> TensorMapSpec:
+def decode_map(data: bytes) -> TensorMapSpec:
     """A tensor map's bytes as the driver is asked for it."""
     made = TensorMap.decode(data)
     return TensorMapSpec(made.dtype, made.address, made.dims[::-1], made.strides[-2::-1], made.box[::-1],
@@ -151,8 +151,8 @@ def mapped(data: bytes) -> TensorMapSpec:
                          "none", made.fill, made.lower[::-1], made.upper[::-1])  # type: ignore[arg-type]
 
 
-def judged_by(i: int, memory: Memory, text: str, dtype: str, exact: np.ndarray,
-              bound: np.ndarray) -> Judged:
+def judge(i: int, memory: Memory, text: str, dtype: str, exact: np.ndarray,
+          bound: np.ndarray) -> Judged:
     """Nothing but bits, where the emulator has the exact value of every element and the PTX has no
     approximation: the emulator rounds those exactly, a GPU does not."""
     if APPROXIMATE.search(text): return Judged(i, exact, bound)
@@ -186,17 +186,17 @@ def judge_products(recorder: Recorder) -> None:
     gemm_case = import_module("tests.support.tile.gemm_case")
     inner = gemm_case.launched
 
-    def launched(made: Any, spec: Any, given: Any, arch: str, seed: int = 0, m: int | None = None,
-                 check: bool = True) -> Any:
-        def wanted(emu: Emulator, packed: list[bytes]) -> Wanted:
+    def launch(made: Any, spec: Any, given: Any, arch: str, seed: int = 0, m: int | None = None,
+               check: bool = True) -> Any:
+        def expect(emu: Emulator, packed: list[bytes]) -> Wanted:
             exact, bound = gemm_case.stored(spec, given, m)
             kind = str(gemm_case.TORCH[spec.out.dtype]).removeprefix("torch.")
             return {int.from_bytes(packed[0], "little"): (kind, exact, bound)}
-        recorder.wanted = wanted
+        recorder.wanted = expect
         try: return inner(made, spec, given, arch, seed, m, check)
         finally: recorder.wanted = None
 
-    setattr(gemm_case, "launched", launched)  # noqa: B010
+    setattr(gemm_case, "launched", launch)  # noqa: B010
 
 
 def judge_quantised(recorder: Recorder) -> None:
@@ -207,7 +207,7 @@ def judge_quantised(recorder: Recorder) -> None:
 
     def run(spec: Any, schedule: Any, target: Any, given: Any, seed: int = 0,
             integers: Sequence[int] = ()) -> Any:
-        def wanted(emu: Emulator, packed: list[bytes]) -> Wanted:
+        def expect(emu: Emulator, packed: list[bytes]) -> Wanted:
             out, *_ = TABLE.arguments(spec)
             exact, usual = (case.answer(spec, given, each)["out"] for each in (True, False))
             bound = case.bound(out.dtype, exact, usual, cut=cut)
@@ -216,7 +216,7 @@ def judge_quantised(recorder: Recorder) -> None:
             for each, values in zip(found, (exact, bound), strict=True): case.view(each, place).copy_(values)
             kind = str(given["out"].dtype).removeprefix("torch.")
             return {int.from_bytes(packed[0], "little"): (kind, found[0].numpy(), found[1].numpy())}
-        recorder.wanted = wanted if isinstance(spec, QuantGemmSpec) and not integers else None
+        recorder.wanted = expect if isinstance(spec, QuantGemmSpec) and not integers else None
         try: return inner(spec, schedule, target, given, seed, integers)
         finally: recorder.wanted = None
 
@@ -233,7 +233,7 @@ def judge_triton(recorder: Recorder) -> None:
         tensors = {name: getattr(value, "tensor", value) for name in case.kernel.arg_names
                    if not isinstance(value := problem.arguments.get(name), int | float | None)}
 
-        def wanted(emu: Emulator, packed: list[bytes]) -> Wanted:
+        def expect(emu: Emulator, packed: list[bytes]) -> Wanted:
             places = sorted(address for address in emu.buffers if address >= first)[:len(tensors)]
             made: Wanted = {}
             for (name, tensor), place in zip(tensors.items(), places, strict=True):
@@ -242,7 +242,7 @@ def judge_triton(recorder: Recorder) -> None:
                 bound = np.broadcast_to(np.asarray(want.bound, np.float64), np.shape(want.values))
                 made[place] = (str(tensor.dtype).removeprefix("torch."), values, bound.reshape(-1).copy())
             return made
-        recorder.wanted = wanted
+        recorder.wanted = expect
         try: return inner(emulator, case, problem, compiled)
         finally: recorder.wanted = None
 

@@ -77,7 +77,7 @@ class Results:
         beside.write_text(json.dumps(self.record, indent=1) + "\n")
         os.replace(beside, self.path)
 
-    def known(self, part: str, name: str) -> bool:
+    def is_known(self, part: str, name: str) -> bool:
         """Whether the row is there, of these sources."""
         row = self.rows(part).get(name)
         return row is not None and row["status"] in DONE and row.get("sources") == self.record["sources"]
@@ -154,8 +154,8 @@ def work(part: Part, options: Options) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     end_with_parent()
-    assert part.opened is not None
-    measure = part.opened(options)
+    assert part.open_worker is not None
+    measure = part.open_worker(options)
     for line in sys.stdin:
         name, budget_s = json.loads(line)
         begun = time.perf_counter()
@@ -168,7 +168,7 @@ def work(part: Part, options: Options) -> int:
     return 0
 
 
-def measured(part: Part, names: list[str], deadline: float, results: Results) -> Iterator[Row]:
+def measure(part: Part, names: list[str], deadline: float, results: Results) -> Iterator[Row]:
     """Rows of a part, each kept as it comes. After one that failed a new worker goes on."""
     worker: Worker | None = None
     for name in each(names):
@@ -218,19 +218,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def listed(part: Part, options: Options) -> list[str]:
+def list_rows(part: Part, options: Options) -> list[str]:
     """The chosen rows of a part."""
     if part.absent: raise NotMeasured(part.absent)
     return [name for name in part.rows(options) if options.only in name]
 
 
-def chosen(options: Options) -> dict[str, float]:
+def choose_parts(options: Options) -> dict[str, float]:
     """The parts that are asked for, in their order, and when each ends, in minutes from now."""
     if options.call: return {name: min(end, options.minutes) for name, end in CALLS[options.call].items()}
     return dict.fromkeys(PARTS if options.part == "all" else [options.part], options.minutes)
 
 
-def parsed(words: list[str] | None = None) -> Options:
+def parse_args(words: list[str] | None = None) -> Options:
     """The command line."""
     options = parser().parse_args(words)
     options.resume |= bool(options.call)
@@ -244,20 +244,20 @@ def run(options: Options) -> int:
     slug = known["gpu"].lower().replace("nvidia ", "").replace(" ", "-") or "unknown"
     results = Results(options.out or RESULTS / f"gpu_{slug}.json", known)
     bad = found = 0
-    for name, minutes in chosen(options).items():
+    for name, minutes in choose_parts(options).items():
         part = PARTS[name]
         if options.emulate: part = replace(part, limit_s=PATIENCE * part.limit_s)
-        try: names = listed(part, options)
+        try: names = list_rows(part, options)
         except NotMeasured as why:
             print(f"\n{part.name}: not measured: {why}")
             continue
         if not names: continue
         found += len(names)
-        todo = [name for name in names if not (options.resume and results.known(part.name, name))]
-        for row in measured(part, todo, begun + 60 * minutes, results):
+        todo = [name for name in names if not (options.resume and results.is_known(part.name, name))]
+        for row in measure(part, todo, begun + 60 * minutes, results):
             bad += row["status"] in BAD
         rows = results.rows(part.name)
-        print(f"\n{part.name}: {part.about}\n{part.shown({name: rows[name] for name in names})}", flush=True)
+        print(f"\n{part.name}: {part.about}\n{part.render({name: rows[name] for name in names})}", flush=True)
     if not found:
         print(f"nothing was measured{f': no row has {options.only!r} in its name' if options.only else ''}; "
               "--list shows the parts", file=sys.stderr)
@@ -268,10 +268,10 @@ def run(options: Options) -> int:
 
 def main() -> int:
     """Measures, or says what is missing."""
-    options = parsed()
+    options = parse_args()
     if options.list:
         for part in PARTS.values():
-            try: rows = f"{len(listed(part, options))} rows"
+            try: rows = f"{len(list_rows(part, options))} rows"
             except NotMeasured as why: rows = f"not measured: {why}"
             print(f"{part.name}: {part.about}; {rows}")
         return 0

@@ -199,7 +199,7 @@ ASKED: dict[str, Callable[[Driver], str]] = {
 
 # **** the part ****
 
-def opened(options: Options) -> Measure:
+def open_worker(options: Options) -> Measure:
     """A worker: a driver for each row, since one that goes wrong may lose its context."""
     def measure(name: str, budget_s: float) -> Row:
         driver = device(options)
@@ -220,10 +220,10 @@ def device(options: Options) -> Driver:
     return CUDADriver()
 
 
-def shown(rows: Mapping[str, Row]) -> str:
+def render(rows: Mapping[str, Row]) -> str:
     """A line each."""
     return "\n".join(f"  {name}: {row['status']}: {row.get('why', '')}" for name, row in rows.items())
 
 
 register(Part("smoke", "graphs of kernels with clusters, whose arguments change", lambda options: list(ASKED),
-              opened, shown, expected_s=2.0, limit_s=60.0))
+              open_worker, render, expected_s=2.0, limit_s=60.0))

@@ -11,7 +11,7 @@ from typing import Any
 from tinygrad.dtype import DType, dtypes
 
 from bench.gpu.quant_data import torch_dtype
-from bench.gpu.quant_workloads import compared, sets, smaller
+from bench.gpu.quant_workloads import compare_rows, sets, smaller
 from tinygrad_nv.quant.sparse import FIRST_TWO, UNIT, buffers
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.expression import Sum
@@ -59,12 +59,12 @@ class SparseWorkload:
         """Values, metadata, activations and the result once."""
         return float(self.spec.nbytes + self.dtype.itemsize * self.m * self.k + 2 * self.m * self.n)
 
-    def scaled(self) -> SparseWorkload:
+    def scale_down(self) -> SparseWorkload:
         """Smaller, for the emulator."""
         m, n, k = smaller(self.m, self.n, self.k)
         return replace(self, m=m, n=n, k=k)
 
-    def given(self, device: str) -> list[dict[str, Any]]:
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name."""
         import torch
 
@@ -86,7 +86,7 @@ class SparseWorkload:
         left, right = one["a"].view(self.m, self.k).to(wide), one["dense"].to(wide)
         # int8 is exact. Tensor cores keep 13 bits of sums of e4m3, half as many of them as of a dense matrix
         noise = {INT8: 2.0**-10, E4M3: (self.k / 128)**0.5 * 2.0**-7, BF16: self.k**0.5 * 2.0**-14}
-        return compared(self, one["out"], left, right, noise[self.dtype])
+        return compare_rows(self, one["out"], left, right, noise[self.dtype])
 
 
 def sparse(dtype: DType, whole: Any, pairs: Any) -> tuple[Any, Any, Any]:
@@ -100,10 +100,10 @@ def sparse(dtype: DType, whole: Any, pairs: Any) -> tuple[Any, Any, Any]:
     dense = torch.zeros_like(fours).scatter_(2, kept, values)
     codes = (kept[..., 0] | kept[..., 1] << 2).int()
     return (dense.view(n, k).view(whole.dtype), values.flatten().view(whole.dtype),
-            packed(codes, buffers(dtype, n, k)["metadata"].shape, dtype.itemsize))
+            pack_codes(codes, buffers(dtype, n, k)["metadata"].shape, dtype.itemsize))
 
 
-def packed(codes: Any, shape: tuple[int, ...], itemsize: int) -> Any:
+def pack_codes(codes: Any, shape: tuple[int, ...], itemsize: int) -> Any:
     """Words of codes [n, k / 4] in the lanes of tinygrad_nv/quant/sparse.py: [tiles, units, 32], flat."""
     import torch
     tiles, units, lanes = shape

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.gpu.decode import StepProcess, in_turns, opened_sides
+from bench.gpu.decode import StepProcess, await_sides, in_turns
 from bench.gpu.parts import Column, Measure, NotMeasured, Options, Part, Row, Timings, register
 from bench.lib.measure import table
 from tinygrad_nv.dist.plan.layout import Training
@@ -71,7 +71,7 @@ def unlike(losses: Mapping[str, list[float]]) -> str:
     return ""
 
 
-def saved(config: dict[str, Any], seed: int, place: str) -> None:
+def save_checkpoint(config: dict[str, Any], seed: int, place: str) -> None:
     """A checkpoint of random weights."""
     import torch
     import transformers
@@ -80,20 +80,20 @@ def saved(config: dict[str, Any], seed: int, place: str) -> None:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).save_pretrained(place)
 
 
-def compared(step: StepWorkload, options: Options, budget_s: float) -> Row:
+def compare(step: StepWorkload, options: Options, budget_s: float) -> Row:
     """All sides on one step, in turns; on the emulator, losses alone."""
     config = TINY if options.emulate else MODELS[step.model]
     rows, tokens = (2, 32) if options.emulate else (step.rows, step.tokens)
     ours, theirs = ("EMU", "cpu") if options.emulate else ("CUDA", "cuda")
     notes = dict[str, str]()
     with tempfile.TemporaryDirectory() as place:
-        saved(config, options.seed, place)
+        save_checkpoint(config, options.seed, place)
         def process(who: str, device: str, **environment: str) -> StepProcess:
             return StepProcess(who, place, rows, tokens, device, SIDE, **environment)
         sides = {"ours": process("ours", ours, DEV=ours, EMU_ARCH=options.arch),
                  **{who: process(who, theirs) for who in NAMES[1:2 if options.emulate else 3]}}
         try:
-            losses = opened_sides(sides, notes, START_S if options.emulate else min(START_S, budget_s))
+            losses = await_sides(sides, notes, START_S if options.emulate else min(START_S, budget_s))
             if "ours" not in sides: raise NotMeasured(f"ours: {notes['ours']}")
             wrong = unlike(losses)
             row: Row = {"status": "disagrees" if wrong else "emulated" if options.emulate else "measured",
@@ -105,12 +105,12 @@ def compared(step: StepWorkload, options: Options, budget_s: float) -> Row:
             for side in sides.values(): side.end()
 
 
-def opened(options: Options) -> Measure:
+def open_worker(options: Options) -> Measure:
     """A worker."""
-    return lambda name, budget_s: compared(WORKLOADS[name], options, budget_s)
+    return lambda name, budget_s: compare(WORKLOADS[name], options, budget_s)
 
 
-def shown(rows: Mapping[str, Row]) -> str:
+def render(rows: Mapping[str, Row]) -> str:
     """Tokens a second, and below milliseconds of a step and MFU."""
     lines = []
     for name, row in rows.items():
@@ -118,8 +118,8 @@ def shown(rows: Mapping[str, Row]) -> str:
         if took: lines.append([name, *(f"{1e3 * took[who]:.1f} ms, {row['flops'] / took[who] / PEAK:.1%}"
                                        if who in took else "-" for who in NAMES)])
     more = "\n\n" + table(["step, MFU", *NAMES], lines) if lines else ""
-    return Timings(Column("tokens/s", scale=1.0), names=NAMES).shown("step", rows) + more
+    return Timings(Column("tokens/s", scale=1.0), names=NAMES).render("step", rows) + more
 
 
 register(Part("step", "whole steps of training, bfloat16, float32 master weights, AdamW",
-              lambda options: list(WORKLOADS), opened, shown, expected_s=60.0, limit_s=420.0))
+              lambda options: list(WORKLOADS), open_worker, render, expected_s=60.0, limit_s=420.0))

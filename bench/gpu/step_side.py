@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.gpu.decode_side import measured
+from bench.gpu.decode_side import measure
 from bench.lib.measure import end_with_parent
 from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
@@ -92,7 +92,7 @@ def main() -> None:
         for i in range(count): step(batches[i % FIRST])
     gpu = Telemetry(0) if device.lower().startswith("cuda") else None
     for line in sys.stdin:
-        seconds, joules = measured(steps, int(line), gpu)
+        seconds, joules = measure(steps, int(line), gpu)
         print(json.dumps({"seconds": {who: seconds}, "joules": {who: joules}}), flush=True)
 
 

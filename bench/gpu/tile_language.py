@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bench.gpu import elementwise as gpu_elementwise
-from bench.gpu.attention_launch import Submit, loaded, submitted
-from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.attention_launch import Submit, load_functions, make_launch
+from bench.gpu.compare import check_on_emulator
 from bench.gpu.gemm_contenders import device
 from bench.gpu.language_workloads import (
     EMULATED_SMS,
@@ -30,7 +30,7 @@ from bench.gpu.language_workloads import (
     Quantised,
     Rows,
     Sets,
-    modelled,
+    model_cases,
     schedule_of,
 )
 from bench.gpu.parts import (
@@ -41,7 +41,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -68,7 +68,7 @@ def shapes() -> Iterator[LanguageWorkload]:
 
 def kernel_of(workload: LanguageWorkload, gpu: GPU) -> tuple[TileKernel, list[str]]:
     """The kernel, and its tensors' storages in their order."""
-    schedule, (kernel, tensors, constants) = schedule_of(workload), workload.written
+    schedule, (kernel, tensors, constants) = schedule_of(workload), workload.kernel_call
     program = kernel.with_schedule(schedule).program(*tensors, **constants)
     made: TileKernel = build(program, schedule, gpu)
     return made, [workload.names.get(each.name, each.name) for each in program.tensors]
@@ -77,9 +77,9 @@ def kernel_of(workload: LanguageWorkload, gpu: GPU) -> tuple[TileKernel, list[st
 def binds(driver: Driver, workload: LanguageWorkload, gpu: GPU) -> Callable[[Mapping[str, int]], Submit]:
     """Makes launches of ours on memory by name."""
     made, names = kernel_of(workload, gpu)
-    functions, nbytes = loaded(driver, made.kernels), workload.zeroed
-    return lambda at: submitted(driver, made.kernels, [at[name] for name in names],
-                                zeroed=[(at["out"], nbytes)] if nbytes else (), functions=functions)
+    functions, nbytes = load_functions(driver, made.kernels), workload.zero_bytes
+    return lambda at: make_launch(driver, made.kernels, [at[name] for name in names],
+                                  zeroed=[(at["out"], nbytes)] if nbytes else (), functions=functions)
 
 
 @contender("language", "ours")
@@ -95,22 +95,22 @@ def ours(workload: LanguageWorkload, given: Sets, options: Options) -> Run:
 
 
 @about("language")
-def chosen(workload: LanguageWorkload) -> dict[str, Any]:
+def describe_schedule(workload: LanguageWorkload) -> dict[str, Any]:
     """The schedule of `ours`, and what the model says."""
-    case = modelled()[workload.case]
+    case = model_cases()[workload.case]
     said = {"predicted_s": 1e-6 * case["language_us"], "predicted_template_s": 1e-6 * case["template_us"],
-            "predicted_triton_s": 1e-6 * case["triton_us"]} if workload.predicted else {}
+            "predicted_triton_s": 1e-6 * case["triton_us"]} if workload.is_predicted else {}
     return {"schedule": str(schedule_of(workload)), **said}
 
 
-@emulated("language")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("language")
+def run_emulated(workload: Any, options: Options) -> Row:
     """Scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     gpu = GPU(options.arch, EMULATED_SMS)
     made, _ = kernel_of(small, gpu)
-    wrong = on_emulator(small, driver, binds(driver, small, gpu))
+    wrong = check_on_emulator(small, driver, binds(driver, small, gpu))
     schedule = f"{schedule_of(small)}; {made.threads} threads, {made.grid}"
     return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
             "why": f"ours: {wrong}" if wrong else schedule}
@@ -138,7 +138,7 @@ def of_torch(workload: LanguageWorkload, given: Sets, options: Options) -> Run:
 
 
 @contender("language", "compiled")
-def compiled(workload: LanguageWorkload, given: Sets, options: Options) -> Run:
+def torch_compiled(workload: LanguageWorkload, given: Sets, options: Options) -> Run:
     """torch.compile, of rows."""
     if not isinstance(workload, Rows): raise NotMeasured("calls the same libraries as torch")
     return gpu_elementwise.torch_compiled(workload, given, options)

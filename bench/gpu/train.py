@@ -22,9 +22,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.gpu.attention_launch import submitted
-from bench.gpu.compare import Partly, raw
-from bench.gpu.compare import emulated as on_emulator
+from bench.gpu.attention_launch import make_launch
+from bench.gpu.compare import Partly, check_on_emulator, raw
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -33,7 +32,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated,
+    emulation,
     timing_part,
     workloads,
 )
@@ -87,19 +86,19 @@ def shapes() -> Iterator[Any]:
 
 # **** ours ****
 
-def bound(driver: Driver, workload: Any, at: dict[str, int]) -> Callable[[Any], None]:
+def bind_launch(driver: Driver, workload: Any, at: dict[str, int]) -> Callable[[Any], None]:
     """A launch of ours on memory by name, with scratch memory of its own."""
     gpu, spec = GPU(driver.properties.arch, driver.properties.sm_count), workload.spec
     made = TABLE.build(spec, TABLE.choose(spec, gpu), gpu)
     out, *others = (at[name] for name in workload.names)
     if isinstance(made, Chain):
         between = driver.alloc(made.between.nbytes)
-        both = [submitted(driver, [made.first], [between, *others]),
-                submitted(driver, [made.second], [out, between])]
+        both = [make_launch(driver, [made.first], [between, *others]),
+                make_launch(driver, [made.second], [out, between])]
     else:
         scratch = [driver.alloc(each.nbytes) for each in made.scratch]
         rows = spec.m if isinstance(spec, NormSpec) else 0
-        both = [submitted(driver, made.kernels, [out, *scratch, *others], rows=rows)]
+        both = [make_launch(driver, made.kernels, [out, *scratch, *others], rows=rows)]
 
     def submit(stream: Any) -> None:
         for each in both: each(stream)
@@ -107,7 +106,7 @@ def bound(driver: Driver, workload: Any, at: dict[str, int]) -> Callable[[Any], 
     return submit
 
 
-def finished(one: One) -> None:
+def compute_norm(one: One) -> None:
     """Computes what torch does behind a kernel of ours: of sums of squares the norm."""
     if "norm" in one: one["norm"].copy_(one["sums"].sum(0, keepdim=True).sqrt_())
 
@@ -120,13 +119,14 @@ def ours(workload: Any, given: Sets, options: Options) -> Run:
     from bench.gpu.gemm_contenders import device
     gpu = device()
     torch.cuda.synchronize()
-    runs = [bound(gpu, workload, {name: one[name].data_ptr() for name in workload.names}) for one in given]
+    runs = [bind_launch(gpu, workload, {name: one[name].data_ptr() for name in workload.names})
+            for one in given]
     gpu.synchronize()
     kept = [dict(one) for one in given]
 
     def run(i: int) -> None:
         runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
-        finished(kept[i])
+        compute_norm(kept[i])
 
     stepping(given, run, lambda: STEP)
     return run
@@ -138,14 +138,14 @@ def stepping(given: Sets, run: Run, t: Callable[[], float]) -> None:
 
 
 @about("train")
-def chosen(workload: Any) -> dict[str, Any]:
+def describe_schedule(workload: Any) -> dict[str, Any]:
     """The schedule of `ours`, and what was predicted."""
     from bench.gpu.gemm_contenders import device
     gpu = GPU(device().properties.arch, device().properties.sm_count)
-    return {"schedule": str(TABLE.choose(workload.spec, gpu)), **modelled(workload)}
+    return {"schedule": str(TABLE.choose(workload.spec, gpu)), **predictions(workload)}
 
 
-def modelled(workload: Any) -> dict[str, float]:
+def predictions(workload: Any) -> dict[str, float]:
     """Returns the prediction of train_gpu_model.py for the kernel, of sums of columns without the sums of
     these groups; nothing where it has none, or of three kernels one."""
     path = RESULTS / "train_gpu_model.json"
@@ -156,15 +156,16 @@ def modelled(workload: Any) -> dict[str, float]:
     return {"modelled_us": round(found[what], 1)} if what in found else {}
 
 
-@emulated("train")
-def counted(workload: Any, options: Options) -> Row:
+@emulation("train")
+def run_emulated(workload: Any, options: Options) -> Row:
     """The workload scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-    small, driver = workload.scaled(), EmulatedDriver(options.arch, seed=options.seed)
+    small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     if isinstance(small, Update): wrong = one_step(small, driver)
     else:
         written = ("sums",) if isinstance(small, Squares) else small.results
-        wrong = on_emulator(small, driver, lambda at: bound(driver, small, dict(at)), written, finished)
+        wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)), written,
+                                  compute_norm)
     schedule = str(TABLE.choose(workload.spec, GPU(options.arch)))
     return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
             "why": f"ours: {wrong}" if wrong else schedule}
@@ -173,10 +174,10 @@ def counted(workload: Any, options: Options) -> Row:
 def one_step(workload: Update, driver: Any) -> str:
     """How two emulated steps are not what they must be."""
     import torch
-    one = workload.given("cpu")[0]
+    one = workload.make_inputs("cpu")[0]
     at = {name: driver.alloc(one[name].nbytes) for name in workload.names}
     for name in workload.names: driver.copy_in(at[name], memoryview(raw(one[name])))
-    run = bound(driver, workload, at)
+    run = bind_launch(driver, workload, at)
 
     def again(i: int) -> None:
         run(None)
@@ -191,7 +192,7 @@ def one_step(workload: Update, driver: Any) -> str:
 
 # **** the others ****
 
-def called(given: Sets, function: Callable[[One], One]) -> Run:
+def bind_torch(given: Sets, function: Callable[[One], One]) -> Run:
     """A function of torch, on each set in turn."""
     kept = [dict(one) for one in given]
     return lambda i: given[i].update(function(kept[i]))
@@ -200,7 +201,8 @@ def called(given: Sets, function: Callable[[One], One]) -> Run:
 @contender("train", "torch")
 def torch_eager(workload: Workload, given: Sets, options: Options) -> Run:
     """torch's own functions."""
-    return fused(workload, given) if isinstance(workload, Update) else called(given, workload.theirs)
+    if isinstance(workload, Update): return torch_adamw(workload, given)
+    return bind_torch(given, workload.theirs)
 
 
 @contender("train", "compiled")
@@ -210,7 +212,7 @@ def torch_compiled(workload: Workload, given: Sets, options: Options) -> Run:
     if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
     if isinstance(workload, Update | Squares): raise NotMeasured("left out, to save time")
     torch._dynamo.reset()   # it compiles a function for eight shapes, and runs it as it is for others
-    return called(given, torch.compile(workload.compilable, dynamic=False))
+    return bind_torch(given, torch.compile(workload.compilable, dynamic=False))
 
 
 @contender("train", "Triton")
@@ -228,7 +230,7 @@ def triton(workload: Any, given: Sets, options: Options) -> Run:
     return run
 
 
-def fused(workload: Update, given: Sets) -> Run:
+def torch_adamw(workload: Update, given: Sets) -> Run:
     """torch's fused AdamW on the same parameters, with state of its own; with masters two copies beside."""
     import torch
     one, spec, steps = given[0], workload.spec, range(len(workload.spec.counts))

@@ -80,9 +80,9 @@ class Update(Workload):
         """Bytes that are read and written, each once."""
         return float(self.spec.nbytes)
 
-    def scaled(self) -> Update: return replace(self, decayed=(20000, 500, 333), others=(64, 64))
+    def scale_down(self) -> Update: return replace(self, decayed=(20000, 500, 333), others=(64, 64))
 
-    def given(self, device: str) -> list[One]:
+    def make_inputs(self, device: str) -> list[One]:
         """One set: it exceeds every cache."""
         return [self.one(device)]
 
@@ -154,7 +154,7 @@ class Squares(Workload):
         """Gradients once."""
         return float(self.spec.nbytes)
 
-    def scaled(self) -> Squares: return replace(self, counts=(20000, 500, 64))
+    def scale_down(self) -> Squares: return replace(self, counts=(20000, 500, 64))
 
     def one(self, device: str) -> One:
         import torch

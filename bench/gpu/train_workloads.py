@@ -54,7 +54,7 @@ class Workload:
         """A set of storages by name."""
         raise NotImplementedError
 
-    def given(self, device: str) -> list[One]:
+    def make_inputs(self, device: str) -> list[One]:
         """Returns as many sets of inputs as exceed twice the L2 cache."""
         import torch
         l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
@@ -112,7 +112,7 @@ class CrossEntropy(Workload):
         """Logits and their gradient, each once."""
         return float(self.spec.nbytes)
 
-    def scaled(self) -> CrossEntropy:
+    def scale_down(self) -> CrossEntropy:
         """Smaller, and of several CTAs a row still where it was."""
         return replace(self, rows=3, size=20480)
 
@@ -182,7 +182,7 @@ class EmbeddingGradient(Workload):
         """The table and the rows of the gradient, each once."""
         return 2.0 * self.width * (self.vocabulary + self.tokens) + 4 * self.tokens
 
-    def scaled(self) -> EmbeddingGradient: return EmbeddingGradient(200, 72, 300)
+    def scale_down(self) -> EmbeddingGradient: return EmbeddingGradient(200, 72, 300)
 
     def one(self, device: str) -> One:
         import torch
@@ -244,7 +244,7 @@ class Columns(Workload):
         """Operands once."""
         return 2.0 * self.work if self.what == "bias" else 4.0 * self.work + 4 * self.m
 
-    def scaled(self) -> Columns: return replace(self, m=100, n=264)
+    def scale_down(self) -> Columns: return replace(self, m=100, n=264)
 
     def one(self, device: str) -> One:
         import torch
@@ -315,7 +315,7 @@ class Rope(Workload):
         """Operands and results once."""
         return float(self.spec.nbytes)
 
-    def scaled(self) -> Rope:
+    def scale_down(self) -> Rope:
         return replace(self, batch=2, tokens=20, heads=4, kv_heads=2)
 
     def one(self, device: str) -> One:
@@ -332,7 +332,7 @@ class Rope(Workload):
                 "cos": angles.cos(), "sin": angles.sin()}
 
     @staticmethod
-    def turned(x: Any, cos: Any, sin: Any) -> Any:
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
         """x (B, H, T, D) rotated, in float32 or float64."""
         import torch
         low, high = wide(x).chunk(2, -1)
@@ -342,11 +342,11 @@ class Rope(Workload):
         import torch
         cos, sin, dtype = one["cos"], one["sin"], one["k"].dtype
         if self.gradient:
-            q, k = (self.turned(one[name], cos, -sin).to(dtype) for name in "qk")
+            q, k = (self.rotate(one[name], cos, -sin).to(dtype) for name in "qk")
             return {"qkv": torch.cat([q, k, one["v"]], 1).transpose(1, 2).flatten(2).contiguous()}
         heads = one["qkv"].unflatten(-1, (-1, self.d)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        return {"q": self.turned(q, cos, sin).to(dtype), "k": self.turned(k, cos, sin).to(dtype),
+        return {"q": self.rotate(q, cos, sin).to(dtype), "k": self.rotate(k, cos, sin).to(dtype),
                 "v": v.clone(memory_format=torch.contiguous_format)}
 
     def exact(self, one: One) -> Iterator[Near]:
@@ -388,7 +388,7 @@ class GatedGradient(Workload):
         """Operands and result once."""
         return 10.0 * self.m * self.n
 
-    def scaled(self) -> GatedGradient: return replace(self, m=5, n=520)
+    def scale_down(self) -> GatedGradient: return replace(self, m=5, n=520)
 
     def one(self, device: str) -> One:
         import torch

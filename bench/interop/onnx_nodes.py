@@ -40,7 +40,7 @@ def cases() -> list[Any]:
 
 
 @cache
-def known(device: str) -> dict[str, str]:
+def load_known(device: str) -> dict[str, str]:
     """The cases that do not pass on a device, with reasons: those that pass on none, and its own."""
     table = json.loads(KNOWN.read_text())
     return {**table["every device"], **table.get(device, {})}
@@ -121,7 +121,7 @@ def main() -> int:
           f"{len(number)} ops, {time.perf_counter() - started:.0f} s")
     if arguments.json: arguments.json.write_text(json.dumps(failures, indent=1))
     from tinygrad import Device
-    listed = known(Device.DEFAULT)
+    listed = load_known(Device.DEFAULT)
     wrong = [name for name in failures if name not in listed]
     stale = [each.name for each in chosen if each.name in listed and each.name not in failures]
     if wrong: print(f"not in {KNOWN.name}: {', '.join(wrong)}")

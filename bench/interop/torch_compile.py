@@ -60,7 +60,7 @@ class Decoder:
         return logits
 
 
-def measured(decoders: list[Decoder], steps: int, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def measure(decoders: list[Decoder], steps: int, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Milliseconds a step: median and quartiles."""
     for _ in range(steps):
         for each in decoders: each.step()
@@ -90,7 +90,7 @@ def main() -> None:
         for each in decoders[:-1]:
             difference = float((each.logits - exact).abs().max())
             print(f"{each.name}: largest difference from eager {difference:.1e}")
-        found: dict[str, Any] = measured(decoders, given.steps, print)
+        found: dict[str, Any] = measure(decoders, given.steps, print)
     for name in names[1:]:
         print(f"tinygrad_nv is {found[name]['median_ms'] / found['tinygrad_nv']['median_ms']:.2f} x {name}")
     if given.out:

@@ -87,13 +87,13 @@ class Difference:
 
 # **** running ****
 
-def copied(checkout: Path, folder: Path) -> None:
+def copy_needed(checkout: Path, folder: Path) -> None:
     """Copies what the tests need, without the checkout's tinygrad, which would be imported first."""
     for name in NEEDED:
         if (checkout / name).is_dir(): shutil.copytree(checkout / name, folder / name)
 
 
-def found(tests: Path, names: Sequence[str]) -> list[str]:
+def find_files(tests: Path, names: Sequence[str]) -> list[str]:
     """Paths of the test files with these names, in this order."""
     places = [(tests / "test" / folder / f"{name}.py") for name in names for folder in FOLDERS]
     return [place.relative_to(tests).as_posix() for place in places if place.exists()]
@@ -109,7 +109,7 @@ def note(log: Path, **line: Any) -> None:
     with log.open("a") as file: file.write(json.dumps(line) + "\n")
 
 
-def unfinished(log: Path) -> str | None:
+def find_unfinished(log: Path) -> str | None:
     """The test that has begun and has no outcome."""
     known = lines(log)
     return known[-1]["begin"] if known and "begin" in known[-1] and "passed" not in known[-1] else None
@@ -129,7 +129,7 @@ def in_process(run: Run, file: str, side: str, log: Path) -> tuple[str, str]:
         size, since = -1, time.monotonic()
         while child.poll() is None:
             if (now := log.stat().st_size if log.exists() else 0) != size: size, since = now, time.monotonic()
-            limit_s = run.timeout_s if unfinished(log) else run.timeout_s + START_S
+            limit_s = run.timeout_s if find_unfinished(log) else run.timeout_s + START_S
             if time.monotonic() - since > limit_s:
                 child.kill()
                 child.wait()
@@ -149,12 +149,12 @@ def run_file(run: Run, file: str, side: str) -> None:
         hooked = outcomes(run, file, "hooked")
         for name, line in hooked.items():
             if line["outcome"] == "passed": note(log, begin=name, passed=True)
-        if passed(hooked) == len(hooked): note(log, end=True)
-    if unfinished(log) is not None:       # a call before was ended here
+        if count_passed(hooked) == len(hooked): note(log, end=True)
+    if find_unfinished(log) is not None:       # a call before was ended here
         log.write_text("".join(json.dumps(line) + "\n" for line in lines(log)[:-1]))
     while not any("end" in line for line in lines(log)):
         ended, said = in_process(run, file, side, log)
-        test = unfinished(log)
+        test = find_unfinished(log)
         if ended == "timeout": why = f"no end within {run.timeout_s:g} s"
         else: why = f"{ended}: {' '.join(said.split())[-300:]}"
         how = "timeout" if ended == "timeout" else "crashed"
@@ -172,7 +172,7 @@ def outcomes(run: Run, file: str, side: str) -> dict[str, dict[str, Any]]:
     return {line["id"]: line for line in lines(run.log(file, side)) if "id" in line}
 
 
-def known_reason(known: Sequence[dict[str, Any]], device: str, test: str, why: str) -> str:
+def reason_for(known: Sequence[dict[str, Any]], device: str, test: str, why: str) -> str:
     """The reason why this test may differ, "" when there is none: the device, the test and the words of its
     failure must be those of an entry."""
     for each in known:
@@ -188,11 +188,11 @@ def differences(plain: dict[str, dict[str, Any]], hooked: dict[str, dict[str, An
         after = hooked.get(test, {"outcome": "not run"})
         if before["outcome"] != "passed" or after["outcome"] == "passed": continue
         why = after.get("why", "")
-        made.append(Difference(test, after["outcome"], why, known_reason(known, device, test, why)))
+        made.append(Difference(test, after["outcome"], why, reason_for(known, device, test, why)))
     return made
 
 
-def passed(found: Mapping[str, dict[str, Any]]) -> int:
+def count_passed(found: Mapping[str, dict[str, Any]]) -> int:
     """How many tests passed."""
     return sum(each["outcome"] == "passed" for each in found.values())
 
@@ -203,15 +203,15 @@ def cells(counts: Mapping[str, int]) -> list[str]:
     return [*both, str(counts["known"]), str(counts["differ"])]
 
 
-def compared(run: Run, files: Sequence[str], known: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+def compare(run: Run, files: Sequence[str], known: Sequence[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """The table with what differs below it, and the record."""
     rows, record, shown = [], {}, []
     totals: Counter[str] = Counter()
     for file in files:
         plain, hooked = outcomes(run, file, "plain"), outcomes(run, file, "hooked")
         differ = differences(plain, hooked, known, run.device)
-        counts = {"hooked": passed(hooked), "hooked_run": len(hooked),
-                  "plain": passed(plain), "plain_run": len(plain),
+        counts = {"hooked": count_passed(hooked), "hooked_run": len(hooked),
+                  "plain": count_passed(plain), "plain_run": len(plain),
                   "known": sum(bool(each.known) for each in differ),
                   "differ": sum(not each.known for each in differ)}
         totals.update(counts)
@@ -225,7 +225,7 @@ def compared(run: Run, files: Sequence[str], known: Sequence[dict[str, Any]]) ->
     return text, {**totals, "files": record}
 
 
-def changed(checkout: Path) -> list[str]:
+def find_changed(checkout: Path) -> list[str]:
     """Files of tinygrad that are others in the checkout than installed, or missing there: its tests are near
     to those of the installed version, not the same."""
     installed = Path(tinygrad.__file__).parent
@@ -258,13 +258,13 @@ def main() -> None:
     known = json.loads(args.known.read_text())
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), logs.resolve(), args.device, args.timeout, args.quick)
-        copied(args.path, run.tests)
-        files = found(run.tests, names)
+        copy_needed(args.path, run.tests)
+        files = find_files(run.tests, names)
         if not files: parser.error(f"no test file is called {', '.join(names)} in {args.path}/test")
         with ThreadPoolExecutor(args.jobs) as pool:
             for side in SIDES: list(pool.map(partial(run_file, run, side=side), files))
-        text, record = compared(run, files, known)
-    others = changed(args.path)
+        text, record = compare(run, files, known)
+    others = find_changed(args.path)
     print(text)
     if others: print(f"{len(others)} files of the checkout's tinygrad are not those of {own}")
     record = {"tinygrad": own, "checkout_changed": others, "device": args.device,

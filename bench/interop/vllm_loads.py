@@ -23,7 +23,7 @@ MARK = "TOKENS "
 PROMPTS = ["Once upon a time", "One day a little girl", "The"]
 
 
-def generated(given: argparse.Namespace) -> list[list[int]]:
+def generate(given: argparse.Namespace) -> list[list[int]]:
     """Greedy tokens of each prompt, in this process. vLLM's names are ours."""
     side = import_module(given.side)
     options = {"enforce_eager": True, "max_model_len": 256} if given.side == "vllm" else {}
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--side", choices=("vllm", "tinygrad_nv"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
-        print(MARK + json.dumps(generated(given)))
+        print(MARK + json.dumps(generate(given)))
         return
     ours, theirs = tokens(sys.executable, "tinygrad_nv"), tokens(given.python, "vllm")
     for prompt, a, b in zip(PROMPTS, ours, theirs, strict=True):

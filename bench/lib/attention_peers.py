@@ -140,7 +140,7 @@ class Flash:
         return f"Triton, {kind}, {'x'.join(map(str, self.block))}, {self.warps} warps, {self.stages} stages"
 
 
-def compiled(flash: Flash, arch: str) -> Any:
+def compile_kernel(flash: Flash, arch: str) -> Any:
     """Triton's kernel for an architecture."""
     fn, fixed = KERNELS[flash.what], flash.constants
     kinds = {"log": "*fp32", "delta": "*fp32", "S": "i32", "scale": "fp32", "root": "fp32"}

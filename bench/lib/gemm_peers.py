@@ -170,7 +170,7 @@ def source(peer: Peer) -> ASTSource:
     return ASTSource(fn, signature, fixed, divisible)
 
 
-def compiled(peer: Peer, arch: str) -> Compiled:
+def compile_kernel(peer: Peer, arch: str) -> Compiled:
     """Triton's kernel for an architecture; its cache is the caller's matter."""
     made = triton.compile(source(peer), target=GPUTarget("cuda", ARCHS[arch], 32),
                           options={"num_warps": peer.warps, "num_stages": peer.stages})

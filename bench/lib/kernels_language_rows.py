@@ -49,7 +49,7 @@ def softmax(x: KTile["R", "N"]) -> Any:
     return tile.cast(tile.softmax(tile.cast(tile.load(x, T.m, T.d), f32), 1), x.dtype)
 
 
-def dequantised(words: Any, scale: Any) -> Any:
+def dequantise(words: Any, scale: Any) -> Any:
     """Numbers (n, 8 k) of words (n, k), times a scale for each n: 0x6400 is 1024, whose last bit is 1."""
     n, count = words.shape
     pairs = (words[:, :, None] >> (tile.arange(4) * 4)[None, None, :]) & 0x000F000F | 0x64006400
@@ -68,7 +68,7 @@ def w4a16(x: KTile["M", "K", f16], packed: KTile["N", "K//8", int32], scales: KT
     for block in tile.range_k(x.shape, T.k):
         after = packed[T.n, tile.block(block.start // 8 + count, count)]
         scale_after = scales[(block.start + step) // group, T.n]
-        acc = tile.dot(x[T.m, block], dequantised(words, scale).T, acc)
+        acc = tile.dot(x[T.m, block], dequantise(words, scale).T, acc)
         words, scale = after, scale_after
     return tile.cast(acc, f16)
 
@@ -86,6 +86,6 @@ def w4a16_split(x: KTile["M", "K", f16], packed: KTile["N", "K//8", int32],
     for start in tile.range(begin, begin + part, BK):
         after = packed[n, tile.block(start // 8 + count, count)]
         scale_after = scales[(start + BK) // group, n]
-        acc = tile.dot(x[m, tile.block(start, BK)], dequantised(words, scale).T, acc)
+        acc = tile.dot(x[m, tile.block(start, BK)], dequantise(words, scale).T, acc)
         words, scale = after, scale_after
     tile.atomic_add(out, acc, m, n)

@@ -29,10 +29,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns aligned, the first to the left, the others to the right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    def aligned(line: list[str]) -> str:
+    def align(line: list[str]) -> str:
         cells = zip(line, widths, strict=True)
         return "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
-    return "\n".join(map(aligned, lines))
+    return "\n".join(map(align, lines))
 
 
 def each(items: Sequence[T]) -> Iterator[T]:

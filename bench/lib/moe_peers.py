@@ -108,7 +108,7 @@ def grouped_mxfp4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K
     _stored(out, acc, own, inside, n, weights, N, WEIGHTED)
 
 
-def aligned(experts: np.ndarray, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def align_experts(experts: np.ndarray, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Aligns the experts of all slots."""
     slots, of_tile = [], []
     for expert in range(count):

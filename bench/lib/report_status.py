@@ -103,10 +103,10 @@ def find_times(record: Record, subject: Subject, folder: Path) -> Record | None:
     rows = [row for name, row in record["parts"].get(part, {}).items()
             if row.get("seconds", {}).get("ours") and re.match(subject.rows, name)]
     if rows: return {"rows": len(rows), "commits": commits(rows)}
-    return kept(folder / f"{part}_{report_gpu.slug(record).removeprefix('gpu_')}.json", kind)
+    return count_rows(folder / f"{part}_{report_gpu.slug(record).removeprefix('gpu_')}.json", kind)
 
 
-def kept(path: Path, kind: str) -> Record | None:
+def count_rows(path: Path, kind: str) -> Record | None:
     """Counts the rows of a file that a part has to itself; None where there is no such file."""
     if not path.exists(): return None
     found: Record = json.loads(path.read_text())

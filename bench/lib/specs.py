@@ -74,7 +74,7 @@ QTYPES = {"int4": QType(UINT4, per_group_scale(128, F16), shift=8),
           "mxfp4": MXFP4, "q4_K": Q4_K, "q6_K": Q6_K}
 
 
-def quantised(type: QType, m: int, n: int, k: int, dtype: DType = BF16, **more: Any) -> QuantGemmSpec:
+def quant_matmul(type: QType, m: int, n: int, k: int, dtype: DType = BF16, **more: Any) -> QuantGemmSpec:
     """Dense rows times a matrix in fragments."""
     gemm = GemmSpec(m, n, k, Operand(dtype, k, 1), Operand(dtype, k, 1), Result(dtype, n, 1), **more)
     return QuantGemmSpec(gemm, replace(type, layout="fragments"))
@@ -87,7 +87,7 @@ def sparse(m: int, n: int, k: int, dtype: DType = BF16) -> SparseGemmSpec:
     return SparseGemmSpec(GemmSpec(m, n, k, one, one, Result(BF16, n, 1), (), total))
 
 
-def gated(m: int, n: int, k: int, dtype: DType = BF16) -> GemmSpec:
+def gate_up(m: int, n: int, k: int, dtype: DType = BF16) -> GemmSpec:
     """silu(x @ gate.T) · (x @ up.T) of one weight."""
     ends = (silu(Sum()) * Sum(part=1)).cast(dtype)
     return replace(matmul(m, n, k, dtype), parts=2, part=n * k, epilogue=ends)
@@ -113,13 +113,13 @@ def attention(s_q: int, s_kv: int, d: int = 64, dtype: DType = BF16, batch: int 
     return AttentionSpec(s_q, s_kv, d, d_v, q, k, v, o, (batch, heads, group), score, band, **more)
 
 
-def ragged(spec: AttentionSpec, total: tuple[int, int]) -> AttentionSpec:
+def pack_sequences(spec: AttentionSpec, total: tuple[int, int]) -> AttentionSpec:
     """Sequences one after the other, of an attention whose operands are [batch, rows, heads, d]."""
     q, k, v, out = (replace(each, batch=(0, *each.batch[1:])) for each in (spec.q, spec.k, spec.v, spec.out))
     return replace(spec, q=q, k=k, v=v, out=out, total=total, lse=True)
 
 
-def scaled(spec: AttentionSpec, block: int) -> AttentionSpec:
+def with_fp8_scales(spec: AttentionSpec, block: int) -> AttentionSpec:
     """Returns the spec with operands of e4m3, with a scale for each `block` rows; of 0, for each head."""
     def of(count: int, queries: bool) -> RowScales:
         blocks, (_, heads, group) = -(-count // block) if block else 1, spec.batch
@@ -165,17 +165,17 @@ def append(dtype: DType = BF16, kv: DType | None = None, half: int = 32, q_heads
            d: int = 64, new: int = 1, angles: DType = F32, **rope: Any) -> AppendSpec:
     """An append of `new` tokens to each of 4 requests."""
     heads, size, kv = 2, 16 if table else 512, kv or dtype
-    def laid(count: int) -> Heads: return Heads(dtype, new * count * d, count * d, d)
+    def lay_out(count: int) -> Heads: return Heads(dtype, new * count * d, count * d, d)
     token, head = (heads * d, d) if table else (d, size * d)
     stored = Pages(kv, size * heads * d, token, head)
     scale = Scales(heads, 1) if kv.itemsize == 1 else None
-    return AppendSpec(4, new, heads, d, d, size, 32 if table else 1, 200 if table else 4, laid(heads),
-                      laid(heads), stored, stored, Rope(angles, half, **rope) if half else None,
-                      laid(q_heads) if q_heads else None, q_heads, scale, scale, table)
+    return AppendSpec(4, new, heads, d, d, size, 32 if table else 1, 200 if table else 4, lay_out(heads),
+                      lay_out(heads), stored, stored, Rope(angles, half, **rope) if half else None,
+                      lay_out(q_heads) if q_heads else None, q_heads, scale, scale, table)
 
 
-def normed(m: int, n: int, statistics: tuple[Statistic, ...], value: Expression, one: bool = False,
-           **more: Any) -> NormSpec:
+def row_norm(m: int, n: int, statistics: tuple[Statistic, ...], value: Expression, one: bool = False,
+             **more: Any) -> NormSpec:
     """Dense rows, or one number of each."""
     out = Result(value.dtype, 1, 0) if one else Result(value.dtype, n, 1)
     return NormSpec(m, n, statistics, (Computed(out, value),), **more)
@@ -186,8 +186,8 @@ def rms(m: int, n: int, dtype: DType = BF16, **more: Any) -> NormSpec:
     x = Load(0, dtype, n, 1)
     wide = x.cast(F32)
     scale = Apply("sqrt", (Sum() * (1 / n) + 1e-5,), F32).reciprocal()
-    return normed(m, n, (Statistic("add", wide * wide),), (wide * scale).cast(dtype) * Load(1, dtype, 0, 1),
-                  **more)
+    return row_norm(m, n, (Statistic("add", wide * wide),), (wide * scale).cast(dtype) * Load(1, dtype, 0, 1),
+                    **more)
 
 
 def codes(m: int, n: int, group: int = 0) -> NormSpec:
@@ -206,8 +206,8 @@ def layer(m: int, n: int, dtype: DType = BF16) -> NormSpec:
     x, w, b = Load(0, dtype, n, 1), Load(1, dtype, 0, 1), Load(2, dtype, 0, 1)
     centred = x.cast(F32) - Sum() * (1 / n)
     scale = Apply("sqrt", (Sum(part=1) * (1 / n) + 1e-5,), F32).reciprocal()
-    return normed(m, n, (Statistic("add", x.cast(F32)), Statistic("add", centred * centred)),
-                  (centred * scale).cast(dtype) * w + b)
+    return row_norm(m, n, (Statistic("add", x.cast(F32)), Statistic("add", centred * centred)),
+                    (centred * scale).cast(dtype) * w + b)
 
 
 def norm_weight(m: int, n: int, dtype: DType = BF16) -> ColumnSumSpec:
@@ -226,18 +226,18 @@ def softmax(m: int, n: int, dtype: DType = BF16) -> NormSpec:
     """Returns the spec of the softmax of each row."""
     x = Load(0, dtype, n, 1)
     e = ((x.cast(F32) - Sum(dtype).cast(F32)) * 1.4426950408889634).exp2()
-    return normed(m, n, (Statistic("max", x), Statistic("add", e)),
-                  (e * Sum(part=1).reciprocal()).cast(dtype))
+    return row_norm(m, n, (Statistic("max", x), Statistic("add", e)),
+                    (e * Sum(part=1).reciprocal()).cast(dtype))
 
 
 def argmax(m: int, n: int, dtype: DType = F32) -> NormSpec:
     """The first of the largest of each row."""
     x = Load(0, dtype, n, 1)
     at = where(Apply("not_equal", (x, Sum(dtype)), dtypes.bool), Constant(0, S32), Position("n") * -1 + n)
-    return normed(m, n, (Statistic("max", x), Statistic("max", at)), Sum(S32, 1) * -1 + n, one=True)
+    return row_norm(m, n, (Statistic("max", x), Statistic("max", at)), Sum(S32, 1) * -1 + n, one=True)
 
 
-def counted(m: int, n: int) -> NormSpec:
+def int_rows(m: int, n: int) -> NormSpec:
     """Returns, for each row of a batch of 3, whole numbers without their mean, no more than the largest."""
     x = Load(0, S32, n, 1, (m * n,))
     mean = (Sum(S32).cast(F32) * (1 / n)).cast(S32)
@@ -249,22 +249,22 @@ def counted(m: int, n: int) -> NormSpec:
 def elements(m: int, n: int, dtype: DType = BF16) -> NormSpec:
     """silu(gate) · up of one matrix [m, 2 n]."""
     gate, up = Load(0, dtype, 2 * n, 1), Load(0, dtype, 2 * n, 1, (), n)
-    return normed(m, n, (), silu(gate) * up)
+    return row_norm(m, n, (), silu(gate) * up)
 
 
-def capped(d: int = 64, cap: float = 30.0) -> Expression:
+def soft_cap(d: int = 64, cap: float = 30.0) -> Expression:
     """A score with a soft-cap."""
     return tanh(Sum() * (1 / math.sqrt(d) / cap)) * cap
 
 
-def sloped(d: int = 64) -> Expression:
+def alibi(d: int = 64) -> Expression:
     """A score with a slope for each head (ALiBi), and a place of the sequence and of the batch in it."""
     away = (Position("n") - Position("m") - Position("start")).cast(F32)
     slope = ((Position(1) * 4 + Position(2)).cast(F32) * -0.5).exp2()
     return Sum() * (1 / math.sqrt(d)) + away * slope + Position(0).cast(F32) * 0.25
 
 
-def biased(s_q: int, s_kv: int, d: int = 64) -> Expression:
+def mask_and_bias(s_q: int, s_kv: int, d: int = 64) -> Expression:
     """A score with a mask and a bias in memory, the same for all heads."""
     kept = where(Load(0, dtypes.bool, s_kv, 1, (s_q * s_kv, 0, 0)), Sum() * (1 / math.sqrt(d)), -math.inf)
     return kept + Load(1, F32, s_kv, 1, (s_q * s_kv, 0, 0))
@@ -282,7 +282,7 @@ def epilogues() -> dict[str, GemmSpec]:
         "bias, gelu, residual": ending(gelu_tanh(Sum() + BIAS.cast(F32)).cast(BF16) + RESIDUAL),
         "relu by erf": ending(gelu(Sum()).cast(BF16)), "silu of f16": ending(silu(Sum()).cast(BF16), F16),
         "lower triangle": ending(where(Position("m") < Position("n"), Constant(0.0, F32), Sum()).cast(BF16)),
-        "gate and up": gated(512, 768, 1024),
+        "gate and up": gate_up(512, 768, 1024),
         "relu, quick_gelu": ending(quick_gelu(relu(Sum())).maximum(-1.0).cast(BF16)),
         "int8, a scale for each column": ending((Sum(S32).cast(F32) * Load(0, F32, 0, 1)).cast(BF16), S8),
         "int8 to int8": matmul(64, 128, 256, S8, out=S8, epilogue=limited.cast(S8)),
@@ -303,10 +303,10 @@ def caches() -> dict[str, DecodeSpec]:
         "e4m3": decode(kv=E4M3),
         "int8": decode(kv=S8, page_size=64), "window": decode(window=1024),
         "8 rows": decode(s_q=8, group=8, heads=1),
-        "4 rows, soft-cap": decode(s_q=4, score=capped(128)), "d 256": decode(d=256, heads=1, group=2),
+        "4 rows, soft-cap": decode(s_q=4, score=soft_cap(128)), "d 256": decode(d=256, heads=1, group=2),
         "contiguous": decode(page_size=4096, pages=1, table=False, length="argument"),
         "contiguous, of one length": decode(page_size=2000, pages=1, table=False, length="most", group=2),
-        "few keys": decode(pages=2, batch=64), "slopes": decode(s_q=2, score=sloped(128)),
+        "few keys": decode(pages=2, batch=64), "slopes": decode(s_q=2, score=alibi(128)),
         "contiguous, bias": decode(
             page_size=1000, pages=1, table=False, length="most",
             score=Sum() * 0.1 + Load(0, F32, 0, 1, (1000, 0, 0)) + Load(1, BF16, 0, 0, (8, 4, 1)).cast(F32))}
@@ -326,7 +326,7 @@ def norms() -> dict[str, NormSpec]:
             "rms symbolic": rms(512, 1024, symbolic=True),
             "layer": layer(128, 768), "softmax": softmax(32, 1000, F32), "softmax bf16": softmax(512, 128),
             "argmax": argmax(4, 32000), "silu(gate) up": elements(64, 11008),
-            "long rows": layer(2, 20000, F32), "int32, batch 3": counted(20, 100),
+            "long rows": layer(2, 20000, F32), "int32, batch 3": int_rows(20, 100),
             "odd rows": rms(7, 77, F16)}
 
 

@@ -58,6 +58,6 @@ class CheckedPages(PageAllocator):
                 f"page {page}: in {three[0]} tables, held {three[1]} times, {three[2]} references"
 
     @property
-    def lost(self) -> int:
+    def missing_pages(self) -> int:
         """Pages that are neither free nor cached."""
         return self.total - len(self.free) - len(self.evictable)

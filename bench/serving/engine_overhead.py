@@ -123,7 +123,7 @@ class EngineLoad:
         return (time.thread_time() - begun) * 1e6 - self.stub.us
 
 
-def timed(load: EngineLoad, steps: int) -> tuple[list[float], float]:
+def time_steps(load: EngineLoad, steps: int) -> tuple[list[float], float]:
     """Microseconds of each step, and the rows of one."""
     load.warm()
     load.stub.rows.clear()
@@ -147,7 +147,7 @@ def main() -> None:
     spent: dict[str, tuple[list[float], float]] = {}
     for name in each(names):
         kind, running = name.split(", ")
-        spent[name] = timed(kinds[kind](int(running)), args.steps)
+        spent[name] = time_steps(kinds[kind](int(running)), args.steps)
     print(table(("requests, µs a step", "median", "90 %", "99 %", "max", "a request", "rows"),
                 [(name, f"{median(us):.1f}", *(f"{np.percentile(us, p):.1f}" for p in (90, 99, 100)),
                   f"{median(us) / int(name.split(', ')[1]):.2f}", f"{rows:.0f}")

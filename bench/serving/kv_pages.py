@@ -40,7 +40,7 @@ class CacheLoad:
     def pool(self, **more: int) -> PagePool:
         return PagePool(self.pages, SIZE, **more)  # type: ignore[arg-type]
 
-    def filled(self, pool: PagePool) -> list[SequenceTable]:
+    def fill_tables(self, pool: PagePool) -> list[SequenceTable]:
         """Tables of all sequences, written."""
         made = []
         for prompt in self.prompts:
@@ -50,7 +50,7 @@ class CacheLoad:
         return made
 
 
-def timed(operations: int, call: Callable[[], object]) -> tuple[int, float]:
+def time_call(operations: int, call: Callable[[], object]) -> tuple[int, float]:
     """The call's seconds."""
     begun = time.process_time()
     call()
@@ -70,20 +70,20 @@ def allocate(load: CacheLoad) -> Round:
     while True:
         pool, tables = load.pool(), list[SequenceTable]()
         def run(pool: PagePool = pool, tables: list[SequenceTable] = tables) -> None:
-            tables += load.filled(pool)
-        yield timed(load.sequences * load.each_pages, run)
+            tables += load.fill_tables(pool)
+        yield time_call(load.sequences * load.each_pages, run)
         pool.assert_conserved(tables)
 
 
 def share(load: CacheLoad) -> Round:
     """Prompts that are there, hashed and found."""
     pool = load.pool()
-    tables = load.filled(pool)
+    tables = load.fill_tables(pool)
     while True:
         for one in tables: one.release()
         tables.clear()
-        yield timed(load.sequences * ((load.tokens - 1) // SIZE),
-                    lambda: tables.extend(map(pool.open, load.prompts)))
+        yield time_call(load.sequences * ((load.tokens - 1) // SIZE),
+                        lambda: tables.extend(map(pool.open, load.prompts)))
         pool.assert_conserved(tables)
 
 
@@ -91,7 +91,8 @@ def release(load: CacheLoad) -> Round:
     """Pages that stay cached."""
     pool = load.pool()
     while True:
-        yield timed(load.sequences * load.each_pages, every(load.filled(pool), lambda table: table.release()))
+        yield time_call(load.sequences * load.each_pages,
+                        every(load.fill_tables(pool), lambda table: table.release()))
         pool.assert_conserved([])
 
 
@@ -106,7 +107,7 @@ def evict(load: CacheLoad) -> Round:
             filler.advance([-number] * (SIZE * len(filler.pages)))
             filler.release()
         tables = [pool.open([]) for _ in load.prompts]
-        yield timed(load.sequences * load.each_pages, every(tables, lambda one: one.reserve(load.tokens)))
+        yield time_call(load.sequences * load.each_pages, every(tables, lambda one: one.reserve(load.tokens)))
         pool.assert_conserved(tables)
         for one in tables: one.release()
 
@@ -115,34 +116,34 @@ def append(load: CacheLoad) -> Round:
     """A token more of each sequence, 64 times."""
     while True:
         pool = load.pool()
-        tables = load.filled(pool)
+        tables = load.fill_tables(pool)
         def steps(tables: list[SequenceTable] = tables) -> None:
             for _ in range(4 * SIZE):
                 for one in tables: one.reserve(one.computed + 1)
                 for one in tables: one.advance((7,))
-        yield timed(load.sequences * 4 * SIZE, steps)
+        yield time_call(load.sequences * 4 * SIZE, steps)
         pool.assert_conserved(tables)
 
 
 def fork(load: CacheLoad) -> Round:
     """References more, and less."""
     pool = load.pool()
-    tables = load.filled(pool)
+    tables = load.fill_tables(pool)
     while True:
         def run() -> None:
             for made in [one.fork() for one in tables]: made.release()
-        yield timed(2 * load.sequences * load.each_pages, run)
+        yield time_call(2 * load.sequences * load.each_pages, run)
         pool.assert_conserved(tables)
 
 
 def copy(load: CacheLoad) -> Round:
     """Copies on write of all pages, as if a fork wrote from its beginning."""
     pool = load.pool()
-    tables = load.filled(pool)
+    tables = load.fill_tables(pool)
     while True:
         forks = [one.fork() for one in tables]
-        yield timed(load.sequences * load.each_pages,
-                    every(forks, lambda one: one.reserve(load.tokens, start=0)))
+        yield time_call(load.sequences * load.each_pages,
+                        every(forks, lambda one: one.reserve(load.tokens, start=0)))
         pool.take_copies()
         pool.assert_conserved([*tables, *forks])
         for one in forks: one.release()
@@ -151,12 +152,12 @@ def copy(load: CacheLoad) -> Round:
 def host(load: CacheLoad) -> Round:
     """Sequences that go to the host and return, all their pages copied."""
     pool = load.pool(host_pages=load.pages, sharing=False)
-    tables = load.filled(pool)
+    tables = load.fill_tables(pool)
     while True:
         def run() -> None:
             for one in tables: one.offload()
             for one in tables: one.restore()
-        yield timed(2 * load.sequences * load.each_pages, run)
+        yield time_call(2 * load.sequences * load.each_pages, run)
         pool.take_copies()
         pool.assert_conserved(tables)
 

@@ -125,10 +125,10 @@ class Load:
         length = len(prompt) + random_.choice((1, 20, 100, 250))
         made = Sequence(self.pool.open(prompt, bytes([salt])), salt, prompt, length,
                         random_.choice((0, 0, 0, 0, 1, 3)), self.size)
-        self.looked_up(made)
+        self.check_lookup(made)
         self.running.append(made)
 
-    def looked_up(self, sequence: Sequence) -> None:
+    def check_lookup(self, sequence: Sequence) -> None:
         """Checks what the prefix cache found. A lookup ends with the first page that is not there."""
         found = sequence.table.computed
         assert found < len(sequence.tokens)
@@ -167,7 +167,7 @@ class Load:
             if not sequence.table.restore(): return False
         elif not sequence.table.num_entries:
             sequence.table.share(sequence.tokens)
-            self.looked_up(sequence)
+            self.check_lookup(sequence)
         self.running.append(self.preempted.popleft())
         return True
 
@@ -312,7 +312,7 @@ class Load:
         self.running.clear()
         self.preempted.clear()
         self.check()
-        return self.device.lost + self.host.lost
+        return self.device.missing_pages + self.host.missing_pages
 
 
 def run(operations: int, seed: int, progress: float = 0.0) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def load(url: str, seconds: float) -> Iterator[None]:
     for client in clients: client.join()
 
 
-def kept(url: str) -> str:
+def storage_script(url: str) -> str:
     """A script that puts a conversation with Markdown into the browser's storage."""
     model = httpx.get(url + "/v1/models").json()["data"][0]["id"]
     question = "How does a paged KV cache find a token?"
@@ -124,7 +124,7 @@ def begin(window: Any, url: str, scheme: str) -> None:
     """Opens the page, with the conversation that shows Markdown among those that are kept."""
     window.media(prefers_color_scheme=scheme)
     window.open(url + "/icon.svg")
-    window.run(kept(url))
+    window.run(storage_script(url))
     window.open(url + "/")
 
 

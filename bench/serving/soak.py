@@ -36,7 +36,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.lib.measure import git, processor, table
-from bench.serving.soak_requests import WRONG, Answer, Case, cases, varied
+from bench.serving.soak_requests import WRONG, Answer, Case, cases, vary
 from bench.serving.soak_servers import Running, ask, figures, servers
 
 LIMIT_S = 120.0         # for one request
@@ -92,7 +92,7 @@ async def read(load: Load, case: Case, body: dict[str, Any], leave_after: int | 
     return answer
 
 
-async def refused(load: Load, address: tuple[str, int], wrong: dict[str, Any]) -> None:
+async def expect_refusal(load: Load, address: tuple[str, int], wrong: dict[str, Any]) -> None:
     """A request that is wrong must be refused."""
     try:
         async for _ in ask(address, "/v1/completions", {"prompt": "One", "max_tokens": 4, **wrong}):
@@ -107,11 +107,11 @@ async def client(number: int, load: Load, ends: float, leave: float) -> None:
     random_, all_cases = random.Random(number), list(load.alone)
     while await load.open.wait() and time.monotonic() < ends:
         case, chance = random_.choice(all_cases), random_.random()
-        address, body = load.running[case.kind.server].address, varied(case, random_)
+        address, body = load.running[case.kind.server].address, vary(case, random_)
         load.active += 1
         try:
             if chance < leave / 10 and case.kind.server != "embed":
-                await refused(load, address, random_.choice(WRONG))
+                await expect_refusal(load, address, random_.choice(WRONG))
             elif chance < leave / 5:
                 async for _ in ask(address, case.kind.path, body, half=True): pass
                 load.counts["left"] += 1
@@ -235,17 +235,17 @@ def report(load: Load, arguments: Any, seconds: float, before: dict[str, dict[st
     """The JSON object; what does not hold is among its faults."""
     by_server, generated = dict[str, dict[str, Any]](), 0.0
     for name, series in load.series.items():
-        def counted(field: str, name: str = name) -> float: return after[name][field] - before[name][field]
-        tokens, holds = counted("generation_tokens_total"), load.running[name].holds
+        def increase(field: str, name: str = name) -> float: return after[name][field] - before[name][field]
+        tokens, holds = increase("generation_tokens_total"), load.running[name].holds
         generated += tokens
         growth = round(slope(series), 4)
         if tokens < load.tokens[name]:
             load.fault(f"{name} counted {tokens} tokens, clients read {load.tokens[name]}")
         if growth > arguments.slope: load.fault(f"{name}: resident memory grows by {growth} MB a minute")
         by_server[name] = {
-            "tokens": tokens, "preemptions": counted("num_preemptions_total"),
-            "prefix_hits": counted("prefix_cache_hits_total"),
-            "http_requests": counted("http_requests_total"),
+            "tokens": tokens, "preemptions": increase("num_preemptions_total"),
+            "prefix_hits": increase("prefix_cache_hits_total"),
+            "http_requests": increase("http_requests_total"),
             "compilations_after_ready": after[name]["compilations_after_ready_total"],
             "resident_mb": [series[0][1], series[-1][1]], "slope_mb_per_min": growth,
             "descriptors": holds.total() - holds["threads"], "threads": holds["threads"]}

@@ -1,6 +1,6 @@
 """Requests of the clients of soak.py, and what makes two answers the same one.
 
-A `Kind` is one thing that a server does; `cases()` are all kinds with their prompts. `varied` adds what must
+A `Kind` is one thing that a server does; `cases()` are all kinds with their prompts. `vary` adds what must
 not change the answer: streaming, priorities, salts of the prefix cache. `Answer` collects the choices of a
 completion or a chat, streamed or not; other answers are compared as the JSON that they are, without names
 and times.
@@ -96,7 +96,7 @@ def request(kind: Kind, prompt: str) -> dict[str, Any]:
     return {"input": prompt, "temperature": 0, "store": False, **kind.body}
 
 
-def varied(case: Case, random_: random.Random) -> dict[str, Any]:
+def vary(case: Case, random_: random.Random) -> dict[str, Any]:
     """The request with what must not change its answer."""
     body = case.body
     if case.kind.path == EMBEDDINGS: return body

@@ -71,7 +71,7 @@ def touch(size: int) -> None:
         for at in range(0, size, mmap.PAGESIZE): memory[at] = 1
 
 
-def measured(cache: Path, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(cache: Path, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One start, and its first requests."""
     command = [sys.executable, "-m", "tinygrad_nv", "serve", "--port", "0", *arguments.options]
     if model: command.append(model)
@@ -102,7 +102,7 @@ def measured(cache: Path, model: str, arguments: argparse.Namespace) -> dict[str
               for stage, seconds in re.findall(r"waterfall ([a-z ]+?) +(\d+\.\d+) s", text)}
     compiled = sum(map(int, re.findall(r"compiled=(\d+)", text)))
     try:
-        requests = asked(url, name)
+        requests = time_requests(url, name)
         waits = arguments.device in ("", "CPU")     # elsewhere none follow
         if waits and not followed.wait(600): raise SystemExit("the steps that follow do not come")
         time.sleep(1)   # it writes them
@@ -113,7 +113,7 @@ def measured(cache: Path, model: str, arguments: argparse.Namespace) -> dict[str
             "later_s": max(later.values(), default=0.0), **requests}
 
 
-def asked(url: str, model: str) -> dict[str, Any]:
+def time_requests(url: str, model: str) -> dict[str, Any]:
     """Latencies of first requests of each kind and of a burst, and what they compiled."""
     with httpx.Client(timeout=120, limits=httpx.Limits(max_connections=CLIENTS)) as client:
         def ask(**options: Any) -> float:
@@ -151,7 +151,7 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", "from tinygrad_nv.server import startup"], check=True,
                        env=environment(cache, arguments))
         load = os.getloadavg()
-        found = {which: measured(cache, model, arguments) for which in ("cold", "warm")}
+        found = {which: measure(cache, model, arguments) for which in ("cold", "warm")}
     rows = [[name, *(f"{made[name]:.3g}" for made in found.values())]
             for name in ("ready_s", "cpu_s", "compiled", "burst_s", "burst_slowest_s",
                          "compilations_after_ready", "later_s")]

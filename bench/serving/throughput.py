@@ -72,7 +72,7 @@ def load(arguments: argparse.Namespace) -> list[BenchRequest]:
     return random_requests(arguments.requests, arguments.input_len, arguments.output_len, vocab, ratio=0.5)
 
 
-def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> dict[str, Any]:
+def serve_load(url: str, workload: list[BenchRequest], concurrency: int | None) -> dict[str, Any]:
     """Figures of the server under this load."""
     async def run() -> dict[str, Any]:
         name = (await client.fetch(client.Endpoint(url, ""), "/v1/models"))["data"][0]["id"]
@@ -83,14 +83,14 @@ def served(url: str, workload: list[BenchRequest], concurrency: int | None) -> d
     return asyncio.run(run())
 
 
-def measured(arguments: argparse.Namespace, workload: list[BenchRequest], url: str,
-             worker: Worker) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, workload: list[BenchRequest], url: str,
+            worker: Worker) -> dict[str, Any]:
     """Output tokens a second of each contender's turns, and the server's latencies."""
     _, outputs = total(workload)
     latencies: list[dict[str, Any]] = []
 
     def ours(concurrency: int | None) -> float:
-        made = served(url, workload, concurrency)
+        made = serve_load(url, workload, concurrency)
         assert made["total_output_tokens"] == outputs
         if concurrency is None: latencies.append(made)
         return float(made["duration"])
@@ -124,7 +124,7 @@ def main() -> None:
                                  vllm={})
     worker = Worker(arguments)
     try:
-        with our_server(options, arguments.model) as url: made = measured(arguments, workload, url, worker)
+        with our_server(options, arguments.model) as url: made = measure(arguments, workload, url, worker)
     finally: worker.close()
     rows = []
     for name, rates in made["tokens_per_s"].items():

@@ -60,7 +60,7 @@ def plot(found: Sequence[Judged], file: Path) -> None:
     figure.savefig(file, dpi=120, bbox_inches="tight")
 
 
-def kept() -> list[Judged]:
+def load_rows() -> list[Judged]:
     """Rows of the record there is."""
     file = RESULTS / f"{RECORD}.json"
     return [Judged(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
@@ -86,11 +86,11 @@ def main() -> int:
     args = parser.parse_args()
     chosen = ((timing_fast_cu, args.fast_cu), (timing_deepgemm, args.deepgemm),
               (timing_fa3, args.flash_attention))
-    found = list(itertools.chain.from_iterable(module.judged(folder, args.include)
+    found = list(itertools.chain.from_iterable(module.judge(folder, args.include)
                                                for module, folder in chosen if folder))
-    if args.small: found += timing_small_judges.judged()
+    if args.small: found += timing_small_judges.judge()
     new = {row.family for row in found}
-    rows = sorted([*found, *(row for row in kept() if row.family not in new)],
+    rows = sorted([*found, *(row for row in load_rows() if row.family not in new)],
                   key=lambda row: FAMILIES.index(row.family))
     print(table(("TFLOP/s", "published", "predicted", "error"), list(rows_of(rows))))
     for name, each in (result := summary(rows)).items():

@@ -97,7 +97,7 @@ def ours(case: Case) -> dict[str, float]:
 def theirs(case: Case) -> dict[str, float]:
     """Seconds of Triton's compiler, and of its ptxas alone, run once more on its PTX."""
     begun = time.perf_counter()
-    made = gemm_peers.compiled(case.peer, case.arch)
+    made = gemm_peers.compile_kernel(case.peer, case.arch)
     whole = time.perf_counter() - begun
     own = assembling(triton_ptxas(case.arch), made.ptx, case.arch, TRITON_FLAGS)
     other = assembling(require_ptxas(), made.readable, case.arch)
@@ -120,7 +120,7 @@ def assembling(ptxas: Path, text: str, arch: str, flags: tuple[str, ...] = ()) -
         return time.perf_counter() - begun
 
 
-def measured(case: Case, repeat: int) -> dict[str, Any]:
+def measure(case: Case, repeat: int) -> dict[str, Any]:
     """Both sides in turn, after one of each that does not count."""
     done: dict[str, list[dict[str, float]]] = {"ours": [], "triton": []}
     for turn in range(repeat + 1):
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9, help="compilations of each product (default 9)")
     parser.add_argument("--dry", action="store_true", help="print only")
     arguments = parser.parse_args()
-    results = {str(case): measured(case, arguments.repeat) for case in each(cases())}
+    results = {str(case): measure(case, arguments.repeat) for case in each(cases())}
     header = ["ms", "ours", "choice", "writing", "ptxas", "Triton", "its ptxas", "ratio", "spread",
               "one ptxas"]
     print(table(header, [row(title, result) for title, result in results.items()]))

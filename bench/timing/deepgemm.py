@@ -55,7 +55,8 @@ def config(source: Path, m: int, n: int, k: int, grouped: bool = False) -> Confi
     return Config(*found(m, n, k, 1, SMS, is_grouped_contiguous=grouped))
 
 
-def compiled(source: Path, include: Sequence[Path], n: int, k: int, made: Config, groups: int = 0) -> str:
+def compile_kernel(source: Path, include: Sequence[Path], n: int, k: int, made: Config,
+                   groups: int = 0) -> str:
     """The PTX of the kernel for these extents; of `groups` matrices."""
     kind = f"{groups or 1}, {made.stages}, {made.multicast}, GemmType::" + \
         ("GroupedContiguous" if groups else "Normal")
@@ -73,10 +74,10 @@ void go(__nv_bfloat16 *d, float *s, CUtensorMap m) {{
 """, (source / "deep_gemm" / "include", *include), FLAGS)
 
 
-def predicted(source: Path, include: Sequence[Path], m: int, n: int, k: int, gpu: str) -> Timing:
+def predict(source: Path, include: Sequence[Path], m: int, n: int, k: int, gpu: str) -> Timing:
     """A launch of its kernel on operands in the emulator's memory."""
     made = config(source, m, n, k)
-    text = compiled(source, include, n, k, made)
+    text = compile_kernel(source, include, n, k, made)
     emu = Emulator("sm_90a", check=False)
     groups = -(-k // BLOCK_K)
     a, b = (emu.alloc(np.zeros((rows, k), np.uint8)) for rows in (m, n))
@@ -87,17 +88,17 @@ def predicted(source: Path, include: Sequence[Path], m: int, n: int, k: int, gpu
             TensorMap.of_tiles(b, (made.columns, BLOCK_K), "128B"),
             TensorMap.of_tiles(scales_a, (1, made.rows)),
             TensorMap.of_tiles(d, (made.rows, made.columns), dtype="bf16"))
-    return _launched(emu, text, made, [d, scales_b, 0, m, *maps], gpu)
+    return _launch(emu, text, made, [d, scales_b, 0, m, *maps], gpu)
 
 
-def predicted_grouped(source: Path, include: Sequence[Path], counts: np.ndarray, n: int, k: int,
-                      gpu: str) -> Timing:
+def predict_grouped(source: Path, include: Sequence[Path], counts: np.ndarray, n: int, k: int,
+                    gpu: str) -> Timing:
     """A launch of its kernel for groups of so many rows, each padded to whole tiles; groups without rows have
     none."""
     tiles, groups = -(-counts // GROUP_ROWS), -(-k // BLOCK_K)
     m, of_row = int(tiles.sum()) * GROUP_ROWS, np.repeat(np.arange(len(counts)), tiles * GROUP_ROWS)
     made = config(source, m, n, k, grouped=True)
-    text = compiled(source, include, n, k, made, len(counts))
+    text = compile_kernel(source, include, n, k, made, len(counts))
     emu = Emulator("sm_90a", check=False)
     a, b, d = emu.zeros(m * k), emu.zeros(len(counts) * n * k), emu.zeros(2 * m * n)
     scales_a, scales_b = emu.zeros(4 * groups * m), emu.zeros(4 * len(counts) * -(-n // BLOCK_K) * groups)
@@ -106,10 +107,10 @@ def predicted_grouped(source: Path, include: Sequence[Path], counts: np.ndarray,
             TensorMap.of_tiles(scales_a.ptr, (1, made.rows), "none", (groups, m), (4 * m,), "f32"),
             TensorMap.of_tiles(d.ptr, (made.rows, made.columns), "none", (m, n), (2 * n,), "bf16"))
     layout = emu.alloc(of_row.astype(np.int32))
-    return _launched(emu, text, made, [d, scales_b, layout, m, *maps], gpu)
+    return _launch(emu, text, made, [d, scales_b, layout, m, *maps], gpu)
 
 
-def _launched(emu: Emulator, text: str, made: Config, arguments: Sequence[object], gpu: str) -> Timing:
+def _launch(emu: Emulator, text: str, made: Config, arguments: Sequence[object], gpu: str) -> Timing:
     entry = next(name for name in parse(text).functions if "fp8_gemm_kernel" in name)
     threads = 128 * (2 if made.rows == 64 else 3)
     found = emu.launch(text, SMS, threads, list(arguments), entry, made.multicast, made.shared_bytes,
@@ -118,9 +119,9 @@ def _launched(emu: Emulator, text: str, made: Config, arguments: Sequence[object
     return found
 
 
-def judged(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
+def judge(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
     """Each row of its table."""
     for (m, n, k), tflops in PUBLISHED.items():
-        timing = predicted(source, include, m, n, k, "h100")
+        timing = predict(source, include, m, n, k, "h100")
         yield Judged("DeepGEMM", f"DeepGEMM {m} x {n} x {k}", tflops, 2 * m * n * k / timing.seconds / 1e12,
                      (m, n, k) in FITTED)

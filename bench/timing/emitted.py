@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tinygrad_nv
 from bench.lib.measure import each
-from bench.timing.emitted_cases import Case, cases, emitted
+from bench.timing.emitted_cases import Case, cases, emit
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.tile.kernel import BackwardKernel, GemmKernel, TileKernel
@@ -59,7 +59,7 @@ NAME = re.compile(r"(?<![\w.$%])[%$]?[A-Za-z_][\w$]*(?![\w$.])")  # no part of a
 
 def ptx_text(text: str) -> str:
     """PTX without comments and declarations of registers, with numbers in the place of names."""
-    lines = [line for line in map(str.strip, _uncommented(text).splitlines()) if line]
+    lines = [line for line in map(str.strip, _strip_comments(text).splitlines()) if line]
     kinds: dict[str, str] = {}
     for line in lines:
         if found := REGISTERS.match(line):
@@ -71,17 +71,17 @@ def ptx_text(text: str) -> str:
     numbers: Counter[str] = Counter()
     made: dict[str, str] = {}
 
-    def named(found: re.Match[str]) -> str:
+    def number(found: re.Match[str]) -> str:
         name = found[0]
         if name not in kinds: return name
         if name not in made:
             made[name] = f"{kinds[name]}{numbers[kinds[name]]}"
             numbers[kinds[name]] += 1
         return made[name]
-    return "\n".join(NAME.sub(named, line) for line in lines if not REGISTERS.match(line)) + "\n"
+    return "\n".join(NAME.sub(number, line) for line in lines if not REGISTERS.match(line)) + "\n"
 
 
-def _uncommented(text: str) -> str:
+def _strip_comments(text: str) -> str:
     strings_or_comments = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
     return strings_or_comments.sub(lambda found: found[0] if found[0][0] == '"' else " ", text)
 
@@ -102,7 +102,7 @@ TYPES = {"void", "char", "short", "int", "long", "float", "double", "unsigned", 
 
 def c_text(text: str) -> str:
     """C without comments, a statement a line, with numbers in the place of what it declares."""
-    return _C(TOKEN.findall(_uncommented(text))).text()
+    return _C(TOKEN.findall(_strip_comments(text))).text()
 
 
 class _C:
@@ -229,13 +229,13 @@ class _C:
 
 # **** a file ****
 
-def written(made: Iterable[Case]) -> dict[str, Record]:
+def make_records(made: Iterable[Case]) -> dict[str, Record]:
     """A record of every case, and of the headers that kernels for the CPU begin with."""
     headers = {path.name: path.read_text() for path in sorted(Path(tinygrad_nv.__file__).parent.rglob("*.h"))}
     out: dict[str, Record] = {}
     used: set[str] = set()
     for case in made:
-        try: found = emitted(case)
+        try: found = emit(case)
         except (NVError, LookupError) as error:
             out[case.name] = record(case.family, "none", f"none: {type(error).__name__}", [], "")
             continue
@@ -289,22 +289,22 @@ def text_of(one: Record) -> str:
 
 # **** two files ****
 
-def compared(a: Mapping[str, Record], b: Mapping[str, Record], renamed: Mapping[str, str] | None = None,
-             left_out: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
+def compare(a: Mapping[str, Record], b: Mapping[str, Record], renamed: Mapping[str, str] | None = None,
+            left_out: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
     """Every case of both that differs, and what about it."""
     for name in [name for name in a if name in b]:
         one, other = a[name], b[name]
         found = [what for what in WHAT[:2] if one[what] != other[what]]
-        if one["sha256"] != other["sha256"] and _renamed(text_of(one), renamed or {}) != text_of(other):
+        if one["sha256"] != other["sha256"] and _rename(text_of(one), renamed or {}) != text_of(other):
             found.append("text")
         if found := [what for what in found if what not in left_out]: yield name, found
 
 
-def _renamed(text: str, renamed: Mapping[str, str]) -> str:
+def _rename(text: str, renamed: Mapping[str, str]) -> str:
     return re.sub(r"[A-Za-z_]\w*", lambda found: renamed.get(found[0], found[0]), text)
 
 
-def shown(one: Record, other: Record, found: Sequence[str], renamed: Mapping[str, str]) -> Iterator[str]:
+def describe(one: Record, other: Record, found: Sequence[str], renamed: Mapping[str, str]) -> Iterator[str]:
     """Lines that tell a case's difference."""
     if "schedule" in found: yield f"schedule: {one['schedule']} -> {other['schedule']}"
     if "launch" in found:
@@ -314,7 +314,7 @@ def shown(one: Record, other: Record, found: Sequence[str], renamed: Mapping[str
             yield from (f"launch: {key} {x.get(key)} -> {y.get(key)}" for key in {**x, **y}
                         if x.get(key) != y.get(key))
     if "text" in found:
-        lines = (_renamed(text_of(one), renamed).splitlines(), text_of(other).splitlines())
+        lines = (_rename(text_of(one), renamed).splitlines(), text_of(other).splitlines())
         yield from list(difflib.unified_diff(*lines, lineterm="", n=2))[2:2 + LINES]
 
 
@@ -325,11 +325,11 @@ def report(a: Mapping[str, Record], b: Mapping[str, Record], renamed: Mapping[st
              for label, one, other in (("first", a, b), ("second", b, a))]
     for label, names in alone:
         for name in names: print(f"in the {label} alone: {name}")
-    differ = list(compared(a, b, renamed, left_out))
+    differ = list(compare(a, b, renamed, left_out))
     for number, (name, found) in enumerate(differ):
         print(f"{name}: {', '.join(found)}")
         if number < most:
-            for line in shown(a[name], b[name], found, renamed): print(f"    {line}")
+            for line in describe(a[name], b[name], found, renamed): print(f"    {line}")
     counts = Counter(what for _, found in differ for what in found)
     words = ", ".join(f"{what} {counts[what]}" for what in WHAT if counts[what])
     equal, words = len(a.keys() & b.keys()) - len(differ), f" ({words})" if words else ""
@@ -353,7 +353,7 @@ def main() -> int:
         a, b = (json.loads(path.read_text()) for path in given.compare)
         return int(report(a, b, dict(pair.split("=") for pair in given.renamed), given.leave_out, given.show))
     if not given.write: parser.error("--write FILE or --compare A B")
-    made = written(each(list(cases())))
+    made = make_records(each(list(cases())))
     given.write.write_text(json.dumps(made, indent=1))
     families = Counter(one["family"] for one in made.values())
     print(", ".join(f"{family} {many}" for family, many in families.items()))

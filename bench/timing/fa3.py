@@ -29,7 +29,7 @@ namespace at { struct PhiloxCudaState { uint64_t seed, offset; }; }
 """
 
 
-def built(source: Path, include: Sequence[Path], head: int) -> Path:
+def build(source: Path, include: Sequence[Path], head: int) -> Path:
     """The program for a head size. Raises `NVError` with the compiler's words."""
     headers = CACHE / "aten"
     for name in ("CUDAGeneratorImpl.h", "cuda/CUDAGeneratorImpl.h", "cuda/CUDAContext.h",
@@ -41,18 +41,18 @@ def built(source: Path, include: Sequence[Path], head: int) -> Path:
                    (f"-DHEAD_DIM={head}",))
 
 
-def predicted(made: Path, causal: bool, tokens: int) -> Timing:
+def predict(made: Path, causal: bool, tokens: int) -> Timing:
     """The launch of its program."""
     return launches(made, tokens, int(causal))[-1]
 
 
-def judged(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
+def judge(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
     """Each bar of the paper's figures."""
     for (head, causal), figures in PUBLISHED.items():
-        made = built(source, include, head)
+        made = build(source, include, head)
         for tokens, tflops in zip(TOKENS, figures, strict=True):
             flops = 4 * 16384 * tokens * 2048 / (2 if causal else 1)
-            found = flops / predicted(made, causal, tokens).seconds / 1e12
+            found = flops / predict(made, causal, tokens).seconds / 1e12
             name = f"FA3 d {head}{' causal' if causal else ''} {tokens}"
             yield Judged("FlashAttention-3", name, tflops, found, (head, causal, tokens) in FITTED)
 

@@ -56,7 +56,7 @@ LADDER = (Kernel(2, (64, 64), 128, 1, 0, 0, 2, 317), Kernel(3, (128, 128), 128, 
           Kernel(10, (128, 256), 384, 2, 128, 3, 3, 758))
 
 
-def compiled(source: Path, number: int, include: Sequence[Path], n: int = N) -> str:
+def compile_kernel(source: Path, number: int, include: Sequence[Path], n: int = N) -> str:
     """The PTX of a kernel for n x n x n."""
     last = "" if number == 2 else ", nullptr"
     return to_ptx(f'{HEAD}#include "examples/matmul/matmul_{number}.cuh"\n'
@@ -73,7 +73,7 @@ def box(buffer: Buffer, rows: int, rank: int, n: int) -> TensorMap:
     return TensorMap.of_tiles(buffer.ptr, (*ones, rows, 64), "128B", dims, strides, "bf16")
 
 
-def predicted(text: str, kernel: Kernel, gpu: str, n: int = N) -> Timing:
+def predict(text: str, kernel: Kernel, gpu: str, n: int = N) -> Timing:
     """A kernel's launch, of operands in the emulator's memory."""
     emu = Emulator("sm_90a", check=False)
     a, b, c = (emu.alloc(np.zeros((n, n), np.uint16)) for _ in range(3))
@@ -98,9 +98,9 @@ def predicted(text: str, kernel: Kernel, gpu: str, n: int = N) -> Timing:
     return found
 
 
-def judged(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
+def judge(source: Path, include: Sequence[Path]) -> Iterator[Judged]:
     """Each kernel of the ladder."""
     for kernel in LADDER:
-        timing = predicted(compiled(source, kernel.number, include), kernel, "h100")
+        timing = predict(compile_kernel(source, kernel.number, include), kernel, "h100")
         yield Judged("fast.cu", f"fast.cu {kernel.number}", kernel.published,
                      2 * N**3 / timing.seconds / 1e12, kernel.number in FITTED)

@@ -25,16 +25,16 @@ from bench.lib.specs import (
     codes,
     decode,
     elements,
-    gated,
+    gate_up,
     latent,
     layer,
     matmul,
     norm_weight,
-    quantised,
+    quant_matmul,
     rms,
-    scaled,
     softmax,
     sparse,
+    with_fp8_scales,
 )
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.conv.spec import ConvSpec
@@ -74,7 +74,7 @@ def table_gradient(rows: int, width: int, tokens: int, dtype: DType = BF16) -> E
     return EmbeddingGradientSpec(rows, width, dtype, Tokens(dtypes.int32, (tokens,), (1,)))
 
 
-def transposed(spec: GroupedGemmSpec) -> TransposedGroupedSpec:
+def transpose(spec: GroupedGemmSpec) -> TransposedGroupedSpec:
     """Returns the case for matrices (K, N)."""
     return TransposedGroupedSpec(**{each.name: getattr(spec, each.name) for each in fields(spec)})
 
@@ -89,7 +89,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "bf16": matmul(4096, 4096, 4096), "16 rows": matmul(16, 4096, 4096),
         "e4m3": matmul(4096, 4096, 4096, E4M3), "x @ w *": matmul(4096, 4096, 4096, majors="KM"),
         "int8 *": matmul(2048, 4096, 4096, S8), "tf32 *": matmul(2048, 2048, 2048, F32),
-        "gate and up *": gated(2048, 8192, 4096), "long K *": matmul(256, 256, 16384),
+        "gate and up *": gate_up(2048, 8192, 4096), "long K *": matmul(256, 256, 16384),
         "8192 *": matmul(8192, 8192, 8192)},
     "scaled_wgmma": {
         "4096": blocks(4096, 4096, 4096), "16 rows *": blocks(16, 7168, 2048),
@@ -99,21 +99,21 @@ SPECS: dict[str, dict[str, Any]] = {
     "mma": {"bf16": matmul(1024, 2048, 1024), "f32 out, odd *": matmul(1001, 1331, 750, out=F32)},
     "gemv": {"1 row": matmul(1, 4096, 14336), "8 rows *": matmul(8, 14336, 4096),
              "vocabulary *": matmul(1, 128256, 4096)},
-    "quant_gemv": {"int4": quantised(QTYPES["int4"], 1, 8192, 8192),
-                   "8 rows *": quantised(QTYPES["int4"], 8, 8192, 8192),
-                   "q4_K *": quantised(QTYPES["q4_K"], 1, 8192, 8192),
-                   "int8 *": quantised(QTYPES["int8"], 1, 8192, 8192)},
-    "quant_wgmma": {"int4": quantised(QTYPES["int4"], 2048, 4096, 4096),
-                    "16 rows *": quantised(QTYPES["int4"], 16, 8192, 8192),
-                    "int8 *": quantised(QTYPES["int8"], 2048, 4096, 4096),
-                    "q4_K *": quantised(QTYPES["q4_K"], 2048, 4096, 4096)},
+    "quant_gemv": {"int4": quant_matmul(QTYPES["int4"], 1, 8192, 8192),
+                   "8 rows *": quant_matmul(QTYPES["int4"], 8, 8192, 8192),
+                   "q4_K *": quant_matmul(QTYPES["q4_K"], 1, 8192, 8192),
+                   "int8 *": quant_matmul(QTYPES["int8"], 1, 8192, 8192)},
+    "quant_wgmma": {"int4": quant_matmul(QTYPES["int4"], 2048, 4096, 4096),
+                    "16 rows *": quant_matmul(QTYPES["int4"], 16, 8192, 8192),
+                    "int8 *": quant_matmul(QTYPES["int8"], 2048, 4096, 4096),
+                    "q4_K *": quant_matmul(QTYPES["q4_K"], 2048, 4096, 4096)},
     "sparse_wgmma": {"bf16": sparse(4096, 4096, 4096), "16 rows *": sparse(16, 8192, 8192),
                      "e4m3 *": sparse(4096, 4096, 4096, E4M3)},
     "sparse_mma": {"bf16": sparse(256, 2048, 2048)},
-    "quant_mma": {"int4": quantised(QTYPES["int4"], 256, 2048, 2048)},
+    "quant_mma": {"int4": quant_matmul(QTYPES["int4"], 256, 2048, 2048)},
     "flash_wgmma": {
         "causal d 128": attention(4096, 4096, 128, band=CAUSAL, **HEADS),
-        "e4m3 d 128": scaled(attention(4096, 4096, 128, **HEADS), 128),
+        "e4m3 d 128": with_fp8_scales(attention(4096, 4096, 128, **HEADS), 128),
         "d 128 *": attention(8192, 8192, 128, **HEADS), "d 64 *": attention(4096, 4096, 64, **HEADS),
         "d 256 *": attention(4096, 4096, 256, band=CAUSAL, **HEADS),
         "window d 128 *": attention(8192, 8192, 128, band=WINDOW, **HEADS)},
@@ -150,8 +150,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "grouped_wgmma": {"gate and up": expert_rows(4, 256, 512, 2048, 1024, activation="silu")},
     "grouped_scaled_wgmma": {"down": ScaledGroupedGemmSpec(4, 512, 1024, 1024, scatter=True, weighted=True)},
     "grouped_mma": {"down": expert_rows(4, 0, 512, 1024, 1024)},
-    "grouped_transposed_wgmma": {"gradient of rows": transposed(expert_rows(4, 0, 512, 1024, 2048))},
-    "grouped_transposed_mma": {"gradient of rows": transposed(expert_rows(4, 0, 512, 1024, 1024))},
+    "grouped_transposed_wgmma": {"gradient of rows": transpose(expert_rows(4, 0, 512, 1024, 2048))},
+    "grouped_transposed_mma": {"gradient of rows": transpose(expert_rows(4, 0, 512, 1024, 1024))},
     "grouped_outer_wgmma": {
         "gate and up": GroupedOuterSpec(4, 1024, 1024, 1024, BF16, x_rows=256, gather_x=4),
         "rows in order *": GroupedOuterSpec(8, 8192, 2048, 1024, BF16)},

@@ -145,14 +145,14 @@ def worse(old: Record, new: Record) -> list[str]:
 def differences(old: Record, new: Record) -> list[str]:
     """Returns where the critical path became longer, where warps wait longer than they did, and what else is
     not as it was: lines of a report."""
-    out = [*grown("on the critical path", old["path"], new["path"], new["cycles"]),
-           *grown("a warp waits", old["waits"], new["waits"], new["cycles"])]
+    out = [*slower_lines("on the critical path", old["path"], new["path"], new["cycles"]),
+           *slower_lines("a warp waits", old["waits"], new["waits"], new["cycles"])]
     for name in ("schedule", "limiter", "registers"):
         if old[name] != new[name]: out.append(f"{name}: was {old[name]}, now {new[name]}")
     return out
 
 
-def grown(words: str, old: Sequence[Spent], new: Sequence[Spent], cycles: int) -> Iterator[str]:
+def slower_lines(words: str, old: Sequence[Spent], new: Sequence[Spent], cycles: int) -> Iterator[str]:
     """The lines that take more cycles than they did, the most first."""
     before = {each[:3]: each[3] for each in old}
     least = old[-1][3] if len(old) == KEPT else 0.0
@@ -163,17 +163,17 @@ def grown(words: str, old: Sequence[Spent], new: Sequence[Spent], cycles: int) -
         yield f"{count:+10,.0f} cycles {words}: line {line}: {ptx}  [{sass}, {reason}: {was}, now {now:,.0f}]"
 
 
-def judged(case: GateCase, baseline: Mapping[str, Sequence[Record]]) -> list[str]:
+def judge(case: GateCase, baseline: Mapping[str, Sequence[Record]]) -> list[str]:
     """Lines of a report on a case that got worse; empty where it did not."""
     if (known := baseline.get(case.name)) is None:
         return [f"{case.name}: not in {BASELINE.name}: python bench/timing/gates.py --refresh"]
-    try: lines = compared(case.name, known, records(case))
+    try: lines = compare(case.name, known, records(case))
     except NVError as error: return [f"{case.name}: {error.found}"]
     other = json.loads(BASELINE.read_text())["toolchain"] if lines else toolchain()
     return lines + [f"    the baseline is of {other}, this is {toolchain()}"] * (other != toolchain())
 
 
-def compared(name: str, known: Sequence[Record], found: Sequence[Record]) -> list[str]:
+def compare(name: str, known: Sequence[Record], found: Sequence[Record]) -> list[str]:
     """Compares records."""
     if len(known) != len(found): return [f"{name}: {len(known)} kernels, now {len(found)}"]
     out = []
@@ -195,11 +195,11 @@ def read() -> dict[str, list[Record]]:
     return known
 
 
-def written(known: Mapping[str, Sequence[Record]]) -> str:
+def render_baseline(known: Mapping[str, Sequence[Record]]) -> str:
     """A baseline's text, with each wait in a line of its own."""
     text = json.dumps({"gpu": GPU_NAME, "toolchain": toolchain(), "cases": known}, indent=1)
-    def joined(found: re.Match[str]) -> str: return re.sub(r"\s*\n\s*", " ", found[0])
-    return re.sub(r"\[\s+\"[^\[\]]*\]|\{[^\[\]{}]*\}", joined, text) + "\n"
+    def join_lines(found: re.Match[str]) -> str: return re.sub(r"\s*\n\s*", " ", found[0])
+    return re.sub(r"\[\s+\"[^\[\]]*\]|\{[^\[\]{}]*\}", join_lines, text) + "\n"
 
 
 def changes(old: Mapping[str, Sequence[Record]], new: Mapping[str, Sequence[Record]]) -> Iterator[str]:
@@ -236,9 +236,9 @@ def main() -> int:
         there = {case.name for case in cases()}
         kept = {name: one for name, one in known.items() if name in there} | found
         print("\n".join(changes(known, kept)) or "nothing changed")
-        BASELINE.write_text(written(dict(sorted(kept.items()))))
+        BASELINE.write_text(render_baseline(dict(sorted(kept.items()))))
         return 0
-    lines = [line for case in each(wanted) for line in judged(case, known)]
+    lines = [line for case in each(wanted) for line in judge(case, known)]
     print("\n".join(lines) or f"{len(wanted)} cases, none worse by more than {LIMIT:.0%}")
     return 1 if lines else 0
 

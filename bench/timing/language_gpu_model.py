@@ -57,7 +57,7 @@ def _attention(d: int, gpu: str) -> Timed:
     return best(flash.forward, gpu, FLASH[gpu], q, q, q, causal=False, scale=d ** -0.5)
 
 
-def saved(gpu: str, made: list[dict[str, Any]]) -> None:
+def save(gpu: str, made: list[dict[str, Any]]) -> None:
     """Puts rows into the results, in the order of `cases`."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = {each["case"]: each for each in known.get(gpu, [])}
@@ -86,7 +86,7 @@ def main() -> None:
                 f"ratio {made['ratio']:.2f}")
         if given.triton: line += f"  Triton {made['triton_us']:9.1f} µs  ratio {made['triton_ratio']:.2f}"
         print(f"{line}  {schedule}", flush=True)
-        if given.json: saved(given.gpu, [made])
+        if given.json: save(given.gpu, [made])
 
 
 if __name__ == "__main__": main()

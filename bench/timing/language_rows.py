@@ -76,11 +76,11 @@ def template(spec: Any, gpu: str) -> float:
 
 def triton(name: str, *given: Any) -> Callable[[str], Timed]:
     """A function of language_triton.py, which is imported where it is asked for."""
-    def timed(gpu: str) -> Timed:
+    def time_kernel(gpu: str) -> Timed:
         from bench.timing import language_triton
         found: Timed = getattr(language_triton, name)(gpu, *given)
         return found
-    return timed
+    return time_kernel
 
 
 def more() -> Iterator[Case]:
@@ -100,8 +100,8 @@ def more() -> Iterator[Case]:
     yield Case("softmax 4096x4096 bf16", lambda gpu: best(kernels.softmax, gpu, ROWS, x),
                partial(template, specs.softmax(4096, 4096)), triton("softmax", 4096, 4096))
     for m in (4096, 16):
-        yield Case(f"w4a16 {m}x4096x4096 f16", partial(_quantised, m), partial(template, specs.quantised(
-            specs.QTYPES["int4"], m, 4096, 4096, specs.F16)), triton("quantised", m, 4096, 4096))
+        yield Case(f"w4a16 {m}x4096x4096 f16", partial(_w4a16, m), partial(template, specs.quant_matmul(
+            specs.QTYPES["int4"], m, 4096, 4096, specs.F16)), triton("int4_matmul", m, 4096, 4096))
 
 
 def _norm(kernel: Kernel, *given: Any) -> Timed:
@@ -124,7 +124,7 @@ def _gradient(d: int, gpu: str) -> Timed:
     return first[0] + second[0] - figures(gpu).launch_s * 1e6, f"dq {first[1]}; dk, dv {second[1]}"
 
 
-def _quantised(m: int, gpu: str) -> Timed:
+def _w4a16(m: int, gpu: str) -> Timed:
     given = (empty(m, 4096, dtype=dtypes.float16), empty(4096, 512, dtype=dtypes.int32),
              empty(4096 // GROUP, 4096, dtype=dtypes.float16))
     if m > 64: return best(kernels.w4a16, gpu, QUANTISED[gpu], *given, group=GROUP)

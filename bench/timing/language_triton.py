@@ -19,7 +19,7 @@ import triton.language as tl
 from bench.lib import gemm_peers, memory_peers
 from bench.lib.attention_peers import KERNELS, Flash
 from bench.lib.gemm_peers import Peer
-from bench.timing.triton_times import Array, Given, predicted
+from bench.timing.triton_times import Array, Given, predict
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
@@ -133,27 +133,27 @@ def _matmul(peer: Peer, gpu: str, m: int, n: int, k: int) -> Timing:
                "stride_bn": k if peer.b_major == "K" else 1, "stride_cm": n}
     given |= {name: size for name, size in strides.items() if name in fn.arg_names and name not in fixed}
     tiles = -(-m // peer.block[0]) * -(-n // peer.block[1])
-    return predicted(fn, given, (min(tiles, fixed.get("CTAS", tiles)),), fixed, gpu, num_warps=peer.warps,
-                     num_stages=peer.stages)
+    return predict(fn, given, (min(tiles, fixed.get("CTAS", tiles)),), fixed, gpu, num_warps=peer.warps,
+                   num_stages=peer.stages)
 
 
-def quantised(gpu: str, m: int, n: int, k: int) -> tuple[float, str]:
+def int4_matmul(gpu: str, m: int, n: int, k: int) -> tuple[float, str]:
     """Float16 times codes of 4 bits; of few rows K is cut in parts."""
     large = (256, 128, 64, 8, 3) if gpu == HOPPER else (128, 128, 64, 4, 3)
     tiles = [((16, 32, 128, 4, 4), 1), ((16, 32, 128, 4, 4), PARTS), ((16, 64, 128, 4, 3), PARTS)]
     return _best(gpu, [(f"{name} {tile}, {split} parts of K",
-                        partial(_quantised, name, tile, split, gpu, m, n, k))
+                        partial(_int4_matmul, name, tile, split, gpu, m, n, k))
                        for tile, split in (tiles if m <= FEW else [(large, 1)]) for name in QUANTISED])
 
 
-def _quantised(name: str, tile: Sequence[int], split: int, gpu: str, m: int, n: int, k: int) -> Timing:
+def _int4_matmul(name: str, tile: Sequence[int], split: int, gpu: str, m: int, n: int, k: int) -> Timing:
     bm, bn, bk, warps, stages = tile
     fixed = {"BM": bm, "BN": bn, "BK": bk, "GROUP": GROUP, "SPLIT": split}
     given: dict[str, Given] = {"x": Array("fp16", (m, k)), "packed": Array("i32", (k // 8, n)),
                                "scales": Array("fp16", (k // GROUP, n)),
                                "out": Array("fp16" if split == 1 else "fp32", (m, n)), "M": m, "N": n, "K": k}
-    return predicted(QUANTISED[name], given, (-(-m // bm), -(-n // bn), split), fixed, gpu, num_warps=warps,
-                     num_stages=stages)
+    return predict(QUANTISED[name], given, (-(-m // bm), -(-n // bn), split), fixed, gpu, num_warps=warps,
+                   num_stages=stages)
 
 
 # **** attention ****
@@ -179,13 +179,13 @@ def _flash(flash: Flash, gpu: str, tokens: int, heads: int) -> Timing:
     fn, fixed = KERNELS[flash.what], flash.constants
     numbers: dict[str, Given] = {"S": tokens, "scale": 0.1, "root": 0.1}
 
-    def given(name: str) -> Given:
+    def argument(name: str) -> Given:
         if name in numbers: return numbers[name]
         if name in ("log", "delta"): return Array("fp32", (heads * tokens,))
         return Array("bf16", (heads * tokens, flash.d), flash.box(name) if flash.descriptors else ())
     rows = flash.block[flash.what == "dk, dv"]
-    return predicted(fn, {name: given(name) for name in fn.arg_names if name not in fixed},
-                     (tokens // rows, heads), fixed, gpu, num_warps=flash.warps, num_stages=flash.stages)
+    return predict(fn, {name: argument(name) for name in fn.arg_names if name not in fixed},
+                   (tokens // rows, heads), fixed, gpu, num_warps=flash.warps, num_stages=flash.stages)
 
 
 # **** rows ****
@@ -195,7 +195,7 @@ def norm(gpu: str, name: str, m: int, n: int) -> tuple[float, str]:
     fn, weights = {"rms": (memory_peers.rms_norm, "w"), "layer": (memory_peers.layer_norm, "wb")}[name]
     given: dict[str, Given] = {each: Array("bf16", (m, n)) for each in ("out", "x")}
     given |= {each: Array("bf16", (n,)) for each in weights}
-    return _best(gpu, ((f"{warps} warps", partial(predicted, fn, given, (m,), {"N": n}, gpu, num_warps=warps))
+    return _best(gpu, ((f"{warps} warps", partial(predict, fn, given, (m,), {"N": n}, gpu, num_warps=warps))
                        for warps in (4, 8)))
 
 
@@ -203,10 +203,10 @@ def softmax(gpu: str, m: int, n: int) -> tuple[float, str]:
     """Persistent programs."""
     given: dict[str, Given] = {"out": Array("bf16", (m, n)), "x": Array("bf16", (m, n)), "ROWS": m}
 
-    def launched(warps: int, each: int, stages: int) -> Timing:
+    def time_launch(warps: int, each: int, stages: int) -> Timing:
         ctas = min(m, figures(gpu).sms * each)
         fixed = {"N": n, "CTAS": ctas, "STAGES": stages}
-        return predicted(memory_peers.softmax, given, (ctas,), fixed, gpu, num_warps=warps)
+        return predict(memory_peers.softmax, given, (ctas,), fixed, gpu, num_warps=warps)
     return _best(gpu, ((f"{warps} warps, {each} an SM, {stages} stages",
-                        partial(launched, warps, each, stages))
+                        partial(time_launch, warps, each, stages))
                        for warps, each, stages in ((8, 8, 1), (4, 8, 4))))

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.gpu.decode import MODELS
 from bench.timing.gate_cases import GPU_NAME
-from bench.timing.rows import taken
-from bench.timing.rows_step import DEVICE, PAGE, timed
+from bench.timing.rows import total_seconds
+from bench.timing.rows_step import DEVICE, PAGE, time_launches
 from tinygrad_nv.explain import explain
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.models.config import parse_config
@@ -58,8 +58,8 @@ def launches(layers: int, batch: int, context: int, adapters: int, rank: int) ->
 @lru_cache
 def step(batch: int, context: int, adapters: int = 0, rank: int = 16) -> tuple[float, float]:
     """Microseconds of a step, and of one of its layers."""
-    one, two = (1e6 * taken([each for call in launches(layers, batch, context, adapters, rank)
-                             for each in timed(*call)], pdl=True) for layers in (1, 2))
+    one, two = (1e6 * total_seconds([each for call in launches(layers, batch, context, adapters, rank)
+                                     for each in time_launches(*call)], pdl=True) for layers in (1, 2))
     return one + (parse_config(MODELS[MODEL]).num_layers - 1) * (two - one), two - one
 
 

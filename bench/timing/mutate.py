@@ -83,32 +83,32 @@ def mutants(text: str, entry: str | None = None) -> list[Mutant]:
     for number, line in enumerate(lines):
         code = line.partition("//")[0] if number + 1 in inside else ""
         for found in STATEMENT.finditer(code):
-            for how, broken in broken_forms(found):
+            for how, broken in mutations(found):
                 changed = code[:found.start()] + broken + code[found.end():]
                 out.append(Mutant(number + 1, f"{found['opcode']}{found['operands'].rstrip()}: {how}",
                                   "\n".join([*lines[:number], changed, *lines[number + 1:]]) + "\n"))
     return out
 
 
-def broken_forms(found: re.Match[str]) -> Iterator[tuple[str, str]]:
+def mutations(found: re.Match[str]) -> Iterator[tuple[str, str]]:
     """Yields the ways to break a statement: how, and the text that takes its place."""
     guard, opcode, operands = found["guard"] or "", found["opcode"], found["operands"]
     words, items = opcode.split("."), arguments(operands)
 
-    def made(name: str = opcode, given: Sequence[str] = items) -> str:
+    def statement(name: str = opcode, given: Sequence[str] = items) -> str:
         return f"{guard}{name} {', '.join(given)};"
 
     if words[:2] in (["mbarrier", "try_wait"], ["mbarrier", "test_wait"]):
         yield "does not wait", f"{guard}mov.pred {items[0]}, -1;"
-        if "parity" in words: yield "waits for the other phase", flipped(guard, opcode, items)
+        if "parity" in words: yield "waits for the other phase", flip_parity(guard, opcode, items)
     elif words[0] in ("ld", "st", "atom", "red"):
-        yield "relaxed", made(weakened(words))
+        yield "relaxed", statement(weaken(words))
         return
     elif result(words): yield from ()
     else: yield "left out", ""
     if any(word in ORDERS for word in words) and words[0] in ("mbarrier", "barrier"):
-        yield "relaxed", made(weakened(words))
-    yield from other_counts(words, items, made)
+        yield "relaxed", statement(weaken(words))
+    yield from other_counts(words, items, statement)
 
 
 def arguments(operands: str) -> list[str]:
@@ -121,12 +121,12 @@ def result(words: Sequence[str]) -> bool:
     return "red" in words or "pending_count" in words
 
 
-def weakened(words: Sequence[str]) -> str:
+def weaken(words: Sequence[str]) -> str:
     """The opcode without its order; barrier.cluster.wait has no relaxed form."""
     return ".".join("relaxed" if word in ORDERS else word for word in words)
 
 
-def flipped(guard: str, opcode: str, items: Sequence[str]) -> str:
+def flip_parity(guard: str, opcode: str, items: Sequence[str]) -> str:
     """A wait for the other parity."""
     rest = ", ".join(items[3:])
     return (f"{{ .reg .b32 other_parity; xor.b32 other_parity, {items[2]}, 1; {guard}{opcode} {items[0]}, "

@@ -58,7 +58,7 @@ def markdown(found: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def written(page: Path, found: Sequence[Row]) -> None:
+def write_page(page: Path, found: Sequence[Row]) -> None:
     """Puts the summary into a page."""
     before, _, after = page.read_text().split(MARK)
     page.write_text(f"{before}{MARK}\n{markdown(found)}\n{MARK}{after}")
@@ -98,17 +98,17 @@ def best(made: Callable[[float], Iterator[Row]]) -> float:
     return min(STEPS, key=off)
 
 
-def fitted() -> Shares:
+def fit_shares() -> Shares:
     """Fits the shares: of training without what `overlap` changes first, then that, then of inference."""
-    def trained(share: float) -> Iterator[Row]:
+    def training_rows(share: float) -> Iterator[Row]:
         return (row for row in training(replace(SHARES, training=share)) if "overlapped" not in row.name)
-    first = best(trained)
-    def hidden(share: float) -> Iterator[Row]:
+    first = best(training_rows)
+    def overlap_rows(share: float) -> Iterator[Row]:
         return (row for row in training(Shares(first, SHARES.inference, share)) if "overlapped" in row.name)
-    def answered(share: float) -> Iterator[Row]:
+    def inference_rows(share: float) -> Iterator[Row]:
         yield from latencies(replace(SHARES, inference=share))
         yield from throughputs(replace(SHARES, inference=share))
-    return Shares(first, best(answered), best(hidden))
+    return Shares(first, best(inference_rows), best(overlap_rows))
 
 
 def record(found: Sequence[Row]) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--plot", action="store_true", help=f"draw results/{RECORD}.png (needs matplotlib)")
     given = parser.parse_args()
     if given.fit:
-        print(fitted())
+        print(fit_shares())
         return
     found = [row for row in rows() if not given.patterns
              or any(word in f"{row.group} {row.source} {row.name}" for word in given.patterns)]
@@ -134,7 +134,7 @@ def main() -> None:
     print(table(("row", "source", "published", "modelled", "", "error", ""), lines))
     print("\n" + table(HEADER, summary(found)))
     if given.patterns: return      # not all rows
-    if given.page: written(given.page, found)
+    if given.page: write_page(given.page, found)
     if given.plot: plot(found, RESULTS / f"{RECORD}.png")
     save(RECORD, record(found))
 

@@ -79,7 +79,7 @@ def titan() -> Device:
 def titans(gpus: int) -> Cluster: return replace(cluster(f"{gpus}xH100"), device=titan())
 
 
-def trained(model: str, where: Cluster, layout: Layout, work: Training, shares: Shares) -> Plan:
+def plan_training(model: str, where: Cluster, layout: Layout, work: Training, shares: Shares) -> Plan:
     work = replace(work, achieved=shares.training, overlap=shares.overlap)
     return plan(preset(model), layout, where, work)
 
@@ -89,7 +89,7 @@ def half(name: str) -> bool:
     return crc32(name.encode()) % 2 == 0
 
 
-def rated(source: str, name: str, rate: float, made: Plan) -> Row:
+def training_row(source: str, name: str, rate: float, made: Plan) -> Row:
     return Row("training", source, name, rate, "tokens/s", made.per_gpu, half(name))
 
 
@@ -108,42 +108,42 @@ NEMO = (("llama-2-7b", 8, 1, 1, 1, 16847), ("llama-2-13b", 16, 1, 4, 10, 8646),
 def training(shares: Shares) -> Iterator[Row]:
     """Tokens a second of a GPU, and memory."""
     for gpus, precision, rate, gib in TITAN_1D:
-        made = trained("llama-3.1-8b", titans(gpus), Layout(dp=gpus),
-                       Training(batch=2 * gpus, microbatch=2, precision=precision), shares)
+        made = plan_training("llama-3.1-8b", titans(gpus), Layout(dp=gpus),
+                             Training(batch=2 * gpus, microbatch=2, precision=precision), shares)
         name = f"8B {precision}, {gpus} GPUs, FSDP"
-        yield rated("torchtitan", name, rate, made)
+        yield training_row("torchtitan", name, rate, made)
         yield Row("memory", "torchtitan", name, gib, "GiB", made.memory.total / 2**30)
-    made = trained("llama-3.1-8b", titans(8), Layout(dp=8),
-                   Training(batch=8, seq_len=32768, precision="fp8", recompute="full"), shares)
-    yield rated("torchtitan", "8B fp8, 8 GPUs, FSDP, 32k", 3890, made)
+    made = plan_training("llama-3.1-8b", titans(8), Layout(dp=8),
+                         Training(batch=8, seq_len=32768, precision="fp8", recompute="full"), shares)
+    yield training_row("torchtitan", "8B fp8, 8 GPUs, FSDP, 32k", 3890, made)
     for model, gpus, dp, batch, precision, ahead, rate in TITAN_TP:
         work = Training(batch=dp * batch, microbatch=batch, precision=precision, overlap_tp=ahead,
                         recompute="selective" if "8b" in model else "full")
-        made = trained(model, titans(gpus), Layout(tp=8, dp=dp, sp=True), work, shares)
+        made = plan_training(model, titans(gpus), Layout(tp=8, dp=dp, sp=True), work, shares)
         name = f"{model[10:].upper()} {precision}, {gpus} GPUs, FSDP, TP 8{', overlapped' if ahead else ''}"
-        yield rated("torchtitan", name, rate, made)
+        yield training_row("torchtitan", name, rate, made)
     for schedule, virtual, rate, gib in (("1f1b", 1, 100, 82.5), ("interleaved", 2, 128, 72.7)):
         work = Training(batch=256, microbatch=4, precision="fp8", recompute="full", schedule=schedule,
                         virtual=virtual, overlap_tp=True)
-        made = trained("llama-3.1-405b", titans(512), Layout(tp=8, pp=8, dp=8, sp=True), work, shares)
+        made = plan_training("llama-3.1-405b", titans(512), Layout(tp=8, pp=8, dp=8, sp=True), work, shares)
         name = f"405B fp8, 512 GPUs, FSDP 8, TP 8, PP 8, {schedule}"
-        yield rated("torchtitan", name, rate, made)
+        yield training_row("torchtitan", name, rate, made)
         yield Row("memory", "torchtitan", name, gib, "GiB", made.memory.total / 2**30)
     for gpus, rate in ((32, 10938), (64, 10753)):
-        made = trained("llama-3.1-8b", cluster(f"{gpus}xH200"), Layout(dp=gpus),
-                       Training(batch=2 * gpus, microbatch=2, precision="fp8"), shares)
-        yield rated("torchtitan", f"8B fp8, {gpus} H200s, FSDP", rate, made)
+        made = plan_training("llama-3.1-8b", cluster(f"{gpus}xH200"), Layout(dp=gpus),
+                             Training(batch=2 * gpus, microbatch=2, precision="fp8"), shares)
+        yield training_row("torchtitan", f"8B fp8, {gpus} H200s, FSDP", rate, made)
     for model, gpus, tp, pp, virtual, rate in NEMO:
         layout = Layout(tp=tp, pp=pp, dp=gpus // tp // pp, sp=tp > 1)
         work = Training(batch=128, seq_len=4096, precision="fp8", zero=1, recompute="none", overlap_tp=True,
                         schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual, grad_bytes=2)
-        made = trained(model, cluster(f"{gpus}xH100"), layout, work, shares)
-        yield rated("NeMo", f"{model[8:].upper()} fp8, {gpus} GPUs, {layout}", rate, made)
+        made = plan_training(model, cluster(f"{gpus}xH100"), layout, work, shares)
+        yield training_row("NeMo", f"{model[8:].upper()} fp8, {gpus} GPUs, {layout}", rate, made)
 
 
 # **** inference ****
 
-def served(model: str, gpus: str, work: Inference, shares: Shares, watts: float = 0.0) -> Plan:
+def plan_inference(model: str, gpus: str, work: Inference, shares: Shares, watts: float = 0.0) -> Plan:
     """Tensor parallel over all GPUs."""
     work = replace(work, achieved=shares.inference)
     where = cluster(gpus)
@@ -180,19 +180,19 @@ def latencies(shares: Shares) -> Iterator[Row]:
     """Returns the rows of few sequences: tokens a second, or milliseconds."""
     for model, kind, rows in GPT_FAST:
         for gpus, rate in rows:
-            made = served(model, f"{gpus}xA100", Inference(1, 5, 200, kind), shares, 330)
+            made = plan_inference(model, f"{gpus}xA100", Inference(1, 5, 200, kind), shares, 330)
             name = f"{model[8:].upper()} {kind}, {gpus} A100"
             yield Row("few sequences", "gpt-fast", name, rate, "tokens/s", 1 / made.step_s, half(name))
     for model, number, ms in VLLM:
-        made = served(model, f"{number}xH200", Inference(8, 32, 128), shares)
+        made = plan_inference(model, f"{number}xH200", Inference(8, 32, 128), shares)
         name = f"{model} bf16, {number} H200, batch 8"
         yield Row("few sequences", "vLLM", name, ms, "ms", 8 * 128 / made.tokens_per_s * 1e3, half(name))
     for batch, ms in NIM:
-        made = served("llama-3.1-70b", "2xH100", Inference(batch, 5000, 500, "fp8", "fp8"), shares)
+        made = plan_inference("llama-3.1-70b", "2xH100", Inference(batch, 5000, 500, "fp8", "fp8"), shares)
         name = f"70B fp8, 2 H100, {batch} of 5000 + 500, a token"
         yield Row("few sequences", "NIM", name, ms, "ms", made.step_s * 1e3, half(name))
     for model, where, kind, length, ms in TRT_FIRST:
-        made = served(model, where, Inference(1, length, 1, kind), shares)
+        made = plan_inference(model, where, Inference(1, length, 1, kind), shares)
         name = f"{model[8:].upper()} {kind}, {where}, {length} tokens"
         yield Row("first token", "TensorRT-LLM 0.5", name, ms, "ms", made.first_token_s * 1e3, half(name))
 
@@ -200,7 +200,7 @@ def latencies(shares: Shares) -> Iterator[Row]:
 def throughputs(shares: Shares) -> Iterator[Row]:
     """Returns the rows of many sequences: output tokens a second."""
     for model, batch, number, prompt, answer, rate in TRT_STATIC:
-        made = served(model, f"{number}xH100", Inference(batch, prompt, answer, "fp8", "fp8"), shares)
+        made = plan_inference(model, f"{number}xH100", Inference(batch, prompt, answer, "fp8", "fp8"), shares)
         name = f"{model[8:].upper()} fp8, {number} H100, {batch} of {prompt} + {answer}"
         yield Row("many sequences", "TensorRT-LLM 0.5, 0.6.1", name, rate, "tokens/s", made.tokens_per_s,
                   half(name))
@@ -210,7 +210,7 @@ def throughputs(shares: Shares) -> Iterator[Row]:
             # in steady state answers are half there
             work = Inference(1, prompt, answer // 2, "fp8", "fp8", 0.95)
             batch = min(MOST, most_sequences(preset(model), Layout(tp=where.gpus), work, where))
-            made = served(model, gpus, replace(work, batch=batch, output_len=answer), shares)
+            made = plan_inference(model, gpus, replace(work, batch=batch, output_len=answer), shares)
             name = f"{model}, {gpus}, {prompt} + {answer}"
             yield Row("many sequences", "TensorRT-LLM 1.0", name, rate, "tokens/s", made.tokens_per_s,
                       half(name))
@@ -229,7 +229,7 @@ REDUCED: dict[int, dict[str, tuple[int, ...]]] = {
     8: {"NCCL": (24, 25, 33, 37, 44, 50)}}
 LARGE = ((8, 76), (16, 121), (32, 195), (64, 316), (128, 561))
 SHARDED = (("all_gather", ((2, 20.2), (8, 43.4), (32, 118.9), (128, 385.3))),
-          ("reduce_scatter", ((2, 18.6), (8, 47.0), (32, 112.6))))
+           ("reduce_scatter", ((2, 18.6), (8, 47.0), (32, 112.6))))
 NODES = ((1e6, 88), (1e7, 157), (1e8, 647), (1e9, 4520))
 PULLS = {4: "vLLM 24532", 6: "vLLM 24111", 8: "vLLM 42324"}
 

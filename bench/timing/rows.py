@@ -1,8 +1,8 @@
 """Rows of timing/table.py: a problem, our kernels for it, and those of others that solve it.
 
-Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `taken` is their
-time as nodes of a graph, without PDL unless the row says so. A peer that needs a checkout names its option in
-`needs`, and is left out where it was not given; `Checkouts` has them.
+Protocol: `ours(row)` and each `Peer.launched` give the launches' timings in their order; `total_seconds` is
+their time as nodes of a graph, without PDL unless the row says so. A peer that needs a checkout names its
+option in `needs`, and is left out where it was not given; `Checkouts` has them.
 """
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def ours(row: Row) -> tuple[str, Launches]:
     return str(schedule), timings(made, row.spec, GPU_NAME, given=row.given)
 
 
-def taken(launches: Launches, pdl: bool = False) -> float:
+def total_seconds(launches: Launches, pdl: bool = False) -> float:
     """Seconds of launches one after the other, as nodes of a graph, without what one launch costs."""
     gpu = figures(GPU_NAME)
     return seconds(in_row(launches, gpu, pdl), gpu) - gpu.launch_s

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from bench.lib.attention_peers import KERNELS, Flash
-from bench.lib.specs import BF16, F16, attention, backward, scaled
+from bench.lib.specs import BF16, F16, attention, backward, with_fp8_scales
 from bench.timing import fa3 as timing_fa3
 from bench.timing import programs as timing_programs
 from bench.timing.gate_cases import CAUSAL
 from bench.timing.rows import Checkouts, Launches, Peer, Row
-from bench.timing.triton_times import Array, predicted
+from bench.timing.triton_times import Array, predict
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
@@ -44,8 +44,9 @@ def spec_of(d: int, causal: bool, tokens: int) -> AttentionSpec:
 
 
 def eights_of(d: int, causal: bool, tokens: int) -> AttentionSpec:
-    return scaled(attention(tokens, tokens, d, F16, ALL // tokens, COLUMNS // d, out=BF16, bshd=True,
-                            band=CAUSAL if causal else FULL, lse=True), 0)
+    spec = attention(tokens, tokens, d, F16, ALL // tokens, COLUMNS // d, out=BF16, bshd=True,
+                     band=CAUSAL if causal else FULL, lse=True)
+    return with_fp8_scales(spec, 0)
 
 
 def backward_of(d: int, causal: bool, tokens: int) -> BackwardSpec:
@@ -55,7 +56,7 @@ def backward_of(d: int, causal: bool, tokens: int) -> BackwardSpec:
 
 def of_release(d: int, causal: bool, tokens: int, checkouts: Checkouts) -> Launches:
     there = checkouts["flash_attention"]
-    return [timing_fa3.predicted(timing_fa3.built(there.folder, there.include, d), causal, tokens)]
+    return [timing_fa3.predict(timing_fa3.build(there.folder, there.include, d), causal, tokens)]
 
 
 def of_2025(gradient: bool, d: int, causal: bool, tokens: int, checkouts: Checkouts) -> Launches:
@@ -76,13 +77,13 @@ def of_flash(flash: Flash, tokens: int) -> Timing:
     heads = ALL // tokens * (COLUMNS // flash.d)
     fn, fixed = KERNELS[flash.what], flash.constants
     numbers = {"S": tokens, "scale": 0.1, "root": 0.1}
-    def given(name: str) -> Array | int | float:
+    def argument(name: str) -> Array | int | float:
         if name in numbers: return numbers[name]
         if name in ("log", "delta"): return Array("fp32", (heads * tokens,))
         return Array("bf16", (heads * tokens, flash.d), flash.box(name) if flash.descriptors else ())
     rows = flash.block[flash.what == "dk, dv"]
-    return predicted(fn, {name: given(name) for name in fn.arg_names if name not in fixed},
-                     (tokens // rows, heads), fixed, num_warps=flash.warps, num_stages=flash.stages)
+    return predict(fn, {name: argument(name) for name in fn.arg_names if name not in fixed},
+                   (tokens // rows, heads), fixed, num_warps=flash.warps, num_stages=flash.stages)
 
 
 def rows() -> Iterator[Row]:

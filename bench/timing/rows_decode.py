@@ -9,7 +9,7 @@ from typing import Any
 from bench.lib import decode_peers as kernels
 from bench.lib.specs import decode
 from bench.timing.rows import Checkouts, Launches, Peer, Row
-from bench.timing.triton_times import Array, predicted
+from bench.timing.triton_times import Array, predict
 
 HEADS, GROUP, D, PAGE = 8, 4, 128, 16
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
@@ -20,8 +20,8 @@ TILES = ((64, 4, 2), (32, 4, 3))
 CTAS, MOST_SPLITS = 132, 64
 
 
-def attended(batch: int, context: int, tile: tuple[int, int, int], splits: int, heads: int, group: int,
-             d: int, _: Checkouts) -> Launches:
+def attend(batch: int, context: int, tile: tuple[int, int, int], splits: int, heads: int, group: int,
+           d: int, _: Checkouts) -> Launches:
     """Both stages."""
     (keys, warps, stages), pages, queries = tile, context // PAGE, heads * group
     cache = Array("bf16", (batch * pages, PAGE, heads, d))
@@ -33,11 +33,11 @@ def attended(batch: int, context: int, tile: tuple[int, int, int], splits: int, 
         "table": Array("i32", (batch, pages), (), range(batch * pages)), "scale": d ** -0.5 * 1.4427}
     fixed = {"PAGES": pages, "HEADS": heads, "GROUP": group, "D": d, "PAGE": PAGE, "BN": keys,
              "SPLITS": splits}
-    first = predicted(kernels.split_keys, given, (batch, heads, splits), fixed, num_warps=warps,
-                      num_stages=stages)
+    first = predict(kernels.split_keys, given, (batch, heads, splits), fixed, num_warps=warps,
+                    num_stages=stages)
     rest = {"out": q, "parts": parts, "lse": lse, "lengths": lengths}
-    return [first, predicted(kernels.merged, rest, (batch, queries),
-                             {"HEADS": queries, "D": d, "BN": keys, "SPLITS": splits}, num_warps=4)]
+    return [first, predict(kernels.merged, rest, (batch, queries),
+                           {"HEADS": queries, "D": d, "BN": keys, "SPLITS": splits}, num_warps=4)]
 
 
 def split_counts(batch: int, context: int, heads: int) -> list[int]:
@@ -54,7 +54,7 @@ def rows() -> Iterator[Row]:
             nbytes = batch * context * TOKEN_BYTES
             if nbytes > MOST_BYTES: continue
             peers = [Peer(f"Triton, {tile[0]} keys, {tile[1]} warps, {tile[2]} stages, {splits} splits",
-                          partial(attended, batch, context, tile, splits, HEADS, GROUP, D))
+                          partial(attend, batch, context, tile, splits, HEADS, GROUP, D))
                      for tile in TILES for splits in split_counts(batch, context, HEADS)]
             yield Row("paged decode", f"batch {batch}, {context} tokens",
                       decode(batch, HEADS, GROUP, pages=context // PAGE), tuple(peers), nbytes=nbytes)

@@ -19,7 +19,7 @@ from bench.timing import fast_cu as timing_fast_cu
 from bench.timing import programs as timing_programs
 from bench.timing.gate_cases import GPU_NAME
 from bench.timing.rows import Checkouts, Launches, Peer, Row
-from bench.timing.triton_times import Array, predicted
+from bench.timing.triton_times import Array, predict
 
 SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), *((m, 8192, 8192) for m in (16, 32, 64, 128, 256, 512)))
 FP8, FP8_BLOCKS = (4096, 7168, 16384), ((4096, 4096, 7168), (4096, 7168, 2048), (128, 7168, 16384),
@@ -63,7 +63,7 @@ CHECK = "#include <cstdlib>\n#include <cassert>\n#define cudaCheck(x) (x)"
 
 def of_deepgemm(m: int, n: int, k: int, checkouts: Checkouts) -> Launches:
     there = checkouts["deepgemm"]
-    return [timing_deepgemm.predicted(there.folder, there.include, m, n, k, GPU_NAME)]
+    return [timing_deepgemm.predict(there.folder, there.include, m, n, k, GPU_NAME)]
 
 
 def of_triton(peer: TritonGemm, m: int, n: int, k: int, checkouts: Checkouts) -> Launches:
@@ -77,8 +77,8 @@ def of_triton(peer: TritonGemm, m: int, n: int, k: int, checkouts: Checkouts) ->
     fn = gemm_peers.KERNELS[peer.kind]
     given |= {name: size for name, size in strides.items() if name in fn.arg_names and name not in fixed}
     tiles = -(-m // peer.block[0]) * -(-n // peer.block[1])
-    return [predicted(fn, given, (min(tiles, fixed.get("CTAS", tiles)),), fixed, num_warps=peer.warps,
-                      num_stages=peer.stages)]
+    return [predict(fn, given, (min(tiles, fixed.get("CTAS", tiles)),), fixed, num_warps=peer.warps,
+                    num_stages=peer.stages)]
 
 
 def rows() -> Iterator[Row]:

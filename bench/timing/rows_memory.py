@@ -17,7 +17,7 @@ from tinygrad.dtype import DType, dtypes
 from bench.lib import memory_peers as kernels
 from bench.lib.specs import BF16, F32, argmax, elements, layer, matmul, rms, softmax
 from bench.timing.rows import Checkouts, Launches, Peer, Row
-from bench.timing.triton_times import Array, Given, predicted
+from bench.timing.triton_times import Array, Given, predict
 from tinygrad_nv.tile.decode.spec import Pages
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.kv_append.spec import AppendSpec, Heads, Rope
@@ -40,17 +40,17 @@ def gemv(m: int, n: int, k: int, kernel: tuple[int, int, int, int], _: Checkouts
     fixed = {"SPLIT_K": k // split, "N": n, "BN": columns, "BK": step, "SPLIT": split}
     fn = kernels.gemv if m == 1 else kernels.gemv_dot
     if m > 1: fixed["M"] = m
-    first = predicted(fn, given, (-(-n // columns), split), fixed, num_warps=warps, num_stages=STAGES)
+    first = predict(fn, given, (-(-n // columns), split), fixed, num_warps=warps, num_stages=STAGES)
     if split == 1: return [first]
     parts = {name: given[name] for name in ("out", "parts")}
-    return [first, predicted(kernels.joined, parts, (m * n // 256,),
-                             {"COUNT": m * n, "SPLIT": split, "BLOCK": 256}, num_warps=4)]
+    return [first, predict(kernels.joined, parts, (m * n // 256,),
+                           {"COUNT": m * n, "SPLIT": split, "BLOCK": 256}, num_warps=4)]
 
 
 def row_by_row(fn: Any, m: int, n: int, weights: str, warps: int, _: Checkouts) -> Launches:
     """A norm, a row in a program."""
     given = {name: Array("bf16", (m, n)) for name in ("out", "x")} | {w: Array("bf16", (n,)) for w in weights}
-    return [predicted(fn, given, (m,), {"N": n}, num_warps=warps)]
+    return [predict(fn, given, (m,), {"N": n}, num_warps=warps)]
 
 
 def softmaxes(m: int, n: int, warps: int, each: int, stages: int, _: Checkouts) -> Launches:
@@ -58,13 +58,13 @@ def softmaxes(m: int, n: int, warps: int, each: int, stages: int, _: Checkouts) 
     ctas = min(m, 132 * each)
     fixed = {"N": n, "CTAS": ctas, "STAGES": stages}
     given: dict[str, Given] = {"out": Array("bf16", (m, n)), "x": Array("bf16", (m, n)), "ROWS": m}
-    return [predicted(kernels.softmax, given, (ctas,), fixed, num_warps=warps)]
+    return [predict(kernels.softmax, given, (ctas,), fixed, num_warps=warps)]
 
 
-def gated(m: int, n: int, block: int, warps: int, _: Checkouts) -> Launches:
+def silu_and_mul(m: int, n: int, block: int, warps: int, _: Checkouts) -> Launches:
     given = {"out": Array("bf16", (m, n)), "x": Array("bf16", (m, 2 * n))}
-    return [predicted(kernels.silu_and_mul, given, (m, n // block), {"N": n, "BLOCK": block},
-                      num_warps=warps)]
+    return [predict(kernels.silu_and_mul, given, (m, n // block), {"N": n, "BLOCK": block},
+                    num_warps=warps)]
 
 
 def words(values: np.ndarray) -> Array:
@@ -96,18 +96,19 @@ def largest(m: int, draw: bool, cut: int, warps: int, _: Checkouts) -> Launches:
                              "x": words(logits()[0][:m]), "N": n}
     if draw: given |= {"temperatures": words(np.ones(m, np.float32)), "seeds": Array("i32", (m,))}
     fn = kernels.drawn_parts if draw else kernels.largest_parts
-    first = predicted(fn, given, (m, cut), {"CHUNK": -(-n // (cut * block)) * block, "BLOCK": block,
-                                               "CUT": cut}, num_warps=warps)
+    first = predict(fn, given, (m, cut), {"CHUNK": -(-n // (cut * block)) * block, "BLOCK": block,
+                                          "CUT": cut}, num_warps=warps)
     rest = {"out": Array("i32", (m,)), "values": given["values"], "places": given["places"]}
-    return [first, predicted(kernels.largest, rest, (m,), {"CUT": cut}, num_warps=1)]
+    return [first, predict(kernels.largest, rest, (m,), {"CUT": cut}, num_warps=1)]
 
 
-def selected(counted: bool, warps: int, _: Checkouts) -> Launches:
+def filter_logits(counted: bool, warps: int, _: Checkouts) -> Launches:
     x, weights = logits()
     given: dict[str, Given] = {"out": Array("fp32", x.shape), "x": words(x), "N": VOCABULARY,
-             "targets": words(np.full(ROWS, TARGETS[counted], np.float32)), "weights": words(weights)}
-    return [predicted(kernels.selected, given, (ROWS,),
-                      {"BLOCK": 256 * warps, "COUNTED": counted, "ROUNDS": 32}, num_warps=warps)]
+                               "targets": words(np.full(ROWS, TARGETS[counted], np.float32)),
+                               "weights": words(weights)}
+    return [predict(kernels.selected, given, (ROWS,),
+                    {"BLOCK": 256 * warps, "COUNTED": counted, "ROUNDS": 32}, num_warps=warps)]
 
 
 def appending(batch: int, pages: int, heads: int = 8, group: int = 4, d: int = 128, dtype: DType = F32,
@@ -120,7 +121,7 @@ def appending(batch: int, pages: int, heads: int = 8, group: int = 4, d: int = 1
                       Rope(dtype, d // 2, **rope), q, heads * group)
 
 
-def appended(batch: int, pages: int, warps: int, heads: int, group: int, d: int, _: Checkouts) -> Launches:
+def append_kv(batch: int, pages: int, warps: int, heads: int, group: int, d: int, _: Checkouts) -> Launches:
     """A program for each head."""
     cache, q = Array("bf16", (batch * pages, 16, heads, d)), Array("bf16", (batch, heads * group, d))
     new, angles = Array("bf16", (batch, heads, d)), Array("fp32", (16 * pages, d // 2))
@@ -128,14 +129,14 @@ def appended(batch: int, pages: int, warps: int, heads: int, group: int, d: int,
              "sin": angles, "table": Array("i32", (batch, pages), (), range(batch * pages)),
              "lengths": Array("i32", (batch,), (), [16 * pages])}
     fixed = {"PAGES": pages, "Q_HEADS": heads * group, "HEADS": heads, "PAGE": 16, "HALF": d // 2}
-    return [predicted(kernels.rope_append, given, (batch, heads * (group + 2)), fixed, num_warps=warps)]
+    return [predict(kernels.rope_append, given, (batch, heads * (group + 2)), fixed, num_warps=warps)]
 
 
-def gathered(tokens: int, hidden: int, block: int, warps: int, _: Checkouts) -> Launches:
+def gather_rows(tokens: int, hidden: int, block: int, warps: int, _: Checkouts) -> Launches:
     given = {"out": Array("bf16", (tokens, hidden)), "table": Array("bf16", (VOCABULARY, hidden)),
              "tokens": Array("i32", (tokens,), (), range(VOCABULARY))}
-    return [predicted(kernels.gathered, given, (tokens, hidden // block), {"N": hidden, "BLOCK": block},
-                      num_warps=warps)]
+    return [predict(kernels.gathered, given, (tokens, hidden // block), {"N": hidden, "BLOCK": block},
+                    num_warps=warps)]
 
 
 def rows() -> Iterator[Row]:
@@ -169,7 +170,7 @@ def norms() -> Iterator[Row]:
                            partial(softmaxes, m, HIDDEN, warps, each, stages))
                       for warps, each, stages in ((8, 8, 1), (8, 4, 2), (4, 8, 4)))
         yield Row("norm", f"softmax {m} x {HIDDEN}", softmax(m, HIDDEN), peers, nbytes=nbytes)
-        peers = tuple(Peer(f"Triton {block}, {warps} warps", partial(gated, m, 14336, block, warps))
+        peers = tuple(Peer(f"Triton {block}, {warps} warps", partial(silu_and_mul, m, 14336, block, warps))
                       for block, warps in ((512, 4), (1024, 4), (2048, 8)))
         yield Row("elements", f"silu(gate) · up {m} x 14336", elements(m, 14336), peers, nbytes=6 * m * 14336)
 
@@ -184,7 +185,7 @@ def sampling() -> Iterator[Row]:
         given = {"logits": x, "numbers": numbers(temperature=1)} if draw else {"x0": x}
         yield Row("sampling", f"{name} {ROWS} x {VOCABULARY}", spec, peers, nbytes=nbytes, given=given)
     for number, counted in ((Number.top_k, True), (Number.top_p, False)):
-        peers = tuple(Peer(f"Triton, bisection, {warps} warps", partial(selected, counted, warps))
+        peers = tuple(Peer(f"Triton, bisection, {warps} warps", partial(filter_logits, counted, warps))
                       for warps in (8, 16, 32))
         given = {"logits": x, "weights": weights, "numbers": numbers(**{number.name: TARGETS[counted]})}
         yield Row("sampling", f"{number.name} {TARGETS[counted]:g} of {ROWS} x {VOCABULARY}",
@@ -196,12 +197,13 @@ def tables() -> Iterator[Row]:
     """Appends and embeddings."""
     for batch in (1, ROWS, 256):
         spec = appending(batch, 64)
-        peers = tuple(Peer(f"Triton, {warps} warps", partial(appended, batch, 64, warps, 8, 4, 128))
+        peers = tuple(Peer(f"Triton, {warps} warps", partial(append_kv, batch, 64, warps, 8, 4, 128))
                       for warps in (1, 2))
         yield Row("append", f"RoPE and KV append, {batch} tokens", spec, peers, nbytes=4 * batch * 48 * 128)
     for tokens in (ROWS, 4096):
         table = EmbeddingSpec(VOCABULARY, HIDDEN, BF16, Tokens(dtypes.int32, (tokens,), (1,)))
-        peers = tuple(Peer(f"Triton {block}, {warps} warps", partial(gathered, tokens, HIDDEN, block, warps))
+        peers = tuple(Peer(f"Triton {block}, {warps} warps",
+                           partial(gather_rows, tokens, HIDDEN, block, warps))
                       for block, warps in ((1024, 4), (2048, 4), (4096, 8)))
         yield Row("embedding", f"{tokens} tokens of {VOCABULARY} x {HIDDEN}", table, peers,
                   nbytes=4 * tokens * HIDDEN)

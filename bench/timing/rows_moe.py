@@ -21,7 +21,7 @@ from bench.lib.specs import BF16
 from bench.timing import deepgemm as timing_deepgemm
 from bench.timing.gate_cases import GPU_NAME, experts_of
 from bench.timing.rows import Checkouts, Launches, Peer, Row
-from bench.timing.triton_times import Array, predicted
+from bench.timing.triton_times import Array, predict
 from tinygrad_nv.quant.types import nbytes
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
@@ -46,14 +46,14 @@ class Model:
     width: int
 
     @lru_cache  # noqa: B019  four models
-    def dealt(self, tokens: int) -> np.ndarray:
+    def deal_experts(self, tokens: int) -> np.ndarray:
         """The expert of each slot."""
         chances = np.random.default_rng(0).random((tokens, self.experts))
         return np.argsort(chances, axis=1)[:, :self.top_k].reshape(-1)
 
     def routing(self, tokens: int) -> dict[str, np.ndarray]:
         """Returns the routing as the kernels take it."""
-        dealt = self.dealt(tokens)
+        dealt = self.deal_experts(tokens)
         ends = np.bincount(dealt, minlength=self.experts).cumsum()
         return {"offsets": np.concatenate([[0], ends]).astype(np.int32),
                 "order": np.argsort(dealt, kind="stable").astype(np.int32)}
@@ -88,7 +88,7 @@ def of_quantised_triton(model: Model, tokens: int, spec: QuantGroupedSpec, tile:
 
 def _of_triton(kernel: Any, model: Model, tokens: int, spec: GroupedGemmSpec, tile: Tile,
                matrices: Mapping[str, Array], constants: Mapping[str, int]) -> Launches:
-    slots, experts = moe_peers.aligned(model.dealt(tokens), model.experts, tile.m)
+    slots, experts = moe_peers.align_experts(model.deal_experts(tokens), model.experts, tile.m)
     rows, top_k = tokens * model.top_k, model.top_k if spec.gather else 1
     given: dict[str, Array | int] = {
         "x": Array("bf16", (spec.x_rows, spec.k)), **matrices,
@@ -97,14 +97,14 @@ def _of_triton(kernel: Any, model: Model, tokens: int, spec: GroupedGemmSpec, ti
         "N": spec.n, "K": spec.k, "SLOTS": rows}
     fixed = {"TOP_K": top_k, "WEIGHTED": spec.weighted, "BM": tile.m, "BN": tile.n, "BK": tile.k,
              "GROUP": tile.group, "TILES": len(experts), **constants}
-    return [predicted(kernel, given, (len(experts) * -(-spec.n // tile.n),), fixed,
-                      num_warps=tile.warps, num_stages=tile.stages)]
+    return [predict(kernel, given, (len(experts) * -(-spec.n // tile.n),), fixed,
+                    num_warps=tile.warps, num_stages=tile.stages)]
 
 
 def of_deepgemm(model: Model, tokens: int, spec: GroupedGemmSpec, checkouts: Checkouts) -> Launches:
     there = checkouts["deepgemm"]
-    counts = np.bincount(model.dealt(tokens), minlength=model.experts)
-    return [timing_deepgemm.predicted_grouped(there.folder, there.include, counts, spec.n, spec.k, GPU_NAME)]
+    counts = np.bincount(model.deal_experts(tokens), minlength=model.experts)
+    return [timing_deepgemm.predict_grouped(there.folder, there.include, counts, spec.n, spec.k, GPU_NAME)]
 
 
 def rows() -> Iterator[Row]:
@@ -119,7 +119,7 @@ def rows() -> Iterator[Row]:
     for name, model in (("mxfp4", MODELS[3]), ("int4", MODELS[1])):
         for tokens in QUANTISED:
             for what, spec in model.specs(tokens, GroupedGemmSpec).items():
-                yield _quantised_row(name, model, tokens, what, experts_of(name, spec))
+                yield _quant_row(name, model, tokens, what, experts_of(name, spec))
 
 
 def _row(kind: type[GroupedGemmSpec], words: str, model: Model, tokens: int, what: str,
@@ -130,17 +130,17 @@ def _row(kind: type[GroupedGemmSpec], words: str, model: Model, tokens: int, wha
         peers = [Peer(f"Triton, {tile}", partial(of_triton, model, tokens, spec, tile))
                  for tile in TRITON[tokens] if spec.n % tile.n == 0 and spec.k % tile.k == 0]
     few = tokens * model.top_k < 64 * model.experts
-    active = np.count_nonzero(np.bincount(model.dealt(tokens)))
+    active = np.count_nonzero(np.bincount(model.deal_experts(tokens)))
     moved = int(active) * spec.n * spec.k * spec.dtype.itemsize if few else 0
     return Row(f"mixture of experts {words}", f"{model.name}, {tokens} tokens, {what}", spec, tuple(peers),
                flops=0 if few else spec.flops, nbytes=moved, given=model.routing(tokens))
 
 
-def _quantised_row(name: str, model: Model, tokens: int, what: str, spec: QuantGroupedSpec) -> Row:
+def _quant_row(name: str, model: Model, tokens: int, what: str, spec: QuantGroupedSpec) -> Row:
     one = spec.grouped
     peers = [Peer(f"Triton, {tile}", partial(of_quantised_triton, model, tokens, spec, tile))
              for tile in QUANTISED[tokens] if one.n % tile.n == 0 and one.k % tile.k == 0]
-    active = int(np.count_nonzero(np.bincount(model.dealt(tokens))))
+    active = int(np.count_nonzero(np.bincount(model.deal_experts(tokens))))
     moved = active * one.halves * nbytes(spec.type, one.columns, one.k) if tokens == 64 else 0
     return Row(f"mixture of experts {name}", f"{model.name}, {tokens} tokens, {what}", spec, tuple(peers),
                flops=0 if moved else spec.flops, nbytes=moved, given=model.routing(tokens))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.lib.specs import F16, QTYPES, quantised
+from bench.lib.specs import F16, QTYPES, quant_matmul
 from bench.timing.rows import Row
 from tinygrad_nv.quant.types import nbytes
 
@@ -22,5 +22,5 @@ def rows() -> Iterator[Row]:
                                  ("int8", "matmul int8 weights", [(m, 8192, 8192) for m in (1, 16, 1024)])):
         for m, n, k in shapes:
             few, type = m <= FEW, QTYPES[name]
-            yield Row(family, f"{m} x {n} x {k}", quantised(type, m, n, k, F16), (),
+            yield Row(family, f"{m} x {n} x {k}", quant_matmul(type, m, n, k, F16), (),
                       0 if few else 2 * m * n * k, nbytes(type, n, k) + 2 * m * (n + k) if few else 0)

@@ -18,8 +18,8 @@ from bench.lib import memory_peers as kernels
 from bench.timing import rows_decode as decoding
 from bench.timing import rows_memory as memory
 from bench.timing.gate_cases import GPU_NAME, HOPPER
-from bench.timing.rows import Checkouts, Launches, Peer, Row, taken
-from bench.timing.triton_times import Array, predicted
+from bench.timing.rows import Checkouts, Launches, Peer, Row, total_seconds
+from bench.timing.triton_times import Array, predict
 from tinygrad_nv.explain import explain
 from tinygrad_nv.kvcache.store import LayerPages, PagedCache
 from tinygrad_nv.models.config import ModelConfig, parse_config
@@ -56,14 +56,14 @@ def kernels_of(name: str, batch: int, context: int) -> tuple[tuple[Any, Any], ..
 
 
 @lru_cache
-def timed(spec: Any, schedule: Any) -> tuple[Timing, ...]:
+def time_launches(spec: Any, schedule: Any) -> tuple[Timing, ...]:
     """Returns the launches of a call."""
     return tuple(timings(TABLE.build(spec, schedule, HOPPER), spec, GPU_NAME))
 
 
 def step(name: str, batch: int, context: int) -> tuple[str, Launches]:
     """All launches."""
-    launches = [one for call in kernels_of(name, batch, context) for one in timed(*call)]
+    launches = [one for call in kernels_of(name, batch, context) for one in time_launches(*call)]
     return f"{len(launches)} launches, PDL", launches
 
 
@@ -71,7 +71,7 @@ def step(name: str, batch: int, context: int) -> tuple[str, Launches]:
 
 def best(variants: Sequence[Any]) -> Launches:
     """The launches of the fastest."""
-    return min((variant({}) for variant in variants), key=taken)
+    return min((variant({}) for variant in variants), key=total_seconds)
 
 
 @lru_cache
@@ -81,10 +81,10 @@ def matmul(m: int, n: int, k: int) -> Launches:
                  (memory.ONE if m == 1 else memory.SOME)])
 
 
-def added(m: int, n: int, _: Checkouts) -> Launches:
+def add_residual(m: int, n: int, _: Checkouts) -> Launches:
     """A residual."""
     given = {name: Array("bf16", (m, n)) for name in ("out", "x", "y")}
-    return [predicted(kernels.added, given, (m, n // 1024), {"N": n, "BLOCK": 1024}, num_warps=4)]
+    return [predict(kernels.added, given, (m, n // 1024), {"N": n, "BLOCK": 1024}, num_warps=4)]
 
 
 @lru_cache
@@ -93,17 +93,18 @@ def of_triton(name: str, batch: int, context: int) -> tuple[Timing, ...]:
     c: ModelConfig = parse_config(MODELS[name])
     hidden, heads, group = c.hidden_size, c.num_kv_heads, c.num_heads // c.num_kv_heads
     norm = best([partial(memory.row_by_row, kernels.rms_norm, batch, hidden, "w", warps) for warps in (4, 8)])
-    appended = best([partial(memory.appended, batch, context // PAGE, warps, heads, group, c.head_dim)
+    appended = best([partial(memory.append_kv, batch, context // PAGE, warps, heads, group, c.head_dim)
                      for warps in (1, 2)])
-    attended = best([partial(decoding.attended, batch, context, tile, splits, heads, group, c.head_dim)
+    attended = best([partial(decoding.attend, batch, context, tile, splits, heads, group, c.head_dim)
                      for tile in TILES for splits in decoding.split_counts(batch, context, heads)])
-    gated = best([partial(memory.gated, batch, c.intermediate_size, block, 4) for block in (512, 1024)])
-    plus = added(batch, hidden, {})
+    gated = best([partial(memory.silu_and_mul, batch, c.intermediate_size, block, 4)
+                  for block in (512, 1024)])
+    plus = add_residual(batch, hidden, {})
     layer = [*norm, *matmul(batch, (group + 2) * heads * c.head_dim, hidden), *appended, *attended,
              *matmul(batch, hidden, c.num_heads * c.head_dim), *plus,
              *norm, *matmul(batch, 2 * c.intermediate_size, hidden), *gated,
              *matmul(batch, hidden, c.intermediate_size), *plus]
-    first = best([partial(memory.gathered, batch, hidden, 1024, 4)])
+    first = best([partial(memory.gather_rows, batch, hidden, 1024, 4)])
     last = best([partial(memory.largest, batch, False, cut, 8) for cut in (16, 64)])
     return (*first, *layer * c.num_layers, *norm, *matmul(batch, c.vocab_size, hidden), *last)
 

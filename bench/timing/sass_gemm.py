@@ -77,30 +77,30 @@ def _result(kind: DType) -> DType:
     return {dtypes.int8: dtypes.int32, dtypes.fp8e4m3: dtypes.bfloat16}.get(kind, kind)
 
 
-def measured(assembly: Assembly, name: str, shared: int, **facts: Any) -> GemmCase:
+def measure(assembly: Assembly, name: str, shared: int, **facts: Any) -> GemmCase:
     """The row of an assembled kernel with `shared` dynamic bytes."""
     loop = main_loop(functions(disassemble(assembly.cubin))[name])
     assert loop is not None, f"{name}: no loop with tensor-core instructions"
     used = assembly.kernels[name]
     return GemmCase(instructions=len(loop.instructions), around=loop.around, tensor=loop.tensor,
                     units=loop.units,
-               registers=used.registers, spills=used.spill_store_bytes + used.spill_load_bytes,
-               smem_bytes=used.shared_bytes + shared, opcodes=dict(loop.counts.most_common()), **facts)
+                    registers=used.registers, spills=used.spill_store_bytes + used.spill_load_bytes,
+                    smem_bytes=used.shared_bytes + shared, opcodes=dict(loop.counts.most_common()), **facts)
 
 
 def of_triton(peer: Peer, arch: str) -> GemmCase:
     """Triton's kernel."""
-    made = gemm_peers.compiled(peer, arch)
-    return measured(assemble(made.readable, arch), made.name, made.shared_bytes, arch=arch, kernel=str(peer),
-                    b_major=peer.b_major, block="x".join(map(str, peer.block)), dtype=peer.dtype)
+    made = gemm_peers.compile_kernel(peer, arch)
+    return measure(assemble(made.readable, arch), made.name, made.shared_bytes, arch=arch, kernel=str(peer),
+                   b_major=peer.b_major, block="x".join(map(str, peer.block)), dtype=peer.dtype)
 
 
 def of_ours(schedule: RingSchedule, arch: str, b_major: str, dtype: str = "bf16") -> GemmCase:
     """Our kernel."""
     made = TABLE.build(spec(b_major, dtype), schedule, GPU(arch))
-    return measured(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=b_major,
-                    block=f"{schedule.block_m}x{schedule.block_n}x{schedule.block_k}", dtype=dtype,
-                    kernel=f"ours, {str(schedule).partition(', ')[2]}", ours=True)
+    return measure(assemble(made.ptx, arch), made.name, made.dynamic_smem, arch=arch, b_major=b_major,
+                   block=f"{schedule.block_m}x{schedule.block_n}x{schedule.block_k}", dtype=dtype,
+                   kernel=f"ours, {str(schedule).partition(', ')[2]}", ours=True)
 
 
 # **** which ****
@@ -143,7 +143,7 @@ def best(found: list[GemmCase], ours: bool) -> GemmCase | None:
 HEADER = ["", "instr", "around", "tensor", "a tensor instr", "a unit", "registers", "spilled B", "smem KiB"]
 
 
-def shown(row: GemmCase) -> list[str]:
+def cells(row: GemmCase) -> list[str]:
     """A row of the table."""
     return [row.kernel, str(row.instructions), str(row.around), str(row.tensor),
             f"{row.around / row.tensor:.2f}", f"{row.each:.3f}", str(row.registers), str(row.spills),
@@ -162,7 +162,7 @@ def report(found: list[GemmCase]) -> str:
         mine = [row for row in found if row.case == case]
         arch, dtype, b_major, block = case
         what = MAJORS.get(b_major, b_major)
-        lines += [f"{arch} {dtype} {what} {block}", table(HEADER, [shown(row) for row in mine])]
+        lines += [f"{arch} {dtype} {what} {block}", table(HEADER, [cells(row) for row in mine])]
         for ours in (False, True):
             if (one := best(mine, ours)) is not None: lines.append(f"  {one.kernel}: {overhead(one)}")
         lines.append("")

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.lib.measure import save, table
-from bench.lib.specs import BF16, F16, QTYPES, quantised
+from bench.lib.specs import BF16, F16, QTYPES, quant_matmul
 from bench.timing.judges import to_ptx
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.sass import Loop, disassemble, functions, main_loop
@@ -66,7 +66,7 @@ def ours() -> Iterator[Row]:
     for m, schedule, gpu, units in cases:
         for name, type in QTYPES.items():
             for dtype in (BF16, F16):
-                spec = quantised(type, m, EXTENT, EXTENT, dtype)
+                spec = quant_matmul(type, m, EXTENT, EXTENT, dtype)
                 made = TABLE.build(spec, schedule, gpu)
                 loop = loop_of(made.ptx, gpu.arch, made.name)
                 if units: weights = units * type.unit // 2

@@ -42,7 +42,7 @@ FITTED = {"wgmma m64n8k16 bf16 SS", "wgmma m64n16k16 bf16 SS", "wgmma m64n32k16 
           "mma.sync m16n8k16 bf16 of an SM"}
 
 
-def judged() -> Iterator[Judged]:
+def judge() -> Iterator[Judged]:
     """Each row."""
     for tokens, tflops in TRITON.items():
         best = min(of_flash(Flash("forward", 128, *each), tokens).seconds for each in FLASHES)

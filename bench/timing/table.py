@@ -36,7 +36,7 @@ from bench.timing import rows_moe as timing_rows_moe
 from bench.timing import rows_quant as timing_rows_quant
 from bench.timing import rows_step as timing_rows_step
 from bench.timing.gate_cases import GPU_NAME
-from bench.timing.rows import Checkout, Checkouts, Row, ours, taken
+from bench.timing.rows import Checkout, Checkouts, Row, ours, total_seconds
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
 
@@ -61,23 +61,23 @@ def model() -> str:
     return whole.hexdigest()[:16]
 
 
-def kept() -> dict[str, Record]:
+def load_records() -> dict[str, Record]:
     """Rows of other runs, by name."""
     file = RESULTS / f"{RECORD}.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     return {row["row"]: row for row in known.get("rows", ())}
 
 
-def predicted(row: Row, checkouts: Checkouts, old: Record) -> Record:
+def predict(row: Row, checkouts: Checkouts, old: Record) -> Record:
     """Microseconds of ours and of each peer, those of peers without a checkout as the same model had them."""
     schedule, launches = ours(row)
     longest = max(launches, key=lambda one: one.seconds)
     peers, failed = dict(old["peers"]) if old.get("model") == model() else {}, {}
     for peer in row.peers:
         if peer.needs and peer.needs not in checkouts: continue
-        try: peers[peer.name] = round(1e6 * taken(peer.launched(checkouts)), 3)
+        try: peers[peer.name] = round(1e6 * total_seconds(peer.launched(checkouts)), 3)
         except NVError as error: failed[peer.name] = error.found.splitlines()[0]
-    us = round(1e6 * taken(launches, row.pdl), 3)
+    us = round(1e6 * total_seconds(launches, row.pdl), 3)
     found: Record = {"row": str(row), "us": us, "schedule": schedule, "limiter": longest.limiter,
                      "tflops": round(row.flops / us / 1e6, 1),
                      "gbytes_per_s": round(row.nbytes / us / 1e3, 1), "peers": peers, "failed": failed,
@@ -104,7 +104,7 @@ def markdown(found: Sequence[Record]) -> str:
     return "\n".join(f"| {' | '.join(each)} |" for each in cells)
 
 
-def written(page: Path, found: Sequence[Record]) -> None:
+def write_page(page: Path, found: Sequence[Record]) -> None:
     """Puts the table into a page."""
     before, _, after = page.read_text().split(MARK)
     page.write_text(f"{before}{MARK}\n{markdown(found)}\n{MARK}{after}")
@@ -130,16 +130,16 @@ def main() -> int:
     given = parser.parse_args()
     checkouts = {name: one for name in CHECKOUTS if (one := getattr(given, name)) is not None}
     rows = [row for module in MODULES for row in module.rows()]
-    known, order = kept(), [str(row) for row in rows]
+    known, order = load_records(), [str(row) for row in rows]
     wanted = [row for row in rows if not given.patterns or any(p in str(row) for p in given.patterns)]
-    found = [predicted(row, checkouts, known.get(str(row), {})) for row in each(wanted)]
+    found = [predict(row, checkouts, known.get(str(row), {})) for row in each(wanted)]
     print(table(("row", "us", "rate", "limiter", "us", "ratio", "best peer"), list(lines(found))))
     for row in found:
         for name, why in row["failed"].items(): print(f"{row['row']}: {name}: {why}", file=sys.stderr)
     known |= {row["row"]: row for row in found}
     all_rows = sorted((row for name, row in known.items() if name in order),
                       key=lambda row: order.index(row["row"]))
-    if given.page: written(given.page, all_rows)
+    if given.page: write_page(given.page, all_rows)
     if not given.dry:
         save(RECORD, {"gpu": GPU_NAME, "rows": all_rows})
     return 0

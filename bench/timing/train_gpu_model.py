@@ -33,7 +33,7 @@ from tinygrad.uop.ops import Ops, UOp
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.timing.gate_cases import GPU_NAME, HOPPER
-from bench.timing.rows import taken
+from bench.timing.rows import total_seconds
 from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Device, device
 from tinygrad_nv.dist.plan.layout import Training
@@ -133,13 +133,15 @@ def launches_of(config: ModelConfig, options: dict[str, Any]) -> dict[Call, int]
 
 # **** how long they take ****
 
-def predicted(call: Call, count: int, gpu: Device) -> Kernel:
+def predict(call: Call, count: int, gpu: Device) -> Kernel:
     """By the timing model, else by a roofline."""
     how, seconds = "roofline", _roofline(call, gpu)
     if call.spec is not None and call.schedule is not None and call.nbytes <= LARGEST:
         try:
             found = timings(TABLE.build(call.spec, call.schedule, HOPPER), call.spec, GPU_NAME)
-            if found: how, seconds = "modelled", (taken(found * 4, pdl=True) - taken(found, pdl=True)) / 3
+            if found:
+                one, four = (total_seconds(found * times, pdl=True) for times in (1, 4))
+                how, seconds = "modelled", (four - one) / 3
         except (NVError, MemoryError, AssertionError) as error: print(f"{call.name}: {error}")
     what = f"{call.flops:,} operations, {call.nbytes:,} bytes" if call.spec is None else str(call.spec)
     return Kernel(call.name, call.template, what, count, call.flops, call.nbytes, seconds, how)
@@ -162,7 +164,7 @@ def step(name: str, rows: int, tokens: int, checkpointing: str | None) -> dict[s
     kernels = []
     with bar("predicting kernels") as shown:
         for call, count in distinct.items():
-            kernels.append(predicted(call, count, gpu))
+            kernels.append(predict(call, count, gpu))
             shown(len(kernels), len(distinct))
     kernels.sort(key=lambda each: -each.total_s)
     seconds, work = sum(each.total_s for each in kernels), Training(rows, tokens, rows)

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False
 """Predicts launches of kernels that Triton compiles here, without a GPU.
 
-Protocol: `predicted(fn, arguments, grid, constants)` compiles a `triton.jit` function for a GPU of the timing
+Protocol: `predict(fn, arguments, grid, constants)` compiles a `triton.jit` function for a GPU of the timing
 model, specialised as Triton's launcher does, and launches it on the emulator with what that launcher adds:
 descriptors with their shapes and strides, and pointers to scratch. Arguments are numbers and `Array`s, which
 hold zeros where they do not say.
@@ -59,8 +59,8 @@ class Array:
 Given = Array | int | float
 
 
-def predicted(fn: Any, arguments: Mapping[str, Given], grid: Sequence[int], constants: Mapping[str, Any],
-              gpu: str = GPU_NAME, **options: Any) -> Timing:
+def predict(fn: Any, arguments: Mapping[str, Given], grid: Sequence[int], constants: Mapping[str, Any],
+            gpu: str = GPU_NAME, **options: Any) -> Timing:
     """A launch on a GPU. `arguments` by the function's names; `options` are Triton's (num_warps, …)."""
     arch = figures(gpu).arch
     given = [(name, arguments[name]) for name in fn.arg_names if name in arguments]
@@ -103,6 +103,6 @@ def _flat(emu: Emulator, given: Sequence[Given], maps: Sequence[Mapping[str, Any
             continue
         meta = next(descriptors)
         yield TensorMap.of_tiles(buffer.ptr, tuple(meta["block_size"]), SWIZZLES[meta["swizzle"]], one.shape,
-                              tuple(s * BYTES[one.dtype] for s in one.strides[:-1]),
-                              MAP_TYPES[meta["elem_type"]])
+                                 tuple(s * BYTES[one.dtype] for s in one.strides[:-1]),
+                                 MAP_TYPES[meta["elem_type"]])
         yield from (*one.shape, *one.strides)

@@ -49,7 +49,7 @@ def launched_on(device: CUDADriver, made: GemmKernel, spec: GemmSpec, given: dic
     try:
         for name, storage in given.items():
             device.copy_in(addresses[name], memoryview(gemm_case.bits(storage)))
-        launcher.bound(spec, addresses, m)(None)
+        launcher.bind_launch(spec, addresses, m)(None)
         out = bytearray(given["out"].nbytes)
         device.copy_out(memoryview(out), addresses["out"])
     finally:

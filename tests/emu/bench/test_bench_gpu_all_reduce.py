@@ -16,7 +16,7 @@ OPTIONS = Namespace(emulate=True, arch="sm_90a", seed=1, only="")
 ROWS = ("all_reduce_one_shot_2_10007_float_0", "all_reduce_two_shot_2_16384_bf16_4096")
 
 
-def row(name: str) -> dict[str, object]: return gpu_all_reduce.opened(OPTIONS)(name, 10.0)
+def row(name: str) -> dict[str, object]: return gpu_all_reduce.open_worker(OPTIONS)(name, 10.0)
 
 
 def test_rows_are_those_of_the_results() -> None:

@@ -20,7 +20,7 @@ OPTIONS = [Namespace(arch=arch, seed=1) for arch in ("sm_80", "sm_90a")]
 @pytest.mark.parametrize("workload", [gpu_attention.Forward(2, 4, 512, 64, True),
                                       gpu_attention.Forward(1, 4, 100, 128, False, 2)], ids=lambda w: w.name)
 def test_attention(workload: gpu_attention.Forward, options: Namespace):
-    row = gpu_attention.counted(workload, options)
+    row = gpu_attention.run_emulated(workload, options)
     assert row["status"] == "emulated", row["why"]
     assert row["schedule"].startswith("flash_")
 
@@ -28,7 +28,7 @@ def test_attention(workload: gpu_attention.Forward, options: Namespace):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.arch)
 def test_paged(options: Namespace):
-    row = gpu_paged.counted(gpu_paged.Paged(4, 150), options)
+    row = gpu_paged.run_emulated(gpu_paged.Paged(4, 150), options)
     assert row["status"] == "emulated", row["why"]
     assert row["schedule"].startswith("decode")
 
@@ -39,13 +39,13 @@ def test_paged(options: Namespace):
     gpu_backward.Backward(gpu_attention.Forward(2, 4, 512, 64, True, 2)),
     gpu_backward.Backward(gpu_attention.Forward(1, 2, 100, 128, False), True)], ids=lambda w: w.name)
 def test_backward(workload: gpu_backward.Backward, options: Namespace):
-    row = gpu_backward.counted(workload, options)
+    row = gpu_backward.run_emulated(workload, options)
     assert row["status"] == "emulated", row["why"]
     assert row["schedule"].startswith("flash_backward_")
 
 
 def test_wrong_gradients_are_said():
-    one = gpu_backward.Backward(gpu_attention.Forward(1, 2, 64, 64, True)).given("cpu")[0]
+    one = gpu_backward.Backward(gpu_attention.Forward(1, 2, 64, 64, True)).make_inputs("cpu")[0]
     workload = gpu_backward.Backward(gpu_attention.Forward(1, 2, 64, 64, True))
     leaves = [one[name].double().requires_grad_() for name in "qkv"]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
@@ -59,7 +59,7 @@ def test_wrong_gradients_are_said():
 @pytest.mark.parametrize("workload", [gpu_attention.Forward(1, 2, 64, 64, True), gpu_paged.Paged(2, 100)],
                          ids=["attention", "paged"])
 def test_what_is_wrong_is_said(workload: Any):
-    one = workload.given("cpu")[0]
+    one = workload.make_inputs("cpu")[0]
     one["out"].zero_()
     assert "off by" in workload.unlike(one)
 

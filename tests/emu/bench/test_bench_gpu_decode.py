@@ -15,7 +15,7 @@ from bench.gpu.parts import NotMeasured
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
-    row = gpu_decode.emulated(DecodeWorkload("Llama-3.2-1B", batch, 1024), Namespace(arch="sm_90a"))
+    row = gpu_decode.run_emulated(DecodeWorkload("Llama-3.2-1B", batch, 1024), Namespace(arch="sm_90a"))
     assert row["status"] == "emulated", row
     ours, theirs = row["logits"]["ours"], row["logits"]["torch"]
     assert len(ours) == len(theirs) == 32
@@ -55,7 +55,7 @@ def test_tokens_for_each_joule():
 def test_a_side_that_fails_says_its_last_words():
     notes: dict[str, str] = {}
     sides = {"ours": StepProcess("torch", json.dumps({**TINY, "hidden_size": 0}), 1, 5, "cpu")}
-    assert gpu_decode.opened_sides(sides, notes, 100) == {}
+    assert gpu_decode.await_sides(sides, notes, 100) == {}
     assert sides == {}
     assert "hidden_size" in notes["ours"]
 

@@ -13,13 +13,13 @@ from bench.gpu.elementwise import OPERANDS, ElementwiseWorkload
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("form", OPERANDS)
 def test_each_form(form: str, arch: str):
-    row = gpu_elementwise.counted(ElementwiseWorkload(form, 1024, 4096), Namespace(arch=arch, seed=1))
+    row = gpu_elementwise.run_emulated(ElementwiseWorkload(form, 1024, 4096), Namespace(arch=arch, seed=1))
     assert row["status"] == "emulated", row["why"]
 
 
 def test_what_is_wrong_is_said():
     workload = ElementwiseWorkload("rms", 4, 64)
-    one = workload.given("cpu")[0]
+    one = workload.make_inputs("cpu")[0]
     one["out"].zero_()
     assert re.match(r"0 in row \d, column \d+, exactly \S+; \d+ elements are off", workload.unlike(one))
     one["out"] = gpu_elementwise.theirs("rms", one)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.gpu import moe as gpu_moe
-from bench.gpu.moe_contenders import deep_gemm, fused_experts, grouped_mm, padded
+from bench.gpu.moe_contenders import deep_gemm, pad_groups, torch_grouped_mm, vllm_experts
 from bench.gpu.parts import NotMeasured
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.template import GPU
@@ -18,7 +18,7 @@ EVERY = {each.name: each for each in gpu_moe.shapes()}
 
 @pytest.mark.parametrize("name", ["layer Qwen3-235B 16 tokens", "down gpt-oss-20b 64 tokens"])
 def test_rows_are_right_on_the_emulated_device(name: str):
-    row = gpu_moe.counted(EVERY[name], OPTIONS)
+    row = gpu_moe.run_emulated(EVERY[name], OPTIONS)
     assert row["status"] == "emulated", row
 
 
@@ -31,9 +31,9 @@ def test_every_row_has_a_kernel_and_a_name_of_its_own():
 @pytest.mark.parametrize("part", gpu_moe.PARTS)
 def test_a_grouped_matmul_of_torch_is_right_and_another_is_found(part: str):
     torch.manual_seed(0)
-    workload = EVERY[f"{part} Mixtral 16 tokens"].scaled()
-    given = workload.given("cpu")
-    run = grouped_mm(workload, given, OPTIONS)
+    workload = EVERY[f"{part} Mixtral 16 tokens"].scale_down()
+    given = workload.make_inputs("cpu")
+    run = torch_grouped_mm(workload, given, OPTIONS)
     for i, one in enumerate(given):
         run(i)
         assert workload.unlike(one) == ""
@@ -50,11 +50,11 @@ def test_work_and_bytes():
 
 
 def test_rows_are_padded_to_whole_tiles():
-    assert padded([0, 0, 3, 4], 4) == ([0, 1, 2, 4], [1] * 4 + [2] * 4)
+    assert pad_groups([0, 0, 3, 4], 4) == ([0, 1, 2, 4], [1] * 4 + [2] * 4)
 
 
 def test_peers_say_why_they_do_not_run():
-    for part, peer, words in (("down", fused_experts, "whole layers alone"),
+    for part, peer, words in (("down", vllm_experts, "whole layers alone"),
                               ("layer", deep_gemm, "no whole layer")):
-        workload = EVERY[f"{part} Mixtral 1 tokens"].scaled()
-        with pytest.raises(NotMeasured, match=words): peer(workload, workload.given("cpu"), OPTIONS)
+        workload = EVERY[f"{part} Mixtral 1 tokens"].scale_down()
+        with pytest.raises(NotMeasured, match=words): peer(workload, workload.make_inputs("cpu"), OPTIONS)

@@ -19,7 +19,7 @@ from bench.gpu import record as gpu_record
 from bench.gpu.cases import Cases
 from bench.gpu.correct import verdict
 from bench.gpu.parts import CONTENDERS, NotMeasured
-from bench.gpu.quant_data import buffers_of, dequantised, torch_dtype
+from bench.gpu.quant_data import buffers_of, dequantise, torch_dtype
 from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
 from bench.gpu.sparse_workloads import SparseWorkload, sparse
 from tests.support.tile import reference_case
@@ -51,7 +51,7 @@ def test_matrices_are_what_the_package_has(name: str):
         found = wanted[key].contiguous().bitcast(types.dtypes.uint8).flatten().numpy()
         assert found.tobytes() == data.view(torch.uint8).numpy().tobytes(), key
     exact = torch.from_numpy(matrix.dequantize().numpy())
-    assert torch.equal(dequantised(type, {f"rows {key}": data for key, data in rows.items()}, k), exact)
+    assert torch.equal(dequantise(type, {f"rows {key}": data for key, data in rows.items()}, k), exact)
 
 
 @pytest.mark.sampled(5)
@@ -60,7 +60,7 @@ def test_matrices_are_what_the_package_has(name: str):
                                   "2:4 FP8 8B gate_up M=1", "2:4 INT8 8B gate_up M=1"])
 def test_rows_are_right_on_the_emulated_device(name: str):
     shape = next(each for each in gpu_quant.shapes() if each.name == name)
-    row = gpu_quant.counted(shape, OPTIONS)
+    row = gpu_quant.run_emulated(shape, OPTIONS)
     assert row["status"] == "emulated", row
 
 
@@ -205,7 +205,7 @@ def test_contenders_multiply_the_same_matrix(kind: str, vllm: None):
     shape, found = small(kind), set()
     for name, made in CONTENDERS["quant"].items():
         if name == "ours": continue
-        given = shape.given("cpu")
+        given = shape.make_inputs("cpu")
         try: run = made(shape, given, OPTIONS)
         except NotMeasured: continue
         for i in range(len(given)): run(i)
@@ -219,7 +219,7 @@ def test_contenders_that_are_not_installed_are_left_out_in_words(monkeypatch: py
     shape = small("int4")
     for name in ("Marlin", "Machete"):
         with pytest.raises(NotMeasured, match="vLLM is not installed"):
-            CONTENDERS["quant"][name](shape, shape.given("cpu"), OPTIONS)
+            CONTENDERS["quant"][name](shape, shape.make_inputs("cpu"), OPTIONS)
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     with pytest.raises(NotMeasured, match="this torch has no cuSPARSELt"):
         CONTENDERS["quant"]["cuSPARSELt"](small("2:4 bf16"), [], OPTIONS)
@@ -228,13 +228,13 @@ def test_contenders_that_are_not_installed_are_left_out_in_words(monkeypatch: py
 @pytest.mark.parametrize("kind", ["int4", "AWQ", "W8A8", *gpu_quant.SPARSE])
 def test_what_is_wrong_is_said(kind: str):
     shape = small(kind)
-    one = shape.given("cpu")[0]
+    one = shape.make_inputs("cpu")[0]
     if isinstance(shape, SparseWorkload):
         left, right = one["a"].view(shape.m, -1).double(), one["dense"].double()
     elif isinstance(shape, CodesWorkload):
         left, right = (one[name].view(-1, shape.k).double() * one[scale][:, None]
                        for name, scale in (("a", "x1"), ("b", "x0")))
-    else: left, right = one["a"].view(shape.m, -1).double(), dequantised(shape.type, one, shape.k).double()
+    else: left, right = one["a"].view(shape.m, -1).double(), dequantise(shape.type, one, shape.k).double()
     one["out"] = (left @ right.T).bfloat16().flatten()
     assert shape.unlike(one) == ""
     for place in range(0, 24 * 64, 101):

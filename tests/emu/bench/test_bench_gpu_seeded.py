@@ -60,7 +60,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch, buffer: int, element: int, launch: i
 def test_a_row_of_a_matmul(monkeypatch: pytest.MonkeyPatch, buffer: int, row: int, launch: int, words: str,
                            by: float):
     seeded(monkeypatch, buffer, row * 64 + 7, launch, by)
-    found = gpu_gemm.counted(GEMM, OPTIONS)
+    found = gpu_gemm.run_emulated(GEMM, OPTIONS)
     assert found["status"] == ("disagrees" if by else "emulated"), found["why"]
     if by: assert found["why"].startswith(f"ours: {words}: ")
 
@@ -75,7 +75,7 @@ def test_a_row_of_a_matmul(monkeypatch: pytest.MonkeyPatch, buffer: int, row: in
 def test_a_head_of_an_attention(monkeypatch: pytest.MonkeyPatch, buffer: int, head: int, row: int,
                                 launch: int, words: str, by: float):
     seeded(monkeypatch, buffer, (head * 72 + row) * 64 + 3, launch, by)
-    found = gpu_attention.counted(ATTENTION, OPTIONS)
+    found = gpu_attention.run_emulated(ATTENTION, OPTIONS)
     assert found["status"] == ("disagrees" if by else "emulated"), found["why"]
     if by: assert found["why"].startswith(f"ours: {words}")
 
@@ -83,16 +83,16 @@ def test_a_head_of_an_attention(monkeypatch: pytest.MonkeyPatch, buffer: int, he
 def test_a_run_that_goes_wrong_the_second_time(monkeypatch: pytest.MonkeyPatch):
     """As one does that needs flags which it has not put back."""
     seeded(monkeypatch, 0, 0, 1, 4.0)
-    assert gpu_gemm.counted(GEMM, OPTIONS)["status"] == "emulated", "the last run wrote it anew"
+    assert gpu_gemm.run_emulated(GEMM, OPTIONS)["status"] == "emulated", "the last run wrote it anew"
     seeded(monkeypatch, 0, 0, 3, 4.0)
-    assert gpu_gemm.counted(GEMM, OPTIONS)["status"] == "disagrees"
+    assert gpu_gemm.run_emulated(GEMM, OPTIONS)["status"] == "disagrees"
 
 
 # **** results that were never computed by a kernel: every head, every sequence, every request ****
 
 def right(workload: Forward) -> dict[str, Any]:
     """A set of the CPU's with its exact result."""
-    one = workload.given("cpu")[0]
+    one = workload.make_inputs("cpu")[0]
     q, k, v = (one[name].double() for name in "qkv")
     one["out"] = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=workload.causal, enable_gqa=bool(workload.kv_heads)).bfloat16()
@@ -118,7 +118,7 @@ def test_rows_of_long_sequences_are_sampled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_attention, "SHORT", 50)
     workload = Forward(1, 2, 128, 64, True)
     one = right(workload)
-    rows = workload.compared("cpu").tolist()
+    rows = workload.rows_to_compare("cpu").tolist()
     assert rows == [0, 5, 48, 91, 102, 127]
     for row in range(128):
         out = one["out"].clone()
@@ -131,7 +131,7 @@ def test_every_row_of_a_matmul_is_compared(monkeypatch: pytest.MonkeyPatch):
     for shape in (gpu_gemm.GemmWorkload("x", 40, 24, 32), gpu_gemm.GemmWorkload("x", 40, 24, 32, True),
                   gpu_gemm.GemmWorkload("x", 40, 24, 32, fp8=True),
                   gpu_gemm.GemmWorkload("x", 40, 24, 272, fp8=True, blocks=True)):
-        one = shape.given("cpu")[0]
+        one = shape.make_inputs("cpu")[0]
         left, right = (one[name].view(-1, shape.k).double() for name in "ab")
         if shape.blocks:    # 24 rows of w are one block
             left = left * one["a_scale"].view(40, 3).repeat_interleave(128, 1)[:, :272]
@@ -148,7 +148,7 @@ def test_every_row_of_a_matmul_is_compared(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_request_is_compared():
     workload = gpu_paged.Paged(9, 40)
-    one = workload.given("cpu")[0]
+    one = workload.make_inputs("cpu")[0]
     for b in range(9):
         k, v = (one[name][one["table"][b].long()].view(-1, 8, 128)[:40].double() for name in "kv")
         p = (torch.einsum("hgd,thd->hgt", one["q"][b].view(8, 4, 128).double(), k) / 128**0.5).softmax(-1)
@@ -165,7 +165,7 @@ def test_gradients_of_every_head_are_compared(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(gpu_attention, "SHORT", short)
     workload = gpu_backward.Backward(Forward(2, 4, 64, 64, True, 2))
     torch.manual_seed(7)
-    one = workload.given("cpu")[0]
+    one = workload.make_inputs("cpu")[0]
     leaves = [one[name].double().requires_grad_() for name in "qkv"]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     made = torch.autograd.grad(out, leaves, one["grad"].double())
@@ -184,7 +184,7 @@ def test_what_is_not_written_is_said():
                      gpu_elementwise.ElementwiseWorkload("rms", 4, 64),
                      gpu_gemm.GemmWorkload("x", 16, 16, 32),
                      gpu_backward.Backward(Forward(1, 1, 32, 64, True))):
-        given = workload.given("cpu")
+        given = workload.make_inputs("cpu")
         gpu_compare.poison(workload, given)
         name = workload.results[0]
         assert gpu_compare.differs(workload, given) == f"set 0: elements of {name} were not written"

@@ -44,7 +44,7 @@ def test_contenders_carry_their_windows(monkeypatch: pytest.MonkeyPatch):
         launches.append((work.window, gpu.set_aside_bytes)) if isinstance(work, Launch) else None,
         submit(work, *args)))
     bench = l2.L2Bench(gpu, 64 * KIB, 16 * KIB, CTAS)
-    found = l2.measured(bench, 32 * KIB, rounds=2, repeats=1)
+    found = l2.measure(bench, 32 * KIB, rounds=2, repeats=1)
     blocks = 2 * (1 + l2.WARM)      # launches of a block: Y and X
     assert launches[:blocks] == [(None, 0)] * blocks
     whole = Window(bench.x, 32 * KIB, 1.0), 32 * KIB
@@ -90,7 +90,7 @@ def test_the_prediction_is_called_one(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str],
-                                          monkeypatch: pytest.MonkeyPatch):
+                                           monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda_api, "missing", lambda ordinal: "no NVIDIA GPU")
     assert l2.main([]) == 2
     captured = capsys.readouterr()

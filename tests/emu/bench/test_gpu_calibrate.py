@@ -14,7 +14,7 @@ import pytest
 
 from bench.gpu import calibrate as gpu_calibrate
 from bench.gpu import calibrate_players
-from bench.gpu.calibrate_constants import CONSTANTS, MEASURES, calibrated
+from bench.gpu.calibrate_constants import CONSTANTS, MEASURES, calibrate
 from bench.gpu.calibrate_players import GPUPlayer, ModelPlayer
 from bench.gpu.calibrate_probe import PROBES, fits, program
 from tests.support.runtime.cuda_fake import installed
@@ -46,7 +46,7 @@ def recovered(name: str, wanted: Iterable[str]) -> None:
     truth = other(base)
     rows = {each.measure: [MEASURES[each.measure].value(ModelPlayer(truth))] for each in CONSTANTS
             if each.name in wanted and MEASURES[each.measure].of(base.arch)}
-    found, said = calibrated(rows, base)
+    found, said = calibrate(rows, base)
     assert {one for one in wanted if said[one].measure} >= set(wanted) - {"pdl_gap_s"}
     for one in wanted:
         if not said[one].measure: continue
@@ -88,7 +88,7 @@ def test_all_figures_are_found(name: str):
 
 def test_figures_that_nothing_tells_stay():
     base = figures("h200")
-    found, said = calibrated({"clock of idle SMs": [1.9e9, 1.7e9, 1.8e9], "clock, L2": [1.8e9]}, base)
+    found, said = calibrate({"clock of idle SMs": [1.9e9, 1.7e9, 1.8e9], "clock, L2": [1.8e9]}, base)
     assert found == replace(base, clock_hz=1.8e9)
     assert said["clock_hz"].spread == pytest.approx(0.2 / 1.8)
     assert said["memory_w"].why == "power does not limit the clock"

@@ -22,7 +22,7 @@ MATMUL, ATTENTION = CASES["wgmma: bf16"], CASES["flash_wgmma: causal d 128"]
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case.quick else pytest.mark.slow, id=name)
                                   for name, case in CASES.items()])
 def test_no_kernel_is_slower_than_the_baseline(case: GateCase):
-    lines = gates.judged(case, KNOWN)
+    lines = gates.judge(case, KNOWN)
     assert not lines, "\n".join(lines)
 
 
@@ -48,7 +48,7 @@ def spoilt(case: GateCase, monkeypatch: pytest.MonkeyPatch, old: str, new: str) 
         assert old in made.ptx
         return replace(made, ptx=made.ptx.replace(old, new))
     monkeypatch.setattr(TABLE, "build", changed)
-    return gates.judged(case, KNOWN)
+    return gates.judge(case, KNOWN)
 
 
 def test_softmax_that_no_longer_overlaps_names_its_wait(monkeypatch: pytest.MonkeyPatch):
@@ -63,7 +63,7 @@ def test_softmax_that_no_longer_overlaps_names_its_wait(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_pipeline_without_enough_stages_names_its_barrier_and_its_loads():
-    lines = gates.judged(replace(MATMUL, schedule=MATMUL.schedule.stages(2)), KNOWN)
+    lines = gates.judge(replace(MATMUL, schedule=MATMUL.schedule.stages(2)), KNOWN)
     assert any("mbarrier.try_wait" in line and "a warp waits" in line for line in lines)
     assert any("cp.async.bulk.tensor" in line and "latency of memory" in line for line in lines)
     assert any(line.strip().startswith("schedule: was") for line in lines)
@@ -72,9 +72,9 @@ def test_a_pipeline_without_enough_stages_names_its_barrier_and_its_loads():
 def test_what_ptxas_serialises_is_reported(monkeypatch: pytest.MonkeyPatch):
     def serialised(*_: object): raise PTXError("ptxas changed the kernel: (C7510)")
     monkeypatch.setattr(gates, "records", serialised)
-    assert gates.judged(MATMUL, KNOWN) == ["wgmma: bf16: ptxas changed the kernel: (C7510)"]
-    assert gates.judged(MATMUL, {}) == ["wgmma: bf16: not in baseline.json: python "
-                                        "bench/timing/gates.py --refresh"]
+    assert gates.judge(MATMUL, KNOWN) == ["wgmma: bf16: ptxas changed the kernel: (C7510)"]
+    assert gates.judge(MATMUL, {}) == ["wgmma: bf16: not in baseline.json: python "
+                                       "bench/timing/gates.py --refresh"]
 
 
 EXPONENTIALS = "exponentials while a wgmma is under way"
@@ -108,4 +108,4 @@ def test_a_refresh_says_what_got_better_and_worse():
     assert [line.split()[0] for line in lines] == ["WORSE", "better", "new", "gone"]
     assert "(+20.0%)" in lines[0]
     assert list(gates.changes(new, new)) == []
-    assert gates.written(KNOWN) == gates.BASELINE.read_text()
+    assert gates.render_baseline(KNOWN) == gates.BASELINE.read_text()

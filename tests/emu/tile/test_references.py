@@ -47,7 +47,7 @@ def gemms() -> dict[str, GemmSpec]:
         "few rows": matmul(3, 200, 264), "few rows f32": matmul(2, 90, 136, F32, "KM", batch=(3,)),
         "f32": matmul(70, 90, 136, F32), "columns": matmul(70, 90, 136, out_major="M", out=F32),
         "batch": matmul(40, 48, 96, F16, batch=(2, 3), epilogue=placed.cast(F16)),
-        "gate and up": specs.gated(33, 64, 96), "lower": matmul(70, 96, 64, epilogue=lower.cast(BF16)),
+        "gate and up": specs.gate_up(33, 64, 96), "lower": matmul(70, 96, 64, epilogue=lower.cast(BF16)),
         "residual": matmul(70, 96, 64, epilogue=residual), "e4m3": matmul(70, 96, 160, E4M3),
         "e5m2": matmul(20, 96, 160, E5M2), "to e4m3": matmul(70, 96, 64, out=E4M3, epilogue=narrow),
         "int8": matmul(70, 96, 160, S8), "uint8 clamped": matmul(5, 96, 64, U8, epilogue=clamped),
@@ -64,7 +64,7 @@ def norms() -> dict[str, Any]:
     return {"rms": specs.rms(7, 77, F16), "rms long": specs.rms(2, 5000), "layer": specs.layer(5, 300),
             "layer f32": specs.layer(3, 129, F32), "softmax": specs.softmax(3, 100, F32),
             "softmax bf16": specs.softmax(9, 1030), "argmax": specs.argmax(4, 320),
-            "counted": specs.counted(20, 100), "to e4m3": specs.codes(6, 256),
+            "counted": specs.int_rows(20, 100), "to e4m3": specs.codes(6, 256),
             "to e4m3 of groups": specs.codes(6, 384, 128), "elements": specs.elements(6, 200),
             "beside": gate_gradient(5, 72, BF16, "silu"),
             "beside f32": gate_gradient(3, 77, F32, "gelu"), "gated": apply_gate(6, 40, F16, "gelu_tanh"),
@@ -81,29 +81,30 @@ def column_sums() -> dict[str, Any]:
 def attentions() -> dict[str, Any]:
     """Attentions: bands, scores, layouts, ragged batches, dropout, scales; and their gradients."""
     two, small = {"heads": 2, "batch": 2}, {"heads": 1, "batch": 1}
-    slopes = {"score": specs.sloped(32)}
-    begins = specs.ragged(attention(40, 50, bshd=True, band=CAUSAL), (80, 100))
+    slopes = {"score": specs.alibi(32)}
+    begins = specs.pack_sequences(attention(40, 50, bshd=True, band=CAUSAL), (80, 100))
     forward = {
         "causal": attention(70, 90, band=CAUSAL, group=2, lse=True, bshd=True, start=20, **small),
         "window": attention(70, 90, 128, F16, band=Band(-20, 3), lse=True, start=60, **small),
         "one row": attention(1, 130, 96, group=4, **small), "wide values": attention(33, 50, 64, d_v=128),
-        "soft-cap": attention(40, 50, 32, F16, score=specs.capped(32)),
+        "soft-cap": attention(40, 50, 32, F16, score=specs.soft_cap(32)),
         "slopes": attention(40, 50, 32, start=9, **slopes, **two),
-        "bias": attention(40, 50, 32, score=specs.biased(40, 50, 32)), "f32": attention(40, 50, 32, F32),
+        "bias": attention(40, 50, 32, score=specs.mask_and_bias(40, 50, 32)),
+        "f32": attention(40, 50, 32, F32),
         "dropout": attention(40, 50, 32, kept=200, lse=True), "ragged": begins,
         "ragged dropout": replace(begins, kept=100),
         "sinks": attention(40, 50, 32, band=CAUSAL, group=2, lse=True, sinks=(0, 2, 1)),
         "ragged sinks": replace(begins, sinks=(0, begins.batch[2], 1)),
-        "e4m3": specs.scaled(attention(70, 130, 64, band=CAUSAL, **small), 32),
-        "e4m3 by head": specs.scaled(attention(70, 130, 128, **small), 0),
+        "e4m3": specs.with_fp8_scales(attention(70, 130, 64, band=CAUSAL, **small), 32),
+        "e4m3 by head": specs.with_fp8_scales(attention(70, 130, 128, **small), 0),
         "symbolic": attention(70, 90, symbolic=("s_q", "s_kv", "start"), band=CAUSAL, **small)}
     gradients = {
         "causal": backward(70, 90, band=CAUSAL, **small),
         "ordered": backward(70, 90, band=CAUSAL, group=2, deterministic=True, **small),
         "turned": backward(40, 60, 64, F16, bshd=True, heads=1, group=3, band=Band(-20, 3), start=20),
-        "soft-cap": backward(40, 60, 64, F16, score=specs.capped()),
+        "soft-cap": backward(40, 60, 64, F16, score=specs.soft_cap()),
         "slopes": backward(40, 50, 32, start=9, **slopes, **two),
-        "bias": backward(40, 50, 32, score=specs.biased(40, 50, 32)), "f32": backward(40, 50, 32, F32),
+        "bias": backward(40, 50, 32, score=specs.mask_and_bias(40, 50, 32)), "f32": backward(40, 50, 32, F32),
         "dropout": backward(40, 50, 32, kept=120), "wide values": backward(33, 50, 64, d_v=128, out=F32)}
     return forward | {f"gradient, {name}": spec for name, spec in gradients.items()}
 

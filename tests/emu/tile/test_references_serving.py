@@ -52,9 +52,9 @@ def caches() -> dict[str, DecodeSpec]:
     apart = {"table": False, "pages": 1}
     return {
         "pages": decode(3, group=3, d=64, pages=9),
-        "window": decode(3, 1, 3, 3, 96, 8, 11, F16, window=20, score=specs.capped(96)),
+        "window": decode(3, 1, 3, 3, 96, 8, 11, F16, window=20, score=specs.soft_cap(96)),
         "8 rows": decode(2, 1, 8, 8, 32, pages=5),
-        "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.sloped()),
+        "slopes": decode(3, 2, 3, 2, 64, 32, 3, score=specs.alibi()),
         "e4m3": decode(3, 2, 2, 1, 64, 32, 3, kv=E4M3), "e5m2": decode(2, 1, 2, 1, 32, 32, 3, kv=E5M2),
         "sinks, chunks": decode(2, 1, 3, 2, 32, pages=5, window=20, chunked=True, sinks=True),
         "int8": decode(3, 2, 2, 2, 64, 16, 5, F16, S8, causal=False),

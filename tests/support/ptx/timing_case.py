@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.lib.gemm_peers import OURS_PTX
-from bench.timing.emitted_cases import cases, emitted
+from bench.timing.emitted_cases import cases, emit
 
 NVCC = Path(__file__).parents[2] / "emu" / "ptx" / "nvcc"
 OURS = {"gemm": "gemm: bf16 4096 | sm_90a | default",
@@ -29,7 +29,7 @@ KERNELS = (*OURS, *(name for name in TRITON if name != AMPERE), "nvcc hopper", "
 @cache
 def ptx(name: str) -> str:
     """The PTX of one of KERNELS."""
-    if name in OURS: return emitted(next(case for case in cases() if case.name == OURS[name])).kernels[0].ptx
+    if name in OURS: return emit(next(case for case in cases() if case.name == OURS[name])).kernels[0].ptx
     if name not in TRITON: return (NVCC / f"{name.partition(' ')[2]}.ptx").read_text()
     from tests.support.ptx.triton_case import compile_for
     from tests.support.ptx.triton_kernels import CASES

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.attention_launch import submitted
+from bench.gpu.attention_launch import make_launch
 from tests.support.tile import attention_case, backward_case, decode_case
 from tests.support.tile.gemm_case import GUARD, TORCH, bits
 from tinygrad_nv.ptx.emulator.report import Report
@@ -53,7 +53,7 @@ def results(driver: Driver, kernels: Sequence[TileKernel], storages: Sequence[Ke
         for address, each in zip(addresses, storages, strict=True):
             if isinstance(each, Kept): driver.copy_in(address, memoryview(each.bytes))
         fills = [(addresses[number], nbytes) for number, nbytes in (zeroed or {}).items()]
-        submitted(driver, kernels, addresses, integers, rows, fills)(None)
+        make_launch(driver, kernels, addresses, integers, rows, fills)(None)
         found = []
         for number in wanted:
             out = bytearray(sizes[number])

@@ -112,7 +112,7 @@ def test_what_differs_is_said(capsys):
          "other schedule": one(schedule="mma 64x64")}
     b = {"same": one("ret;\n"), "new": one(), "text": one("sub;\nret;\n"), "threads": one(threads=128),
          "other schedule": one(schedule="mma 64x32")}
-    assert list(emitted.compared(a, b)) == [("text", ["text"]), ("threads", ["launch"]),
+    assert list(emitted.compare(a, b)) == [("text", ["text"]), ("threads", ["launch"]),
                                            ("other schedule", ["schedule"])]
     assert emitted.report(a, b, {}, (), 40)
     said = capsys.readouterr().out
@@ -120,10 +120,10 @@ def test_what_differs_is_said(capsys):
                   "launch: threads 64 -> 128", "-add;", "+sub;",
                   "1 equal, 3 differ (schedule 1, launch 1, text 1), 1 in the first alone, 1 in the second"):
         assert words in said
-    assert list(emitted.compared(a, b, left_out=("schedule", "launch"))) == [("text", ["text"])]
+    assert list(emitted.compare(a, b, left_out=("schedule", "launch"))) == [("text", ["text"])]
     both = [{"text": each["text"]} for each in (a, b)]
     assert emitted.report(*both, {}, (), 0)
-    assert list(emitted.compared(a, b, {"add": "sub"}, ("schedule", "launch"))) == []
+    assert list(emitted.compare(a, b, {"add": "sub"}, ("schedule", "launch"))) == []
     assert not emitted.report(a, a, {}, (), 40)
 
 
@@ -136,16 +136,16 @@ def test_cases_are_of_all_families_and_their_kernels_are_made():
     assert all(found[family] >= 8 and any(name.startswith("CPU") and family in name for name in found)
                for family in families)
     few = list({case.family: case for case in every}.values())
-    made = emitted.written(few)
+    made = emitted.make_records(few)
     assert all(made[case.name]["kind"] in ("PTX", "C") and made[case.name]["launch"] for case in few)
     assert "header: vector.h" in made
-    assert not emitted.report(made, emitted.written(few), {}, (), 40)
+    assert not emitted.report(made, emitted.make_records(few), {}, (), 40)
 
 
 @pytest.mark.slow
 def test_no_template_copies_by_cp_async_with_a_cache_policy():
     """Of those ptxas makes an illegal instruction; the builder refuses them."""
     texts = [kernel.ptx for case in cases() if not isinstance(case.target, CPU) and case.schedule is None
-             for kernel in emitted_cases.emitted(case).kernels]
+             for kernel in emitted_cases.emit(case).kernels]
     assert sum("cp.async.cg" in text for text in texts) > 20
     assert not any(re.search(r"cp\.async\.c[ag]\S*cache_hint", text) for text in texts)

@@ -61,27 +61,27 @@ TO_OUT = 'while [ "$1" != -o ]; do shift; done; echo built > "$2"'
 def test_a_library_is_built_once(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch):
     log = nvcc(tmp_path, monkeypatch, TO_OUT)
     out = tmp_path / "cache"
-    for _ in range(2): assert fa3.built(sources, None, 128, out) == out / "fa3_128.so"
+    for _ in range(2): assert fa3.build(sources, None, 128, out) == out / "fa3_128.so"
     line, = log.read_text().splitlines()
     for words in ("-DHEAD_DIM=128", "arch=compute_90a,code=[sm_90a,compute_90a]", f"-I{sources}",
                   "csrc/cutlass/include", str(fa3.WRAPPER), "-DFLASHATTENTION_DISABLE_VARLEN"):
         assert words in line
-    assert fa3.built(out, None, 128) == out / "fa3_128.so", "a folder of libraries"
+    assert fa3.build(out, None, 128) == out / "fa3_128.so", "a folder of libraries"
     os.utime(sources / "flash.h", (2**33, 2**33))
-    fa3.built(sources, None, 128, out)
+    fa3.build(sources, None, 128, out)
     assert len(log.read_text().splitlines()) == 2, "sources that are newer"
 
 
 def test_what_is_missing_is_said(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(NotMeasured, match=r"has neither fa3_64\.so nor FlashAttention-3's sources"):
-        fa3.built(tmp_path, None, 64)
+        fa3.build(tmp_path, None, 64)
     nvcc(tmp_path, monkeypatch, 'echo "x.h(3): error: no such type" >&2; exit 1')
     with pytest.raises(NotMeasured, match=r"does not build FlashAttention-3: x\.h\(3\): error: no such type"):
-        fa3.built(sources, None, 64, tmp_path / "cache")
+        fa3.build(sources, None, 64, tmp_path / "cache")
     with pytest.raises(NotMeasured, match=r"no cutlass/cutlass\.h in"):
-        fa3.built(sources, tmp_path / "elsewhere", 64, tmp_path / "cache")
+        fa3.build(sources, tmp_path / "elsewhere", 64, tmp_path / "cache")
     monkeypatch.setattr(fa3.shutil, "which", lambda *given, **named: None)
-    with pytest.raises(NotMeasured, match="needs nvcc"): fa3.built(sources, None, 64, tmp_path / "cache")
+    with pytest.raises(NotMeasured, match="needs nvcc"): fa3.build(sources, None, 64, tmp_path / "cache")
     with pytest.raises(NotMeasured, match="flash_attn_interface is not installed"):
         fa3.contender(Forward(1, 1, 64, 64, True), [], Namespace(fa3=None))
 
@@ -129,6 +129,6 @@ def test_the_package_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, pair
     monkeypatch.setitem(sys.modules, "flash_attn_interface", made)
     monkeypatch.setattr(fa3, "find_spec", lambda name: object())
     workload = Forward(2, 4, 24, 64, True, 2)
-    given = workload.given("cpu")
+    given = workload.make_inputs("cpu")
     run = fa3.contender(workload, given, Namespace(fa3=None))
     assert gpu_compare.wrong(workload, given, run) == ""

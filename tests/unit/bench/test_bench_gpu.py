@@ -212,22 +212,22 @@ def test_what_was_measured_is_not_replaced_by_what_was_not(toy: Toy):
 
 @pytest.mark.parametrize("call", gpu.CALLS)
 def test_a_call_ends_within_ten_minutes_and_resumes(call: str):
-    options = gpu.parsed(["--call", call])
-    parts = gpu.chosen(options)
+    options = gpu.parse_args(["--call", call])
+    parts = gpu.choose_parts(options)
     assert list(parts.values()) == sorted(parts.values())
     assert max(parts.values()) <= 9.5
     assert (options.resume, options.seconds) == (True, gpu.CALL_SECONDS)
     assert set(parts) <= set(gpu_parts.PARTS)
-    assert max(gpu.chosen(gpu.parsed(["--call", call, "--minutes", "2"])).values()) == 2
-    assert gpu.parsed(["--call", call, "--seconds", "3"]).seconds == 3
+    assert max(gpu.choose_parts(gpu.parse_args(["--call", call, "--minutes", "2"])).values()) == 2
+    assert gpu.parse_args(["--call", call, "--seconds", "3"]).seconds == 3
 
 
 def test_the_calls_have_every_part_once():
     assert sorted(name for parts in gpu.CALLS.values() for name in parts) == sorted(gpu_parts.PARTS)
     assert next(iter(gpu.CALLS["first"])) == "smoke"
-    options = gpu.parsed([])
+    options = gpu.parse_args([])
     assert (options.resume, options.seconds) == (False, gpu.SECONDS)
-    assert set(gpu.chosen(options)) == set(gpu_parts.PARTS)
+    assert set(gpu.choose_parts(options)) == set(gpu_parts.PARTS)
 
 
 BLOCK = """

@@ -32,7 +32,7 @@ N = 64
 # **** smoke ****
 
 def smoke(name: str, options: Namespace = OPTIONS) -> dict[str, Any]:
-    return gpu_smoke.opened(options)(name, 10.0)
+    return gpu_smoke.open_worker(options)(name, 10.0)
 
 
 @pytest.mark.parametrize("name", gpu_smoke.ASKED)
@@ -153,7 +153,7 @@ def measured(cases: Cases, tmp_path: Path, **options: Any) -> dict[str, Any]:
     """The row of the test."""
     given = Namespace(**{**vars(OPTIONS), "cases": tmp_path / "cases.sqlite", **options})
     assert gpu_chains.rows(given) == ["test_here::test_it"]
-    measure = PARTS["chains"].opened
+    measure = PARTS["chains"].open_worker
     assert measure is not None
     return measure(given)("test_here::test_it", 10.0)
 
@@ -176,7 +176,7 @@ def test_only_values_without_approximations_are_judged_by_bits(ptx: str, bits: b
     """The emulator rounds approximations exactly, which no GPU does."""
     values = np.arange(N, dtype=np.float32)
     memory = Memory(0, values.tobytes(), values.tobytes(), "float32")
-    made = gpu_record.judged_by(0, memory, ptx, "float32", values.astype(np.float64), np.full(N, 2.0**-20))
+    made = gpu_record.judge(0, memory, ptx, "float32", values.astype(np.float64), np.full(N, 2.0**-20))
     assert made.exact.size == made.bound.size == (0 if bits else N)
 
 

@@ -19,7 +19,7 @@ class Work:
     """A workload whose right result is 3, in each of two sets."""
     name, work, nbytes, results = "three", 6.0, 30.0, ("out",)
 
-    def given(self, device: str) -> list[dict[str, torch.Tensor]]:
+    def make_inputs(self, device: str) -> list[dict[str, torch.Tensor]]:
         return [{"out": torch.zeros(1)} for _ in range(2)]
 
     def unlike(self, one: dict[str, torch.Tensor]) -> str:
@@ -48,7 +48,7 @@ def contenders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, Any]):
-    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
     assert list(runs) == ["ours", "torch"]
     assert notes == {"Triton": "it has no such thing", "other": "RuntimeError: a library fails"}
     assert wrong == []
@@ -56,7 +56,7 @@ def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, An
 
 def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
     contenders["torch"] = answers(4)
-    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
     assert list(runs) == ["ours"]
     assert wrong == ["torch: set 0: 4, exactly 3"]
     assert notes["torch"] == "wrong: set 0: 4, exactly 3"
@@ -64,17 +64,17 @@ def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
 
 def test_every_set_is_compared_before_anything_is_timed(contenders: dict[str, Any]):
     contenders["torch"] = answers(3, later=4, sound=1)
-    assert gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())[2] == [
+    assert gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())[2] == [
         "torch: set 1: 4, exactly 3"]
     contenders["torch"] = lambda workload, given, options: lambda i: given[0]["out"].fill_(3)
-    assert gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())[2] == [
+    assert gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())[2] == [
         "torch: set 1: elements of out were not written"]
 
 
 def test_ours_that_fails_fails_the_row(contenders: dict[str, Any]):
     contenders["ours"] = broken
     with pytest.raises(RuntimeError, match="a library fails"):
-        gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+        gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
 
 
 def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
@@ -104,7 +104,7 @@ def test_the_table_says_what_is_missing(contenders: dict[str, Any]):
     rows = {"three": {"status": "measured", "work": 6e12, "nbytes": 3e9,
                       "seconds": {"ours": [1.0, 1.0, 2.0], "torch": [2.0, 3.0, 2.0]}},
             "four": {"status": "not measured", "why": "out of time"}}
-    said = Timings(Column("TFLOP/s")).shown("toy", rows)
+    said = Timings(Column("TFLOP/s")).render("toy", rows)
     first = said.splitlines()[1].split()
     assert first[:6] == ["three", "6.0", "3", "3.0", "-", "-"]
     assert first[6:] == ["2.000", "1.00", "…", "3.00"]
@@ -151,7 +151,7 @@ def test_a_burst_is_a_graph_of_runs_on_all_sets(monkeypatch: pytest.MonkeyPatch)
         clock.now += 2.0  # ms
         if clock.capturing: runs.append(i)
 
-    burst = Bursts(run, 3).sized(0.02)
+    burst = Bursts(run, 3).set_size(0.02)
     assert burst.count == 10
     assert runs == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
     assert burst.seconds() == pytest.approx(2e-3)
@@ -165,7 +165,7 @@ def test_what_cannot_be_captured_is_launched_and_said(monkeypatch: pytest.Monkey
         clock.now += 4.0
         if clock.capturing: raise RuntimeError("not while a stream is captured")
 
-    burst = Bursts(run, 1).sized(0.02)
+    burst = Bursts(run, 1).set_size(0.02)
     assert (burst.count, burst.graph) == (5, None)
     assert burst.seconds() == pytest.approx(4e-3)
     assert burst.why_eager == "RuntimeError: not while a stream is captured"
@@ -176,7 +176,7 @@ def test_a_row_of_timings_from_beginning_to_end(contenders: dict[str, Any], monk
     monkeypatch.setitem(gpu_parts.ABOUT, "toy", lambda workload: {"schedule": "the best"})
     monkeypatch.setitem(gpu_parts.ALONE, "toy", {"tinygrad": absent, "plain": lambda *arguments: [0.5]})
     contenders["other"] = answers(4)
-    row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
+    row = gpu_parts.compare("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
     assert (row["status"], row["why"]) == ("disagrees", "other: set 0: 4, exactly 3")
     assert row["schedule"] == "the best"
     assert row["notes"]["tinygrad"] == row["notes"]["Triton"] == "it has no such thing"
@@ -190,7 +190,7 @@ def test_what_goes_wrong_in_the_bursts_alone_is_found(contenders: dict[str, Any]
     """Right in the runs that are compared first, and, with 4, wrong from the thousandth on."""
     Clock(monkeypatch, captures=False)
     contenders["torch"] = answers(3, later, 1000)
-    row = gpu_parts.compared("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
+    row = gpu_parts.compare("toy", Work(), Namespace(seed=0, without_tinygrad=False), 0.0)
     if later == 3: assert (row["status"], set(row["seconds"])) == ("measured", {"ours", "torch"})
     else:
         assert (row["status"], row["why"]) == ("disagrees", "torch, after its bursts: set 0: 4, exactly 3")
@@ -201,7 +201,7 @@ def test_what_goes_wrong_in_the_bursts_alone_is_found(contenders: dict[str, Any]
 def test_a_run_that_computes_nothing_is_not_compared(contenders: dict[str, Any]):
     contenders["torch"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 0)
     contenders["Triton"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 1)
-    runs, _, wrong = gpu_parts.ready("toy", Work(), Work().given("cpu"), Namespace())
+    runs, _, wrong = gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
     assert list(runs) == ["ours", "torch"]
     assert wrong == ["Triton: set 0: elements of out were not written"]
 
@@ -209,11 +209,11 @@ def test_a_run_that_computes_nothing_is_not_compared(contenders: dict[str, Any])
 @pytest.mark.parametrize("count", [1, 15, 16, 100, 8192])
 def test_places_that_are_compared(count: int):
     """One of each 16 rows, at every place of a warp's 16."""
-    places = gpu_compare.spaced(count, 16)
+    places = gpu_compare.spread_numbers(count, 16)
     assert {place // 16 for place in places} == set(range(-(-count // 16)))
     assert (places[0], places[-1]) == (0, count - 1)
     if count == 8192: assert {place % 16 for place in places} == set(range(16))
-    assert gpu_compare.spaced(count, 1) == list(range(count))
+    assert gpu_compare.spread_numbers(count, 1) == list(range(count))
 
 
 def test_matmuls_are_timed_with_the_grid_that_users_get(monkeypatch: pytest.MonkeyPatch):

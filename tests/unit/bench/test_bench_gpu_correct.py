@@ -19,8 +19,8 @@ from bench.gpu import correct as gpu_correct
 from bench.gpu import gemm as gpu_gemm
 from bench.gpu import gemm_contenders
 from bench.gpu import record as gpu_record
-from bench.gpu.cases import Case, Cases, Judged, moved
-from bench.gpu.correct import replayed, verdict
+from bench.gpu.cases import Case, Cases, Judged, relocate
+from bench.gpu.correct import replay, verdict
 from tests.support.runtime import cuda_fake
 from tinygrad_nv.ptx.assemble import assemble, sass
 from tinygrad_nv.ptx.emulator import Emulator, TensorMap
@@ -147,7 +147,7 @@ ret;
     assert (spec.dtype, spec.address, spec.dims, spec.strides, spec.box, spec.swizzle) == \
         ("f16", buffer.ptr, (32, 16), (64,), (16, 8), "32B")
     assert [each.address for each in case.memory] == [buffer.ptr]
-    assert replayed(EmulatedDriver(), case)[0] == [case.memory[0].after]
+    assert replay(EmulatedDriver(), case)[0] == [case.memory[0].after]
 
 
 # **** replaying ****
@@ -156,7 +156,7 @@ def test_addresses_move_with_their_memory(recorder: object, cases: Cases):
     case = recorded(cases)
     a, b = case.memory
     words = struct.pack("<4Q", a.address, b.address + 8, 7, b.address + len(b.before)) + b"tail"
-    at = moved(words, case.memory, [1 << 40, 2 << 40])
+    at = relocate(words, case.memory, [1 << 40, 2 << 40])
     assert struct.unpack("<4Q", at[:32]) == (1 << 40, (2 << 40) + 8, 7, b.address + len(b.before))
     assert at[32:] == b"tail"
 
@@ -171,14 +171,14 @@ def test_memory_that_holds_addresses_is_reached(recorder: object, cases: Cases):
     assert len(case.memory) == 3
     device = EmulatedDriver()
     device.alloc(1 << 20)  # nothing lies where it lay
-    found, addresses = replayed(device, case)
+    found, addresses = replay(device, case)
     assert verdict(case, found, addresses).kind == "same"
     assert addresses != [each.address for each in case.memory]
 
 
 def test_nothing_stays_on_the_device(recorder: object, cases: Cases):
     device = EmulatedDriver()
-    replayed(device, recorded(cases))
+    replay(device, recorded(cases))
     assert device.used_bytes == 0
 
 
@@ -201,7 +201,7 @@ def test_no_mul_and_add_are_fused(recorder: object, cases: Cases):
     assert "mul.rn.f32 %v, %v, %v;\nadd.rn.f32 %v, %v, 0f3DCCCCCD;\nred.global.add.f32 [%o], %v;" in text
     assert counts(text) == [0, 1, 1]
     case = recorded(cases, FUSED, np.linspace(0, 1, N, dtype=np.float32))
-    assert verdict(case, *replayed(EmulatedDriver(), case)).kind == "same"
+    assert verdict(case, *replay(EmulatedDriver(), case)).kind == "same"
 
 
 IGNORED = kernel("setmaxnreg.inc.sync.aligned.u32 64;").replace("sm_80", "sm_90a")
@@ -213,7 +213,7 @@ def test_a_kernel_that_ptxas_does_not_follow_is_left_out(recorder: object, cases
     cases.add(replace(good, name="test_here::test_it#ignored", ptx=IGNORED))
     options = Namespace(cases=tmp_path / "cases.sqlite", emulate=False, seed=0, only="")
     with cuda_fake.installed(ptxas=True):
-        row = gpu_correct.opened(options)("test_here::test_it", 10.0)
+        row = gpu_correct.open_worker(options)("test_here::test_it", 10.0)
     assert (row["status"], row["same"], row["elsewhere"]) == ("measured", 1, 1)
 
 
@@ -229,7 +229,7 @@ def test_which_ptx_a_device_runs(recorder: object, cases: Cases, target: str, ar
 
 def test_a_disagreement_says_where_and_what_and_how_to_run_it_again(recorder: object, cases: Cases):
     case = recorded(cases)
-    said = verdict(case, *replayed(Wrong(), case))
+    said = verdict(case, *replay(Wrong(), case))
     assert said.kind == "disagrees"
     for words in ("either the kernel or the emulator is wrong", case.name, "kernel each", "buffer 1 of 2",
                   "1 of 64 elements differ", "is 5: 1234 on the device, 10 emulated"):
@@ -326,7 +326,7 @@ def test_a_gpu_in_the_emulators_place(recorder: object, cases: Cases, tmp_path: 
     recorded(cases, EXP, np.linspace(0, 1, N, dtype=np.float32))
     options = Namespace(cases=tmp_path / "cases.sqlite", emulate=False, seed=0, only="")
     with cuda_fake.installed():
-        row = gpu_correct.opened(options)("test_here::test_it", 10.0)
+        row = gpu_correct.open_worker(options)("test_here::test_it", 10.0)
     assert row["status"] == "measured", row
     assert (row["launches"], row["same"]) == (2, 2)
 
@@ -339,7 +339,7 @@ OPTIONS = Namespace(arch="sm_90a", seed=0, emulate=True)
 @pytest.mark.parametrize("name", ["1024³", "Llama 8B o M=1", "Llama 8B gate_up silu M=16"])
 def test_products_are_right_on_the_emulated_device(name: str):
     shape = next(each for each in gpu_gemm.shapes() if each.name == name)
-    row = gpu_gemm.counted(shape, OPTIONS)
+    row = gpu_gemm.run_emulated(shape, OPTIONS)
     assert row["status"] == "emulated", row
     assert row["predicted_s"] > 0
 
@@ -349,7 +349,7 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch):
     build = gpu_gemm.TABLE.build
     monkeypatch.setattr(gpu_gemm, "TABLE", Namespace(build=lambda spec, *rest: build(
         replace(spec, epilogue=(gpu_gemm.Sum() * 1.05).cast(spec.out.dtype)), *rest)))
-    row = gpu_gemm.counted(shape, OPTIONS)
+    row = gpu_gemm.run_emulated(shape, OPTIONS)
     assert row["status"] == "disagrees"
     assert "exactly" in row["why"]
 
@@ -370,13 +370,13 @@ class TorchStream:
 @pytest.mark.parametrize("name", ["Llama 8B o M=16", "Llama 8B gate_up silu M=1"])
 def test_ours_runs_in_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch, name: str):
     """On the fake of cuda.bindings: two sets of inputs, each with its own result."""
-    shape = next(each for each in gpu_gemm.shapes() if each.name == name).scaled()
+    shape = next(each for each in gpu_gemm.shapes() if each.name == name).scale_down()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", TorchStream)
     with cuda_fake.installed():
         gpu = CUDADriver()
         monkeypatch.setattr(gemm_contenders, "device", lambda: gpu)
-        sets = shape.given("cpu")
+        sets = shape.make_inputs("cpu")
         placed = [{name: OnDevice(gpu.alloc(t.nbytes)) for name, t in each.items()} for each in sets]
         for tensors, places in zip(sets, placed, strict=True):
             for key in ("a", "b"): gpu.copy_in(places[key].address, memoryview(gpu_compare.raw(tensors[key])))
@@ -389,7 +389,7 @@ def test_ours_runs_in_the_stream_of_torch(monkeypatch: pytest.MonkeyPatch, name:
             tensors["out"] = torch.frombuffer(out, dtype=torch.bfloat16)
             assert shape.unlike(tensors) == ""
         assert not torch.equal(sets[0]["out"], sets[1]["out"])
-        assert gemm_contenders.chosen(shape)["predicted_s"] > 0
+        assert gemm_contenders.describe_schedule(shape)["predicted_s"] > 0
         del run
         gpu.close()
 

@@ -63,7 +63,7 @@ def test_every_row_is_what_the_record_says():
 
 @pytest.mark.slow
 def test_the_shares_are_those_that_their_rows_give():
-    assert plan_check.fitted() == SHARES
+    assert plan_check.fit_shares() == SHARES
 
 
 def test_a_share_is_found_where_it_was_put():
@@ -77,7 +77,7 @@ def test_a_share_is_found_where_it_was_put():
 def test_a_page_gets_the_summary_between_its_marks(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{plan_check.MARK}\nold\n{plan_check.MARK}\nafter\n")
-    plan_check.written(page, RECORDED)
+    plan_check.write_page(page, RECORDED)
     first, table, last = page.read_text().split(plan_check.MARK)
     assert (first, table.strip(), last) == ("before\n", plan_check.markdown(RECORDED), "\nafter\n")
 

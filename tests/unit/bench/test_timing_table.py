@@ -28,7 +28,7 @@ def test_a_page_gets_the_table_between_its_marks(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{timing_table.MARK}\nold\n{timing_table.MARK}\nafter\n")
     rows = [record(10.0, fast=12.0)]
-    timing_table.written(page, rows)
+    timing_table.write_page(page, rows)
     first, table, last = page.read_text().split(timing_table.MARK)
     assert (first, table.strip(), last) == ("before\n", timing_table.markdown(rows), "\nafter\n")
 
@@ -42,10 +42,10 @@ def test_docs_have_what_the_record_has():
 def test_a_row_keeps_peers_of_its_own_model_alone(monkeypatch: pytest.MonkeyPatch):
     launch = SimpleNamespace(seconds=1e-5, limiter="HBM")
     monkeypatch.setattr(timing_table, "ours", lambda _: ("a schedule", [launch]))
-    monkeypatch.setattr(timing_table, "taken", lambda launches, pdl=False: launches[0].seconds)
+    monkeypatch.setattr(timing_table, "total_seconds", lambda launches, pdl=False: launches[0].seconds)
     row = Row("matmul bf16", "1 x 2 x 3", None, (Peer("theirs", lambda _: [], "their_checkout"),), flops=10)
     for model, peers in ((timing_table.model(), {"theirs": 12.0}), ("another", {})):
-        found = timing_table.predicted(row, {}, record(11.0, theirs=12.0) | {"model": model})
+        found = timing_table.predict(row, {}, record(11.0, theirs=12.0) | {"model": model})
         assert (found["peers"], found["us"], found["model"]) == (peers, 10.0, timing_table.model())
 
 

@@ -18,7 +18,7 @@ def differences(cases: Sequence[Any]) -> list[str]:
     found = []
     for case in cases:
         with Context(DEV="CPU"): why = onnx_nodes.failure(case)
-        listed = onnx_nodes.known("CPU").get(case.name)
+        listed = onnx_nodes.load_known("CPU").get(case.name)
         if why and listed is None: found.append(f"{case.name}: {why}")
         if listed is not None and not why:
             found.append(f"{case.name} passes, but {onnx_nodes.KNOWN.name} has it: {listed}")
@@ -30,10 +30,10 @@ def test_a_sample_of_cases():
     assert len(cases) == 1884
     assert not (found := differences(cases[::120])), "\n".join(found)
     for device in ("CPU", "EMU"):
-        assert onnx_nodes.known(device).keys() <= {each.name for each in cases}
-        assert all(len(reason) > 20 for reason in onnx_nodes.known(device).values())
+        assert onnx_nodes.load_known(device).keys() <= {each.name for each in cases}
+        assert all(len(reason) > 20 for reason in onnx_nodes.load_known(device).values())
     # what the package claims
-    assert len(onnx_nodes.known("CPU")) <= 0.03 * len(cases)
+    assert len(onnx_nodes.load_known("CPU")) <= 0.03 * len(cases)
 
 
 @pytest.mark.slow

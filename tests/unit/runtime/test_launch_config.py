@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import submitted
+from bench.gpu.attention_launch import make_launch
 from bench.gpu.gemm_launch import GemmLauncher
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import clock, program
@@ -115,5 +115,5 @@ def test_every_way_to_launch_has_the_same_tensor_maps():
     assert {each.l2_promotion for each in users} == {"128B"}
     assert asked(lambda: clock.arguments(gpu, kernel, (), at)) == users
     memory = dict(zip(("out", "a", "b"), at, strict=True))
-    assert asked(lambda: GemmLauncher(gpu, kernel).bound(spec, memory)) == users
-    assert asked(lambda: submitted(gpu, [kernel], at)) == users
+    assert asked(lambda: GemmLauncher(gpu, kernel).bind_launch(spec, memory)) == users
+    assert asked(lambda: make_launch(gpu, [kernel], at)) == users

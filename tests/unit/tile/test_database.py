@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tinygrad.dtype import dtypes
 
 from bench.lib.specs import attention as emitted_attention
-from bench.lib.specs import ragged, scaled
+from bench.lib.specs import pack_sequences, with_fp8_scales
 from tinygrad_nv.errors import NVError, ScheduleError, SpecError
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.attention import dense as attention
@@ -77,8 +77,8 @@ OTHERS = {"attention": attention.dense(2, 8, 512, 64, causal=True, kv_heads=2),
           "e4m3": decode.dense(4, 8, 64, 64, kv_dtype="e4m3"),
           "window": replace(attention.dense(1, 1, 64, 64), band=Band(-15, 0), kept=200, lse=True,
                             symbolic=("s_q", "s_kv")),
-          "ragged": ragged(emitted_attention(64, 64, 64, bshd=True), (100, 100)),
-          "scaled": scaled(emitted_attention(64, 64, 64), 32)}
+          "ragged": pack_sequences(emitted_attention(64, 64, 64, bshd=True), (100, 100)),
+          "scaled": with_fp8_scales(emitted_attention(64, 64, 64), 32)}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -8,7 +8,7 @@ import torch
 from tinygrad import dtypes
 
 from bench.lib.specs import attention as attention_of
-from bench.lib.specs import scaled
+from bench.lib.specs import with_fp8_scales
 from tests.support.tile.attention_case import arguments, attention, near
 from tests.support.tile.flash_case import CAUSAL, F32, FMA, MMA, WGMMA, FlashSchedule, close, launch
 from tinygrad_nv.errors import SpecError
@@ -71,7 +71,7 @@ def test_sinks_beside_evaluated_scores(schedule: FlashSchedule, scale: float):
 
 def test_sinks_of_8_bits_are_refused():
     with pytest.raises(SpecError, match="sinks of e4m3 operands"):
-        replace(scaled(attention_of(70, 130, 64), 32), sinks=(0, 1, 1))
+        replace(with_fp8_scales(attention_of(70, 130, 64), 32), sinks=(0, 1, 1))
 
 
 @pytest.mark.sampled(1)
