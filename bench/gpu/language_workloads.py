@@ -113,7 +113,7 @@ class Matmul:
 
     results = ("out",)
     names: ClassVar = {"result": "out"}
-    zeroed = 0
+    zero_bytes = 0
 
     @property
     def name(self) -> str:
@@ -225,7 +225,7 @@ def _triton_matmul(kernel: Any, described: Sets, fixed: dict[str, Any], i: int) 
 class Flash(gpu_attention.Forward):
     """One of the part "attention"."""
     names: ClassVar = {"result": "out"}
-    zeroed = 0
+    zero_bytes = 0
 
     @property
     def name(self) -> str:
@@ -272,7 +272,7 @@ class Flash(gpu_attention.Forward):
 class Rows(gpu_elementwise.ElementwiseWorkload):
     """One of the part "memory"."""
     names: ClassVar = {"result": "out"}
-    zeroed = 0
+    zero_bytes = 0
 
     @property
     def name(self) -> str:
