@@ -190,7 +190,7 @@ def read_header(path: Path) -> list[TensorEntry]:
     start, layouts = read_layouts(path, IGNORED_SUFFIXES)
     out = []
     for name, dtype, shape, begin, end in layouts:
-        if dtype not in NUMPY_DTYPES: raise unsupported_dtype(str(path), name, dtype)
+        if dtype not in NUMPY_DTYPES: raise dtype_error(str(path), name, dtype)
         stored = SAFETENSORS_DTYPES.get(dtype, dtype)
         entry = TensorEntry(name, stored, shape, (str(path), start + begin))
         if end - begin != entry.nbytes:
@@ -199,7 +199,7 @@ def read_header(path: Path) -> list[TensorEntry]:
     return out
 
 
-def unsupported_dtype(path: str, name: str, dtype: str) -> WeightError:
+def dtype_error(path: str, name: str, dtype: str) -> WeightError:
     """Returns the error of a tensor that is no float, where one is expected."""
     return WeightError(f"{path}: tensor {name[:200]} has dtype {dtype[:60]}",
                        f"one of {', '.join(SAFETENSORS_DTYPES)}", "convert the weights to one of these")

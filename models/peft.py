@@ -31,9 +31,9 @@ from .checkpoint import (
     Safetensors,
     TensorEntry,
     convert,
+    dtype_error,
     in_index_order,
     read_array,
-    unsupported_dtype,
 )
 from .config import read_json
 from .lora import BITS, AdapterMatrices
@@ -232,13 +232,13 @@ def _without_names(entries: Mapping[str, TensorEntry], directory: Path) -> dict[
 
 
 def pair_matrices(entries: Mapping[str, TensorEntry], directory: Path,
-           shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[TensorEntry, TensorEntry]]:
+                  shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     """A and B of each module. Raises `WeightError`."""
     halves: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         found = re.fullmatch(r"(.+)\.lora_([AB])\.weight", name)
         if found is None: raise _refusal(name, directory)
-        if entry.dtype not in FLOAT_BYTES: raise unsupported_dtype(entry.file_offset[0], name, entry.dtype)
+        if entry.dtype not in FLOAT_BYTES: raise dtype_error(entry.file_offset[0], name, entry.dtype)
         if found[1] not in shapes: raise _not_adapted(found[1], directory, shapes)
         halves.setdefault(found[1], {})[found[2]] = entry
     lacking = [f"{module}.lora_{each}.weight" for module, half in halves.items() for each in "AB"

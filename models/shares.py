@@ -60,7 +60,7 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint, pla
         if embedding in found: found[head] = found[embedding]
     elsewhere = biases_elsewhere(found, parallel) & local.keys()
     lies, others = sources(there, whole), experts_elsewhere(model)
-    quantised = of_stage(dict.fromkeys(_quantised_names(plan)), parallel, config.tied)
+    quantised = of_stage(dict.fromkeys(_find_quantised(plan)), parallel, config.tied)
     entries = split_entries(of_stage(every, parallel, config.tied), lies, quantised)
     own = {name: share for name, share in found.items() if name not in quantised}
     checkpoint.entries = {name: entry for name, entry in cut_entries(entries, own).items()
@@ -71,7 +71,7 @@ def cut_checkpoint(model: Llama, parallel: Parallel, checkpoint: Checkpoint, pla
     return OwnReader(reader, headers, extents, found, lies, parallel.layers.start), elsewhere
 
 
-def _quantised_names(plan: Plan) -> set[str]:
+def _find_quantised(plan: Plan) -> set[str]:
     """Weights that are no floats in the checkpoint, or not in the network."""
     floats = {part[0].name for layer in plan.layers for part in layer.parts
               if isinstance(part, tuple) and isinstance(part[0], StoredFloats)}
@@ -138,7 +138,7 @@ def experts_elsewhere(model: Llama) -> tuple[str, ...]:
 # **** floats ****
 
 def split_entries(entries: Mapping[str, TensorEntry], found: Mapping[str, Source],
-                quantised: Collection[str]) -> dict[str, TensorEntry]:
+                  quantised: Collection[str]) -> dict[str, TensorEntry]:
     """The entries, those that hold several projections as one for each, unless they are quantised."""
     made = dict(entries)
     for name, source in found.items():

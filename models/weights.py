@@ -34,10 +34,10 @@ from .checkpoint import (
     ITEM_BYTES,
     Checkpoint,
     TensorEntry,
+    dtype_error,
     dtype_of,
     is_split_by_rows,
     open_checkpoint,
-    unsupported_dtype,
 )
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
@@ -136,7 +136,7 @@ def check(wanted: Mapping[str, WeightSlice], entries: Mapping[str, TensorEntry],
     """Raises `WeightError` listing every missing, unexpected and mis-shaped tensor."""
     for name in wanted:
         if name in entries and entries[name].dtype not in FLOATS:
-            raise unsupported_dtype(entries[name].file_offset[0], name, entries[name].dtype)
+            raise dtype_error(entries[name].file_offset[0], name, entries[name].dtype)
     # a tied model may still store its head; `untie` compares it with the embedding
     surplus = {HEAD} if tied else set()
     missing = [n for n in wanted if n not in entries]
@@ -270,7 +270,7 @@ def own_nbytes(model: Llama, directory: Path) -> int:
 
 
 def check_slots(model: Llama, plan: Plan, entries: Mapping[str, TensorEntry], directory: Path,
-            elsewhere: Collection[str] = ()) -> dict[str, WeightSlice]:
+                elsewhere: Collection[str] = ()) -> dict[str, WeightSlice]:
     """The slots of tensors that are read as floats, without those of `elsewhere`. Raises `WeightError` as
     `check` does."""
     wanted = {name: slot for name, slot in slots(model).items()

@@ -29,7 +29,7 @@ _PREFIX = "tinygrad_nv-"
 _unwritable: dict[Path, Path] = {}      # places that are named, by the directories in their place
 
 
-def configured_path() -> Path:
+def environment_path() -> Path:
     """Returns where the environment puts it, whether or not it can be written."""
     if chosen := str(config.get("NV_CACHE_DIR")): return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tinygrad_nv"
@@ -38,13 +38,13 @@ def configured_path() -> Path:
 def readable() -> Path:
     """Returns where what was kept is read: the place that is named, also where it cannot be written and
     another is used, unless others may write it."""
-    place = _unwritable.get(configured_path(), configured_path())
+    place = _unwritable.get(environment_path(), environment_path())
     return directory() if private.refusal(place) else place
 
 
 def directory() -> Path:
     """A directory that exists and can be written."""
-    with LOCK: return _usable(configured_path())
+    with LOCK: return _usable(environment_path())
 
 
 def folder(name: str) -> Path:

@@ -204,7 +204,7 @@ class StableDiffusion:
             def beside(negative: np.ndarray, positive: np.ndarray) -> np.ndarray:
                 return np.concatenate([np.broadcast_to(negative, positive.shape), positive], 1)
             context, pooled = beside(other, context), beside(its, pooled)
-        return Conditions(context, self._added_inputs(pooled, size) if self.xl else None), dropped
+        return Conditions(context, self._time_inputs(pooled, size) if self.xl else None), dropped
 
     def _encode(self, text: str) -> tuple[np.ndarray, np.ndarray, int]:
         """A text's states (T, width), its pooled state (of the last encoder), and how many tokens were cut
@@ -225,7 +225,7 @@ class StableDiffusion:
             return (made.penultimate if self.xl else made.last).float(), made.pooled.float()
         return step
 
-    def _added_inputs(self, pooled: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    def _time_inputs(self, pooled: np.ndarray, size: tuple[int, int]) -> np.ndarray:
         """Returns the inputs that XL's time embedding adds to, of pooled states (N, S, width): of images that
         were not cropped, original and target sizes as asked for."""
         flat = pooled.reshape(-1, pooled.shape[-1])
@@ -237,7 +237,7 @@ class StableDiffusion:
     # **** steps ****
 
     def _denoise(self, latents: np.ndarray, steps: Plan, guidance: float, conditions: Conditions,
-                  report: Callable[[int, int], None]) -> np.ndarray:
+                 report: Callable[[int, int], None]) -> np.ndarray:
         """Latents (N, H, W, C) after all steps."""
         count, *row = latents.shape
         numbers = np.concatenate([steps.timesteps[:, None], steps.scales[:, None], steps.coefficients,

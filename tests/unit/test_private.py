@@ -91,7 +91,7 @@ def test_programs_go_on_with_another_directory(tmp_path: Path, monkeypatch: pyte
     made = cache.readable()
     assert cache.is_temporary(made)
     assert mode(made) == 0o700
-    assert cache.directory() == cache.configured_path() == cache.readable() == made
+    assert cache.directory() == cache.environment_path() == cache.readable() == made
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"tinygrad-nv: nothing is read from or kept in {place} (everyone may write it: "
                            "its mode is 0777); ")

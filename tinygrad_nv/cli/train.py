@@ -29,7 +29,7 @@ from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.errors import ConfigError, NVError
 from tinygrad_nv.train import arguments as arguments_
 from tinygrad_nv.train.arguments import FLAGS_OF_DTYPES, TRUTHS, TrainingArguments
-from tinygrad_nv.train.layout import required_ranks
+from tinygrad_nv.train.layout import count_ranks
 from tinygrad_nv.train.run import assemble
 from tinygrad_nv.train.trainer import train
 
@@ -112,7 +112,7 @@ def run(given: argparse.Namespace) -> int:
         print(_plan(model, arguments, given.plan_gpu))
         return 0
     alone = Ranks.from_environment().world_size == 1
-    if alone and (required_ranks(arguments) > 1 or arguments.max_restarts):
+    if alone and (count_ranks(arguments) > 1 or arguments.max_restarts):
         return _over_ranks(arguments, model, data)
     opened = assemble(arguments, find_model(model), data)
     made = train(opened)
@@ -144,7 +144,7 @@ def _over_ranks(arguments: TrainingArguments, model: str, data: list[str]) -> in
         config = Path(folder) / "run.json"
         config.write_text(json.dumps(options))
         command = (sys.executable, "-m", "tinygrad_nv.cli", "train", "--config", str(config))
-        return launch(Launch(command, required_ranks(arguments), grace_s=GRACE_S, quiet=True, direct=True,
+        return launch(Launch(command, count_ranks(arguments), grace_s=GRACE_S, quiet=True, direct=True,
                              name="tinygrad-nv train", max_restarts=arguments.max_restarts,
                              final=(NVError.exit_code,)))
 

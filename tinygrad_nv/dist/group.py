@@ -169,8 +169,8 @@ class Group:
         return Operation(self._num_begun, order.kind, order.name or "a tensor", order.count, order.dtype.name,
                          last.since)
 
-    def failed(self) -> DistError | None:
-        """What went wrong in a collective that has returned."""
+    def failure(self) -> DistError | None:
+        """Returns the error of a collective that has returned, or None."""
         try: self.check()
         except DistError as error: return error
         return None
@@ -338,7 +338,7 @@ class World:
     @property
     def whole(self) -> bool:
         """Whether no rank is lost, and no collective has failed."""
-        return self.ended is None and not any(each.failed() for each in self.groups)
+        return self.ended is None and not any(each.failure() for each in self.groups)
 
     def leave_peers(self) -> None:
         """Closes other ranks' memory, and frees this rank's when all others have closed it, for which this

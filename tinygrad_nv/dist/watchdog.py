@@ -60,7 +60,7 @@ class Group(Protocol):
 
     def last(self) -> Operation | None: ...
 
-    def failed(self) -> DistError | None: ...
+    def failure(self) -> DistError | None: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Progress:
     silent: str = ""
 
     @property
-    def reached(self) -> int:
+    def last_number(self) -> int:
         """The number of the last collective that it has come to."""
         step = self.current or self.last
         return step.number if step else 0
@@ -127,12 +127,12 @@ def verdict(every: list[Progress], stuck: str, seconds: float) -> DistError:
         words = "; ".join(f"rank {each.rank}: {each}" for each in every)
         return DistError(f"{stuck} takes more than {seconds:.3g} s ({words})", asked, fix)
     spoken = [each for each in every if not each.silent]
-    furthest = max((each.reached for each in spoken), default=0)
-    there = [each for each in spoken if each.current is not None and each.reached == furthest]
+    furthest = max((each.last_number for each in spoken), default=0)
+    there = [each for each in spoken if each.current is not None and each.last_number == furthest]
     if len({each.current for each in there}) > 1: return _differ(there, asked)
     target = next((each.current for each in there), None) or stuck
-    late = [each for each in every if each.silent or each.reached < furthest]
-    gone = [each for each in spoken if each.current is None and each.reached == furthest]
+    late = [each for each in every if each.silent or each.last_number < furthest]
+    gone = [each for each in spoken if each.current is None and each.last_number == furthest]
     for chosen, words in ((late, "{rank} has not reached {target} in {seconds:.3g} s ({at})"),
                           (gone, "{rank} has ended {target}, in which others still are ({at})")):
         found = [words.format(rank=name_ranks([each.rank]), target=target, seconds=seconds, at=each)
@@ -190,7 +190,8 @@ class Watchdog:
         """Sleeps until the collective that it saw could be late, at most a quarter of the timeout, or looks
         what collectives came to."""
         while not self.closed.wait(self._patience()):
-            failed = next((error for each in list(self.groups) if (error := each.failed()) is not None), None)
+            failed = next((error for each in list(self.groups) if (error := each.failure()) is not None),
+                          None)
             if failed is not None: return self._end(failed)
             if (oldest := self._oldest()) is None: continue
             if (left := self._error_of_left(*oldest)) is not None: return self._end(left)

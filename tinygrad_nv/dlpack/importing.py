@@ -106,7 +106,7 @@ def _why_copied(found: Described, device: str, copy: bool | None) -> str:
     needed = VECTOR * found.dtype.itemsize if device == "CPU" else GPU_ALIGNMENT
     if found.read_only: return "memory that is read-only"
     if found.address % needed: return f"memory at {found.address:#x}, not a multiple of {needed} bytes"
-    if _nested_strides(found) is None: return f"strides of {found.strides} for a shape of {found.shape}"
+    if _nest_strides(found) is None: return f"strides of {found.strides} for a shape of {found.shape}"
     return "a copy was asked for" if copy and device == "CPU" else ""
 
 
@@ -144,7 +144,7 @@ class _Interface:
 
 # **** as tinygrad's ****
 
-def _nested_strides(found: Described) -> list[tuple[int, int, int]] | None:
+def _nest_strides(found: Described) -> list[tuple[int, int, int]] | None:
     """(stride, extent, dimension) of the dimensions that have steps, the longest first, if each divides the
     one before and stays below it."""
     steps = sorted(((s, n, i) for i, (s, n) in enumerate(zip(found.strides, found.shape, strict=True))
@@ -158,7 +158,7 @@ def _nested_strides(found: Described) -> list[tuple[int, int, int]] | None:
 def _storage(found: Described, device: str) -> UOp:
     """A buffer over the memory. It ends with a whole step of the longest stride, which may be beyond what was
     shared: no view of `_view` reaches there."""
-    steps = _nested_strides(found)
+    steps = _nest_strides(found)
     assert steps is not None
     made = UOp.new_buffer(device, steps[0][0] * steps[0][1] if steps else 1, found.dtype)
     buffer = made.buffer
@@ -175,7 +175,7 @@ def _storage(found: Described, device: str) -> UOp:
 
 def _view(storage: UOp, found: Described) -> Tensor:
     """The tensor that `found` is, as movement ops on its storage."""
-    steps, made = _nested_strides(found) or [], Tensor(storage)
+    steps, made = _nest_strides(found) or [], Tensor(storage)
     if steps:
         strides = [stride for stride, _, _ in steps]
         inner = [a // b for a, b in zip(strides, [*strides[1:], 1], strict=True)]

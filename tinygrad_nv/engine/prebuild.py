@@ -33,7 +33,7 @@ def main() -> int:
                               env={**os.environ, **own}).returncode
 
 
-def bundled_model() -> Path:
+def model_directory() -> Path:
     """Returns the directory of the bundled model."""
     from tinygrad_nv.models import tales
     return Path(str(tales.__file__)).parent
@@ -47,8 +47,8 @@ def _write() -> int:
     if str(host().isa) != "avx2":
         print(f"this processor makes kernels for {host().isa}, not for level 3 alone", file=sys.stderr)
         return 1
-    file = bundled_model() / prebuilt_steps.NAME
-    with LLM(bundled_model()) as llm:
+    file = model_directory() / prebuilt_steps.NAME
+    with LLM(model_directory()) as llm:
         assert llm.runner.step_store is not None
         places = places_of(llm.runner.step_store.tensors())
         llm.runner.warm_up(lambda done, total: print(f"\r{done} of {total} steps", end="", file=sys.stderr))
@@ -61,8 +61,8 @@ def _check() -> int:
     from tinygrad_nv.engine.llm import LLM
     from tinygrad_nv.engine.worker import prebuilt_steps
     from tinygrad_nv.engine.worker.step_store import places_of
-    file = bundled_model() / prebuilt_steps.NAME
-    with LLM(bundled_model()) as llm:
+    file = model_directory() / prebuilt_steps.NAME
+    with LLM(model_directory()) as llm:
         assert llm.runner.step_store is not None
         key = prebuilt_steps.key(llm.runner.facts, places_of(llm.runner.step_store.tensors()))
     fresh = file.is_file() and file.read_bytes()[:len(key)].decode(errors="replace") == key

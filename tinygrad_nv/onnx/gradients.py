@@ -73,11 +73,11 @@ def register(result: UOp, call: Call, name: str) -> None:
 
 def _derive(theirs: Callable[..., Any], self: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Tensor's own, with lazy graphs in place of results meanwhile."""
-    if not _results or not _captured_results(self): return theirs(self, *args, **kwargs)
+    if not _results or not _find_results(self): return theirs(self, *args, **kwargs)
     before = [(each, each.uop) for _, each in live_tensors()]
     made, changed = dict[Call, Mapping[str, Value]](), list[tuple[Tensor, UOp, UOp]]()
     try:
-        while found := _captured_results(self):
+        while found := _find_results(self):
             made |= {call: call.results() for _, call, _ in found if call not in made}
             _apply_map_to_tensors({u: _graph(made[call][name], u) for u, call, name in found},
                                   "captured calls")
@@ -88,7 +88,7 @@ def _derive(theirs: Callable[..., Any], self: Tensor, *args: Any, **kwargs: Any)
             if each.uop is lazy: each.uop = uop
 
 
-def _captured_results(root: Tensor) -> list[tuple[UOp, Call, str]]:
+def _find_results(root: Tensor) -> list[tuple[UOp, Call, str]]:
     """The results of captured calls in a graph."""
     return [(u, *_results[u]) for u in root.uop.toposort() if u in _results]
 

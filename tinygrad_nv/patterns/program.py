@@ -84,7 +84,7 @@ def program(entry: str, text: str, device: str | tuple[str, ...], outputs: Seque
     sink = UOp.sink(*renamed.values(), *core, *_dimensions("gidx", sizes), *_dimensions("lidx", block),
                     *(p.index(0).store(UOp.const(0, p.dtype)) for p in params[:len(stores)]),
                     *(p.index(0).load() for p, is_read in zip(params, read, strict=True) if is_read),
-                    ops, mem, arg=ProgramKernel(name=entry, estimates=_bound_estimates(ops, mem), note=note,
+                    ops, mem, arg=ProgramKernel(name=entry, estimates=_largest_estimates(ops, mem), note=note,
                                                 aux=launch))
     body = [sink, UOp(Ops.LINEAR, src=(*params, sink)), UOp(Ops.SOURCE, arg=text)]
     if binary is not None: body.append(UOp(Ops.BINARY, arg=binary))
@@ -141,8 +141,8 @@ FOLLOWING = {RouterKernel: ORDER, RowSumsKernel: ROW_SUMS}    # of a call's kern
 
 
 def call(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],
-           inputs: Sequence[UOp], *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0,
-           nbytes: sint | None = None, note: Note | None = None) -> tuple[UOp, ...]:
+         inputs: Sequence[UOp], *, rows: sint = 0, variables: Sequence[UOp] = (), flops: sint = 0,
+         nbytes: sint | None = None, note: Note | None = None) -> tuple[UOp, ...]:
     """Calls what a template has made and returns its outputs, in the order of its kernel's parameters and
     without its scratch. `rows` is the extent that the grid follows, where that is a variable. `variables` are
     those that the kernel's integers are computed from, or are, in their order. A kernel after the first goes
@@ -233,7 +233,7 @@ def _dimensions(name: str, sizes: Sequence[UOp | int]) -> list[UOp]:
     return [UOp.special(size, f"{name}{axis}") for axis, size in enumerate(sizes)]
 
 
-def _bound_estimates(ops: UOp, mem: UOp) -> Estimates:
+def _largest_estimates(ops: UOp, mem: UOp) -> Estimates:
     return Estimates(ops=int(ops.vmax), lds=int(mem.vmax), mem=int(mem.vmax))
 
 

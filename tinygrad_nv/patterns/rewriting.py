@@ -127,7 +127,7 @@ def _is_store(after: UOp) -> bool:
     return after.op is Ops.AFTER and len(after.src) == 2 and after.src[1].op is Ops.STORE
 
 
-def stored_value(node: UOp) -> UOp:
+def value_in_storage(node: UOp) -> UOp:
     """Returns the value that storage has been given as a whole; of others, the node."""
     if not _is_store(node) or node.src[1].src[0] is not node.src[0]: return node
     return node.src[1].src[1]

@@ -26,7 +26,7 @@ from tinygrad.dtype import dtypes, least_upper_dtype
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.patterns.epilogue import number
-from tinygrad_nv.patterns.rewriting import rebuilt, stored_value
+from tinygrad_nv.patterns.rewriting import rebuilt, value_in_storage
 
 MOST_DEEP = 12  # nodes between a product and its factors; the derivatives above have up to 7
 
@@ -47,7 +47,7 @@ def rewrite(sink: UOp) -> UOp:
 
 def _exponential(d: UOp) -> tuple[UOp, float] | None:
     """e and k of d = 1 / (k (1 + e)), also of a d in memory; None of other nodes."""
-    if (d := stored_value(d)).op is not Ops.RECIPROCAL: return None
+    if (d := value_in_storage(d)).op is not Ops.RECIPROCAL: return None
     whole, k = _uncast(d.src[0]), 1.0
     if whole.op is Ops.MUL and (factor := number(whole.src[1])): whole, k = _uncast(whole.src[0]), factor
     if whole.op is not Ops.ADD: return None
@@ -62,13 +62,13 @@ def _uncast(node: UOp) -> UOp:
     return node
 
 
-def _strip(e: UOp) -> UOp: return stored_value(_uncast(e))
+def _strip(e: UOp) -> UOp: return value_in_storage(_uncast(e))
 
 
 def _factors(node: UOp, deep: int = MOST_DEEP) -> Iterator[UOp]:
     """The exponentials, and the quotients 1 / (1 + e), that a value is a multiple of."""
     node = _uncast(node)
-    if stored_value(node).op is Ops.EXP2 or _exponential(node) is not None: yield node
+    if value_in_storage(node).op is Ops.EXP2 or _exponential(node) is not None: yield node
     if not deep: return
     if node.op is Ops.MUL:
         for s in dict.fromkeys(node.src): yield from _factors(s, deep - 1)

@@ -2,10 +2,10 @@
 
 Protocol: `calibrated(job, folder)` runs the model over a text, layer by layer: what goes into each linear
 layer is summed up, the layer is quantised, and its quantised output is the next one's input. It writes a
-file of tensors for each layer to `folder`; `made_tensors(folder)` lists them by the tensor of the checkpoint
-that they stand for. In memory are one layer's weights, and the layer's input for all of the text, which is
-also on disk: an interrupted run goes on after the last whole layer. The same text, model and machine give the
-same bytes.
+file of tensors for each layer to `folder`; `list_replacements(folder)` lists them by the tensor of the
+checkpoint that they stand for. In memory are one layer's weights, and the layer's input for all of the text,
+which is also on disk: an interrupted run goes on after the last whole layer. The same text, model and machine
+give the same bytes.
 """
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def calibrate(job: Job, folder: Path) -> dict[str, float]:
     return errors
 
 
-def made_tensors(folder: Path) -> dict[str, list[TensorEntry]]:
+def list_replacements(folder: Path) -> dict[str, list[TensorEntry]]:
     """Tensors that were made, by the name of the checkpoint's tensor that they replace."""
     found: dict[str, list[TensorEntry]] = {}
     for path in sorted(folder.glob("layer-*.safetensors")):
@@ -167,8 +167,8 @@ def _layer(job: Job, index: int, x: np.ndarray) -> tuple[Block, Tensors, dict[st
         errors[f"{layer}.{name}"] = _error(changed.linears[name].weight, each.matrix, inputs[name].sample)
         linears[name] = replace(linears[name], weight=each.matrix, activations=_activations(scheme),
                                 input_scale=scale)
-    return replace(changed, linears=linears), _changed_tensors(job, layer, block, changed, found,
-                                                               linears), errors
+    changes = _find_changes(job, layer, block, changed, found, linears)
+    return replace(changed, linears=linears), changes, errors
 
 
 def _divide(inputs: Inputs, s: np.ndarray | None) -> Inputs:
@@ -223,8 +223,8 @@ def _input_scale(scheme: Scheme, inputs: Inputs, keep: Keep) -> float | None:
     return float(keep(np.maximum(inputs.largest.max(keepdims=True) / most, np.float32(1e-12)))[0])
 
 
-def _changed_tensors(job: Job, layer: str, before: Block, after: Block, found: Mapping[str, Rounded],
-             linears: Mapping[str, Linear]) -> Tensors:
+def _find_changes(job: Job, layer: str, before: Block, after: Block, found: Mapping[str, Rounded],
+                  linears: Mapping[str, Linear]) -> Tensors:
     """The tensors of a layer that are not those of the checkpoint."""
     entries = job.source.entries
     for name in before.norms:

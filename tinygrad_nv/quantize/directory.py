@@ -31,7 +31,7 @@ from tinygrad_nv.models.checkpoint import (
 )
 from tinygrad_nv.models.config import read_json
 from tinygrad_nv.quant.floats import as_float32
-from tinygrad_nv.quantize.calibrate import Job, calibrate, made_tensors
+from tinygrad_nv.quantize.calibrate import Job, calibrate, list_replacements
 from tinygrad_nv.quantize.compress import MOST_TENSORS, Stored, compress, keeping
 from tinygrad_nv.quantize.files import unwritable, write
 from tinygrad_nv.quantize.network import Source
@@ -166,7 +166,7 @@ def _settings(folder: Path, scheme: Scheme, ignored: Sequence[str], text: Sequen
 def _shards(folder: Path, scheme: Scheme, settings: dict[str, Any], entries: dict[str, TensorEntry],
             names: set[str], progress: _Progress) -> None:
     """Writes the files that the settings do not have."""
-    calibrated = made_tensors(folder / LAYERS)
+    calibrated = list_replacements(folder / LAYERS)
     ordered = sorted(entries.values(), key=lambda each: each.file_offset)
     shards = [list(found) for _, found in groupby(ordered, key=lambda each: each.file_offset[0])]
     for number, shard in enumerate(shards):

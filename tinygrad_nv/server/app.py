@@ -87,7 +87,7 @@ def application(service: Service) -> ASGIApp:
     """The application that serves `service`."""
     routes = [Route(path, _post(service, answer, prefix), methods=["POST"])
               for path, (answer, prefix) in ANSWERS.items()]
-    routes += [Route("/v1/responses/{id}" + path, _stored_response(service, task), methods=[method])
+    routes += [Route("/v1/responses/{id}" + path, _response_endpoint(service, task), methods=[method])
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
                for name, change in (("load", adapters.load), ("unload", adapters.unload))]
@@ -165,7 +165,7 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
     return endpoint
 
 
-def _stored_response(service: Service, task: Callable[[ResponseStore, str], Awaitable[Response]]
+def _response_endpoint(service: Service, task: Callable[[ResponseStore, str], Awaitable[Response]]
           ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         return await task(service.responses_of(request.scope["record"]), request.path_params["id"])

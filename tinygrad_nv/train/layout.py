@@ -98,7 +98,7 @@ def layout_of(arguments: TrainingArguments, started: int) -> Layout:
                       f"{wanted} ranks", "start as many, or leave the option out")
 
 
-def required_ranks(arguments: TrainingArguments) -> int:
+def count_ranks(arguments: TrainingArguments) -> int:
     """How many ranks a command that no launcher started has to start."""
     a = arguments
     return max(a.data_parallel_size, 1) * a.pipeline_parallel_size * a.context_parallel_size * \

@@ -167,7 +167,7 @@ class StagePasses:
 
     def _both(self, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
         dx, sums, gradients = self._derive(given, True, True)
-        Tensor.realize(*_some(dx, sums), *self.step.added_up(gradients))
+        Tensor.realize(*_some(dx, sums), *self.step.accumulate(gradients))
         return dx, sums
 
     def _input_alone(self, *given: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -176,7 +176,7 @@ class StagePasses:
         return dx, sums
 
     def _parameters_alone(self, *given: Tensor) -> None:
-        Tensor.realize(*self.step.added_up(self._derive(given, False, True)[2]))
+        Tensor.realize(*self.step.accumulate(self._derive(given, False, True)[2]))
 
     def _derive(self, given: Sequence[Tensor], inputs: bool, weights: bool
                  ) -> tuple[Tensor | None, Tensor | None, Named]:

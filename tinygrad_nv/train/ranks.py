@@ -60,13 +60,13 @@ class OneRank:
         """Returns this rank's device, of one kind for all."""
         return name
 
-    def summed(self, values: np.ndarray) -> np.ndarray:
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
         """The sums over ranks of float64 values."""
         return values
 
-    def added(self, values: np.ndarray) -> np.ndarray:
+    def sum_losses(self, values: np.ndarray) -> np.ndarray:
         """The sums of a loss, of which each rank has those of its tokens."""
-        return self.summed(values if self.layout.adds(self.rank) else np.zeros_like(values))
+        return self.sum_over_ranks(values if self.layout.adds(self.rank) else np.zeros_like(values))
 
     def barrier(self, name: str) -> None:
         """Returns when all ranks have come to it; of any thread."""
@@ -101,7 +101,7 @@ class OneRank:
     def begin(self, counts: np.ndarray) -> np.ndarray:
         """The sums over ranks of what a step counts. Raises `Stopped` where a rank was asked to stop."""
         own = counts if self.layout.counts(self.rank) else np.zeros_like(counts)
-        *sums, asked = self.summed(np.append(own, float(self._asked)))
+        *sums, asked = self.sum_over_ranks(np.append(own, float(self._asked)))
         if asked: raise Stopped
         return np.array(sums)
 
@@ -125,7 +125,7 @@ class TrainingRanks(OneRank):
         """Returns this rank's device: of GPUs the one with its number on its host."""
         return device_of(self.world, name, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
-    def summed(self, values: np.ndarray) -> np.ndarray:
+    def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
         """The sums over ranks of float64 values."""
         given = np.ascontiguousarray(values, np.float64)
         out = np.empty_like(given)

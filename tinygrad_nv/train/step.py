@@ -99,7 +99,7 @@ class Step:
     def __call__(self, batches: Sequence[Batch], count: int) -> StepResult:
         """Takes a step on this rank's micro-batches. `count` is what is counted on all ranks."""
         precision = self._precision()
-        if self._skipped < 0: self._skipped = self.skipped
+        if self._skipped < 0: self._skipped = self.skip_count
         with Context(TRAINING=1):
             found = self._pass_on(batches, max(count, 1))
             if self.sums is not None:
@@ -107,12 +107,12 @@ class Step:
                 self._end()
         counts = np.zeros(0) if self.fp8 is None else self.fp8.last.numpy().astype(np.float64).reshape(-1)
         if self.ranks is not None:
-            both = self.ranks.added(np.append(found, counts))
+            both = self.ranks.sum_losses(np.append(found, counts))
             found, counts = both[:len(found)], both[len(found):]
         if self.fp8 is not None: precision |= name_counters(counts.reshape(len(COUNTERS), len(FP8_KINDS)))
         self.done += 1
         loss, *rest = (float(each) for each in found / max(count, 1))
-        before, self._skipped = self._skipped, self.skipped
+        before, self._skipped = self._skipped, self.skip_count
         return StepResult(loss, dict(zip(self.objective.names, rest, strict=True)),
                           float(self.optimizer.grad_norm.item()), self._skipped > before, precision)
 
@@ -135,7 +135,7 @@ class Step:
         with self._present(): return first_bad(self.objective.model, self.inputs, documents)
 
     @property
-    def skipped(self) -> int:
+    def skip_count(self) -> int:
         """Steps that changed nothing, so far."""
         return int(self.optimizer.skipped.item())
 
@@ -183,9 +183,9 @@ class Step:
 
     def _add(self) -> Tensor:
         sums, gradients, seen = self._derive()
-        return sums.realize(*seen, *self.added_up(gradients))
+        return sums.realize(*seen, *self.accumulate(gradients))
 
-    def added_up(self, gradients: Named) -> list[Tensor]:
+    def accumulate(self, gradients: Named) -> list[Tensor]:
         """Returns the tensors to be realized to add gradients of a micro-batch to the sums, by name."""
         assert self.sums is not None
         # in memory first: of two terms (a tied embedding has) the kernel would add one, then the other

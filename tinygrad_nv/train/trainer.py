@@ -174,7 +174,7 @@ class _Loop:
                 found[:-1] += self.step.evaluate(data.batches[0])
                 found[-1] += run.objective.count(data.batches[0])
         if not ranks.layout.counts(ranks.rank): found[-1] = 0
-        *sums, counted = ranks.added(found)
+        *sums, counted = ranks.sum_losses(found)
         return np.array(sums) / max(counted, 1)
 
     def _sample(self, prompt: str) -> str:

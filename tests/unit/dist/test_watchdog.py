@@ -89,7 +89,7 @@ class Calls:
 
     def last(self) -> Call | None: return self.calls[-1] if self.calls and not self.running else None
 
-    def failed(self) -> DistError | None: return self.error
+    def failure(self) -> DistError | None: return self.error
 
 
 def test_what_a_rank_is_at_is_packed_without_loss():

@@ -93,5 +93,5 @@ def test_a_start_from_an_empty_cache_compiles_nothing_once_they_are_built(tmp_pa
         server.terminate()
         server.communicate(timeout=60)
     assert re.findall(r"compiled=(\d+)", "".join(lines)) == ["0"], lines
-    with (prebuild.bundled_model() / prebuilt_steps.NAME).open("r+b") as file: file.write(b"0" * 64)
+    with (prebuild.model_directory() / prebuilt_steps.NAME).open("r+b") as file: file.write(b"0" * 64)
     assert subprocess.run([*command, "--check"], check=False).returncode == 1

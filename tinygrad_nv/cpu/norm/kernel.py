@@ -188,7 +188,7 @@ def _plan_stages(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
     values = list(spec.expressions)
     for i, each in enumerate(spec.statistics):
         term, values = values[0], values[1:]
-        if (kept := _shared_part(term, values)) is None:
+        if (kept := _common_part(term, values)) is None:
             stages.append(_Stage(each.op, term))
             continue
         array = len(spec.parameters) + i
@@ -199,7 +199,7 @@ def _plan_stages(spec: NormSpec) -> tuple[list[_Stage], list[Expression]]:
     return stages, values
 
 
-def _shared_part(term: Expression, users: list[Expression]) -> Expression | None:
+def _common_part(term: Expression, users: list[Expression]) -> Expression | None:
     """The largest part of a term that is costly and which `users` read too."""
     others: set[Expression] = set()
     for root in users: _ = list(walk(root, others))

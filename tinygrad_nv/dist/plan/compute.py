@@ -47,7 +47,7 @@ def matmul(device: Device, m: int, n: int, k: int, kind: str = "bf16") -> float:
 
 
 @lru_cache(4096)
-def grouped_matmul(device: Device, experts: int, rows: int, n: int, k: int, kind: str = "bf16") -> float:
+def expert_matmul(device: Device, experts: int, rows: int, n: int, k: int, kind: str = "bf16") -> float:
     """Seconds of `rows` rows, dealt at random to the matrices (n, k) of experts."""
     if kind in WORDS:
         spec = GroupedGemmSpec(experts, rows, n, k, dtypes.bfloat16) if kind == "bf16" else \

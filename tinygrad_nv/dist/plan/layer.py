@@ -107,9 +107,8 @@ class Layer:
         if not self.experts: return 0.0
         assert self.rank.moe is not None
         rows = self.rows(tokens)
-        return sum(compute.grouped_matmul(self.device, self.rank.moe.experts, rows,
-                                          *((k, n) if turned else (n, k)),
-                                   self.kind) for n, k in self.experts)
+        return sum(compute.expert_matmul(self.device, self.rank.moe.experts, rows,
+                                         *((k, n) if turned else (n, k)), self.kind) for n, k in self.experts)
 
     def prefill(self, tokens: int, length: int) -> Seconds:
         """A forward pass of whole sequences of a length."""

@@ -152,14 +152,14 @@ class Communicator:
         elif order.kind == "recv":
             self._call("ncclRecv", order, out, count, kind, order.peer, self.handle, stream)
         elif order.kind == "shift":     # a group: neither waits for the other
-            with self.grouped(str(order)):
+            with self.group(str(order)):
                 for function, place, by in (("ncclSend", given, order.peer), ("ncclRecv", out, -order.peer)):
                     self.nccl.call(function, place, count, kind, (self.rank + by) % self.size, self.handle,
                                    stream, handle=self.handle)
         elif self.nccl.version >= ALL_TO_ALL_VERSION:
             self._call("ncclAlltoAll", order, given, out, count, kind, self.handle, stream)
         else:
-            with self.grouped(str(order)):
+            with self.group(str(order)):
                 for r in range(self.size):
                     args = count, kind, r, self.handle, stream
                     self.nccl.call("ncclSend", given + r * order.nbytes, *args, handle=self.handle)
@@ -174,7 +174,7 @@ class Communicator:
     def _call(self, function: str, order: CollectiveCall, *args: int) -> None:
         if self.nccl.call(function, *args, handle=self.handle) == IN_PROGRESS: self._finish(str(order))
 
-    def grouped(self, doing: str) -> AbstractContextManager[None]:
+    def group(self, doing: str) -> AbstractContextManager[None]:
         """A group: the calls inside are one."""
         return grouped(self.nccl, [self], doing)
 

@@ -130,13 +130,13 @@ def merges_of(pieces: Sequence[str], scores: Sequence[float]) -> list[tuple[str,
 
 def _add_tokens(made: Tokenizer, tokens: Sequence[str], types: Sequence[int], phi3: bool) -> None:
     """Adds the tokens that are found in text before it is split."""
-    def added_token(token: str, special: bool) -> AddedToken:
+    def make_token(token: str, special: bool) -> AddedToken:
         return AddedToken(token, normalized=False, special=special,
                           rstrip=phi3 and token not in KEEPS_BLANKS)
     kinds = list(zip(tokens, types, strict=False))
     vocabulary = made.get_vocab()
-    made.add_special_tokens([added_token(token, True) for token, kind in kinds if kind in (UNKNOWN, CONTROL)])
-    made.add_tokens([added_token(token, False) for token, kind in kinds
+    made.add_special_tokens([make_token(token, True) for token, kind in kinds if kind in (UNKNOWN, CONTROL)])
+    made.add_tokens([make_token(token, False) for token, kind in kinds
                      if kind == USER_DEFINED and token in vocabulary])
 
 

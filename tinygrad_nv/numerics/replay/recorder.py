@@ -54,7 +54,7 @@ class _Recorder(EachKernel):
         self.texts: dict[UOp, str] = {}
 
     @property
-    def ended(self) -> bool: return os.getpid() != self.process     # a fork, that captures steps
+    def has_ended(self) -> bool: return os.getpid() != self.process     # a fork, that captures steps
 
     def kernel(self, call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
         places, copies = self.places(call), arguments(call, ctx)

@@ -36,7 +36,7 @@ class EachKernel(ABC):
     def execute(self, call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
         """In the place of each call."""
         body = call.src[0]
-        if not ctx.cache or self.ended: return run(call, ctx)
+        if not ctx.cache or self.has_ended: return run(call, ctx)
         if body.op is Ops.CUSTOM_FUNCTION and body.arg == "graph":
             realize.get_graph_runtime(body, ctx.input_uops)     # tinygrad asks it for its counts afterwards
             seconds = [s for node in body.src[0].src for s in self.execute(node, ctx, run)]
@@ -48,7 +48,7 @@ class EachKernel(ABC):
         return seconds
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether nothing is looked at any more."""
         return False
 

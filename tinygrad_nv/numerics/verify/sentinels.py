@@ -86,7 +86,7 @@ class _Guard(EachKernel):
         self.clean = ByMemory[bool]()       # memory without such numbers
 
     @property
-    def ended(self) -> bool: return self.found.first is not None
+    def has_ended(self) -> bool: return self.found.first is not None
 
     def kernel(self, call: UOp, ctx: realize.ExecContext, run: hooks.Run) -> hooks.Seconds:
         places = self.places(call)

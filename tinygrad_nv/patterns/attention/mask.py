@@ -74,7 +74,7 @@ def conjuncts(condition: Expression) -> list[Expression]:
     return [] if condition == Constant(True, dtypes.bool) else [condition]
 
 
-def compared_place(condition: Expression) -> ScorePlace | None:
+def place_below_zero(condition: Expression) -> ScorePlace | None:
     """The place of a condition that one is below 0."""
     if not isinstance(condition, Apply) or condition.op != "less": return None
     place, zero = condition.args
@@ -130,12 +130,12 @@ def _negative(factors: Factors) -> Factors: return tuple((name, -factor) for nam
 
 
 def make_mask(score: Expression, conditions: list[Expression], along: Mapping[ScorePlace, Strides],
-             loads: list[Load], rows: int) -> Mask:
+              loads: list[Load], rows: int) -> Mask:
     """Returns the mask of a spec. Raises `Unfused` for what has no place in one."""
     bounds = _Bounds(rows == 1)
     kept = []
     for condition in dict.fromkeys(conditions):
-        place = compared_place(condition)
+        place = place_below_zero(condition)
         if place is None or not bounds.take(along[place], place.factors): kept.append(condition)
     # of one row it would be a band: that is tried next
     if any(p.factors and not along[p].m for p in places(*kept)):
@@ -156,7 +156,7 @@ def _moving(place: ScorePlace) -> AffineForm:
 
 
 def _place_expression(root: Expression, along: Mapping[ScorePlace, Strides], loads: list[Load],
-            start: AffineForm) -> Expression:
+                      start: AffineForm) -> Expression:
     """Returns an expression with loads in place of their numbers and positions in place of places."""
     known: dict[int, Expression] = {}
 

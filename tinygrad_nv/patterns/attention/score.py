@@ -30,7 +30,7 @@ from tinygrad_nv.patterns.attention.fitted import fit_form
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, NAMES, Epilogue, Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, NotAffine, Space
 from tinygrad_nv.patterns.positions import linear
-from tinygrad_nv.patterns.rewriting import stored_value
+from tinygrad_nv.patterns.rewriting import value_in_storage
 from tinygrad_nv.tile import operations
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, walk
 
@@ -132,7 +132,7 @@ class Score(Epilogue):
         return apply(name, args, dtypes.bool if node.op in GroupOp.Comparison else own)
 
     def _leaf(self, node: UOp, indices: Indices, want: DType) -> Expression:
-        if (value := number(stored_value(node))) is not None:
+        if (value := number(value_in_storage(node))) is not None:
             dtype = kind(node.dtype, want)
             if dtypes.is_int(dtype) and value != int(value): raise Unfused("a fraction among integers")
             return Constant(truncate[dtype](value) if dtype == dtypes.float32 else value, dtype)
@@ -252,7 +252,7 @@ def _less(x: Expression, y: Expression) -> Expression:
 def _strip_cast(x: Expression) -> Expression:
     if isinstance(x, Apply) and x.op == "cast" and isinstance(x.args[0], ScorePlace): return x.args[0]
     if isinstance(x, Constant) and x.dtype == dtypes.float32 and abs(x.value) < 2**24 and \
-            x.value == int(x.value): return Constant(int(x.value), dtypes.int32)
+    x.value == int(x.value): return Constant(int(x.value), dtypes.int32)
     return x
 
 

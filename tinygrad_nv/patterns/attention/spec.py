@@ -14,7 +14,7 @@ from tinygrad.helpers import prod
 from tinygrad.uop.ops import UOp, sint
 
 from tinygrad_nv.patterns.attention.dims import MORE, OUT, Dims, K, Q, Ranges, V, arrange_dims
-from tinygrad_nv.patterns.attention.mask import Mask, Strides, compared_place, make_mask, masks, places
+from tinygrad_nv.patterns.attention.mask import Mask, Strides, make_mask, masks, place_below_zero, places
 from tinygrad_nv.patterns.attention.score import Score, strip_row_max
 from tinygrad_nv.patterns.contraction import Dim, Side, Unsupported
 from tinygrad_nv.patterns.epilogue import Unfused
@@ -59,7 +59,7 @@ def make_spec(read: Reading, rows: bool) -> Found:
     shown, conditions = masks(strip_row_max(score.expression))
     stood = places(shown, *conditions)
     keys = {leaf for r in read.counted.keys for leaf in space.leaves(r)}
-    bounding = [space.resolve(p.lies).strides.keys() for p in map(compared_place, conditions)
+    bounding = [space.resolve(p.lies).strides.keys() for p in map(place_below_zero, conditions)
                 if p is not None]
     counted = replace(read.counted, compared=frozenset(r for each in bounding if each & keys for r in each))
     entries = [lies for _, lies in score.loads]

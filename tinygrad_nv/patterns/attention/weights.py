@@ -20,7 +20,7 @@ from tinygrad_nv.patterns.attention.score import FLOATS, PASSED
 from tinygrad_nv.patterns.contraction import MatmulReduce, Unsupported, is_storage, product
 from tinygrad_nv.patterns.epilogue import Unfused, number
 from tinygrad_nv.patterns.index import Affine, Indices, Space, same
-from tinygrad_nv.patterns.rewriting import stored_value
+from tinygrad_nv.patterns.rewriting import value_in_storage
 
 NAME = "attention"  # what `program.miss` calls it
 
@@ -37,7 +37,7 @@ def weights_operand(second: MatmulReduce) -> int | None:
     """Returns which operand of a product is made of exponentials, as the weights of an attention are. Weights
     that are stored, since a Tensor holds them, are reported."""
     for i, source in enumerate(second.mul.src):
-        value = stored_value(node := strip_views(source))
+        value = value_in_storage(node := strip_views(source))
         if value is not node and _exponential(strip_views(value)):
             program.miss(NAME, second.total, "the weights are used elsewhere too: a tensor holds them")
         elif _exponential(node): return i

@@ -153,7 +153,7 @@ def _first(end: UOp, memory: frozenset[UOp]) -> UOp | None:
                 seen.add(s)
                 waiting.append(s)
     rows = {prod(end.max_shape[i:]) for i in range(len(end.shape))}
-    return next((node for node in found if _reduced_count(node) in rows), found[0] if found else None)
+    return next((node for node in found if _count_reduced(node) in rows), found[0] if found else None)
 
 
 def _is_costly(end: UOp, memory: frozenset[UOp]) -> bool:
@@ -171,10 +171,10 @@ def _is_costly(end: UOp, memory: frozenset[UOp]) -> bool:
 
 
 def _is_statistic(node: UOp) -> bool:
-    return node.op is Ops.REDUCE and node.arg[0] in KINDS and _reduced_count(node) > 1
+    return node.op is Ops.REDUCE and node.arg[0] in KINDS and _count_reduced(node) > 1
 
 
-def _reduced_count(node: UOp) -> int:
+def _count_reduced(node: UOp) -> int:
     """How many values a REDUCE makes one of; 0 of a symbolic number."""
     extents = node.src[0].shape[:node.arg[1]]
     return 0 if any(isinstance(extent, UOp) for extent in extents) else prod(extents)
@@ -209,7 +209,7 @@ class NormRows(Epilogue):
 
     def _statistic(self, node: UOp, indices: Indices) -> Expression | None:
         """A REDUCE along rows of the result; None of another."""
-        if _reduced_count(node) != self.n or len(self.statistics) == MOST_STATISTICS: return None
+        if _count_reduced(node) != self.n or len(self.statistics) == MOST_STATISTICS: return None
         columns = self.leaves(self.column)
         if any(self.leaves(index) & columns for index in indices): return None
         key = (node, tuple(x for index in indices for x in (*index.key(), -1)))
@@ -259,7 +259,7 @@ def _spec(end: UOp, first: UOp | None,
           memory: frozenset[UOp]) -> tuple[NormSpec, tuple[UOp, ...], UOp | None]:
     """The spec of a node, what it loads, and its symbolic number of rows; `first` is a statistic, None of
     elements. Raises `Unfused`, `NotAffine` or `SpecError` where there is none."""
-    space, n = Space(), largest(end.shape[-1]) if first is None else _reduced_count(first)
+    space, n = Space(), largest(end.shape[-1]) if first is None else _count_reduced(first)
     column = space.range(n)
     indices = _indices(space, end, column, n)
     rows = NormRows(space, end, indices, memory, column, n)
@@ -344,6 +344,6 @@ def _call_kernel(match: NormMatch, inputs: list[UOp]) -> UOp:
     spec, end = match.how.spec, match.end
     m: sint = spec.m if match.rows is None else match.rows
     return match.how.call(end.device, [program.Output(end.shape, end.dtype)], inputs,
-                            NAME if spec.statistics else "elements", rows=m,
-                            variables=[] if match.rows is None else [match.rows],
-                            flops=spec.flops // spec.m * m)[0]
+                          NAME if spec.statistics else "elements", rows=m,
+                          variables=[] if match.rows is None else [match.rows],
+                          flops=spec.flops // spec.m * m)[0]

@@ -29,7 +29,7 @@ from tinygrad_nv.patterns.named import Uses
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
 from tinygrad_nv.patterns.norm.match import row_dims
 from tinygrad_nv.patterns.quant_gemm import named as quant
-from tinygrad_nv.patterns.rewriting import stored_value
+from tinygrad_nv.patterns.rewriting import value_in_storage
 from tinygrad_nv.patterns.scaled_gemm import named as scaled
 from tinygrad_nv.patterns.sparse_gemm import named as sparse
 from tinygrad_nv.patterns.target import Target
@@ -98,7 +98,7 @@ def _is_plain(operand: UOp) -> bool:
     """Whether an operand is memory, or elements of it, and not what an exponential has stored: one made of
     sums may be of a match larger than a matmul, gathered matrices or an attention's probabilities."""
     ends = [node for node in _elements(operand) if not _sources(node)]
-    values = [_stored_value(node) for node in ends]
+    values = [_value_in_memory(node) for node in ends]
     return all(is_storage(node) or node.op is Ops.GETTUPLE or node.device is None for node in ends) and not \
         any(node.op is Ops.EXP2 for value in values if value is not None for node in _elements(value))
 
@@ -119,10 +119,10 @@ def _sources(node: UOp) -> tuple[UOp, ...]:
     return node.src[:1] if node.op in GroupOp.Movement else ()
 
 
-def _stored_value(node: UOp) -> UOp | None:
+def _value_in_memory(node: UOp) -> UOp | None:
     """The value that memory is given in this graph; None of others."""
     if node.op is Ops.CONTIGUOUS: return node.src[0]
-    return value if (value := stored_value(node)) is not node else None
+    return value if (value := value_in_storage(node)) is not node else None
 
 
 def _close_region(root: UOp, end: UOp, inside: Set[UOp], uses: Uses) -> frozenset[UOp] | None:

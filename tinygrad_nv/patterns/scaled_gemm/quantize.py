@@ -23,7 +23,7 @@ from tinygrad_nv.patterns.epilogue import Unfused
 from tinygrad_nv.patterns.index import NotAffine, largest
 from tinygrad_nv.patterns.named import Uses, call, lower
 from tinygrad_nv.patterns.norm.match import spec_of
-from tinygrad_nv.patterns.rewriting import stored_value
+from tinygrad_nv.patterns.rewriting import value_in_storage
 from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
 from tinygrad_nv.patterns.scaled_gemm import epilogue
 from tinygrad_nv.patterns.target import Target, choose
@@ -85,7 +85,7 @@ def lower_quantize(what: Quantize, target: Target, uses: Uses, x: UOp) -> dict[U
     words = ""
     if what.scale is not None:
         codes, words = epilogue.quantize_before(uses, target, lambda value: _codes(what, value, what.static),
-                                          what.dtype)
+                                                what.dtype)
         if codes is not None: return {uses.call.gettuple(0): codes}
     return {uses.call.gettuple(i): made for i, made in enumerate(_of_rows(what, target, x, words))}
 
@@ -114,7 +114,7 @@ def _of_rows(what: Quantize, target: Target, x: UOp, words: str) -> tuple[UOp, .
 
 def _rows_of_sources(x: UOp) -> Rows:
     """Returns the rows of what makes x."""
-    while (value := stored_value(x)) is not x or x.op in (Ops.CONTIGUOUS, Ops.RESHAPE):
+    while (value := value_in_storage(x)) is not x or x.op in (Ops.CONTIGUOUS, Ops.RESHAPE):
         x = value if value is not x else x.src[0]
     return spec_of(x)
 

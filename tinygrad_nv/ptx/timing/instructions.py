@@ -104,8 +104,8 @@ def _own(code: Sequence[TimedInstruction], lines: Mapping[int, str]) -> Iterator
             line = each.ptx_line
             if _strange(each, lines):
                 own = found[each.opcode]
-                line = _retried_line(block,
-                                     code) if ".PHASECHK" in each.modifiers else own.pop() if own else 0
+                line = _retry_line(block,
+                                   code) if ".PHASECHK" in each.modifiers else own.pop() if own else 0
             yield replace(each, ptx_line=0 if ended else line)
 
 
@@ -115,7 +115,7 @@ def _strange(each: TimedInstruction, lines: Mapping[int, str]) -> bool:
     return origins is not None and not lines.get(each.ptx_line, "").startswith(origins)
 
 
-def _retried_line(block: Sequence[TimedInstruction], code: Sequence[TimedInstruction]) -> int:
+def _retry_line(block: Sequence[TimedInstruction], code: Sequence[TimedInstruction]) -> int:
     """The line of a first try, which ptxas makes of a loop: that of the try where its branch goes."""
     to = block[-1].target
     return next((each.ptx_line for each in code if each.opcode == "SYNCS" and to is not None

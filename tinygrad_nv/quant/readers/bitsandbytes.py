@@ -102,8 +102,8 @@ def _codebook(weight: str, layer: str, shape: tuple[int, int], stored: Stored) -
         if (get(book_name) != np.array(element.values, np.float32)).any():
             raise WeightError(f"{book_name} has other numbers than {kind}", str(element.values), AGAIN)
         codes = np.ascontiguousarray(get(weight)).reshape(-1).view(np.uint8).reshape(n, k // 2)
-        scales = _nested_scales(get(absmax).reshape(-1), get(nested[0]), get(nested[1]), settings,
-                                nested[1]) \
+        scales = _dequantize_scales(get(absmax).reshape(-1), get(nested[0]), get(nested[1]), settings,
+                                    nested[1]) \
             if double else get(absmax).reshape(-1)
         return {"codes": codes << np.uint8(4) | codes >> np.uint8(4),
                 "scales": scales[np.arange(n * k // group) * group // size].reshape(n, k // group)}
@@ -121,8 +121,8 @@ def _settings(data: np.ndarray, name: str) -> dict[str, Any]:
     return found
 
 
-def _nested_scales(codes: np.ndarray, book: np.ndarray, absmax: np.ndarray, settings: Mapping[str, Any],
-            name: str) -> np.ndarray:
+def _dequantize_scales(codes: np.ndarray, book: np.ndarray, absmax: np.ndarray, settings: Mapping[str, Any],
+                       name: str) -> np.ndarray:
     """Scales, float32, of their codes."""
     size, offset = settings.get("nested_blocksize"), settings.get("nested_offset")
     if not isinstance(size, int) or size < 1 or absmax.size != -(-codes.size // size):

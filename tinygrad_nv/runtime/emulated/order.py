@@ -149,12 +149,12 @@ def describe_overlap(memory: object, overlap: Overlap, what: str, other: str) ->
     """Returns two works that nothing orders, and the bytes, in words."""
     where = f"the {memory.nbytes} allocated at {memory.ptr:#x}" if isinstance(memory, Buffer) \
         else "page-locked memory"
-    deed, before = _deed(what, overlap.flags), _deed(other, overlap.other)
+    deed, before = _action(what, overlap.flags), _action(other, overlap.other)
     return (f"{what} {deed}, and {other} {before}, bytes {overlap.start} to "
             f"{overlap.stop - 1} of {where}, and nothing orders the two")
 
 
-def _deed(what: str, flags: int) -> str:
+def _action(what: str, flags: int) -> str:
     if what.startswith((ALLOCATES, FREES)): return "allocates" if what.startswith(ALLOCATES) else "frees"
     if not flags & ANY_WRITE: return "reads"
     return "writes" if flags & WRITE else "updates"

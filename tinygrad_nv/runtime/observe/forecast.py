@@ -48,7 +48,7 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
     if gpu_model is None: return None
     spec, schedule = (None, None) if note is None else (note.spec, note.schedule)
     if not isinstance(schedule, Schedule): return roofline(flops, nbytes, gpu_model)
-    tried = _tuned_entry(spec, schedule, gpu)
+    tried = _find_prediction(spec, schedule, gpu)
     if (cost := TABLE.of(schedule).cost) is None: found = roofline(flops, nbytes, gpu_model)
     else:
         if isinstance(spec, GemmSpec) and spec.symbolic:
@@ -58,7 +58,7 @@ def forecast(body: UOp, flops: int, nbytes: int, gpu: Properties) -> Forecast | 
     return found if tried is None else replace(found, seconds=tried.seconds, model=tried.provenance)
 
 
-def _tuned_entry(spec: Any, schedule: Schedule, gpu: Properties) -> database.Entry | None:
+def _find_prediction(spec: Any, schedule: Schedule, gpu: Properties) -> database.Entry | None:
     """Returns what tuning has predicted of a kernel whose integers are all fixed. A time that was measured
     once is no prediction."""
     if integers(spec): return None

@@ -37,7 +37,7 @@ from tinygrad_nv.train.arguments import TrainingArguments
 from tinygrad_nv.train.objectives import Inputs
 from tinygrad_nv.train.plan.programs import Scheduled, buffers_in, buffers_of, recording, schedule_graph
 from tinygrad_nv.train.ranks import OneRank
-from tinygrad_nv.train.regions.host import LEFT
+from tinygrad_nv.train.regions.host import OFFLOAD
 from tinygrad_nv.train.run import Learner, learning
 from tinygrad_nv.train.step import Step
 
@@ -181,7 +181,7 @@ def _bytes(buffers: Iterable[UOp], device: str) -> int:
 def _move(program: Scheduled) -> int:
     """Bytes that a program has on the host in between."""
     copied = sum(call.src[2].nbytes() for call in program.calls
-                 if call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == LEFT)
+                 if call.src[0].op is Ops.CUSTOM_FUNCTION and call.src[0].arg == OFFLOAD)
     return copied + program.arenas.get(HOST, 0)
 
 

@@ -2,12 +2,12 @@
 
 Protocol: three calls, which the host executes between kernels, and a stream of copies beside theirs:
 
-    left(value, held)                 a token: `value` is being copied to page-locked memory of the host. So
+    offload(value, held)              a token: `value` is being copied to page-locked memory of the host. So
                                       are those of `held` (values and their tokens) before it: kernels go on
                                       when they are there, so that their memory can be used again
-    coming(token, value, gradient)    memory into which it is being copied back, once `gradient` is there; a
+    prefetch(token, value, gradient)  memory into which it is being copied back, once `gradient` is there; a
                                       value that no call has held by then is held by this
-    arrived(place, gradient)          the same memory, when it is back; kernels wait no sooner than another
+    await_prefetch(place, gradient)   the same memory, when it is back; kernels wait no sooner than another
                                       gradient is there
 
 Page-locked memory is kept for the next value of its size.
@@ -26,7 +26,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.runtime.driven import DrivenDevice
 from tinygrad_nv.runtime.driver import Download, Event, HostMemory, Upload
 
-LEFT, COMING, ARRIVED = "offload", "prefetch", "prefetched"
+OFFLOAD, PREFETCH, PREFETCHED = "offload", "prefetch", "prefetched"
 
 
 def moves(device: object) -> bool:
@@ -36,32 +36,32 @@ def moves(device: object) -> bool:
 
 # **** in the graph ****
 
-def left(value: UOp, held: Sequence[UOp]) -> UOp:
+def offload(value: UOp, held: Sequence[UOp]) -> UOp:
     """A token of a value, contiguous, int32 (1,)."""
     token = UOp.invalids(1, dtype=dtypes.int32, device=value.device)
-    return _call(LEFT, token, value, *held)
+    return _call(OFFLOAD, token, value, *held)
 
 
-def coming(token: UOp, value: UOp, gradient: UOp, held: Sequence[UOp] = ()) -> UOp:
+def prefetch(token: UOp, value: UOp, gradient: UOp, held: Sequence[UOp] = ()) -> UOp:
     """Memory of the value's shape and dtype, after `gradient`, contiguous."""
     place = UOp.invalids(*value.shape, dtype=value.dtype, device=value.device)
-    return _call(COMING, place, token, gradient, *held)
+    return _call(PREFETCH, place, token, gradient, *held)
 
 
-def arrived(place: UOp, gradient: UOp) -> UOp:
-    """Returns the value that `coming` gave, after another gradient, contiguous."""
-    return _call(ARRIVED, place, gradient)
+def await_prefetch(place: UOp, gradient: UOp) -> UOp:
+    """Returns the value that `prefetch` gave, after another gradient, contiguous."""
+    return _call(PREFETCHED, place, gradient)
 
 
 def _call(name: str, out: UOp, *given: UOp) -> UOp:
-    if not hooks.has_custom_function(LEFT): _register()
+    if not hooks.has_custom_function(OFFLOAD): _register()
     return out.after(UOp(Ops.CUSTOM_FUNCTION, arg=name).call(out, *given))
 
 
 def _register() -> None:
-    hooks.add_custom_function(LEFT, _execute, lambda call: ((0,), _after(call, 1)))
-    hooks.add_custom_function(COMING, _execute, lambda call: ((0,), _after(call, 1)))
-    hooks.add_custom_function(ARRIVED, _execute, lambda call: ((0,), _after(call, 0)))
+    hooks.add_custom_function(OFFLOAD, _execute, lambda call: ((0,), _after(call, 1)))
+    hooks.add_custom_function(PREFETCH, _execute, lambda call: ((0,), _after(call, 1)))
+    hooks.add_custom_function(PREFETCHED, _execute, lambda call: ((0,), _after(call, 0)))
 
 
 def _after(call: UOp, first: int) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class _Copies:
         self.driver.record(now, self.stream)
         return now
 
-    def left(self, token: Buffer, value: Buffer, *held: Buffer) -> None:
+    def offload(self, token: Buffer, value: Buffer, *held: Buffer) -> None:
         """Copies a value to the host; kernels wait for those that are held."""
         for each in held:
             if (before := self.there.get(each._buf)) is not None: self.driver.wait(before[2])
@@ -103,7 +103,7 @@ class _Copies:
         self.driver.submit(Download(memory, 0, value._buf, nbytes), self.stream)
         self.there[token._buf] = memory, nbytes, self._mark()
 
-    def coming(self, place: Buffer, token: Buffer, *_: Buffer) -> None:
+    def prefetch(self, place: Buffer, token: Buffer, *_: Buffer) -> None:
         """Copies a value back. Its memory on the host is free for copies that follow."""
         memory, nbytes, there = self.there.pop(token._buf)
         self.driver.wait(there)
@@ -112,7 +112,7 @@ class _Copies:
         self.free[nbytes].append(memory)
         self.under_way[place._buf] = self._mark()
 
-    def arrived(self, place: Buffer, *_: Buffer) -> None:
+    def await_prefetch(self, place: Buffer, *_: Buffer) -> None:
         """Kernels wait for a value."""
         self.driver.wait(self.under_way.pop(place._buf))
 
@@ -128,5 +128,5 @@ def _execute(ctx: realize.ExecContext, call: UOp, ast: UOp) -> list[float | None
         assert isinstance(device, DrivenDevice)
         _copies[name] = _Copies(device)
     own = _copies[name]
-    {LEFT: own.left, COMING: own.coming, ARRIVED: own.arrived}[ast.arg](*given)
+    {OFFLOAD: own.offload, PREFETCH: own.prefetch, PREFETCHED: own.await_prefetch}[ast.arg](*given)
     return []

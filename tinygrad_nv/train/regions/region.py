@@ -157,7 +157,7 @@ class _Region:
             return behind(value, ready)
         # what a region holds that is not on the host itself, nothing else waits for
         held = () if read in _tokens else (value,)
-        return host.arrived(host.coming(self._token(value), value, _before[read], held), ready)
+        return host.await_prefetch(host.prefetch(self._token(value), value, _before[read], held), ready)
 
     def _token(self, value: UOp) -> UOp:
         """Returns the token of an input on the host, behind those of the region before."""
@@ -166,7 +166,7 @@ class _Region:
                            each.src[0] in _regions), None)
             held = [] if before is None else [one for each in before.inputs
                                               for one in (each, before._token(each))]
-            _tokens[value] = host.left(value, held)
+            _tokens[value] = host.offload(value, held)
         return _tokens[value]
 
 
