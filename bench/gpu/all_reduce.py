@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tinygrad.dtype import dtypes
 
+from bench.gpu.launch import open_driver
 from bench.gpu.parts import Measure, Options, Part, Row, register
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.runtime.all_reduce import AllReduceGroup
@@ -313,11 +314,8 @@ def open_worker(options: Options) -> Measure:
 
 def devices(world: int, options: Options) -> list[Driver]:
     """One GPU for all ranks, or an emulated one for each."""
-    if options.emulate:
-        from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-        return [EmulatedDriver(options.arch, seed=options.seed, ordinal=rank) for rank in range(world)]
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
-    return [CUDADriver()] * world
+    if options.emulate: return [open_driver(options, rank) for rank in range(world)]
+    return [open_driver(options)] * world
 
 
 def render(rows: Mapping[str, Row]) -> str:

@@ -20,10 +20,9 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import make_launch
 from bench.gpu.compare import check_on_emulator, spread_numbers
+from bench.gpu.launch import make_launch, schedule_for
 from bench.gpu.parts import (
-    MOST_SETS,
     Column,
     NotMeasured,
     Options,
@@ -31,15 +30,15 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
+    set_count,
     timing_part,
     workloads,
 )
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band, Rows
-from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -106,12 +105,11 @@ class Forward:
     def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """q, k, v and out by name, as many sets as exceed twice the L2 cache."""
         import torch
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         def normal(heads: int) -> torch.Tensor:
             return torch.randn(self.batch, heads, self.tokens, self.d, device=device).bfloat16()
         return [{"q": normal(self.heads), "k": normal(self.keys), "v": normal(self.keys),
                  "out": normal(self.heads)}
-                for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
+                for _ in range(set_count(device, self.nbytes))]
 
     def rows_to_compare(self, device: Any) -> Any:
         """Rows of a head that are compared with float64."""
@@ -155,12 +153,6 @@ def shapes() -> Iterator[Forward]:
 
 # **** ours ****
 
-def schedule_for(spec: AttentionSpec, arch: str) -> Schedule:
-    """The schedule that a graph would get."""
-    if (schedule := ATTENTION.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
-    return schedule
-
-
 def bind_launch(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
     """A launch of ours on out, q, k and v."""
     gpu, spec = driver.properties, workload.spec
@@ -197,9 +189,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = check_on_emulator(small, driver, lambda at: bind_launch(
         driver, small, [at[name] for name in ("out", "q", "k", "v")]))
-    schedule = str(schedule_for(workload.spec, options.arch))
-    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
-            "why": f"ours: {wrong}" if wrong else schedule}
+    return emulated_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 
 # **** the others ****

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from bench.gpu.attention import LENGTHS, TOKENS, WIDTH, Forward
-from bench.gpu.attention_launch import make_launch
 from bench.gpu.compare import check_on_emulator
+from bench.gpu.launch import make_launch, schedule_for
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -28,14 +28,13 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
     timing_part,
     workloads,
 )
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -168,12 +167,6 @@ def shapes() -> Iterator[Backward]:
 
 # **** ours ****
 
-def schedule_for(spec: BackwardSpec, arch: str) -> Schedule:
-    """The schedule that a graph would get."""
-    if (schedule := ATTENTION.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
-    return schedule
-
-
 def bind_launch(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name: `sum` is dq in float32."""
     gpu, spec = driver.properties, workload.spec
@@ -222,9 +215,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)),
                               ("sum", "dk", "dv"), lambda one: one.update(dq=one["sum"].bfloat16()))
-    schedule = str(schedule_for(workload.spec, options.arch))
-    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
-            "why": f"ours: {wrong}" if wrong else schedule}
+    return emulated_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 
 # **** the others ****

@@ -19,10 +19,9 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
-from bench.gpu.attention_launch import Submit, load_functions, make_launch
 from bench.gpu.compare import check_on_emulator, spread_numbers
+from bench.gpu.launch import Submit, load_functions, make_launch
 from bench.gpu.parts import (
-    MOST_SETS,
     Bursts,
     Column,
     NotMeasured,
@@ -31,7 +30,9 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
+    set_count,
     timing_part,
     workloads,
 )
@@ -107,7 +108,6 @@ class ConvWorkload:
     def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         kind = torch.bfloat16 if self.dtype == BF16 else torch.float16
         spec = self.spec
         result = self.batch, spec.out_height, spec.out_width, self.outputs
@@ -120,7 +120,7 @@ class ConvWorkload:
             return {"out": torch.empty(*result, device=device, dtype=kind),
                     "x": uniform(self.batch, self.side, self.side, self.channels),
                     "w": uniform(self.outputs, self.kernel, self.kernel, self.channels), **more}
-        return [one() for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
+        return [one() for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the convolution; "" when it is: one of 16 positions by
@@ -231,8 +231,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     schedule = default(workload, GPU(options.arch))
     wrong = check_on_emulator(small, driver, binds(driver, small, schedule))
-    return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
-            "why": f"ours: {wrong}" if wrong else str(schedule)}
+    return emulated_row(wrong, str(schedule))
 
 
 # **** the others ****

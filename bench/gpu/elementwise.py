@@ -17,8 +17,8 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import make_launch
 from bench.gpu.compare import Partly, check_on_emulator
+from bench.gpu.launch import make_launch
 from bench.gpu.parts import (
     MOST_SETS,
     Column,
@@ -28,7 +28,9 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
+    set_count,
     timing_part,
     workloads,
 )
@@ -140,7 +142,6 @@ class ElementwiseWorkload:
     def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Operands by name, as many sets as exceed twice the L2 cache."""
         import torch
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
 
         def operand(of: str) -> Any:
             if of == "t": return torch.randint(self.table, (self.m,), device=device, dtype=torch.int32)
@@ -151,7 +152,7 @@ class ElementwiseWorkload:
             out = torch.empty(self.m, self.n, device=device, dtype=torch.bfloat16)
             return {"out": out, **{name: operand(of) for name, of in OPERANDS[self.form].items()}}
         most = 4 if self.form == "embedding" else MOST_SETS
-        return [one() for _ in range(min(most, max(2, int(2 * l2 // self.nbytes) + 1)))]
+        return [one() for _ in range(set_count(device, self.nbytes, most))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not what it must be; "" when it is."""
@@ -225,8 +226,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)))
-    return {"status": "disagrees" if wrong else "emulated", "schedule": workload.plan(),
-            "why": f"ours: {wrong}" if wrong else workload.plan()}
+    return emulated_row(wrong, workload.plan())
 
 
 # **** the others ****
@@ -253,7 +253,7 @@ def torch_compiled(workload: ElementwiseWorkload, given: Sets, options: Options)
 
 
 @contender("memory", "copy")
-def copy(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
+def copy(workload: Any, given: Sets, options: Options) -> Run:
     """Copies as many bytes as must move, half of them read: what the memory's bandwidth is worth."""
     import torch
     half = max(1, int(workload.nbytes) // 2)

@@ -21,7 +21,18 @@ from tinygrad.dtype import dtypes
 
 from bench.gpu import gemm_contenders  # noqa: F401 (registers them)
 from bench.gpu.compare import check_on_emulator, spread_numbers
-from bench.gpu.parts import MOST_SETS, Column, NotMeasured, Options, Row, emulation, timing_part, workloads
+from bench.gpu.launch import GemmLauncher
+from bench.gpu.parts import (
+    Column,
+    NotMeasured,
+    Options,
+    Row,
+    emulated_row,
+    emulation,
+    set_count,
+    timing_part,
+    workloads,
+)
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.expression import Sum, silu
 from tinygrad_nv.tile.gemm.cost import predict
@@ -99,7 +110,6 @@ class GemmWorkload:
     def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         kind = torch.float8_e4m3fn if self.fp8 else torch.bfloat16
         def uniform(size: int) -> torch.Tensor:
             return (torch.rand(size, device=device) * 2 - 1).to(kind)
@@ -108,7 +118,7 @@ class GemmWorkload:
         return [{"out": torch.empty(self.m * self.n, device=device, dtype=torch.bfloat16),
                  "a": uniform(self.m * self.k), "b": uniform(self.columns * self.k),
                  **{name: scales(rows) for name, rows in more.items()}}
-                for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
+                for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the product; "" when it is: one of 16 rows by float64,
@@ -163,7 +173,6 @@ def shapes() -> Iterator[GemmWorkload]:
 @emulation("gemm")
 def run_emulated(shape: Any, options: Options) -> Row:
     """The product scaled down on the emulated driver."""
-    from bench.gpu.gemm_launch import GemmLauncher
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, arch = shape.scale_down(), options.arch
     schedule, whole = choose(small.spec, GPU(arch)), choose(shape.spec, GPU(arch))
@@ -173,9 +182,9 @@ def run_emulated(shape: Any, options: Options) -> Row:
     launcher = GemmLauncher(driver, made)
     wrong = check_on_emulator(small, driver, partial(launcher.bind_launch, small.spec))
     predicted = predict(shape.spec, whole, arch)
-    return {"status": "disagrees" if wrong else "emulated", "schedule": str(schedule),
-            "why": f"ours: {wrong}" if wrong else f"{schedule}; predicted of the whole: {whole}, "
-            f"{1e6 * predicted.seconds:.1f} µs, {predicted.bound}", "predicted_s": predicted.seconds}
+    words = f"{whole}, {1e6 * predicted.seconds:.1f} µs, {predicted.bound}"
+    return {**emulated_row(wrong, str(schedule), f"{schedule}; predicted of the whole: {words}"),
+            "predicted_s": predicted.seconds}
 
 
 timing_part("gemm", "matmuls, bfloat16 and fp8, x @ w.T", Column("TFLOP/s"), expected_s=12.0)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from bench.gpu.launch import GemmLauncher
 from bench.gpu.parts import NotMeasured, Options, Run, about, alone, contender
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
@@ -50,7 +51,6 @@ def bind_default(spec: Any, buffers: Buffers) -> Run:
     """The kernel of a spec, by the default schedule."""
     import torch
 
-    from bench.gpu.gemm_launch import GemmLauncher
     gpu = device()
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
     if (schedule := choose(spec, GPU(arch, sm_count))) is None:

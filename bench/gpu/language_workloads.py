@@ -25,10 +25,11 @@ from bench.gpu.parts import (
     Options,
     Run,
     Workload,
+    set_count,
 )
 from bench.gpu.quant_contenders import pack_gptq
 from bench.gpu.quant_data import buffers_of, dequantise, in_tiles
-from bench.gpu.quant_workloads import compare_rows, sets
+from bench.gpu.quant_workloads import compare_rows
 from bench.lib import kernels_language, specs
 from bench.lib import kernels_language_rows as kernels
 from tinygrad_nv.language.kernels import Kernel
@@ -163,7 +164,7 @@ class Matmul:
             return (torch.rand(*shape, device=device) * 2 - 1).to(kind)
         b = (self.n, self.k) if self.narrow else (self.k, self.n)
         return [{"out": torch.empty(self.m, self.n, device=device), "a": uniform(self.m, self.k),
-                 "b": uniform(*b)} for _ in range(sets(device, self.nbytes))]
+                 "b": uniform(*b)} for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the product; "" when it is."""
@@ -388,7 +389,7 @@ class Quantised:
             return {"out": torch.empty(self.m, self.n, device=device, dtype=kind), "a": x, **laid,
                     "rows codes": rows["codes"], "rows scales": scales, "words": words,
                     "scales of groups": scales.T.contiguous()}
-        return [one() for _ in range(sets(device, self.nbytes))]
+        return [one() for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the product; "" when it is: elements and the result may

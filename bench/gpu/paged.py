@@ -17,27 +17,25 @@ from typing import Any
 
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import make_launch
 from bench.gpu.compare import Partly, check_on_emulator
+from bench.gpu.launch import make_launch, schedule_for
 from bench.gpu.parts import (
-    MOST_SETS,
     Column,
-    NotMeasured,
     Options,
     Row,
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
+    set_count,
     timing_part,
     workloads,
 )
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages
-from tinygrad_nv.tile.decode.templates import FAMILY as DECODE
 from tinygrad_nv.tile.expression import Sum
-from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -91,7 +89,6 @@ class Paged:
     def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Storages by name, as many sets as exceed twice the L2 cache."""
         import torch
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
         every = self.batch * self.pages
 
         def one() -> dict[str, Any]:
@@ -101,7 +98,7 @@ class Paged:
             table = torch.randperm(every, device=device).int().view(self.batch, self.pages)
             lengths = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=device)
             return {"out": torch.empty_like(q), "q": q, "k": k, "v": v, "table": table, "lengths": lengths}
-        return [one() for _ in range(min(MOST_SETS, max(2, int(2 * l2 // self.nbytes) + 1)))]
+        return [one() for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the attention; "" when it is: every request, against
@@ -128,12 +125,6 @@ def shapes() -> Iterator[Paged]:
 
 
 # **** ours ****
-
-def schedule_for(spec: DecodeSpec, arch: str) -> Schedule:
-    """The default schedule."""
-    if (schedule := DECODE.choose(spec, GPU(arch))) is None: raise NotMeasured("no schedule of ours")
-    return schedule
-
 
 def bind_launch(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
     """A launch of ours on memory by name, and on a workspace of its own."""
@@ -169,9 +160,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)))
-    schedule = str(schedule_for(workload.spec, options.arch))
-    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
-            "why": f"ours: {wrong}" if wrong else schedule}
+    return emulated_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 
 # **** the others ****

@@ -6,7 +6,7 @@ and gives a function that measures a row and returns what JSON can hold. `status
     measured        all that was asked for
     emulated        the same without a GPU, small and without times
     disagrees       measured, and something came out otherwise than it must
-    failed, hung, died, not measured     said by gpu.py; `why` has the words
+    failed, hung, died, not measured     said by run.py; `why` has the words
 
 A part of timings is a list of workloads and of contenders: `@workloads("attention")` gives the former,
 `@contender("attention", "ours")` makes a contender ready for one and returns what runs it, or raises
@@ -136,6 +136,19 @@ def emulation(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
         EMULATED[part] = made
         return made
     return add
+
+
+def emulated_row(wrong: str, schedule: str, words: str = "") -> Row:
+    """Returns the row of a workload that was emulated: how ours is wrong, else `words` or the schedule."""
+    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
+            "why": f"ours: {wrong}" if wrong else words or schedule}
+
+
+def set_count(device: str, nbytes: float, most: int = MOST_SETS) -> int:
+    """Returns how many sets of `nbytes` exceed twice the L2 cache: 2 at least, `most` at most."""
+    import torch
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+    return min(most, max(2, int(2 * l2 // nbytes) + 1))
 
 
 def about(part: str) -> Callable[[Callable[[Any], dict[str, Any]]], Any]:

@@ -8,7 +8,7 @@ from tinygrad.dtype import dtypes
 
 from bench.gpu.compare import spread_numbers
 from bench.gpu.gemm import AT_ONCE, CHECKED
-from bench.gpu.parts import MOST_SETS
+from bench.gpu.parts import set_count
 from bench.gpu.quant_data import buffers_of, dequantise
 from tinygrad_nv.quant import types
 from tinygrad_nv.quant.types import QType, per_channel_scale, per_group_scale
@@ -65,7 +65,7 @@ class WeightOnly:
             return {"out": torch.empty(self.m * self.n, device=device, dtype=torch.bfloat16),
                     "a": (torch.rand(self.m * self.k, device=device) * 2 - 1).bfloat16(), **laid,
                     **{f"rows {name}": data for name, data in rows.items()}}
-        return [one() for _ in range(sets(device, self.nbytes))]
+        return [one() for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the matmul; "" when it is."""
@@ -126,7 +126,7 @@ class CodesWorkload:
             return (torch.rand(rows, device=device) + 0.5) / (128 if self.int8 else 1)
         return [{"out": torch.empty(self.m * self.n, device=device, dtype=torch.bfloat16),
                  "a": codes(self.m), "b": codes(self.n), "x0": scales(self.n), "x1": scales(self.m)}
-                for _ in range(sets(device, self.nbytes))]
+                for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the matmul; "" when it is."""
@@ -142,13 +142,6 @@ class CodesWorkload:
 def smaller(m: int, n: int, k: int) -> tuple[int, int, int]:
     """Extents for the emulator; K stays a multiple of a K-quant's 256."""
     return m if m <= 64 else max(m // 32, 64), max(n // 64, 64), max(k // 4096 * 256, 256)
-
-
-def sets(device: str, nbytes: float) -> int:
-    """How many exceed twice the L2 cache."""
-    import torch
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
-    return min(MOST_SETS, max(2, int(2 * l2 // nbytes) + 1))
 
 
 def compare_rows(shape: Any, out: Any, left: Any, right: Any, noise: float, relative: float = 2.0**-8) -> str:

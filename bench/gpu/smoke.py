@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.gpu.launch import open_driver
 from bench.gpu.parts import Measure, NotMeasured, Options, Part, Row, register
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Node, integer, map_spec, pointer
 from tinygrad_nv.tile.gemm.dense import dense
@@ -202,22 +203,13 @@ ASKED: dict[str, Callable[[Driver], str]] = {
 def open_worker(options: Options) -> Measure:
     """A worker: a driver for each row, since one that goes wrong may lose its context."""
     def measure(name: str, budget_s: float) -> Row:
-        driver = device(options)
+        driver = open_driver(options)
         if driver.properties.arch != "sm_90a": raise NotMeasured("clusters and early launches need sm_90")
         words = ASKED[name](driver)
         if words: return {"status": "disagrees", "why": words}
         return {"status": "emulated" if options.emulate else "measured", "why": "as it must be"}
 
     return measure
-
-
-def device(options: Options) -> Driver:
-    """The GPU, or the emulated one."""
-    if options.emulate:
-        from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-        return EmulatedDriver(options.arch, seed=options.seed)
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
-    return CUDADriver()
 
 
 def render(rows: Mapping[str, Row]) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
+from bench.gpu.parts import set_count
 from bench.gpu.quant_data import torch_dtype
-from bench.gpu.quant_workloads import compare_rows, sets, smaller
+from bench.gpu.quant_workloads import compare_rows, smaller
 from tinygrad_nv.quant.sparse import FIRST_TWO, UNIT, buffers
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.expression import Sum
@@ -77,7 +78,7 @@ class SparseWorkload:
             dense, values, metadata = sparse(self.dtype, numbers(self.n, self.k), pairs)
             return {"out": torch.empty(self.m * self.n, device=device, dtype=torch.bfloat16),
                     "a": numbers(self.m * self.k), "values": values, "metadata": metadata, "dense": dense}
-        return [one() for _ in range(sets(device, self.nbytes))]
+        return [one() for _ in range(set_count(device, self.nbytes))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not the matmul; "" when it is."""

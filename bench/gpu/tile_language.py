@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bench.gpu import elementwise as gpu_elementwise
-from bench.gpu.attention_launch import Submit, load_functions, make_launch
 from bench.gpu.compare import check_on_emulator
 from bench.gpu.gemm_contenders import device
 from bench.gpu.language_workloads import (
@@ -33,6 +32,7 @@ from bench.gpu.language_workloads import (
     model_cases,
     schedule_of,
 )
+from bench.gpu.launch import Submit, load_functions, make_launch
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -41,6 +41,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
     timing_part,
     workloads,
@@ -111,9 +112,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     gpu = GPU(options.arch, EMULATED_SMS)
     made, _ = kernel_of(small, gpu)
     wrong = check_on_emulator(small, driver, binds(driver, small, gpu))
-    schedule = f"{schedule_of(small)}; {made.threads} threads, {made.grid}"
-    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
-            "why": f"ours: {wrong}" if wrong else schedule}
+    return emulated_row(wrong, f"{schedule_of(small)}; {made.threads} threads, {made.grid}")
 
 
 # **** the others ****

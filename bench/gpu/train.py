@@ -22,8 +22,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.gpu.attention_launch import make_launch
-from bench.gpu.compare import Partly, check_on_emulator, raw
+from bench.gpu.compare import check_on_emulator, raw
+from bench.gpu.elementwise import copy
+from bench.gpu.launch import make_launch
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -32,6 +33,7 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
+    emulated_row,
     emulation,
     timing_part,
     workloads,
@@ -166,9 +168,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
         written = ("sums",) if isinstance(small, Squares) else small.results
         wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)), written,
                                   compute_norm)
-    schedule = str(TABLE.choose(workload.spec, GPU(options.arch)))
-    return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
-            "why": f"ours: {wrong}" if wrong else schedule}
+    return emulated_row(wrong, str(TABLE.choose(workload.spec, GPU(options.arch))))
 
 
 def one_step(workload: Update, driver: Any) -> str:
@@ -256,15 +256,7 @@ def torch_adamw(workload: Update, given: Sets) -> Run:
     return run
 
 
-@contender("train", "copy")
-def copy(workload: Any, given: Sets, options: Options) -> Run:
-    """Copies as many bytes as must move, half of them read: what the memory's bandwidth is worth."""
-    import torch
-    half = max(1, int(workload.nbytes) // 2)
-    pairs = [[torch.empty(half, device="cuda", dtype=torch.uint8) for _ in range(2)] for _ in given]
-    return Partly(lambda i: pairs[i][0].copy_(pairs[i][1]), 0)
-
-
+contender("train", "copy")(copy)
 timing_part("train", "what a step of training does beside matmuls and attention",
             Column("GB/s", "nbytes", 1e9, ".0f"), expected_s=8.0,
             also=Column("of 3.35 TB/s", "nbytes", HBM, ".0%"))

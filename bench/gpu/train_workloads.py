@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from tinygrad.dtype import DType, dtypes
 
-from bench.gpu.parts import MOST_SETS
+from bench.gpu.parts import MOST_SETS, set_count
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec
 from tinygrad_nv.tile.embedding.spec import EmbeddingGradientSpec, Tokens
@@ -56,10 +56,7 @@ class Workload:
 
     def make_inputs(self, device: str) -> list[One]:
         """Returns as many sets of inputs as exceed twice the L2 cache."""
-        import torch
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
-        count = max(2, int(2 * l2 // self.nbytes) + 1)
-        return [self.one(device) for _ in range(min(self.most_sets, count))]
+        return [self.one(device) for _ in range(set_count(device, self.nbytes, self.most_sets))]
 
     def theirs(self, one: One) -> One:
         """Results by name, in torch's functions."""

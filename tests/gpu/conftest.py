@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.gemm_launch import GemmLauncher
+from bench.gpu.launch import GemmLauncher
 from tests.support.tile import gemm_case
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.runtime.cuda import driver as cuda

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.attention_launch import make_launch
+from bench.gpu.launch import make_launch
 from tests.support.tile import attention_case, backward_case, decode_case
 from tests.support.tile.gemm_case import GUARD, TORCH, bits
 from tinygrad_nv.ptx.emulator.report import Report

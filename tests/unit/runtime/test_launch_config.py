@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from tinygrad.dtype import dtypes
 
-from bench.gpu.attention_launch import make_launch
-from bench.gpu.gemm_launch import GemmLauncher
+from bench.gpu.launch import GemmLauncher, make_launch
 from tinygrad_nv.errors import DriverError
 from tinygrad_nv.runtime import clock, program
 from tinygrad_nv.runtime.driver import TensorMapSpec
