@@ -30,8 +30,8 @@ from bench.gpu.parts import (
 from bench.gpu.quant_contenders import pack_gptq
 from bench.gpu.quant_data import buffers_of, dequantise, in_tiles
 from bench.gpu.quant_workloads import compare_rows
-from bench.lib import kernels_language, specs
-from bench.lib import kernels_language_rows as kernels
+from bench.lib import kernels_language as kernels
+from bench.lib import specs
 from tinygrad_nv.language.kernels import Kernel
 from tinygrad_nv.stdlib import attention as flash
 from tinygrad_nv.tile.language.schedule import TileSchedule
@@ -146,7 +146,7 @@ class Matmul:
 
     @property
     def kernel_call(self) -> tuple[Kernel, tuple[Tensor, ...], dict[str, Any]]:
-        if not self.narrow: return kernels_language.matmul, (empty(self.m, self.k), empty(self.k, self.n)), {}
+        if not self.narrow: return kernels.matmul, (empty(self.m, self.k), empty(self.k, self.n)), {}
         a, b = (empty(rows, self.k, dtype=dtypes.fp8e4m3) for rows in (self.m, self.n))
         return kernels.matmul_nt, (a, b), {}
 

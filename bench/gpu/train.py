@@ -219,13 +219,13 @@ def torch_compiled(workload: Workload, given: Sets, options: Options) -> Run:
 def triton(workload: Any, given: Sets, options: Options) -> Run:
     """Liger-Kernel's way; of cross entropy alone."""
     if not isinstance(workload, CrossEntropy): raise NotMeasured("of cross entropy alone")
-    from bench.lib.cross_entropy_peer import launch
+    from bench.lib.memory_peers import cross_entropy
     kept = [dict(one) for one in given]
 
     def run(i: int) -> None:
         one = kept[i]
         given[i].update({name: one[name] for name in workload.results})
-        launch(one["gradient"], one["losses"], one["logits"], one["labels"], IGNORED)
+        cross_entropy(one["gradient"], one["losses"], one["logits"], one["labels"], IGNORED)
 
     return run
 

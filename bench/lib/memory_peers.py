@@ -1,15 +1,28 @@
 # mypy: disallow-untyped-defs=False
 """Triton kernels that our memory-bound ones are held against, as they are commonly written: matrix times
 vector with split K, norms and softmax with a row in a program, silu and multiply, the largest of a row,
-selection by bisection, rotary embedding with an append to pages, gathered rows.
+selection by bisection, rotary embedding with an append to pages, gathered rows, paged decode attention, and
+cross entropy with its gradient.
 
 Protocol: operands are dense, of bf16 where no dtype is said. Norms have a power of two of columns, and other
-extents are whole blocks where there is no mask. Those of `decode_peers.py` are for paged attention.
+extents are whole blocks where there is no mask.
+
+Decode attention has two stages as inference servers have them: splits of a request's keys, each with the
+query heads of a key head in one program, then a merge of the splits. Pages [page, token, head, d] are of bf16
+for keys and for values, the block table is int32 [batch, pages], lengths int32 [batch], queries [batch, heads
+· group, d].
+
+Cross entropy is as Liger-Kernel has it: one program a row, which it reads twice. Blocks and warps are Liger's
+(ops/cross_entropy.py, MAX_FUSED_SIZE; arXiv 2410.10989), but the gradient does not replace the logits.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+MOST_BLOCK, CROSS_ENTROPY_WARPS = 32768, 32
 
 
 @triton.jit
@@ -208,3 +221,87 @@ def gathered(out, table, tokens, N: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + row).to(tl.int64)
     tl.store(out + row.to(tl.int64) * N + at, tl.load(table + token * N + at))
+
+
+@triton.jit
+def split_keys(parts, lse, q, keys, values, table, lengths, scale, PAGES: tl.constexpr, HEADS: tl.constexpr,
+               GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
+               SPLITS: tl.constexpr):
+    """Stage 1: a split of a request's keys, for one key head."""
+    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d, g, c = tl.arange(0, D), tl.arange(0, 16), tl.arange(0, BN)
+    length = tl.load(lengths + request)
+    each = tl.cdiv(tl.cdiv(length, SPLITS), BN) * BN
+    first, last = split * each, tl.minimum((split + 1) * each, length)
+    own = (request * HEADS + head) * GROUP + g
+    rows = tl.load(q + own[:, None] * D + d[None, :], mask=g[:, None] < GROUP, other=0)
+    top, total = tl.full((16,), -float("inf"), tl.float32), tl.zeros((16,), tl.float32)
+    acc = tl.zeros((16, D), tl.float32)
+    for start in range(first, last, BN):
+        key = start + c
+        page = tl.load(table + request * PAGES + key // PAGE, mask=key < last, other=0).to(tl.int64)
+        at = ((page * PAGE + key % PAGE) * HEADS + head) * D
+        k = tl.load(keys + at[None, :] + d[:, None], mask=key[None, :] < last, other=0)
+        scores = tl.where(key[None, :] < last, tl.dot(rows, k) * scale, -float("inf"))
+        above = tl.maximum(top, tl.max(scores, 1))
+        shrink, weights = tl.exp2(top - above), tl.exp2(scores - above[:, None])
+        v = tl.load(values + at[:, None] + d[None, :], mask=key[:, None] < last, other=0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+        total, top = total * shrink + tl.sum(weights, 1), above
+    if last > first:
+        place = own * SPLITS + split
+        tl.store(parts + place[:, None] * D + d[None, :], acc / total[:, None], mask=g[:, None] < GROUP)
+        tl.store(lse + place, top + tl.log2(total), mask=g < GROUP)
+
+
+@triton.jit
+def merged(out, parts, lse, lengths, HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+           SPLITS: tl.constexpr):
+    """Stage 2: the splits of one query head."""
+    request, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    length = tl.load(lengths + request)
+    each = tl.cdiv(tl.cdiv(length, SPLITS), BN) * BN
+    row = request * HEADS + head
+    top, total = -float("inf"), 0.0
+    acc = tl.zeros((D,), tl.float32)
+    for split in range(0, SPLITS):
+        if split * each < length:
+            one = tl.load(lse + row * SPLITS + split)
+            above = tl.maximum(top, one)
+            shrink, weight = tl.exp2(top - above), tl.exp2(one - above)
+            acc = acc * shrink + weight * tl.load(parts + (row * SPLITS + split) * D + d)
+            total, top = total * shrink + weight, above
+    tl.store(out + row * D + d, (acc / total).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _cross_entropy(gradient, losses, logits, classes, n, ignored, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    own = tl.load(classes + row)
+    x_at, to = logits + row * n, gradient + row * n
+    at = tl.arange(0, BLOCK)
+    if own == ignored:
+        for first in range(0, n, BLOCK):
+            tl.store(to + first + at, tl.zeros((BLOCK,), to.dtype.element_ty), mask=first + at < n)
+        tl.store(losses + row, 0.0)
+        return
+    most, total = -float("inf"), 0.0
+    for first in range(0, n, BLOCK):
+        x = tl.load(x_at + first + at, mask=first + at < n, other=-float("inf")).to(tl.float32)
+        now = tl.maximum(most, tl.max(x))
+        total = total * tl.exp(most - now) + tl.sum(tl.exp(x - now))
+        most = now
+    tl.store(losses + row, most + tl.log(total) - tl.load(x_at + own).to(tl.float32))
+    for first in range(0, n, BLOCK):
+        x = tl.load(x_at + first + at, mask=first + at < n, other=-float("inf")).to(tl.float32)
+        p = tl.exp(x - most) / total
+        p = tl.where(first + at == own, p - 1.0, p)
+        tl.store(to + first + at, p.to(to.dtype.element_ty), mask=first + at < n)
+
+
+def cross_entropy(gradient: Any, losses: Any, logits: Any, classes: Any, ignored: int) -> None:
+    """Launches cross entropy of matrices whose rows lie side by side."""
+    rows, n = logits.shape
+    block = min(MOST_BLOCK, triton.next_power_of_2(n))
+    _cross_entropy[(rows,)](gradient, losses, logits, classes, n, ignored, BLOCK=block,
+                            num_warps=CROSS_ENTROPY_WARPS)

@@ -1,4 +1,5 @@
-"""Measurements on a CPU, for report.py: decoding (cpu/decode.py) and kernels (cpu/kernel_times.py)."""
+"""Measurements on a CPU, for report.py: decoding (cpu/decode.py), kernels (cpu/kernel_times.py) and serving
+beside transformers (serving/throughput.py)."""
 from __future__ import annotations
 
 import json
@@ -12,6 +13,7 @@ from bench.lib.measure import spread
 Record = dict[str, Any]
 OURS, THEIRS, LLAMA_CPP = "tinygrad_nv", "transformers", "llama.cpp"
 NOT_MEASURED = "not measured"
+SERVER = "tinygrad_nv, server"
 
 
 def read(folder: Path, name: str) -> Record | None:
@@ -109,3 +111,20 @@ def _rate(done: Record) -> float:
     """GB/s of what is bound by memory, else GFLOP/s."""
     amount = done["bytes"] if done["part"] in ("gemv", "decode") else done["flops"]
     return float(amount / median(done["seconds"]["ours"]) / 1e9)
+
+
+def serving(record: Record | None) -> str:
+    """The server beside generate in batches, and both one request at a time."""
+    if record is None: return f"Serving (`bench/serving/throughput.py`): {NOT_MEASURED}."
+    runs, told = record["tokens_per_s"], record["server"]
+    lines = []
+    for name, rates in runs.items():
+        ratios = [a / b for a, b in zip(runs[SERVER], rates, strict=True)]
+        lines.append([name, f"{median(rates):.0f}",
+                      "" if name == SERVER else f"{median(ratios):.2f} ({spread(ratios)})"])
+    said = (f"Serving (`bench/serving/throughput.py`, {record['machine']}: {record['requests']} requests of "
+            f"about {record['input_len']} tokens and {record['output_len']} after them, model "
+            f"{record['model']}, {record['dtype']}, transformers in batches of {record['batch']}; contenders "
+            f"take turns). The server's median time to first token is {median(told['median_ttft_ms']):.0f} "
+            f"ms with all requests at once, {median(told['median_tpot_ms']):.1f} ms for each token after it:")
+    return said + "\n\n" + markdown(["output tokens/s", "median", "the server / it (spread)"], lines)

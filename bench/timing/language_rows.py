@@ -17,7 +17,7 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from bench.lib import kernels_language_rows as kernels
+from bench.lib import kernels_language as kernels
 from bench.lib import specs
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.language.kernels import Kernel

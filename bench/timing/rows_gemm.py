@@ -3,6 +3,10 @@
 CUTLASS: bench/timing/cutlass_gemm.cu, ping-pong and cooperative, by tile and cluster, on main of 2025 (4.x).
 fast.cu: kernels 10 and 11. DeepGEMM at a6d97a1: its fp8 matmul has block scales; it stands beside ours with
 the same, and beside ours without. All promote sums to float32 every 128 of K.
+
+float16 times matrices of 4- and 8-bit integers has no peer: of a launch a few CTAs are recorded, and those of
+Marlin (Frantar et al. 2024) wait in a loop for CTAs that are not. sass_quant.py has its main loop's
+instructions beside ours.
 """
 from __future__ import annotations
 
@@ -13,17 +17,21 @@ from pathlib import Path
 
 from bench.lib import gemm_peers
 from bench.lib.gemm_peers import Peer as TritonGemm
-from bench.lib.specs import E4M3, blocks, matmul
+from bench.lib.specs import E4M3, F16, QTYPES, blocks, matmul, quant_matmul
 from bench.timing import deepgemm as timing_deepgemm
 from bench.timing import fast_cu as timing_fast_cu
 from bench.timing import programs as timing_programs
 from bench.timing.gate_cases import GPU_NAME
 from bench.timing.rows import Checkouts, Launches, Peer, Row
 from bench.timing.triton_times import Array, predict
+from tinygrad_nv.quant.types import nbytes
 
 SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), *((m, 8192, 8192) for m in (16, 32, 64, 128, 256, 512)))
 FP8, FP8_BLOCKS = (4096, 7168, 16384), ((4096, 4096, 7168), (4096, 7168, 2048), (128, 7168, 16384),
                                         (64, 7168, 2048))
+FEW = 64           # rows up to which the matrix's bytes bound it
+QUANT_SHAPES = (*((m, 8192, 8192) for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)), (1, 4096, 4096),
+                (1, 28672, 4096), (1, 4096, 14336), (16, 4096, 14336))
 BF16 = "bf16"
 # tiles, CTAs of a cluster, ping-pong
 LARGE = ((128, 256, 2, False), (128, 128, 2, True), (64, 256, 2, True), (256, 128, 2, False))
@@ -82,7 +90,7 @@ def of_triton(peer: TritonGemm, m: int, n: int, k: int, checkouts: Checkouts) ->
 
 
 def rows() -> Iterator[Row]:
-    """bf16 by shape, then fp8."""
+    """bf16 by shape, fp8, then integers."""
     for m, n, k in SHAPES:
         large = m > 512
         peers = [Peer(f"CUTLASS {'ping-pong' if each[3] else 'cooperative'} {each[0]}x{each[1]}, cluster "
@@ -101,3 +109,14 @@ def rows() -> Iterator[Row]:
     for extents in (FP8, *FP8_BLOCKS):
         yield Row("matmul e4m3, block scales", " x ".join(map(str, extents)), blocks(*extents),
                   (Peer("DeepGEMM", partial(of_deepgemm, *extents), "deepgemm"),), 2 * prod(extents))
+    yield from quant_rows()
+
+
+def quant_rows() -> Iterator[Row]:
+    """float16 times matrices of int4 in groups, then of int8."""
+    for name, family, shapes in (("int4", "matmul int4", QUANT_SHAPES),
+                                 ("int8", "matmul int8 weights", [(m, 8192, 8192) for m in (1, 16, 1024)])):
+        for m, n, k in shapes:
+            few, type = m <= FEW, QTYPES[name]
+            yield Row(family, f"{m} x {n} x {k}", quant_matmul(type, m, n, k, F16), (),
+                      0 if few else 2 * m * n * k, nbytes(type, n, k) + 2 * m * (n + k) if few else 0)

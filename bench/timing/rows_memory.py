@@ -1,9 +1,10 @@
-"""Rows of timing/table.py that memory bounds: few-row matmuls, norms, elements, sampling, embeddings, and
-appends with rotation, beside Triton's kernels of memory_peers.py.
+"""Rows of timing/table.py that memory bounds: few-row matmuls, norms, elements, sampling, embeddings,
+appends with rotation, and paged decode attention, beside Triton's kernels of memory_peers.py.
 
 Bytes are those that a kernel must read and write once; results may stay in L2, so that a share of HBM's
 bandwidth above 1 is possible. Selection is by bisection in Triton, to 32 bits of a threshold; ours finds the
-exact one.
+exact one. Decode attention has 8 key heads of 4 query heads each, d 128, bf16, pages of 16 tokens, wherever
+keys and values take 80 GB at most.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 
 from bench.lib import memory_peers as kernels
-from bench.lib.specs import BF16, F32, argmax, elements, layer, matmul, rms, softmax
+from bench.lib.specs import BF16, F32, argmax, decode, elements, layer, matmul, rms, softmax
 from bench.timing.rows import Checkouts, Launches, Peer, Row
 from bench.timing.triton_times import Array, Given, predict
 from tinygrad_nv.tile.decode.spec import Pages
@@ -29,6 +30,13 @@ VOCABULARY, HIDDEN, ROWS = 128256, 4096, 16
 ONE = ((4, 1024, 1, 4), (8, 512, 1, 4), (16, 256, 1, 4), (16, 512, 2, 4), (32, 256, 4, 8))
 SOME = ((16, 256, 1, 4), (32, 128, 1, 4), (32, 128, 4, 4), (64, 128, 4, 8))
 STAGES = 4
+HEADS, GROUP, D, PAGE = 8, 4, 128, 16
+BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768, 131072)
+TOKEN_BYTES = 4 * HEADS * D     # keys and values
+MOST_BYTES = 80e9
+# keys of a step, warps, stages of paged decode attention
+TILES = ((64, 4, 2), (32, 4, 3))
+CTAS, MOST_SPLITS = 132, 64
 TARGETS = {True: 50.0, False: 0.9}      # of top-k, which is counted, and of top-p
 
 
@@ -145,6 +153,7 @@ def rows() -> Iterator[Row]:
     yield from norms()
     yield from sampling()
     yield from tables()
+    yield from paged_decodes()
 
 
 def few_rows() -> Iterator[Row]:
@@ -207,3 +216,43 @@ def tables() -> Iterator[Row]:
                       for block, warps in ((1024, 4), (2048, 4), (4096, 8)))
         yield Row("embedding", f"{tokens} tokens of {VOCABULARY} x {HIDDEN}", table, peers,
                   nbytes=4 * tokens * HIDDEN)
+
+
+def attend(batch: int, context: int, tile: tuple[int, int, int], splits: int, heads: int, group: int,
+           d: int, _: Checkouts) -> Launches:
+    """Both stages."""
+    (keys, warps, stages), pages, queries = tile, context // PAGE, heads * group
+    cache = Array("bf16", (batch * pages, PAGE, heads, d))
+    parts = Array("fp32", (batch, queries, splits, d))
+    lse = Array("fp32", (batch, queries, splits))
+    lengths, q = Array("i32", (batch,), (), [context]), Array("bf16", (batch, queries, d))
+    given: dict[str, Any] = {
+        "parts": parts, "lse": lse, "q": q, "keys": cache, "values": cache, "lengths": lengths,
+        "table": Array("i32", (batch, pages), (), range(batch * pages)), "scale": d ** -0.5 * 1.4427}
+    fixed = {"PAGES": pages, "HEADS": heads, "GROUP": group, "D": d, "PAGE": PAGE, "BN": keys,
+             "SPLITS": splits}
+    first = predict(kernels.split_keys, given, (batch, heads, splits), fixed, num_warps=warps,
+                    num_stages=stages)
+    rest = {"out": q, "parts": parts, "lse": lse, "lengths": lengths}
+    return [first, predict(kernels.merged, rest, (batch, queries),
+                           {"HEADS": queries, "D": d, "BN": keys, "SPLITS": splits}, num_warps=4)]
+
+
+def split_counts(batch: int, context: int, heads: int) -> list[int]:
+    """One, two and four CTAs for each SM, and more where requests are long."""
+    counts = {min(MOST_SPLITS, context // 128, 1 << (each * CTAS // (batch * heads)).bit_length())
+              for each in (1, 2, 4)}
+    return sorted(max(count, 1) for count in counts)
+
+
+def paged_decodes() -> Iterator[Row]:
+    """Paged decode attention, by batch, then context."""
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            nbytes = batch * context * TOKEN_BYTES
+            if nbytes > MOST_BYTES: continue
+            peers = [Peer(f"Triton, {tile[0]} keys, {tile[1]} warps, {tile[2]} stages, {splits} splits",
+                          partial(attend, batch, context, tile, splits, HEADS, GROUP, D))
+                     for tile in TILES for splits in split_counts(batch, context, HEADS)]
+            yield Row("paged decode", f"batch {batch}, {context} tokens",
+                      decode(batch, HEADS, GROUP, pages=context // PAGE), tuple(peers), nbytes=nbytes)

@@ -15,7 +15,6 @@ from tinygrad import Tensor, dtypes
 
 from bench.gpu.decode import MODELS
 from bench.lib import memory_peers as kernels
-from bench.timing import rows_decode as decoding
 from bench.timing import rows_memory as memory
 from bench.timing.gate_cases import GPU_NAME, HOPPER
 from bench.timing.rows import Checkouts, Launches, Peer, Row, total_seconds
@@ -95,8 +94,8 @@ def of_triton(name: str, batch: int, context: int) -> tuple[Timing, ...]:
     norm = best([partial(memory.row_by_row, kernels.rms_norm, batch, hidden, "w", warps) for warps in (4, 8)])
     appended = best([partial(memory.append_kv, batch, context // PAGE, warps, heads, group, c.head_dim)
                      for warps in (1, 2)])
-    attended = best([partial(decoding.attend, batch, context, tile, splits, heads, group, c.head_dim)
-                     for tile in TILES for splits in decoding.split_counts(batch, context, heads)])
+    attended = best([partial(memory.attend, batch, context, tile, splits, heads, group, c.head_dim)
+                     for tile in TILES for splits in memory.split_counts(batch, context, heads)])
     gated = best([partial(memory.silu_and_mul, batch, c.intermediate_size, block, 4)
                   for block in (512, 1024)])
     plus = add_residual(batch, hidden, {})

@@ -29,11 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.lib.measure import RESULTS, each, save, table
 from bench.timing import rows_attention as timing_rows_attention
-from bench.timing import rows_decode as timing_rows_decode
 from bench.timing import rows_gemm as timing_rows_gemm
 from bench.timing import rows_memory as timing_rows_memory
 from bench.timing import rows_moe as timing_rows_moe
-from bench.timing import rows_quant as timing_rows_quant
 from bench.timing import rows_step as timing_rows_step
 from bench.timing.gate_cases import GPU_NAME
 from bench.timing.rows import Checkout, Checkouts, Row, ours, total_seconds
@@ -41,8 +39,8 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
 
 RECORD, ROOT = "timing_table", Path(__file__).resolve().parents[2]
-MODULES = (timing_rows_gemm, timing_rows_quant, timing_rows_attention, timing_rows_memory, timing_rows_decode,
-           timing_rows_step, timing_rows_moe)
+MODULES = (timing_rows_gemm, timing_rows_attention, timing_rows_memory, timing_rows_step,
+           timing_rows_moe)
 HBM = figures(GPU_NAME).hbm_bytes_per_s / 1e9   # GB/s that reads reach
 CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/NVIDIA/cutlass",
              "deepgemm": "github.com/deepseek-ai/DeepGEMM",

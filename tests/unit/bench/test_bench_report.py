@@ -124,7 +124,7 @@ def test_serving_beside_transformers():
     record = {"machine": "a box", "requests": 4, "input_len": 8, "output_len": 9, "model": "tales",
               "batch": 32, "dtype": "float32", "tokens_per_s": rates,
               "server": {"median_ttft_ms": [5.0, 7.0], "median_tpot_ms": [1.0, 2.0]}}
-    said = report.report_serving.serving(record)
+    said = report.report_cpu.serving(record)
     assert "6 ms with all requests at once, 1.5 ms for each token after it" in said
     assert said.splitlines()[-2:] == ["| tinygrad_nv, server | 35 |  |",
                                       "| transformers, batches | 15 | 2.50 (2.00 … 3.00) |"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
-from bench.lib import kernels_language_rows as kernels
+from bench.lib import kernels_language as kernels
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 SCHEDULE = TileSchedule(block=(16, 32), k=32, warps=4, stages=3)
