@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.lib.measure import save, spread, table
+from bench.lib.measure import ask, save, spread, table
 from bench.serving import startup_model
 
 REPEATS = 32    # of a step's collectives, in one graph
@@ -59,9 +59,9 @@ def compare(arguments: argparse.Namespace) -> None:
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
              for ranks in (1, arguments.ranks)]
     times: list[list[float]] = [[], []]
-    for each in sides: _ask(each)     # loaded, and warm
+    for each in sides: ask(each)     # loaded, and warm
     for number in range(arguments.rounds):
-        for which in (0, 1) if number % 2 else (1, 0): times[which].append(_ask(sides[which]))
+        for which in (0, 1) if number % 2 else (1, 0): times[which].append(float(ask(sides[which])))
     for each in sides: each.communicate("")
     report(arguments, times, stated)
 
@@ -69,14 +69,6 @@ def compare(arguments: argparse.Namespace) -> None:
 def _again(arguments: argparse.Namespace, *more: str) -> list[str]:
     return [__file__, arguments.model, "--ranks", str(arguments.ranks), "--device", arguments.device,
             "--tokens", str(arguments.tokens), *more]
-
-
-def _ask(process: subprocess.Popen[str]) -> float:
-    """Milliseconds a token of the next turn."""
-    assert process.stdin is not None and process.stdout is not None   # noqa: PT018
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return float(process.stdout.readline())
 
 
 def side(arguments: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.lib.measure import RESULTS, end_with_parent, processor, save, spread, table
+from bench.lib.measure import RESULTS, ask, end_with_parent, processor, save, spread, table
 
 SHAPES: dict[str, dict[str, int]] = {
     "tales": {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -87,22 +87,13 @@ def compare(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
         for each in sides.values(): ask(each)     # loaded, and warm
         for _ in range(arguments.rounds):
             for name, each in sides.items():
-                answer = ask(each)
+                answer = json.loads(ask(each))
                 found[name]["seconds"].append(answer["seconds"])
                 found[name]["peak_bytes"] = answer["peak_bytes"]
         for each in sides.values(): each.communicate("end\n")
     ratios = [b / a for a, b in zip(*(found[name]["seconds"] for name in SIDES), strict=True)]
     return {"case": case, **found, "ratios": ratios, "ratio": statistics.median(ratios),
             "memory_ratio": found["tinygrad_nv"]["peak_bytes"] / found["torch"]["peak_bytes"]}
-
-
-def ask(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The answer of a side to one more round."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    return dict(json.loads(process.stdout.readline()))
 
 
 def side(arguments: argparse.Namespace) -> None:

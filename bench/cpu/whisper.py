@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tinygrad import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.cpu.kernel_times import time_call
 from bench.lib.measure import save, spread, table
 from tinygrad_nv.engine.speech.params import TranscriptionParams
 from tinygrad_nv.engine.speech.transcriber import Transcriber
@@ -143,13 +143,6 @@ def encode(whisper: Transcriber, features: np.ndarray) -> np.ndarray:
     given = Tensor(features[None], device=whisper.device).cast(whisper.network.dtype).contiguous()
     found: np.ndarray = whisper.network.encoder(given).float().numpy()[0]
     return found
-
-
-def time_call(run: Callable[[], Any]) -> float:
-    """Seconds of a call."""
-    begun = time.perf_counter()
-    run()
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__": main()

@@ -1,4 +1,4 @@
-"""Helpers that benches share: the spread of repeats, an aligned table, and where results go."""
+"""Helpers that benches share: the spread of repeats, an aligned table, other processes, where results go."""
 from __future__ import annotations
 
 import hashlib
@@ -33,6 +33,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = zip(line, widths, strict=True)
         return "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)).rstrip()
     return "\n".join(map(align, lines))
+
+
+def put_between(page: Path, mark: str, text: str) -> None:
+    """Puts a text between the two lines `mark` of a page."""
+    before, _, after = page.read_text().split(mark)
+    page.write_text(f"{before}{mark}\n{text}\n{mark}{after}")
+
+
+def ask(process: subprocess.Popen[str], line: str = "go") -> str:
+    """Sends a line to a process: the line that it answers."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(line, file=process.stdin, flush=True)
+    return process.stdout.readline()
 
 
 def each(items: Sequence[T]) -> Iterator[T]:

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.lib.measure import each, end_with_parent, save, spread, table
+from bench.lib.measure import ask, each, end_with_parent, save, spread, table
 from tinygrad_nv.benchmarks import client, figures
 from tinygrad_nv.benchmarks.engines import Transformers
 from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total
@@ -45,10 +45,7 @@ class Worker:
 
     def run(self, batch: int) -> float:
         """Seconds for the load."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(batch, file=self.process.stdin, flush=True)
-        return float(json.loads(self.process.stdout.readline()))
+        return float(json.loads(ask(self.process, str(batch))))
 
     def close(self) -> None:
         """Ends it."""

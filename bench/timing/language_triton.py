@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from bench.lib import gemm_peers, memory_peers
-from bench.lib.attention_peers import KERNELS, Flash
+from bench.lib.attention_peers import Flash
 from bench.lib.gemm_peers import Peer
+from bench.timing.rows_attention import predict_flash
 from bench.timing.triton_times import Array, Given, predict
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
@@ -163,29 +164,16 @@ def attention(gpu: str, tokens: int, d: int, heads: int = 16) -> tuple[float, st
     flashes = [Flash("forward", d, block, warps, stages, descriptors=gpu == HOPPER)
                for block, warps, stages in (((128, 128) if gpu == HOPPER else (128, 64), 8, 3),
                                             ((64, 64), 4, 3))]
-    return _best(gpu, ((str(each), partial(_flash, each, gpu, tokens, heads)) for each in flashes))
+    return _best(gpu, ((str(each), partial(predict_flash, each, tokens, heads, gpu)) for each in flashes))
 
 
 def gradient(gpu: str, tokens: int, d: int, heads: int = 16) -> tuple[float, str]:
     """dk and dv, and dq, each with its best tile."""
     tiles = [((64, 64), 4, 3 if d == 64 else 2), ((128, 64), 8, 2)]
-    made = [_best(gpu, ((str(each), partial(_flash, each, gpu, tokens, heads))
+    made = [_best(gpu, ((str(each), partial(predict_flash, each, tokens, heads, gpu))
                         for each in [Flash(what, d, *tile) for tile in tiles])) for what in ("dk, dv", "dq")]
     # one launch's cost for both, as in a graph
     return sum(each for each, _ in made) - figures(gpu).launch_s * 1e6, "; ".join(name for _, name in made)
-
-
-def _flash(flash: Flash, gpu: str, tokens: int, heads: int) -> Timing:
-    fn, fixed = KERNELS[flash.what], flash.constants
-    numbers: dict[str, Given] = {"S": tokens, "scale": 0.1, "root": 0.1}
-
-    def argument(name: str) -> Given:
-        if name in numbers: return numbers[name]
-        if name in ("log", "delta"): return Array("fp32", (heads * tokens,))
-        return Array("bf16", (heads * tokens, flash.d), flash.box(name) if flash.descriptors else ())
-    rows = flash.block[flash.what == "dk, dv"]
-    return predict(fn, {name: argument(name) for name in fn.arg_names if name not in fixed},
-                   (tokens // rows, heads), fixed, gpu, num_warps=flash.warps, num_stages=flash.stages)
 
 
 # **** rows ****

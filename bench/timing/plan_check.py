@@ -22,7 +22,7 @@ from zlib import crc32
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.lib.measure import RESULTS, save, table
+from bench.lib.measure import RESULTS, put_between, save, table
 from bench.timing.plan_rows import SHARES, Row, Shares, latencies, rows, throughputs, training
 
 RECORD, MARK = "plan_check", "<!-- plan_check -->"
@@ -56,12 +56,6 @@ def markdown(found: Sequence[Row]) -> str:
     """The summary for a page."""
     lines = [HEADER, ("---",) * len(HEADER), *summary(found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def write_page(page: Path, found: Sequence[Row]) -> None:
-    """Puts the summary into a page."""
-    before, _, after = page.read_text().split(MARK)
-    page.write_text(f"{before}{MARK}\n{markdown(found)}\n{MARK}{after}")
 
 
 def plot(found: Sequence[Row], path: Path) -> None:
@@ -134,7 +128,7 @@ def main() -> None:
     print(table(("row", "source", "published", "modelled", "", "error", ""), lines))
     print("\n" + table(HEADER, summary(found)))
     if given.patterns: return      # not all rows
-    if given.page: write_page(given.page, found)
+    if given.page: put_between(given.page, MARK, markdown(found))
     if given.plot: plot(found, RESULTS / f"{RECORD}.png")
     save(RECORD, record(found))
 

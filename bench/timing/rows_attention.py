@@ -18,9 +18,9 @@ from bench.lib.attention_peers import KERNELS, Flash
 from bench.lib.specs import BF16, F16, attention, backward, with_fp8_scales
 from bench.timing import fa3 as timing_fa3
 from bench.timing import programs as timing_programs
-from bench.timing.gate_cases import CAUSAL
+from bench.timing.gate_cases import CAUSAL, GPU_NAME
 from bench.timing.rows import Checkouts, Launches, Peer, Row
-from bench.timing.triton_times import Array, predict
+from bench.timing.triton_times import Array, Given, predict
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
@@ -74,16 +74,20 @@ def of_triton(flashes: Sequence[Flash], tokens: int, checkouts: Checkouts) -> La
 
 
 def of_flash(flash: Flash, tokens: int) -> Timing:
-    heads = ALL // tokens * (COLUMNS // flash.d)
+    return predict_flash(flash, tokens, ALL // tokens * (COLUMNS // flash.d))
+
+
+def predict_flash(flash: Flash, tokens: int, heads: int, gpu: str = GPU_NAME) -> Timing:
+    """Predicts a launch of Triton's attention on heads of all sequences."""
     fn, fixed = KERNELS[flash.what], flash.constants
-    numbers = {"S": tokens, "scale": 0.1, "root": 0.1}
-    def argument(name: str) -> Array | int | float:
+    numbers: dict[str, Given] = {"S": tokens, "scale": 0.1, "root": 0.1}
+    def argument(name: str) -> Given:
         if name in numbers: return numbers[name]
         if name in ("log", "delta"): return Array("fp32", (heads * tokens,))
         return Array("bf16", (heads * tokens, flash.d), flash.box(name) if flash.descriptors else ())
     rows = flash.block[flash.what == "dk, dv"]
     return predict(fn, {name: argument(name) for name in fn.arg_names if name not in fixed},
-                   (tokens // rows, heads), fixed, num_warps=flash.warps, num_stages=flash.stages)
+                   (tokens // rows, heads), fixed, gpu, num_warps=flash.warps, num_stages=flash.stages)
 
 
 def rows() -> Iterator[Row]:

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.lib.measure import RESULTS, each, save, table
+from bench.lib.measure import RESULTS, each, put_between, save, table
 from bench.timing import rows_attention as timing_rows_attention
 from bench.timing import rows_gemm as timing_rows_gemm
 from bench.timing import rows_memory as timing_rows_memory
@@ -102,12 +102,6 @@ def markdown(found: Sequence[Record]) -> str:
     return "\n".join(f"| {' | '.join(each)} |" for each in cells)
 
 
-def write_page(page: Path, found: Sequence[Record]) -> None:
-    """Puts the table into a page."""
-    before, _, after = page.read_text().split(MARK)
-    page.write_text(f"{before}{MARK}\n{markdown(found)}\n{MARK}{after}")
-
-
 def checkout(words: str) -> Checkout:
     """Returns the checkout of an option."""
     folders = [Path(one).resolve() for one in words.split(os.pathsep)]
@@ -137,7 +131,7 @@ def main() -> int:
     known |= {row["row"]: row for row in found}
     all_rows = sorted((row for name, row in known.items() if name in order),
                       key=lambda row: order.index(row["row"]))
-    if given.page: write_page(given.page, all_rows)
+    if given.page: put_between(given.page, MARK, markdown(all_rows))
     if not given.dry:
         save(RECORD, {"gpu": GPU_NAME, "rows": all_rows})
     return 0

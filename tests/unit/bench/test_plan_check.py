@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from bench.lib.measure import put_between
 from bench.timing import plan_check
 from bench.timing.plan_rows import SHARES, Row, collectives, latencies, rows, training
 
@@ -77,7 +78,7 @@ def test_a_share_is_found_where_it_was_put():
 def test_a_page_gets_the_summary_between_its_marks(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{plan_check.MARK}\nold\n{plan_check.MARK}\nafter\n")
-    plan_check.write_page(page, RECORDED)
+    put_between(page, plan_check.MARK, plan_check.markdown(RECORDED))
     first, table, last = page.read_text().split(plan_check.MARK)
     assert (first, table.strip(), last) == ("before\n", plan_check.markdown(RECORDED), "\nafter\n")
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.lib.measure import put_between
 from bench.timing import table as timing_table
 from bench.timing.rows import Peer, Row
 
@@ -28,7 +29,7 @@ def test_a_page_gets_the_table_between_its_marks(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{timing_table.MARK}\nold\n{timing_table.MARK}\nafter\n")
     rows = [record(10.0, fast=12.0)]
-    timing_table.write_page(page, rows)
+    put_between(page, timing_table.MARK, timing_table.markdown(rows))
     first, table, last = page.read_text().split(timing_table.MARK)
     assert (first, table.strip(), last) == ("before\n", timing_table.markdown(rows), "\nafter\n")
 
