@@ -14,7 +14,7 @@ template. What families share is here. Read in this order:
   pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers
   tile_scheduler.py  which work tile a CTA computes
   epilogue.py        expressions in instructions; lanes.py: one element or two; access.py: in memory
-  result_store.py    from sums to the result in memory; staging.py: through shared memory
+  result_store.py    from sums to the result in memory, also through shared memory; store_plan.py: how
   gpu.py             figures of GPUs, for the cost model
   choose.py          the schedule of a spec: database.py has tuned ones (spec_json.py writes specs), tune.py
                      tries some by a clock (clock.py; modelled.py: without a GPU)

@@ -1,4 +1,4 @@
-"""How a result is stored: in pairs of elements, or by panels in shared memory (staging.py), by TMA or not.
+"""How a result is stored: in pairs of elements, or by panels in shared memory, by TMA or not.
 
 `Share` is a warp's part of a result: what lies where, what of it is inside, what its epilogue reads.
 """

@@ -4,6 +4,6 @@
   workspace.py  the memory that peers share: flags, epochs, halves; the protocol and why it is right
   schedules.py  one-shot and two-shot; templates.py: which there can be, and the records
   cost.py       choice by size and number of GPUs
-  kernel.py     the template; epilogue.py: what is done with sums
+  kernel.py     the template, and what is done with sums
   reference.py  the same in plain tinygrad
 """

@@ -5,6 +5,5 @@
   schedules.py  the schedules of a GPU's templates
   matrices.py   where the matrices of a group lie
   gemv/, wgmma/, mma/  the templates
-  cost.py       how long they take
-  templates.py  their records
+  templates.py  their records, and how long they take
 """

@@ -2,9 +2,8 @@
 
   plan.py            the numbers of a spec and a schedule
   template.py        which schedules there can be, those to try first, and their cost
-  kernel.py          gemm/wgmma's kernel with the parts below
+  kernel.py          gemm/wgmma's kernel with the parts below, and operands with scales of groups of K
   tile_scheduler.py  tiles of groups, whose extents are read on the device
   load.py            the producer: boxes of matrices and rows, or rows gathered by other warps
-  scales.py          operands of 8 bits with scales of groups of K
   store.py           the epilogue: activation, weights, rows to their places
 """

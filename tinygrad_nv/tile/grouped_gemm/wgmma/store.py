@@ -25,7 +25,7 @@ from tinygrad_nv.tile.grouped_gemm.epilogue import activate
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, LANES, GroupedPlan
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.lanes import FLOAT16S, pack
-from tinygrad_nv.tile.staging import Lines
+from tinygrad_nv.tile.result_store import Lines
 
 BARRIER = 8     # the named barrier of the first consumer
 Halves = tuple[Value, ...]  # an element of gate and of up, or of the result alone

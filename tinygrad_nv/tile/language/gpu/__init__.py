@@ -14,9 +14,9 @@ the `TileKernel`, whose parameters are the program's tensors in their order. Rea
   access.py, blocks.py, memory.py     loads, stores, atomics
   swaps.py                            between two threads; wider vectors, within warps
   collective.py, sorting.py           reductions and scans; sorts and gathers
-  partial.py                          sums that a loop adds up in parts
   staged.py, dot.py, fma.py, wgmma.py    operands in shared memory; products
-  control.py     loops and branches; pipelines.py: operands that are copied ahead, by cp.async
+  control.py     loops and branches, sums that a loop adds up in parts
+  pipelines.py                        operands that are copied ahead, by cp.async
   specialised.py                      or by a producer warp, with TMA; produced.py: which loops it fills;
                                       consumer.py: those of the warps that read
 """

@@ -46,7 +46,7 @@ def neutral(fn: str, dtype: DType) -> float:
 
 
 class Collective(Values):
-    """Reductions and scans. `partial`: reductions of which each thread keeps its own part (partial.py)."""
+    """Reductions and scans. `partial`: reductions of which each thread keeps its own part (control.py)."""
     partial: set[Op]
 
     def singles(self, held: Held) -> Elements:

@@ -2,6 +2,5 @@
 
   plan.py       the numbers of a spec and a schedule: where scales lie in a stage
   template.py   which schedules there can be, those to try first, and their cost
-  scales.py     scales to shared memory, and from there to registers
-  kernel.py     the template
+  kernel.py     the template; scales to shared memory, and from there to registers
 """

@@ -2,6 +2,5 @@
 
   plan.py       the numbers of a spec and a schedule
   template.py   which schedules there can be, and those to try first
-  copy.py       metadata to shared memory, and operands to registers
-  kernel.py     the template
+  kernel.py     the template; metadata to shared memory, and operands to registers
 """
