@@ -145,7 +145,7 @@ class Family:
 
     def first_legal(self, spec: Any, target: Any) -> Schedule | None:
         """The first candidate without problems, in the order of the templates; None where there is none."""
-        return _first_legal(self, spec, target)
+        return first_legal(self.of(type(spec)), spec, target)
 
     def why_not(self, spec: Any, target: Any) -> str:
         """Why `choose` finds nothing: what each template says of the candidate that it refuses least, or of
@@ -159,8 +159,9 @@ class Family:
 
 
 @functools.lru_cache(4096)
-def _first_legal(family: Family, spec: Any, target: Any) -> Schedule | None:
-    return next((s for each in family.of(type(spec)) for s in each.candidates(spec, target)
+def first_legal(templates: tuple[AnyTemplate, ...], spec: Any, target: Any) -> Schedule | None:
+    """The first candidate without problems, in the order of `templates`; None where there is none."""
+    return next((s for each in templates for s in each.candidates(spec, target)
                  if not each.problems(spec, s, target)), None)
 
 

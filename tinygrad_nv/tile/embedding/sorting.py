@@ -19,7 +19,7 @@ from tinygrad_nv.tile.embedding.kernel import load_row_index, token_place
 from tinygrad_nv.tile.embedding.templates import GradientPlan
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.lanes import across
-from tinygrad_nv.tile.router import kernel
+from tinygrad_nv.tile.router.kernel import before_warps, offset_of
 
 WARPS = 16
 DEEP = 8        # tokens of a lane whose loads are under way together
@@ -108,8 +108,8 @@ class _Sort:
         lanes = across(kb, before, "add.u32")
         kb.emit("st.shared.u32", totals.address(self.warp * 4).at(), lanes, guard=self.lane == 0)
         kb.sync()
-        count = kernel.before_warps(kb, self.seen, WARPS, plan.tile)
-        made = kernel.offset_of(kb, kb.shared("sums", 4 * WARPS), count, plan.tile)
+        count = before_warps(kb, self.seen, WARPS, plan.tile)
+        made = offset_of(kb, kb.shared("sums", 4 * WARPS), count, plan.tile)
         for warp in range(WARPS): made += kb.ld("shared", "u32", totals.at(4 * warp))[0]
         row = self.first + kb.tid.x
         at = advance(kb, self.workspace, row, 4)

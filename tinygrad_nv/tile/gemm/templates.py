@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tinygrad.dtype import dtypes
 
+from tinygrad_nv.lazy_import import lazy_import
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.analytic import analytic, choose_ordered, starts
 from tinygrad_nv.tile.gemm.gemv import template as gemv
@@ -42,16 +43,6 @@ def _choose_ordered(spec: GemmSpec, gpu: GPU) -> Ordered | None:
     return choose_ordered((WGMMA, MMA), spec, gpu, spec)
 
 
-def _candidates(spec: GemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
-    from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
-    return candidates(spec, gpu, count)
-
-
-def _counter_cost(spec: GemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
-    from tinygrad_nv.tile.gemm.tune import counter_cost
-    return counter_cost(spec, s, gpu, registers)
-
-
 def refusal(spec: GemmSpec, gpu: GPU) -> str:
     """Returns what each template says of the schedule it likes best; "" where one takes it."""
     if analytic(spec, gpu.arch) is not None: return ""
@@ -63,5 +54,6 @@ def refusal(spec: GemmSpec, gpu: GPU) -> str:
     return "; ".join(f"{template}: {', '.join(found)}" for template, found in said.items())
 
 
-FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose, _why_not, _default, _candidates, _counter_cost,
-                _choose_ordered)
+FAMILY = Family("gemm", (GEMV, WGMMA, MMA), choose, _why_not, _default,
+                lazy_import("tinygrad_nv.tile.gemm.tune:candidates"),
+                lazy_import("tinygrad_nv.tile.gemm.tune:counter_cost"), _choose_ordered)

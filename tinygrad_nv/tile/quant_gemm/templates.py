@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TypeVar
 
 from tinygrad_nv.tile import epilogue
@@ -17,7 +16,7 @@ from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma, QuantWgmm
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
+from tinygrad_nv.tile.template import GPU, Family, Template, first_legal, lazy_build, legality
 
 C = TypeVar("C", bound=Schedule)
 
@@ -34,11 +33,10 @@ def _whole(own: Callable[[QuantGemmSpec, C, str], Sequence[str]]
     return legality(find_problems)
 
 
-GEMV = Template("quant_gemv", QuantGemmSpec, QuantGemv, _whole(gemv.problems),
-                gemv.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
-WGMMA = Template("quant_wgmma", QuantGemmSpec, QuantWgmma, _whole(wgmma.problems),
-                 wgmma.candidates, lazy_build("tinygrad_nv.tile.quant_gemm.wgmma.kernel",
-                                                       "quant_wgmma"))
+GEMV = Template("quant_gemv", QuantGemmSpec, QuantGemv, _whole(gemv.problems), gemv.candidates,
+                lazy_build("tinygrad_nv.tile.quant_gemm.gemv.kernel", "quant_gemv"))
+WGMMA = Template("quant_wgmma", QuantGemmSpec, QuantWgmma, _whole(wgmma.problems), wgmma.candidates,
+                 lazy_build("tinygrad_nv.tile.quant_gemm.wgmma.kernel", "quant_wgmma"))
 MMA = Template("quant_mma", QuantGemmSpec, QuantMma, _whole(mma.problems), mma.candidates,
                lazy_build("tinygrad_nv.tile.quant_gemm.mma.kernel", "quant_mma"))
 FEW = 8             # rows up to which the tensor cores of a gemv are not half idle
@@ -47,17 +45,11 @@ FEW = 8             # rows up to which the tensor cores of a gemv are not half i
 def _default(spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
     """The first legal candidate: of the gemv for few rows, of the wgmma for more, of whatever takes it."""
     order = (GEMV, WGMMA, MMA) if spec.gemm.m <= FEW else (WGMMA, GEMV, MMA)
-    return _first(order, spec, gpu)
+    return first_legal(order, spec, gpu)
 
 
 def _choose_ordered(spec: QuantGemmSpec, gpu: GPU) -> Ordered | None:
     return choose_ordered((WGMMA, MMA), spec, gpu, spec.gemm)
-
-
-@lru_cache(4096)
-def _first(order: tuple[AnyTemplate, ...], spec: QuantGemmSpec, gpu: GPU) -> Schedule | None:
-    return next((s for each in order for s in each.candidates(spec, gpu) if not each.problems(spec, s, gpu)),
-                None)
 
 
 FAMILY = Family("quant_gemm", (GEMV, WGMMA, MMA), choose, defaults=_default,

@@ -1,6 +1,7 @@
 """The templates of matmuls with scales of groups on GPUs: wgmma (sm_90a), mma/ (sm_89)."""
 from __future__ import annotations
 
+from tinygrad_nv.lazy_import import lazy_import
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.analytic import analytic, choose_ordered
 from tinygrad_nv.tile.gemm.legality import whole
@@ -29,15 +30,6 @@ def _choose_ordered(spec: ScaledGemmSpec, gpu: GPU) -> Ordered | None:
     return choose_ordered((WGMMA, MMA), spec, gpu, spec)
 
 
-def _candidates(spec: ScaledGemmSpec, gpu: GPU, count: int) -> list[GemmSchedule]:
-    from tinygrad_nv.tile.gemm.tune import candidates  # the emulator is loaded only for tuning
-    return candidates(spec, gpu, count)
-
-
-def _counter_cost(spec: ScaledGemmSpec, s: GemmSchedule, gpu: GPU, registers: int) -> float:
-    from tinygrad_nv.tile.gemm.tune import counter_cost
-    return counter_cost(spec, s, gpu, registers)
-
-
-FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose, None, _default, _candidates, _counter_cost,
-                _choose_ordered)
+FAMILY = Family("scaled_gemm", (WGMMA, MMA), choose, None, _default,
+                lazy_import("tinygrad_nv.tile.gemm.tune:candidates"),
+                lazy_import("tinygrad_nv.tile.gemm.tune:counter_cost"), _choose_ordered)

@@ -69,13 +69,13 @@ class SparseGemmSpec:
     def __str__(self) -> str: return f"{self.gemm}, b 2:4 sparse"
 
 
-def nbytes(rows: int, columns: int) -> int:
-    """Returns the bytes of so many rows and columns."""
-    return rows // TILE * row_bytes(columns)
+def metadata_bytes(rows: int, columns: int) -> int:
+    """Returns the bytes of metadata of so many rows and columns."""
+    return rows // TILE * metadata_row_bytes(columns)
 
 
-def row_bytes(columns: int) -> int:
-    """Returns the bytes of a tile of 16 rows."""
+def metadata_row_bytes(columns: int) -> int:
+    """Returns the bytes of metadata of a tile of 16 rows."""
     return columns // UNIT * UNIT_WORDS * 4
 
 

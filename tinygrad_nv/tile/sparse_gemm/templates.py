@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import TypeVar
 
 from tinygrad_nv.tile import epilogue
@@ -12,7 +11,7 @@ from tinygrad_nv.tile.sparse_gemm.mma import template as mma
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
 from tinygrad_nv.tile.sparse_gemm.wgmma import template as wgmma
-from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
+from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build, legality
 
 C = TypeVar("C", bound=Schedule)
 
@@ -25,19 +24,8 @@ def _whole(own: Callable[[SparseGemmSpec, C, str], Sequence[str]]
     return legality(find_problems)
 
 
-WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma.problems),
-                 wgmma.candidates,
+WGMMA = Template("sparse_wgmma", SparseGemmSpec, SparseWgmma, _whole(wgmma.problems), wgmma.candidates,
                  lazy_build("tinygrad_nv.tile.sparse_gemm.wgmma.kernel", "sparse_wgmma"))
-MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma.problems),
-               mma.candidates, lazy_build("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
-ORDER: tuple[AnyTemplate, ...] = WGMMA, MMA
-
-
-@lru_cache(4096)
-def _default(spec: SparseGemmSpec, gpu: GPU) -> Schedule | None:
-    """The first legal candidate."""
-    return next((s for each in ORDER for s in each.candidates(spec, gpu)
-                 if not each.problems(spec, s, gpu)), None)
-
-
-FAMILY = Family("sparse_gemm", ORDER, choose, defaults=_default)
+MMA = Template("sparse_mma", SparseGemmSpec, SparseMma, _whole(mma.problems), mma.candidates,
+               lazy_build("tinygrad_nv.tile.sparse_gemm.mma.kernel", "sparse_mma"))
+FAMILY = Family("sparse_gemm", (WGMMA, MMA), choose)

@@ -139,7 +139,7 @@ def test_a_schedule_is_chosen_for_many_rows_and_for_few():
         assert spec_from_json(spec_to_json(spec)) == spec
         assert TABLE.read("gpu", found.to_json()) == found
         assert found.block_m <= max(16, 2 * m)
-    tried = TABLE.family("gpu", ScaledGemmSpec).tries(scaled(64, 1024, 1024, BF16), ADA, 6)
+    tried = TABLE.family("gpu", ScaledGemmSpec).candidates(scaled(64, 1024, 1024, BF16), ADA, 6)
     assert len(tried) > 3
     assert all(isinstance(each, ScaledMma) for each in tried)
 

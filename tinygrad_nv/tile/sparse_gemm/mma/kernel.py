@@ -19,11 +19,15 @@ from tinygrad_nv.tile.gemm.mma.kernel import MmaKernel, Operands
 from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import Places, TileCopy, swizzle_offset, width_of
-from tinygrad_nv.tile.sparse_gemm import spec
-from tinygrad_nv.tile.sparse_gemm import spec as metadata
 from tinygrad_nv.tile.sparse_gemm.mma.plan import SparseMmaPlan
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
-from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+from tinygrad_nv.tile.sparse_gemm.spec import (
+    UNIT_WORDS,
+    SparseGemmSpec,
+    metadata_bytes,
+    metadata_row_bytes,
+    steps_of_unit,
+)
 from tinygrad_nv.tile.template import GPU
 
 CHUNK = 16      # bytes a thread copies
@@ -77,7 +81,7 @@ class SparseMmaKernel(MmaKernel):
 
     def _multiply_step(self, operands: Operands, step: int, after: Operands | None = None) -> None:
         plan, (rows, columns), (values, activations) = self.sparse, operands, self.fragments
-        selector, following = step % metadata.steps_of_unit(plan.size), (step + 1) % self.steps
+        selector, following = step % steps_of_unit(plan.size), (step + 1) % self.steps
         if after: activations.load(following, after[1])
         for i, left in enumerate(rows):
             for right, cell in zip(columns, self.sums[0][i], strict=True):
@@ -96,10 +100,10 @@ class MetadataCopy:
 
     def __post_init__(self) -> None:
         kb, plan, s = self.kb, self.plan, self.plan.schedule
-        self.row_bytes = spec.row_bytes(s.block_k)
+        self.row_bytes = metadata_row_bytes(s.block_k)
         tiles, units, lanes = plan.sparse.buffers["metadata"].shape
         self.chunks: list[tuple[Value | None, Value, Value]] = []
-        count, each = spec.nbytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
+        count, each = metadata_bytes(s.block_m, s.block_k) // CHUNK, self.row_bytes // CHUNK
         threads = s.threads
         for i in range(0, count, threads):
             number = kb.tid.x + i if i else kb.tid.x
@@ -134,7 +138,7 @@ class SparseFragments:
     first: Value
 
     def __post_init__(self) -> None:
-        self.row_bytes = spec.row_bytes(self.plan.schedule.block_k)
+        self.row_bytes = metadata_row_bytes(self.plan.schedule.block_k)
         lane = self.kb.special("laneid")
         self.place = self.first // TILE * self.row_bytes + lane * 4 + self.plan.metadata_start
         self.at = self.kb.reg("u32")
@@ -155,8 +159,8 @@ class SparseFragments:
     def load_one(self, i: int, step: int, five: list[Value]) -> None:
         """Reads 16 rows of a step, from 16 `i` on."""
         self.values.load_one(i, step, five[:4])
-        unit = step // spec.steps_of_unit(self.plan.size)
-        word = i * self.row_bytes + unit * spec.UNIT_WORDS * 4
+        unit = step // steps_of_unit(self.plan.size)
+        word = i * self.row_bytes + unit * UNIT_WORDS * 4
         self.kb.emit("ld.shared.b32", five[4], self.at.at(word))
 
 

@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from tinygrad_nv.tile.fragments import NAMES, STEP_BYTES
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
-from tinygrad_nv.tile.sparse_gemm import spec
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
-from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec, metadata_bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class SparseMmaPlan(MmaPlan):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage."""
-        nbytes = self.metadata_start + spec.nbytes(self.schedule.block_m, self.schedule.block_k)
+        nbytes = self.metadata_start + metadata_bytes(self.schedule.block_m, self.schedule.block_k)
         return -(-nbytes // 1024) * 1024
 
     @property

@@ -31,9 +31,8 @@ from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
-from tinygrad_nv.tile.sparse_gemm import spec as metadata
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
-from tinygrad_nv.tile.sparse_gemm.spec import UNIT_WORDS, SparseGemmSpec
+from tinygrad_nv.tile.sparse_gemm.spec import UNIT_WORDS, SparseGemmSpec, metadata_row_bytes
 from tinygrad_nv.tile.sparse_gemm.wgmma.plan import SparseWgmmaPlan
 from tinygrad_nv.tile.template import GPU
 
@@ -77,7 +76,7 @@ class SparseMainLoop(MainLoop):
         kb, plan = self.kb, self.sparse
         warp = kb.tid.x % WARPGROUP >> 5
         tile = warp if plan.readers == 1 else self.consumer * (plan.rows // 16) + warp
-        self.tile_bytes = metadata.row_bytes(plan.schedule.block_k)
+        self.tile_bytes = metadata_row_bytes(plan.schedule.block_k)
         self.place = self.start + tile * self.tile_bytes + kb.special("laneid") * 4
         self.words = [kb.regs("b32", plan.units) for _ in range(plan.subtiles)]
 

@@ -11,9 +11,8 @@ from functools import lru_cache
 from tinygrad_nv.quant.sparse import UNIT
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.sparse_gemm import spec as metadata
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
-from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
+from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec, metadata_bytes, steps_of_unit
 from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, choose_major, natural_span
 
 
@@ -41,7 +40,7 @@ class SparseWgmmaPlan(WgmmaPlan):
     @property
     def unit_steps(self) -> int:
         """wgmmas of a unit of 64 columns."""
-        return metadata.steps_of_unit(self.a.size)
+        return steps_of_unit(self.a.size)
 
     @property
     def units(self) -> int:
@@ -59,7 +58,7 @@ class SparseWgmmaPlan(WgmmaPlan):
     @property
     def metadata_bytes(self) -> int:
         """Bytes of a stage's metadata."""
-        return metadata.nbytes(self.schedule.block_m, self.schedule.block_k)
+        return metadata_bytes(self.schedule.block_m, self.schedule.block_k)
 
     @property
     def stage_bytes(self) -> int: return self.a.nbytes + self.b.nbytes + self.metadata_bytes
