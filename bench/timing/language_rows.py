@@ -24,8 +24,8 @@ from tinygrad_nv.language.kernels import Kernel
 from tinygrad_nv.patterns.target import choose
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.stdlib import attention
+from tinygrad_nv.tile.emulated import ModelledClock
 from tinygrad_nv.tile.language.schedule import TileSchedule
-from tinygrad_nv.tile.modelled import ModelledClock
 from tinygrad_nv.tile.template import GPU
 
 HOPPER = "h100"

@@ -197,7 +197,7 @@ def _target(arguments: argparse.Namespace) -> GPU:
 
 
 def _tune(arguments: argparse.Namespace) -> None:
-    from tinygrad_nv.tile.modelled import clock_of
+    from tinygrad_nv.tile.emulated import clock_of
     from tinygrad_nv.tile.tune import schedules, tune
     spec = _spec(arguments)
     if arguments.arch is None and arguments.gpu is None and DEV.device == "CPU": arguments.arch = CPU

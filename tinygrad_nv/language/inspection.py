@@ -78,7 +78,7 @@ def _array(data: np.ndarray[Any, Any], dtype: DType, shape: tuple[int, ...]) -> 
 
 def predict_us(program: Program, schedule: TileSchedule, name: str) -> float:
     """Microseconds of a program on a GPU of the timing model."""
-    from tinygrad_nv.tile.modelled import ModelledClock, clock_of
+    from tinygrad_nv.tile.emulated import ModelledClock, clock_of
     if name not in figures.list_gpus():
         raise ConfigError(f"gpu={name!r}", f"one of {', '.join(figures.list_gpus())}")
     found = figures.figures(name)

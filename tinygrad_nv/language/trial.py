@@ -25,7 +25,7 @@ def seconds(program: Program, schedule: TileSchedule, target: Target) -> tuple[f
     """The time, and how it is known. Raises `ScheduleError` where a program cannot be built or timed."""
     made = build(program, schedule, target)
     if isinstance(target, CPU): return _on_cpu(program, made), "measured"
-    from tinygrad_nv.tile.modelled import clock_of
+    from tinygrad_nv.tile.emulated import clock_of
     if (clock := target.clock or clock_of(target)) is None:
         raise ScheduleError(f"no time of {program.name}: the timing model needs ptxas and nvdisasm",
                             "a GPU, or these programs", "pip install 'tinygrad-nv[emulator]'")

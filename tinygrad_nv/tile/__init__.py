@@ -17,7 +17,7 @@ template. What families share is here. Read in this order:
   result_store.py    from sums to the result in memory, also through shared memory; store_plan.py: how
   gpu.py             figures of GPUs, for the cost model
   choose.py          the schedule of a spec: database.py has tuned ones (spec_json.py writes specs), tune.py
-                     tries some by a clock (clock.py; modelled.py: without a GPU)
+                     tries some by a clock (clock.py; emulated.py: without a GPU)
   arguments.py       memory and integers of a call that no graph makes; emulated.py: on the emulator
 
 Then gemm/, whose spec.py, schedules.py and cost.py the others follow. Nothing here knows

@@ -1,7 +1,7 @@
 """How long a kernel takes: what tells it, and for which GPU.
 
 Protocol: a `Clock` times the kernels of a spec: on a device ("measured": runtime/clock.py), or by the timing
-model ("modelled": modelled.py). Without either, a matmul is "counted": the cost model's seconds by counters
+model ("modelled": emulated.py). Without either, a matmul is "counted": the cost model's seconds by counters
 of the emulator. `HOWS` has them in the order of what they are worth. `figures_of` finds the GPU of
 ptx/timing/gpus that the timing model takes for a target, by its name there: "h100".
 """

@@ -24,7 +24,7 @@ from tinygrad_nv.errors import NVError, ToolchainError
 from tinygrad_nv.progress import Progress, bar
 from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program
 from tinygrad_nv.ptx.timing.listing import LINES
-from tinygrad_nv.tile import database, modelled
+from tinygrad_nv.tile import database, emulated
 from tinygrad_nv.tile.clock import HOWS, Clock, How
 from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.schedule import Schedule
@@ -63,7 +63,7 @@ def tune(spec: Any, gpu: GPU, beam: int = 1,
     """Candidates, the fastest first, those that are out last; none where no template takes the spec. The
     first is stored in the database. Raises `ToolchainError` where nothing can time them, `OSError` where the
     database cannot be written."""
-    family, model, count = TABLE.family(gpu.kind, type(spec)), modelled.clock_of(gpu), PER_BEAM * beam
+    family, model, count = TABLE.family(gpu.kind, type(spec)), emulated.clock_of(gpu), PER_BEAM * beam
     assert family is not None, f"a {type(spec).__name__} has a family"
     how = _how(gpu, family, model)
     both = model is not None and gpu.clock is not None
@@ -100,7 +100,7 @@ def search(spec: Any, gpu: GPU, beam: int, known: database.Entry | None = None) 
     database that cannot be written is noted."""
     family = TABLE.family(gpu.kind, type(spec))
     try:
-        how = "counted" if family is None else _how(gpu, family, modelled.clock_of(gpu))
+        how = "counted" if family is None else _how(gpu, family, emulated.clock_of(gpu))
         if known is not None and HOWS.index(known.how) >= HOWS.index(how): return known.schedule
         with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, gpu, beam, progress)
     except ToolchainError: tried = []

@@ -16,16 +16,15 @@ from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import ConfigError, PTXError, ToolchainError
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
-from tinygrad_nv.tile import database, modelled, tune
+from tinygrad_nv.tile import database, emulated, tune
 from tinygrad_nv.tile.arguments import integers, launches
 from tinygrad_nv.tile.attention.dense import dense as attention
 from tinygrad_nv.tile.attention.dense import gradient
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.clock import How, figures_of
 from tinygrad_nv.tile.decode.dense import dense as decode
-from tinygrad_nv.tile.emulated import launch_all, timings
+from tinygrad_nv.tile.emulated import ModelledClock, clock_of, launch_all, timings
 from tinygrad_nv.tile.gemm.dense import dense as matmul
-from tinygrad_nv.tile.modelled import ModelledClock, clock_of
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -157,7 +156,7 @@ def test_without_figures_or_programs_a_matmul_is_counted_and_others_keep_their_d
         tune.tune(spec, ampere)
     with Context(BEAM=1): assert choose(spec, ampere) == TABLE.family("gpu", type(spec)).default(spec, ampere)
     assert database.entries() == []
-    monkeypatch.setattr(modelled, "disassembler", lambda: None)
+    monkeypatch.setattr(emulated, "disassembler", lambda: None)
     assert clock_of(HOPPER) is None
     assert {each.how for each in tune.tune(SPECS["matmul"], HOPPER)} == {"counted"}
 

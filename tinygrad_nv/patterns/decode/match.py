@@ -35,7 +35,7 @@ def is_decode(rows: int, group: int, keys: int) -> bool:
     CTA for each split of the keys: 8 key heads of 4096 keys with 128 elements are 8 · 8 splits of 512. What
     it costs is a second launch, of some microseconds, and what splits leave each other: group · rows · d_v
     floats. A split therefore has 128 KiB of keys and values for each 16 rows, or more
-    (tile/decode/defaults.py), of heads with 128 elements 16 keys a row: with no more keys than that, or than
+    (tile/decode/templates.py), of heads with 128 elements 16 keys a row: with no more keys than that, or than
     128, nothing would be divided, and a CTA of flash attention reads all it needs in less time than a launch
     takes. How many requests there are does not count: bits would depend on it."""
     packed = rows * group

@@ -1,7 +1,7 @@
 """How attention and its gradient are computed: the schedules of their templates.
 
-Protocol: each type has the fields that its kernel reads. What can be is decided by each template's
-legality.py; defaults.py and backward_defaults.py have the candidates.
+Protocol: each type has the fields that its kernel reads. What can be is decided by `problems` of each
+template's plan.py; templates.py has the candidates.
 """
 from __future__ import annotations
 

@@ -2,11 +2,9 @@
 
   spec.py      what is computed
   reference.py the same in plain tinygrad
-  plan.py      the numbers of a kernel: who reads what, what lies where
-  legality.py  what the template requires of a schedule
-  schedules.py how: the template's type of schedule; templates.py: its record
-  defaults.py  candidates, from the spec and the architecture
-  columns.py   values wider than registers (MLA), divided among CTAs
+  plan.py      the numbers of a kernel: who reads what, what lies where; what it requires of a schedule;
+               values wider than registers (MLA), divided among CTAs
+  schedules.py how: the template's type of schedule; templates.py: its record, and candidates
   kernel.py    the template: split-KV with a combine step, on mma.sync
   split.py     the first kernel: one split of a sequence's keys
   copy.py      pages to shared memory by cp.async

@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, SplitPlan
+from tinygrad_nv.tile.decode.plan import MOST_SPLITS, DecodePlan, Parameters, SplitPlan
 from tinygrad_nv.tile.decode.rows import LARGEST, LOG2E, base_of, power
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.lanes import FLOAT16S
 
 COMBINE_WARPS = 4
-MOST_SPLITS = 32  # a lane of a warp for each
 
 
 def largest(kb: Kernel, values: Sequence[Value]) -> Value:

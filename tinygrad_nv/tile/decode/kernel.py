@@ -25,9 +25,8 @@ adds in a fixed order (combine.py).
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel
-from tinygrad_nv.tile.decode.columns import divide_columns
 from tinygrad_nv.tile.decode.combine import COMBINE_WARPS, Combine
-from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span, SplitPlan
+from tinygrad_nv.tile.decode.plan import DecodePlan, Parameters, Span, SplitPlan, divide_columns
 from tinygrad_nv.tile.decode.schedules import Decode
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.decode.split import SplitKernel

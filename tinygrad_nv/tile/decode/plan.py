@@ -13,15 +13,22 @@ A contiguous cache has no pages to look up: `unit` is the block of keys alone.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile import epilogue, limits
+from tinygrad_nv.tile.attention.spec import MOST_HEAD, OPERANDS
 from tinygrad_nv.tile.decode.schedules import Decode, KeySplits
 from tinygrad_nv.tile.decode.spec import DecodeSpec
+from tinygrad_nv.tile.expression import Position, short, walk
 from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.limits import MOST_GRID
 
-RESIDENT = 128  # elements of a head up to which the rows of q stay in registers: 4 for each 16
+MOST_SPLITS = 32    # a lane of a warp for each
+RESIDENT = 128      # elements of a head up to which the rows of q stay in registers: 4 for each 16
+MOST_STRIDE = (1 << 31) - 1  # bytes that an instruction takes
+MOST_TILE = 256              # keys of a block, of which addresses are constants away from the first
 
 
 def up(value: int, unit: int) -> int:
@@ -209,3 +216,68 @@ class Span:
     def count(self) -> Value:
         """Splits: u32."""
         return ((self.all + self.keys - 1) // self.keys).to("u32")
+
+
+def problems(spec: DecodeSpec, schedule: Decode, arch: str) -> list[str]:
+    """Why `decode_attention` cannot have this schedule; empty when it can."""
+    if spec.q.dtype not in OPERANDS:
+        kind = short(spec.q.dtype)
+        return [f"q of {kind}, a result of {kind}, not one of {', '.join(map(short, OPERANDS))} for both"]
+    spec = divide_columns(spec)
+    s, plan = schedule, DecodePlan.of(spec, schedule)
+    out = _spec_problems(spec) + epilogue.problems(spec.score, arch)
+    if s.warps_m not in (1, 2, 4) or s.warps_n not in (1, 2, 4, 8):
+        out.append(f"{s.warps_m}x{s.warps_n} warps are not 1, 2 or 4 along rows, 1, 2, 4 or 8 along keys")
+    elif s.block_n & (s.block_n - 1) or plan.keys < 16:
+        out.append(f"block_n={s.block_n} is not a power of 2, of {s.warps_n} warps × 16 keys at least")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    if s.splits > MOST_SPLITS: out.append(f"{s.splits} splits, at most {MOST_SPLITS}")
+    if not out and (needed := plan.smem_bytes) > (most := limits.SMEM_BYTES[arch]):
+        out.append(f"{s.depth} stages × {plan.stage_bytes} B, or {plan.sums_bytes} B of sums; queries "
+                   f"{plan.q_bytes} B; pages {plan.table_bytes} B: {needed} B of shared memory, {arch} has "
+                   f"{most}")
+    blocks = spec.heads * plan.row_blocks
+    for name, count in (("requests", spec.batch), ("key heads × blocks of rows", blocks)):
+        if count > MOST_GRID: out.append(f"{count} {name}, at most {MOST_GRID}")
+    return out
+
+
+def _spec_problems(spec: DecodeSpec) -> list[str]:
+    """Returns the problems of the spec, whatever the schedule."""
+    out, unit = [], 32 if spec.is_quantised else 16
+    for name, extent in (("d", spec.d), ("d_v", spec.d_v)):
+        if extent % unit: out.append(f"{name}={extent} is not a multiple of {unit}")
+    if spec.d_v > MOST_HEAD:
+        out.append(f"d_v={spec.d_v} of {spec.heads} key heads, at most {MOST_HEAD}: sums are in registers")
+    for name, pages in (("keys", spec.k), ("values", spec.v)):
+        if pages.alignment_bytes < 16:
+            out.append(f"{name} begin at multiples of {pages.alignment_bytes} B, copies at multiples of 16")
+        far = [("pages", pages.page)] if spec.table else [(f"{MOST_TILE} tokens", MOST_TILE * pages.token)]
+        for what, stride in far:
+            if (stride := stride * pages.dtype.itemsize) > MOST_STRIDE:
+                out.append(f"{what} of {name} {stride} B apart, at most {MOST_STRIDE}")
+    least = 8 if spec.is_quantised else 4
+    if spec.q.alignment_bytes < least:
+        out.append(f"rows of q begin at multiples of {spec.q.alignment_bytes} B, "
+                                                f"loads at multiples of {least}")
+    if spec.out.alignment_bytes < 4: out.append(f"rows of the result begin at multiples of "
+                                              f"{spec.out.alignment_bytes} B, stores at multiples of 4")
+    return out
+
+
+@lru_cache(1024)
+def divide_columns(spec: DecodeSpec) -> DecodeSpec:
+    """The spec that CTAs have; the same where values are narrow enough, or cannot be divided. A warp keeps
+    the sums of its 16 rows in registers: 256 columns take 128 of each lane. Wider values of one key head,
+    those of latents (MLA), are to the kernel several key heads with the same keys, which have so many columns
+    of values each. Each computes all scores, so that with 576 elements of keys and 512 of values 2 · (576 +
+    256) numbers of a key are multiplied instead of 576 + 512; what is read twice is in L2 the second time."""
+    count = -(-spec.d_v // MOST_HEAD)
+    if count == 1 or spec.heads > 1 or spec.sinks or spec.d_v % count or Position(1) in walk(spec.score):
+        return spec
+    width, (request, _, query), (to, _, of) = spec.d_v // count, spec.q.batch, spec.out.batch
+    k_scale, v_scale = (None if each is None else replace(each, head=0)
+                        for each in (spec.k_scale, spec.v_scale))
+    return replace(spec, heads=count, d_v=width, q=replace(spec.q, batch=(request, 0, query)),
+                   k=replace(spec.k, head=0), v=replace(spec.v, head=width),
+                   out=replace(spec.out, batch=(to, width, of)), k_scale=k_scale, v_scale=v_scale)

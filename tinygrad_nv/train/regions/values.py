@@ -45,9 +45,9 @@ class Policy:
         dots       results of matmuls and of attention
         selective  results of attention, and of matmuls the first, third, fifth … of a region in the order in
                    which they are computed: the rule of torchtitan's selective checkpoints
-        offload    nothing, and inputs are on the host in between, but those of the last region budget
-        from 0 (as full) to 1 (as none): of all values those that cost most to compute again for their
-                   bytes, with the inputs up to a share of what none keeps
+        offload    nothing, and inputs are on the host in between, but those of the last region
+        budget     from 0 (as full) to 1 (as none): of all values those that cost most to compute again for
+                   their bytes, with the inputs up to a share of what none keeps
     """
     name: str = "full"
     budget: float | None = None

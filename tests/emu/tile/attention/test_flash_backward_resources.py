@@ -28,10 +28,15 @@ from tests.support.tile.resources_case import around, assert_overlapped, code_of
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, loops
-from tinygrad_nv.tile.attention import backward_defaults as defaults
+from tinygrad_nv.tile.attention import templates
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma.legality import MOST_BESIDE, MOST_HELD
-from tinygrad_nv.tile.attention.backward_wgmma.plan import HALVED_REGISTERS, REGISTERS, BackwardWgmmaPlan
+from tinygrad_nv.tile.attention.backward_wgmma.plan import (
+    HALVED_REGISTERS,
+    MOST_BESIDE,
+    MOST_HELD,
+    REGISTERS,
+    BackwardWgmmaPlan,
+)
 from tinygrad_nv.tile.attention.schedules import BackwardMma, BackwardWgmma
 from tinygrad_nv.tile.attention.spec import SYMBOLS, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
@@ -40,7 +45,7 @@ from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-TILES = [(d, mma(*tile)) for d, tiles in defaults.MMA.items() for tile in tiles]
+TILES = [(d, mma(*tile)) for d, tiles in templates.BACKWARD_MMA.items() for tile in tiles]
 LONG = 7424  # rows and keys
 SCORES, LONG_SCORES = scores(512, 0.1), scores(LONG, 0.125)
 # by heads, the most SASS instructions for a product m64n64k16 of the loop; triton_attention.py's kernels, one
@@ -128,7 +133,7 @@ def test_registers_are_within_the_pool():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("d", "schedule"), [
-    *TILES, (80, mma(*defaults.FEW[0])), (40, mma(*defaults.FEW[1]))], ids=str)
+    *TILES, (80, mma(*templates.BACKWARD_FEW[0])), (40, mma(*templates.BACKWARD_FEW[1]))], ids=str)
 def test_loops_lose_no_pass(d: int, schedule: BackwardMma):
     """Two blocks of rows more: what they cost. dq is added where it lies."""
     few, many = (counted(backward(schedule.block_m * count, schedule.block_n, d), schedule)
@@ -199,7 +204,8 @@ def test_loops_are_no_longer_than_those_of_triton(d: int):
 
 
 def test_only_tensor_cores_multiply():
-    code = code_of(built(backward(1024, 1024, 128, band=CAUSAL), mma(*defaults.MMA[128][0])), "sm_80")
+    schedule = mma(*templates.BACKWARD_MMA[128][0])
+    code = code_of(built(backward(1024, 1024, 128, band=CAUSAL), schedule), "sm_80")
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}
 
 

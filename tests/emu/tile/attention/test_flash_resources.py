@@ -14,13 +14,12 @@ from tests.support.tile.resources_case import around, assert_overlapped, code_of
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.emulator.report import Stats
 from tinygrad_nv.ptx.sass import TENSOR, loops
-from tinygrad_nv.tile.attention import defaults
+from tinygrad_nv.tile.attention import templates
 from tinygrad_nv.tile.attention.schedules import FlashFma, FlashMma, FlashWgmma
 from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec, Band
 from tinygrad_nv.tile.attention.templates import FAMILY as ATTENTION
-from tinygrad_nv.tile.attention.wgmma.legality import MOST_HELD
+from tinygrad_nv.tile.attention.wgmma.plan import MOST_HELD, FlashWgmmaPlan
 from tinygrad_nv.tile.attention.wgmma.plan import REGISTERS as OF_WARPGROUPS
-from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 from tinygrad_nv.tile.expression import Sum
 from tinygrad_nv.tile.limits import SMEM_BYTES
 from tinygrad_nv.tile.template import GPU
@@ -29,13 +28,13 @@ from tinygrad_nv.tile.templates import TABLE
 HEADS = {64: (64, 40), 128: (128, 96), 192: (192, 136), 256: (256, 200)}  # of each row of the table of mma
 TILES: list[tuple[int, FlashMma | FlashFma]] = [
     *[(d, mma(*tile)) for most, heads in HEADS.items()
-      for d, tiles in zip(heads, (defaults.MMA[most], defaults.MMA[most][:1]), strict=True)
+      for d, tiles in zip(heads, (templates.MMA[most], templates.MMA[most][:1]), strict=True)
       for tile in tiles],
-    *[(128, mma(*tile)) for tile in defaults.FEW],
-    *[(d, fma(*tile)) for d, tiles in defaults.FMA.items() for tile in tiles],
-    *[(d, fma(*tile)) for tile, d in zip(defaults.FEW_FMA, (96, 96, 128, 192, 128, 256, 256), strict=True)]]
-DEFAULTS = [*(mma(*tile) for tiles in (*defaults.MMA.values(), defaults.FEW) for tile in tiles),
-            *(fma(*tile) for tiles in (*defaults.FMA.values(), defaults.FEW_FMA) for tile in tiles)]
+    *[(128, mma(*tile)) for tile in templates.FEW],
+    *[(d, fma(*tile)) for d, tiles in templates.FMA.items() for tile in tiles],
+    *[(d, fma(*tile)) for tile, d in zip(templates.FEW_FMA, (96, 96, 128, 192, 128, 256, 256), strict=True)]]
+DEFAULTS = [*(mma(*tile) for tiles in (*templates.MMA.values(), templates.FEW) for tile in tiles),
+            *(fma(*tile) for tiles in (*templates.FMA.values(), templates.FEW_FMA) for tile in tiles)]
 LONG = 7392  # rows and keys
 SCORES = scores(LONG, 0.125)
 
@@ -211,7 +210,7 @@ def test_loops_are_no_longer_than_those_of_triton(d: int, band: Band):
 
 
 def test_only_tensor_cores_multiply():
-    code = code_of(built(attention(1024, 1024, 128, band=CAUSAL), mma(*defaults.MMA[128][0])), "sm_80")
+    code = code_of(built(attention(1024, 1024, 128, band=CAUSAL), mma(*templates.MMA[128][0])), "sm_80")
     assert {each.opcode for each in code} & set(TENSOR) == {"HMMA"}
 
 

@@ -1,7 +1,6 @@
 """The gradient of attention with wgmma and TMA (FlashAttention-3).
 
-  plan.py       the numbers of a spec and a schedule: tiles, registers, bytes
-  legality.py   what the template requires of a schedule
+  plan.py       the numbers of a spec and a schedule: tiles, registers, bytes; which are refused
   kernel.py     one producer warpgroup, consumers with 64 keys each
   load.py       the producers: keys and values once, blocks of queries and gradients by TMA
   main_loop.py  a consumer: 64 keys against block after block of queries

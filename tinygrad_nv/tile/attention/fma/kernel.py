@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import row_start
-from tinygrad_nv.tile.attention.document_blocks import Documents
-from tinygrad_nv.tile.attention.fma.matmuls import Outputs, ScoreMatmul
+from tinygrad_nv.tile.attention.document_blocks import Documents, store_logs
+from tinygrad_nv.tile.attention.fma.matmuls import ExactSoftmax, Outputs, ScoreMatmul
 from tinygrad_nv.tile.attention.fma.plan import SIZE, FlashFmaPlan
-from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
 from tinygrad_nv.tile.attention.fma.store import WarpReduction, store
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
-from tinygrad_nv.tile.attention.ragged_rest import store_logs
 from tinygrad_nv.tile.attention.schedules import FlashFma
 from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, sink_of, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec

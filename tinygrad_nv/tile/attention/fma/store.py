@@ -19,8 +19,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import place
-from tinygrad_nv.tile.attention.fma.matmuls import Outputs
-from tinygrad_nv.tile.attention.fma.softmax import ExactSoftmax
+from tinygrad_nv.tile.attention.fma.matmuls import ExactSoftmax, Outputs
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.lanes import FLOAT16S, pack
 

@@ -26,11 +26,10 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance, row_start
-from tinygrad_nv.tile.attention.document_blocks import Documents
+from tinygrad_nv.tile.attention.document_blocks import Documents, clear, store_logs
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, pad_head
-from tinygrad_nv.tile.attention.ragged_rest import clear, store_logs
 from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.score import (
     AccFragment,

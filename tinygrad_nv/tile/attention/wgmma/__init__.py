@@ -1,7 +1,6 @@
 """Attention with wgmma and TMA (FlashAttention-3): sm_90a.
 
-  plan.py            the numbers of a spec and a schedule: tiles, instructions, bytes
-  legality.py        what the template requires of a schedule
+  plan.py            the numbers of a spec and a schedule: tiles, instructions, bytes; which are refused
   kernel.py          one producer warpgroup, consumers with 64 queries each
   load.py            the producer: queries, and blocks of keys and values
   main_loop.py       a consumer: 64 queries against block after block of keys

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.attention.document_blocks import Documents
-from tinygrad_nv.tile.attention.ragged_rest import clear
+from tinygrad_nv.tile.attention.document_blocks import Documents, clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import Extents, Scores, sink_of
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec
