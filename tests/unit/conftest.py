@@ -6,6 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tinygrad.helpers import Context
+
+
+@pytest.fixture
+def cpu_device() -> Iterator[None]:
+    """Tensors that name no device are on the CPU."""
+    with Context(DEV="CPU"): yield
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tinygrad import Tensor, TinyJit, dtypes, nn
 from tinygrad.dtype import DType
-from tinygrad.helpers import Context
 
 from bench.lib.specs import bias_sum, norm_weight
 from tests.support.tile.reference_case import right, run, same, storages
@@ -25,11 +24,7 @@ from tinygrad_nv.tile.expression import Load, Position, Sum
 F32, BF16 = dtypes.float32, dtypes.bfloat16
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 @pytest.mark.sampled(1)

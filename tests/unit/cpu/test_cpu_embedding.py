@@ -1,13 +1,10 @@
 """Rows of a table on the CPU: the bits of the body, in graphs and steps."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from tinygrad import Tensor, TinyJit, Variable, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.errors import SpecError
@@ -16,11 +13,7 @@ from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 RNG = np.random.default_rng
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def table(v: int, h: int, dtype: DType = F32) -> Tensor:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from tinygrad import Tensor, Variable, dtypes, nn
-from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
@@ -24,11 +23,7 @@ from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 F32, S32 = dtypes.float32, dtypes.int32
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def rms(m: int, n: int, pitch: int) -> NormSpec:

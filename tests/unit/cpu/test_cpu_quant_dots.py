@@ -1,7 +1,6 @@
 """Matmuls of activations in bytes with matrices in tiles: integers of every level, and their scales."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -219,13 +218,8 @@ def test_levels_have_the_same_integers():
 
 # **** in graphs ****
 
-@pytest.fixture
-def on_the_cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
-
-
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q5_1", "Q6_K", "Q3_K", "gptq 2 bits", "e4m3 blocks",
                                   "nf4"])
 def test_a_prepared_matrix_is_the_same_matrix(name: str):
@@ -243,7 +237,7 @@ def test_a_prepared_matrix_is_the_same_matrix(name: str):
     assert prepare_matrix(made) is made
 
 
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("cpu_device")
 def test_what_has_no_tiles_stays_as_it_is():
     for name, k in (("mxfp6", 64), ("nf4", 80), ("int8 g24", 72)):
         w = QTensor.of(TYPES[name], (4, k), stored(TYPES[name], 4, k))
@@ -251,7 +245,7 @@ def test_what_has_no_tiles_stays_as_it_is():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("cpu_device")
 @pytest.mark.parametrize(("asked", "allowed", "dtype", "int8"), [
     ("auto", True, BF16, True), ("auto", False, BF16, False), ("auto", True, F32, True),
     ("float", True, BF16, False), ("int8", False, F32, True)])

@@ -1,8 +1,6 @@
 """Matmuls with quantised matrices on the CPU: every type, level and dtype, and awkward extents."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -97,16 +95,11 @@ def test_parts_change_no_bit(m: int):
 
 # **** in graphs ****
 
-@pytest.fixture
-def on_the_cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
-
-
 def tensor(type: QType, n: int, k: int) -> QTensor:
     return QTensor.of(type, (n, k), stored(type, n, k, whole=True))
 
 
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("cpu_device")
 def test_quant_matmul_is_a_kernel():
     w, bias = tensor(types.Q4_1, 24, 64), Tensor(RNG(0).integers(-9, 9, 24)).cast(BF16).realize()
     x = Tensor(RNG(0).integers(-4, 5, (2, 5, 64))).cast(BF16).realize()
@@ -120,7 +113,7 @@ def test_quant_matmul_is_a_kernel():
     assert "uint4 g32 mins" in str(shown)
 
 
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("cpu_device")
 def test_a_symbolic_number_of_rows():
     w, x = tensor(types.Q8_0, 20, 64), Tensor(RNG(0).integers(-4, 5, (30, 64))).float().realize()
     rows = Variable("rows", 1, 30).bind(7)
@@ -132,7 +125,7 @@ def test_a_symbolic_number_of_rows():
                                       want + more * w.dequantize().sum(1).numpy())
 
 
-@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.usefixtures("cpu_device")
 def test_what_no_kernel_takes_runs_its_reference():
     w, x = tensor(types.Q8_0, 20, 64), Tensor(RNG(0).integers(-4, 5, (3, 64))).cast(F16).realize()
     made = quant_matmul(x, w, Tensor.ones(20).contiguous())

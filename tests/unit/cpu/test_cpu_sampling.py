@@ -1,13 +1,11 @@
 """The sampler's kernels on the CPU against their bodies, bit by bit, and the tokens that come of them."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
-from tinygrad.helpers import Context
 
 from tests.support.engine.sampler_case import Case, logits_of
 from tests.support.engine.selection_case import above, hard_rows, near_targets
@@ -26,11 +24,7 @@ from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, Filte
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 RNG = np.random.default_rng
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 @pytest.mark.sampled(1)

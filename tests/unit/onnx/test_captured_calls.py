@@ -5,7 +5,6 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,7 @@ from tinygrad_nv.onnx.scope import Scope
 from tinygrad_nv.transforms import jit
 
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def model(text: str, **constants: np.ndarray) -> onnx.ModelProto:

@@ -2,24 +2,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import onnx
 import pytest
 from onnx import helper
-from tinygrad.helpers import Context
 
 from tinygrad_nv import explain
 from tinygrad_nv.onnx import OnnxRunner
 from tinygrad_nv.onnx.ops.selection import PAIRS, non_max_suppression
 
 X = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def chain(nodes: list[onnx.NodeProto]) -> OnnxRunner:

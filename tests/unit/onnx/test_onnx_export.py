@@ -3,7 +3,7 @@ are found among reductions."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,13 @@ import onnx
 import onnxruntime
 import pytest
 from tinygrad import Tensor, dtypes, nn
-from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled
 from tinygrad_nv.functional import embedding, scaled_dot_product_attention
 from tinygrad_nv.onnx import OnnxRunner, export
 
 RNG = np.random.default_rng(5)
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def floats(*shape: int) -> Tensor: return Tensor(RNG.standard_normal(shape, dtype=np.float32)).realize()

@@ -1,7 +1,6 @@
 """What a runner takes and gives, and how nodes are computed: on the host, by definition, in other graphs."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, reference
 from tinygrad import Tensor, TinyJit
-from tinygrad.helpers import Context
 
 from tinygrad_nv import GlobalCounters, explain
 from tinygrad_nv.errors import OnnxError
@@ -26,10 +24,7 @@ from tinygrad_nv.onnx.elements import (
     to_numpy,
 )
 
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def model(text: str, **constants: np.ndarray) -> onnx.ModelProto:

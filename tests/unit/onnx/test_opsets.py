@@ -1,7 +1,7 @@
 """Ops that older opsets define otherwise, and those that tinygrad computes otherwise, against onnxruntime."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,17 +9,12 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper
-from tinygrad.helpers import Context
 
 from tinygrad_nv.onnx import OnnxRunner
 
 RNG = np.random.default_rng(0)
 MICROSOFT = "com.microsoft"
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def floats(*shape: int) -> np.ndarray: return RNG.standard_normal(shape).astype(np.float32)

@@ -3,7 +3,6 @@ matrices."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnxruntime import quantization
-from tinygrad.helpers import Context
 
 from tinygrad_nv import Tensor, explain
 from tinygrad_nv.onnx import OnnxRunner
 
 RNG = np.random.default_rng(8)
 K, N = 128, 96
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 class _Samples(quantization.CalibrationDataReader):

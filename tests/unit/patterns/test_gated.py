@@ -9,7 +9,6 @@ import pytest
 import torch
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import Context
 
 from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import disabled, explain
@@ -28,11 +27,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
 EXTREME = (1e4, -1e4, 0.0, -0.0, 1e30, -1e30, 88.0, -88.0, 12.0, -12.0)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 @pytest.mark.sampled(1)

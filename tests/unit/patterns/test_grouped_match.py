@@ -2,24 +2,19 @@
 the same bits; what is not of that form is tinygrad's, and explain() says why."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tinygrad import Tensor, TinyJit, Variable, dtypes, function
 from tinygrad.dtype import DType
-from tinygrad.helpers import Context
 
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.patterns.program import collect_misses
 
 RNG = np.random.default_rng(3)
 E, N, K = 5, 12, 20
-
-
-@pytest.fixture(autouse=True)
-def cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 def whole(*shape: int, dtype: DType = dtypes.float32) -> Tensor:

@@ -3,12 +3,11 @@ their arguments."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from tinygrad.helpers import Context
 from tinygrad.uop.ops import Ops
 from torch.nn.functional import gelu, layer_norm, rms_norm, scaled_dot_product_attention
 
@@ -23,11 +22,7 @@ from tinygrad_nv.tile.template import GPU
 
 WIDTH, HEADS, INNER = 64, 2, 96
 Value = Tensor | torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 class Layers:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tinygrad import Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import Context
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tests.support.tile.reference_case import right, run, storages
@@ -22,11 +21,7 @@ from tinygrad_nv.tile.templates import TABLE
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 B, T, H, KV, D = 2, 7, 3, 1, 32
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu():
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 @pytest.mark.sampled(1)

@@ -1,13 +1,12 @@
 """Derivatives of functions of 1 / (1 + 2^w) where 2^w is infinite, and as exact as before where it is not."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
-from tinygrad.helpers import Context
 
 from tinygrad_nv.patterns.stable import rewrite
 
@@ -31,11 +30,7 @@ EXACT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "tanh": lambda x: 4 * slope(2 * x), "silu": lambda x: logistic(x) + x * slope(x),
     "quick_gelu": lambda x: logistic(1.702 * x) + 1.702 * x * slope(1.702 * x),
     "log(1 + exp)": lambda x: -logistic(-x)}
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with Context(DEV="CPU"): yield
+pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
 # up to 12 roundings, and that of w, of which 2^w has |w| times as much. Terms of silu cancel where it turns,
