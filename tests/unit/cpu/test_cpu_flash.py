@@ -260,7 +260,7 @@ def found(*tensors: Tensor) -> AttentionSpec:
 def wide(x: Tensor) -> torch.Tensor: return torch.from_numpy(x.float().numpy()).double()
 
 
-def close(out: Tensor, dtype: DType, *given: Tensor, mask: torch.Tensor | None = None, **how: Any) -> None:
+def within(out: Tensor, dtype: DType, *given: Tensor, mask: torch.Tensor | None = None, **how: Any) -> None:
     """Twice the error of scores and softmax in float32 with weights of the dtype, the result's rounding, and
     that of scores where a row has few columns."""
     q, k, v = map(wide, given)
@@ -285,7 +285,7 @@ def test_the_method_and_by_hand(causal: bool, dtype: DType):
     spec = found(out)
     assert (spec.matrices, spec.s_q) == (B * H, S)
     assert (spec.band, spec.q.dtype) == (CAUSAL if causal else Band(), dtype)
-    close(out, dtype, *given, is_causal=causal)
+    within(out, dtype, *given, is_causal=causal)
     q, k, v = operands(dtype=dtype)
     assert found(by_hand(q, k, v)).s_kv == S
 
@@ -296,10 +296,11 @@ def test_masks():
     mask = of(B, 1, T, S, seed=3)
     out = q.scaled_dot_product_attention(k, v, attn_mask=mask)
     found(out)
-    close(out, F32, q, k, v, mask=wide(mask))
+    within(out, F32, q, k, v, mask=wide(mask))
     hidden = q.scaled_dot_product_attention(k, v, attn_mask=keys.reshape(1, 1, 1, S).expand(B, 1, T, S))
     found(hidden)
-    close(hidden, F32, q, k, v, mask=torch.where(torch.arange(S) < 70, 0.0, -torch.inf).double().expand(T, S))
+    within(hidden, F32, q, k, v,
+           mask=torch.where(torch.arange(S) < 70, 0.0, -torch.inf).double().expand(T, S))
 
 
 def test_the_mask_of_transformers():
@@ -311,7 +312,7 @@ def test_the_mask_of_transformers():
     scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(D)) + mask
     out = attended(scores, v)
     found(out)
-    close(out, F32, q, k, v, mask=added.double())
+    within(out, F32, q, k, v, mask=added.double())
 
 
 def test_rows_of_a_cache_are_arguments():
@@ -330,7 +331,7 @@ def test_rows_of_a_cache_are_arguments():
         keys = cache[:, :, :, :place + T].contiguous().realize()
         row = torch.arange(T)[:, None] + place
         mask = torch.where(torch.arange(place + T) <= row, 0.0, -torch.inf).double()
-        close(step(q, begin.bind(place)), F32, q, keys[0], keys[1], mask=mask)
+        within(step(q, begin.bind(place)), F32, q, keys[0], keys[1], mask=mask)
 
 
 @pytest.mark.sampled(1)
@@ -359,7 +360,7 @@ def test_ragged_batches_by_name():
     for first, last in itertools.pairwise(ends):
         if first == last: continue
         parts = [x[int(first):int(last)].transpose(0, 1).unsqueeze(0) for x in (out, q, k, v)]
-        close(*parts[:1], F32, *parts[1:], is_causal=True)
+        within(*parts[:1], F32, *parts[1:], is_causal=True)
     assert (out.numpy()[ends[-1]:] == 0).all()
 
 
