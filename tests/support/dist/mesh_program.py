@@ -1,4 +1,4 @@
-"""A rank of test_train.py: meshes of ranks, against one device. Integers: results are exact."""
+"""A rank of test_collectives.py: meshes of ranks, against one device. Integers: results are exact."""
 from __future__ import annotations
 
 import numpy as np

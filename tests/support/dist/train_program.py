@@ -1,4 +1,4 @@
-"""A rank of test_train.py: what each primitive of training over ranks makes, against one device.
+"""A rank of test_collectives.py: what each primitive of training over ranks makes, against one device.
 
 Each check is called by its name, with this rank's group. Weights are small integers and learning rates powers
 of two, so that sums are exact in any order, where no bound is said.

@@ -1,13 +1,17 @@
-"""Collectives between processes, by shared memory and by MPI: every kind, dtype and axis, gradients, replays
-of graphs, and ranks that do not do the same."""
+"""Collectives between processes, by shared memory and by MPI: every kind, dtype and axis, gradients,
+replays; primitives of training over ranks, and meshes, which give one device's result (train_program.py,
+mesh_program.py); and the binding against NCCL itself, as far as it answers without a driver."""
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
 
 from tests.support.dist import rank_programs
 from tinygrad_nv.dist.processes import ENDED
+from tinygrad_nv.dist.transports import nccl_api
+from tinygrad_nv.errors import DistError
 
 
 @pytest.mark.parametrize(("ranks", "mpi", "more"), [
@@ -57,3 +61,73 @@ def test_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in made:
         assert each.code == ENDED, made
         assert "rank 1 has not reached all_reduce #1 of layers.3.down float[64] in 2 s" in each.text, made
+
+
+QUICK = ("overlap", "fully_sharded", "zero_bubble", "vocabulary")
+SLOW = ("steps", "adam", "memory", "pipelines", "sequence", "expert", "ring", "ring_both_ways")
+
+
+def right(program: str, ranks: int, *checks: str, mpi: bool = False) -> None:
+    """Runs checks as ranks, which all have to say that each is right."""
+    made = rank_programs.run(program, ranks, *checks, mpi=mpi, timeout_s=500)
+    told = "".join(each.text for each in made)
+    assert all(each.code == 0 for each in made), told
+    for rank in range(ranks):
+        for check in checks or ("meshes",): assert f"rank {rank} of {ranks}: {check} " in told, told
+
+
+def test_two_ranks() -> None: right("dist/train_program.py", 2, *QUICK)
+
+
+@pytest.mark.slow
+def test_two_ranks_all() -> None: right("dist/train_program.py", 2, *SLOW)
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None: right("dist/train_program.py", 4, *QUICK, *SLOW)
+
+
+def test_two_ranks_over_mpi() -> None: right("dist/train_program.py", 2, *QUICK, "ring", mpi=True)
+
+
+def test_four_ranks_over_mpi() -> None: right("dist/train_program.py", 4, *QUICK, mpi=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_mpi(ranks: int) -> None: right("dist/train_program.py", ranks, *QUICK, *SLOW, mpi=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_meshes(ranks: int) -> None: right("dist/mesh_program.py", ranks)
+
+
+def test_the_configuration_is_laid_out_as_in_the_header():
+    """nccl.h, ncclConfig_t: 4-byte fields behind the size, a pointer, and a last field."""
+    config = nccl_api.Config
+    assert [getattr(config, name).offset for name, _ in config._fields_] == [0, 8, 12, 16, 20, 24, 28, 32, 40]
+    made = config.make()
+    assert (made.size, made.magic, made.blocking) == (ctypes.sizeof(config), 0xcafebeef, 0)
+
+
+def test_the_library():
+    pytest.importorskip("nvidia.nccl", reason="needs the wheel nvidia-nccl-cu13")
+    nccl = nccl_api.real()
+    assert nccl.version >= nccl_api.LOWEST_VERSION
+    assert [name for name in nccl_api.FUNCTIONS if not hasattr(nccl.library, name)] == []
+    assert len({nccl.unique_id() for _ in range(2)}) == 2
+
+
+def test_an_old_library_is_refused():
+    class Old:
+        def ncclGetVersion(self, version):
+            version._obj.value = 21701
+            return 0
+    with pytest.raises(DistError, match=r"NCCL 2\.17\.1\n.*NCCL 2\.18\.0 or later"): nccl_api.NCCL(Old())
+
+
+def test_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(nccl_api, "_paths", lambda: ["no-libnccl.so"])
+    with pytest.raises(DistError, match=r"NCCL cannot be loaded: no-libnccl\.so"):
+        nccl_api.real.__wrapped__()

@@ -1,11 +1,15 @@
-"""Pipeline schedules on paper: their bubbles are those of the papers' formulas, what they keep, and schedules
-that cannot run."""
+"""Pipeline schedules on paper: their bubbles are those of the papers' formulas, what they keep, and
+schedules that cannot be; what plans say of them beside the schedules that ranks run, counted to their
+end."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from tinygrad_nv.dist.plan.layout import Training
+from tinygrad_nv.dist.plan.pipeline import bubble, idle, under_way
 from tinygrad_nv.dist.train.check import Costs, check
 from tinygrad_nv.dist.train.pipeline import Transfer, steps
 from tinygrad_nv.dist.train.schedules import (
@@ -28,12 +32,12 @@ COSTS = [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (1.0, 2.0, 1.5)]
 def test_bubbles(p: int, m: int, f: float, b: float, w: float) -> None:
     costs: Costs = {"F": f, "B": b, "W": w}
     late = (p - 1) * (b + max(f - w, 0))
-    for schedule, bubble in ((gpipe(p, m), (p - 1) / (m + p - 1)), (one_f_one_b(p, m), (p - 1) / (m + p - 1)),
+    for schedule, share in ((gpipe(p, m), (p - 1) / (m + p - 1)), (one_f_one_b(p, m), (p - 1) / (m + p - 1)),
                              (interleave(p, m, 2), (p - 1) / (2 * m + p - 1)),
                              (interleave(p, m, 3), (p - 1) / (3 * m + p - 1)),
                              (zero_bubble_h1(p, m), late / (m * (f + b + w) + late))):
         report = check(schedule, costs)
-        assert report.bubble == pytest.approx(bubble), (schedule.name, schedule.chunks)
+        assert report.bubble == pytest.approx(share), (schedule.name, schedule.chunks)
 
 
 def test_what_is_kept() -> None:
@@ -92,3 +96,39 @@ def test_transfers_meet(schedule: Schedule) -> None:
     transfers = [one for own in steps(schedule) for one in own if isinstance(one, Transfer)]
     ranks = len(schedule.ranks)
     assert len(transfers) == (2 * 2 * schedule.microbatches * (schedule.stages - 1) if ranks > 1 else 0)
+
+
+Made = Callable[[int, int], Schedule]
+SCHEDULES: list[tuple[str, int, Made]] = [
+    ("gpipe", 1, gpipe), ("1f1b", 1, one_f_one_b), ("zero-bubble", 1, zero_bubble_h1),
+    *[("interleaved", chunks, lambda p, m, v=chunks: interleave(p, m, v)) for chunks in (1, 2, 3)]]
+
+
+@pytest.mark.parametrize(("name", "virtual", "made"), SCHEDULES)
+@pytest.mark.parametrize(("stages", "microbatches"),
+                         [(1, 3), (2, 2), (4, 4), (4, 9), (4, 40), (8, 3), (8, 24)])
+def test_a_schedule_takes_and_keeps_what_is_said(name: str, virtual: int, made: Made, stages: int,
+                                                 microbatches: int):
+    if name == "interleaved": microbatches += -microbatches % stages
+    found, work = check(made(stages, microbatches)), Training(schedule=name, virtual=virtual)
+    unit = 3 * virtual      # a forward pass and both halves of a backward pass through a stage
+    assert (microbatches + idle(name, stages, microbatches, virtual)) * unit == found.makespan
+    assert bubble(name, stages, microbatches, virtual) == pytest.approx(found.bubble)
+    assert [under_way(work, stages, stage, microbatches) * virtual for stage in range(stages)] == \
+        list(found.kept)
+
+
+def test_microbatches_of_four_stages():
+    """Of eight, by hand: ZB-H1 delays the gradients of parameters, so that no stage keeps fewer."""
+    def kept(schedule: str, virtual: int = 1) -> list[float]:
+        return [under_way(Training(schedule=schedule, virtual=virtual), 4, stage, 8) for stage in range(4)]
+    assert kept("gpipe") == [8, 8, 8, 8]
+    assert kept("1f1b") == [4, 3, 2, 1]
+    assert kept("interleaved", 2) == [5.5, 4.5, 3.5, 2.5]
+    assert kept("zero-bubble") == [4, 4, 4, 4]
+
+
+def test_chunks_and_split_gradients_shorten_the_bubble():
+    assert bubble("interleaved", 8, 16, 4) == 1.75 / 17.75
+    assert bubble("1f1b", 8, 16) > bubble("zero-bubble", 8, 16) > bubble("interleaved", 8, 16, 4)
+    assert bubble("1f1b", 1, 1) == 0

@@ -1,24 +1,24 @@
-"""A model runner's greedy tokens equal those of the whole context at once, whatever else is in the batch.
-
-Models are random and tiny, one of each kind. Pages are NaN before they are written, and given to sequences in
-no order.
-"""
+"""A model runner's greedy tokens equal those of the whole context at once, whatever else is in the batch;
+with NV_DETERMINISTIC=1 log probabilities do, too, to the last bit."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engine.runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pages
-from tinygrad_nv import Tensor, dtypes
+from tinygrad_nv import LLM, SamplingParams, Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
 from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.shape_choice import CAPTURE_AFTER
-from tinygrad_nv.errors import RequestError
+from tinygrad_nv.errors import ConfigError, RequestError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.numerics.policy import deterministic
 
 KINDS: dict[str, dict[str, Any]] = {
     "gqa": {}, "mqa tied": {"num_kv_heads": 1, "tied": True}, "windows": {"windows": (6, None)},
@@ -216,3 +216,35 @@ def test_a_rare_shape_is_served_by_one_with_room_for_it_and_a_usual_one_is_captu
         runner.launch(batch).result(60)
         assert len(runner.steps) == 3
     finally: runner.close()
+
+
+PROMPTS = [[3, 7, 9, 11, 40, 5, 6, 7, 8], [3, 7, 9], list(range(2, 60)), [3, 7, 9, 11, 40, 5, 6, 7, 9]]
+PARAMS = (SamplingParams(max_tokens=6, temperature=0, logprobs=3, ignore_eos=True),
+          SamplingParams(max_tokens=6, temperature=1.0, seed=5, top_p=0.9, logprobs=3, ignore_eos=True))
+
+
+@pytest.fixture
+def llm(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setenv("NV_DETERMINISTIC", "1")
+    with LLM(tiny, device="CPU", max_model_len=96, max_num_seqs=4, num_pages=64,
+             max_num_batched_tokens=32) as made:
+        yield made
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[object]:
+    """Tokens, and log probabilities as they are."""
+    return [(each.outputs[0].token_ids, each.outputs[0].logprobs)
+            for each in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)]
+
+
+def test_alone_and_among_others(llm: LLM):
+    for params in PARAMS:
+        together = answers(llm, PROMPTS, params)
+        assert [answers(llm, [prompt], params)[0] for prompt in PROMPTS] == together
+        assert answers(llm, PROMPTS[1:3], params) == together[1:3]
+
+
+def test_a_block_of_this_thread_would_not_reach_the_engine(tiny: Path):
+    with deterministic(), pytest.raises(ConfigError, match=r"set os\.environ") as caught:
+        LLM(tiny, device="CPU")
+    assert "steps run in a thread of their own" in str(caught.value)

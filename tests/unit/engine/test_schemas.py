@@ -1,5 +1,5 @@
-"""Keywords of JSON schemas that constrain nothing, and schemas in which a text could get stuck. Keywords mean
-what draft 2020-12 of JSON Schema says."""
+"""Keywords of JSON schemas that constrain nothing, schemas in which a text could get stuck, and white
+space in JSON: docs/structured.md, statement by statement. Keywords mean what jsonschema makes of them."""
 from __future__ import annotations
 
 import json
@@ -169,3 +169,65 @@ def test_a_thousand_optional_properties():
     named = {"type": "object", "properties": {f"p{i}": WHOLE for i in range(1000)}}
     matcher = grammars(KIND).matcher(Structured(json=named, disable_any_whitespace=True))
     for token in tokenizer(KIND)[0].encode('{"p7":5,"p9":1', special=False): matcher.accept(token)
+
+
+# **** white space ****
+
+
+SCHEMA = {"type": "object", "required": ["a"], "additionalProperties": False,
+          "properties": {"a": {"type": "array", "items": {"type": "integer"}}, "b": {"type": "string"}}}
+WRITTEN = '{"a":[1,2],"b":"x"}'
+BETWEEN = [at for at in range(1, len(WRITTEN)) if WRITTEN[at - 1] in '{[,:]' or WRITTEN[at] in '}],:']
+
+
+def allows(text: str, one_line: bool = False, schema: Any = SCHEMA) -> bool:
+    """Whether a model may write this, letter by letter, and end there."""
+    made = grammars("tales")
+    matcher = made.matcher(Structured(json=schema, disable_any_whitespace=one_line))
+    for byte in text.encode():
+        token = made._tokenizer_info._ids[bytes([byte])]
+        if not int(matcher.mask()[token >> 5]) >> (token & 31) & 1: return False
+        matcher.accept(token)
+    return matcher.is_finished
+
+
+def spaced(space: str, at: int) -> str: return WRITTEN[:at] + space + WRITTEN[at:]
+
+
+def test_the_texts_are_json():
+    assert {json.dumps(json.loads(spaced("\n", at))) for at in BETWEEN} == {json.dumps(json.loads(WRITTEN))}
+    assert len(BETWEEN) == 12
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n", "\n ", "\n" + 16 * " ", "\n\t", "\n" + 8 * "\t"])
+def test_none_or_one_blank_or_one_new_line_with_its_indent_wherever_json_allows_it(space: str):
+    for at in BETWEEN: assert allows(spaced(space, at)), at
+    assert allows("".join(space * (at in BETWEEN) + letter for at, letter in enumerate(WRITTEN)))
+
+
+@pytest.mark.parametrize("space", ["  ", "\t", "\n\n", " \n", "\n" + 17 * " ", "\n" + 9 * "\t", "\n \t",
+                                   "\n\t ", "\r\n", "\r"])
+def test_no_other_white_space(space: str):
+    for at in BETWEEN: assert not allows(spaced(space, at)), at
+
+
+@pytest.mark.parametrize("space", [" ", "\n"])
+def test_none_before_the_first_sign_and_after_the_last(space: str):
+    cases: tuple[tuple[Any, str], ...] = ((SCHEMA, WRITTEN), ({"type": "array"}, "[]"), ({"const": 1}, "1"))
+    for schema, said in cases:
+        assert allows(said, schema=schema)
+        assert not allows(space + said, schema=schema)
+        assert not allows(said + space, schema=schema)
+
+
+def test_strings_hold_what_they_like():
+    assert allows('{"a":[],"b":"' + 99 * " " + '\\n\\t"}')
+
+
+def test_one_line_has_a_blank_after_commas_and_colons_at_most():
+    after = [at for at in BETWEEN if WRITTEN[at - 1] in ",:"]
+    assert len(after) == 4
+    assert allows("".join(" " * (at in after) + letter for at, letter in enumerate(WRITTEN)), True)
+    for at in BETWEEN:
+        assert allows(spaced(" ", at), True) == (at in after), at
+        for space in ("  ", "\n", "\t"): assert not allows(spaced(space, at), True), at

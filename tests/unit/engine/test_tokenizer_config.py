@@ -1,14 +1,21 @@
-"""tokenizer_config.json beside tokenizer.json: ids and texts are transformers'."""
+"""tokenizer_config.json beside tokenizer.json: ids and texts are transformers'. Directories without
+tokenizer.json: SentencePiece models give the ids that the sentencepiece library gave."""
 from __future__ import annotations
 
+import base64
 import json
+import random
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tests.support.engine.sentencepiece_golden import FILE
 from tests.unit.engine.test_text import TOKENIZERS
+from tinygrad_nv.engine.text.sentencepiece_file import parse_model
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import TokenizerError
 
@@ -79,3 +86,102 @@ def test_the_blank_in_front_of_a_text(tmp_path: Path, prefix: bool, legacy: bool
 def test_what_is_no_token_is_named(tmp_path: Path, config: dict[str, Any], words: str):
     with pytest.raises(TokenizerError, match=words):
         Tokenizer.load(directory(tmp_path, "byte-level", ["<s>"], **config))
+
+
+# **** other files ****
+
+
+GOLDEN = json.loads(FILE.read_text())
+KEPT = ["", " ", "Hello, World!", "naïve café", "你好 world", "a  b\n\nc\t d", "3.14 and 12345", "🙂🙂",
+         "don't we'll", "<s>a</s>", "unaffable AFFABLE", "\x00\x07 x", "e\u0301 \u00a0y"]
+
+
+def load(directory: Path, model: bytes, file: str = "tokenizer.model", **config: Any) -> Tokenizer:
+    (directory / file).write_bytes(model)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.load(directory)
+
+
+def model_of(name: str) -> bytes: return base64.b64decode(GOLDEN[name]["model"])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_ids_are_those_of_sentencepiece(tmp_path: Path, name: str):
+    made = load(tmp_path, model_of(name))
+    assert len(GOLDEN[name]["cases"]) > 100
+    for text, ids, _ in GOLDEN[name]["cases"]: assert made.encode(text, special=False) == ids, repr(text)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_text_comes_back(tmp_path: Path, name: str):
+    made = load(tmp_path, model_of(name))
+    for _, ids, text in GOLDEN[name]["cases"]: assert made.decode(ids) == text
+
+
+def test_ends_and_chunks_of_llama(tmp_path: Path):
+    """A bos token in front where the config does not say otherwise; blanks in front as `legacy` says."""
+    model, name = model_of("llama"), "LlamaTokenizer"
+    old, new = (load(tmp_path, model, tokenizer_class=name, legacy=each) for each in (True, False))
+    bos, eos = old.encode("")[0], old.backend.token_to_id("</s>")
+    assert old.encode("a </s>b") == [bos, *old.encode("a ", special=False), eos,
+                                     *old.encode("b", special=False)]
+    assert new.encode("a")[1:] == old.encode("a", special=False)
+    assert new.backend.id_to_token(new.encode("<s>b", special=False)[1]) == "b"
+    assert old.backend.id_to_token(old.encode("<s>b", special=False)[1]) == "▁b"
+    both = load(tmp_path, model, add_bos_token=False, add_eos_token=True)
+    assert both.encode("a") == [*old.encode("a", special=False), eos]
+    assert old.special == {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    assert old.decode([bos, *old.encode("so it is", special=False), eos]) == "so it is"
+
+
+def test_added_tokens_and_template(tmp_path: Path):
+    """As Phi-3 has them: names of pieces changed, tokens after the vocabulary, blanks after them dropped."""
+    size = len(parse_model(model_of("llama")).pieces)
+    added = {"2": {"content": "<|end|>", "special": True}, str(size): {"content": "<|user|>", "special": True,
+                                                                      "rstrip": True},
+             str(size + 1): {"content": "<tool>", "special": False}}
+    made = load(tmp_path, model_of("llama"), added_tokens_decoder=added, eos_token="<|end|>",
+                add_bos_token=False, chat_template="{{ '<|user|>\n' + messages[0].content }}{{ eos_token }}")
+    ids = made.encode_chat([{"role": "user", "content": "it"}])
+    assert [ids[0], ids[-1]] == [size, 2]
+    assert ids[1:-1] == made.encode("it", special=False)
+    assert made.decode([size, size + 1, 2]) == "<tool>"
+
+
+def test_fairseq_ids(tmp_path: Path):
+    """XLM-RoBERTa: the pieces from the third on follow four tokens of its own."""
+    made = load(tmp_path, model_of("t5"), "sentencepiece.bpe.model", tokenizer_class="XLMRobertaTokenizer")
+    plain = {text: ids for text, ids, _ in GOLDEN["t5"]["cases"]}
+    text = next(text for text in plain if len(plain[text]) > 4 and min(plain[text]) > 2)
+    assert made.encode(text) == [0, *(each + 1 for each in plain[text]), 2]
+    assert made.encode("<mask>", special=False) == [made.backend.get_vocab_size() - 1]
+
+
+@pytest.mark.parametrize(("kind", "config"), [("Bert", {}), ("Bert", {"do_lower_case": False}), ("GPT2", {}),
+                                              ("Qwen2", {}), ("Roberta", {})])
+def test_ids_are_those_of_transformers(tmp_path: Path, kind: str, config: dict[str, Any]):
+    """vocab.txt, and vocab.json with merges.txt."""
+    write_vocabulary(tmp_path, kind)
+    written = {"tokenizer_class": f"{kind}Tokenizer", **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
+    theirs = getattr(transformers, f"{kind}Tokenizer").from_pretrained(tmp_path, **config)
+    ours, rng = Tokenizer.load(tmp_path), random.Random(0)
+    texts = KEPT + ["".join(rng.choices(string.printable + "éß你🙂", k=12)) for _ in range(40)]
+    for text in texts: assert ours.encode(text) == theirs(text)["input_ids"], repr(text)
+
+
+def write_vocabulary(directory: Path, kind: str) -> None:
+    """Files of a small vocabulary."""
+    if kind == "Bert":
+        letters = [*"abcdefghijklmnopqrstuvwxyzABHW0123456789.,!'-é你", *"[]"]
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters),
+                 "hello", "world", "un", "##aff", "##able"]
+        (directory / "vocab.txt").write_text("\n".join(dict.fromkeys(words)) + "\n", encoding="utf-8")
+        return
+    level = list(bytes_to_unicode().values())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("o", "r"), ("Ġw", "or"),
+              ("1", "2")]
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"] if kind == "Roberta" else ["<|endoftext|>"]
+    vocabulary = {text: i for i, text in enumerate([*special, *level, *(a + b for a, b in merges)])}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in merges))

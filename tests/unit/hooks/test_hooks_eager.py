@@ -1,7 +1,13 @@
-"""Hooks look before they walk: what is done to a program in which there is nothing of ours, by count."""
+"""Hooks look before they walk: what is done to a program in which there is nothing of ours, by count.
+Rewrites that are registered when something is lowered first, and renderers that are loaded when they are
+asked for."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +15,10 @@ from tinygrad.helpers import Context
 from tinygrad.tensor import transform_to_call
 from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv import Tensor, explain, hooks
+from tinygrad_nv import Tensor, explain, functional, hooks
+from tinygrad_nv.hooks import rewrites
 from tinygrad_nv.hooks import rewrites as hook_rewrites
+from tinygrad_nv.models.families import EMBEDDERS, FAMILIES
 from tinygrad_nv.patterns import registered
 from tinygrad_nv.patterns.norm import match as norm
 from tinygrad_nv.runtime import programs
@@ -184,3 +192,88 @@ def test_products_need_a_product():
     ops = hook_rewrites.ops_of(body(a @ b))
     gemm = next(each for each in registered.REWRITES if each.name == "gemm")
     assert hook_rewrites.has(ops, tuple(map(frozenset, gemm.needs)))
+
+
+# **** later ****
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PATTERNS = "sum(name.startswith('tinygrad_nv.patterns.') for name in sys.modules)"
+
+
+def said(script: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True,
+                          check=True).stdout
+
+
+def test_what_lowers_nothing_loads_no_patterns():
+    assert said("import sys\nfrom tinygrad_nv import Tensor, hooks, LLM, SamplingParams, KernelRecord\n"
+                "from tinygrad_nv.engine.bundled import opened\n"
+                "with hooks.disabled(): Tensor([1.0]).add(1).realize()\n"
+                f"print({PATTERNS})") == "0\n"
+
+
+def test_the_first_graph_loads_them():
+    assert said("import sys\nfrom tinygrad_nv import Tensor, hooks\n"
+                "Tensor([1.0]).add(1).realize()\n"
+                "print(*(f'tinygrad_nv.patterns.{name}' in sys.modules for name in ('program', 'gemm')),\n"
+                "      *hooks.rewrites.rewrites, sep=', ')"
+                ) == ("True, False, stable, statistics, division, named, attention, grouped_gemm, gemm, "
+                      "norm, several devices\n")
+
+
+@pytest.mark.parametrize("first", ["hooks.add_rewrite('mine', lambda sink: sink)",
+                                   "hooks.remove_check('building')", "explain(Tensor([1.0]).sum())"])
+def test_what_asks_for_them_loads_them(first: str):
+    text = said(f"from tinygrad_nv import Tensor, explain, hooks\n{first}\nprint(*hooks.rewrites.rewrites)")
+    assert text.startswith("stable statistics division named"), text
+    assert "mine" not in text or text.endswith("mine\n"), "ours come first"
+
+
+def test_each_is_called_once_and_again_after_an_exception():
+    calls = []
+
+    def register() -> None:
+        calls.append(len(calls))
+        hooks.configuration()       # asks for what is being registered
+        if len(calls) == 1: raise RuntimeError("once")
+    hooks.load_later()
+    hooks.add_later(register)
+    assert calls == []
+    assert rewrites.has_rewrites()
+    with pytest.raises(RuntimeError, match="once"): hooks.configuration()
+    for _ in range(2): hooks.configuration()
+    assert calls == [0, 1]
+
+
+def test_names_of_functional_are_where_it_says():
+    assert sorted(functional.PLACES) == sorted(functional.__all__) == sorted({*functional.__all__} &
+                                                                           {*dir(functional)})
+    assert all(getattr(functional, name) is not None for name in functional.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'atention'"): functional.__getattr__("atention")
+
+
+def test_families_are_where_they_say():
+    assert [family.architecture for family in FAMILIES.values()] == list(FAMILIES)
+    assert all(family.architecture for family in EMBEDDERS.values())
+    assert "NoSuchModel" not in FAMILIES
+
+
+PROGRAM = """
+import sys, tinygrad_nv
+from tinygrad import Device, Tensor
+renderer = type(Device["CPU"].renderer)
+seldom = [name for name in ("tinygrad.renderer.nir", "tinygrad.renderer.isa.x86") if name in sys.modules]
+print((Tensor([1, 2, 3]) * 2).tolist(), renderer.__module__, renderer.__name__, seldom)
+"""
+
+
+@pytest.mark.parametrize(("device", "wanted"), [
+    ("CPU", "[2, 4, 6] tinygrad_nv.runtime.cpu.clang ClangRenderer []"),
+    pytest.param("CPU:X86", "[2, 4, 6] tinygrad.renderer.isa.x86 X86Renderer ['tinygrad.renderer.isa.x86']",
+                 marks=pytest.mark.skipif(os.uname().machine != "x86_64", reason="it renders for x86-64"))])
+def test_a_renderer_is_loaded_where_it_is_asked_for(device: str, wanted: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, "DEV": device}, check=True,
+                          capture_output=True, text=True)
+    assert done.stdout.strip() == wanted

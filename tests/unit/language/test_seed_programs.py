@@ -1,5 +1,5 @@
-"""The programs that the language was drawn with, nearly as they were written, on the CPU and on the emulated
-GPU.
+"""The programs that the language was drawn with, nearly as they were written, on the CPU and on the
+emulated GPU. Programs of users' kinds on the CPU, and as NumPy computes them from the Tile IR.
 
 What differs is said in docs/language.md, "Differences".
 """
@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from tinygrad import Tensor as Plain
 
+from tests.support.language.programs import PROGRAMS
+from tests.support.language.programs.case import Case, interpreted
 from tinygrad_nv.errors import EffectError
 from tinygrad_nv.language import *
 from tinygrad_nv.language import autotune
+from tinygrad_nv.language.kernels import Kernel
 
 Array = np.ndarray[Any, Any]
 SCHEDULES = tempfile.mkdtemp()     # of this process alone: nothing is found that another run has left
@@ -198,3 +201,20 @@ def test_schedules_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(autotune, "seconds", None)        # nothing is timed
         flash_attention(q, CacheState(k, v), dropout=0.0, causal=False).realize()
     assert before >= set(flash_attention.winners.values())
+
+
+def test_there_are_programs_of_many_kinds():
+    from tests.support.language import programs
+    kernels = {name for module in programs.MODULES for name, each in vars(module).items() if isinstance(each,
+                                                                                                        Kernel)}
+    assert len(kernels) >= 60
+    assert len({each.name for each in PROGRAMS}) == len(PROGRAMS)
+
+
+@pytest.mark.sampled(28)
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.name)
+def test_on_the_cpu(case: Case): case.check("CPU")
+
+
+@pytest.mark.parametrize("case", PROGRAMS, ids=lambda case: case.name)
+def test_interpreted(case: Case): case.check("CPU", interpreted)
