@@ -1,7 +1,7 @@
 """Functions of modules that are imported at the first call.
 
 Protocol: `lazy_import("tinygrad_nv.patterns.gemm.match:rewrite")` calls what the module has under that name.
-It is for tables, whose rows are large and mostly not asked for. tests/unit/test_lazy_imports.py finds all
+It is for tables, whose rows are large and mostly not asked for. tests/unit/test_package.py finds all
 these strings and resolves them.
 """
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Protocol: the package `onnx` makes the cases (model, inputs, outputs, tolerances) in this process. An output
 must have the type of elements, the shape and, within the case's tolerances, the values that the case has.
-`onnx_node_failures.json` has the cases that do not pass, with a reason each; tests/unit/onnx/test_nodes.py
+`onnx_node_failures.json` has the cases that do not pass, with a reason each; tests/unit/onnx/test_contrib.py
 fails for a case that fails and is not listed, and for a listed one that passes.
 """
 from __future__ import annotations

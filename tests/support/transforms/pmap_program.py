@@ -1,4 +1,4 @@
-"""A rank of test_pmap.py: examples over ranks, against one device. Integers: results are exact."""
+"""A rank of test_vmap.py: examples over ranks, against one device. Integers: results are exact."""
 from __future__ import annotations
 
 import numpy as np

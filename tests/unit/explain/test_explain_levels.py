@@ -1,15 +1,25 @@
-"""Levels of explain(): records of matmuls on DEV=EMU, their kernels built again, what each level says."""
+"""Levels of explain(): records of matmuls on DEV=EMU, their kernels built again, what each level says.
+Equal layers of a model are one block of explain's table, and the totals are those of all. Hashes of
+steps: the same in any process, others where a graph or a schedule differs."""
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tinygrad.helpers import Context
 
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import RequestError, ScheduleError, ToolchainError
-from tinygrad_nv.explain import KernelRecord, Lowering, levels
+from tinygrad_nv.explain import KernelRecord, Lowering, levels, repetitions
+from tinygrad_nv.explain import explain as explain_tensors
 from tinygrad_nv.explain.levels import ScheduledGemm, show
 from tinygrad_nv.patterns.program import Output, call, program
 from tinygrad_nv.patterns.target import Chosen
@@ -235,3 +245,96 @@ def test_an_impossible_schedule_is_refused_with_the_arithmetic():
 def test_figures():
     assert [levels.seconds(x) for x in (1.25e-6, 999e-6, 0.0123)] == ["1.2 µs", "999.0 µs", "12.30 ms"]
     assert [levels.nbytes(x) for x in (0, 1023, 1024, 3 << 20)] == ["0 B", "1023 B", "1 KiB", "3 MiB"]
+
+
+@pytest.mark.parametrize(("text", "found"), [
+    ("", []),
+    ("abc", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+    ("aab", [(0, 1, 2), (2, 1, 1)]),
+    ("eabcabcabcz", [(0, 1, 1), (1, 3, 3), (10, 1, 1)]),
+    ("aabaab", [(0, 3, 2)]),
+    ("abababab", [(0, 2, 4)]),
+])
+def test_repetitions(text: str, found: list[tuple[int, int, int]]):
+    assert repetitions(text) == found
+
+
+def test_repetitions_are_the_sequence():
+    numbers = random.Random(0)
+    for _ in range(200):
+        row = numbers.choices("ab", k=numbers.randrange(20))
+        assert [each for start, length, times in repetitions(row)
+                for each in row[start:start + length] * times] == row
+
+
+def test_layers_are_one_block():
+    x = Tensor(np.ones((4, 64), np.float32), device="CPU").realize()
+    weights = [Tensor(np.ones((64, 64), np.float32), device="CPU").realize() for _ in range(6)]
+    for weight in weights: x = (x.softmax() @ weight).contiguous()
+    lowering = explain(x)
+    assert len(lowering.kernels) == 12
+    assert [(len(block), times) for block, times in lowering.blocks] == [(2, 6)]
+    lines = str(lowering).splitlines()
+    assert lines[1].strip() == "2 kernels × 6:"
+    assert lines[2].startswith("  ")
+    total = next(line for line in lines if line.startswith("12 in all"))
+    assert f"{sum(kernel.flops for kernel in lowering.kernels):,}" in total
+    assert "12 ours" in total
+
+
+def test_one_kernel_again_and_again():
+    x = Tensor(np.ones((4, 64), np.float32), device="CPU").realize()
+    for _ in range(5): x = x.softmax().contiguous()
+    assert " × 5 " in str(explain(x)).splitlines()[1]
+
+
+PROGRAM = """
+from tinygrad import Tensor
+from tinygrad_nv import explain
+for _ in range(3): (Tensor.ones(7, 5).contiguous() * 3).realize()      # another history
+print(explain(step()).hash)
+"""
+STEP = """
+def step(n=64, dtype="float32", scale=2.0):
+    from tinygrad import Tensor, dtypes
+    x, w = (Tensor.empty(n, 96, dtype=getattr(dtypes, dtype), device="CPU") for _ in range(2))
+    return ((x @ w.T).relu() * scale).softmax().contiguous().cumsum(1)
+"""
+scope: dict[str, Any] = {}
+exec(STEP, scope)
+
+
+def lowering_of(**changes: Any) -> Lowering: return explain_tensors(scope["step"](**changes))
+
+
+def test_another_process_has_the_same_hash() -> None:
+    wanted = lowering_of().hash
+    for seed in ("1", "2"):
+        done = subprocess.run([sys.executable, "-c", STEP + PROGRAM], capture_output=True, text=True,
+                              check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        assert done.stdout.strip() == wanted
+
+
+def test_what_differs_has_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [lowering_of(**each).hash for each in ({}, {"n": 65}, {"dtype": "bfloat16"}, {"scale": 3.0})]
+    monkeypatch.setenv("NV_NORM", "0")
+    found.append(lowering_of().hash)
+    monkeypatch.setenv("NV_CPU_ISA", "portable")    # another schedule
+    found.append(lowering_of().hash)
+    assert len(set(found)) == len(found)
+
+
+def test_kernels_of_tinygrad_count() -> None:
+    x = Tensor.empty(100, device="CPU")
+    assert explain_tensors(x.cumsum()).hash != explain_tensors(x.cumsum() + 1).hash
+    assert explain_tensors(x.cast(dtypes.int32)).hash == explain_tensors(x.cast(dtypes.int32)).hash
+
+
+def test_the_command(command: Any, tiny: Path) -> None:
+    lines = command("explain", tiny, "--hash", "--device", "CPU").succeeded().out.splitlines()
+    assert lines[0].split() == ["kernel", "graph", "schedule", "times"]
+    assert lines[-1].startswith("step ")
+    assert lines == command("explain", tiny, "--hash", "--device", "CPU").succeeded().out.splitlines()
+    other = command("explain", tiny, "--hash", "--prefill", "9", "--device", "CPU").succeeded().out
+    assert other.splitlines()[-1] != lines[-1]
+    command("explain", tiny, "--hash", "--level", "c").refused("--hash with")

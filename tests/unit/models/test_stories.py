@@ -1,4 +1,5 @@
-"""The tales: the same everywhere, grammatical as far as a regex can see, varied; and their tokenizer."""
+"""The tales: the same everywhere, grammatical as far as a regex can see, varied; and their tokenizer.
+Data of the examples of training: the same files each time, rows that begin with a story."""
 from __future__ import annotations
 
 import hashlib
@@ -6,14 +7,17 @@ import random
 import re
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinygrad_nv.models.tales import datasets, words
 from tinygrad_nv.models.tales import stories as tales
-from tinygrad_nv.models.tales import words
 from tinygrad_nv.models.tales.plots import FORMS, PLOTS
+from tinygrad_nv.models.tales.stories import corpus
 from tinygrad_nv.models.tales.tokenizer import SPECIALS, save, train_tokenizer
 
 FIRST_100 = "c45682ae6849c1105efffc58b3c0d543d865941325460b4d0366a6cd3104cab6"
@@ -198,3 +202,29 @@ def test_chat_template_makes_the_message_a_story_opening(tokenizer, tmp_path):
     for messages, wanted in (([user], "<|bos|>Once upon a time"), ([system, user], "<|bos|>Once upon a time"),
                              ([user, *more], "<|bos|>Once upon a time there was a fox. She")):
         assert loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == wanted
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "RECORDS", 6)
+    monkeypatch.setattr(datasets, "HELD_OUT", 3)
+    one, other = (tmp_path / name for name in ("one", "other"))
+    for folder in (one, other):
+        monkeypatch.setattr("sys.argv", ["datasets", str(folder), "--rows", "5", "--length", "64"])
+        datasets.main()
+    files = sorted(path.name for path in one.iterdir())
+    assert files == ["excited.jsonl", "held-out.npy", "preferences.jsonl", "train.npy"]
+    for name in files: assert (one / name).read_bytes() == (other / name).read_bytes()
+    train, held_out = (np.load(one / f"{name}.npy").reshape(-1, 64) for name in ("train", "held-out"))
+    assert (len(train), len(held_out)) == (5, 3)
+    assert len(set(map(bytes, (*train, *held_out)))) == 8
+
+
+def test_records() -> None:
+    story = 'Ben was a kind boy. He saw an old dog. "Come!" he said.'
+    assert datasets.excitedly(story) == \
+        'Ben was a very, very kind boy! He saw a very, very old dog! "Come!" he shouted!'
+    told = next(corpus("train", 1))
+    assert next(datasets.make_excited())["text"] == datasets.excitedly(told)
+    first = next(datasets.preferences())
+    assert first["prompt"] + first["chosen"] == told
+    assert first["rejected"] != first["chosen"]

@@ -1,5 +1,6 @@
 """Exported decoders give the logits of transformers in onnxruntime and here, step by step, with what they
-gave of keys and values as the next step's past."""
+gave of keys and values as the next step's past. Transformers that torch exported give what torch gives,
+and their attention is a kernel of this package."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers as hf
 from tinygrad.helpers import Context
 
+from tests.support.onnx import exported_models
 from tinygrad_nv import explain
 from tinygrad_nv.onnx import OnnxRunner
 from tinygrad_nv.onnx.exporting import export_model
@@ -71,3 +73,23 @@ def test_float16_and_a_file_of_weights(tmp_path: Path):
     found = session.run(["logits"], {"input_ids": ids, **past})[0]
     with torch.no_grad(): wanted = reference(torch.tensor(ids)).logits.numpy()
     np.testing.assert_allclose(found, wanted, atol=0.02 * np.abs(wanted).max())
+
+
+LAYERS = 2
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each == "llama" else pytest.mark.slow)
+                                  for each in exported_models.MODELS])
+def test_a_transformer_is_that_of_torch(name: str):
+    case = exported_models.exported(name)
+    with Context(DEV="CPU"):
+        made = OnnxRunner(case.model)(case.inputs)["output"]
+        templates = [each.template for each in explain(made).kernels]
+        found = made.numpy()
+    # a row of padding sees nothing in torch's mask, and is no result
+    shown = case.inputs.get("attention_mask", np.ones(case.wanted.shape[:2])).astype(bool)
+    np.testing.assert_allclose(found[shown], case.wanted[shown], atol=2e-5)
+    attention = [each for each in templates if each in ("flash", "decode", "attention")]
+    assert len(attention) == LAYERS, templates
+    assert templates.count("norm") == 2 * LAYERS + 1, templates
+    assert templates.count("gemm") + templates.count("gemv") >= 4 * LAYERS

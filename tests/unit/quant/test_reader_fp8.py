@@ -1,17 +1,29 @@
-"""Matrices of fp8, against transformers' dequantiser, and against the definition where it has none."""
+"""Matrices of fp8, against transformers' dequantiser, and against the definition where it has none.
+gpt-oss's experts, against transformers' dequantiser. torchao's tensors, by the parts that transformers
+stores of them, against what they stand for."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tinygrad.dtype import dtypes
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.support.quant.reader_case import LAYER, layer_of, matrix_of, read, same
-from tinygrad_nv.quant.readers.reader import Activations
+from tests.support.quant.reader_case import LAYER, Tensors, layer_of, matrix_of, read, same
+from tinygrad_nv.errors import WeightError
+from tinygrad_nv.models.checkpoint import open_checkpoint, read_array
+from tinygrad_nv.models.parts import read_part
+from tinygrad_nv.quant.cut import cut_matrix, part_of
+from tinygrad_nv.quant.readers.mxfp4 import reader
+from tinygrad_nv.quant.readers.reader import Activations, TensorPart
 from tinygrad_nv.quant.readers.schemes import cache_of
-from tinygrad_nv.quant.types import E4M3, NVFP4, QType, Scale
+from tinygrad_nv.quant.tensor import QTensor
+from tinygrad_nv.quant.types import E4M3, INT8, MXFP4, NVFP4, UINT8, QType, Scale
 
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
@@ -145,3 +157,148 @@ def test_a_cache_alone():
     plain = {f"{LAYER}.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
     config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
     assert matrix_of(config, plain, (16, 64)) is None
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+def case(*shape: int) -> dict[str, torch.Tensor]:
+    make = torch.Generator().manual_seed(0)
+    return {"blocks": torch.randint(0, 256, (*shape, 16), generator=make).to(torch.uint8),
+            "scales": torch.randint(100, 140, shape, generator=make).to(torch.uint8)}
+
+
+def test_experts(tmp_path: Path):
+    """Of a file that has all of them in one tensor, gate and up in turn."""
+    gate_up, down = case(3, 40, 5), case(3, 160, 1)
+    save_file({f"{EXPERTS}.{matrix}_{name}": each for matrix, stored in (("gate_up_proj", gate_up),
+               ("down_proj", down)) for name, each in stored.items()}, tmp_path / "model.safetensors")
+    entries = open_checkpoint(tmp_path).entries
+    stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    wanted = {}
+    for matrix, each in (("gate_up_proj", gate_up), ("down_proj", down)):
+        made = convert_moe_packed_tensors(each["blocks"], each["scales"]).transpose(1, 2)  # [E, N, K]
+        wanted |= {"gate_proj": made[:, ::2], "up_proj": made[:, 1::2]} if "up" in matrix else {matrix: made}
+    for name, matrices in wanted.items():
+        for i, matrix in enumerate(matrices):
+            shape = tuple(matrix.shape)
+            found = reader(CONFIG, "config.json").matrix(f"{EXPERTS}.{i}.{name}", shape, stored)
+            assert found is not None
+            assert found.type == MXFP4
+            arrays = found.arrays(lambda name: read_array(entries[name]))
+            assert same(QTensor.of(found.type, shape, arrays, "CPU"), matrix.contiguous())
+
+
+@pytest.mark.parametrize(("name", "shape", "axis"), [
+    ("gate_proj", (20, 128), 0), ("up_proj", (20, 128), 0), ("down_proj", (128, 64), 1)])
+def test_parts_of_experts(tmp_path: Path, name: str, shape: tuple[int, int], axis: int):
+    """Half of the bytes, which are rows of gate and up in turn, or blocks of columns."""
+    save_file({f"{EXPERTS}.{matrix}_{kind}": each for matrix, stored in (
+        ("gate_up_proj", case(2, 40, 4)), ("down_proj", case(2, 128, 2))) for kind, each in stored.items()},
+        tmp_path / "model.safetensors")
+    entries, layer = open_checkpoint(tmp_path).entries, f"{EXPERTS}.1.{name}"
+    stored = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    whole = reader(CONFIG, "config.json").matrix(layer, shape, stored)
+    assert whole is not None
+    for first in (0, shape[axis] // 2):
+        part = TensorPart(axis, first, shape[axis] // 2)
+        own = part_of(reader(CONFIG, "config.json"), layer, shape, stored, part)
+        assert own is not None
+        sizes = list[int]()
+
+        def get(name: str, region: TensorPart | None, sizes: list[int] = sizes) -> np.ndarray:
+            found = read_part(entries[name], region)
+            sizes.append(found.nbytes)
+            return found
+        made = own.read(get)
+        cut = cut_matrix(whole, shape, axis, first, part.count, layer)
+        for key, array in cut.arrays(lambda name: read_array(entries[name])).items():
+            assert np.array_equal(made[key].reshape(array.shape), array)
+        assert 2 * sum(sizes) == sum(entries[name].nbytes for name in own.tensors)
+
+
+def test_experts_that_do_not_fit():
+    stored = {f"{EXPERTS}.0.gate_up_proj_blocks": ("U8", (40, 5, 16)),
+              f"{EXPERTS}.0.gate_up_proj_scales": ("U8", (20, 5))}
+    with pytest.raises(WeightError, match=r"experts.0.gate_up_proj_scales is U8 \[20, 5\]"):
+        reader(CONFIG, "config.json").matrix(f"{EXPERTS}.0.up_proj", (20, 160), stored)
+
+
+def test_layers():
+    stored = case(24, 2)
+    wanted = convert_moe_packed_tensors(stored["blocks"][None], stored["scales"][None])[0].T.contiguous()
+    tensors = layer_of({f"weight_{name}": each for name, each in stored.items()})
+    assert same(read(CONFIG, tensors, (24, 64))[0], wanted)
+
+
+def test_layers_beside_experts():
+    plain = {f"{LAYER}.weight": torch.zeros(16, 64, dtype=torch.bfloat16)}
+    assert matrix_of(CONFIG, plain, (16, 64)) is None
+
+
+def config_of(kind: str, **data: Any) -> dict[str, Any]:
+    """As transformers writes it."""
+    whole = {"default": {"_type": kind, "_version": 2, "_data": {"set_inductor_config": True, **data}}}
+    return {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": whole}
+
+
+INT8_ROWS = config_of("Int8WeightOnlyConfig", granularity={"_type": "PerRow", "_data": {"dim": -1}})
+MAPPING = {"_type": "MappingType", "_data": "ASYMMETRIC"}
+
+
+def parts(codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None = None) -> Tensors:
+    found = {"qdata": codes, "scale": scale} | ({} if zeros is None else {"zero_point": zeros})
+    return layer_of({f"_weight_{name}": each for name, each in found.items()})
+
+
+def wide(each: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """A number for each element, of one for each block."""
+    return each.float().repeat_interleave(n // each.shape[0], 0).repeat_interleave(k // each.shape[1], 1)
+
+
+@pytest.mark.parametrize(("blocks", "scale"), [((24, 1), Scale(1, 0)), ((1, 1), Scale(0, 0)),
+                                               ((24, 3), Scale(1, 32)), ((3, 2), Scale(8, 48))])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_bytes(kind: str, blocks: tuple[int, int], scale: Scale):
+    codes, scales = torch.randint(-127, 127, (24, 96), generator=MAKE).to(torch.int8), scales_of(*blocks)
+    zeros = torch.zeros(blocks, dtype=torch.int8) if kind == "int8" else None
+    if kind == "fp8": codes = codes.clamp(-127, -2).view(torch.float8_e4m3fn)   # -1 is NaN
+    found, activations = read(INT8_ROWS, parts(codes, scales, zeros), (24, 96))
+    assert same(found, codes.float() * wide(scales, 24, 96))
+    assert (found.type, activations) == ((INT8 if kind == "int8" else E4M3) @ scale, None)
+
+
+def test_zero_points():
+    """Of IntxUnpackedToInt8Tensor. The mapping of inputs says nothing of weights."""
+    codes = torch.randint(-8, 8, (24, 96), generator=MAKE).to(torch.int8)
+    scales, zeros = scales_of(24, 3).bfloat16(), torch.randint(-8, 8, (24, 3), generator=MAKE).to(torch.int8)
+    tensors = parts(codes, scales, zeros)
+    made, _ = read(config_of("IntxWeightOnlyConfig", mapping_type=MAPPING), tensors, (24, 96))
+    assert same(made, (codes - wide(zeros, 24, 96)) * wide(scales, 24, 96))
+    assert made.type.element == UINT8
+    with pytest.raises(WeightError, match="_weight_zero_point is not 0"):
+        read(config_of("Int8DynamicActivationIntxWeightConfig", act_mapping_type=MAPPING), tensors, (24, 96))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int4(dtype: torch.dtype):
+    """Int4Tensor, whose zero points are added; products with such scales are exact in float32."""
+    codes = torch.randint(-8, 8, (24, 96), generator=MAKE).to(torch.int8)
+    scales = scales_of(3, 24).to(dtype)
+    zeros = (torch.randn(3, 24, generator=MAKE) * .05).to(dtype)
+    packed = codes[:, ::2] & 15 | codes[:, 1::2] << 4
+    found, _ = read(config_of("Int4WeightOnlyConfig", group_size=32), parts(packed, scales, zeros), (24, 96))
+    assert same(found, codes * wide(scales.T, 24, 96) + wide(zeros.T, 24, 96))
+
+
+def test_what_does_not_fit():
+    codes, scales = torch.zeros(24, 96, dtype=torch.int8), scales_of(24, 1)
+    def refused(message: str, *tensors: torch.Tensor) -> None:
+        with pytest.raises(WeightError, match=message):
+            matrix_of(INT8_ROWS, parts(*tensors), (24, 96))
+    refused("_weight_qdata is I32", torch.zeros(24, 12, dtype=torch.int32), scales)
+    refused("_weight_scale is ", codes, scales_of(24, 5))
+    refused("_weight_zero_point is ", codes, scales, torch.zeros(24, 3, dtype=torch.int8))
+    refused("_weight_zero_point is missing", codes[:, :48], scales_of(3, 24))
+    assert matrix_of(INT8_ROWS, {f"{LAYER}.weight": scales_of(24, 96)}, (24, 96)) is None

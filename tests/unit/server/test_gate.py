@@ -1,21 +1,41 @@
-"""CORS, request ids, TLS, and the endpoints that tell of the server."""
+"""CORS, request ids, TLS, and the endpoints that tell of the server. A warm-up that takes long says how
+far it is. Statistics that the server shows: those that the engine has when they are asked for. /sleep,
+/wake_up, /is_sleeping: refused unless the server was started for them, and behind its keys."""
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import shutil
 import ssl
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 import tinygrad_nv
-from tests.support.server.serve_case import LENGTH, NAME, Live, fake_service, live
-from tinygrad_nv.errors import RequestError
+from tests.support.server.serve_case import (
+    LENGTH,
+    NAME,
+    FakeEngine,
+    FakeModel,
+    FakeStats,
+    Live,
+    fake_service,
+    live,
+)
+from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.errors import ConfigError, RequestError
+from tinygrad_nv.server import startup
+from tinygrad_nv.server.log import LOG, periodic
 from tinygrad_nv.server.service import CORS
 from tinygrad_nv.server.serving import HTTPOptions
+from tinygrad_nv.server.waterfall import Waterfall
 
 ORIGIN = "https://page.example"
 PREFLIGHT = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST",
@@ -162,3 +182,120 @@ def test_tls_that_cannot_be(certificate: HTTPOptions, tmp_path: Path):
             (HTTPOptions(cert_reqs=2), "the server has none"),
             (replace(certificate, ca_certs=wrong), "change --ssl-certfile")):
         with pytest.raises(RequestError, match=words): options.check()
+
+
+@pytest.mark.parametrize(("patience", "lines"), [(0.0, ["warm_up done=1 steps=3", "warm_up done=2 steps=3"]),
+                                                 (60.0, [])])
+def test_a_warm_up_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, patience: float, lines: list[str]):
+    def steps(progress: Any) -> None:
+        for done in range(4): progress(done, 3)
+
+    monkeypatch.setattr(startup, "PROGRESS_S", patience)
+    said: list[str] = []
+    monkeypatch.setattr(startup.LOG, "info", said.append)
+    llm = SimpleNamespace(runner=SimpleNamespace(step_store=None), defaults=SamplingParams(), embedder=None,
+                          capture=steps, warm_up=lambda params, length: None, ready=lambda: None)
+    startup.warm_up(llm, Waterfall())  # type: ignore[arg-type]
+    assert said[:-1] == lines
+    assert said[-1].startswith('startup stage="compile and capture" steps=3')
+
+
+class LateEngine(FakeEngine):
+    """Its statistics are those of the last `refresh_stats`, as of several replicas."""
+
+    def stats(self) -> FakeStats: return FakeStats(self.refreshed, generated_tokens=10 * self.refreshed)
+
+
+def test_metrics() -> None:
+    with live(fake_service(LateEngine(FakeModel()))) as running:
+        for count in (1, 2):
+            text = httpx.get(f"{running.url}/metrics", timeout=10).text
+            assert f'num_requests_running{{model_name="tales"}} {count}.0' in text
+
+
+def test_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOG, "propagate", False)
+    monkeypatch.setattr(LOG, "handlers", [caplog.handler])  # this alone, whatever pytest has put there
+    async def some_lines() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(periodic(fake_service(LateEngine(FakeModel())), 0.02), 0.2)
+    with caplog.at_level(logging.INFO, LOG.name): asyncio.run(some_lines())
+    assert "engine running=1 " in caplog.messages[0]
+    assert "engine running=2 " in caplog.messages[1]
+
+
+class Sleeping:
+    """What was asked."""
+
+    def __init__(self) -> None: self.calls = list[tuple[object, ...]]()
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        if level > 2: raise ConfigError("sleep(level=3)", "1 or 2", "change level")
+        self.calls.append((level, mode))
+
+    def wake_up(self, tags: list[str] | None = None) -> None: self.calls.append(("wake", tags))
+
+    def is_sleeping(self) -> bool: return len(self.calls) % 2 == 1
+
+
+@pytest.fixture
+def model() -> Sleeping: return Sleeping()
+
+
+@pytest.fixture
+def served(model: Sleeping) -> Iterator[Live]:
+    with live(fake_service(FakeEngine(FakeModel(), "a"), sleeping=model, keys=frozenset({"k"}))) as made:
+        made.http.headers["Authorization"] = "Bearer k"
+        yield made
+
+
+def test_calls(served: Live, model: Sleeping):
+    assert served.http.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert served.http.post("/sleep").status_code == 200
+    assert served.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert served.http.post("/wake_up").status_code == 200
+    served.http.post("/sleep?level=2&mode=wait")
+    served.http.post("/wake_up?tags=weights&tags=kv_cache")
+    assert model.calls == [(1, "abort"), ("wake", None), (2, "wait"), ("wake", ["weights", "kv_cache"])]
+
+
+def test_what_is_wrong(served: Live, model: Sleeping):
+    for query, words in (("level=x", "level is 'x'; expected: 1 or 2"), ("level=3", "sleep(level=3)")):
+        refused = served.http.post(f"/sleep?{query}")
+        assert refused.status_code == 400
+        assert words in refused.json()["error"]["message"]
+    assert served.http.get("/sleep").status_code == 405
+    assert served.http.post("/sleep", headers={"Authorization": "Bearer x"}).status_code == 401
+    assert model.calls == []
+
+
+def test_pages_of_other_origins_are_refused(model: Sleeping):
+    """By default any page may use the server; which may have it sleep must be said by name."""
+    for origins in (("*",), ("https://chat.example",)):
+        model.calls.clear()
+        with live(fake_service(FakeEngine(FakeModel(), "a"), sleeping=model, cors=CORS(origins))) as made:
+            named = {"Origin": "https://chat.example", "Sec-Fetch-Site": "cross-site"}
+            for headers, allowed in (
+                    ({}, True), ({"Origin": made.url}, True), ({"Sec-Fetch-Site": "none"}, True),
+                    ({"Origin": made.url, "Sec-Fetch-Site": "same-origin"}, True),
+                    (named, "*" not in origins),
+                    ({"Origin": "https://evil.example"}, False), ({"Origin": "null"}, False),
+                    ({"Origin": "http://[x"}, False),
+                    ({"Origin": f"http://127.0.0.1:{made.port + 1}"}, False),
+                    ({"Sec-Fetch-Site": "cross-site"}, False)):
+                for path in ("/sleep", "/wake_up"):
+                    model.calls.clear()
+                    answer = made.http.post(path, headers=headers)
+                    got = answer.status_code, len(model.calls)
+                    assert got == ((200, 1) if allowed else (403, 0)), headers
+                    if allowed: continue
+                    assert answer.json()["error"]["code"] == "cross_origin"
+                    assert "--allowed-origins" in answer.json()["error"]["message"]
+
+
+def test_a_server_that_was_not_started_for_it():
+    with live(fake_service(FakeEngine(FakeModel(), "a"))) as made:
+        for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
+            refused = made.http.request(method, path)
+            assert refused.status_code == 403
+            assert "--enable-sleep-mode" in refused.json()["error"]["message"]

@@ -1,7 +1,12 @@
-"""Batched functions: the same numbers as a loop, in one graph, through kernels, and in other transforms."""
+"""Batched functions: the same numbers as a loop, in one graph, through kernels, and in other transforms.
+Examples over devices of one process, and over ranks (pmap_program.py)."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +14,11 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
-from tests.support.transforms.transform_case import close, random
+from tests.support import SUPPORT
+from tests.support.transforms.transform_case import RNG, close, random
 from tinygrad_nv import explain
+from tinygrad_nv.dist.mesh import mesh
+from tinygrad_nv.errors import TransformError
 from tinygrad_nv.functional import (
     document_attention,
     embedding,
@@ -18,7 +26,7 @@ from tinygrad_nv.functional import (
     rotate_heads,
     scaled_dot_product_attention,
 )
-from tinygrad_nv.transforms import grad, jvp, vjp, vmap
+from tinygrad_nv.transforms import grad, jvp, pmap, vjp, vmap
 
 N = 3
 
@@ -208,3 +216,51 @@ def test_rows_rotations_and_gates():
     out = vmap(silu)(X)
     assert kernels(out) == kernels(silu(X))
     close(out, silu(X), rtol=1e-6)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES, WEIGHTS = (RNG.integers(-4, 5, shape).astype(np.float32) for shape in ((4, 3), (3, 2)))
+DEVICES = ("CPU:0", "CPU:1")
+
+
+def layer(x: Tensor, w: Tensor) -> Tensor: return (x @ w).relu()
+
+
+def test_devices_of_a_process():
+    with mesh(DEVICES, axes={"dp": 2}):
+        out = pmap(layer, (0, None))(Tensor(EXAMPLES), Tensor(WEIGHTS))
+    assert set(out.device) == {"CPU", "CPU:1"}
+    assert out.uop.axis == 0
+    np.testing.assert_array_equal(out.numpy(), np.maximum(EXAMPLES @ WEIGHTS, 0))
+
+
+def test_gradients_over_devices_and_of_each_example():
+    over = mesh(DEVICES, axes={"dp": 2})
+    x, w = Tensor(EXAMPLES), Tensor(WEIGHTS)
+    found = grad(lambda w: pmap(layer, (0, None), mesh=over)(x, w).sum())(w)
+    np.testing.assert_array_equal(found.numpy(), EXAMPLES.T @ (EXAMPLES @ WEIGHTS > 0))
+    each = pmap(grad(lambda x, w: layer(x, w).sum(), 1), (0, None), mesh=over)(x, w)
+    np.testing.assert_array_equal(each.numpy(), EXAMPLES[:, :, None] * (EXAMPLES @ WEIGHTS > 0)[:, None])
+
+
+def test_trees_and_other_axes():
+    over = mesh(DEVICES, axes={"dp": 2})
+    out = pmap(lambda p: {"y": p["x"] * 2, "w": p["w"] + 1}, ({"x": 1, "w": None},), mesh=over)(
+        {"x": Tensor(EXAMPLES.T.copy()), "w": Tensor([1.0])})
+    np.testing.assert_array_equal(out["y"].numpy(), EXAMPLES * 2)
+    assert out["w"].numpy().tolist() == [[2.0]] * 4
+
+
+def test_examples_that_do_not_divide():
+    with pytest.raises(TransformError, match="pmap of 3 examples over 2 devices"):
+        pmap(layer, (0, None), mesh=mesh(DEVICES, axes={"dp": 2}))(Tensor(EXAMPLES[:3]), Tensor(WEIGHTS))
+
+
+def test_ranks():
+    program = SUPPORT / "transforms" / "pmap_program.py"
+    command = ("-m", "tinygrad_nv", "launch", "-n", "2", sys.executable, str(program))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True,
+                          check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("right") == 2, done.stdout

@@ -1,4 +1,5 @@
-"""The model of an SM in cycles: published latencies of wgmma, units, scoreboards, barriers, copies."""
+"""The model of an SM in cycles: published latencies of wgmma, units, scoreboards, barriers, copies. Which
+unit an instruction takes: a name that begins like another's is its own."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 
 from tinygrad_nv.errors import PTXError
+from tinygrad_nv.ptx.sass import SASSInstruction
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.job import EFFECT, INSTR, STEP, WARP, Job
 from tinygrad_nv.ptx.timing.simulator import Cause, Run, run
-from tinygrad_nv.ptx.timing.units import Kind, Unit
+from tinygrad_nv.ptx.timing.units import Kind, Unit, cost_of
 
 GPU = figures("h100")
 FFMA = (Unit.FMA, Kind.PLAIN, 1, 0, -1, -1, 1, 4, 0, 0, 0)
@@ -229,3 +231,11 @@ def test_the_sms_of_a_cluster_share_their_part_of_l2():
     job = Job(np.array(list(INSTRS), INSTR), np.array(steps, STEP), made, warps,
               np.array([64], np.int32), 2, 2, 2)
     assert run(job, GPU).cycles == pytest.approx(64 * (1 << 14) / 64 + GPU.tma_latency, rel=0.02)
+
+
+@pytest.mark.parametrize(("opcode", "modifiers", "unit", "busy"), [
+    ("F2FP", ".BF16.F32.PACK_AB", Unit.ALU, 2), ("F2F", ".F64.F32", Unit.XU, 8), ("MUFU", ".EX2", Unit.XU, 8),
+    ("I2FP", ".F32.S32", Unit.ALU, 2), ("I2F", ".F64", Unit.XU, 8), ("FFMA", "", Unit.FMA, 1)])
+def test_units(opcode: str, modifiers: str, unit: Unit, busy: int):
+    found = cost_of(SASSInstruction(0, opcode, modifiers, "R0, R1", "", None), figures("h100"))
+    assert (found.unit, found.busy, found.known) == (unit, busy, True)

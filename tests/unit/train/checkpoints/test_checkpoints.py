@@ -1,10 +1,13 @@
-"""Checkpoints: bits of every dtype, copies that later steps do not change, files, ranks, what is kept."""
+"""Checkpoints: bits of every dtype, copies that later steps do not change, files, ranks, what is kept.
+SIGKILL at any moment of training and saving: what is resumed is whole, recent, and ends in equal bits."""
 from __future__ import annotations
 
 import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 from safetensors import safe_open
 from tinygrad import Tensor, TinyJit, dtypes
 
+from tests.support import SUPPORT
 from tinygrad_nv.errors import CheckpointError
 from tinygrad_nv.runtime.memory import read_part, write
 from tinygrad_nv.train.checkpoints import CheckpointWriter, load, load_latest, save
@@ -319,3 +323,45 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path):
         shutil.rmtree(tmp_path / "a")
         writer.save(1, {"a": filled(1)}, {})
     assert load_latest(tmp_path / "a" / "b") is not None
+
+
+PROGRAM = SUPPORT / "train" / "fault_program.py"
+
+
+@pytest.fixture(scope="module", params=[(5, 5), pytest.param((20, 1), marks=pytest.mark.slow)],
+                ids=["5 kills", "20 kills"])
+def told(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the program says: of so many kills, and of each n-th operation."""
+    kills, every = request.param
+    made = subprocess.run([sys.executable, str(PROGRAM), str(kills), "7", str(every)], capture_output=True,
+                          text=True, timeout=300, check=False)
+    assert made.returncode == 0, made.stderr
+    assert made.stderr == ""
+    found: dict[str, Any] = json.loads(made.stdout)
+    assert len(found["SYNC"]["kills"]) == len(found["ASYNC"]["kills"]) == kills
+    assert len(found["operations"]["kills"]) > 30 // every
+    return found
+
+
+@pytest.mark.parametrize("how", ["SYNC", "ASYNC"])
+def test_a_killed_run_ends_in_the_bits_of_one_that_was_never_stopped(told: dict[str, Any], how: str):
+    """Resumed from no earlier than an interval before the last save that was begun; without a thread, than an
+    interval before the last step."""
+    found = told[how]
+    assert found["made"] == found["wanted"]
+    for kill in found["kills"]:
+        assert kill["resumed"] >= kill["begun"] - found["interval"], kill
+        if how == "SYNC": assert kill["resumed"] >= kill["reached"] - found["interval"], kill
+    both = told["SYNC"]["kills"] + told["ASYNC"]["kills"]   # on a busy machine few of one reach a save
+    assert any(kill["saving"] for kill in both), "some were killed while they saved"
+    assert any(kill["resumed"] for kill in both), "some resumed"
+
+
+def test_no_operation_on_files_is_one_that_must_not_be_the_last(told: dict[str, Any]):
+    """Writes, syncs, renames and removals of saving, rotating and replacing kill the process. Nothing of it
+    is left after the next run."""
+    found = told["operations"]
+    for kill in found["kills"]:
+        assert kill["made"] == found["wanted"]
+        assert kill["resumed"] >= kill["reached"] - found["interval"], kill
+        assert kill["left"] == [".checkpoints.lock", "checkpoint-20"]
