@@ -42,9 +42,18 @@ def plain(monkeypatch: pytest.MonkeyPatch, fn: Any, *sizes: int, **more: Any) ->
 def loop(made: Program) -> Op: return next(op for op in made.body.walk() if op.name == "for")
 
 
+def minima(made: Program) -> list[Any]:
+    return [op.result for op in made.body.ops if op.name == "apply" and op.attributes["fn"] == "min"]
+
+
 def arrays(made: Program) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {each.name: random.integers(-3, 4, each.shape).astype(np.float32) for each in made.tensors}
+
+
+def same(made: Program, slow: Program) -> None:
+    given = arrays(made)
+    np.testing.assert_array_equal(run(made, given)["o"], run(slow, given)["o"])
 
 
 COUNTERS = {
@@ -55,6 +64,17 @@ COUNTERS = {
     # 0 in float32
     "subnormal": lambda s: E.where(E.zeros((ROWS, 1), F32) < E.fill((ROWS, 1), 1e-60, F32), 0.0, 1.0),
 }
+
+
+def online_step(m, l, s, axis=1):
+    """Returns maxima and sums after a block, its probabilities, and what sums before it are scaled by."""
+    top = E.maximum(m, R.max_(s, 1))
+    base = E.where(top == -E.INF, 0.0, top)
+    p, old = E.exp2_nonpositive(s - base[:, None]), E.exp2_nonpositive(m - base)
+    return top, l * old + R.sum_(p, axis), p, old
+
+
+def causal(s, rows, block): return E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
 
 
 def online(q, k, v, o, shift=0, strict=False, counted="", start=0.0, mixed=False, stored=False):
@@ -69,11 +89,8 @@ def online(q, k, v, o, shift=0, strict=False, counted="", start=0.0, mixed=False
         if counted: times = times + (COUNTERS[counted](s) if counted in COUNTERS else 1.0)
         if mixed: times = times + R.sum_(E.where(s == -E.INF, 1.0, 0.0), 0)[:, None]
         if stored: o[rows, :] = acc
-        top = E.maximum(m, R.max_(s, 1))
-        base = E.where(top == -E.INF, 0.0, top)
-        p, old = E.exp2_nonpositive(s - base[:, None]), E.exp2_nonpositive(m - base)
+        m, l, p, old = online_step(m, l, s)
         acc = L.dot(p, v[block, :], acc * old[:, None])
-        m, l = top, l * old + R.sum_(p, 1)
     o[rows, :] = acc / E.where(l == 0, 1.0, l)[:, None] + times
 
 
@@ -84,11 +101,9 @@ def test_attention_ends_with_the_diagonal(monkeypatch: pytest.MonkeyPatch, queri
                                           shift: int, strict: bool) -> None:
     made = program(online, queries, keys, shift=shift, strict=strict)
     slow = plain(monkeypatch, online, queries, keys, shift=shift, strict=strict)
-    assert loop(made).operands[1] in [op.result for op in made.body.ops
-                                      if op.name == "apply" and op.attributes["fn"] == "min"]
+    assert loop(made).operands[1] in minima(made)
     assert any(op.name == "if" for op in loop(made).regions[0].ops)
-    given = arrays(made)
-    np.testing.assert_array_equal(run(made, given)["o"], run(slow, given)["o"])
+    same(made, slow)
 
 
 def test_masked_blocks_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,10 +130,8 @@ def seeds(q, k, v, o):
 def test_mask_causal_and_softmax_online(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int) -> None:
     made, slow = program(seeds, queries, keys), plain(monkeypatch, seeds, queries, keys)
     assert loop(made).operands[1] is not loop(slow).operands[1]
-    assert loop(made).operands[1] in [op.result for op in made.body.ops
-                                      if op.name == "apply" and op.attributes["fn"] == "min"]
-    given = arrays(made)
-    np.testing.assert_array_equal(run(made, given)["o"], run(slow, given)["o"])
+    assert loop(made).operands[1] in minima(made)
+    same(made, slow)
 
 
 @pytest.mark.parametrize("what", [{"counted": "one"}, *({"counted": each} for each in COUNTERS),
@@ -128,17 +141,15 @@ def test_loops_whose_iterations_do_something(monkeypatch: pytest.MonkeyPatch, wh
     """They count, begin with sums, mix rows, or store: the loop goes to its end. Blocks wholly inside go
     without the mask all the same."""
     made, slow = program(online, 48, 48, **what), plain(monkeypatch, online, 48, 48, **what)
-    assert not any(op.name == "apply" and op.attributes["fn"] == "min" for op in made.body.ops)
-    given = arrays(made)
-    np.testing.assert_array_equal(run(made, given)["o"], run(slow, given)["o"])
+    assert minima(made) == []
+    same(made, slow)
 
 
 def two_maxima(q, k, v, o):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
     acc, m = E.zeros((ROWS, D), F32), E.fill((ROWS,), -E.INF)
     for block in K.blocks(k.shape[0], COLUMNS):
-        s = L.dot(q[rows, :], k[block, :].T)
-        s = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
+        s = causal(L.dot(q[rows, :], k[block, :].T), rows, block)
         m = E.maximum(m, R.max_(s + 1.0, 1))
         acc = acc + R.max_(s, 1)[:, None]
     o[rows, :] = acc + m[:, None]
@@ -149,8 +160,7 @@ def of_other_scores(q, k, v, o):
     acc, m = E.zeros((ROWS, D), F32), E.fill((ROWS,), -E.INF)
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
-        masked = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
-        m = E.maximum(m, R.max_(masked, 1))
+        m = E.maximum(m, R.max_(causal(s, rows, block), 1))
         acc = L.dot(E.exp2(s), v[block, :], acc)
     o[rows, :] = acc + m[:, None]
 
@@ -162,10 +172,7 @@ def of_other_rows(q, k, v, o):
     for block in K.blocks(k.shape[0], COLUMNS):
         s = L.dot(q[rows, :], k[block, :].T)
         s = E.where(A.col_index(block) <= A.row_index(rows) - 8, s, -E.INF)
-        top = E.maximum(m, R.max_(s, 1))
-        base = E.where(top == -E.INF, 0.0, top)
-        p, old = E.exp2_nonpositive(s - base[:, None]), E.exp2_nonpositive(m - base)
-        m, l = top, l * old + R.sum_(p, 0)
+        m, l = online_step(m, l, s, 0)[:2]
     o[rows, :] = E.zeros((ROWS, D), F32) + l[:, None]
 
 
@@ -174,8 +181,7 @@ def of_large_maxima(q, k, v, o):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
     m, t = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
-        s = L.dot(q[rows, :], k[block, :].T)
-        s = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
+        s = causal(L.dot(q[rows, :], k[block, :].T), rows, block)
         top = E.maximum(m, R.max_(s, 1))
         t = t + E.where(m == -E.INF, 0.0, E.where(top * 1e38 - m * 1e38 != 0.0, 1.0, 0.0))
         m = top
@@ -187,13 +193,9 @@ def of_a_factor_of_0(q, k, v, o):
     rows = C.block(C.program_id(0) * ROWS, ROWS)
     m, l = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
     for block in K.blocks(k.shape[0], COLUMNS):
-        s = cast(L.dot(q[rows, :], k[block, :].T), dtypes.float16)
-        s = E.where(A.col_index(block) <= A.row_index(rows), s, -E.INF)
+        s = causal(cast(L.dot(q[rows, :], k[block, :].T), dtypes.float16), rows, block)
         s = cast(s * 1e-12, F32)
-        top = E.maximum(m, R.max_(s, 1))
-        base = E.where(top == -E.INF, 0.0, top)
-        p, old = E.exp2_nonpositive(s - base[:, None]), E.exp2_nonpositive(m - base)
-        m, l = top, l * old + R.sum_(p, 1)
+        m, l = online_step(m, l, s)[:2]
     o[rows, :] = E.zeros((ROWS, D), F32) + l[:, None]
 
 
@@ -202,9 +204,8 @@ def of_a_factor_of_0(q, k, v, o):
 def test_scores_that_reach_results_by_another_way(monkeypatch: pytest.MonkeyPatch,
                                                   fn: Callable[..., None]) -> None:
     made, slow = program(fn, 48, 48), plain(monkeypatch, fn, 48, 48)
-    assert not any(op.name == "apply" and op.attributes["fn"] == "min" for op in made.body.ops)
-    given = arrays(made)
-    np.testing.assert_array_equal(run(made, given)["o"], run(slow, given)["o"])
+    assert minima(made) == []
+    same(made, slow)
 
 
 MOST = 2**31 - 1
@@ -227,14 +228,10 @@ def test_bounds_that_do_not_fit_int32(monkeypatch: pytest.MonkeyPatch, seen: Cal
         m, l = E.fill((ROWS,), -E.INF), E.zeros((ROWS,), F32)
         for block in K.blocks(C.program_id(0) * ROWS + ROWS, COLUMNS):
             s = E.where(seen(rows, block), L.dot(q[rows, :], k[block, :].T), -E.INF)
-            top = E.maximum(m, R.max_(s, 1))
-            base = E.where(top == -E.INF, 0.0, top)
-            p, old = E.exp2_nonpositive(s - base[:, None]), E.exp2_nonpositive(m - base)
-            m, l = top, l * old + R.sum_(p, 1)
+            m, l = online_step(m, l, s)[:2]
         o[rows, :] = E.zeros((ROWS, D), F32) + l[:, None]
     made, slow = program(sums, 48, 48), plain(monkeypatch, sums, 48, 48)
-    given = arrays(made)
-    np.testing.assert_array_equal(run(made, given)["o"], run(slow, given)["o"])
+    same(made, slow)
 
 
 def test_the_bound_is_ahead_of_the_loop_and_names_its_line() -> None:
