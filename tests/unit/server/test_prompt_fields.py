@@ -109,16 +109,22 @@ def tokenizing() -> Iterator[Live]:
     with live(fake_service(FakeEngine(MODEL), strict=True)) as running: yield running
 
 
+def read(server: Live, path: str = "/tokenize", **fields: Any) -> Any:
+    answer = server.post(fields, path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 def test_a_prompt_is_tokenized_and_back(tokenizing: Live):
     text = "Once upon a time there was a fox"
     for special in (True, False):
-        made = ask(tokenizing, prompt=text, model=NAME, add_special_tokens=special, return_token_strs=True)
+        made = read(tokenizing, prompt=text, model=NAME, add_special_tokens=special, return_token_strs=True)
         ids = TOKENS.encode(text, special)
         assert made == {"count": len(ids), "max_model_len": LENGTH, "tokens": ids,
                         "token_strs": [TOKENS.backend.id_to_token(token) for token in ids]}
-        assert ask(tokenizing, "/detokenize", tokens=ids) == {"prompt": TOKENS.decode(ids, False)}
-    assert ask(tokenizing, prompt="")["tokens"] == TOKENS.encode("")
-    assert ask(tokenizing, prompt="a")["token_strs"] is None
+        assert read(tokenizing, "/detokenize", tokens=ids) == {"prompt": TOKENS.decode(ids, False)}
+    assert read(tokenizing, prompt="")["tokens"] == TOKENS.encode("")
+    assert read(tokenizing, prompt="a")["token_strs"] is None
 
 
 def test_special_tokens_are_known_by_their_texts():
@@ -129,10 +135,11 @@ def test_special_tokens_are_known_by_their_texts():
 
 
 def test_a_conversation_is_tokenized_as_it_is_answered(tokenizing: Live):
-    assert ask(tokenizing, messages=TURNS[:1])["tokens"] == MODEL.encode_chat(TURNS[:1])
+    assert read(tokenizing, messages=TURNS[:1])["tokens"] == MODEL.encode_chat(TURNS[:1])
     continued = {"continue_final_message": True, "add_generation_prompt": False}
-    assert ask(tokenizing, messages=TURNS, **continued)["tokens"] == MODEL.encode_chat(TURNS, **continued)
-    assert ask(tokenizing, messages=TURNS, **continued)["tokens"] != ask(tokenizing, messages=TURNS)["tokens"]
+    assert read(tokenizing, messages=TURNS, **continued)["tokens"] == MODEL.encode_chat(TURNS, **continued)
+    ended = read(tokenizing, messages=TURNS)["tokens"]
+    assert read(tokenizing, messages=TURNS, **continued)["tokens"] != ended
 
 
 @pytest.mark.parametrize(("path", "fields", "words"), [
