@@ -1,5 +1,6 @@
-"""The parts "smoke" and "chains" of bench/gpu/run.py on the emulated driver, and on drivers with a bug, each
-of which a row of theirs finds."""
+"""Parts of bench/gpu/run.py: "smoke" and "chains" on the emulated driver, and on drivers with a bug, each
+of which a row of theirs finds; "conv", "language" and "train": what is wrong is found, what is predicted
+is a row."""
 from __future__ import annotations
 
 import struct
@@ -11,13 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from bench.gpu import chains as gpu_chains
+from bench.gpu import compare as gpu_compare
+from bench.gpu import conv as gpu_conv
 from bench.gpu import correct as gpu_correct
 from bench.gpu import record as gpu_record
 from bench.gpu import smoke as gpu_smoke
+from bench.gpu import tile_language as gpu_language
+from bench.gpu import train as gpu_train
 from bench.gpu.cases import Case, Cases, Memory
+from bench.gpu.compare import differs, wrong
 from bench.gpu.parts import PARTS, NotMeasured
+from bench.gpu.train_updates import Update
 from tests.support.runtime import cuda_fake
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.runtime.driver import Launch
@@ -240,3 +248,85 @@ def test_every_answer_of_a_chain_is_compared(cases: Cases, tmp_path: Path, monke
     if kind == "disagrees":
         assert "is 9: 1234 on the device, 18 emulated" in row["why"]
         assert "--part chains --only 'test_here::test_it#" in row["why"]
+
+
+CONVS = {each.name: each for each in gpu_conv.shapes()}
+KERNELS = {each.name: each for each in gpu_language.shapes()}
+
+
+@pytest.mark.parametrize("name", ["UNet 2x64x64x320 to 320, 3x3, stride 2, f16",
+                                  "UNet 2x64x64x320 to 320, 3x3, bf16, bias, residual"])
+def test_convolutions(name: str):
+    small = CONVS[name].scale_down()
+    assert gpu_conv.run_emulated(small, OPTIONS)["status"] == "emulated"
+    given = small.make_inputs("cpu")
+    assert wrong(small, given, gpu_conv.cudnn(small, given, OPTIONS)) == ""
+    given[1]["out"][0, 3, 2, 5] += 1
+    assert differs(small, given).startswith("set 1: position ")
+
+
+@pytest.mark.parametrize("name", ["softmax 4096x4096 bf16", "w4a16 16x4096x4096 f16"])
+def test_kernels_of_the_language(name: str):
+    assert gpu_language.run_emulated(KERNELS[name], OPTIONS)["status"] == "emulated"
+    small = KERNELS[name].scale_down()
+    given = small.make_inputs("cpu")
+    assert wrong(small, given, small.torch(given, OPTIONS)) == ""
+    given[0]["out"][1, 7] += 1
+    assert differs(small, given).startswith("set 0: ")
+
+
+def test_schedules_are_those_of_the_model():
+    for each in KERNELS.values():
+        assert str(gpu_language.schedule_of(each)) == gpu_language.model_cases()[each.case]["schedule"]
+
+
+TRAINING = {each.name: each for each in gpu_train.shapes()}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_torch_is_right(name: str):
+    """And what it is given to compile."""
+    torch.manual_seed(0)
+    small = TRAINING[name].scale_down()
+    given = small.make_inputs("cpu")
+    if "numbers" in given[0]:   # torch adds up bfloat16 on a CPU: few whole numbers are exact
+        for one in given: one["grad"].round_().clamp_(-1, 1)
+    run = gpu_train.torch_eager(small, given, Namespace())
+    assert gpu_compare.wrong(small, given, run) == ""
+    if isinstance(small, Update): return
+    run = gpu_train.bind_torch(given, small.compilable)
+    assert gpu_compare.wrong(small, given, run) == ""
+    for result in small.results:
+        one = dict(given[0])
+        one[result] = one[result] * 1.02
+        assert result in small.unlike(one)
+
+
+@pytest.mark.parametrize("change", ["g", "v"])
+def test_a_wrong_step_is_found(change: str):
+    small: Any = TRAINING["AdamW GPT-2 124M f32"].scale_down()
+    given = small.make_inputs("cpu")
+    run = gpu_train.torch_eager(small, given, Namespace())
+    before = given[0]["again"]
+
+    def again() -> None:
+        given[0][f"{change}1"].mul_(1.001)
+        before()
+        given[0][f"{change}1"].div_(1.001 if change == "g" else 1)
+
+    given[0]["again"] = again
+    assert small.unlike(given[0]) != ""
+    run(0)
+
+
+@pytest.mark.parametrize("name", ["silu·mul gradient 8192x14336", "norm weight gradient 8192x4096"])
+def test_ours_is_right(name: str):
+    row = gpu_train.run_emulated(TRAINING[name], Namespace(arch="sm_90a", seed=0))
+    assert row["status"] == "emulated", row["why"]
+
+
+def test_rows_that_are_predicted():
+    known = {name for name, each in TRAINING.items() if gpu_train.predictions(each)}
+    assert {"cross entropy 4096x50304 f32 → bf16", "AdamW GPT-2 124M bf16, masters",
+            "norm of gradients GPT-2 124M bf16", "norm weight gradient 8192x4096",
+            "rope gradient 1x8192, 32/8 heads of 128", "silu·mul gradient 8192x14336"} <= known
