@@ -20,7 +20,7 @@ from tinygrad_nv.tile.grouped_gemm.schedules import (
     GroupedWgmma,
 )
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, ScaledGroupedGemmSpec, TransposedGroupedSpec
-from tinygrad_nv.tile.grouped_gemm.wgmma import template as wgmma
+from tinygrad_nv.tile.grouped_gemm.wgmma import plan as wgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, AnyTemplate, Family, Template, lazy_build, legality
 

@@ -10,11 +10,11 @@ from tinygrad_nv.tile.gemm.analytic import choose_ordered
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.quant_gemm import fragments
-from tinygrad_nv.tile.quant_gemm.gemv import template as gemv
-from tinygrad_nv.tile.quant_gemm.mma import template as mma
+from tinygrad_nv.tile.quant_gemm.gemv import plan as gemv
+from tinygrad_nv.tile.quant_gemm.mma import plan as mma
 from tinygrad_nv.tile.quant_gemm.schedules import QuantGemv, QuantMma, QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
-from tinygrad_nv.tile.quant_gemm.wgmma import template as wgmma
+from tinygrad_nv.tile.quant_gemm.wgmma import plan as wgmma
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, Family, Template, first_legal, lazy_build, legality
 

@@ -16,7 +16,7 @@ from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.gpu import STREAMING, GPUModel, gpu_model_for
 from tinygrad_nv.tile.grouped_gemm.cost import Prediction, active, cheapest, tiles
-from tinygrad_nv.tile.grouped_gemm.wgmma.template import LINES, STORED
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LINES, STORED
 from tinygrad_nv.tile.quant_gemm import fragments
 from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS
 from tinygrad_nv.tile.quant_grouped.gemv import plan as gemv

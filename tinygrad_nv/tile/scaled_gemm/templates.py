@@ -9,8 +9,8 @@ from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.wgmma.template import WgmmaCost
 from tinygrad_nv.tile.order import Ordered
 from tinygrad_nv.tile.scaled_gemm import plan, schedules
-from tinygrad_nv.tile.scaled_gemm.mma import template as mma
-from tinygrad_nv.tile.scaled_gemm.mma.template import ScaledMmaCost
+from tinygrad_nv.tile.scaled_gemm.mma import plan as mma
+from tinygrad_nv.tile.scaled_gemm.mma.plan import ScaledMmaCost
 from tinygrad_nv.tile.scaled_gemm.spec import ScaledGemmSpec
 from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build
 

@@ -7,10 +7,10 @@ from typing import TypeVar
 from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.schedule import Schedule
-from tinygrad_nv.tile.sparse_gemm.mma import template as mma
+from tinygrad_nv.tile.sparse_gemm.mma import plan as mma
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma, SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec
-from tinygrad_nv.tile.sparse_gemm.wgmma import template as wgmma
+from tinygrad_nv.tile.sparse_gemm.wgmma import plan as wgmma
 from tinygrad_nv.tile.template import GPU, Family, Template, lazy_build, legality
 
 C = TypeVar("C", bound=Schedule)

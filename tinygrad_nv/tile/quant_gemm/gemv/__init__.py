@@ -1,1 +1,1 @@
-"""Matmuls of few rows with a quantised matrix: plan.py, template.py, kernel.py."""
+"""Matmuls of few rows with a quantised matrix: plan.py, kernel.py."""

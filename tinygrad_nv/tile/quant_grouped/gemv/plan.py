@@ -7,7 +7,7 @@ from functools import lru_cache
 from tinygrad_nv.tile.grouped_gemm.gemv.plan import ROWS, matmul_of, usual_rows
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST_GRID, SMEM_BYTES
-from tinygrad_nv.tile.quant_gemm.gemv import template as gemv
+from tinygrad_nv.tile.quant_gemm.gemv import plan as gemv
 from tinygrad_nv.tile.quant_gemm.gemv.plan import REGISTERS, QuantGemvPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedGemv

@@ -8,7 +8,7 @@ from functools import lru_cache
 from tinygrad_nv.tile.grouped_gemm.mma.plan import matmul_of
 from tinygrad_nv.tile.grouped_gemm.work import MOST_GROUPS, most_tiles
 from tinygrad_nv.tile.limits import MOST
-from tinygrad_nv.tile.quant_gemm.mma import template as mma
+from tinygrad_nv.tile.quant_gemm.mma import plan as mma
 from tinygrad_nv.tile.quant_gemm.mma.plan import QuantMmaPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedMma

@@ -11,11 +11,10 @@ from functools import lru_cache
 from itertools import product
 from typing import ClassVar
 
-from tinygrad_nv.tile.grouped_gemm.wgmma import template as grouped_wgmma
-from tinygrad_nv.tile.grouped_gemm.wgmma.plan import GroupedPlan
-from tinygrad_nv.tile.grouped_gemm.wgmma.template import DEPTHS
+from tinygrad_nv.tile.grouped_gemm.wgmma import plan as grouped_wgmma
+from tinygrad_nv.tile.grouped_gemm.wgmma.plan import DEPTHS, GroupedPlan
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
-from tinygrad_nv.tile.quant_gemm.wgmma import template as quant_wgmma
+from tinygrad_nv.tile.quant_gemm.wgmma import plan as quant_wgmma
 from tinygrad_nv.tile.quant_gemm.wgmma.plan import MatrixStages
 from tinygrad_nv.tile.quant_grouped.schedules import QuantGroupedWgmma
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec

@@ -2,16 +2,26 @@
 
 Protocol: that of gemm/mma/plan.py, of the transposed matmul: rows are those of the sparse matrix. A stage has
 `block_k` of its columns: half as many values, then the activations, then metadata.
+
+`problems` is what the template asks of a schedule; `candidates` are tiles worth trying first.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tinygrad_nv.quant.sparse import UNIT
+from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.fragments import NAMES, STEP_BYTES
+from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
+from tinygrad_nv.tile.gemm.spec import FP8
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseMma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec, metadata_bytes
+from tinygrad_nv.tile.template import GPU
+
+MOST_SUMS = 128     # of a thread, beside operands of twice as many columns
 
 
 @dataclass(frozen=True)
@@ -62,3 +72,65 @@ class SparseMmaPlan(MmaPlan):
 
     @property
     def ring_bytes(self) -> int: return self.schedule.depth * self.stage_bytes
+
+
+def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
+    """Why the template cannot have this schedule; empty when it can."""
+    if spec.gemm.symbolic: return ["rows known at launch, which would be columns"]
+    if s.swap: return ["swapped: the sparse matrix is operand A"]
+    if spec.gemm.a.dtype in FP8 and arch != "sm_89":
+        return [f"8-bit floats: their mma.sp begins with sm_89, {arch} has none in its tensor cores"]
+    if spec.gemm.a.dtype.itemsize == 1 and spec.gemm.a.major == "MN":
+        return ["activations of 8 bits that lie along rows: ldmatrix turns 16 bits"]
+    plan = SparseMmaPlan.of(spec, s)
+    out = mma.extent_problems("block_m", s.block_m, s.warps_m, 1, spec.values)
+    out += mma.extent_problems("block_n", s.block_n, s.warps_n, 1, plan.spec.b)
+    if s.threads > 1024 or s.threads & (s.threads - 1):
+        out.append(f"{s.threads} threads are above 1024, or not a power of 2")
+    if s.block_k % UNIT or s.block_k * plan.size not in (64, 128, 256):
+        out.append(f"block_k={s.block_k} × {plan.size} B: a multiple of {UNIT} columns of 64 to 256 B")
+    elif spec.gemm.k % s.block_k: out.append(f"k={spec.gemm.k} is not a multiple of block_k={s.block_k}")
+    if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
+    if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
+    if out: return out
+    return [*_copy_problems(plan), *_room(plan, arch)]
+
+
+def _copy_problems(plan: SparseMmaPlan) -> list[str]:
+    """How threads divide the tiles."""
+    s, size = plan.schedule, plan.size
+    half = s.k(s.block_k // 2)
+    if s.block_k // 2 * size > 128: return [f"block_k={s.block_k}: values of {s.block_k // 2 * size} B a row"]
+    return mma.copy_problems(half, "block_m", s.block_m, plan.sparse.values) + \
+        mma.copy_problems(s, "block_n", s.block_n, plan.spec.b)
+
+
+def _room(plan: SparseMmaPlan, arch: str) -> list[str]:
+    """Shared memory and registers."""
+    out, s, most = [], plan.schedule, limits.SMEM_BYTES[arch]
+    if (needed := plan.smem_bytes) > most:
+        out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
+                   f"memory, {arch} has {most}")
+    if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
+    return out
+
+
+# rows of the matrix, rows of activations, warps along both
+TILES = ((128, 128, 2, 4), (128, 64, 4, 2), (64, 128, 2, 2), (64, 64, 2, 2), (128, 32, 4, 1), (64, 32, 4, 1),
+         (128, 16, 4, 1), (64, 16, 4, 1), (32, 16, 2, 1), (16, 16, 1, 1))
+STAGES = (4, 3, 2)
+
+
+def candidates(spec: SparseGemmSpec, gpu: GPU) -> Iterator[SparseMma]:
+    """Yields the candidates that are not twice as large as the matmul, with splits where tiles are few."""
+    m, n = spec.gemm.n, spec.gemm.m
+    sms, size = gpu.sm_count or 108, spec.gemm.a.dtype.itemsize
+    for rows, columns, along_m, along_n in TILES:
+        if (rows >= 2 * m and rows > 16) or (columns >= 2 * n and columns > 16): continue
+        for block_k in (128 // size, 64):
+            for stages in STAGES:
+                s = SparseMma().block(rows, columns).k(block_k).warps(along_m, along_n).stages(stages)
+                tiles = -(-m // rows) * -(-n // columns)
+                splits = min(sms // tiles, SparseMmaPlan.of(spec, s).iterations // 4)
+                if splits > 1: yield s.split(splits)
+                yield s
