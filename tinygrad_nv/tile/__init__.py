@@ -9,7 +9,7 @@ template. What families share is here. Read in this order:
   schedule.py        the base of schedules, and the fields that several have
   template.py        the record of a template; templates.py: the table of them
   kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
-  layout.py          tiles in shared memory, with swizzle; wgmma_tiles.py: operands of wgmma there
+  layout.py          tiles in shared memory, with swizzle; operands of wgmma there
   ops.py             a CTA's copies to shared memory (cp.async); fragments.py: a warp's operands of mma.sync
   pipeline.py        the stages between a TMA producer and its consumers, with full and empty barriers
   tile_scheduler.py  which work tile a CTA computes

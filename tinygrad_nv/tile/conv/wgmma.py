@@ -20,8 +20,8 @@ from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import MAP_DTYPES, OperandTile
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import MAP_DTYPES, OperandTile
 
 
 def conv_wgmma(spec: ConvSpec, schedule: ConvWgmma, gpu: GPU) -> GemmKernel:

@@ -9,8 +9,8 @@ from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.expression import Expression, Load
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.lanes import Lanes
-from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.norm.templates import Norm
 
 Vector = list[Lanes]    # pairs of elements that lie side by side, or one element
 

@@ -24,8 +24,8 @@ from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Posit
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, across, kind_of
 from tinygrad_nv.tile.norm.elements import Elements, Row, Vector
-from tinygrad_nv.tile.norm.schedules import Norm, along, every
 from tinygrad_nv.tile.norm.spec import NormSpec, Statistic
+from tinygrad_nv.tile.norm.templates import Norm, along, every
 from tinygrad_nv.tile.template import GPU
 
 LINE_BYTES = 128

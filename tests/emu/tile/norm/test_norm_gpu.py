@@ -30,9 +30,8 @@ from tests.support.tile.norm_case import (
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.norm.templates import MOST_ELEMENTS
+from tinygrad_nv.tile.norm.templates import MOST_ELEMENTS, Norm
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 

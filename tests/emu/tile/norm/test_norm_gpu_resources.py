@@ -6,8 +6,8 @@ from tinygrad.dtype import DType
 
 from tests.support.tile.norm_case import BF16, F16, F32, argmax, checked, gated, layer, rms, softmax
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.norm.schedules import Norm
 from tinygrad_nv.tile.norm.spec import NormSpec
+from tinygrad_nv.tile.norm.templates import Norm
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 

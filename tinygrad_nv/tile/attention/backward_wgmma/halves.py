@@ -32,7 +32,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.plan import (
 )
 from tinygrad_nv.tile.attention.backward_wgmma.weights import RowValues, Weights
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.layout import OperandTile
 
 OWN = ROWS // 2  # rows of a consumer
 

@@ -19,8 +19,8 @@ from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan, ma
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import OperandTile
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 LANES = 32
 

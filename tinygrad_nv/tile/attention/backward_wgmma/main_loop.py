@@ -38,7 +38,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
 from tinygrad_nv.tile.attention.backward_wgmma.plan import ROWS, STEP, WARPGROUP, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.backward_wgmma.weights import RowValues, Weights
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.layout import OperandTile
 
 WRITTEN, CLEARED, FINISHED = 1, 2, 3  # named barriers of all consumers
 

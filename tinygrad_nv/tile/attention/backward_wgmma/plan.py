@@ -24,8 +24,8 @@ from tinygrad_nv.tile.attention.spec import KEEP_ALL, Rows, multiple
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, STEP, WARPGROUP, map_dimensions, no_tma, pad_head
 from tinygrad_nv.tile.expression import Constant, loads, short, show
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import OperandTile, natural_span
 from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
-from tinygrad_nv.tile.wgmma_tiles import OperandTile, natural_span
 
 __all__ = ["DQ_COLUMNS", "REGISTERS", "ROWS", "STEP", "WARPGROUP", "WARP_ROWS", "BackwardWgmmaPlan",
            "map_argument",

@@ -19,7 +19,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.plan import (
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.lanes import Lanes, pack
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.layout import OperandTile
 
 
 class GradientEpilogue:

@@ -41,8 +41,8 @@ from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, FlashWgmma
 from tinygrad_nv.tile.attention.wgmma.tile_scheduler import AttentionTile, AttentionTileScheduler
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.lanes import to_fp8
+from tinygrad_nv.tile.layout import OperandTile
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 LIFT = 8.0           # the largest weight is 2^8
 LEAST = 2.0**-100    # of a factor: −inf times 0 would be NaN, and sums are below 2^26

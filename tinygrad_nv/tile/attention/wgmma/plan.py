@@ -19,8 +19,8 @@ from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows, multiple
 from tinygrad_nv.tile.expression import short, show
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import K_BYTES, MAP_DTYPES, OperandTile, natural_span
 from tinygrad_nv.tile.limits import MOST, MOST_GRID, SMEM_BYTES
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, MAP_DTYPES, OperandTile, natural_span
 
 WARPGROUP = 128      # threads
 ROWS = 64            # of a consumer: those of a wgmma

@@ -17,7 +17,7 @@ from tinygrad_nv.tile.access import advance, write
 from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan, map_argument, map_dimensions
 from tinygrad_nv.tile.lanes import Lanes, pack
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
+from tinygrad_nv.tile.layout import OperandTile
 
 WARP_ROWS = 16
 

@@ -12,10 +12,9 @@ from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Shared, Value
 from tinygrad_nv.tile.decode.latent.plan import LANES, ROWS, SPAN, WARPGROUP, LatentPlan
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile, LatentTileScheduler
 from tinygrad_nv.tile.decode.plan import Parameters
-from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.layout import OperandTile, SharedTile
 from tinygrad_nv.tile.ops import CHUNK, swizzle_offset
 from tinygrad_nv.tile.pipeline import Pipeline, PipelineState
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 ACROSS = SPAN // CHUNK          # threads of a row
 AT_ONCE = WARPGROUP // ACROSS   # rows of a pass

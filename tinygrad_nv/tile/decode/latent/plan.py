@@ -15,8 +15,8 @@ from tinygrad_nv.tile.decode.plan import MOST_SPLITS, MOST_STRIDE, SplitPlan
 from tinygrad_nv.tile.decode.schedules import LatentWgmma
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.expression import loads, short
+from tinygrad_nv.tile.layout import OperandTile
 from tinygrad_nv.tile.limits import SMEM_BYTES
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 ROWS, STEP = 64, 16             # of a wgmma; elements of the sum that it takes
 WARPGROUP, CONSUMERS = 128, 2   # threads; warpgroups that multiply

@@ -12,7 +12,7 @@ from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import Corner
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.wgmma_tiles import OperandTile, map_argument, map_dimensions
+from tinygrad_nv.tile.layout import OperandTile, map_argument, map_dimensions
 
 
 @dataclass

@@ -22,8 +22,8 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.ptx.builder.values import Number
 from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WARPGROUP, WgmmaPlan
+from tinygrad_nv.tile.layout import K_BYTES, OperandTile
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile
 
 ENDED = 2  # the named barrier at which the second of two consumers waits for the first
 NEVER = 0xFFFFFFFF

@@ -14,8 +14,8 @@ from tinygrad_nv.ptx.gpcs import Clusters, most_clusters
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.schedules import Wgmma
 from tinygrad_nv.tile.gemm.spec import FP8, GemmSpec, Operand
+from tinygrad_nv.tile.layout import K_BYTES, OperandTile, choose_major, natural_span
 from tinygrad_nv.tile.store_plan import StorePlan, StoreTile, store_plan
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, choose_major, natural_span
 
 WARPGROUP = 128  # threads
 # registers a thread of the producer and of a consumer, by the number of consumers: together at most 512 for

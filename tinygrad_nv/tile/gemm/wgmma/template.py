@@ -22,8 +22,7 @@ from tinygrad_nv.tile.gemm.work import (
     ending_cycles,
 )
 from tinygrad_nv.tile.gpu import GPUModel
-from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import (
+from tinygrad_nv.tile.layout import (
     K_BYTES,
     MOST_BOX,
     SPANS,
@@ -32,6 +31,7 @@ from tinygrad_nv.tile.wgmma_tiles import (
     map_dimensions,
     unreachable,
 )
+from tinygrad_nv.tile.template import GPU
 
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.emulator.report import Stats

@@ -2,5 +2,4 @@
 
   plan.py      the matmul of all tiles, legality, schedules to try first, cost
   kernel.py    the template: rows gathered by cp.async
-  store.py     rows of a group to their places
 """

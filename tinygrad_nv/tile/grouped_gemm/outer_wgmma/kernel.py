@@ -41,9 +41,9 @@ from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.outer_wgmma.plan import LOADERS, SPAN, OuterPlan
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterWgmma
 from tinygrad_nv.tile.kernel import GemmKernel
+from tinygrad_nv.tile.layout import OperandTile
 from tinygrad_nv.tile.pipeline import PipelineState
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 CHUNK = 16                      # bytes that a thread copies
 EIGHT = SPAN // CHUNK           # chunks of a row of a box

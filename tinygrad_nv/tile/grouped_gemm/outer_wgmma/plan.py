@@ -15,9 +15,9 @@ from tinygrad_nv.tile.grouped_gemm.cost import tiles_of_group
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 from tinygrad_nv.tile.grouped_gemm.outer_mma.plan import matmul_of
 from tinygrad_nv.tile.grouped_gemm.schedules import GroupedOuterWgmma
+from tinygrad_nv.tile.layout import OperandTile
 from tinygrad_nv.tile.limits import MOST
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import OperandTile
 
 SPAN = 128                  # bytes of a row of a box
 LOADERS = 64                # threads that copy rows: eight rows of a box at once

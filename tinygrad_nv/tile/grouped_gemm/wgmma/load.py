@@ -17,9 +17,8 @@ from tinygrad_nv.tile.gemm.spec import Operand
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import CHUNK, CHUNKS, ROW_BYTES, GroupedPlan, matrix_of
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.layout import SharedTile, map_argument
 from tinygrad_nv.tile.ops import swizzle_offset
-from tinygrad_nv.tile.wgmma_tiles import map_argument
 
 X, W = 1, 2     # pointers of the kernel
 

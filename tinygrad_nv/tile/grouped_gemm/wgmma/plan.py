@@ -30,10 +30,10 @@ from tinygrad_nv.tile.grouped_gemm.spec import (
     ScaledGroupedGemmSpec,
     TransposedGroupedSpec,
 )
+from tinygrad_nv.tile.layout import MOST_BOX, OperandTile
 from tinygrad_nv.tile.scaled_gemm.plan import MOST_FINE_COLUMNS
 from tinygrad_nv.tile.store_plan import Panel, span_of
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, OperandTile
 
 ROW_BYTES = 128     # of K in a box
 LOADERS = 96        # threads that gather rows: those of the producer's warpgroup beside TMA's warp

@@ -15,7 +15,7 @@ from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.pipelines import Depth, ahead_of, can_recompute
 from tinygrad_nv.tile.language.gpu.staged import tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
-from tinygrad_nv.tile.wgmma_tiles import MAP_DTYPES, MOST_BOX, MOST_RANK
+from tinygrad_nv.tile.layout import MAP_DTYPES, MOST_BOX, MOST_RANK
 
 
 class NotProduced(Exception):

@@ -35,9 +35,8 @@ from tinygrad_nv.tile.language.gpu.produced import inner_loops
 from tinygrad_nv.tile.language.gpu.staged import ALIGN, SharedOperand, tile_in_smem
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 from tinygrad_nv.tile.launch import MapArgument
-from tinygrad_nv.tile.layout import SharedTile
+from tinygrad_nv.tile.layout import MAP_DTYPES, SharedTile
 from tinygrad_nv.tile.pipeline import Pipeline
-from tinygrad_nv.tile.wgmma_tiles import MAP_DTYPES
 
 PRODUCERS = 4           # warps
 BARRIER = 1             # the named barrier of the program's warps

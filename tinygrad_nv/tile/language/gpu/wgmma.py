@@ -1,7 +1,7 @@
 """Dots by wgmma: of a warpgroup's rows of the left operand with its columns of the right one. For sm_90a.
 
 Protocol: operands are `SharedTile`s with the swizzle of their rows, which descriptors describe as those of
-tile/wgmma_tiles.py; a left operand of 16 bits may be in registers. Groups of four warps stand 64 rows apart,
+tile/layout.py; a left operand of 16 bits may be in registers. Groups of four warps stand 64 rows apart,
 and, where there are more of them than rows, share the columns. Sums of 8-bit floats, of which wgmma keeps
 about 14 bits, are added to float32 after 128 of K.
 """
@@ -18,7 +18,7 @@ from tinygrad_nv.tile.language.gpu.convert import Writer
 from tinygrad_nv.tile.language.gpu.dots import GROUP_ROWS, DotPlan, Role
 from tinygrad_nv.tile.language.gpu.layout import bits_of
 from tinygrad_nv.tile.language.gpu.staged import SharedOperand
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES
+from tinygrad_nv.tile.layout import K_BYTES
 
 WARPGROUP = 128
 PROMOTED_K = 128

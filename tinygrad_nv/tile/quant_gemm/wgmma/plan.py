@@ -21,12 +21,12 @@ from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import WgmmaPlan
 from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import MOST_BOX, OperandTile, choose_major, natural_span, unreachable
 from tinygrad_nv.tile.quant_gemm import stages
 from tinygrad_nv.tile.quant_gemm.schedules import QuantWgmma
 from tinygrad_nv.tile.quant_gemm.spec import QuantGemmSpec
 from tinygrad_nv.tile.quant_gemm.stages import Box, boxes
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import MOST_BOX, OperandTile, choose_major, natural_span, unreachable
 
 PENDING = 2     # groups of wgmmas in flight while the next operands are made
 MAP_DTYPES = {1: "u8", 2: "u16", 4: "u32"}  # by size

@@ -5,7 +5,7 @@ rows belong to a group each. For sm_80 and later, any extents.
     the group and the rows of this CTA, from the offsets (grouped_gemm/work.py); a CTA without any ends
     as quant_gemm/mma: a stage has rows of x, copied from where they lie, and codes and factors of the group's
         matrices; rows that the group lacks are zeros
-    bias, activation, weight; each row to its place (grouped_gemm/mma/store.py)
+    bias, activation, weight; each row to its place (grouped_gemm/mma/kernel.py)
 """
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.grouped_gemm.epilogue import GroupedEpilogue
-from tinygrad_nv.tile.grouped_gemm.mma.kernel import GatheredCopy
-from tinygrad_nv.tile.grouped_gemm.mma.store import store_rows
+from tinygrad_nv.tile.grouped_gemm.mma.kernel import GatheredCopy, store_rows
 from tinygrad_nv.tile.grouped_gemm.work import tile_of
 from tinygrad_nv.tile.kernel import GemmKernel
 from tinygrad_nv.tile.ops import TailFirst, width_of

@@ -19,10 +19,10 @@ from tinygrad_nv.tile.gemm.wgmma import template as wgmma
 from tinygrad_nv.tile.gemm.wgmma.plan import PROMOTED_K, WgmmaPlan
 from tinygrad_nv.tile.gpu import GPUModel, gpu_model_for
 from tinygrad_nv.tile.launch import MapArgument
+from tinygrad_nv.tile.layout import K_BYTES, OperandTile, choose_major, natural_span, unreachable
 from tinygrad_nv.tile.sparse_gemm.schedules import SparseWgmma
 from tinygrad_nv.tile.sparse_gemm.spec import SparseGemmSpec, metadata_bytes, steps_of_unit
 from tinygrad_nv.tile.template import GPU
-from tinygrad_nv.tile.wgmma_tiles import K_BYTES, OperandTile, choose_major, natural_span, unreachable
 
 
 @dataclass(frozen=True)
