@@ -181,6 +181,14 @@ def _as_integer(kb: Kernel, value: Number, source: DType, target: DType) -> Numb
     return made
 
 
+def count_lanes(kb: Kernel, predicate: Value) -> Value:
+    """In how many lanes of the warp a predicate holds, u32."""
+    votes, count = kb.reg("b32"), kb.reg("u32")
+    kb.emit("vote.sync.ballot.b32", votes, predicate, -1)
+    kb.emit("popc.b32", count, votes)
+    return count
+
+
 def across(kb: Kernel, value: Value, opcode: str, lanes: int = 32) -> Value:
     """An operation over so many lanes, a power of two, in all of them: the same bits in each, as it does not
     matter which of two operands comes first."""

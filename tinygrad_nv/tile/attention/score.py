@@ -365,6 +365,15 @@ def sink_of(kb: Kernel, spec: AttentionSpec, sinks: Value | None, batch: Sequenc
     return kb.ld("global", "f32", at.at())[0]
 
 
+def rescale(kb: Kernel, out: Sequence[Value], factors: Sequence[Value]) -> None:
+    """Multiplies a wgmma's sums by the factors of their rows, unless all of the warp are 1: the further on,
+    the more blocks leave the maxima of its rows as they are."""
+    some = kb.reg("pred")
+    kb.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
+    with kb.if_(some):
+        for i, each in enumerate(out): each *= factors[i >> 1 & 1]
+
+
 def nearest_power(x: float) -> float:
     """The power of two nearest to a positive number: of log2 e it is 1, which no max is too large for."""
     return 2.0**(math.floor(math.log2(x / 1.5)) + 1)

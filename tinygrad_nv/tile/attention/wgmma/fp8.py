@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
+from tinygrad_nv.ptx.builder import SINK, Kernel, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores
 from tinygrad_nv.tile.attention.spec import RowScales
@@ -61,11 +61,7 @@ class Written(Pipeline):
         """A lane of each writer."""
         return self.writers
 
-    def acquire(self, at: PipelineState) -> MemoryOperand:
-        """Waits until the stage's readers are done; the barrier at which writers arrive."""
-        full = self._full(at)
-        self.kb.mbarrier_wait(full.at(8 * self.depth), at.parity)
-        return full.at()
+    acquire = Pipeline.vacant       # no bytes of copies are to come
 
 
 class TransposedValues:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.dropout import Dropout
-from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores
+from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores, rescale
 from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, FlashWgmmaPlan
@@ -184,7 +184,7 @@ class AttentionMainLoop:
         kb.wgmma_wait(0)
         self._add_values()
         self._give_back_values()
-        self._rescale(factors)
+        rescale(self.kb, self.out, factors)
         self._pack()
 
     def _pin_exp_before_pv_wait(self) -> None:
@@ -194,14 +194,6 @@ class AttentionMainLoop:
         No sum is negative, so that no warp sleeps."""
         low, high = (row_sum < 0.0 for row_sum in self.softmax.row_sum)
         self.kb.emit("nanosleep.u32", 0, guard=low | high)
-
-    def _rescale(self, factors: list[Value]) -> None:
-        """The further on, the more blocks leave the maxima of all of a warp's rows, and the result, as they
-        are."""
-        kb, some = self.kb, self.kb.reg("pred")
-        kb.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
-        with kb.if_(some):
-            for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
 
     def _last(self, column: Value) -> None:
         self._ahead_of_sums(column)

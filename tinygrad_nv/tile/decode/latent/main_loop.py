@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
+from tinygrad_nv.tile.attention.score import rescale
 from tinygrad_nv.tile.decode.latent.plan import CONSUMERS, ROWS, SPAN, STEP, WARPGROUP, LatentPlan
 from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile
 from tinygrad_nv.tile.decode.rows import AccFragment, DecodeSoftmax
@@ -52,13 +53,6 @@ class Values:
         """Waits for the tile; copies are of another proxy than wgmma's reads."""
         self.ring.wait(self.at)
         self.kb.fence_proxy_async()
-
-    def rescale(self, factors: list[Value]) -> None:
-        """The further on, the more tiles leave the maxima of a warp's rows as they are."""
-        kb, some = self.kb, self.kb.reg("pred")
-        kb.emit("vote.sync.any.pred", some, (factors[0] != 1.0) | (factors[1] != 1.0), -1)
-        with kb.if_(some):
-            for i, each in enumerate(self.out): each *= factors[i >> 1 & 1]
 
     def add(self, weights: Callable[[int], Value | list[Value]]) -> None:
         """Issues O += P V; `weights` gives the left operand of each 16 keys."""
@@ -153,7 +147,7 @@ class ScoringLoop:
             for h, factor in enumerate(factors): kb.st("shared", "f32", values.factors.at(32 * h), factor)
         kb.fence_proxy_async()
         kb.arrive(READY, CONSUMERS * WARPGROUP)
-        values.rescale(factors)
+        rescale(values.kb, values.out, factors)
         values.add(lambda step: self.p[4 * step:4 * step + 4])
 
 
@@ -164,7 +158,7 @@ def second(kb: Kernel, plan: LatentPlan, values: Values, left: Descriptors, tile
         kb.arrive(FREE, CONSUMERS * WARPGROUP)
         values.wait()
         kb.sync(READY, CONSUMERS * WARPGROUP)
-        values.rescale([kb.ld("shared", "f32", values.factors.at(32 * h))[0] for h in range(2)])
+        rescale(kb, values.out, [kb.ld("shared", "f32", values.factors.at(32 * h))[0] for h in range(2)])
         values.add(lambda step: left.at(left.base, plan.weights.at_step(step)))
         kb.wgmma_wait(0)
         values.give_back()

@@ -20,6 +20,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.decode.copy import Bounds
 from tinygrad_nv.tile.decode.latent.plan import LANES, LatentPlan
 from tinygrad_nv.tile.decode.plan import Parameters, Span
+from tinygrad_nv.tile.lanes import count_lanes
 
 
 @dataclass(frozen=True)
@@ -103,17 +104,10 @@ class LatentTileScheduler:
         """The request of a number: as many as end before it."""
         kb, each, lane = self.kb, self.plan.each, self.kb.special("laneid")
         ended = kb.ld("shared", "u32", (self.lane_ends.address() + lane * 4).at())[0]
-        share = self._votes(ended <= number)
+        share = count_lanes(kb, ended <= number)
         if each == 1: return share
         own = kb.reg("u32")
         kb.emit("min.u32", own, lane, each - 1)
         request = share * each
         ended = kb.ld("shared", "u32", (self.firsts.address() + (request + own) * 4).at(4))[0]
-        return request + self._votes((ended <= number) & (lane < each))
-
-    def _votes(self, predicate: Value) -> Value:
-        """In how many lanes it holds."""
-        votes, count = self.kb.reg("b32"), self.kb.reg("u32")
-        self.kb.emit("vote.sync.ballot.b32", votes, predicate, -1)
-        self.kb.emit("popc.b32", count, votes)
-        return count
+        return request + count_lanes(kb, (ended <= number) & (lane < each))

@@ -19,6 +19,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.wgmma.tile_scheduler import group_order
 from tinygrad_nv.tile.grouped_gemm.wgmma.plan import LANES, GroupedPlan
+from tinygrad_nv.tile.lanes import count_lanes
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,10 @@ class GroupTileScheduler:
         """The group of a tile: as many as end before it."""
         kb, each, lane = self.kb, self.plan.each, self.kb.special("laneid")
         ended = kb.ld("shared", "u32", (self.lane_ends.address() + lane * 4).at())[0]
-        share = self._votes(ended <= number)
+        share = count_lanes(kb, ended <= number)
         if each == 1: return share
         own = kb.reg("u32")
         kb.emit("min.u32", own, lane, each - 1)
         group = share * each
         ended = kb.ld("shared", "u32", (self.first_tiles.address() + (group + own) * 4).at(4))[0]
-        return group + self._votes((ended <= number) & (lane < each))
-
-    def _votes(self, predicate: Value) -> Value:
-        """In how many lanes it holds."""
-        votes, count = self.kb.reg("b32"), self.kb.reg("u32")
-        self.kb.emit("vote.sync.ballot.b32", votes, predicate, -1)
-        self.kb.emit("popc.b32", count, votes)
-        return count
+        return group + count_lanes(kb, (ended <= number) & (lane < each))
