@@ -6,9 +6,8 @@
                values wider than registers (MLA), divided among CTAs
   schedules.py how: the template's type of schedule; templates.py: its record, and candidates
   kernel.py    the template: split-KV with a combine step, on mma.sync
-  split.py     the first kernel: one split of a sequence's keys
+  split.py     the first kernel: one split of a sequence's keys, as fragments of mma.m16n8k16
   copy.py      pages to shared memory by cp.async
-  operands.py  queries, keys and values as fragments of mma.m16n8k16
   rows.py      positions of queries, their scores and softmax
   combine.py   sums over warps and over splits
 """

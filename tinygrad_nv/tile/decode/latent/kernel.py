@@ -10,7 +10,7 @@ in shared memory, by wgmma (FlashMLA, FlashInfer). For sm_90a.
                 wait until there is room          weights, rescale = online softmax of the scores
                 its latents, page by page         out = out · rescale + weights v, each half of the columns
             rows of q, after the first tile       a request of one split: store the result; else leave sums,
-                                                  maxima and totals in the workspace (store.py)
+                                                  maxima and totals in the workspace (`LatentStore`)
     `combine` merges splits, as of any decode attention (combine.py)
 
 Values are columns of the tile that are keys, too: of 512 + 64 elements 1152 bytes of a token are read, and
@@ -18,13 +18,13 @@ where there are more than 64 rows, again, from L2.
 """
 from __future__ import annotations
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Kernel, Shared, Value
+from tinygrad_nv.tile.decode.combine import Workspace, inverse_sum, out_place
 from tinygrad_nv.tile.decode.kernel import combine_kernel
 from tinygrad_nv.tile.decode.latent.load import LatentLoads
 from tinygrad_nv.tile.decode.latent.main_loop import ScoringLoop, Values, second
 from tinygrad_nv.tile.decode.latent.plan import CONSUMERS, LANES, REGISTERS, ROWS, WARPGROUP, LatentPlan
-from tinygrad_nv.tile.decode.latent.store import LatentStore
-from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTileScheduler
+from tinygrad_nv.tile.decode.latent.tile_scheduler import LatentTile, LatentTileScheduler
 from tinygrad_nv.tile.decode.plan import Parameters
 from tinygrad_nv.tile.decode.rows import DecodeSoftmax, LaneRows
 from tinygrad_nv.tile.decode.schedules import LatentWgmma
@@ -32,8 +32,11 @@ from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import AttentionKernel, DecodeKernel
+from tinygrad_nv.tile.lanes import pack
 from tinygrad_nv.tile.pipeline import Pipeline
 from tinygrad_nv.tile.template import GPU
+
+TAKEN, TOTALS = 3, 4    # named barriers, after those of weights
 
 
 def latent_attention(spec: DecodeSpec, schedule: LatentWgmma, gpu: GPU) -> DecodeKernel:
@@ -110,3 +113,64 @@ class _LatentKernel:
         row = warp * (ROWS // 4) + kb.special("laneid") // 4
         values = Values(kb, plan, self.ring, self.latents, self.factors, half, row)
         return row, values, LatentStore(kb, plan, self.given, self.totals, row)
+
+
+class LatentStore:
+    """Store of one warpgroup: the result, or the split's part in the workspace. Both warpgroups that multiply
+    have half of the columns of each row; a lane has two rows, and pairs of elements of every 8 columns. The
+    first one's maxima and sums of the rows go through shared memory. `row` (u32) is the first of the lane's
+    two rows among 64."""
+
+    def __init__(self, kb: Kernel, plan: LatentPlan, given: Parameters, totals: Shared,
+                 row: Value) -> None:
+        self.kb, self.plan, self.given, self.row = kb, plan, given, row
+        self.totals = totals.address() + row * 4
+
+    def leave(self, row_max: list[Value], row_sum: list[Value]) -> None:
+        """The first warpgroup's, for both, once the other one has those of the work tile before."""
+        kb = self.kb
+        kb.sync(TAKEN, CONSUMERS * WARPGROUP)
+        with kb.if_(kb.special("laneid") % 4 == 0):
+            for h in range(2):
+                kb.st("shared", "f32", self.totals.at(32 * h), row_max[h])
+                kb.st("shared", "f32", self.totals.at(32 * h + 4 * ROWS), row_sum[h])
+
+    def release_panel(self) -> None:
+        """The second warpgroup has read what the first left."""
+        self.kb.arrive(TAKEN, CONSUMERS * WARPGROUP)
+
+    def store(self, out: list[Value], half: int, tile: LatentTile) -> None:
+        """A warpgroup's half."""
+        kb, plan = self.kb, self.plan
+        kb.sync(TOTALS, CONSUMERS * WARPGROUP)
+        column = kb.special("laneid") % 4 * 2 + half * plan.half
+        for h in range(2):
+            totals = [kb.ld("shared", "f32", self.totals.at(32 * h + 4 * ROWS * i))[0] for i in range(2)]
+            number = tile.block * ROWS + (self.row + 8 * h)
+            pairs = [out[i + 2 * h:i + 2 * h + 2] for i in range(0, len(out), 4)]
+            with kb.if_(number < plan.spec.rows):
+                if not plan.workspace_bytes: self._finish(pairs, tile, number, column, *totals)
+                else:
+                    with kb.if_(tile.span.several): self._leave(pairs, tile, number, column, half, totals)
+                    with kb.if_(~tile.span.several): self._finish(pairs, tile, number, column, *totals)
+
+    def _leave(self, pairs: list[list[Value]], tile: LatentTile, number: Value, column: Value, half: int,
+               totals: list[Value]) -> None:
+        """A row's part."""
+        kb, work = self.kb, Workspace(self.kb, self.plan, self.given.workspace)
+        index = work.number([tile.request, tile.head], number)
+        at = work.sums(index, tile.split) + column.to("u64") * 4
+        for j, pair in enumerate(pairs): kb.st("global", "f32", at.at(32 * j), pair)
+        if half: return
+        with kb.if_(kb.special("laneid") % 4 == 0):
+            kb.st("global", "f32", work.stats(index, tile.split).at(), totals)
+
+    def _finish(self, pairs: list[list[Value]], tile: LatentTile, number: Value, column: Value,
+                row_max: Value, row_sum: Value) -> None:
+        """A row of the result."""
+        kb, spec = self.kb, self.plan.spec
+        scale = inverse_sum(kb, spec, self.given.sinks, tile.head, number, row_max, row_sum)
+        at = out_place(kb, spec, self.given.out, [tile.request, tile.head], number, column)
+        for j, pair in enumerate(pairs):
+            scaled = pack(kb, [value * scale for value in pair], spec.out.dtype)
+            kb.st("global", "b32", at.at(16 * j), scaled)
