@@ -37,9 +37,8 @@ from tinygrad_nv.cpu.target import host
 from tinygrad_nv.functional import scaled_dot_product_attention
 
 DTYPES = {"float32": dtypes.float32, "bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
-# what is asked of the ratio to torch, by part; of gemv also the share of the bandwidth of reading
+# what is asked of the ratio to torch, by part
 WANTED = {"gemv": 1.0, "gemm": 0.7, "attention": 1.0, "backward": 1.0, "decode": 1.0}
-SHARE_WANTED = 0.85
 READ_BYTES = 256 << 20
 PAUSE_S = 0.01  # libgomp's threads spin for some milliseconds
 WARM_S = 0.03   # a virtual core that slept was seen to take 15 ms to come back

@@ -30,10 +30,10 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated_row,
     emulation,
     set_count,
     timing_part,
+    verdict_row,
     workloads,
 )
 from tinygrad_nv.runtime.driver import Driver
@@ -189,7 +189,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = check_on_emulator(small, driver, lambda at: bind_launch(
         driver, small, [at[name] for name in ("out", "q", "k", "v")]))
-    return emulated_row(wrong, str(schedule_for(workload.spec, options.arch)))
+    return verdict_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 
 # **** the others ****

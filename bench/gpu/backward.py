@@ -28,9 +28,9 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated_row,
     emulation,
     timing_part,
+    verdict_row,
     workloads,
 )
 from tinygrad_nv.runtime.driver import Driver
@@ -215,7 +215,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)),
                               ("sum", "dk", "dv"), lambda one: one.update(dq=one["sum"].bfloat16()))
-    return emulated_row(wrong, str(schedule_for(workload.spec, options.arch)))
+    return verdict_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 
 # **** the others ****

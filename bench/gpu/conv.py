@@ -30,10 +30,10 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated_row,
     emulation,
     set_count,
     timing_part,
+    verdict_row,
     workloads,
 )
 from tinygrad_nv.runtime.driver import Driver
@@ -231,7 +231,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
     schedule = default(workload, GPU(options.arch))
     wrong = check_on_emulator(small, driver, binds(driver, small, schedule))
-    return emulated_row(wrong, str(schedule))
+    return verdict_row(wrong, str(schedule))
 
 
 # **** the others ****

@@ -27,10 +27,10 @@ from bench.gpu.parts import (
     NotMeasured,
     Options,
     Row,
-    emulated_row,
     emulation,
     set_count,
     timing_part,
+    verdict_row,
     workloads,
 )
 from tinygrad_nv.tile.choose import choose
@@ -183,7 +183,7 @@ def run_emulated(shape: Any, options: Options) -> Row:
     wrong = check_on_emulator(small, driver, partial(launcher.bind_launch, small.spec))
     predicted = predict(shape.spec, whole, arch)
     words = f"{whole}, {1e6 * predicted.seconds:.1f} µs, {predicted.bound}"
-    return {**emulated_row(wrong, str(schedule), f"{schedule}; predicted of the whole: {words}"),
+    return {**verdict_row(wrong, str(schedule), f"{schedule}; predicted of the whole: {words}"),
             "predicted_s": predicted.seconds}
 
 

@@ -194,7 +194,7 @@ class Matmul:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from bench.lib.gemm_peers import KERNELS, Peer, blocks, constants
-        from bench.timing.language_triton import promoted
+        from bench.timing.language_triton import matmul_promoting
         for one in given: one["out"] = one["out"].bfloat16()
         found: list[tuple[float, Run]] = []
         why = ""
@@ -203,7 +203,8 @@ class Matmul:
             grid = (-(-self.m // block[0]) * -(-self.n // block[1]),)
             fixed = {**constants(peer), "M": self.m, "N": self.n, "K": self.k, "num_warps": warps,
                      "num_stages": stages}
-            if self.narrow: kernel, fixed = promoted, {n: x for n, x in fixed.items() if n not in UNASKED}
+            if self.narrow:
+                kernel, fixed = matmul_promoting, {n: x for n, x in fixed.items() if n not in UNASKED}
             else: kernel = KERNELS[peer.kind]
             boxes = dict(zip(("a", "b", "out"), blocks(peer), strict=True))
             described = [{name: TensorDescriptor.from_tensor(each[name], list(box))

@@ -138,7 +138,7 @@ def emulation(part: str) -> Callable[[Callable[[Any, Options], Row]], Any]:
     return add
 
 
-def emulated_row(wrong: str, schedule: str, words: str = "") -> Row:
+def verdict_row(wrong: str, schedule: str, words: str = "") -> Row:
     """Returns the row of a workload that was emulated: how ours is wrong, else `words` or the schedule."""
     return {"status": "disagrees" if wrong else "emulated", "schedule": schedule,
             "why": f"ours: {wrong}" if wrong else words or schedule}

@@ -23,7 +23,7 @@ from bench.gpu import quant_contenders  # noqa: F401 (registers them)
 from bench.gpu.compare import check_on_emulator
 from bench.gpu.gemm import LLAMA, GemmWorkload
 from bench.gpu.launch import GemmLauncher
-from bench.gpu.parts import Column, NotMeasured, Options, Row, emulated_row, emulation, timing_part, workloads
+from bench.gpu.parts import Column, NotMeasured, Options, Row, emulation, timing_part, verdict_row, workloads
 from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly
 from bench.gpu.sparse_workloads import SparseWorkload
 from tinygrad_nv.quant import types
@@ -72,7 +72,7 @@ def run_emulated(shape: Any, options: Options) -> Row:
     made = TABLE.build(small.spec, schedule, GPU(arch, driver.properties.sm_count, driver.clusters))
     launcher = GemmLauncher(driver, made)
     wrong = check_on_emulator(small, driver, partial(launcher.bind_launch, small.spec))
-    return emulated_row(wrong, str(schedule), f"{schedule}; of the whole: {whole}")
+    return verdict_row(wrong, str(schedule), f"{schedule}; of the whole: {whole}")
 
 
 timing_part("quant", "matmuls with quantised matrices", Column("TFLOP/s"), expected_s=6.0)

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,10 +34,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.gpu import all_parts as gpu_all  # noqa: F401 (registers the parts)
 from bench.gpu.parts import OUT_OF_TIME, PARTS, NotMeasured, Options, Part, Row
 from bench.lib.measure import RESULTS, each, end_with_parent, git, processor, sources
 from tinygrad_nv.runtime.observe import telemetry
+
+# registers the parts in the order in which they run: of the last two a row takes minutes
+for file in ("smoke", "correct", "chains", "gemm", "quant", "moe", "attention", "backward", "paged",
+             "elementwise", "all_reduce", "train", "conv", "tile_language", "decode", "step"):
+    import_module(f"bench.gpu.{file}")
 
 # parts of a call and when each is to end, in minutes from the call's beginning: estimates. What a part leaves
 # the next one has; rows that do not fit are left to a later call

@@ -41,9 +41,9 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated_row,
     emulation,
     timing_part,
+    verdict_row,
     workloads,
 )
 from bench.gpu.quant_contenders import _int4pack
@@ -112,7 +112,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     gpu = GPU(options.arch, EMULATED_SMS)
     made, _ = kernel_of(small, gpu)
     wrong = check_on_emulator(small, driver, binds(driver, small, gpu))
-    return emulated_row(wrong, f"{schedule_of(small)}; {made.threads} threads, {made.grid}")
+    return verdict_row(wrong, f"{schedule_of(small)}; {made.threads} threads, {made.grid}")
 
 
 # **** the others ****

@@ -33,9 +33,9 @@ from bench.gpu.parts import (
     Run,
     about,
     contender,
-    emulated_row,
     emulation,
     timing_part,
+    verdict_row,
     workloads,
 )
 from bench.gpu.train_updates import Squares, Update, gpt2, llama
@@ -168,7 +168,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
         written = ("sums",) if isinstance(small, Squares) else small.results
         wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)), written,
                                   compute_norm)
-    return emulated_row(wrong, str(TABLE.choose(workload.spec, GPU(options.arch))))
+    return verdict_row(wrong, str(TABLE.choose(workload.spec, GPU(options.arch))))
 
 
 def one_step(workload: Update, driver: Any) -> str:

@@ -62,7 +62,7 @@ def gemv_dot(out, w, x, parts, K, SPLIT_K: tl.constexpr, N: tl.constexpr, M: tl.
 
 
 @triton.jit
-def joined(out, parts, COUNT: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def join_splits(out, parts, COUNT: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the splits' parts."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLIT)
@@ -111,7 +111,7 @@ def silu_and_mul(out, x, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def added(out, x, y, N: tl.constexpr, BLOCK: tl.constexpr):
+def add_residual(out, x, y, N: tl.constexpr, BLOCK: tl.constexpr):
     """A residual."""
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     made = tl.load(x + row * N + at) + tl.load(y + row * N + at)
@@ -119,7 +119,7 @@ def added(out, x, y, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kept(values, places, best, place, N, CUT: tl.constexpr):
+def _store_largest(values, places, best, place, N, CUT: tl.constexpr):
     """A chunk's largest, and where it is first."""
     at, top = tl.program_id(0) * CUT + tl.program_id(1), tl.max(best)
     tl.store(values + at, top)
@@ -137,12 +137,12 @@ def largest_parts(values, places, x, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr
         found = tl.load(x + row * N + at, mask=at < N, other=-float("inf"))
         better = found > best
         best, place = tl.where(better, found, best), tl.where(better, at, place)
-    _kept(values, places, best, place, N, CUT)
+    _store_largest(values, places, best, place, N, CUT)
 
 
 @triton.jit
-def drawn_parts(values, places, x, temperatures, seeds, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-                CUT: tl.constexpr):
+def draw_parts(values, places, x, temperatures, seeds, N, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+               CUT: tl.constexpr):
     """The same with Gumbel noise of Philox added."""
     row, first = tl.program_id(0), tl.program_id(1) * CHUNK
     best = tl.full((BLOCK,), -float("inf"), tl.float32)
@@ -155,7 +155,7 @@ def drawn_parts(values, places, x, temperatures, seeds, N, CHUNK: tl.constexpr, 
         found = tl.where(drawn, found + noise, found)
         better = found > best
         best, place = tl.where(better, found, best), tl.where(better, at, place)
-    _kept(values, places, best, place, N, CUT)
+    _store_largest(values, places, best, place, N, CUT)
 
 
 @triton.jit
@@ -167,7 +167,8 @@ def largest(out, values, places, CUT: tl.constexpr):
 
 
 @triton.jit
-def selected(out, x, weights, targets, N, BLOCK: tl.constexpr, COUNTED: tl.constexpr, ROUNDS: tl.constexpr):
+def filter_logits(out, x, weights, targets, N, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+                  ROUNDS: tl.constexpr):
     """Keeps the largest that have a mass of the target: a threshold by bisection, a row in a program."""
     row, inside = tl.program_id(0), tl.arange(0, BLOCK)
     low, high = -1e4, 1e4
@@ -216,7 +217,7 @@ def rope_append(q_out, k_pages, v_pages, q, k, v, cos, sin, table, lengths, PAGE
 
 
 @triton.jit
-def gathered(out, table, tokens, N: tl.constexpr, BLOCK: tl.constexpr):
+def gather_rows(out, table, tokens, N: tl.constexpr, BLOCK: tl.constexpr):
     """A row of a table for each token."""
     row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + row).to(tl.int64)
@@ -255,8 +256,8 @@ def split_keys(parts, lse, q, keys, values, table, lengths, scale, PAGES: tl.con
 
 
 @triton.jit
-def merged(out, parts, lse, lengths, HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
-           SPLITS: tl.constexpr):
+def merge_splits(out, parts, lse, lengths, HEADS: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+                 SPLITS: tl.constexpr):
     """Stage 2: the splits of one query head."""
     request, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
     length = tl.load(lengths + request)

@@ -2,12 +2,13 @@
 """Grouped matmuls in Triton as servers have them: the slots of each expert are padded to whole tiles on the
 host's side of the launch, a program has a tile of one expert, and rows are gathered through pointers.
 
-Protocol: `aligned(experts, count, rows)` is that padding: slots by tile (those beyond an expert's last are
-the number of slots), and the expert of each tile. Gate and up are columns of one result: their activation is
-a kernel of its own, which is not counted here.
+Protocol: `align_experts(experts, count, rows)` is that padding: slots by tile (those beyond an expert's last
+are the number of slots), and the expert of each tile. Gate and up are columns of one result: their activation
+is a kernel of its own, which is not counted here.
 
-`grouped` is of floats. `grouped_int4` has two codes a byte along K, a scale for each `GROUP_K` of them, and
-makes operands in registers, as vLLM's kernel for GPTQ and AWQ; `grouped_mxfp4` leaves that to tl.dot_scaled.
+`expert_matmul` is of floats. `expert_int4` has two codes a byte along K, a scale for each `GROUP_K` of them,
+and makes operands in registers, as vLLM's kernel for GPTQ and AWQ; `expert_mxfp4` leaves that to
+tl.dot_scaled.
 """
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Tile:
 
 
 @triton.jit
-def grouped(x, w, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
-            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr):
+def expert_matmul(x, w, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr,
+                  WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                  GROUP: tl.constexpr, TILES: tl.constexpr):
     """A tile. K is a multiple of the tile's, N of its columns."""
     own, expert, n = _place(slots, experts, N, BM, BN, GROUP, TILES)
     inside, k = own < SLOTS, tl.arange(0, BK)
@@ -45,7 +47,7 @@ def grouped(x, w, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr
         acc = tl.dot(left, tl.load(b_at), acc)
         a_at += BK
         b_at += BK
-    _stored(out, acc, own, inside, n, weights, N, WEIGHTED)
+    _store(out, acc, own, inside, n, weights, N, WEIGHTED)
 
 
 @triton.jit
@@ -62,15 +64,15 @@ def _place(slots, experts, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.cons
 
 
 @triton.jit
-def _stored(out, acc, own, inside, n, weights, N, WEIGHTED: tl.constexpr):
+def _store(out, acc, own, inside, n, weights, N, WEIGHTED: tl.constexpr):
     if WEIGHTED: acc = acc * tl.load(weights + own, mask=inside, other=0)[:, None]
     tl.store(out + own[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit
-def grouped_int4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr,
-                 WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                 GROUP: tl.constexpr, TILES: tl.constexpr, GROUP_K: tl.constexpr):
+def expert_int4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr,
+                WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                GROUP: tl.constexpr, TILES: tl.constexpr, GROUP_K: tl.constexpr):
     """Codes that are stored 8 larger."""
     own, expert, n = _place(slots, experts, N, BM, BN, GROUP, TILES)
     inside, k = own < SLOTS, tl.arange(0, BK)
@@ -85,13 +87,13 @@ def grouped_int4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K:
         acc = tl.dot(left, ((code.to(tl.float32) - 8) * scale).to(left.dtype), acc)
         a_at += BK
         b_at += BK // 2
-    _stored(out, acc, own, inside, n, weights, N, WEIGHTED)
+    _store(out, acc, own, inside, n, weights, N, WEIGHTED)
 
 
 @triton.jit
-def grouped_mxfp4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr,
-                  WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                  GROUP: tl.constexpr, TILES: tl.constexpr):
+def expert_mxfp4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K: tl.constexpr,
+                 WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 GROUP: tl.constexpr, TILES: tl.constexpr):
     """A scale of E8M0 for each 32 of K."""
     own, expert, n = _place(slots, experts, N, BM, BN, GROUP, TILES)
     inside, k = own < SLOTS, tl.arange(0, BK)
@@ -105,7 +107,7 @@ def grouped_mxfp4(x, w, scales, out, weights, slots, experts, N, K, SLOTS, TOP_K
         a_at += BK
         b_at += BK // 2
         s_at += BK // 32
-    _stored(out, acc, own, inside, n, weights, N, WEIGHTED)
+    _store(out, acc, own, inside, n, weights, N, WEIGHTED)
 
 
 def align_experts(experts: np.ndarray, count: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

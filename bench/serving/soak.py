@@ -45,13 +45,13 @@ DRAIN_S = 10.0          # until a server whose clients are gone is idle
 WARM_UP = 0.25          # of the load, whose memory does not count, and in which threads may start
 POOL_THREADS = 8        # that a server's pools start when work first comes together: a leak has more
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-SERIES = ("seconds", "resident_mb", "running", "kv_used", "tokens", "preemptions")
 
 
 @dataclass
 class Load:
     """The servers, what each case gives alone, and what came of the load. `series` of each server has
-    `SERIES` every other second; `held` is what it may hold at a pause: descriptors and threads."""
+    seconds, resident_mb, running, kv_used, tokens and preemptions every other second; `held` is what it may
+    hold at a pause: descriptors and threads."""
     running: dict[str, Running]
     exact: bool
     alone: dict[Case, Answer] = field(default_factory=dict)

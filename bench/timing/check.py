@@ -8,9 +8,18 @@ timing/fa3.py name. Each kernel is compiled by nvcc (in PATH, or of NVIDIA's whe
 (ptx/timing/), and compared with what its authors published. Headers that a repository has as submodules, and
 CCCL where nvcc lacks it, come by `--include`; of two with one name the first counts, so each repository may
 be judged in a run of its own: rows of the others are kept. Nothing runs on a GPU, and nothing of the
-repositories is kept. `--small`: Triton's tutorial and microbenchmarks (timing/small_judges.py), which
-need no checkout. Rows that are "fitted" were used to choose figures in ptx/timing/gpus/h100.toml, and
-judge nothing. """
+repositories is kept. Rows that are "fitted" were used to choose figures in ptx/timing/gpus/h100.toml, and
+judge nothing.
+
+`--small` needs no checkout:
+
+* Triton: TFLOP/s of the tutorial's attention on an H100, head size 128, no mask, 16384 tokens in all and 2048
+  columns (github.com/pytorch/benchmark, pull request 2391 of July 2024; FlashAttention-3 is 4 % below its own
+  paper there). attention_peers.py has the same kernel, compiled by the Triton that is here, which may be
+  newer; the tutorial tries its tiles, so the best of `FLASHES` counts.
+* Microbenchmarks: cycles of wgmma and mma.sync on Hopper, of one SM, turned into TFLOP/s of an H100 at its
+  clock. `FITTED` were used to choose figures.
+"""
 from __future__ import annotations
 
 import argparse
@@ -22,16 +31,53 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from bench.gpu.calibrate_constants import MEASURES
+from bench.gpu.calibrate_players import ModelPlayer
+from bench.lib.attention_peers import Flash
 from bench.lib.measure import RESULTS, save, table
 from bench.timing import deepgemm as timing_deepgemm
 from bench.timing import fa3 as timing_fa3
 from bench.timing import fast_cu as timing_fast_cu
-from bench.timing import small_judges as timing_small_judges
+from bench.timing.gate_cases import GPU_NAME
 from bench.timing.judges import Judged, agreement
+from bench.timing.rows_attention import ALL, COLUMNS, of_flash
+from tinygrad_nv.ptx.timing.gpu import figures
 
 RECORD = "timing_check"
 FAMILIES = ("fast.cu", "DeepGEMM", "FlashAttention-3", "Triton", "microbenchmarks")
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
+TRITON = {512: 328.882, 1024: 389.723, 2048: 433.721, 4096: 458.359, 8192: 470.732, 16384: 476.753}
+FLASHES = (((128, 128), 8, 3), ((128, 64), 4, 3), ((128, 32), 4, 4))
+# what gpu/calibrate.py measures: operations of a warpgroup's or an SM's instruction, and cycles of it, of
+# Johnsonms/NVIDIA-Hopper-Benchmark (H100), W. Luo et al. 2024 (H800), and a H200
+K16 = 2 * 64 * 16
+MICRO = {"wgmma m64n8k16 bf16 SS": (8 * K16, 18.9), "wgmma m64n16k16 bf16 SS": (16 * K16, 20.9),
+         "wgmma m64n32k16 bf16 SS": (32 * K16, 25.1), "wgmma m64n32k16 bf16 RS": (32 * K16, 16.9),
+         "wgmma m64n64k16 bf16 SS": (64 * K16, 33.3), "wgmma m64n128k16 bf16 SS": (128 * K16, 65.8),
+         "wgmma m64n256k16 bf16 SS": (256 * K16, 131.5), "wgmma m64n256k16 bf16 RS": (256 * K16, 131.3),
+         "wgmma m64n8k16 bf16, 1 and a wait": (8 * K16, 57.7),
+         "wgmma m64n8k16 bf16, 4 and a wait": (4 * 8 * K16, 113.5),
+         "wgmma m64n8k16 bf16, 8 and a wait": (8 * 8 * K16, 185.5),
+         "mma.sync m16n8k16 bf16, 1 warp, ILP 1": (2 * 16 * 8 * 16, 24.1),
+         "mma.sync m16n8k16 bf16 of an SM": (2 * 16 * 8 * 16, 1.5),
+         "mma.sync m16n8k32 s8, 1 warp, ILP 1": (2 * 16 * 8 * 32, 24.0),
+         "mma.sync m16n8k32 s8 of an SM": (2 * 16 * 8 * 32, 1.504)}
+FITTED = {"wgmma m64n8k16 bf16 SS", "wgmma m64n16k16 bf16 SS", "wgmma m64n32k16 bf16 SS",
+          "wgmma m64n32k16 bf16 RS", "wgmma m64n64k16 bf16 SS", "wgmma m64n128k16 bf16 SS",
+          "wgmma m64n8k16 bf16, 1 and a wait", "mma.sync m16n8k16 bf16, 1 warp, ILP 1",
+          "mma.sync m16n8k16 bf16 of an SM"}
+
+
+def judge_small() -> Iterator[Judged]:
+    """Yields the rows that need no checkout: Triton's tutorial attention, and microbenchmarks."""
+    for tokens, tflops in TRITON.items():
+        best = min(of_flash(Flash("forward", 128, *each), tokens).seconds for each in FLASHES)
+        yield Judged("Triton", f"Triton d 128 {tokens}", tflops, 4 * ALL * tokens * COLUMNS / best / 1e12)
+    gpu = figures(GPU_NAME)
+    for name, (operations, cycles) in MICRO.items():
+        rate = operations * gpu.sms * gpu.clock_hz / 1e12
+        found = MEASURES[name].value(ModelPlayer(gpu))
+        yield Judged("microbenchmarks", name, rate / cycles, rate / found, name in FITTED)
 
 
 def rows_of(found: Sequence[Judged]) -> Iterator[tuple[str, ...]]:
@@ -88,7 +134,7 @@ def main() -> int:
               (timing_fa3, args.flash_attention))
     found = list(itertools.chain.from_iterable(module.judge(folder, args.include)
                                                for module, folder in chosen if folder))
-    if args.small: found += timing_small_judges.judge()
+    if args.small: found += judge_small()
     new = {row.family for row in found}
     rows = sorted([*found, *(row for row in load_rows() if row.family not in new)],
                   key=lambda row: FAMILIES.index(row.family))

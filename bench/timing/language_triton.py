@@ -32,7 +32,7 @@ FEW, PARTS = 64, 8  # rows up to which K is cut, and parts
 
 
 @triton.jit
-def _added(out, acc, m, n, N, SPLIT: tl.constexpr):
+def _store_or_add(out, acc, m, n, N, SPLIT: tl.constexpr):
     """Sums to `out`: stored, or, of parts of K, added."""
     at = out + m[:, None] * N + n[None, :]
     if SPLIT == 1: tl.store(at, acc.to(out.dtype.element_ty))
@@ -56,7 +56,7 @@ def w4a16(x, packed, scales, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, B
         scale = tl.load(scales + start // GROUP * N + n)
         right = (codes.to(tl.float16) - 8.0) * scale[None, :]
         acc = tl.dot(left, right.to(tl.float16), acc)
-    _added(out, acc, m, n, N, SPLIT)
+    _store_or_add(out, acc, m, n, N, SPLIT)
 
 
 @triton.jit
@@ -76,11 +76,12 @@ def w4a16_turned(x, packed, scales, out, M, N, K, BM: tl.constexpr, BN: tl.const
         scale = tl.load(scales + start // GROUP * N + n)
         right = (codes.to(tl.float16) - 8.0) * scale[:, None]
         acc = tl.dot(left, right.to(tl.float16).T, acc)
-    _added(out, acc, m, n, N, SPLIT)
+    _store_or_add(out, acc, m, n, N, SPLIT)
 
 
 @triton.jit
-def promoted(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
+def matmul_promoting(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                     GROUP: tl.constexpr):
     """a bᵀ of e4m3 with descriptors, as gemm_peers.py's, whose tensor cores add up BK products alone."""
     tile = tl.program_id(0)
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)

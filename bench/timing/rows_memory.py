@@ -51,7 +51,7 @@ def gemv(m: int, n: int, k: int, kernel: tuple[int, int, int, int], _: Checkouts
     first = predict(fn, given, (-(-n // columns), split), fixed, num_warps=warps, num_stages=STAGES)
     if split == 1: return [first]
     parts = {name: given[name] for name in ("out", "parts")}
-    return [first, predict(kernels.joined, parts, (m * n // 256,),
+    return [first, predict(kernels.join_splits, parts, (m * n // 256,),
                            {"COUNT": m * n, "SPLIT": split, "BLOCK": 256}, num_warps=4)]
 
 
@@ -103,7 +103,7 @@ def largest(m: int, draw: bool, cut: int, warps: int, _: Checkouts) -> Launches:
     given: dict[str, Any] = {"values": Array("fp32", (m, cut)), "places": Array("i32", (m, cut)),
                              "x": words(logits()[0][:m]), "N": n}
     if draw: given |= {"temperatures": words(np.ones(m, np.float32)), "seeds": Array("i32", (m,))}
-    fn = kernels.drawn_parts if draw else kernels.largest_parts
+    fn = kernels.draw_parts if draw else kernels.largest_parts
     first = predict(fn, given, (m, cut), {"CHUNK": -(-n // (cut * block)) * block, "BLOCK": block,
                                           "CUT": cut}, num_warps=warps)
     rest = {"out": Array("i32", (m,)), "values": given["values"], "places": given["places"]}
@@ -115,7 +115,7 @@ def filter_logits(counted: bool, warps: int, _: Checkouts) -> Launches:
     given: dict[str, Given] = {"out": Array("fp32", x.shape), "x": words(x), "N": VOCABULARY,
                                "targets": words(np.full(ROWS, TARGETS[counted], np.float32)),
                                "weights": words(weights)}
-    return [predict(kernels.selected, given, (ROWS,),
+    return [predict(kernels.filter_logits, given, (ROWS,),
                     {"BLOCK": 256 * warps, "COUNTED": counted, "ROUNDS": 32}, num_warps=warps)]
 
 
@@ -143,7 +143,7 @@ def append_kv(batch: int, pages: int, warps: int, heads: int, group: int, d: int
 def gather_rows(tokens: int, hidden: int, block: int, warps: int, _: Checkouts) -> Launches:
     given = {"out": Array("bf16", (tokens, hidden)), "table": Array("bf16", (VOCABULARY, hidden)),
              "tokens": Array("i32", (tokens,), (), range(VOCABULARY))}
-    return [predict(kernels.gathered, given, (tokens, hidden // block), {"N": hidden, "BLOCK": block},
+    return [predict(kernels.gather_rows, given, (tokens, hidden // block), {"N": hidden, "BLOCK": block},
                     num_warps=warps)]
 
 
@@ -153,7 +153,7 @@ def rows() -> Iterator[Row]:
     yield from norms()
     yield from sampling()
     yield from tables()
-    yield from paged_decodes()
+    yield from decode_rows()
 
 
 def few_rows() -> Iterator[Row]:
@@ -234,7 +234,7 @@ def attend(batch: int, context: int, tile: tuple[int, int, int], splits: int, he
     first = predict(kernels.split_keys, given, (batch, heads, splits), fixed, num_warps=warps,
                     num_stages=stages)
     rest = {"out": q, "parts": parts, "lse": lse, "lengths": lengths}
-    return [first, predict(kernels.merged, rest, (batch, queries),
+    return [first, predict(kernels.merge_splits, rest, (batch, queries),
                            {"HEADS": queries, "D": d, "BN": keys, "SPLITS": splits}, num_warps=4)]
 
 
@@ -245,7 +245,7 @@ def split_counts(batch: int, context: int, heads: int) -> list[int]:
     return sorted(max(count, 1) for count in counts)
 
 
-def paged_decodes() -> Iterator[Row]:
+def decode_rows() -> Iterator[Row]:
     """Paged decode attention, by batch, then context."""
     for batch in BATCHES:
         for context in CONTEXTS:

@@ -73,7 +73,7 @@ MODELS = (Model("DeepSeek-V3", 256, 8, 7168, 2048), Model("Qwen3-235B", 128, 8, 
 
 def of_triton(model: Model, tokens: int, spec: GroupedGemmSpec, tile: Tile, _: Checkouts) -> Launches:
     w = {"w": Array("bf16", (spec.groups * spec.n, spec.k))}
-    return _of_triton(moe_peers.grouped, model, tokens, spec, tile, w, {})
+    return _of_triton(moe_peers.expert_matmul, model, tokens, spec, tile, w, {})
 
 
 def of_quantised_triton(model: Model, tokens: int, spec: QuantGroupedSpec, tile: Tile,
@@ -82,7 +82,7 @@ def of_quantised_triton(model: Model, tokens: int, spec: QuantGroupedSpec, tile:
     rows, columns = one.groups * one.n, spec.type.scale.columns
     w = {"w": Array("u8", (rows, one.k // 2)),
          "scales": Array("u8" if e8m0 else "fp16", (rows, one.k // columns))}
-    kernel, more = (moe_peers.grouped_mxfp4, {}) if e8m0 else (moe_peers.grouped_int4, {"GROUP_K": columns})
+    kernel, more = (moe_peers.expert_mxfp4, {}) if e8m0 else (moe_peers.expert_int4, {"GROUP_K": columns})
     return _of_triton(kernel, model, tokens, one, tile, w, more)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.gpu import all_parts as gpu_all  # noqa: F401 (registers the workloads)
+from bench.gpu import run as gpu_run  # noqa: F401 (registers the workloads)
 from bench.gpu.parts import all_workloads
 from bench.lib.measure import RESULTS, put_between
 from bench.timing import check as timing_check

@@ -127,14 +127,14 @@ def name_buffers(**owners: object) -> dict[str, Buffer]:
     found: dict[str, Buffer] = {}
     for name, owner in owners.items():
         if isinstance(owner, Buffer): found[name] = owner
-        elif isinstance(owner, Tensor): found |= _named_buffer(name, owner)
+        elif isinstance(owner, Tensor): found |= _buffer_by_name(name, owner)
         else:
             for inner, tensor in get_state_dict(owner, f"{name}.").items():
-                found |= _named_buffer(inner, tensor)
+                found |= _buffer_by_name(inner, tensor)
     return found
 
 
-def _named_buffer(name: str, tensor: Tensor) -> dict[str, Buffer]:
+def _buffer_by_name(name: str, tensor: Tensor) -> dict[str, Buffer]:
     if not tensor.uop.has_buffer_identity() or not isinstance(at := tensor.uop.buffer, Buffer): return {}
     return {name: at}
 
