@@ -13,7 +13,7 @@ right.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from bench.gpu.compare import check_on_emulator, spread_numbers
-from bench.gpu.launch import make_launch, schedule_for
+from bench.gpu.launch import bind_sets, device, make_launch, schedule_for
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -153,32 +153,24 @@ def shapes() -> Iterator[Forward]:
 
 # **** ours ****
 
-def bind_launch(driver: Driver, workload: Forward, addresses: Sequence[int]) -> Any:
+def bind_launch(driver: Driver, workload: Forward, addresses: Mapping[str, int]) -> Any:
     """A launch of ours on out, q, k and v."""
     gpu, spec = driver.properties, workload.spec
     machine = GPU(gpu.arch, gpu.sm_count)
     made = TABLE.build(spec, schedule_for(spec, gpu.arch), machine)
-    return make_launch(driver, [made], addresses, rows=spec.s_q)
+    return make_launch(driver, [made], [addresses[name] for name in ("out", "q", "k", "v")], rows=spec.s_q)
 
 
 @contender("attention", "ours")
 def ours(workload: Forward, given: Sets, options: Options) -> Run:
     """Our kernel, by the default schedule."""
-    import torch
-
-    from bench.gpu.gemm_contenders import device
     gpu = device()
-    torch.cuda.synchronize()
-    kept = [[each[name] for name in ("out", "q", "k", "v")] for each in given]
-    runs = [(bind_launch(gpu, workload, [tensor.data_ptr() for tensor in each]), each) for each in kept]
-    gpu.synchronize()
-    return lambda i: runs[i][0](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+    return bind_sets(gpu, partial(bind_launch, gpu, workload), given)
 
 
 @about("attention")
 def describe_schedule(workload: Forward) -> dict[str, Any]:
     """The schedule that `ours` takes."""
-    from bench.gpu.gemm_contenders import device
     return {"schedule": str(schedule_for(workload.spec, device().properties.arch))}
 
 
@@ -187,8 +179,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     """The attention scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = check_on_emulator(small, driver, lambda at: bind_launch(
-        driver, small, [at[name] for name in ("out", "q", "k", "v")]))
+    wrong = check_on_emulator(small, driver, partial(bind_launch, driver, small))
     return verdict_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 
@@ -235,7 +226,6 @@ def triton(workload: Forward, given: Sets, options: Options) -> Run:
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from bench.gpu.gemm_contenders import device
     from bench.lib.attention_peers import Flash, forward_kernel
     if workload.kv_heads: raise NotMeasured("its tutorial has as many heads of keys")
     hopper = device().properties.arch == "sm_90a"

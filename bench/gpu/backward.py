@@ -12,14 +12,14 @@ With --emulate: two heads of at most 150 tokens, two sets in turns, whose gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from bench.gpu.attention import LENGTHS, TOKENS, WIDTH, Forward
 from bench.gpu.compare import check_on_emulator
-from bench.gpu.launch import make_launch, schedule_for
+from bench.gpu.launch import bind_sets, device, make_launch, schedule_for
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -167,7 +167,7 @@ def shapes() -> Iterator[Backward]:
 
 # **** ours ****
 
-def bind_launch(driver: Driver, workload: Backward, addresses: dict[str, int]) -> Any:
+def bind_launch(driver: Driver, workload: Backward, addresses: Mapping[str, int]) -> Any:
     """A launch of ours on memory by name: `sum` is dq in float32."""
     gpu, spec = driver.properties, workload.spec
     made = TABLE.build(spec, schedule_for(spec, gpu.arch), GPU(gpu.arch, gpu.sm_count))
@@ -183,19 +183,14 @@ def bind_launch(driver: Driver, workload: Backward, addresses: dict[str, int]) -
 def ours(workload: Backward, given: Sets, options: Options) -> Run:
     """delta, our kernel by the default schedule, dq's rounding."""
     import torch
-
-    from bench.gpu.gemm_contenders import device
     gpu = device()
-    torch.cuda.synchronize()
     kept = [dict(each) for each in given]
-    runs = [bind_launch(gpu, workload, {name: each[name].data_ptr() for name in ("sum", *NAMES)})
-            for each in kept]
-    gpu.synchronize()
+    launch = bind_sets(gpu, partial(bind_launch, gpu, workload), kept, ("sum", *NAMES))
 
     def run(i: int) -> None:
         one = kept[i]
         torch.sum(one["grad"].float() * one["out"], -1, out=one["delta"])
-        runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+        launch(i)
         one["dq"].copy_(one["sum"])
 
     return run
@@ -204,7 +199,6 @@ def ours(workload: Backward, given: Sets, options: Options) -> Run:
 @about("backward")
 def describe_schedule(workload: Backward) -> dict[str, Any]:
     """The schedule that `ours` takes."""
-    from bench.gpu.gemm_contenders import device
     return {"schedule": str(schedule_for(workload.spec, device().properties.arch))}
 
 
@@ -213,7 +207,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     """The gradients scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)),
+    wrong = check_on_emulator(small, driver, partial(bind_launch, driver, small),
                               ("sum", "dk", "dv"), lambda one: one.update(dq=one["sum"].bfloat16()))
     return verdict_row(wrong, str(schedule_for(workload.spec, options.arch)))
 

@@ -20,7 +20,7 @@ from typing import Any
 from tinygrad.dtype import DType, dtypes
 
 from bench.gpu.compare import check_on_emulator, spread_numbers
-from bench.gpu.launch import Submit, load_functions, make_launch
+from bench.gpu.launch import Submit, bind_sets, device, load_functions, make_launch
 from bench.gpu.parts import (
     Bursts,
     Column,
@@ -199,28 +199,18 @@ def target(driver: Driver) -> GPU:
 
 def bind_schedule(workload: ConvWorkload, schedule: Schedule, given: Sets) -> Run:
     """Our kernel with a schedule."""
-    import torch
-
-    from bench.gpu.gemm_contenders import device
-    gpu = device()
-    torch.cuda.synchronize()
-    bind = binds(gpu, workload, schedule)
-    runs = [bind({name: x.data_ptr() for name, x in each.items()}) for each in given]
-    gpu.synchronize()
-    return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+    return bind_sets(device(), binds(device(), workload, schedule), given)
 
 
 @contender("conv", "ours")
 def ours(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the default schedule."""
-    from bench.gpu.gemm_contenders import device
     return bind_schedule(workload, default(workload, target(device())), given)
 
 
 @about("conv")
 def describe_schedule(workload: ConvWorkload) -> dict[str, Any]:
     """The schedules of `ours` and of `tuned`."""
-    from bench.gpu.gemm_contenders import device
     return {"schedule": str(default(workload, target(device()))), "tuned": TUNED.get(workload.name, "")}
 
 
@@ -277,7 +267,6 @@ def torch_compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run
 @contender("conv", "tuned")
 def tune(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Our kernel, by the quickest of the schedules that the cost model likes best."""
-    from bench.gpu.gemm_contenders import device
     gpu = target(device())
     trials = {s: bind_schedule(workload, s, given) for each in TABLE.templates(gpu.kind, workload.spec)
               for s in [*each.candidates(workload.spec, gpu)][:TRIED]

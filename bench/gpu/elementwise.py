@@ -11,14 +11,15 @@ With --emulate: at most 8 rows of 512 elements, two sets in turns, whose results
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tinygrad.dtype import dtypes
 
 from bench.gpu.compare import Partly, check_on_emulator
-from bench.gpu.launch import make_launch
+from bench.gpu.launch import bind_sets, device, make_launch
 from bench.gpu.parts import (
     MOST_SETS,
     Column,
@@ -194,7 +195,7 @@ def shapes() -> Iterator[ElementwiseWorkload]:
 
 # **** ours ****
 
-def bind_launch(driver: Driver, workload: ElementwiseWorkload, addresses: dict[str, int]) -> Any:
+def bind_launch(driver: Driver, workload: ElementwiseWorkload, addresses: Mapping[str, int]) -> Any:
     """A launch of ours on memory by name: the result, then operands in their order."""
     kernel = workload.kernel(driver.properties.arch)
     pointers = [addresses[name] for name in ("out", *OPERANDS[workload.form])]
@@ -204,14 +205,8 @@ def bind_launch(driver: Driver, workload: ElementwiseWorkload, addresses: dict[s
 @contender("memory", "ours")
 def ours(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """Our kernel."""
-    import torch
-
-    from bench.gpu.gemm_contenders import device
     gpu = device()
-    torch.cuda.synchronize()
-    runs = [bind_launch(gpu, workload, {name: x.data_ptr() for name, x in each.items()}) for each in given]
-    gpu.synchronize()
-    return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+    return bind_sets(gpu, partial(bind_launch, gpu, workload), given)
 
 
 @about("memory")
@@ -225,7 +220,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     """Scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)))
+    wrong = check_on_emulator(small, driver, partial(bind_launch, driver, small))
     return verdict_row(wrong, workload.plan())
 
 

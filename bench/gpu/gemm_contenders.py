@@ -8,7 +8,6 @@ measures itself in a process of its own, in which this package is not imported (
 """
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu.launch import GemmLauncher
+from bench.gpu.launch import GemmLauncher, bind_sets, device
 from bench.gpu.parts import NotMeasured, Options, Run, about, alone, contender
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.gemm.cost import predict
@@ -31,16 +30,6 @@ TRITON_TILES = {"sm_90a": (("descriptors", (128, 256, 64), 8, 3), ("descriptors"
                           ("pointers", (64, 64, 64), 4, 4), ("pointers", (16, 64, 128), 4, 4))}
 
 
-@functools.cache
-def device() -> Any:
-    """One driver in torch's context, for all of a process."""
-    import torch
-
-    from tinygrad_nv.runtime.cuda.driver import CUDADriver
-    torch.cuda.init()
-    return CUDADriver(torch.cuda.current_device())
-
-
 @contender("gemm", "ours")
 def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
     """Our kernel, by the cost model's schedule."""
@@ -49,20 +38,12 @@ def ours(shape: Any, buffers: Buffers, options: Options) -> Run:
 
 def bind_default(spec: Any, buffers: Buffers) -> Run:
     """The kernel of a spec, by the default schedule."""
-    import torch
-
     gpu = device()
     arch, sm_count = gpu.properties.arch, gpu.properties.sm_count
     if (schedule := choose(spec, GPU(arch, sm_count))) is None:
         raise NotMeasured(TABLE.why_not(spec, GPU(arch, sm_count)))
     launcher = GemmLauncher(gpu, TABLE.build(spec, schedule, GPU(arch, sm_count, gpu.clusters)))
-    torch.cuda.synchronize()
-    bound = [launcher.bind_launch(spec, {name: t.data_ptr() for name, t in each.items()}) for each in buffers]
-    gpu.synchronize()
-
-    def run(i: int) -> None: bound[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
-
-    return run
+    return bind_sets(gpu, partial(launcher.bind_launch, spec), buffers)
 
 
 @about("gemm")

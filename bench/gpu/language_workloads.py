@@ -18,7 +18,8 @@ from tinygrad.dtype import DType
 from bench.gpu import attention as gpu_attention
 from bench.gpu import elementwise as gpu_elementwise
 from bench.gpu.gemm import GemmWorkload
-from bench.gpu.gemm_contenders import bind_default, device
+from bench.gpu.gemm_contenders import bind_default
+from bench.gpu.launch import device
 from bench.gpu.parts import (
     Bursts,
     NotMeasured,

@@ -13,10 +13,11 @@ keeps the workspace, not the memory that it is given.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.gpu.parts import NotMeasured
+from bench.gpu.parts import NotMeasured, Run
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, integer, map_spec, pointer
 from tinygrad_nv.tile.gemm.spec import GemmSpec
 from tinygrad_nv.tile.kernel import GemmKernel, TileKernel
@@ -27,6 +28,27 @@ from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
 Submit = Callable[[Stream | None], None]
+
+
+@functools.cache
+def device() -> Any:
+    """One driver in torch's context, for all of a process."""
+    import torch
+
+    from tinygrad_nv.runtime.cuda.driver import CUDADriver
+    torch.cuda.init()
+    return CUDADriver(torch.cuda.current_device())
+
+
+def bind_sets(driver: Any, bind: Callable[[Mapping[str, int]], Submit], sets: Sequence[Mapping[str, Any]],
+              names: Sequence[str] = ()) -> Run:
+    """Binds a launch to the memory of each set, by name: what runs it on torch's current stream."""
+    import torch
+    torch.cuda.synchronize()
+    kept = [{name: one[name] for name in names or one} for one in sets]     # while a launch may use it
+    runs = [(bind({name: x.data_ptr() for name, x in one.items()}), one) for one in kept]
+    driver.synchronize()
+    return lambda i: runs[i][0](driver.external_stream(torch.cuda.current_stream().cuda_stream))
 
 
 def open_driver(options: argparse.Namespace, ordinal: int = 0) -> Driver:

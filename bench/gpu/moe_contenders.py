@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from bench.gpu.compare import Partly
-from bench.gpu.gemm_contenders import Buffers, device
+from bench.gpu.gemm_contenders import Buffers
+from bench.gpu.launch import bind_sets, device
 from bench.gpu.moe_workloads import MoEWorkload
 from bench.gpu.parts import NotMeasured, Options, Run, about, contender
 from tinygrad_nv.runtime.driver import Driver, Fill, Launch, Stream, Work, map_spec, pointer
@@ -62,15 +63,12 @@ class Launcher:
 @contender("moe", "ours")
 def ours(workload: MoEWorkload, buffers: Buffers, options: Options) -> Run:
     """Our kernels, by the default schedules."""
-    import torch
     gpu = device()
     launcher = Launcher(gpu, workload, GPU(gpu.properties.arch, gpu.properties.sm_count, gpu.clusters))
-    torch.cuda.synchronize()
-    bound = [launcher.bind_launch({name: t.data_ptr() for name, t in each.items()}) for each in buffers]
-    gpu.synchronize()
+    launch = bind_sets(gpu, launcher.bind_launch, buffers)
 
     def run(i: int) -> None:
-        bound[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+        launch(i)
         if workload.part == "layer": sum_experts(workload, buffers[i])
 
     return run

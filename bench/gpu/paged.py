@@ -11,14 +11,15 @@ right.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tinygrad.dtype import dtypes
 
 from bench.gpu.compare import Partly, check_on_emulator
-from bench.gpu.launch import make_launch, schedule_for
+from bench.gpu.launch import bind_sets, device, make_launch, schedule_for
 from bench.gpu.parts import (
     Column,
     Options,
@@ -126,7 +127,7 @@ def shapes() -> Iterator[Paged]:
 
 # **** ours ****
 
-def bind_launch(driver: Driver, workload: Paged, addresses: dict[str, int]) -> Any:
+def bind_launch(driver: Driver, workload: Paged, addresses: Mapping[str, int]) -> Any:
     """A launch of ours on memory by name, and on a workspace of its own."""
     spec, arch = workload.spec, driver.properties.arch
     made = TABLE.build(spec, schedule_for(spec, arch), GPU(arch))
@@ -137,20 +138,13 @@ def bind_launch(driver: Driver, workload: Paged, addresses: dict[str, int]) -> A
 @contender("paged", "ours")
 def ours(workload: Paged, given: Sets, options: Options) -> Run:
     """Our kernels, by the default schedule."""
-    import torch
-
-    from bench.gpu.gemm_contenders import device
     gpu = device()
-    torch.cuda.synchronize()
-    runs = [bind_launch(gpu, workload, {name: each[name].data_ptr() for name in NAMES}) for each in given]
-    gpu.synchronize()
-    return lambda i: runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+    return bind_sets(gpu, partial(bind_launch, gpu, workload), given, NAMES)
 
 
 @about("paged")
 def describe_schedule(workload: Paged) -> dict[str, Any]:
     """The schedule that `ours` takes."""
-    from bench.gpu.gemm_contenders import device
     return {"schedule": str(schedule_for(workload.spec, device().properties.arch))}
 
 
@@ -159,7 +153,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     """The step scaled down, on the emulated driver."""
     from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
     small, driver = workload.scale_down(), EmulatedDriver(options.arch, seed=options.seed)
-    wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)))
+    wrong = check_on_emulator(small, driver, partial(bind_launch, driver, small))
     return verdict_row(wrong, str(schedule_for(workload.spec, options.arch)))
 
 

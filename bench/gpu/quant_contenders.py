@@ -17,7 +17,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from bench.gpu.gemm_contenders import Buffers, bind_default, device
+from bench.gpu.gemm_contenders import Buffers, bind_default
+from bench.gpu.launch import device
 from bench.gpu.parts import NotMeasured, Options, Run, about, contender
 from bench.gpu.quant_data import dequantise
 from bench.gpu.quant_workloads import TYPES, CodesWorkload, WeightOnly

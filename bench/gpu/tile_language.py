@@ -20,7 +20,6 @@ from typing import Any
 
 from bench.gpu import elementwise as gpu_elementwise
 from bench.gpu.compare import check_on_emulator
-from bench.gpu.gemm_contenders import device
 from bench.gpu.language_workloads import (
     EMULATED_SMS,
     Flash,
@@ -32,7 +31,7 @@ from bench.gpu.language_workloads import (
     model_cases,
     schedule_of,
 )
-from bench.gpu.launch import Submit, load_functions, make_launch
+from bench.gpu.launch import Submit, bind_sets, device, load_functions, make_launch
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -86,13 +85,8 @@ def binds(driver: Driver, workload: LanguageWorkload, gpu: GPU) -> Callable[[Map
 @contender("language", "ours")
 def ours(workload: LanguageWorkload, given: Sets, options: Options) -> Run:
     """The kernel in the tile language."""
-    import torch
-    driver = device()
-    torch.cuda.synchronize()
-    bind = binds(driver, workload, GPU(driver.properties.arch, driver.properties.sm_count))
-    runs = [bind({name: x.data_ptr() for name, x in each.items()}) for each in given]
-    driver.synchronize()
-    return lambda i: runs[i](driver.external_stream(torch.cuda.current_stream().cuda_stream))
+    gpu = device().properties
+    return bind_sets(device(), binds(device(), workload, GPU(gpu.arch, gpu.sm_count)), given)
 
 
 @about("language")

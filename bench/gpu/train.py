@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bench.gpu.compare import check_on_emulator, raw
 from bench.gpu.elementwise import copy
-from bench.gpu.launch import make_launch
+from bench.gpu.launch import bind_sets, device, make_launch
 from bench.gpu.parts import (
     Column,
     NotMeasured,
@@ -88,7 +89,7 @@ def shapes() -> Iterator[Any]:
 
 # **** ours ****
 
-def bind_launch(driver: Driver, workload: Any, at: dict[str, int]) -> Callable[[Any], None]:
+def bind_launch(driver: Driver, workload: Any, at: Mapping[str, int]) -> Callable[[Any], None]:
     """A launch of ours on memory by name, with scratch memory of its own."""
     gpu, spec = GPU(driver.properties.arch, driver.properties.sm_count), workload.spec
     made = TABLE.build(spec, TABLE.choose(spec, gpu), gpu)
@@ -116,18 +117,12 @@ def compute_norm(one: One) -> None:
 @contender("train", "ours")
 def ours(workload: Any, given: Sets, options: Options) -> Run:
     """Our kernels by the default schedule."""
-    import torch
-
-    from bench.gpu.gemm_contenders import device
     gpu = device()
-    torch.cuda.synchronize()
-    runs = [bind_launch(gpu, workload, {name: one[name].data_ptr() for name in workload.names})
-            for one in given]
-    gpu.synchronize()
+    launch = bind_sets(gpu, partial(bind_launch, gpu, workload), given, workload.names)
     kept = [dict(one) for one in given]
 
     def run(i: int) -> None:
-        runs[i](gpu.external_stream(torch.cuda.current_stream().cuda_stream))
+        launch(i)
         compute_norm(kept[i])
 
     stepping(given, run, lambda: STEP)
@@ -142,7 +137,6 @@ def stepping(given: Sets, run: Run, t: Callable[[], float]) -> None:
 @about("train")
 def describe_schedule(workload: Any) -> dict[str, Any]:
     """The schedule of `ours`, and what was predicted."""
-    from bench.gpu.gemm_contenders import device
     gpu = GPU(device().properties.arch, device().properties.sm_count)
     return {"schedule": str(TABLE.choose(workload.spec, gpu)), **predictions(workload)}
 
@@ -166,7 +160,7 @@ def run_emulated(workload: Any, options: Options) -> Row:
     if isinstance(small, Update): wrong = one_step(small, driver)
     else:
         written = ("sums",) if isinstance(small, Squares) else small.results
-        wrong = check_on_emulator(small, driver, lambda at: bind_launch(driver, small, dict(at)), written,
+        wrong = check_on_emulator(small, driver, partial(bind_launch, driver, small), written,
                                   compute_norm)
     return verdict_row(wrong, str(TABLE.choose(workload.spec, GPU(options.arch))))
 
