@@ -12,7 +12,6 @@ With --emulate: fewer pixels and channels on the emulator, two sets in turns, wh
 """
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +32,7 @@ from bench.gpu.parts import (
     emulation,
     set_count,
     timing_part,
+    torch_compile,
     verdict_row,
     workloads,
 )
@@ -255,11 +255,8 @@ def cudnn(workload: ConvWorkload, given: Sets, options: Options) -> Run:
 @contender("conv", "compiled")
 def torch_compiled(workload: ConvWorkload, given: Sets, options: Options) -> Run:
     """Compiles a convolution with what follows it by torch's compiler."""
-    import torch
     if not workload.ends: raise NotMeasured("a convolution alone is cuDNN's there too")
-    if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
-    torch._dynamo.reset()
-    return bind_torch(workload, given, torch.compile(theirs, dynamic=False))
+    return bind_torch(workload, given, torch_compile(theirs))
 
 
 # **** another schedule ****

@@ -10,7 +10,6 @@ With --emulate: at most 8 rows of 512 elements, two sets in turns, whose results
 """
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +22,6 @@ from bench.gpu.launch import bind_sets, device, make_launch
 from bench.gpu.parts import (
     MOST_SETS,
     Column,
-    NotMeasured,
     Options,
     Row,
     Run,
@@ -32,6 +30,7 @@ from bench.gpu.parts import (
     emulation,
     set_count,
     timing_part,
+    torch_compile,
     verdict_row,
     workloads,
 )
@@ -241,10 +240,7 @@ def torch_eager(workload: ElementwiseWorkload, given: Sets, options: Options) ->
 @contender("memory", "compiled")
 def torch_compiled(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """The same by torch.compile."""
-    import torch
-    if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
-    torch._dynamo.reset()   # it compiles a function for eight shapes, and runs it as it is for others
-    return bind_torch(workload, given, torch.compile(theirs, dynamic=False))
+    return bind_torch(workload, given, torch_compile(theirs))
 
 
 @contender("memory", "copy")

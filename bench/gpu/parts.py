@@ -26,6 +26,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from statistics import median
 from typing import Any, Protocol
 
@@ -149,6 +150,15 @@ def set_count(device: str, nbytes: float, most: int = MOST_SETS) -> int:
     import torch
     l2 = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
     return min(most, max(2, int(2 * l2 // nbytes) + 1))
+
+
+def torch_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function as torch's compiler has it. Raises `NotMeasured` where there is no Triton."""
+    import torch
+    if find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
+    torch._dynamo.reset()   # it compiles a function for eight shapes, and runs it as it is for others
+    made: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return made
 
 
 def about(part: str) -> Callable[[Callable[[Any], dict[str, Any]]], Any]:

@@ -17,7 +17,6 @@ With --emulate: each workload scaled down, whose results must be right.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,6 +35,7 @@ from bench.gpu.parts import (
     contender,
     emulation,
     timing_part,
+    torch_compile,
     verdict_row,
     workloads,
 )
@@ -202,11 +202,8 @@ def torch_eager(workload: Workload, given: Sets, options: Options) -> Run:
 @contender("train", "compiled")
 def torch_compiled(workload: Workload, given: Sets, options: Options) -> Run:
     """The same by torch.compile."""
-    import torch
-    if importlib.util.find_spec("triton") is None: raise NotMeasured("torch.compile needs Triton")
     if isinstance(workload, Update | Squares): raise NotMeasured("left out, to save time")
-    torch._dynamo.reset()   # it compiles a function for eight shapes, and runs it as it is for others
-    return bind_torch(given, torch.compile(workload.compilable, dynamic=False))
+    return bind_torch(given, torch_compile(workload.compilable))
 
 
 @contender("train", "Triton")
