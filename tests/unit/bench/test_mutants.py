@@ -18,7 +18,7 @@ def test_tests_near_a_file():
     found = list(mutants.select_tests(mutants.Mutant("", "tinygrad_nv/quant/gguf/blocks.py", "a", "b", "",
                                                      [first]), ROOT))
     assert found[0] == [first]
-    assert "tests/unit/quant/test_gguf_blocks.py" in found[1]
+    assert "tests/unit/quant/test_gguf_model.py" in found[1]
     assert "tests/unit/quant/test_reader_gptq.py" in found[2]
     every = [test for tests in found for test in tests]
     assert len(every) == len(set(every))
