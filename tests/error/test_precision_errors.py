@@ -21,8 +21,8 @@ from tinygrad_nv.numerics import (
 )
 from tinygrad_nv.train import network
 from tinygrad_nv.train.arguments import TrainingArguments
+from tinygrad_nv.train.network import in_fp8
 from tinygrad_nv.train.optimizers import StateOptions
-from tinygrad_nv.train.precision import in_fp8
 
 
 @pytest.mark.parametrize(("make", "words"), [

@@ -1,16 +1,19 @@
 """A model to train: from a directory or from a seed, and its parameters by name.
 
-Protocol: `opened(directory, dtype)` loads a Hugging Face directory, with `quantization` one of floats whose
-matrices are quantised as they are read; adapters are trained on such weights, and on quantised checkpoints.
-`drawn(directory, dtype, seed)` reads its
-config.json alone, and draws weights as transformers does: normal with `initializer_range` for matrices and
-the embedding, ones for norms, zeros for biases. `parameters(model)` are the tensors that a step changes. A
-tensor in which a checkpoint's matrices lie one below the other (q, k, v; gate, up; experts) has the name of
-the first of them, and `projections` gives their rows.
+Protocol: `open_network(directory, dtype)` loads a Hugging Face directory, with `quantization` one of floats
+whose matrices are quantised as they are read; adapters are trained on such weights, and on quantised
+checkpoints. `draw_weights(directory, dtype, seed)` reads its config.json alone, and draws weights as
+transformers does: normal with `initializer_range` for matrices and the embedding, ones for norms, zeros for
+biases. `parameters(model)` are the tensors that a step changes. A tensor in which a checkpoint's matrices lie
+one below the other (q, k, v; gate, up; experts) has the name of the first of them, and `projections` gives
+their rows.
 """
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +26,15 @@ from tinygrad_nv.errors import ConfigError, ModelError
 from tinygrad_nv.models.config import ModelConfig, read_config
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.lora import adaptable
 from tinygrad_nv.models.quantised.layers import matrices
 from tinygrad_nv.models.quantised.layers import projections as layer_projections
 from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.models.weights import load, slots
+from tinygrad_nv.numerics import HighPrecision
+from tinygrad_nv.numerics.fp8 import Fp8State, Maximum
+from tinygrad_nv.numerics.recipes import Fp8Recipe
+from tinygrad_nv.numerics.rule import ALWAYS
 from tinygrad_nv.progress import bar
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.readers.online import SCHEMES
@@ -157,3 +165,45 @@ def extend(model: Llama, length: int) -> None:
         raise ConfigError(f"--max-length {length}", f"at most {model.positions}: the model's "
                           "max_position_embeddings", "lower it, or raise that in config.json")
     model.rope_rows = length
+
+
+@dataclass(frozen=True)
+class Fp8Model:
+    """The state of the layers in FP8, each named by its matrices, and why others are `kept` as they are."""
+    state: Fp8State
+    kept: Mapping[str, str]
+
+    def __str__(self) -> str:
+        reasons = [f"{name} ({reason})" for name, reason in self.kept.items()]
+        more = f"; as they are: {', '.join(reasons)}" if reasons else ""
+        return f"{len(self.state.names)} layers in FP8{more}"
+
+
+def in_fp8(model: Llama, recipe: Fp8Recipe, rule: HighPrecision, maximum: Maximum | None = None) -> Fp8Model:
+    """Puts the layers of a model in FP8, by the recipe and the rule of a run: each linear layer whose
+    matrices may be in FP8 gets a matmul of its own for training (numerics/fp8.py). A layer of several
+    matrices of a checkpoint (q, k, v) stays as it is where the rule keeps one of them; so do latent attention
+    and experts. Evaluations, samples and what is saved are of the weights as they are. Raises `ConfigError`
+    where the rule leaves none, and for a pattern that names no matrix."""
+    every = adaptable(model)
+    for pattern in rule.patterns:
+        own = HighPrecision((pattern,))
+        if not any(own.excludes(each.name) for each in every):
+            raise ConfigError(f"--fp8-exclude {pattern}, which names no matrix",
+                              f"names such as {every[0].name}" if every else "a model with linear layers",
+                              "correct it: * stands for any text")
+    found, kept = {}, dict[str, str]()
+    for _, group in groupby(every, key=lambda each: id(each.linear)):
+        parts = list(group)
+        reasons = [(part.name, rule.why(part.name, part.shape)) for part in parts]
+        why = next(((name, reason) for name, reason in reasons if reason is not None), None)
+        if why is None: found[" ".join(part.name for part in parts)] = parts[0].linear
+        else: kept[why[0]] = why[1]
+    if not found:
+        words = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:3])
+        raise ConfigError("FP8 without a matrix that may be in it" + (f" ({words})" if words else ""),
+                          "linear layers that --fp8-exclude leaves",
+                          f"name fewer, or choose another --precision; always kept: {', '.join(ALWAYS)}")
+    state = Fp8State(recipe, tuple(found), model.device, maximum)
+    for linear, layer in zip(found.values(), state.layers, strict=True): linear.training = layer
+    return Fp8Model(state, kept)

@@ -25,6 +25,7 @@ from tinygrad_nv.train.adapter import ALL, AdapterModel, AdapterOptions
 from tinygrad_nv.train.arguments import OPTIMIZERS, TrainingArguments
 from tinygrad_nv.train.data import Data, DataOptions, Loader, LoaderOptions, load
 from tinygrad_nv.train.layout import Layout
+from tinygrad_nv.train.network import Fp8Model, in_fp8
 from tinygrad_nv.train.objectives import (
     Inputs,
     LossOptions,
@@ -45,7 +46,6 @@ from tinygrad_nv.train.optimizers import (
 )
 from tinygrad_nv.train.optimizers.state import BLOCK
 from tinygrad_nv.train.parts import Parts, Whole
-from tinygrad_nv.train.precision import Fp8Model, in_fp8
 from tinygrad_nv.train.ranks import OneRank, TrainingRanks, own_ranks
 from tinygrad_nv.train.regions.region import checkpoint_blocks
 from tinygrad_nv.train.step import Step

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tinygrad_nv.dist.plan.layout import Training
-from tinygrad_nv.dist.plan.pipeline import bubble, idle, under_way
+from tinygrad_nv.dist.plan.training import bubble, idle, under_way
 from tinygrad_nv.dist.train.check import Costs, check
 from tinygrad_nv.dist.train.pipeline import Transfer, steps
 from tinygrad_nv.dist.train.schedules import (

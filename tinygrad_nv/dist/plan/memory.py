@@ -9,7 +9,7 @@ estimate (engine/memory_planning.py); on one GPU these are the bytes that an `LL
     master        float32, AdamW's states 2 · float32: of ZeRO-1 and up each data-parallel rank has a share
     gradients     float32; of ZeRO-2 and up a share, and two layers whole
     activations   results that the backward pass reads, of as many microbatches as the pipeline has under way
-                  (pipeline.py); sliced by tensor parallelism, hidden states only with sp
+                  (training.py); sliced by tensor parallelism, hidden states only with sp
     logits        bf16, float32 and their gradient, of a microbatch, on the last stage
 
 Selective recomputation keeps the results of attention and of every second matmul; full keeps a layer's input.
@@ -34,7 +34,7 @@ from tinygrad_nv.dist.plan.layout import (
     parameters,
     rank_config,
 )
-from tinygrad_nv.dist.plan.pipeline import under_way
+from tinygrad_nv.dist.plan.training import under_way
 from tinygrad_nv.engine.memory_planning import step_bytes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.models.config import ModelConfig

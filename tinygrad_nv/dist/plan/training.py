@@ -21,21 +21,40 @@ where a stage's time is of a microbatch: kernels, and what is exposed of the col
 
 MFU is that of PaLM's appendix B: 6 operations for each parameter in a matmul (of experts those that a token
 has), and 12 · layers · heads · d · length for attention, over the bf16 peak.
+
+Of p stages and m microbatches, whose forward and backward pass take one and two units in a stage, `idle` is
+the time that a stage waits in a step, in microbatches, `bubble` its share of the step, and `under_way` how
+many microbatches' activations a stage holds. All three are counted on the schedules that ranks run
+(dist/train/schedules.py), by what runs them on paper (dist/train/check.py). Of four stages and eight
+microbatches:
+
+    gpipe         waits 3      keeps 8, 8, 8, 8 microbatches
+    1f1b          3            4, 3, 2, 1
+    interleaved   3 / 2        5.5, 4.5, 3.5, 2.5, with two chunks a stage
+    zero-bubble   3 / 3        4, 4, 4, 4
+
+Beyond two microbatches a stage, none waits longer or, but for gpipe, keeps more: no more are counted.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tinygrad_nv.dist.plan import compute
 from tinygrad_nv.dist.plan.cluster import Cluster
 from tinygrad_nv.dist.plan.collectives import Collective, Use, beside, collective, expose
 from tinygrad_nv.dist.plan.layer import Layer, Seconds
 from tinygrad_nv.dist.plan.layout import HALF, Layout, Training, optimizer_share, parameters, rank_config
-from tinygrad_nv.dist.plan.pipeline import bubble, idle
+from tinygrad_nv.dist.train.check import EVEN, Report, check
+from tinygrad_nv.dist.train.schedules import Schedule, gpipe, interleave, one_f_one_b, zero_bubble_h1
 from tinygrad_nv.models.config import ModelConfig
 
 ADAMW_BYTES = 34        # of a parameter: master and states read and written, gradient read twice, bf16 made
 LOSS_BYTES = 14         # of a logit: written, read, as float32 written and read, its gradient written
+COUNTED = 2     # microbatches of each stage
+PLAIN: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble_h1}
 
 
 @dataclass(frozen=True)
@@ -204,3 +223,29 @@ def _optimizer(config: ModelConfig, layout: Layout, work: Training, cluster: Clu
     held = parameters(config, layout, stage)
     mine = optimizer_share(held, layout) if work.zero else held.total
     return compute.move(cluster.device, ADAMW_BYTES * mine) / work.achieved
+
+
+@lru_cache(1024)
+def report(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> Report:
+    """A schedule on paper. Raises `DistError` for microbatches that an interleaved one cannot have."""
+    return check(interleave(stages, microbatches, virtual) if schedule == "interleaved" else
+                 PLAIN[schedule](stages, microbatches), EVEN)
+
+
+def idle(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> float:
+    """Microbatches' time that a stage waits in a step."""
+    counted = min(microbatches, COUNTED * stages)
+    return report(schedule, stages, counted, virtual).makespan / (sum(EVEN.values()) * virtual) - counted
+
+
+def bubble(schedule: str, stages: int, microbatches: int, virtual: int = 1) -> float:
+    """Share of a step."""
+    waits = idle(schedule, stages, microbatches, virtual)
+    return waits / (microbatches + waits)
+
+
+def under_way(work: Training, stages: int, stage: int, microbatches: int) -> float:
+    """Microbatches whose activations a stage holds at most."""
+    if work.schedule == "gpipe": return microbatches
+    counted = min(microbatches, COUNTED * stages)
+    return report(work.schedule, stages, counted, work.virtual).kept[stage] / work.virtual
