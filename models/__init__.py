@@ -5,8 +5,8 @@ Read in this order:
   families/     what differs from LLaMA, a small file for each family
   multimodal.py the language model of a directory that reads images, too
   qwen_vl/      what reads them: the vision tower of Qwen2.5-VL
-  fields.py, rope_fields.py, layer_config.py  keys of config.json, rope parameters, what differs in layers
-  rope.py       rotary frequencies: default, linear, dynamic, llama3, yarn, longrope
+  fields.py, layer_config.py  keys of config.json, what differs in layers
+  rope.py       rotary frequencies: default, linear, dynamic, llama3, yarn, longrope; their parameters
   llama.py      the network; layers.py, attention.py, dense.py have its parts
   paged.py      a step of many sequences over KV cache pages
   weights.py    which tensors a checkpoint must hold, and where in the network each is stored

@@ -25,8 +25,7 @@ from .fields import Fields, activation
 from .layer_config import LLAMA_NAMES, LatentConfig, MoEConfig, Names, Temperature
 from .model_types import architectures_of
 from .multimodal import language_config
-from .rope import RopeConfig, distinct
-from .rope_fields import rope_config, rope_parameters
+from .rope import RopeConfig, distinct, rope_config, rope_parameters
 
 DTYPES = ("float32", "float16", "bfloat16")
 # Fields that change what is computed, in some families: the others refuse them. per_layer_config does so in

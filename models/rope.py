@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies and tables.
+"""Rotary position embedding: frequencies and tables, and its parameters in a config.json.
 
 Protocol: `inverse_frequencies(rope)` gives the angular step of each pair of dimensions, `tables(rope, n)`
 the cosines and sines of n positions, computed in float32 as transformers does (so that logits agree to
@@ -7,18 +7,33 @@ float32 rounding). The rotation pairs dimension i with i + dim/2 (the Hugging Fa
 
 Sources: RoFormer (arXiv 2104.09864), linear interpolation (arXiv 2306.15595), YaRN (arXiv 2309.00071),
 LongRoPE (arXiv 2402.13753), and the frequency bands of Llama 3.1 as published with its weights.
+
+`rope_config` reads the parameters in every spelling that transformers reads: transformers 5 writes
+rope_parameters (rope_theta inside); before that rope_theta and rope_scaling stood apart. Where a file has
+both, transformers reads rope_scaling.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from tinygrad_nv.errors import ModelError, brief
+
+from .fields import CORRECT, Fields
 
 MAX_CONTEXT = 1 << 20           # limit: tokens of a context without --max-model-len
 MAX_TABLE_BYTES = 256 << 20     # limit: bytes of the tables of a rope without --max-model-len
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
+NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+           "mscale", "mscale_all_dim")
+NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+          "yarn": ("factor",), "dynamic": ("factor",)}
+LISTS = {"factors": ("factors",), "longrope": ("short_factor", "long_factor")}
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -112,3 +127,79 @@ def tables(rope: RopeConfig, positions: int, longest: int | None = None) -> tupl
     angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies[None, :]
     factor = np.float32(attention_factor(rope))
     return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+# **** config.json ****
+
+def rope_parameters(f: Fields) -> Mapping[str, Any]:
+    """Returns the rope parameters of a file that has the same for all layers. Raises `ModelError` for
+    others."""
+    given = f.get("rope_scaling") or f.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise ModelError(f"{f.name}: rope parameters are {brief(given)}",
+                         "an object of numbers, the same for all layers")
+    return given
+
+
+def rope_config(f: Fields, given: Mapping[str, Any], head_dim: int, partial: bool = False) -> RopeConfig:
+    """Parameters of a `Fields` with a section `given` of rope parameters. `partial`: the family rotates
+    partial_rotary_factor of a head; others ignore the field, unless a scaled kind of rope reads it. Raises
+    `ModelError`."""
+    kind, name = given.get("rope_type", given.get("type", "default")), f.name
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{name}: rope type {brief(kind)} is not supported",
+                         f"one of: {', '.join(ROPE_TYPES)}")
+    if head_dim % 2: raise ModelError(f"{name}: head_dim is {head_dim}", "an even number: rope rotates pairs")
+    both = Fields({"rope_theta": 10000.0, **f.raw, **given}, name)
+    dim = _partial_dim(both, head_dim) if partial else head_dim
+    if not partial: _require_whole_heads(both, kind)
+    mine = Fields(given, name)
+    numbers: dict[str, Any] = {key: mine.number(key, zero=key.startswith("mscale"))
+               for key in NUMBERS if given.get(key) is not None}
+    if missing := [key for key in NEEDED.get(kind, ()) if key not in numbers]:
+        raise ModelError(f"{name}: rope type {kind} lacks {', '.join(missing)}", ", ".join(NEEDED[kind]))
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise ModelError(f"{name}: low_freq_factor {numbers['low_freq_factor']:g} is not below "
+                         f"high_freq_factor {numbers['high_freq_factor']:g}",
+                         "a smaller and a larger number of rotations")
+    # at 1 every frequency is 1, and YaRN divides by its logarithm
+    theta, positions = both.number("rope_theta", 1.0), f.positive("max_position_embeddings")
+    original = positions
+    # beside the rope parameters it precedes the one among them, as in transformers
+    for section in (mine, f):
+        if section.get(ORIGINAL) is not None: original = section.positive(ORIGINAL)
+    if kind == "longrope" and original < 2:     # its attention factor divides by the logarithm
+        raise ModelError(f"{name}: {ORIGINAL} is {original} with rope type longrope", "2 or more", CORRECT)
+    if kind == "longrope": numbers.setdefault("factor", positions / original)
+    lists: dict[str, Any] = {key: _factors(given, key, dim, name) for key in LISTS.get(kind, ())}
+    return RopeConfig(kind=kind, theta=theta, dim=dim, original_positions=original,
+                      truncate=bool(given.get("truncate", True)), **lists, **numbers)
+
+
+def _factors(given: Mapping[str, Any], key: str, dim: int, name: str) -> tuple[float, ...]:
+    """One for each pair of dimensions."""
+    factors = given.get(key)
+    if not isinstance(factors, list) or len(factors) != dim // 2:
+        count = len(factors) if isinstance(factors, list) else 0
+        raise ModelError(f"{name}: {key} of the rope parameters has {count} factors",
+                         f"{dim // 2}, one for each pair of dimensions that are rotated")
+    return tuple(Fields({key: each}, name).number(key) for each in factors)
+
+
+def _partial_dim(both: Fields, head_dim: int) -> int:
+    """Rotated dimensions of a head."""
+    if both.get("partial_rotary_factor") is None: return head_dim
+    dim = int(head_dim * (factor := both.number("partial_rotary_factor")))
+    if factor > 1 or dim < 2 or dim % 2:
+        raise ModelError(f"{both.name}: partial_rotary_factor {factor:g} rotates {dim} of {head_dim} "
+                         "dimensions", "an even number of a head's dimensions", "correct the file")
+    return dim
+
+
+def _require_whole_heads(both: Fields, kind: str) -> None:
+    """Refuses a partial_rotary_factor that transformers cannot run."""
+    factor = both.get("partial_rotary_factor")
+    if kind == "default" or factor is None: return
+    if both.number("partial_rotary_factor") != 1.0:
+        raise ModelError(f"{both.name}: partial_rotary_factor is {brief(factor)} with rope type {kind}",
+                         "1: this family rotates whole heads", "remove the field, or correct it")

@@ -15,8 +15,7 @@ from tinygrad_nv.tile.router.spec import Policy, check
 
 from ..fields import Fields
 from ..layer_config import LatentConfig, MoEConfig, Names, moe_config
-from ..rope import RopeConfig
-from ..rope_fields import rope_config, rope_parameters
+from ..rope import RopeConfig, rope_config, rope_parameters
 from .family import Family
 
 NAMES = Names(shared_expert="mlp.shared_experts")

@@ -14,7 +14,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
-from ..rope_fields import rope_config, rope_parameters
+from ..rope import rope_config, rope_parameters
 from .family import layer_types, ropes_by_type, windows
 
 

@@ -10,8 +10,7 @@ from typing import Any
 from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
-from ..rope import RopeConfig
-from ..rope_fields import rope_config
+from ..rope import RopeConfig, rope_config
 
 
 @dataclass(frozen=True)

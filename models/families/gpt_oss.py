@@ -10,7 +10,7 @@ from tinygrad_nv.tile.grouped_gemm.spec import ALPHA, LIMIT
 
 from ..fields import Fields, activation
 from ..layer_config import COUNTS, Names, moe_config
-from ..rope_fields import rope_config, rope_parameters
+from ..rope import rope_config, rope_parameters
 from .family import Family, layer_types, windows
 
 NAMES = Names(router="mlp.router", fused="interleaved")

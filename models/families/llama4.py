@@ -10,8 +10,7 @@ from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..layer_config import COUNTS, Names, Temperature, moe_config
-from ..rope import attention_factor
-from ..rope_fields import rope_config, rope_parameters
+from ..rope import attention_factor, rope_config, rope_parameters
 from .family import FULL, Family, has_rope
 
 NAMES = Names(gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"), down="feed_forward.down_proj",

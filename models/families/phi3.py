@@ -8,7 +8,7 @@ from tinygrad_nv.errors import ModelError, brief
 
 from ..fields import Fields
 from ..layer_config import Names
-from ..rope_fields import rope_config, rope_parameters
+from ..rope import rope_config, rope_parameters
 from .family import Family
 
 NAMES = Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..fields import Fields
-from ..rope_fields import rope_config, rope_parameters
+from ..rope import rope_config, rope_parameters
 from .family import Family, has_rope, layer_types, windows
 
 

@@ -1,6 +1,6 @@
 """Attentions of few rows and many keys: decode attentions, which divide the keys.
 
-Protocol: `choose_decode` makes of a `Found` (attention/spec.py) what templates/decode.py, or
+Protocol: `choose_decode` makes of a `Found` (attention/spec.py) what tile/decode, or
 cpu/decode/kernel.py, takes, or None, which leaves it to flash attention. The keys of a request are a
 contiguous cache; how many there are is what the last row sees: an argument of the launch where it varies.
 Rows beside each other end at it, as a causal mask has them; without one all rows see all keys, and are to a
