@@ -178,6 +178,7 @@ class Tree:
                     code, output = self.test("-x", *tests)
                     if code in (FAILED, INTERRUPTED):
                         return "failed", next(iter(find_failures(output)), output[-300:])
+                    if code < 0: return "failed", tests[0]      # the process died, in one of them
                     if code not in (PASSED, NONE): raise RuntimeError(f"pytest ended with {code}: {output}")
         except subprocess.TimeoutExpired: return "unclear", f"no end within {self.limit:g} s"
         return "survived", ""

@@ -159,6 +159,15 @@ def test_a_larger_size_makes_the_arena_grow(hopper: NVDevice):
     assert [(b.captures, b.builds, b.hits) for b in pool.stats().buckets] == [(1, 2, 0), (1, 1, 0), (1, 1, 1)]
 
 
+def test_results_are_read_where_larger_outputs_lie(hopper: NVDevice):
+    """After a larger size grew the outputs, a smaller one's are in other memory than before."""
+    def twice(x: Tensor) -> Tensor: return (x.reshape(-1, 1).expand(-1, 256) * 2).contiguous()
+    pool = GraphPool(twice, WIDE, (1, 4), hopper.device)
+    for call, rows in enumerate((1, 4, 1)):
+        x = np.arange(rows, dtype=np.int32) + call
+        np.testing.assert_array_equal(pool(x=x).numpy(), np.repeat(2 * x[:, None], 256, 1))
+
+
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 99)), min_size=1, max_size=6))

@@ -92,6 +92,14 @@ def test_a_captured_step_serves_every_length(gpu: str, rows: int, heads: int, wi
               sees, BF16)
 
 
+def test_windows_are_those_of_the_mask(gpu: str):
+    """Of any number of rows: how many keys each sees, its own among them."""
+    _, _, cache = filled(gpu)
+    for rows, window in ((1, 200), (8, 300)):
+        start = Variable("start", 0, 1030).bind(900)
+        assert divided(step(stored(normal(1, 2, rows, 64)), cache, start, window)).window == window
+
+
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_batch(gpu: str):
     """Each of three requests alone, the room for keys another, the length a number."""

@@ -44,6 +44,17 @@ def test_without_one_they_race() -> None:
     assert "race" in exchange("bar.arrive 1, 128;")[0]  # who only arrives has not waited
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_write_races_with_a_reader_that_is_not_the_last(seed: int) -> None:
+    """It waits for one warp that reads, and not for the other."""
+    emu = Emulator(seed=seed)
+    found(run("""mov.u32 %r2, tile; setp.eq.u32 %p1, %t, 0; @%p1 st.shared.u32 [%r2], 1; bar.sync 0;
+        setp.ge.u32 %p2, %t, 64; @%p2 bra WRITER; ld.shared.u32 %r1, [%r2]; setp.lt.u32 %p3, %t, 32; @%p3 ret;
+        bar.sync 1, 64; ret;
+        WRITER: bar.sync 1, 64; setp.eq.u32 %p1, %t, 64; @%p1 st.shared.u32 [%r2], 2;""",
+              emu=emu, block=96, variables=SHARED), "race")
+
+
 @pytest.mark.parametrize("block", [1, 31, 33, 40, 100])
 def test_blocks_that_are_not_whole_warps(block: int) -> None:
     assert exchange("bar.sync 0;", block) == ([], True)

@@ -155,6 +155,14 @@ REDUCTIONS = [("add.u32", np.uint32, np.add), ("add.s32", np.int32, np.add), ("a
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(("name", "dtype", "how"), REDUCTIONS)
 def test_bulk_reductions(seed: int, name: str, dtype: type, how) -> None:
+    check_reduction(seed, name, dtype, how)
+
+
+@pytest.mark.parametrize(("name", "dtype", "how"), REDUCTIONS[-2:])
+def test_bulk_counters_wrap(name: str, dtype: type, how) -> None: check_reduction(0, name, dtype, how)
+
+
+def check_reduction(seed: int, name: str, dtype: type, how) -> None:
     rng = np.random.default_rng(5)
     low = -100 if np.dtype(dtype).kind in "if" else 0
     x, y = (rng.integers(low, 100, 512 // np.dtype(dtype).itemsize).astype(dtype) for _ in range(2))

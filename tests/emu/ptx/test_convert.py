@@ -218,6 +218,16 @@ def test_float_roundings(to: str, kind: str, mode: str) -> None:
     if to == "f32": check_floats(f"cvt.{mode}.ftz.{to}.{kind}", kind, FORMATS[to], mode, result=result)
 
 
+@pytest.mark.parametrize(("to", "kind"), [("f16", "f32"), ("bf16", "f32"), ("f16", "f64"), ("bf16", "f64")])
+def test_ties_go_to_even(to: str, kind: str) -> None:
+    """Odd numbers of a bit more than the format has."""
+    odd = (2 << (10 if to == "f16" else 7)) + np.arange(1, 9, 2)
+    wide = np.concatenate([odd, -odd]).astype(np.float32 if kind == "f32" else np.float64) / 4
+    got = apply1(f"cvt.rn.{to}.{kind} %d0, %s0;", wide.view(UNSIGNED[BYTES[kind]]), result=np.uint16)
+    wanted = torch.from_numpy(wide).to(TORCH[to]).view(torch.int16).numpy().view(np.uint16)
+    np.testing.assert_array_equal(got, wanted)
+
+
 @pytest.mark.parametrize("opcode", ["cvt.rn.relu.f16.f32", "cvt.rz.relu.bf16.f32", "cvt.rn.satfinite.f16.f32",
                                     "cvt.rn.relu.satfinite.bf16.f32", "cvt.rn.sat.f16.f32",
                                     "cvt.rz.ftz.f16.f32",

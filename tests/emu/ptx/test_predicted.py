@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from bench.lib.specs import BF16, E4M3, attention, matmul, rms
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.ptx.timing import units
+from tinygrad_nv.ptx.timing import model, units
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.ptx.timing.report import as_text
+from tinygrad_nv.ptx.timing.simulator import REASONS
+from tinygrad_nv.ptx.timing.units import Unit
 from tinygrad_nv.tile.arguments import launches
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.spec import Band
@@ -133,6 +136,16 @@ def test_eight_bits_are_faster_and_mma_is_slower():
     assert narrow.cycles < 0.7 * wide.cycles
     by_mma = predicted(square(2048), Mma().block(128, 256).k(32).warps(2, 4).stages(4))
     assert by_mma.cycles > 1.3 * predicted(square(2048)).cycles
+
+
+def test_four_tensor_cores_of_an_sm_are_one_share():
+    """Two SMs, 100 cycles: in one all four are busy, in the other none; and half of the cycles of shared
+    memory, of which there is one."""
+    busy = np.zeros((2, len(Unit)))
+    busy[0, Unit.TENSOR], busy[:, Unit.SHARED] = 400, 50
+    run = SimpleNamespace(cycles=100, busy=busy, waited=np.zeros((1, len(REASONS))), l2_busy=0, hbm_busy=0)
+    shares = model._units([run])
+    assert (shares["tensor cores"], shares["shared memory"]) == (0.5, 0.5)
 
 
 def test_one_row_is_bound_by_memory():

@@ -61,6 +61,21 @@ def test_majors_and_swizzles(kind: str, a_major: str | None, b_major: str, span:
     check_exact(dense("f32", kind, kind, n=128, a_major=a_major, b_major=b_major, a_span=other, b_span=span))
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_swizzle_that_begins_within_a_pattern(rows: int) -> None:
+    """The base offset says by how many rows of 128 bytes."""
+    case = dense("f32", "f16", "f16")
+    (x, product), (left, right), image = operands(case), case.tiles(), np.zeros(1 << 17, np.uint8)
+    assert left is not None
+    left.place(image, x.a, 16)
+    image = np.roll(image, 128 * rows)      # a swizzle moves nothing from row to row
+    right.place(image, x.b.T, 16)
+    moved = replace(left, start=128 * rows, base=rows)
+    got, report = launch(case, x, image=image, tiles=(moved, right))
+    assert not report.findings, report.findings
+    np.testing.assert_array_equal(numbers(got, "f32"), product + numbers(x.c, "f32"))
+
+
 @pytest.mark.parametrize("kind", ["tf32", "e4m3", "s8"])
 @pytest.mark.parametrize("span", [0, 32, 64, 128])
 def test_swizzles_of_other_sizes(kind: str, span: int) -> None:

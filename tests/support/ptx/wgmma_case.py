@@ -28,15 +28,19 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class Tile:
-    """An operand in shared memory at `start` (bytes from the image's own start, 1024-byte aligned)."""
+    """An operand in shared memory at `start` (bytes from the image's own start, which is 1024-byte aligned).
+    Its swizzle begins at row `base` of a pattern."""
     start: int
     leading: int
     stride: int
     span: int
     major: Major
+    base: int = 0
 
     @property
-    def descriptor(self) -> int: return descriptor(0x400 + self.start, self.leading, self.stride, self.span)
+    def descriptor(self) -> int:
+        made = descriptor(0x400 + self.start, self.leading, self.stride, self.span)
+        return made | self.base << 49
 
     def place(self, image: np.ndarray, codes: np.ndarray, bits: int) -> None:
         """Writes codes [mn, k] of `bits` (8 and up; single bits come packed in bytes) to an image (uint8)."""

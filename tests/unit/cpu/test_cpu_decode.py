@@ -75,8 +75,7 @@ def test_contiguous_caches_and_integers():
 
 @pytest.mark.slow
 def test_scores():
-    """A soft-cap, positions, a parameter of rows and keys, a first split that no query sees; rows at one
-    place."""
+    """A soft-cap, positions, a parameter of rows and keys; rows at one place."""
     sums = tanh(Sum() * 0.05) * 20.0
     spec = contiguous(300, heads=2, group=2, s_q=3, dtype=F32, score=sums + Load(0, F32, 300, 1, (0, 900, 0)))
     checked(spec, [300])
@@ -84,8 +83,14 @@ def test_scores():
     checked(contiguous(300, s_q=3, dtype=F32, score=sums + apart), [211])
     even = where(Position("n").cast(F32) < 100.0, Sum() * 0.1, -float("inf"))
     checked(contiguous(300, s_q=3, dtype=F32, causal=False, score=even), [211])
+
+
+def test_splits_that_no_query_sees():
+    """The first one, or all of them."""
     late = where(Constant(280.0, F32) < Position("n").cast(F32), Sum() * 0.1, -float("inf"))
-    checked(contiguous(300, s_q=3, dtype=F32, causal=False, score=late), [300])
+    spec = contiguous(300, s_q=3, dtype=F32, causal=False, score=late)
+    checked(spec, [300])
+    assert not checked(spec, [270]).any()
 
 
 @pytest.mark.parametrize("kv", [S8, E4M3, E5M2], ids=str)

@@ -172,6 +172,17 @@ def test_rows_in_a_graph_are_one_kernel_that_gives_what_tinygrad_gives(name: str
     np.testing.assert_allclose(ours, theirs, rtol=1e-2 if dtype != F32 else 2e-6, atol=atol)
 
 
+def test_positions_may_begin_anywhere():
+    """Of a slice of positions with steps, and of positions that fall."""
+    x = np.random.default_rng(1).normal(size=(6, 64)).astype(np.float32)
+    for places, wanted in ((Tensor.arange(0, 195, 3)[1:], np.arange(3, 195, 3)),
+                           (Tensor.arange(64).flip(0) * 2, np.arange(126, -2, -2))):
+        made = (Tensor(x) * (places * 0.01)).softmax(-1)
+        assert "norm" in {kernel.template for kernel in explain(made).kernels}
+        right = torch.tensor(x.astype(np.float64) * wanted * 0.01).softmax(-1)
+        np.testing.assert_allclose(made.numpy(), right, rtol=1e-5)
+
+
 def test_symbolic_rows_are_found():
     x, w = of(X[0]), of(X[0, 0])
     for rows in (1, 3):

@@ -7,9 +7,13 @@ import ctypes
 import time
 
 import pytest
+from tinygrad import Tensor, dtypes, nn
+from tinygrad.helpers import Context
 
 from tests.support.dist import rank_programs
+from tinygrad_nv.dist.group import Group
 from tinygrad_nv.dist.processes import ENDED
+from tinygrad_nv.dist.train.data_parallel import ShardedOptimizer
 from tinygrad_nv.dist.transports import nccl_api
 from tinygrad_nv.errors import DistError
 
@@ -131,3 +135,16 @@ def test_where_there_is_none(monkeypatch):
     monkeypatch.setattr(nccl_api, "_paths", lambda: ["no-libnccl.so"])
     with pytest.raises(DistError, match=r"NCCL cannot be loaded: no-libnccl\.so"):
         nccl_api.real.__wrapped__()
+
+
+def test_gradients_of_microbatches_are_added():
+    """ZeRO-2; what ranks exchange is in train_program.py."""
+    weight = Tensor([1.0, 2.0, 3.0], dtype=dtypes.float32, device="CPU").realize()
+    with Context(TRAINING=1):
+        optimizer = ShardedOptimizer([weight], Group("alone", (0,), 0, 1.0),
+                                     lambda parts: nn.optim.SGD(parts, 0.5))
+        for by in (1.0, 2.0):
+            (weight * by).sum().backward()
+            optimizer.reduce()
+        optimizer.step()
+    assert weight.tolist() == [-0.5, 0.5, 1.5]

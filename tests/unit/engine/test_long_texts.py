@@ -1,6 +1,7 @@
 """Long texts: bounds of their tokens, and calls that other threads need not wait for."""
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -128,6 +129,12 @@ def test_ids_of_long_texts_are_those_of_the_library(tokenizer: Tokenizer):
                 backend.no_truncation()
                 assert tokenizer.encode_truncated(text, most, side) == expected, (most, side)
             assert len(tokenizer.encode_truncated(text, most, side)) <= most
+    for one, two in itertools.product((1, 2, 5, 6, 8, 9), repeat=2):
+        for most in range(4, 21):
+            backend.enable_truncation(most)
+            made = backend.encode("x " * one, "y " * two)
+            backend.no_truncation()
+            assert tokenizer.encode_pair("x " * one, "y " * two, most) == (made.ids, made.type_ids)
     made = backend.encode(text, "a fox")
     assert tokenizer.encode_pair(text, "a fox") == (made.ids, made.type_ids)
 

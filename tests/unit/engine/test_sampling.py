@@ -195,6 +195,14 @@ def test_a_penalty_of_two_halves_positive_and_doubles_negative_logits():
     assert draw(y, SamplingParams(temperature=0, repetition_penalty=2), seen=(0,)) == 1
 
 
+@pytest.mark.parametrize("params", [SamplingParams(frequency_penalty=1.5), SamplingParams(min_p=1.0)],
+                         ids=["no penalty of the prompt", "the likeliest is left"])
+def test_ends_of_ranges_are_those_of_transformers(params: SamplingParams):
+    x, seen, said = logits_of(3, size=7), (0, 5), (1, 5, 5)
+    np.testing.assert_allclose(Case([params], 7, seen, said).apply_filters(x[None])[0],
+                               their_filtered(x, params, seen, said), rtol=1e-6)
+
+
 def test_fresh_seeds_differ(): assert fresh_seed() != fresh_seed()
 
 

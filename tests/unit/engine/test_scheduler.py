@@ -267,6 +267,19 @@ def test_a_preempted_answer_is_computed_again_or_comes_back_from_the_host():
         if offloads: assert copies >= {CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE}
 
 
+def test_preempted_answers_that_have_not_forked_give_their_slots_back():
+    """Of three answers to a long prompt, while it is computed."""
+    engine = Engine(pages=83, page_size=2, max_batched_tokens=16)
+    engine.add("old", [1, 2, 3], max_tokens=40)
+    many = engine.add("many", LONG[:150], arrival_s=1.0, n=3, max_tokens=3)
+    while not engine.core.stats().preempted: engine.step()
+    assert not engine.tokens("many")
+    assert len(engine.core.scheduler._slots) == 3
+    engine.end()
+    for index in range(3):
+        assert engine.tokens("many", index) == engine.alone(many, index)
+
+
 def test_an_answer_that_fills_all_pages_comes_back_from_the_host():
     engine = Engine(pages=4, page_size=16, host_pages=8, more={"offload_cost": 0.0})
     old = engine.add("old", LONG[:20], max_tokens=36)

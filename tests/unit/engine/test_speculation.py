@@ -109,6 +109,19 @@ def test_copies_change_no_token(seed):
     assert not proposer._indices
 
 
+def test_log_probabilities_of_accepted_tokens_are_their_own():
+    """Those that the same answer has where no draft is accepted."""
+    params = SamplingParams(seed=1, max_tokens=30, ignore_eos=True, logprobs=0)
+    request = Request("a", [1, 2, 3], params)
+    right = alone(request, 0, Engine().config, 256)[0]
+    found = []
+    for wrong in (4, 1):    # with three right ones between wrong ones, and with none
+        engine = answered(OracleProposer({("a", 0): [*request.prompt, *right]}, wrong), [request])
+        found.append([each.chosen for made in engine.outputs_seen for each in made.logprobs])
+    assert len(found[0]) == 30
+    assert found[0] == found[1]
+
+
 def test_each_row_of_a_draft_has_the_mask_of_its_place():
     """Accepted drafts have the maximum length, also with structured output."""
     params = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)

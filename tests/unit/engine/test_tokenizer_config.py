@@ -128,6 +128,8 @@ def test_ends_and_chunks_of_llama(tmp_path: Path):
     assert new.encode("a")[1:] == old.encode("a", special=False)
     assert new.backend.id_to_token(new.encode("<s>b", special=False)[1]) == "b"
     assert old.backend.id_to_token(old.encode("<s>b", special=False)[1]) == "▁b"
+    # transformers' default
+    assert load(tmp_path, model, tokenizer_class=name).encode("<s>b") == new.encode("<s>b")
     both = load(tmp_path, model, add_bos_token=False, add_eos_token=True)
     assert both.encode("a") == [*old.encode("a", special=False), eos]
     assert old.special == {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -146,6 +148,13 @@ def test_added_tokens_and_template(tmp_path: Path):
     assert [ids[0], ids[-1]] == [size, 2]
     assert ids[1:-1] == made.encode("it", special=False)
     assert made.decode([size, size + 1, 2]) == "<tool>"
+
+
+def test_a_template_writes_the_beginning_token_itself(tmp_path: Path):
+    made = load(tmp_path, model_of("llama"), tokenizer_class="LlamaTokenizer",
+                chat_template="{{ bos_token + messages[0].content }}")
+    ids, bos = made.encode_chat([{"role": "user", "content": "it"}]), made.backend.token_to_id("<s>")
+    assert (ids[0], ids.count(bos)) == (bos, 1)
 
 
 def test_fairseq_ids(tmp_path: Path):

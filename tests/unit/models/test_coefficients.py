@@ -57,6 +57,24 @@ def test_tables_are_those_of_transformers(kind: str, theta: float):
     np.testing.assert_allclose(ours[1], sin[0, :, :16].numpy(), atol=2 ** -15, rtol=0)
 
 
+@pytest.mark.parametrize("length", [64, 65])
+def test_longrope_changes_beyond_the_trained_length(length: int):
+    fields = parameters("longrope", 10000.0)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**fields))
+    wanted = theirs(torch.zeros(1, length, 64), torch.arange(length)[None])
+    ours = tables(parse_config({"architectures": ["LlamaForCausalLM"], **fields}).ropes[0], length)
+    for found, each in zip(ours, wanted, strict=True):
+        np.testing.assert_allclose(found, each[0, :, :16].numpy(), atol=2 ** -15, rtol=0)
+
+
+def test_of_two_original_lengths_the_one_beside_the_parameters_counts():
+    fields = {**parameters("yarn", 10000.0), "original_max_position_embeddings": 128}
+    cos, _ = LlamaRotaryEmbedding(LlamaConfig(**fields))(torch.zeros(1, 256, 64), torch.arange(256)[None])
+    rope = parse_config({"architectures": ["LlamaForCausalLM"], **fields}).ropes[0]
+    assert rope.original_positions == 128
+    np.testing.assert_allclose(tables(rope, 256)[0], cos[0, :, :16].numpy(), atol=2 ** -15, rtol=0)
+
+
 def test_old_and_new_spellings_are_one_configuration():
     new = parameters("llama3", 500000.0)
     old = {k: v for k, v in new.items() if k != "rope_parameters"} | {

@@ -189,3 +189,12 @@ def test_a_loop_of_no_iteration():
     none = runner({"n": np.array(0), "x": x})
     assert none["y"].tolist() == [1, 2]
     assert none["s"].shape == (0, 2)
+
+
+def test_a_box_whose_score_is_the_threshold_is_dropped():
+    boxes = np.array([[[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]], np.float32)
+    made = model("""g (float[1, 3, 4] b, float[1, 1, 3] s) => (int64[n, 3] y) {
+        y = NonMaxSuppression(b, s, most, overlap, least) }""", most=np.array([3]),
+                 overlap=np.array([0.5], np.float32), least=np.array([0.5], np.float32))
+    found = OnnxRunner(made)({"b": boxes, "s": np.array([[[0.25, 0.5, 0.75]]], np.float32)})["y"]
+    assert found.tolist() == [[0, 0, 2]]

@@ -71,6 +71,13 @@ def test_masks_that_are_bands(name: str, applied: str):
     assert show(spec.score) == "(sum * 0.125)"
 
 
+def test_of_two_ends_the_nearer_counts():
+    x, v = scores()
+    r, c = positions()
+    seen = (c <= r + 5) & (c <= r) & (c > r - 9) & (c > r - 7)
+    assert found(attended(seen.where(x, -float("inf")), v)).band == Band(-6, 0)
+
+
 def test_triangles_of_the_library():
     x, v = scores()
     full = Tensor.full((T, S), -float("inf"), buffer=False)

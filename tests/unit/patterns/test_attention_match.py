@@ -245,6 +245,8 @@ def test_sums_that_are_others():
     assert "not normalised" in left(e.cast(BF16) @ v)
     half = e / e[..., :S // 2].sum(-1, keepdim=True)
     assert left(half.cast(BF16) @ v) != ""
+    turned = e / e.sum(-1, keepdim=True).flip(-2)       # each row by another's
+    assert left(turned.cast(BF16) @ v) != ""
 
 
 def test_a_softmax_over_rows_is_none():

@@ -98,8 +98,16 @@ def test_views_without_strides(moves: tuple[str, ...]):
         with pytest.raises(NotAffine): pushed(space, x.uop, at)
 
 
-def test_padding_that_is_read_has_no_index():
-    space, x = Space(), Tensor.empty(4, 6).pad(((1, 0), (0, 0)))
+def test_a_piece_of_two_rows_has_no_strides():
+    """Four elements of a matrix by columns, the last of them in its second row."""
+    x = Tensor.empty(4, 2).transpose(0, 1).reshape(-1)[1:5]
+    space = Space()
+    with pytest.raises(NotAffine, match="no strides"): pushed(space, x.uop, space.ranges(x.shape))
+
+
+@pytest.mark.parametrize("amounts", [(1, 0), (0, 1)])
+def test_padding_that_is_read_has_no_index(amounts: tuple[int, int]):
+    space, x = Space(), Tensor.empty(4, 6).pad((amounts, (0, 0)))
     with pytest.raises(NotAffine, match="padding"): pushed(space, x.uop, space.ranges(x.shape))
 
 

@@ -204,6 +204,12 @@ def test_sizes_are_those_of_ggml():
     assert {kind.value: kind.name for kind in Kind if kind not in FORMATS} == blocks.NAMES
 
 
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: FORMATS[kind].name)
+def test_values_in_numpy_are_those_of_ggml(kind: int):
+    raw = random_rows(FORMATS[kind], 5, 3, seed=1)
+    require_same_bits(blocks.values(FORMATS[kind], raw), gguf.dequantize(raw, Kind(kind)))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sane", [True, False], ids=["numbers", "any bytes"])
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: FORMATS[kind].name)
@@ -292,6 +298,20 @@ def test_metadata_and_tensors(tmp_path: Path, alignment: int | None):
         assert raw.tobytes() == data.tobytes()
     assert np.array_equal(blocks.floats(file.tensors["half"].format, file.raw("half")), given["half"][0])
     assert file.raw("experts").shape == (6, 144)
+
+
+def test_headers_of_any_length(tmp_path: Path):
+    """One of them ends at a multiple of the alignment, and has no padding."""
+    data, path = np.arange(7, dtype=np.float32), tmp_path / "x.gguf"
+    for length in range(32):
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_string("general.name", "x" * length)
+        writer.add_tensor("norm", data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        assert open_gguf(path).raw("norm").tobytes() == data.tobytes()
 
 
 def test_version_2_and_arrays_of_arrays(tmp_path: Path):

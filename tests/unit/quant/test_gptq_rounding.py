@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from compressed_tensors.quantization.utils import mxfp_utils
 
 from tinygrad_nv.quantize.gptq import DAMPING, gptq, inverse_factor
-from tinygrad_nv.quantize.rounding import round_matrix
+from tinygrad_nv.quantize.rounding import e8m0, round_matrix
 from tinygrad_nv.quantize.schemes import Options, Scheme, scheme_of
 
 N, K, GROUP = 24, 192, 32
@@ -120,3 +122,12 @@ def test_inputs_that_are_always_0(drawn: tuple[np.ndarray, np.ndarray]):
     assert error(w, found.matrix, silent) < 0.5 * error(w, round_matrix(scheme("weight"), w, exact).matrix,
                                                         silent)
     assert not gptq(scheme("none"), w, np.zeros((K, K)), exact).codes.any()
+
+
+@pytest.mark.parametrize("largest", [4, 6, 6.99, 7, 7.01, 14, 28, 0.875, 0.8749999, 2.0 ** -100])
+def test_scales_of_mxfp4_are_those_of_compressed_tensors(largest: float):
+    """Ties too: at 7 · 2^e the scale doubles."""
+    w = np.zeros((1, 32), np.float32)
+    w[0, 5] = -largest
+    found = e8m0(round_matrix(scheme_of("mxfp4"), w, exact).scales).item()
+    assert found == mxfp_utils.generate_mx_scales(torch.tensor([float(largest)])).item()

@@ -62,6 +62,13 @@ def test_zero_points(n: int, k: int, group: int, bits: int, version: int):
     assert same(read(config, layer_of(tensors), (n, k))[0], matrix)
 
 
+def test_a_config_without_a_format_is_of_version_1():
+    """As AutoGPTQ wrote it before there was another."""
+    tensors, matrix = case(32, 32, 32, version=1)
+    config = {key: value for key, value in CONFIG.items() if key != "checkpoint_format"}
+    assert same(read(config, layer_of(tensors), (32, 32))[0], matrix)
+
+
 @pytest.mark.parametrize(("bits", "wanted"), [(3, QType(UINT3, Scale(1, 32, dtypes.float16), shift=4)),
                                               (4, QType(UINT4, Scale(1, 32, dtypes.float16), shift=8)),
                                               (8, QType(INT8, Scale(1, 32, dtypes.float16)))])

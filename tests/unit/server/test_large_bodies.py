@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, Live, fake_service, live, until
 from tinygrad_nv.engine.embedding.embedder import Embedder
@@ -20,7 +21,9 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.models.pooling import Pooling
 from tinygrad_nv.server import body, json_answer, response_store, workers
 from tinygrad_nv.server.body import MAX_CONTAINERS, MAX_DEPTH, MAX_NAMES, MAX_VALUES, Counted, count
+from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.json_answer import pieces
+from tinygrad_nv.server.limits import RequestLimits, read_body
 from tinygrad_nv.server.response_store import ResponseStore, Stored
 from tinygrad_nv.server.service import SLOW_S
 from tinygrad_nv.server.workers import Abandoned, Worker, aside, checkpoint
@@ -41,6 +44,15 @@ def refused(server: Live, path: str, body: Any, *words: str) -> None:
                               headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text[:300]
     assert [word for word in words if word not in answer.text] == [], answer.text[:300]
+
+
+def test_the_limit_itself_is_not_too_large():
+    async def read(sent: bytes) -> bytes:
+        async def receive() -> dict[str, Any]: return {"type": "http.request", "body": sent}
+        scope = {"type": "http", "headers": []}     # in chunks: no length
+        return await read_body(Request(scope, receive), RequestLimits(body_bytes=9), lambda count: None)
+    assert asyncio.run(read(b"x" * 9)) == b"x" * 9
+    with pytest.raises(APIError, match="more than 9 bytes"): asyncio.run(read(b"x" * 10))
 
 
 # **** counting ****

@@ -65,9 +65,11 @@ def test_echo_streams_with_logprobs(server: Live):
 
 
 def test_prompt_logprobs_are_dictionaries(server: Live):
-    made = ask(server, prompt=IDS, n=2, max_tokens=1, prompt_logprobs=2, echo=True, logprobs=3)
+    made = ask(server, prompt=IDS, n=2, max_tokens=1, prompt_logprobs=2, echo=True, logprobs=3,
+               return_token_ids=True)
     for at, choice in enumerate(made["choices"]):
         ids = IDS[at // 2]
+        assert choice["prompt_token_ids"] == ids
         assert choice["prompt_logprobs"][0] is None
         for i, (token, found) in enumerate(zip(ids[1:], choice["prompt_logprobs"][1:], strict=True), 1):
             assert found == {str(token): {"logprob": -i, "rank": 7, "decoded_token": TEXTS[at // 2][i]}, **{

@@ -137,7 +137,8 @@ class Tokenizer:
         """`encode_pair` of texts whose ids are known."""
         if most is not None:
             room = max(0, most - self.backend.num_special_tokens_to_add(True))
-            own = min(len(one), max(room - len(two), -(-room // 2)))
+            half = -(-room // 2) if len(one) > len(two) else room // 2   # the longer one has the odd token
+            own = min(len(one), max(room - len(two), half))
             one, two = one[:own], two[:max(0, room - own)]
         return self.add_special_tokens(one, two)
 

@@ -123,6 +123,17 @@ def test_scores_beyond_all_exponents(kind: Kind, score: Expression, size: float)
 
 
 @EACH
+def test_the_slope_of_a_hidden_score_may_be_infinite(kind: Kind):
+    """Scores of -exp2(40 · sum) are -inf from sums of 4 on; that of the first key is -1."""
+    score = Constant(0.0) - (Sum() * 40.0).exp2()
+    spec = backward(70, kind.keys, 64 if kind.schedule == LOW else 16, score=score)
+    given = arguments(spec)
+    lies(spec, given, "k")[..., 0, :] = 0
+    given_forward(spec, given)
+    for each in gradients(spec, kind.schedule, given): assert each.isfinite().all()
+
+
+@EACH
 def test_rows_that_see_nothing_have_no_share(kind: Kind):
     """By a mask in memory: their l is −inf, whatever grad they have."""
     d = 64 if kind.schedule == LOW else 16

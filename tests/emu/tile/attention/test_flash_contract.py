@@ -129,6 +129,12 @@ def test_bands(kind: Kind, band: Band):
     close(replace(spec, symbolic=()), schedule)
 
 
+@EACH
+def test_the_last_column_of_a_block_that_one_row_does_not_see(kind: Kind):
+    """Of 128 columns the first row sees 127."""
+    close(attention(5, 131, 32, kind.dtypes[0], band=CAUSAL, start=126), kind.narrow)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "schedule"), [
     (KINDS["mma"], mma(64, 64, 4)), (KINDS["fma"], fma(64, 64, 2, 2)), (KINDS["wgmma"], WGMMA)],

@@ -99,7 +99,6 @@ def test_gemv_parts():
     held(matmul(TYPES["int4 g128"], 3, 48, 512, parts=2, epilogue=gated), GEMV.of(1, 2), HOPPER)
 
 
-@pytest.mark.slow
 def test_the_ends_of_e8m0():
     """0 is 2^-127, a subnormal number, and 255 NaN."""
     spec = matmul(TYPES["MXFP4"], 1, 16, 64, BF16, F32)
