@@ -1,4 +1,5 @@
-"""What DEV=EMU says of settings, requests and kernels that are wrong."""
+"""Devices that cannot be opened, and what DEV=EMU says of wrong settings, kernels, and work in the wrong
+order."""
 from __future__ import annotations
 
 import os
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 from tinygrad.helpers import Context
 
+from tests.support.runtime.order_case import NBYTES, Bench, N, kernel, mine
 from tinygrad_nv import Device, Tensor, dtypes
 from tinygrad_nv.errors import ConfigError, DriverError, KernelError, NVError, PTXError
 from tinygrad_nv.patterns.program import Output, program
+from tinygrad_nv.ptx.builder import Kernel
 from tinygrad_nv.runtime.device import EMUDevice
+from tinygrad_nv.runtime.driver import Download, Launch, Upload, pointer
 from tinygrad_nv.tile.launch import PLAIN, Integer, LaunchConfig, MapArgument
 
 HEAD = ".version 7.8\n.target sm_80\n.address_size 64\n"
@@ -52,14 +56,14 @@ def run(source: str, entry: str = "k", device: str = "EMU", binary: bytes | None
 
 def race(device: str = "EMU") -> Tensor:
     """Two CTAs write the same places."""
-    return run(kernel(), device=device, ctas=2)
+    return run(kernel_text(), device=device, ctas=2)
 
 
-def kernel(offset: int = 0) -> str: return KERNEL.replace("OFFSET", str(offset))
+def kernel_text(offset: int = 0) -> str: return KERNEL.replace("OFFSET", str(offset))
 
 
 def test_a_kernel_that_is_right():
-    np.testing.assert_array_equal(run(kernel()).numpy(), np.arange(32))
+    np.testing.assert_array_equal(run(kernel_text()).numpy(), np.arange(32))
 
 
 # **** settings ****
@@ -94,7 +98,7 @@ AGAIN: add.u32 %r3, %r3, -1;
 setp.ne.u32 %p1, %r3, 0;
 @%p1 bra AGAIN;
 ret;"""
-    source = kernel().replace("ret;", rounds).replace(".reg .u32", ".reg .pred %p<2>; .reg .u32")
+    source = kernel_text().replace("ret;", rounds).replace(".reg .u32", ".reg .pred %p<2>; .reg .u32")
     monkeypatch.setattr(Device["EMU"].driver.emulator, "step_limit", 500)
     out = run(source)
     with pytest.raises(KernelError) as caught: out.numpy()
@@ -110,7 +114,7 @@ ret;"""
 
 
 def test_out_of_bounds():
-    out = run(kernel(offset=1))
+    out = run(kernel_text(offset=1))
     with pytest.raises(KernelError) as caught: out.numpy()
     assert f"kernel k: out-of-bounds: line {LINE}: write of 4 bytes at " in caught.value.found
     assert f"\n    {LINE}: st.global.u32 [%a2], %r1;" in caught.value.found
@@ -153,17 +157,18 @@ def test_without_checks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EMU_CHECK", "0")
     assert race("EMU:4").numpy().shape == (32,)
     assert (Tensor.empty(8, device="EMU:4") + 1).numpy().shape == (8,)
-    out = run(kernel(offset=1), device="EMU:4")
+    out = run(kernel_text(offset=1), device="EMU:4")
     with pytest.raises(KernelError, match="out-of-bounds"): out.numpy()
 
 
 # **** requests ****
 
 @pytest.mark.parametrize(("source", "words"), [
-    (KERNEL, "OFFSET"), (kernel().replace("st.global.u32", "frobnicate.u32"), "PTX line 13: frobnicate.u32"),
-    (kernel().replace("out)", "out, .param .u32 n)"), "1 arguments for the 2 parameters"),
-    (kernel().replace("sm_80", "sm_100"), "the module is for sm_100"),
-    (kernel().replace("ret;\n}", "ret;\n"), "function k is not closed"),
+    (KERNEL, "OFFSET"),
+    (kernel_text().replace("st.global.u32", "frobnicate.u32"), "PTX line 13: frobnicate.u32"),
+    (kernel_text().replace("out)", "out, .param .u32 n)"), "1 arguments for the 2 parameters"),
+    (kernel_text().replace("sm_80", "sm_100"), "the module is for sm_100"),
+    (kernel_text().replace("ret;\n}", "ret;\n"), "function k is not closed"),
 ], ids=["constant", "opcode", "parameters", "target", "brace"])
 def test_ptx_that_cannot_run(source: str, words: str):
     with pytest.raises(PTXError, match=words): run(source).realize()
@@ -171,30 +176,30 @@ def test_ptx_that_cannot_run(source: str, words: str):
 
 def test_an_entry_that_is_not_there():
     with pytest.raises(DriverError, match="the module has no kernel 'other'"):
-        run(kernel(), "other").realize()
+        run(kernel_text(), "other").realize()
 
 
 def test_machine_code():
     with pytest.raises(DriverError, match="the module is a cubin"):
-        run(kernel(), binary=b"\x7fELF\2\1\1").realize()
+        run(kernel_text(), binary=b"\x7fELF\2\1\1").realize()
 
 
 def test_more_shared_memory_than_there_is():
     with pytest.raises(PTXError, match="300000 bytes of shared memory") as caught:
-        run(kernel(), launch=LaunchConfig(300000)).realize()
+        run(kernel_text(), launch=LaunchConfig(300000)).realize()
     assert "232448" in caught.value.expected
 
 
 def test_variables_that_the_integers_of_a_launch_are_not_made_of():
     launch = LaunchConfig(integers=(Integer(0, (1, 2)), Integer(3, (1, 0))))
-    with pytest.raises(DriverError) as caught: run(kernel(), launch=launch).realize()
+    with pytest.raises(DriverError) as caught: run(kernel_text(), launch=launch).realize()
     assert caught.value.found == "kernel k with 0 variables"
     assert caught.value.expected == "2, as its LaunchConfig says"
 
 
 def test_a_tensor_map_of_a_pointer_that_is_not_there():
     launch = LaunchConfig(maps=(MapArgument(1, "u8", (64,), (), (64,)),))
-    with pytest.raises(DriverError) as caught: run(kernel(), launch=launch).realize()
+    with pytest.raises(DriverError) as caught: run(kernel_text(), launch=launch).realize()
     assert caught.value.found == "kernel k with 1 pointers and 0 integers"
     assert caught.value.expected == "those that its LaunchConfig names"
 
@@ -207,3 +212,121 @@ def test_more_memory_than_there_is():
 def test_errors_are_of_one_family():
     assert issubclass(KernelError, DriverError)
     assert issubclass(DriverError, NVError)
+
+
+# **** order ****
+
+@pytest.fixture
+def bench() -> Bench: return Bench()
+
+
+def found(bench: Bench) -> str:
+    with pytest.raises(KernelError) as caught: bench.gpu.synchronize()
+    assert caught.value.expected == "kernels in which the emulator finds nothing"
+    assert caught.value.fix == \
+        "correct what is named; EMU_CHECK=0 runs without race, order and initialisation checks"
+    return caught.value.found
+
+
+def test_streams(bench: Bench):
+    bench.gpu.submit(bench.move(bench.b, bench.a), bench.s)
+    bench.gpu.submit(bench.launch("tally", bench.b + 128, threads=32), bench.t)
+    assert found(bench) == (
+        f"order: kernel tally updates, and kernel move writes, bytes 128 to 255 of the 256 allocated at "
+        f"{bench.b:#x}, and nothing orders the two: record an event in stream 1 after kernel move, and let "
+        f"stream 2 wait for it before kernel tally")
+
+
+def test_nodes_of_a_graph(bench: Bench):
+    graph = bench.gpu.graph()
+    for target, source in ((bench.b, bench.a), (bench.c, bench.b)): graph.add(bench.move(target, source))
+    graph.instantiate().launch()
+    assert found(bench) == (
+        f"order: kernel move (node 0 of a graph) writes, and kernel move (node 1 of a graph) reads, bytes 0 "
+        f"to 255 of the 256 allocated at {bench.b:#x}, and nothing orders the two: add an edge from node 0 "
+        f"to node 1")
+
+
+def test_page_locked_memory_in_two_streams(bench: Bench):
+    host = bench.gpu.host(NBYTES)
+    for stream in (bench.s, bench.t): bench.gpu.submit(Download(host, 0, bench.a, NBYTES), stream)
+    assert found(bench) == (
+        "order: a download writes, and a download writes, bytes 0 to 255 of page-locked memory, and nothing "
+        "orders the two: record an event in stream 1 after a download, and let stream 2 wait for it before a "
+        "download")
+
+
+def test_page_locked_memory_written_too_early(bench: Bench):
+    host = bench.gpu.host(NBYTES)
+    bench.gpu.submit(Upload(bench.b, host, 0, NBYTES), bench.s)
+    host.view[3] = 1
+    assert found(bench) == (
+        "host: byte 3 of page-locked memory was written while an upload of 256 bytes in stream 1 owned it: "
+        "record an event after the upload, and wait_for it before the memory is written again")
+
+
+def test_page_locked_memory_that_is_not_there(bench: Bench):
+    host = bench.gpu.host(NBYTES)
+    with pytest.raises(DriverError) as caught: bench.gpu.submit(Upload(bench.b, host, 8, NBYTES))
+    assert caught.value.found == "bytes 8 to 264 of page-locked memory"
+    assert caught.value.expected == "of its 256"
+    with pytest.raises(DriverError) as caught:
+        bench.gpu.submit(Download(bytearray(4), 0, bench.b, 4))  # type: ignore[arg-type]
+    assert caught.value.found == "page-locked memory that is a bytearray"
+    assert caught.value.expected == "what host() of an emulated device gave"
+
+
+def dependent(bench: Bench, waits: bool) -> Launch:
+    """A programmatic launch that reads b and, perhaps, waits afterwards."""
+    def write(k: Kernel) -> None:
+        k.ld("global", "u32", mine(k, k.pointer("source")).at())
+        if waits: k.wait_for_previous_grid()
+    function = bench.gpu.load(kernel("dependent", write)).function("dependent")
+    return Launch(function, (1, 1, 1), (N, 1, 1), (pointer(bench.b),), pdl=True)
+
+
+def test_a_programmatic_launch_reads_early(bench: Bench):
+    bench.gpu.submit(bench.move(bench.b, bench.a))
+    bench.gpu.submit(dependent(bench, waits=True))
+    said = found(bench)
+    assert said.startswith("kernel dependent: race: line ")
+    assert " is not ordered after griddepcontrol.wait: it is written by kernel move, which may " in said
+    assert ": ld.global.u32 " in said
+
+
+def test_a_programmatic_launch_that_does_not_wait(bench: Bench):
+    bench.gpu.submit(dependent(bench, waits=False))
+    words = "a programmatic launch whose CTAs do not all execute it may end before the kernels ahead"
+    assert f"the CTA ends without griddepcontrol.wait: {words}" in found(bench)
+
+
+# **** devices of the command line ****
+
+DOCTOR = "to fix:   run `tinygrad-nv doctor` to see what"
+
+
+@pytest.mark.parametrize("name", ["NOPE", "nope", "../x", "A.B"])
+@pytest.mark.parametrize("subcommand", ["generate", "explain"])
+def test_no_such_device(command, tiny: Path, subcommand: str, name: str):
+    words = ["hello"] * (subcommand == "generate")
+    command(subcommand, tiny, *words, "--device", name).refused(
+        f"no such device: {name.upper()}", "expected: CPU, CUDA, EMU or another device of tinygrad", DOCTOR)
+
+
+@pytest.mark.parametrize("name", ["DISK", "NPY"])
+def test_a_device_that_does_not_compute(command, tiny: Path, name: str):
+    command("generate", tiny, "hello", "--device", name).refused(
+        f"device {name} cannot be opened: it is a storage device",
+        "expected: a device this machine has", DOCTOR)
+
+
+def test_a_renderer_the_device_does_not_have(command, tiny: Path):
+    command("generate", tiny, "hello", "--device", "CPU:NOPE").refused(
+        "device CPU:NOPE cannot be opened: CPU has no renderer 'NOPE'",
+        "expected: a device this machine has", DOCTOR)
+
+
+@pytest.mark.parametrize(("name", "found"), [("a:b:c:d", "too many ':'"), ("a+b+c", "too many '+'")])
+def test_a_name_that_cannot_be_parsed(command, tiny: Path, name: str, found: str):
+    command("generate", tiny, "hello", "--device", name).refused(
+        f"--device {name}: {found}", "expected: a device of tinygrad, such as CPU or CUDA", DOCTOR)

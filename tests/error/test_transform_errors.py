@@ -1,12 +1,19 @@
-"""Transforms: functions and arguments that they cannot take, each with what was found and what to do."""
+"""Transforms, functions for torch and JAX, and DLPack: what they cannot take, and what to do."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.errors import TransformError
+import tinygrad_nv.jax
+import tinygrad_nv.torch
+from tinygrad_nv import TinyJit, Variable
+from tinygrad_nv.errors import DLPackError, TorchError, TransformError
 from tinygrad_nv.transforms import (
     custom_jvp,
     custom_vjp,
@@ -143,3 +150,78 @@ def test_all_is_as_before_after_an_error():
     with pytest.raises(TransformError): grad(lambda x: x.sum() * x.max().item())(X)
     assert grad(total)(X).tolist() == [[1, 1, 1]] * 2
     assert (X + 1).realize().uop.is_realized
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: tinygrad_nv.torch.function(Tensor.exp)(torch.empty(3, device="meta")),
+     ("a tensor on meta", "a tensor on the CPU", "x.cpu() first")),
+    (lambda: tinygrad_nv.torch.function(Tensor.exp)(torch.eye(3).to_sparse()),
+     ("a tensor of layout torch.sparse_coo", "a dense one", "x.to_dense()")),
+    (lambda: tinygrad_nv.torch.function(Tensor.exp)(torch.ones(3, dtype=torch.complex64)),
+     ("a tensor of torch.complex64", "a dtype that both have")),
+    (lambda: tinygrad_nv.torch.function(lambda x: 3)(torch.ones(3)),
+     ("a function that returns a int", "Tensors, or a tree of them")),
+    (lambda: tinygrad_nv.torch.function(lambda x, y: x)(torch.ones(3), np.ones(3)),
+     ("has no hash", "give arrays as tensors")),
+    (lambda: tinygrad_nv.torch.function(lambda x: x.cast("fp8e4m3"))(torch.ones(3)),
+     ("torch has no dtypes.fp8e4m3",)),
+    (lambda: tinygrad_nv.torch.backend(None, [], mode="max-autotune"),  # type: ignore[arg-type]
+     ("options mode of the backend tinygrad_nv", "none", 'torch.compile(model, backend="tinygrad_nv")')),
+    (lambda: tinygrad_nv.jax.function(Tensor.exp)(jnp.ones(3, jnp.complex64)),
+     ("an array of complex64", "a dtype that tinygrad has")),
+    (lambda: tinygrad_nv.jax.function(lambda x: 3)(jnp.ones(3)),
+     ("a function that returns a int", "Tensors, or a tree of them")),
+    (lambda: tinygrad_nv.jax.function(lambda x, y: x)(jnp.ones(3), [set()]),
+     ("has no hash", "give it as an array")),
+    (lambda: tinygrad_nv.jax.function(lambda x: x.cast("fp8e4m3"))(jnp.ones(3)),
+     ("a result of dtypes.fp8e4m3", "a dtype that JAX has")),
+], ids=["device", "layout", "dtype", "result", "constant", "result dtype", "options", "jax dtype",
+        "jax result", "jax constant", "jax result dtype"])
+def test_refused_in_words(call: Callable[[], Any], words: tuple[str, ...]):
+    with pytest.raises(TorchError) as caught: call()
+    for each in words: assert each in str(caught.value)
+
+
+class Elsewhere:
+    """A tensor on a device of DLPack's that tinygrad has not."""
+    def __init__(self, kind: int) -> None: self.kind = kind
+    def __dlpack__(self, **asked: Any) -> object: return np.ones(3).__dlpack__()
+    def __dlpack_device__(self) -> tuple[int, int]: return self.kind, 0
+
+
+class NoCapsule(Elsewhere):
+    def __dlpack__(self, **asked: Any) -> object: return 7
+
+
+SHARED: dict[str, tuple[Callable[[], Any], str]] = {
+    "gradient": (lambda: Tensor(torch.ones(3, requires_grad=True)), r"x\.detach\(\)"),
+    "sparse": (lambda: Tensor(torch.ones(3, 3).to_sparse()), "dense tensor"),
+    "conjugated": (lambda: Tensor(torch.ones(3, dtype=torch.complex64).conj()), "conj"),
+    "complex": (lambda: Tensor(torch.ones(3, dtype=torch.complex64)), "elements of complex, 64 bits"),
+    "an AMD GPU": (lambda: Tensor.from_dlpack(Elsewhere(10)), r"kind 10[\s\S]*x\.cpu\(\)"),
+    "a GPU that is not there": (lambda: Tensor.from_dlpack(Elsewhere(2)), r"GPU 0[\s\S]*x\.cpu\(\)"),
+    "no capsule": (lambda: Tensor.from_dlpack(NoCapsule(1)), "__dlpack__ returned int"),
+    "a list": (lambda: Tensor.from_dlpack([1, 2]), r"a list[\s\S]*takes lists"),
+    "the emulator": (lambda: torch.from_dlpack(Tensor([1.0], device="EMU")),
+                     r"on EMU[\s\S]*tensor\.to\('CPU'\)"),
+    "several devices": (lambda: torch.from_dlpack(Tensor([1.0, 2.0]).shard(("CPU", "CPU:1"), 0)),
+                        "2 devices"),
+    "a symbolic shape": (lambda: np.from_dlpack(Tensor.ones(9).contiguous()[:Variable("n", 1, 9).bind(3)]),
+                         "symbolic"),
+    "another kind of device": (lambda: Tensor([1.0]).__dlpack__(dl_device=(2, 0)), "DLPack device"),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_refused(case: str):
+    made, words = SHARED[case]
+    with pytest.raises(DLPackError, match=words) as caught: made()
+    assert isinstance(caught.value, BufferError)
+    assert caught.value.expected or caught.value.fix
+
+
+def test_memory_is_not_shared_from_within_a_capture():
+    def step(x: Tensor) -> Tensor: return Tensor(torch.from_dlpack((x + 1).realize()) * 2).realize()
+    jitted = TinyJit(step)
+    jitted(Tensor([1.0]).realize())
+    with pytest.raises(DLPackError, match="TinyJit"): jitted(Tensor([1.0]).realize())

@@ -1,4 +1,4 @@
-"""Contractions that are left to tinygrad say why in explain(), in these words."""
+"""Contractions that are left to tinygrad say why in explain(), and what explain() cannot explain."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ import pytest
 from tinygrad.dtype import DType
 
 from tinygrad_nv import Context, Tensor, Variable, dtypes, explain
+from tinygrad_nv.errors import NVError
 
 ROWS = Variable("rows", 1, 32)
 
@@ -170,3 +171,16 @@ def test_each_of_several_alike_says_why_and_a_sum_of_as_many_does_not():
     assert len(kernels) == 3
     assert told.pop(explain(other).kernels[0].name) == "no pattern matched"
     assert set(told.values()) == {"gemm: symbolic K"}
+
+
+@pytest.mark.parametrize("thing", [3, [Tensor.ones(2)], None])
+def test_something_that_is_no_tensor(thing):
+    words = f"explain\\(\\) was given a {type(thing).__name__}"
+    with pytest.raises(NVError, match=words) as caught:
+        explain(thing)
+    assert "call explain(a, b)" in str(caught.value)
+
+
+def test_a_variable_without_a_value():
+    rows = Tensor.ones(8, 4, device="CPU").contiguous().realize()[:Variable("n", 1, 8)]
+    with pytest.raises(NVError, match="depends on a variable without a value"): explain(rows.sum(0))

@@ -1,17 +1,26 @@
-"""Stable Diffusion against diffusers and transformers, of small random networks."""
+"""Stable Diffusion against diffusers and transformers, of small random networks; and served, with OpenAI's
+client."""
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file, save_file
 from tinygrad import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from tests.support.lazy import lazy
 from tests.support.models import diffusion_case as case
 from tinygrad_nv.models.diffusion import config, weights
 from tinygrad_nv.models.diffusion.clip import TextEncoder
@@ -195,3 +204,34 @@ def test_weights_of_old_names(tmp_path):
     for one, place in zip(made, (folder, tmp_path), strict=True): weights.load(one, place)
     latents = Tensor.randn(1, 4, 4, 4)
     assert (made[0].decode(latents) == made[1].decode(latents)).all().item()
+
+
+openai = lazy("openai")
+
+
+@pytest.mark.slow
+def test_images_are_served():
+    command = [sys.executable, "-m", "tinygrad_nv", "serve", str(case.directory()), "--port", "0", "--device",
+               "CPU", "--served-model-name", "sd"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        start = ""
+        while (found := re.search(r" ready url=(\S+)", start)) is None: start += process.stderr.readline()
+        assert "images xl=false size=16x16" in start.lower()
+        options = {"seed": 3, "steps": 2, "negative_prompt": "a dog", "scheduler": "euler"}
+        with openai.OpenAI(base_url=f"{found[1]}/v1", api_key="none") as client:
+            made = client.images.generate(model="sd", prompt="a red cat", n=2, size="16x24",
+                                          response_format="b64_json", extra_body=options)
+        files = [io.BytesIO(base64.b64decode(each.b64_json or "")) for each in made.data or []]
+        got = [np.asarray(Image.open(file)) for file in files]
+        params = ImageParams(2, None, "a dog", 24, 16, 3, "euler", 2)
+        wanted = StableDiffusion(case.directory()).generate("a red cat", params)
+        assert np.abs(np.stack(got).astype(int) - wanted.images).max() <= 1
+        for path, body in (("chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+                           ("completions", {"prompt": "hello"}), ("embeddings", {"input": "hello"})):
+            answer = httpx.post(f"{found[1]}/v1/{path}", json=body, timeout=60)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_task")
+        answer = httpx.post(f"{found[1]}/v1/images/generations", json={"prompt": "x", "size": "17x16"})
+        assert (answer.status_code, "multiples of 2" in answer.text) == (400, True)
+        process.terminate()
+        assert process.wait(60) == 0

@@ -1,4 +1,5 @@
-"""Packed rows: a step's loss and gradients are those of transformers of each document in a row of its own."""
+"""Documents packed into rows: logits are those of each alone, and a training step's loss and gradients are
+those of transformers of each document in a row of its own."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,8 +12,12 @@ from tinygrad import Tensor, dtypes
 from tinygrad.helpers import Context
 
 from tests.models.test_train_parity import theirs
+from tests.support.models import families
 from tinygrad_nv import explain
-from tinygrad_nv.models.weights import slots
+from tinygrad_nv.models.config import read_config
+from tinygrad_nv.models.dense import DenseBatch, Documents
+from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.train import network
 from tinygrad_nv.train.data import collate
 from tinygrad_nv.train.data.batch import row
@@ -95,3 +100,34 @@ def test_a_step_has_no_matrix_of_scores(hf_model: Callable[[str], Path], case: s
     for each in flash: assert "documents" in str(each.spec)
     scores = made.model.config.num_heads * len(LENGTHS) * width**2 * 4
     for each in kernels: assert each in flash or each.bytes < scores, each
+
+
+PACKED = ((5, 1, 14), (17, 3))    # of documents in two rows
+QUICK = ("llama", "qwen3", "mistral", "llama4", "deepseek-v3", "gemma2", "gpt-oss", "mixtral")
+
+
+def opened(directory: Path) -> Llama:
+    model = Llama(read_config(directory), dtypes.float32)
+    load(model, directory)
+    return model
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else pytest.mark.slow)
+                                  for case in families.CASES])
+def test_no_document_sees_another(hf_model: Callable[[str], Path], case: str) -> None:
+    """Within 2e-5 of the largest: sums of attention are in another order."""
+    model, random = opened(hf_model(case)), np.random.default_rng(3)
+    rows = [[random.integers(3, 300, n) for n in row] for row in PACKED]
+    tokens = Tensor(np.stack([np.concatenate(row) for row in rows]).astype(np.int32))
+    positions = np.stack([np.concatenate([np.arange(n) for n in row]) for row in PACKED])
+    segments = np.stack([np.repeat(1 + np.arange(len(row)), row) for row in PACKED])
+    documents = Documents(*(Tensor(each.astype(np.int32)) for each in (positions, segments)))
+    batch = DenseBatch(0, model.rope_tables, None, documents)
+    found = model.logits(model.states_of_batch(tokens, batch)).numpy()
+    single = [each for row in rows for each in row]     # filled up: no token sees what comes later
+    filled = np.stack([np.pad(each, (0, 20 - len(each)), constant_values=3) for each in single])
+    alone, places = model(Tensor(filled.astype(np.int32))).numpy(), [(0, 0), (0, 5), (0, 6), (1, 0), (1, 17)]
+    for each, wanted, (i, at) in zip(single, alone, places, strict=True):
+        n = len(each)
+        assert np.abs(found[i, at:at + n] - wanted[:n]).max() <= 2e-5 * np.abs(wanted[:n]).max()

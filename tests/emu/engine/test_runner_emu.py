@@ -1,12 +1,19 @@
 """DEV=EMU, checks on: the runner's steps over pages choose what the whole context does, on both
-architectures, with one upload and one launch of a graph for a step, and one for its sampler."""
+architectures, with one upload and one launch of a graph for a step; and a model that two GPUs have."""
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
+from tests.support.engine import parallel_on_gpus
 from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import Sample, ScheduledSeq, SchedulerOutput
@@ -111,3 +118,20 @@ def test_a_first_step_of_single_tokens_reads_nothing_that_was_never_written(gpu:
         batch = SchedulerOutput((ScheduledSeq(0, 0, (3,), (1, 2, 3), (Sample(0, 0, 1),)),))
         check(model, [3], runner.launch(batch).result().tokens.tolist())
     finally: runner.close()
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_one(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=301, max_position_embeddings=256, initializer_range=0.2, bos_token_id=0, eos_token_id=1)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def tokens(ranks: int) -> object:
+        done = subprocess.run([sys.executable, parallel_on_gpus.__file__, str(tmp_path), str(ranks)],
+                              capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+    assert tokens(2) == tokens(1)

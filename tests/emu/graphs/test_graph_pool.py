@@ -13,7 +13,6 @@ from tests.support.graphs.pool_case import (
     SCRAP,
     Paged,
     batch,
-    device,
     eager,
     pool_of,
     same,
@@ -25,18 +24,6 @@ from tinygrad_nv.runtime.driver import Fill
 from tinygrad_nv.runtime.emulated.graph import EmulatedExecutable
 
 pytestmark = pytest.mark.usefixtures("frozen")
-
-
-@pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
-def emulated(request: pytest.FixtureRequest) -> NVDevice:
-    """A device of each architecture, with every check on."""
-    return device(arch=request.param)
-
-
-@pytest.fixture(scope="module")
-def hopper() -> NVDevice:
-    """One device for what does not depend on the architecture."""
-    return device()
 
 
 def pages(step: Paged) -> np.ndarray: return step.cache.numpy()
@@ -51,12 +38,12 @@ def poison(pool: GraphPool) -> None:
 
 
 @pytest.mark.sampled(1)
-def test_every_size_and_number_of_rows(emulated: NVDevice):
-    plain, pooled = Paged(emulated.device), Paged(emulated.device)
-    pool = pool_of(pooled, device=emulated.device)
+def test_every_size_and_number_of_rows(gpu: NVDevice):
+    plain, pooled = Paged(gpu.device), Paged(gpu.device)
+    pool = pool_of(pooled, device=gpu.device)
     for rows in (1, 2, 3, 4, 3, 2, 1):  # each size captured, and each replayed
         given = batch(rows, rows)
-        wanted = eager(plain, given, pool._size_of[rows], emulated.device)
+        wanted = eager(plain, given, pool._size_of[rows], gpu.device)
         same(pool(**given), wanted)
         np.testing.assert_array_equal(pages(pooled), pages(plain))
     stats = pool.stats()
@@ -65,16 +52,16 @@ def test_every_size_and_number_of_rows(emulated: NVDevice):
     assert sum(b.eager + b.updates + b.evictions for b in stats.buckets) == 0
 
 
-def test_padding_stays_in_padding(emulated: NVDevice):
+def test_padding_stays_in_padding(gpu: NVDevice):
     """What padding rows read is NaN, and so is the scrap page: live rows do not change by a bit, and of the
     cache only their slots and the scrap page do."""
-    clean, dirty = Paged(emulated.device), Paged(emulated.device)
+    clean, dirty = Paged(gpu.device), Paged(gpu.device)
     embedding, cache = dirty.embedding.numpy().copy(), pages(dirty).copy()
     embedding[PAD_TOKEN] = np.nan
     cache[SCRAP] = np.nan
-    dirty.embedding.assign(Tensor(embedding, device=emulated.device)).realize()
-    dirty.cache.assign(Tensor(cache, device=emulated.device)).realize()
-    pools = [pool_of(step, (4,), device=emulated.device) for step in (clean, dirty)]
+    dirty.embedding.assign(Tensor(embedding, device=gpu.device)).realize()
+    dirty.cache.assign(Tensor(cache, device=gpu.device)).realize()
+    pools = [pool_of(step, (4,), device=gpu.device) for step in (clean, dirty)]
     for rows in (3, 1, 2):
         given = batch(rows, rows + 10)
         before = pages(dirty).copy()
@@ -102,14 +89,14 @@ def test_padding_that_is_not_masked_shows(hopper: NVDevice):
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-def test_nothing_is_carried_over_in_the_arena(emulated: NVDevice):
-    plain, pooled = Paged(emulated.device), Paged(emulated.device)
-    pool = pool_of(pooled, device=emulated.device)
+def test_nothing_is_carried_over_in_the_arena(gpu: NVDevice):
+    plain, pooled = Paged(gpu.device), Paged(gpu.device)
+    pool = pool_of(pooled, device=gpu.device)
     pool.capture()
     for rows in (4, 1, 3, 2, 4, 2, 1):
         poison(pool)
         given = batch(rows, rows)
-        same(pool(**given), eager(plain, given, pool._size_of[rows], emulated.device))
+        same(pool(**given), eager(plain, given, pool._size_of[rows], gpu.device))
         np.testing.assert_array_equal(pages(pooled), pages(plain))
 
 

@@ -1,4 +1,5 @@
-"""Memory of programs: page-locked, managed, pitched, of variables; and what CUDA says of addresses."""
+"""Memory of programs: page-locked, managed, pitched, of variables; programs that call the driver's API, have
+threads, or start others."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -177,3 +178,130 @@ def test_every_gpu_with_figures_runs_programs(tmp_path: Path, capfd: pytest.Capt
         printf("%g %d %d", y[31], sms, major);""", SCALE.replace("sm_90", "sm_80"))
     assert run_program([str(program)], gpu).status == 0
     assert capfd.readouterr().out == f"31 {figures(gpu).sms} {figures(gpu).arch[3]}"
+
+
+# **** the driver's API ****
+
+QUOTED = "\n".join(f'"{line}\\n"' for line in SCALE.splitlines())
+TEXT = f"static const char text[] = {QUOTED};"
+START = """
+    void *module, *function, *context; unsigned long a, b; int device, count = 32;
+    float x[32], y[64]; for (int i = 0; i < 32; i++) x[i] = i;
+    #define DO(call) do { const char *name_; cuGetErrorName(call, &name_); printf("%s ", name_); } while (0)
+    DO(cuInit(0)); DO(cuDeviceGet(&device, 0)); DO(cuDevicePrimaryCtxRetain(&context, device));
+    DO(cuCtxSetCurrent(context));
+    DO(cuModuleLoadData(&module, text)); DO(cuModuleGetFunction(&function, module, "scaled"));
+    DO(cuMemAlloc_v2(&a, 128ul)); DO(cuMemAlloc_v2(&b, 256ul));
+    DO(cuMemcpyHtoD_v2(a, x, 128ul)); DO(cuMemsetD32_v2(b, 0x3f800000, 64ul));
+"""
+
+
+def called(folder: Path, body: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What the program prints after its start."""
+    result = run_program([str(compiled(folder, START + body, before=TEXT))], check=True)
+    out, begun = capfd.readouterr().out, "CUDA_SUCCESS " * 10
+    assert (result.status, result.refused, result.order) == (0, (), ()), (out, result)
+    assert out.startswith(begun)
+    return out.removeprefix(begun)
+
+
+def test_a_module_of_ptx_text_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """With an array of parameters, and with a block of them; a variable of the module is found."""
+    assert called(tmp_path, """
+        unsigned long counter, nbytes; int ran, smem;
+        struct { unsigned long a, b; int count; } block = {a, b, 16};
+        unsigned long size = 20;
+        void *packed[] = {(void *)1, &block, (void *)2, &size, 0};
+        DO(cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, 0ul, (void *[]){&a, &b, &count}, 0ul));
+        DO(cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, 0ul, 0ul, packed));
+        DO(cuCtxSynchronize()); DO(cuMemcpyDtoH_v2(y, b, 256ul));
+        DO(cuModuleGetGlobal_v2(&counter, &nbytes, module, "counter"));
+        DO(cuMemcpyDtoH_v2(&ran, counter, 4ul));
+        DO(cuFuncGetAttribute(&smem, 8, function));
+        printf("%g %g %d %lu %d", y[31], y[32], ran, nbytes, smem);""", capfd) \
+        == "CUDA_SUCCESS " * 7 + "93 1 48 4 49152"
+
+
+def test_copies_of_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert called(tmp_path, """
+        struct { size_t x,
+                y; unsigned kind; const void *host; unsigned long device; void *array; size_t pitch;
+                 size_t to_x, to_y; unsigned to; void *to_host; unsigned long to_device; void *to_array;
+                 size_t to_pitch, width, height; } rows = {
+            4, 1, 2, 0, a, 0, 32, 0, 0, 1, y, 0, 0, 16, 8, 2};
+        DO(cuMemcpy2D_v2(&rows));
+        printf("%g %g %g", y[0], y[1], y[4]);""", capfd) == "CUDA_SUCCESS 9 10 17"
+
+
+@pytest.mark.parametrize(("name", "error"), [("missing", "CUDA_ERROR_NOT_FOUND"), ("scaled", "CUDA_SUCCESS")])
+def test_a_kernel_by_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, error: str):
+    assert called(tmp_path, f'DO(cuModuleGetFunction(&function, module, "{name}"));', capfd) == f"{error} "
+
+
+def test_functions_are_found_by_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert called(tmp_path, """
+        int (*alloc)(unsigned long *, size_t), (*none)(void) = (void *)1, status;
+        DO(cuGetProcAddress_v2("cuMemAlloc", &alloc, 12000, 0ul, &status)); printf("%d ", status);
+        DO(alloc(&a, 16));
+        DO(cuGetProcAddress_v2("cuNothing", &none, 12000, 0ul, &status)); printf("%d %d ", status, none == 0);
+        printf("%s", cudaGetErrorName(cudaGetDriverEntryPoint("cuMemFree", &none, 0ul, 0ul)));""", capfd) \
+        == "CUDA_SUCCESS 0 CUDA_SUCCESS CUDA_ERROR_NOT_FOUND 1 1 cudaSuccess"
+
+
+def test_text_that_is_no_ptx_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert called(tmp_path, 'DO(cuModuleLoadData(&module, ".version 8.0\\n.target sm_90\\n.entry k( {"));',
+                   capfd) \
+        == "CUDA_ERROR_INVALID_PTX "
+
+
+# **** threads and processes ****
+
+INCLUDES = "#include <pthread.h>\n#include <unistd.h>\n#include <sys/wait.h>\n"
+THREADS = INCLUDES + """
+    static void *work(void *given) {
+        float x[32], y[32]; int count = 32; void *a, *b, *stream;
+        long number = (long)given;
+        for (int i = 0; i < 32; i++) x[i] = number;
+        cudaMalloc(&a, 128); cudaMalloc(&b, 128); cudaStreamCreateWithFlags(&stream, 1);
+        for (int i = 0; i < 5; i++) {
+            cudaMemcpyAsync(a, x, 128ul, HtoD, stream);
+            void *arguments[] = {&a, &b, &count};
+            cudaLaunchKernel(&scaled, (dim3){1, 1, 1}, (dim3){32, 1, 1}, arguments, 0, stream);
+            cudaMemcpyAsync(y, b, 128ul, DtoH, stream);
+            cudaStreamSynchronize(stream);
+            if (y[3] != 2 * number + 3) return (void *)1;
+        }
+        cudaSetDevice(number);      // an error of one thread is not another's
+        return (void *)(long)(cudaGetLastError() != (number ? 101 : 0));
+    }
+"""
+
+
+def test_threads_call_beside_each_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    program = compiled(tmp_path, """
+        pthread_t threads[4]; long wrong = 0;
+        for (long i = 0; i < 4; i++) pthread_create(&threads[i], 0, work, (void *)i);
+        for (int i = 0; i < 4; i++) { void *each; pthread_join(threads[i], &each); wrong += (long)each; }
+        printf("%ld", wrong);""", before=THREADS)
+    result = run_program([str(program)], check=True)
+    assert capfd.readouterr().out == "0"
+    assert len(result.launches) == 20
+    assert result.order == ()
+
+
+def test_a_child_process_has_a_gpu_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    program = compiled(tmp_path, """
+        void *a; size_t before, after, total; int status;
+        cudaMalloc(&a, 1ul << 20); cudaMemGetInfo(&before, &total);
+        if (!fork()) { cudaMemGetInfo(&after, &total); _exit(after == total ? 9 : 1); }
+        wait(&status);
+        cudaMemGetInfo(&after, &total);
+        printf("%d %d", status >> 8, before == after);""", before=INCLUDES)
+    assert run_program([str(program)]).status == 0
+    assert capfd.readouterr().out == "9 1"
+
+
+def test_a_script_that_starts_a_program(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    program = compiled(tmp_path, "void *a; TRY(cudaMalloc(&a, 16)); return 3;")
+    assert run_program(["sh", "-c", f"{program}; echo status $?"]).status == 0
+    assert capfd.readouterr().out == "cudaSuccess status 3\n"

@@ -1,18 +1,22 @@
-"""The UNet of Stable Diffusion on the emulated H100: which kernels it is made of, and its outputs in bfloat16
-and with tf32 beside diffusers'."""
+"""On the emulated H100: which kernels the UNet of Stable Diffusion is made of, and its outputs beside
+diffusers'; and an encoder in bfloat16, a captured graph of kernels without a finding."""
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 from tinygrad.helpers import Context
 
 from tests.support.models import diffusion_case as case
 from tinygrad_nv import explain
+from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.models.diffusion import config, weights
 from tinygrad_nv.models.diffusion.unet import UNet
 
@@ -56,3 +60,33 @@ def test_outputs(tf32: bool):
     with Context(ALLOW_TF32=1): found = called(mine, x, times, context).float().numpy()
     error, usual = (np.square(each - wanted).mean() ** 0.5 for each in (found, narrow))
     assert error <= (CUT * np.abs(wanted).max() if tf32 else C * usual)
+
+
+FIELDS = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+          "num_attention_heads": 4, "max_position_embeddings": 16}
+
+
+@pytest.mark.slow
+def test_embeddings_on_the_emulator(tmp_path: Path):
+    """Within 1.5 × the error of the same model on a CPU."""
+    torch.manual_seed(1)
+    model = transformers.BertModel(transformers.BertConfig(**FIELDS)).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, float("LayerNorm.weight" in name), 0.3)
+    model.save_pretrained(tmp_path)
+    modules = [{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    texts, errors = [[5, 9, 33, 2, 60], [7]], {}
+    with torch.no_grad():
+        exact = np.stack([model(torch.tensor([text]))[0][0].mean(0).numpy() for text in texts])
+    for device in ("EMU", "CPU"):
+        llm = LLM(tmp_path, "bfloat16", 8, device, max_num_batched_tokens=8)
+        made = [np.array([each.outputs.embedding for each in llm.embed(texts)]) for _ in range(2)]
+        assert np.array_equal(*made)
+        errors[device] = np.square(made[0] - exact).mean() ** 0.5
+        assert llm.embedder is not None
+        if device == "EMU": assert llm.embedder.runner.steps[8].captured.graphs
+        llm.close()
+    assert errors["EMU"] <= 1.5 * errors["CPU"]

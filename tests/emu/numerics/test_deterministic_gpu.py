@@ -1,5 +1,5 @@
-"""DEV=EMU: `with deterministic():` a row has the same bits alone and among others, on sm_80 and sm_90a;
-without the switch some differ."""
+"""DEV=EMU: `with deterministic():` a row has the same bits alone and among others, on sm_80 and sm_90a, and
+without the switch some differ; safe norms are one norm kernel each."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,9 +11,12 @@ from tinygrad.helpers import ALLOW_TF32, Context
 
 from tests.support.cpu.cpu_quant_case import TYPES, stored
 from tests.support.graphs.pool_case import device
+from tests.support.numerics import safe_case as right
+from tests.unit.numerics.test_safe import Safe, U, upstream, within
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.functional import prepare_matrix, quant_matmul, scaled_dot_product_attention
 from tinygrad_nv.numerics.policy import deterministic
+from tinygrad_nv.numerics.safe import layernorm_safe, rmsnorm_safe, softmax_safe
 from tinygrad_nv.patterns.decode.paged import paged_attention
 from tinygrad_nv.quant.tensor import QTensor
 from tinygrad_nv.runtime.device import NVDevice
@@ -22,10 +25,6 @@ from tinygrad_nv.tile import order
 ROWS, BATCHES = 64, (1, 3, 17)
 Call = Callable[[int], Tensor]
 random = np.random.default_rng(1)
-
-
-@pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
-def gpu(request: pytest.FixtureRequest) -> NVDevice: return device(arch=request.param)
 
 
 def drawn(gpu: NVDevice, *shape: int, dtype: DType) -> Tensor:
@@ -123,3 +122,26 @@ def test_rows(gpu: NVDevice):
     with deterministic():
         assert same(norm) == [True] * 3
         assert classes(norm(3)) == {order.CLASS + order.BY_ROW}
+
+
+WIDTH = 160
+
+
+@pytest.mark.parametrize(("safe", "want", "bound"), [
+    (softmax_safe, right.softmax, 4),
+    (layernorm_safe, lambda x: right.layernorm(x, 1e-5), 64 * np.sqrt(2 * WIDTH)),
+    (rmsnorm_safe, lambda x: right.rmsnorm(x, 1e-6), 16 * np.sqrt(WIDTH))])
+def test_rows_that_break_others(safe: Safe, want: Safe, bound: float):
+    x = right.rows(WIDTH, dtypes.float32, 0)
+    out = safe(Tensor(x, device="EMU").realize())
+    assert [each.template for each in explain(out).kernels] == ["norm"]
+    within(out.numpy().astype(np.float64), want(x), bound * U, dtypes.float32)
+
+
+def test_a_gradient():
+    x = right.rows(WIDTH, dtypes.float32, 0)
+    g, given = upstream(x), Tensor(x, device="EMU").realize()
+    gradient = (layernorm_safe(given) * Tensor(g, device="EMU")).sum().gradient(given)[0]
+    slope, size = right.layernorm_gradient(x, g, 1e-5)
+    room = 64 * U * np.sqrt(2 * WIDTH) * (1 + np.abs(right.layernorm(x, 1e-5))) * size
+    within(gradient.numpy().astype(np.float64), slope, room, dtypes.float32)

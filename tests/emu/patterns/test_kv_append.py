@@ -26,18 +26,6 @@ E4M3, E5M2 = dtypes.fp8e4m3, dtypes.fp8e5m2
 ALL = {"half": 8, "q_heads": 4}
 
 
-@pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
-def gpu(request: pytest.FixtureRequest) -> NVDevice:
-    """A device of each architecture."""
-    return device(arch=request.param)
-
-
-@pytest.fixture(scope="module")
-def hopper() -> NVDevice:
-    """One device for what does not depend on the architecture."""
-    return device()
-
-
 def kernels(case: Append, gpu: NVDevice) -> list[str | None]:
     """Whose the kernels of a call are."""
     made = kv_append(**case.tensors(gpu.device), interleaved=case.interleaved)

@@ -1,13 +1,19 @@
-"""DEV=EMU: matmuls in all their forms go to a template, and are exact for integers."""
+"""DEV=EMU: matmuls in all their forms, einsums and random graphs around products go to a template, and are
+exact for integers."""
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tinygrad.dtype import DType
 
-from tests.support.patterns.matmul_case import BF16, check, extents, stored, taken, whole
+from tests.support.patterns.matmul_case import BF16, check, extents, rounded, stored, taken, whole
 from tests.support.patterns.on_emu import emu  # noqa: F401
-from tinygrad_nv import Context, Tensor, dtypes, explain
+from tinygrad_nv import Context, Tensor, disabled, dtypes, explain
 from tinygrad_nv.tile.expression import show
 
 
@@ -204,3 +210,98 @@ def test_two_products_of_one_operand():
     a, b, c = whole(24, 16), whole(16, 8), whole(16, 32)
     x = stored(a)
     check(x @ stored(b) + (x @ stored(c))[:, :8], a @ b + (a @ c)[:, :8], (24, 8, 16), (24, 8, 16))
+
+
+@st.composite
+def formulas(draw: st.DrawFn) -> tuple[str, dict[str, int]]:
+    """Letters in both and kept (batch), in one (rows, columns), in both and summed."""
+    batch, rows, columns, summed = (
+        "".join(draw(st.permutations(letters)))[:draw(st.integers(least, most))]
+        for letters, least, most in (("ab", 0, 2), ("ij", 1, 2), ("mn", 0, 2), ("kl", 1, 2)))
+    left, right = ("".join(draw(st.permutations(list(batch + own + summed)))) for own in (rows, columns))
+    out = "".join(draw(st.permutations(list(batch + rows + columns))))
+    sizes = {c: draw(st.integers(2, 6 if c in "abkl" else 9)) for c in batch + rows + columns + summed}
+    return f"{left},{right}->{out}", sizes
+
+
+def view(draw: st.DataObject, values: np.ndarray, seed: int) -> Tensor:
+    """A tensor that is a slice of a larger one, or a permutation in memory."""
+    kind = draw.draw(st.sampled_from(("dense", "slice", "permuted")))
+    if kind == "slice":
+        around = whole(*(n + 3 for n in values.shape), seed=seed + 10)
+        place = tuple(slice(i % 3 + 1, i % 3 + 1 + n) for i, n in enumerate(values.shape))
+        around[place] = values
+        return stored(around)[place]
+    if kind == "permuted":
+        order = draw.draw(st.permutations(range(values.ndim)))
+        return stored(values.transpose(order)).permute(tuple(np.argsort(order).tolist()))
+    return stored(values)
+
+
+def test_any_einsum():
+    """Most are a GEMM of ours. The others sum over two dimensions that do not lie as one, in operands too
+    little used to be copied."""
+    ours: Counter[bool] = Counter()
+
+    @settings(max_examples=14, deadline=None, derandomize=True)
+    @given(formulas(), st.data())
+    def check(case: tuple[str, dict[str, int]], data: st.DataObject) -> None:
+        formula, sizes = case
+        with Context(DEV="EMU"):
+            arrays = [whole(*(sizes[c] for c in letters), seed=i)
+                      for i, letters in enumerate(formula.split("->")[0].split(","))]
+            y = Tensor.einsum(formula, *(view(data, a, i) for i, a in enumerate(arrays)))
+            ours[len(taken(y)) == 1] += 1
+            if not taken(y): assert any(kernel.reason.startswith("gemm: ") for kernel in explain(y).kernels)
+            np.testing.assert_array_equal(y.float().numpy(), rounded(np.einsum(formula, *arrays)))
+
+    check()
+    assert ours[True] > ours[False]
+
+
+M, N, K = 12, 8, 16
+ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x.relu(), "negated": lambda x: -x, "shifted": lambda x: x + 3,
+    "halves": lambda x: (x * 0.5).trunc(), "clipped": lambda x: x.clip(-20, 20),
+    "transposed": lambda x: x.T.reshape(M, N), "turned": lambda x: x.flip(0),
+    "half": lambda x: x.clip(-99, 99).half().float(), "rows": lambda x: x.sum(1, keepdim=True) + x,
+    "largest": lambda x: x - x.max(0), "stored": lambda x: x.contiguous(),
+    "cut": lambda x: x[:, :N // 2].cat(x[:, N // 2:], dim=1),
+    "swapped": lambda x: x[:, N // 2:].repeat(1, 2),
+    "gate": lambda x: (x[:, :N // 2].relu() + x[:, N // 2:]).repeat(1, 2),
+    "padded": lambda x: x[1:].pad(((1, 0), (0, 0))),
+    "product": lambda x: (x.clip(-2, 2).cast(dtypes.bfloat16) @ stored(whole(N, N, most=1))).float(),
+}
+TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda x, y: x + y, "difference": lambda x, y: x - y, "larger": lambda x, y: x.maximum(y),
+    "chosen": lambda x, y: (x < y).where(x, y + 1), "times": lambda x, y: x.clip(-9, 9) * y.clip(-9, 9),
+    "bias": lambda x, y: x + y[0], "column": lambda x, y: x - y[:, :1],
+}
+STEPS = st.lists(st.one_of(st.tuples(st.sampled_from(sorted(ONE)), st.integers(0, 99), st.just(0)),
+                           st.tuples(st.sampled_from(sorted(TWO)), st.integers(0, 99), st.integers(0, 99))),
+                 min_size=1, max_size=7)
+
+
+def made(steps: list[tuple[str, int, int]], outputs: tuple[int, int]) -> list[Tensor]:
+    """Each step takes values that there are already, and adds one."""
+    a, b, c = stored(whole(M, K, most=1)), stored(whole(K, N, most=1)), stored(whole(N, K, most=1))
+    values = [(a.float() @ b.float()), stored(whole(M, N), dtypes.float), (a @ c.T).float()]
+    for name, i, j in steps:
+        x, y = values[-1 - i % len(values)], values[j % len(values)]
+        values.append(ONE[name](x) if name in ONE else TWO[name](x, y))
+    return [values[-1], *(values[i % len(values)] * 1 for i in outputs)]
+
+
+@pytest.mark.slow
+@settings(max_examples=16, deadline=None)
+@given(STEPS, st.tuples(st.integers(0, 9), st.integers(0, 9)))
+def test_random_graphs(steps: list[tuple[str, int, int]], outputs: tuple[int, int]):
+    with Context(DEV="EMU"):
+        ours = made(steps, outputs)
+        taken(*ours)
+        Tensor.realize(*ours)
+        with disabled():
+            theirs = made(steps, outputs)
+            Tensor.realize(*theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy())

@@ -33,12 +33,6 @@ TEMPLATES = ["decode", "combine"]
 LONG = {"size": 128, "pages": 12, "d": 64, "dtype": F16}  # up to two splits; of int8 one
 
 
-@pytest.fixture(scope="module", params=["sm_80", "sm_90a"])
-def gpu(request: pytest.FixtureRequest) -> NVDevice:
-    """A device of each architecture."""
-    return device(arch=request.param)
-
-
 @pytest.fixture(scope="module")
 def ampere() -> NVDevice:
     """One device for what does not depend on the architecture."""

@@ -1,4 +1,5 @@
-"""Timelines on DEV=EMU: the same answers, every launch once, a trace that is valid, and nothing left."""
+"""Timelines on DEV=EMU, and on DEV=CUDA over the fake driver: the same answers, every launch once, a trace
+that is valid, and nothing left."""
 from __future__ import annotations
 
 import functools
@@ -16,6 +17,7 @@ from tinygrad.helpers import to_function_name
 from tests.support.graphs.pool_case import Paged, batch, device, eager, pool_of, same
 from tests.support.patterns.on_emu import emu  # noqa: F401
 from tests.support.runtime.nvml_fake import FakeNVML
+from tests.support.runtime.on_cuda import cuda
 from tinygrad_nv import Device, Tensor, TinyJit, Variable, dtypes, explain, hooks, layer, timeline
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.patterns.program import Output, program
@@ -317,3 +319,26 @@ def test_launches_of_beams_candidates_are_not_recorded():
     call = (x + 1).schedule_linear().src[0]
     with timeline() as t: next(realize.time_call(call.replace()))
     assert not t.kernels
+
+
+def test_replays_are_timed_kernel_by_kernel(monkeypatch):
+    hold = timelines._hold
+    monkeypatch.setattr(timelines, "_hold", lambda opened: hold(opened, 3))
+    values = np.random.default_rng(0).integers(-3, 4, (3, 16, 32)).astype(np.float32)
+    with cuda("PTX"):
+        def step(x: Tensor) -> Tensor:
+            with layer("one"): y = (x * 2 + 1).contiguous()
+            with layer("two"): return (y.sum(-1) * 3).realize()
+        jitted = TinyJit(step)
+        with timeline() as t:
+            for x in values:
+                np.testing.assert_array_equal(jitted(Tensor(x).realize()).numpy(), (x * 2 + 1).sum(-1) * 3)
+        kernels = [k for k in t.kernels if not k.is_copy]
+        assert len(kernels) == 6
+        assert [k.layer for k in kernels] == ["one", "two"] * 3
+        assert {k.device for k in kernels} == {"CUDA"}
+        assert t.notes["empty_pair_us"]["CUDA"] >= 0
+        assert "times" not in t.notes
+        again = jitted(Tensor(values[0]).realize()).numpy()
+        np.testing.assert_array_equal(again, (values[0] * 2 + 1).sum(-1) * 3)
+        del jitted

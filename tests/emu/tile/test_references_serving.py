@@ -2,14 +2,12 @@
 spec's reference says, as test_references.py: in two orders of warps, with indices that kernels may get."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tinygrad.dtype import dtypes
-from tinygrad.helpers import Context
 
 from bench.lib import specs
 from bench.lib.specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
@@ -40,6 +38,7 @@ from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
+pytestmark = pytest.mark.usefixtures("in_order")
 LEVELS = [replace(HERE, isa=isa) for isa in (PORTABLE, AVX2) if not why_not(isa.level)]
 TARGETS = GPU("sm_80", 108), GPU("sm_90a", 132), HERE, *LEVELS
 FAMILIES = ("rope", "decode", "kv_append", "embedding", "sampling", "router", "grouped_gemm", "quant_grouped",
@@ -172,12 +171,6 @@ SPECS = {f"{family}: {name}": spec
 CASES = [pytest.param(name, target, schedule, id=f"{name}, {schedule.template}, {target.arch}",
                       marks=[pytest.mark.slow] * ("e5m2" in name))
          for name, spec in SPECS.items() for target in TARGETS for schedule in schedules(spec, target)]
-
-
-@pytest.fixture(autouse=True)
-def in_order() -> Iterator[None]:
-    """Sums of references are from first to last, and compiled sooner."""
-    with Context(NOOPT=1): yield
 
 
 def prepared(spec: Any, integers: bool = False) -> Given:

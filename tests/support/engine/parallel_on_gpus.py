@@ -1,4 +1,4 @@
-"""A rank 0 of test_parallel_on_gpus.py: a model directory, and the number of tensor parallel ranks."""
+"""A rank 0 of test_runner_emu.py: a model directory, and the number of tensor parallel ranks."""
 from __future__ import annotations
 
 import json

@@ -76,7 +76,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, np.ndarray]) -> None:
     for name, value in wanted.items(): np.testing.assert_array_equal(found[name].numpy(), value)
 
 
-_numbers = itertools.count(20)
+_numbers = itertools.count(100)    # no number that a test names
 
 
 def device(make: Callable[[str, bool], EmulatedDriver] = EmulatedDriver, arch: str = "sm_90a") -> NVDevice:

@@ -1,4 +1,4 @@
-"""The model in the box on two emulated GPUs, a rank for each, and then on one: what test_parallel_gpus.py
+"""The model in the box on two emulated GPUs, a rank for each, and then on one: what test_parallel.py
 starts twice, with one cache directory."""
 from __future__ import annotations
 

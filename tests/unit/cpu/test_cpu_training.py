@@ -11,7 +11,7 @@ import pytest
 import torch
 from tinygrad.dtype import DType
 
-from tests.emu.models.test_llama_training import trained as llama
+from tests.emu.models.test_paged_llama import trained as llama
 from tests.support.cpu.cpu_backward_case import here
 from tests.support.patterns.documents_case import Documents, bounds
 from tests.support.patterns.training_case import (

@@ -1,15 +1,21 @@
 """Losses of rows by kernels, on the emulated GPU, checks on, and on this processor: against float64, in two
-orders of warps; vectors of one element to eight, rows that are kept, cut into CTAs, and read again."""
+orders of warps; vectors of one element to eight, rows that are kept, cut into CTAs, and read again.
+Chunks of an output layer's loss share buffers."""
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tinygrad.dtype import dtypes
+from tinygrad import Tensor
+from tinygrad.dtype import DType, dtypes
 
 from tests.support.tile.reference_case import right, run, storages
+from tinygrad_nv import disabled
 from tinygrad_nv.cpu.target import CPU, host
+from tinygrad_nv.explain import explain
+from tinygrad_nv.functional import linear_cross_entropy
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.cross_entropy import templates
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
@@ -81,3 +87,26 @@ def test_how_rows_are_shared_out():
     assert templates.blocks_of(spec, "sm_80") == (1, False)
     assert templates.blocks_of(CrossEntropySpec(8, 2048, F32, **IN_PLACE), "sm_80") == (1, True)
     assert [templates.wide_of(CrossEntropySpec(8, size, BF16)) for size in (1, 2, 12, 16)] == [1, 2, 4, 8]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [dtypes.bfloat16, dtypes.float16], ids=str)
+def test_chunks(dtype: DType):
+    random = np.random.default_rng(0)
+    given = [random.standard_normal(shape).astype(np.float32) for shape in ((40, 64), (200, 64))]
+    hidden, weight = (Tensor(each, device="EMU").cast(dtype).realize() for each in given)
+    labels = Tensor(random.integers(0, 200, 40).astype(np.int32), device="EMU").realize()
+
+    def step() -> list[np.ndarray]:
+        hidden.grad = weight.grad = None
+        loss = linear_cross_entropy(hidden, weight, labels, z_loss=1e-3, chunk=24)
+        loss.backward()
+        Tensor.realize(loss, hidden.grad, weight.grad)
+        return [each.float().numpy() for each in (loss, hidden.grad, weight.grad)]
+    assert "24x200 f32" in str(explain(linear_cross_entropy(hidden, weight, labels, chunk=24)))
+    got = step()
+    with disabled(): plain = step()
+    assert got[0] == pytest.approx(plain[0], rel=1e-6)
+    # one rounding more or less of the gradient of logits
+    for one, other in zip(got[1:], plain[1:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2.0**-8 * np.abs(other).max())

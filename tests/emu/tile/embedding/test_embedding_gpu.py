@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType
 
-from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, TinyJit, Variable, dtypes, explain
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.ptx.assemble import assemble
@@ -22,12 +21,6 @@ from tinygrad_nv.tile.templates import TABLE
 F32, BF16, U8, S32, S64 = dtypes.float32, dtypes.bfloat16, dtypes.uint8, dtypes.int32, dtypes.int64
 ARCHES = ("sm_80", "sm_90a")
 GUARD = 77
-
-
-@pytest.fixture(scope="module", params=ARCHES)
-def gpu(request: pytest.FixtureRequest) -> NVDevice:
-    """A device of each architecture."""
-    return device(arch=request.param)
 
 
 def checked(rows: int, width: int, count: int, arch: str, dtype: DType = F32, tokens: DType = S32,

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinygrad.dtype import DType
 
-from tests.support.graphs.pool_case import device
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.functional import embedding
 from tinygrad_nv.ptx.assemble import assemble
@@ -26,12 +25,6 @@ F32, BF16, F16, S32, S64 = dtypes.float32, dtypes.bfloat16, dtypes.float16, dtyp
 ARCHES = ("sm_80", "sm_90a")
 GUARD = 77
 EPSILON = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
-
-
-@pytest.fixture(scope="module", params=ARCHES)
-def gpu(request: pytest.FixtureRequest) -> NVDevice:
-    """A device of each architecture."""
-    return device(arch=request.param)
 
 
 # **** references ****

@@ -2,7 +2,6 @@
 silu against float64, in two orders of warps; through the graph; what the template refuses."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from tinygrad_nv.tile.group_norm.templates import GroupNorm
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
+pytestmark = pytest.mark.usefixtures("in_order")
 BF16, F16, F32 = dtypes.bfloat16, dtypes.float16, dtypes.float32
 GPUS = GPU("sm_80", 108), GPU("sm_90a", 132)
 SPECS = {
@@ -29,12 +29,6 @@ SPECS = {
     "more channels than threads": GroupNormSpec(1, 9, 1184, 32, 1e-5, False, F32, F32),
     "one position, one group": GroupNormSpec(3, 1, 8, 1, 1e-5, False, F32, F32),
     "a channel a group": GroupNormSpec(1, 70, 16, 16, 1e-5, False, BF16, BF16, BF16)}
-
-
-@pytest.fixture(autouse=True)
-def in_order() -> Iterator[None]:
-    """References are compiled sooner."""
-    with Context(NOOPT=1): yield
 
 
 @pytest.mark.parametrize("name", SPECS)
