@@ -48,7 +48,7 @@ from tinygrad_nv.numerics.semantics.formats import FORMATS, Format
 from tinygrad_nv.patterns import named
 from tinygrad_nv.tile.attention.dropout import philox
 from tinygrad_nv.tile.expression import short
-from tinygrad_nv.tile.language.rounding import LARGEST, least
+from tinygrad_nv.tile.language.rounding import LARGEST, smallest_number
 
 Of: TypeAlias = DType | Policied
 INFINITE, SIGN = 0x7f800000, 0x80000000
@@ -173,7 +173,7 @@ def _scale(of: Of) -> float:
 def _clamp(x: Tensor, dtype: DType) -> Tensor:
     """x within the range of a dtype; NaN stays."""
     kind = int if dtypes.is_int(x.dtype) else float
-    low, high = kind(least(dtype)), kind(LARGEST[dtype])
+    low, high = kind(smallest_number(dtype)), kind(LARGEST[dtype])
     return (x > high).where(high, (x < low).where(low, x))
 
 

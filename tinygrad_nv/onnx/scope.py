@@ -32,23 +32,23 @@ MOVES = {"Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice", "G
 class Scope:
     """The values of a graph's names."""
 
-    def __init__(self, graph: Graph, around: Scope | None = None) -> None:
-        self.graph, self.around = graph, around
+    def __init__(self, graph: Graph, outer: Scope | None = None) -> None:
+        self.graph, self.outer = graph, outer
         self.values: dict[str, Value] = dict(graph.constants)
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Value:
         if not name: return None
         if name in self.values: return self.values[name]
-        if self.around is None:
+        if self.outer is None:
             raise OnnxError(f"the graph reads {name!r}, which no node writes",
                             "nodes in the order of their use", "export the model again")
-        return self.around[name]
+        return self.outer[name]
 
     def constant(self, name: str) -> bool:
         """Whether a name is a constant of this graph, or of one around it."""
-        if name in self.values or self.around is None: return name in self.graph.constants
-        return self.around.constant(name)
+        if name in self.values or self.outer is None: return name in self.graph.constants
+        return self.outer.constant(name)
 
     def tensor(self, name: str) -> Value:
         """A value for a function on Tensors: an array that the host knows as a Tensor."""

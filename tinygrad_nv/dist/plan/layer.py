@@ -93,7 +93,7 @@ class Layer:
     def matmul_s(self, tokens: int) -> float:
         """Seconds of all matmuls."""
         made = sum(compute.matmul(self.device, tokens, n, k, self.kind) for n, k in self.matmuls)
-        return made + self._experts(tokens, turned=False)
+        return made + self._experts(tokens, transposed=False)
 
     def gradients(self, tokens: int) -> float:
         """Seconds of the matmuls of a backward pass: of inputs, and of matrices."""
@@ -101,14 +101,15 @@ class Layer:
         for n, k in self.matmuls:
             made += compute.matmul(self.device, tokens, k, n, self.kind)
             made += compute.matmul(self.device, n, k, tokens, self.kind)
-        return made + 2 * self._experts(tokens, turned=True)
+        return made + 2 * self._experts(tokens, transposed=True)
 
-    def _experts(self, tokens: int, turned: bool) -> float:
+    def _experts(self, tokens: int, transposed: bool) -> float:
         if not self.experts: return 0.0
         assert self.rank.moe is not None
         rows = self.rows(tokens)
-        return sum(compute.expert_matmul(self.device, self.rank.moe.experts, rows,
-                                         *((k, n) if turned else (n, k)), self.kind) for n, k in self.experts)
+        shapes = [(k, n) if transposed else (n, k) for n, k in self.experts]
+        return sum(compute.expert_matmul(self.device, self.rank.moe.experts, rows, *shape, self.kind)
+                   for shape in shapes)
 
     def prefill(self, tokens: int, length: int) -> Seconds:
         """A forward pass of whole sequences of a length."""

@@ -89,17 +89,17 @@ def _reads(template: str, role: str, special: tuple[tuple[str, str], ...]) -> Re
     variables = {**dict.fromkeys(SPECIAL, ""), **dict(special)}
     user = _probe(template, variables, (_with_system, _with_parts, _alone), "user", FILLING)
     if role == "user": return user
-    filling = FILLING if user.text or not user.parts else [{"type": "text", "text": FILLING}]
+    filler = FILLING if user.text or not user.parts else [{"type": "text", "text": FILLING}]
     turns = {"system": (_with_system, _with_tools), "assistant": (_with_answer, _as_last_answer),
              "tool": (_with_call, _with_call_and_more)}
-    return _probe(template, variables, turns[role], role, filling) if role in turns else user
+    return _probe(template, variables, turns[role], role, filler) if role in turns else user
 
 
 def _probe(template: str, variables: Mapping[str, Any], turns: Iterable[Any], role: str,
-           filling: Any) -> Reads:
+           filler: Any) -> Reads:
     """Tells in which forms the template writes a content, by the first of the conversations that tells it."""
     for turn in turns:
-        text, parts = (_writes(template, {**variables, **turn(role, content, filling)})
+        text, parts = (_writes(template, {**variables, **turn(role, content, filler)})
                        for content in (WORD, [{"type": "text", "text": WORD}]))
         if text or parts: return Reads(text, parts)
     return Reads(True, False)   # nothing can be told: a text is what templates are made for
@@ -121,41 +121,41 @@ def _turns(*messages: tuple[str, Any], tools: Any = None, **more: Any) -> dict[s
     return {"messages": made, "tools": tools, "documents": None, "add_generation_prompt": True, **more}
 
 
-def _alone(role: str, content: Any, filling: Any) -> dict[str, Any]: return _turns((role, content))
+def _alone(role: str, content: Any, filler: Any) -> dict[str, Any]: return _turns((role, content))
 
 
-def _with_system(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    if role == "user": return _turns(("system", filling), (role, content))
-    return _turns((role, content), ("user", filling))
+def _with_system(role: str, content: Any, filler: Any) -> dict[str, Any]:
+    if role == "user": return _turns(("system", filler), (role, content))
+    return _turns((role, content), ("user", filler))
 
 
-def _with_parts(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    return _with_system(role, content, [{"type": "text", "text": filling}])
+def _with_parts(role: str, content: Any, filler: Any) -> dict[str, Any]:
+    return _with_system(role, content, [{"type": "text", "text": filler}])
 
 
-def _with_tools(role: str, content: Any, filling: Any) -> dict[str, Any]:
+def _with_tools(role: str, content: Any, filler: Any) -> dict[str, Any]:
     tool = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {
         "type": "object", "properties": {}, "required": []}}}
-    return _turns((role, content), ("user", filling), tools=[tool])
+    return _turns((role, content), ("user", filler), tools=[tool])
 
 
-def _with_answer(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    return _turns(("user", filling), (role, content), ("user", filling))
+def _with_answer(role: str, content: Any, filler: Any) -> dict[str, Any]:
+    return _turns(("user", filler), (role, content), ("user", filler))
 
 
-def _as_last_answer(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    return _turns(("user", filling), (role, content))
+def _as_last_answer(role: str, content: Any, filler: Any) -> dict[str, Any]:
+    return _turns(("user", filler), (role, content))
 
 
-def _with_call(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    empty = "" if isinstance(filling, str) else [{"type": "text", "text": ""}]
-    made = _turns(("user", filling), ("assistant", empty), (role, content))
+def _with_call(role: str, content: Any, filler: Any) -> dict[str, Any]:
+    empty = "" if isinstance(filler, str) else [{"type": "text", "text": ""}]
+    made = _turns(("user", filler), ("assistant", empty), (role, content))
     made["messages"][1]["tool_calls"] = [CALL]
     made["messages"][2] |= {"name": "f", "tool_call_id": CALL["id"]}
     return made
 
 
-def _with_call_and_more(role: str, content: Any, filling: Any) -> dict[str, Any]:
-    made = _with_call(role, content, filling)
-    made["messages"] += [{"role": "assistant", "content": FILLING}, {"role": "user", "content": filling}]
+def _with_call_and_more(role: str, content: Any, filler: Any) -> dict[str, Any]:
+    made = _with_call(role, content, filler)
+    made["messages"] += [{"role": "assistant", "content": FILLING}, {"role": "user", "content": filler}]
     return made

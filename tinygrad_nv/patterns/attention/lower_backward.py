@@ -108,9 +108,9 @@ def _results(forward: AttentionSpec, by_rows: tuple[bool, bool]) -> tuple[Rows, 
     """dk and dv."""
     heads = forward.batch[1]
 
-    def dense(dtype: DType, d: int, turned: bool) -> Rows:
+    def dense(dtype: DType, d: int, bshd: bool) -> Rows:
         whole, matrix = heads * forward.s_kv * d, forward.s_kv * d
-        return Rows(dtype, heads * d, (whole, d, 0)) if turned else Rows(dtype, d, (whole, matrix, 0))
+        return Rows(dtype, heads * d, (whole, d, 0)) if bshd else Rows(dtype, d, (whole, matrix, 0))
     return dense(forward.k.dtype, forward.d, by_rows[0]), dense(forward.v.dtype, forward.d_v, by_rows[1])
 
 

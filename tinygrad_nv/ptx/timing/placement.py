@@ -189,7 +189,7 @@ def _hosts(sass: Sequence[Sequence[TimedInstruction]], follow: Graph, retries: s
     backs = {sass[i][-1].ptx_line: loop for head, loop in loops.items() for i in loop if head in follow[i]}
     made: list[int | None] = []
     for i, block in enumerate(sass):
-        tried = [each for each in block if _tries((each,)) and retries.intersection(follow[i])]
+        tried = [each for each in block if _has_try_wait((each,)) and retries.intersection(follow[i])]
         votes: Counter[int] = Counter()
         for each in tried[-1:] or block:
             if each.opcode in INSERTED or i not in backs.get(each.ptx_line, {i}): continue
@@ -214,13 +214,13 @@ def _retries(sass: Sequence[Sequence[TimedInstruction]], follow: Graph) -> set[i
     for head, body in natural_loops(follow).items():
         first = [i for i in before[head] if i not in body]
         work = {each.opcode for i in body for each in sass[i] if each.opcode in WEIGHTS}
-        if work == {"SYNCS"} and all(map(_tries, (sass[i] for i in (*first, head)))) and \
+        if work == {"SYNCS"} and all(map(_has_try_wait, (sass[i] for i in (*first, head)))) and \
                 all(sass[i][-1].target == sass[head][0].address for i in first): found |= body
     return found | {i for i, block in enumerate(sass) if len(block) == 1 and block[0].opcode == "BRA"
                     and before[i] and found.issuperset(before[i])}
 
 
-def _tries(block: Sequence[TimedInstruction]) -> bool:
+def _has_try_wait(block: Sequence[TimedInstruction]) -> bool:
     return any(each.opcode == "SYNCS" and ".PHASECHK" in each.modifiers for each in block)
 
 

@@ -104,7 +104,7 @@ class AllReduceKernel:
             self.tells = kb.tid.x < self.spec.world
             peer = kb.reg("u64", 0)
             kb.emit("ld.global.u64", peer, advance(kb, self.table, kb.tid.x, 8).at(), guard=self.tells)
-            self.told = advance(kb, peer + lines.to("u64"), self.rank, 4)
+            self.peer_flags = advance(kb, peer + lines.to("u64"), self.rank, 4)
             self.heard = advance(kb, self.line, kb.tid.x, 4)
         if kb.hopper:
             kb.wait_for_previous_grid()
@@ -157,7 +157,7 @@ class AllReduceKernel:
         with kb.comment(f"phase {phase}"):
             kb.sync()
             with kb.if_(self.tells):
-                kb.emit("st.release.sys.global.u32", self.told.at(phase * PHASE_BYTES), epoch)
+                kb.emit("st.release.sys.global.u32", self.peer_flags.at(phase * PHASE_BYTES), epoch)
                 seen = kb.reg("u32")
 
                 def late() -> Value:

@@ -27,10 +27,10 @@ def dense(batch: int, heads: int, rows: int, d: int, dtype: str = "bf16", kv_hea
         if word not in known: raise SpecError(f"{what} {word!r}", f"one of {', '.join(known)}")
     if heads % kv_heads: raise SpecError(f"{heads} heads of {kv_heads} key heads", "whole times as many")
     if causal and keys < rows: raise SpecError(f"{rows} rows of {keys} keys", "at least as many keys")
-    group, turned = heads // kv_heads, layout == "BSHD"
+    group, bshd = heads // kv_heads, layout == "BSHD"
 
     def rows_of(extent: int, many: int, of_query: bool) -> Rows:
-        head, row = (d, many * d) if turned else (extent * d, d)
+        head, row = (d, many * d) if bshd else (extent * d, d)
         return Rows(WORDS[dtype], row, (many * extent * d, group * head, head) if of_query else
                     (many * extent * d, head, 0))
     q, k = rows_of(rows, heads, True), rows_of(keys, kv_heads, False)

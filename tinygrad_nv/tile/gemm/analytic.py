@@ -78,10 +78,10 @@ def _tiles(ranked: Iterable[tuple[GemmSchedule, Prediction]], spec: GemmSpec, gp
     made: dict[GemmSchedule, GemmSchedule] = {}
     for s, _ in ranked:
         if len(made) == KEPT: break
-        if (bare := s.base_tile) in made: continue
+        if (tile := s.base_tile) in made: continue
         if any(not TABLE.problems(spec, ring, gpu)
                for ring in s.stage_variants(gpu.arch, spec.a.dtype.itemsize)):
-            made[bare] = bare
+            made[tile] = tile
     return list(made)
 
 

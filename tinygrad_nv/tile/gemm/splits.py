@@ -68,8 +68,8 @@ class Splits:
             return
         with self.kb.comment(f"sums of {self.count} CTAs"): mine = self._slot(self.split)
         for i, cell in enumerate(cells): self.kb.st("global", self._kind(cell), self._at(mine, i), cell)
-        told = self.kb.shared("arrived", 4)
-        with self.kb.if_(is_last(self.kb, self.flag, self.number, told.at(), self.count)):
+        arrivals = self.kb.shared("arrived", 4)
+        with self.kb.if_(is_last(self.kb, self.flag, self.number, arrivals.at(), self.count)):
             self._gather(cells)
             yield
 
@@ -96,14 +96,14 @@ class Splits:
                 for register, part in zip(cell, parts, strict=True): register += part
 
 
-def is_last(kb: Kernel, flags: Value, tile: Value, told: MemoryOperand, count: int) -> Value:
+def is_last(kb: Kernel, flags: Value, tile: Value, arrivals: MemoryOperand, count: int) -> Value:
     """Counts this CTA in at the flag of a tile; whether it is the last of `count`, which all threads learn by
-    the shared word `told`. One thread releases and acquires for all: what the barriers order before its
+    the shared word `arrivals`. One thread releases and acquires for all: what the barriers order before its
     atomic, and after, is ordered too."""
     kb.sync()
     with kb.if_(kb.tid.x == 0):
         before, flag = kb.reg("u32"), flags + tile.to("u64") * 4
         kb.emit("atom.acq_rel.gpu.global.add.u32", before, flag.at(), 1)
-        kb.st("shared", "u32", told, before)
+        kb.st("shared", "u32", arrivals, before)
     kb.sync()
-    return kb.ld("shared", "u32", told)[0] == count - 1
+    return kb.ld("shared", "u32", arrivals)[0] == count - 1

@@ -25,7 +25,7 @@ LARGEST = {dtypes.float16: 65504.0, dtypes.bfloat16: 3.3895313892515355e38, dtyp
 EXPONENT, CUT = 0x7F800000, 0xFFFF0000
 
 
-def least(dtype: DType) -> float:
+def smallest_number(dtype: DType) -> float:
     """The smallest finite number of a dtype."""
     if dtypes.is_unsigned(dtype): return 0
     return -LARGEST[dtype] - (not dtypes.is_float(dtype))
@@ -35,7 +35,7 @@ def narrow(value: Tile, tensor: TensorParameter, offsets: Tile) -> Tile:
     """A tile in a tensor's dtype, as its policies say. `offsets`: of the elements in the tensor, int32."""
     if tensor.saturate:
         wide = cast(value, dtypes.float32 if dtypes.is_float(value.dtype) else dtypes.int32)
-        value = where(wide == wide, clamp(wide, least(tensor.dtype), LARGEST[tensor.dtype]), wide)
+        value = where(wide == wide, clamp(wide, smallest_number(tensor.dtype), LARGEST[tensor.dtype]), wide)
     if tensor.stochastic is not None: value = _stochastic(value, tensor.dtype, tensor.stochastic, offsets)
     return cast(value, tensor.dtype)
 

@@ -249,7 +249,7 @@ def problems(spec: BackwardSpec, schedule: BackwardWgmma, arch: str) -> list[str
     """Why the template cannot have this schedule; empty when it can."""
     if arch != "sm_90a": return [f"wgmma needs sm_90a, the target is {arch}"]
     if words := dtype_problems(spec): return words
-    out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
+    out = [*_operands(spec), *_count_problems(schedule, spec), *epilogue.problems(spec.forward.score, arch)]
     try: slope = derivative(spec.forward.score)
     except SpecError as error: return [*out, str(error.found)]
     if spec.forward.kept < KEEP_ALL and not isinstance(slope, Constant):
@@ -268,7 +268,7 @@ def _operands(spec: BackwardSpec) -> list[str]:
     return out
 
 
-def _counts(s: BackwardWgmma, spec: BackwardSpec) -> list[str]:
+def _count_problems(s: BackwardWgmma, spec: BackwardSpec) -> list[str]:
     """Returns the problems of what is numbered."""
     one = spec.forward
     batch, heads, _ = one.batch

@@ -67,9 +67,9 @@ class AttentionMainLoop:
         self.q = Descriptors.of(kb, plan.q, loads.q.address() + consumer * plan.q.at_mn(ROWS))
         self.keys = Descriptors.of(kb, plan.k, loads.keys.address())
         self.values, self.v_ring = self._values()
-        rings = loads.q_ring, loads.k_ring, self.v_ring
-        self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in rings)
-        self.empty_q, self.empty_k, self.empty_v = (ring.empty_barriers() for ring in rings)
+        pipelines = loads.q_ring, loads.k_ring, self.v_ring
+        self.at_q, self.at_k, self.at_v = (ring.cursor() for ring in pipelines)
+        self.empty_q, self.empty_k, self.empty_v = (ring.empty_barriers() for ring in pipelines)
         self.mine = kb.special("laneid") == 0
         self.s = kb.regs("f32", plan.scores)
         self.p = kb.regs("b32", plan.weights)

@@ -200,7 +200,7 @@ def problems(spec: AttentionSpec, schedule: FlashWgmma, arch: str) -> list[str]:
     if spec.q.dtype == dtypes.float32: return ["operands of f32 are of flash_fma"]
     if (spec.is_ragged or spec.kept < KEEP_ALL) and spec.scales is not None:
         return ["ragged batches and dropout of 8 bits: no template has them"]
-    out = [*_operands(spec), *_counts(schedule, spec), *epilogue.problems(spec.score, arch)]
+    out = [*_operands(spec), *_count_problems(schedule, spec), *epilogue.problems(spec.score, arch)]
     if found := _extents(schedule, spec.q.dtype.itemsize): return out + found
     return [*out, *_scales(schedule, spec), *_room(FlashWgmmaPlan.of(spec, schedule))]
 
@@ -233,7 +233,7 @@ def no_tma(name: str, rows: Rows, count: int, batch: tuple[int, int, int]) -> li
     return out
 
 
-def _counts(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
+def _count_problems(s: FlashWgmma, spec: AttentionSpec) -> list[str]:
     """Returns the problems of what is numbered."""
     batch, heads, group = spec.batch
     grid = (("heads", heads * group), ("elements of the batch", batch + spec.is_ragged))

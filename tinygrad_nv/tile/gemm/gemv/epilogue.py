@@ -182,8 +182,8 @@ class GemvEpilogue:
 
         with kb.comment("sums of this CTA, for the last one"):
             self.each(keep, self.threads, kb.tid.x)
-            told = (self.base + (plan.smem_bytes - 16)).at()
-            last = is_last(kb, flags, tile, told, s)
+            arrivals = (self.base + (plan.smem_bytes - 16)).at()
+            last = is_last(kb, flags, tile, arrivals, s)
         with kb.comment("the last one"), kb.if_(last):
             self.each(collect, self.threads, kb.tid.x)
 

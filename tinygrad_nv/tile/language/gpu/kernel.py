@@ -78,7 +78,7 @@ def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int) -> _Writ
     if found := _find_crowded(program, assignment, registers_of(schedule.warp_count, bool(loops))):
         return _Written(None, tuple(found))
     refused: list[str] = []
-    for most, production in _tries(program, loops, sm_count):
+    for most, production in _attempts(program, loops, sm_count):
         emitter = _emit_program(program, assignment, schedule, arch, most, production)
         found = _too_large(emitter, arch)
         if not found and production.ctas and not _alone(emitter, schedule, arch): continue
@@ -87,7 +87,7 @@ def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int) -> _Writ
     return _Written(None, tuple(refused))
 
 
-def _tries(program: Program, loops: dict[Op, list[Op]], sm_count: int) -> Iterator[tuple[int, Production]]:
+def _attempts(program: Program, loops: dict[Op, list[Op]], sm_count: int) -> Iterator[tuple[int, Production]]:
     """Stages at most of loops that say how far ahead they may begin, which is as far as there is room; the
     schedule's are as it says. Of each, CTAs that go through programs first, and two stages around loops."""
     ahead = max((op.attributes["stages"] for op in program.body.walk()

@@ -73,6 +73,6 @@ def candidates(spec: QuantGroupedSpec, gpu: GPU) -> list[QuantGroupedWgmma]:
     for (columns, warps, most), rows, block_k in product(tiles, ROWS, (128, 64)):
         if rows <= most:
             base = QuantGroupedWgmma().block(columns, rows).k(block_k).warps(warps)
-            rings = [base.stages(depth) for depth in DEPTHS]
-            made.append(next((s for s in rings if not problems(spec, s, gpu.arch)), rings[-1]))
+            depths = [base.stages(depth) for depth in DEPTHS]
+            made.append(next((s for s in depths if not problems(spec, s, gpu.arch)), depths[-1]))
     return made
