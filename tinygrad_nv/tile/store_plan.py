@@ -138,7 +138,7 @@ class Cell:
 
 @dataclass
 class Destination:
-    """Destination of a result, and how it goes there (store.py)."""
+    """Destination of a result, and how it goes there (result_store.py)."""
     kb: Kernel
     stored: StoreTarget
     plan: StorePlan

@@ -1,6 +1,6 @@
 """Rows: norms, softmax, argmax, and elements made without statistics (spec.py). For sm_80 and later.
 
-    each team of threads has a row, a thread vectors of it (schedules.py):
+    each team of threads has a row, a thread vectors of it (templates.py):
         have L2 fetch the weights; wait for the kernel before; the kernel after may begin; load the vectors
         for each statistic:
             its terms, added up (or the largest) in registers, in the order of the row

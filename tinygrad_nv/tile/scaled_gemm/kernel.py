@@ -14,6 +14,7 @@ wgmmas, before the stage is given back.
 """
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 
 from tinygrad_nv.ptx.builder import Value
@@ -71,24 +72,9 @@ class _ScaledKernel(WgmmaKernel):
                 at.advance()
 
 
-class _ScaledMainLoop(MainLoop):
-    """The main loop of one consumer warpgroup, with scales of A's rows and B's columns."""
-
-    def __init__(self, kernel: WgmmaKernel, scales: ScalePlan, stages: Value) -> None:
-        super().__init__(kernel.kb, kernel.plan, kernel.ring, kernel.ordered, kernel.loads)
-        self.scales, self.stages = scales, stages
-
-    def begin(self) -> None:
-        super().begin()
-        kb, plan, scales = self.kb, self.plan, self.scales
-        # registers 4j … 4j + 3 of 64 rows: rows r and r + 8, columns 8j + c and 8j + c + 1
-        lane, row = kb.special("laneid"), kb.reg("u32", 0)
-        if plan.readers > 1: row = self.consumer * plan.rows
-        if scales.each_row: row = row + (kb.tid.x % WARPGROUP >> 5) * 16 + (lane >> 2)
-        elif scales.rows > 1: row = row // scales.spec.a_scale.rows
-        self.row = self.stages + (row * 4 if scales.rows > 1 else 0)
-        self.column = self.stages + scales.rows * 4
-        if scales.each_column: self.column = self.column + (lane & 3) * 8
+class ScaledSums(MainLoop):
+    """Main loop whose sums of a group of K, a stage, are multiplied with scales and added in float32. The
+    scales are read behind the group's first wgmmas."""
 
     def _accumulate_promoted(self, iterations: Number) -> None:
         kb = self.kb
@@ -107,6 +93,30 @@ class _ScaledMainLoop(MainLoop):
                     kb.emit("fma.rn.f32", each, more, scales[i][j], each)
             self.at.advance()
         self._arrive_issued()
+
+    @abstractmethod
+    def _scales(self) -> list[list[Value]]:
+        """Returns the scale of each sum of a group."""
+
+
+class _ScaledMainLoop(ScaledSums):
+    """The main loop of one consumer warpgroup, with scales of A's rows and B's columns."""
+
+    def __init__(self, kernel: WgmmaKernel, scales: ScalePlan, stages: Value) -> None:
+        super().__init__(kernel.kb, kernel.plan, kernel.ring, kernel.ordered, kernel.loads)
+        self.scales, self.stages = scales, stages
+
+    def begin(self) -> None:
+        super().begin()
+        kb, plan, scales = self.kb, self.plan, self.scales
+        # registers 4j … 4j + 3 of 64 rows: rows r and r + 8, columns 8j + c and 8j + c + 1
+        lane, row = kb.special("laneid"), kb.reg("u32", 0)
+        if plan.readers > 1: row = self.consumer * plan.rows
+        if scales.each_row: row = row + (kb.tid.x % WARPGROUP >> 5) * 16 + (lane >> 2)
+        elif scales.rows > 1: row = row // scales.spec.a_scale.rows
+        self.row = self.stages + (row * 4 if scales.rows > 1 else 0)
+        self.column = self.stages + scales.rows * 4
+        if scales.each_column: self.column = self.column + (lane & 3) * 8
 
     def _scales(self) -> list[list[Value]]:
         """The scale of each sum of a group: that of its row times that of its column."""

@@ -96,6 +96,16 @@ def copy_problems(s: Mma, name: str, extent: int, operand: Operand) -> list[str]
             f"divide the tile's {rows} nor are a multiple of them"]
 
 
+def room_problems(plan: MmaPlan, arch: str, stage_bytes: int, most_sums: int) -> list[str]:
+    """Returns the problems of shared memory and of a thread's sums, where a stage has more than two tiles."""
+    out, most = [], limits.SMEM_BYTES[arch]
+    if (needed := plan.smem_bytes) > most:
+        out.append(f"{plan.schedule.depth} stages × {stage_bytes} B, or what is stored from, = {needed} B of "
+                   f"shared memory, {arch} has {most}")
+    if plan.sums > most_sums: out.append(f"{plan.sums} sums a thread, at most {most_sums}")
+    return out
+
+
 def _resource_problems(plan: MmaPlan, arch: str) -> list[str]:
     spec, s, size = plan.spec, plan.schedule, plan.spec.a.dtype.itemsize
     out, needed, most = [], plan.smem_bytes, limits.SMEM_BYTES[arch]

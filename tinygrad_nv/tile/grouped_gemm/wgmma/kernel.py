@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
-from tinygrad_nv.ptx.builder.values import Number
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.gemm.wgmma.kernel import WarpSpecialized
 from tinygrad_nv.tile.gemm.wgmma.main_loop import MainLoop, OperandStages
@@ -37,6 +36,7 @@ from tinygrad_nv.tile.grouped_gemm.wgmma.store import ColumnStore, GroupedStore,
 from tinygrad_nv.tile.grouped_gemm.wgmma.tile_scheduler import GroupTile, GroupTileScheduler
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.pipeline import OrderedBarrier, Pipeline
+from tinygrad_nv.tile.scaled_gemm.kernel import ScaledSums
 from tinygrad_nv.tile.template import GPU
 
 
@@ -178,7 +178,7 @@ class ScaleCopies:
         self.at_matrix += 4
 
 
-class ScaledMainLoop(MainLoop):
+class ScaledMainLoop(ScaledSums):
     """The main loop of one consumer warpgroup."""
 
     def __init__(self, kb: Kernel, plan: GroupedPlan, ring: Pipeline, ordered: OrderedBarrier | None,
@@ -195,24 +195,6 @@ class ScaledMainLoop(MainLoop):
             if plan.readers > 1: row = row + self.consumer * plan.rows
             self.row = self.stages.address() + row * 4
         self.matrix = self.stages.address() + plan.tokens * 4
-
-    def _accumulate_promoted(self, iterations: Number) -> None:
-        kb = self.kb
-        for row in self.sums:
-            for each in row: each.set(0.0)
-        with kb.loop(0, iterations, kind="u32"):
-            self.ring.wait(self.at)
-            for i, row in enumerate(self.sums):
-                kb.wgmma_fence()
-                self._stage({i: self.partial}, False, 0, self.plan.steps)
-                kb.wgmma_commit()
-                if i == 0: scales = self._scales()
-                kb.wgmma_wait(0)
-                if i + 1 == len(self.sums): self.ring.release(self.empty_barriers, self.at.stage, self.mine)
-                for j, (each, more) in enumerate(zip(row, self.partial, strict=True)):
-                    kb.emit("fma.rn.f32", each, more, scales[i][j], each)
-            self.at.advance()
-        self._arrive_issued()
 
     def _scales(self) -> list[list[Value]]:
         """The scale of each sum of a group: that of its row times that of its half of the matrix."""

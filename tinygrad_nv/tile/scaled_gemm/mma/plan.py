@@ -12,7 +12,6 @@ import functools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.gemm.cost import resident_ctas
 from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
@@ -125,7 +124,7 @@ def problems(spec: ScaledGemmSpec, s: ScaledMma, arch: str) -> list[str]:
     out += mma.copy_problems(s, "block_m", s.block_m, spec.a) + mma.copy_problems(s, "block_n", s.block_n,
                                                                                     spec.b)
     out += _blocks("block_m", plan.row_scales, SIXTEEN) + _blocks("block_n", plan.column_scales, EIGHT)
-    return out + _room(plan, arch)
+    return out + mma.room_problems(plan, arch, plan.stage_bytes, MOST_SUMS)
 
 
 def _blocks(name: str, side: Side, least: int) -> list[str]:
@@ -136,16 +135,6 @@ def _blocks(name: str, side: Side, least: int) -> list[str]:
     return [f"{name}={side.block}, {extent} of a {whose}, and scales {side.scales}: neither divides the other"
             for extent, whose in ((side.block, "tile"), (side.share, "warp"))
             if rows % extent and extent % rows][:1]
-
-
-def _room(plan: ScaledMmaPlan, arch: str) -> list[str]:
-    """Shared memory and registers."""
-    out, s, most = [], plan.schedule, limits.SMEM_BYTES[arch]
-    if (needed := plan.smem_bytes) > most:
-        out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
-                   f"memory, {arch} has {most}")
-    if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
-    return out
 
 
 # rows, columns, warps along both

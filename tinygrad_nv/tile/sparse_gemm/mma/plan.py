@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tinygrad_nv.quant.sparse import UNIT
-from tinygrad_nv.tile import limits
 from tinygrad_nv.tile.fragments import NAMES, STEP_BYTES
 from tinygrad_nv.tile.gemm.mma import template as mma
 from tinygrad_nv.tile.gemm.mma.plan import MmaPlan
@@ -93,7 +92,7 @@ def problems(spec: SparseGemmSpec, s: SparseMma, arch: str) -> list[str]:
     if not 2 <= s.depth <= 8: out.append(f"{s.depth} stages are not 2 to 8")
     if s.splits > plan.iterations: out.append(f"{s.splits} splits of {plan.iterations} steps")
     if out: return out
-    return [*_copy_problems(plan), *_room(plan, arch)]
+    return [*_copy_problems(plan), *mma.room_problems(plan, arch, plan.stage_bytes, MOST_SUMS)]
 
 
 def _copy_problems(plan: SparseMmaPlan) -> list[str]:
@@ -103,16 +102,6 @@ def _copy_problems(plan: SparseMmaPlan) -> list[str]:
     if s.block_k // 2 * size > 128: return [f"block_k={s.block_k}: values of {s.block_k // 2 * size} B a row"]
     return mma.copy_problems(half, "block_m", s.block_m, plan.sparse.values) + \
         mma.copy_problems(s, "block_n", s.block_n, plan.spec.b)
-
-
-def _room(plan: SparseMmaPlan, arch: str) -> list[str]:
-    """Shared memory and registers."""
-    out, s, most = [], plan.schedule, limits.SMEM_BYTES[arch]
-    if (needed := plan.smem_bytes) > most:
-        out.append(f"{s.depth} stages × {plan.stage_bytes} B, or what is stored from, = {needed} B of shared "
-                   f"memory, {arch} has {most}")
-    if plan.sums > MOST_SUMS: out.append(f"{plan.sums} sums a thread, at most {MOST_SUMS}")
-    return out
 
 
 # rows of the matrix, rows of activations, warps along both
