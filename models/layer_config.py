@@ -110,7 +110,7 @@ class LatentConfig:
 class Names:
     """Names of a layer's modules in a checkpoint, after "model.layers.{i}."; a norm whose name is "" is not
     there. Several names of a matrix are its rows, one after the other. `fused`: experts are stored as
-    fused.py says, gate and up "interleaved" or as "halves"."""
+    parts.py says, gate and up "interleaved" or as "halves"."""
     attention_norm: str = "input_layernorm"
     attention_post_norm: str = ""
     feed_forward_norm: str = "post_attention_layernorm"

@@ -4,20 +4,36 @@ Protocol: `cut(entry, part)` is an entry of the part, `read_part(entry, part)` i
 whole tensor for a part of None. Rows lie one behind the other: only they are read. Of columns each row's part
 is read, or all of the rows if there is little between (checkpoint.py: SKIP). `layer_bytes` counts what is
 read.
+
+`apart(config, entries, directory)` lists experts that a checkpoint stores as one tensor a layer as the
+matrices of each expert. It replaces, of a layer's experts with I columns between hidden states of H,
+
+    gate_up_proj [E, H, 2 I]    columns gate, up, gate, up … ("interleaved"), or gate | up ("halves")
+    down_proj    [E, I, H]
+
+and their biases gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H] by what other checkpoints have:
+gate_proj, up_proj [I, H] and down_proj [H, I] of each expert, which are strided views of the same bytes. Of
+MXFP4, which has blocks and scales instead of the first two, only the biases are taken apart here.
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from tinygrad import Tensor
 
+from tinygrad_nv.errors import WeightError
 from tinygrad_nv.quant.readers.reader import StoredMatrix, TensorPart
 
 from .checkpoint import ITEM_BYTES, NUMPY_DTYPES, TensorEntry, read_array, read_strided, safetensors_dtype
+from .config import ModelConfig
+from .layer_config import MoEConfig
+
+DOWN, GATE_UP, BIAS = "down_proj", "gate_up_proj", "_bias"
 
 
 class Stored(Protocol):
@@ -64,3 +80,65 @@ def layer_bytes(layers: Iterable[Iterable[tuple[Stored, tuple[int, int]] | Tenso
 def _nbytes(entry: TensorEntry, part: TensorPart | None) -> int:
     if part is None or entry.parts: return entry.nbytes
     return entry.nbytes // entry.shape[part.axis] * part.count
+
+
+def apart(config: ModelConfig, entries: dict[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:
+    """The entries of a checkpoint with each expert's own; as they are where a family has no such tensors, or
+    experts have their own. Raises `WeightError` that lists what is missing or of another shape."""
+    moe, fused = config.moe, config.names.fused
+    if moe is None or not fused: return entries
+    prefixes = [f"model.layers.{i}.{config.names.expert.removesuffix('.{}')}"
+                for i, mixture in enumerate(moe.layers) if mixture]
+    gate, up, down = config.names.expert_matrices
+    if any(name.startswith(f"{prefix}.0.{gate}.") for prefix in prefixes for name in entries): return entries
+    shapes = _shapes(moe, config.hidden_size)
+    if (config.quantization or {}).get("quant_method") == "mxfp4":
+        shapes = {name: shape for name, shape in shapes.items() if name.endswith(BIAS)}
+    _require({f"{prefix}.{name}": shape for prefix in prefixes for name, shape in shapes.items()}, entries,
+             directory)
+    made, (step, second) = dict(entries), (2, 1) if fused == "interleaved" else (1, moe.width)
+    for prefix in prefixes:
+        for name, shape in shapes.items():
+            entry, suffix = made.pop(f"{prefix}.{name}"), "bias" if name.endswith(BIAS) else "weight"
+            parts = {gate: (0, step, moe.width), up: (second, step, moe.width)}
+            if not name.startswith(GATE_UP): parts = {down: (0, 1, shape[-1])}
+            for i in range(moe.experts):
+                for one, columns in parts.items():
+                    own = f"{prefix}.{i}.{one}.{suffix}"
+                    made[own] = replace(_columns(entry, i, *columns), name=own)
+    return made
+
+
+def _shapes(moe: MoEConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's tensors."""
+    shapes: dict[str, tuple[int, ...]] = {GATE_UP: (moe.experts, hidden, 2 * moe.width),
+                                          DOWN: (moe.experts, moe.width, hidden)}
+    if moe.biased:
+        shapes |= {f"{name}{BIAS}": (moe.experts, shape[-1]) for name, shape in shapes.items()}
+    return shapes
+
+
+def _columns(entry: TensorEntry, expert: int, first: int, step: int, count: int) -> TensorEntry:
+    """Columns first, first + step … of an expert, as rows; of a bias its elements."""
+    strides = entry.strides or tuple(math.prod(entry.shape[i + 1:]) for i in range(len(entry.shape)))
+    path, offset = entry.file_offset
+    begin = expert * strides[0] + first * strides[-1]
+    return replace(entry, shape=(count, *entry.shape[1:-1]), strides=(step * strides[-1], *strides[1:-1]),
+                   file_offset=(path, offset + begin * ITEM_BYTES[entry.dtype]))
+
+
+def _require(wanted: Mapping[str, tuple[int, ...]], entries: Mapping[str, TensorEntry],
+             directory: Path) -> None:
+    def fits(name: str, shape: tuple[int, ...]) -> bool:
+        return name in entries and entries[name].shape == shape
+
+    def shape_words(name: str) -> str:
+        return f": found {list(entries[name].shape)}" if name in entries else ""
+    lines = [f"  {name} {list(shape)}{shape_words(name)}" for name, shape in wanted.items()
+             if not fits(name, shape)]
+    if not lines: return
+    more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
+    title = f"experts in {directory} are missing or of another shape"
+    raise WeightError("\n".join([title, *lines[:8], *more]),
+                      "the experts of every layer, in the shape config.json implies",
+                      "use the config.json that belongs to these weights, or download the directory again")

@@ -42,11 +42,10 @@ from .checkpoint import (
 from .config import ModelConfig
 from .feed_forward import MixtureOfExperts
 from .fit import EMBEDDING, HEAD, decoder_sizes, require_sizes
-from .fused import apart
 from .latent import LatentAttention
 from .llama import Llama
 from .multimodal import language_entries
-from .parts import layer_bytes
+from .parts import apart, layer_bytes
 from .quantised.layers import Plan, fill, make_plan, place, projections, read_layer, require_zeros
 from .quantised.repacked import open_cache
 from .tied import untie

@@ -2,7 +2,7 @@
 
 Protocol: `sources(model, dtype)` maps Hugging Face names to `Source`s, which read rows of the network's
 matrices (q, k, v and gate, up lie below each other there) and convert them when they are written. Experts of
-families that store them as one tensor a layer (models/fused.py) are joined again:
+families that store them as one tensor a layer (models/parts.py) are joined again:
 
     gate_up_proj [E, H, 2 I]    columns gate, up, gate, up … ("interleaved"), or gate | up ("halves")
     down_proj    [E, I, H]
@@ -23,8 +23,8 @@ from tinygrad_nv.errors import ModelError
 from tinygrad_nv.models.attention import Attention
 from tinygrad_nv.models.checkpoint import SAFETENSORS_DTYPES, convert
 from tinygrad_nv.models.feed_forward import MixtureOfExperts
-from tinygrad_nv.models.fused import BIAS, DOWN, GATE_UP
 from tinygrad_nv.models.llama import Llama
+from tinygrad_nv.models.parts import BIAS, DOWN, GATE_UP
 from tinygrad_nv.models.weights import WeightSlice, slots, tensors_of
 from tinygrad_nv.runtime.memory import read_part
 from tinygrad_nv.train.files import CHUNK, DTYPES, Source
