@@ -130,6 +130,11 @@ def test_bands(kind: Kind, band: Band):
 
 
 @EACH
+def test_rows_whose_window_begins_in_a_later_block(kind: Kind):
+    close(attention(70, 170, 32, kind.dtypes[0], band=Band(-20, 0), start=100), kind.narrow)
+
+
+@EACH
 def test_the_last_column_of_a_block_that_one_row_does_not_see(kind: Kind):
     """Of 128 columns the first row sees 127."""
     close(attention(5, 131, 32, kind.dtypes[0], band=CAUSAL, start=126), kind.narrow)

@@ -163,6 +163,13 @@ def test_a_plan_without_its_memory_stores_elements():
     assert (run(outer(spec, WARPS, "sm_80", staging=False), spec, values) == reference(spec, values)).all()
 
 
+@pytest.mark.parametrize("major", "NM")
+def test_a_residual_is_read_before_a_warp_overwrites_it(major: str):
+    pitch = 128 if major == "N" else 64
+    residual = Load(0, HALF, *((pitch, 1) if major == "N" else (1, pitch)))
+    exact(spec_of(HALF, 64, 128, out_major=major, epilogue=Sum().cast(HALF) + residual), *WAYS[0])
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS, ids=["sm_80", "sm_90a", "TMA"])
 def test_residuals_are_read_in_full_sectors(way: tuple[Mma | Wgmma, str]):
