@@ -113,7 +113,7 @@ def test_what_is_modelled_is_told_as_that_and_for_which_gpu(file: Path, command)
     assert said["candidates"][0]["modelled_s"] != winner.seconds
     assert "measured_s" not in said["candidates"][0]
     shown = command("tune", "--list").succeeded().out.splitlines()
-    assert [line.split("  ")[-1] for line in shown[1:]] == ["modelled for h100", "modelled for h800"]
+    assert [line.split("  ")[-2] for line in shown[1:]] == ["modelled for h100", "modelled for h800"]
     assert choose(dense(256, 512, 256), GPU("sm_90a", 132)) == winner.schedule
 
 
