@@ -1,5 +1,5 @@
-"""DEV=CUDA, its driver and NVRTC where something is missing: one line that says what, and what works
-without."""
+"""DEV=CUDA, its driver, NVRTC and bench/gpu/run.py where something is missing: one line that says what, and
+what works without."""
 from __future__ import annotations
 
 import importlib.util
@@ -364,3 +364,17 @@ def test_nv_0_leaves_the_name_to_tinygrad():
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                               env={"NV": nv, "PATH": "/usr/bin", "HOME": str(Path.home())})
         assert done.stdout.strip() == wanted
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_gpu_one_line_says_what_is_missing():
+    code = ("import sys; from bench.gpu import run; run.missing = lambda: 'no NVIDIA GPU'; "
+            "sys.exit(run.main())")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    line, = done.stderr.splitlines()
+    assert line.startswith("nothing to measure on: no NVIDIA GPU (needed: an NVIDIA GPU")
+    assert "--emulate" in line
