@@ -368,6 +368,15 @@ def test_floats_to_integers(kind: str, word: str) -> None:
             assert int(out) == want & ((1 << 8 * size) - 1), (to, hex(code), int(out), want)
 
 
+@pytest.mark.parametrize(("kind", "word"), [("f32", 0), ("f64", 1 << 31)])
+def test_nan_as_an_integer(kind: str, word: int) -> None:
+    """Zero, or the highest bit where 64 bits are involved, as an H100 has it."""
+    bits = np.full(32, np.nan, np.float32 if kind == "f32" else np.float64).view(UNSIGNED[BYTES[kind]])
+    body = " ".join(f"cvt.rzi.{to}.{kind} %d{i}, %s0;" for i, to in enumerate(INTEGERS[4:]))
+    got = apply(body, [bits], [UNSIGNED[size] for size in (4, 4, 8, 8)])
+    assert [set(each.tolist()) for each in got] == [{word}, {word}, {1 << 63}, {1 << 63}]
+
+
 def test_flushed_before_rounding_up() -> None:
     """cvt.rpi.ftz of a subnormal is zero."""
     body = "cvt.rpi.ftz.s32.f32 %d0, %s0; cvt.rpi.s32.f32 %d1, %s0;"
