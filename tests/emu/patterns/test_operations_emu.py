@@ -7,19 +7,33 @@ import numpy as np
 import pytest
 
 from tests.support.patterns.on_emu import emu  # noqa: F401
-from tests.support.patterns.operations_case import CASES, Case, named, plan, wrong, wrongs
+from tests.support.patterns.operations_case import (
+    LOSSES,
+    MATRICES,
+    Case,
+    groups,
+    named,
+    plan,
+    wrong,
+    wrong_together,
+    wrongs,
+)
 from tinygrad_nv import Tensor
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("each", plan(), ids=named)
 def test_values_and_gradients_of_sums(each: Any): assert wrong(*each, "EMU") == ""
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("each", groups(), ids=named)
+def test_many_together(each: Any): assert wrong_together(*each, "EMU") == []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_all_widths_and_dtypes(case: Case):
-    assert wrongs(case, "EMU") == []
+@pytest.mark.parametrize("case", [*LOSSES, *MATRICES], ids=lambda case: case.name)
+def test_all_widths_and_dtypes(case: Case): assert wrongs(case, "EMU") == []
 
 
 def test_a_maximum_is_of_numbers():

@@ -11,7 +11,7 @@ sum.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,8 +193,16 @@ def plan() -> list[tuple[Case, int, DType]]:
     return made
 
 
-def named(each: tuple[Case, int, DType]) -> str:
-    return f"{each[0].name}-{each[1]}-{'bfloat16' if each[2] == dtypes.bfloat16 else each[2].name}"
+def groups() -> list[tuple[list[Case], int, DType]]:
+    """Returns cases that are computed together, with each width and dtype: every fourth method of elements,
+    or those of rows."""
+    return [(cases, n, dtype) for n in WIDTHS for dtype in UNIT for cases in (
+        *(ELEMENTS[i::4] for i in range(4)), [case for case in ROWS if case.width in (0, n)])]
+
+
+def named(each: tuple[Case | list[Case], int, DType]) -> str:
+    name = each[0].name if isinstance(each[0], Case) else f"{each[0][0].name} and {len(each[0]) - 1} more"
+    return f"{name}-{each[1]}-{'bfloat16' if each[2] == dtypes.bfloat16 else each[2].name}"
 
 
 # **** numbers ****
@@ -219,13 +227,15 @@ def weight(shape: tuple[int, ...]) -> np.ndarray:
     return np.cos(np.arange(int(np.prod(shape)))).reshape(shape).astype(np.float32)
 
 
-def computed(case: Case, given: list[Tensor], weighted: bool) -> list[np.ndarray]:
-    """The result, and the gradient of its sum by each operand."""
+def results(case: Case, given: list[Tensor], weighted: bool) -> list[Tensor]:
+    """Returns the result, and the gradient of its sum by each operand; nothing is computed yet."""
     y = case.ours(*given)
-    made = [y.numpy() if y.dtype == dtypes.bool else y.float().numpy()]
-    if not case.grad: return made
     total = y * Tensor(weight(y.shape), device=y.device).cast(y.dtype) if weighted else y
-    return made + [each.float().numpy() for each in total.sum().gradient(*given)]
+    return [y, *(total.sum().gradient(*given) if case.grad else ())]
+
+
+def computed(case: Case, given: list[Tensor], weighted: bool) -> list[np.ndarray]:
+    return [each.float().numpy() for each in results(case, given, weighted)]
 
 
 def exact(case: Case, given: list[Tensor], weighted: bool) -> list[np.ndarray]:
@@ -246,16 +256,20 @@ def close(found: np.ndarray, wanted: np.ndarray, bound: np.ndarray) -> np.ndarra
         return (np.isnan(found) & np.isnan(wanted)) | (found == wanted) | (np.abs(found - wanted) <= bound)
 
 
-def wrong(case: Case, n: int, dtype: DType, device: str, weighted: bool = False) -> str:
-    """What is wrong with a case; "" where nothing is."""
+def tensors(case: Case, n: int, dtype: DType, device: str) -> list[Tensor]:
     most = case.half if dtype == dtypes.float16 else np.inf
     numbers = (np.where(np.isfinite(x), x.clip(-most, most), x) for x in operands(case, n))
-    given = [Tensor(x, device=device).cast(dtype).contiguous().realize() for x in numbers]
-    found, wanted = computed(case, given, weighted), exact(case, given, weighted)
+    return [Tensor(x, device=device).cast(dtype).contiguous() for x in numbers]
+
+
+def difference(case: Case, given: list[Tensor], weighted: bool, found: list[np.ndarray]) -> str:
+    """Says what is wrong with a case's results; "" where nothing is."""
+    wanted, dtype = exact(case, given, weighted), given[0].dtype
+    kind = "weighted gradient" if weighted else "gradient"
     x = np.nan_to_num(np.abs(given[0].float().numpy()), posinf=0)
     theirs: list[np.ndarray] = []
     for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        what = f"{case.name} {dtype.name} {n}, {'gradient' if i else 'value'}"
+        what = f"{case.name} {dtype.name} {x.shape[-1]}, {kind if i else 'value'}"
         if one.shape != other.shape: return f"{what}: shape {one.shape}, not {other.shape}"
         if case.shapes: size = np.asarray(x.max())
         elif case in ELEMENTS: size = x
@@ -270,6 +284,37 @@ def wrong(case: Case, n: int, dtype: DType, device: str, weighted: bool = False)
             at = tuple(np.argwhere(off)[0])
             return f"{what} at {at} of {one.shape}: {one[at]}, not {other[at]}; {off.sum()} such"
     return ""
+
+
+def wrong(case: Case, n: int, dtype: DType, device: str, weighted: bool = False) -> str:
+    """What is wrong with a case, in launches of its own; "" where nothing is."""
+    given = [each.realize() for each in tensors(case, n, dtype, device)]
+    return difference(case, given, weighted, computed(case, given, weighted))
+
+
+# **** many cases a kernel ****
+
+def stacked(made: Sequence[Tensor]) -> list[np.ndarray]:
+    """Returns the numbers of Tensors, those of one shape and dtype stored by one kernel."""
+    found: dict[int, np.ndarray] = {}
+    for kind in {(each.shape, each.dtype) for each in made}:
+        own = [i for i, each in enumerate(made) if (each.shape, each.dtype) == kind]
+        both = Tensor.stack(*(made[i] for i in own)).contiguous().realize()
+        found.update(zip(own, both.float().numpy(), strict=True))
+    return [found[i] for i in range(len(made))]
+
+
+def wrong_together(cases: Sequence[Case], n: int, dtype: DType, device: str) -> list[str]:
+    """Says what is wrong with each of many cases of rows, all computed in a few launches, with gradients of
+    plain and of weighted sums."""
+    given = [tensors(case, n, dtype, device) for case in cases]
+    Tensor.realize(*(each for some in given for each in some))
+    plan = [(case, some, weighted) for case, some in zip(cases, given, strict=True)
+            for weighted in ([False, True] if case.grad else [False])]
+    made = [results(*each) for each in plan]
+    numbers = iter(stacked([each for some in made for each in some]))
+    found = [difference(*each, [next(numbers) for _ in some]) for each, some in zip(plan, made, strict=True)]
+    return [each for each in found if each]
 
 
 def wrongs(case: Case, device: str) -> list[str]:

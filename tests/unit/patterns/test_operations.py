@@ -8,7 +8,19 @@ import pytest
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
-from tests.support.patterns.operations_case import CASES, LEFT, Case, named, plan, wrong, wrongs
+from tests.support.patterns.operations_case import (
+    CASES,
+    LEFT,
+    LOSSES,
+    MATRICES,
+    Case,
+    groups,
+    named,
+    plan,
+    wrong,
+    wrong_together,
+    wrongs,
+)
 
 
 def test_every_method_is_a_case_or_left_for_a_reason():
@@ -18,14 +30,20 @@ def test_every_method_is_a_case_or_left_for_a_reason():
     assert (LEFT.keys() - methods, cases - methods, LEFT.keys() & cases) == (set(), set(), set())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("each", plan(), ids=named)
 def test_values_and_gradients_of_sums(each: Any):
     with Context(DEV="CPU"): assert wrong(*each, "CPU") == ""
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("each", groups(), ids=named)
+def test_many_together(each: Any):
+    with Context(DEV="CPU"): assert wrong_together(*each, "CPU") == []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*LOSSES, *MATRICES], ids=lambda case: case.name)
 def test_all_widths_and_dtypes(case: Case):
     with Context(DEV="CPU"): assert wrongs(case, "CPU") == []
 
