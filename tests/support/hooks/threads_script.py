@@ -1,4 +1,4 @@
-"""What test_threads.py runs in processes of their own: programs, a TinyJit and an engine, each in a thread.
+"""What test_hook_threads.py runs in new processes: programs, a TinyJit and an engine, each in a thread.
 `threads_script.py KIND [MODEL]` exits with 1 and the errors if any thread fails or computes another thing."""
 from __future__ import annotations
 

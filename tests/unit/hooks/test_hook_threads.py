@@ -1,9 +1,11 @@
 """What tinygrad has one of, each thread has: a connection to the cache on disk, a capture, the right to a
-device."""
+device. Threads that each run programs, capture, train and serve, in fresh processes."""
 from __future__ import annotations
 
 import os
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from tinygrad import Context, Device, TinyJit, helpers
 from tinygrad.engine import jit, realize
 from tinygrad.runtime.ops_python import PythonDevice
 
+from tests.support import SUPPORT
 from tinygrad_nv import Tensor, explain, hooks
 from tinygrad_nv.hooks import threads as hook_threads
 from tinygrad_nv.patterns import program
@@ -246,3 +249,30 @@ def test_a_fork_waits_for_programs_that_other_threads_make_and_has_a_connection_
     thread.join()
     assert in_thread(free)
     assert helpers.diskcache_get("forks", "child") == 2
+
+
+SCRIPT = SUPPORT / "hooks" / "threads_script.py"
+ROOT = SCRIPT.parents[3]
+
+
+def ran(*arguments: object, **env: object) -> None:
+    """The script in a process of its own ends well, and says nothing."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in env.items()}}
+    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], env=environment, timeout=300,
+                          capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, ""), done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_eight_programs_from_an_empty_cache_and_then_a_full_one(tmp_path):
+    for _ in range(2): ran("programs", DEV="CPU", CACHEDB=tmp_path / "cache.db")
+
+
+def test_programs_gradients_captures_and_an_engine_side_by_side(tiny, tmp_path):
+    ran("mixed", tiny, DEV="CPU", CACHEDB=tmp_path / "cache.db")
+
+
+@pytest.mark.slow
+def test_programs_gradients_and_captures_side_by_side_on_the_emulator(tmp_path):
+    ran("mixed", DEV="EMU", CACHEDB=tmp_path / "cache.db")
