@@ -69,8 +69,9 @@ def test_longrope_changes_beyond_the_trained_length(length: int):
 
 def test_of_two_original_lengths_the_one_beside_the_parameters_counts():
     fields = {**parameters("yarn", 10000.0), "original_max_position_embeddings": 128}
-    cos, _ = LlamaRotaryEmbedding(LlamaConfig(**fields))(torch.zeros(1, 256, 64), torch.arange(256)[None])
+    # before transformers writes into the parameters
     rope = parse_config({"architectures": ["LlamaForCausalLM"], **fields}).ropes[0]
+    cos, _ = LlamaRotaryEmbedding(LlamaConfig(**fields))(torch.zeros(1, 256, 64), torch.arange(256)[None])
     assert rope.original_positions == 128
     np.testing.assert_allclose(tables(rope, 256)[0], cos[0, :, :16].numpy(), atol=2 ** -15, rtol=0)
 
