@@ -264,7 +264,7 @@ def test_more_matrices_than_a_grid_is_high(matrices: int, monkeypatch: pytest.Mo
 
 def test_rows_of_tiles_that_groups_do_not_divide():
     """Three rows, in groups of two, of two columns."""
-    exactly(product(300, 24, 64, BF16, F32), W.block(128, 16).grouped(2), "sm_90a", sm_count=3)
+    exactly(product(300, 24, 64, BF16, F32), W.block(128, 16).group_rows(2), "sm_90a", sm_count=3)
 
 
 @pytest.mark.sampled(2)
