@@ -27,7 +27,7 @@ __all__ = ["LLM", "BeamSearchParams", "CompiledFunction", "Context", "Device", "
 
 LATER = {"KernelRecord": "tinygrad_nv.explain.lowering", "Lowering": "tinygrad_nv.explain.lowering",
          "LLM": "tinygrad_nv.engine.llm", "BeamSearchParams": "tinygrad_nv.engine.beam_search",
-         "PoolingParams": "tinygrad_nv.engine.embedding.params",
+         "PoolingParams": "tinygrad_nv.engine.embedding.outputs",
          "SamplingParams": "tinygrad_nv.engine.sampling",
          "RequestOutput": "tinygrad_nv.engine.request_output",
          "LoRARequest": "tinygrad_nv.engine.lora.request",

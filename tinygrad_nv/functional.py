@@ -31,32 +31,30 @@ from tinygrad import Tensor
 from tinygrad_nv import hooks
 
 if TYPE_CHECKING:
-    from tinygrad_nv.patterns.attention.documents import document_attention
     from tinygrad_nv.patterns.attention.fp8 import fp8_attention
     from tinygrad_nv.patterns.attention.functions import scaled_dot_product_attention
-    from tinygrad_nv.patterns.attention.varlen import varlen_attention
-    from tinygrad_nv.patterns.conv.named import convolution
+    from tinygrad_nv.patterns.attention.varlen import document_attention, varlen_attention
+    from tinygrad_nv.patterns.conv import convolution
     from tinygrad_nv.patterns.cross_entropy.functions import (
         cross_entropy,
         distillation,
         linear_cross_entropy,
         linear_distillation,
     )
-    from tinygrad_nv.patterns.decode.latent import latent_attention
-    from tinygrad_nv.patterns.decode.paged import paged_attention
+    from tinygrad_nv.patterns.decode.paged import latent_attention, paged_attention
     from tinygrad_nv.patterns.dropout import dropout
-    from tinygrad_nv.patterns.embedding.named import embedding
+    from tinygrad_nv.patterns.embedding import embedding
     from tinygrad_nv.patterns.grouped_gemm.dispatch import Experts, dispatch
     from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
     from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
     from tinygrad_nv.patterns.grouped_gemm.scaled import scaled_grouped_matmul
     from tinygrad_nv.patterns.kv_append.named import kv_append
-    from tinygrad_nv.patterns.lora.named import lora_added
+    from tinygrad_nv.patterns.lora import lora_added
     from tinygrad_nv.patterns.norm.gated import gate_up
     from tinygrad_nv.patterns.norm.group import group_norm
     from tinygrad_nv.patterns.quant_gemm.named import prepare_matrix, quant_matmul
-    from tinygrad_nv.patterns.quant_grouped.named import prepare_type, quant_grouped_matmul
-    from tinygrad_nv.patterns.rope.named import rotate_heads
+    from tinygrad_nv.patterns.quant_grouped import prepare_type, quant_grouped_matmul
+    from tinygrad_nv.patterns.rope import rotate_heads
     from tinygrad_nv.patterns.router.named import Routing, route
     from tinygrad_nv.patterns.router.rows import group_rows
     from tinygrad_nv.patterns.scaled_gemm.fp8 import ALIGNED as FP8_ALIGNED
@@ -65,7 +63,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.patterns.scaled_gemm.fp8 import Fp8Linear, fp8_linear
     from tinygrad_nv.patterns.scaled_gemm.named import scaled_matmul
     from tinygrad_nv.patterns.scaled_gemm.quantize import quantize
-    from tinygrad_nv.patterns.sparse_gemm.named import sparse_matmul
+    from tinygrad_nv.patterns.sparse_gemm import sparse_matmul
     from tinygrad_nv.patterns.weights import (
         multiplies_codes,
         multiplies_grouped_codes,
@@ -181,5 +179,5 @@ def _attention(theirs: Callable[..., Tensor], query: Tensor, *args: Any, **kwarg
 
 
 def _conv2d(theirs: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    from tinygrad_nv.patterns.conv.named import method
+    from tinygrad_nv.patterns.conv import method
     return method(theirs, x, *args, **kwargs)

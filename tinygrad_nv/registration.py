@@ -41,14 +41,14 @@ def _reductions() -> Callable[[UOp], UOp]:
 def _lowerings() -> None:
     """The rewrites: with the families and their specs most of what there is to import, so a program that
     lowers nothing, as one of a bundle, does without."""
-    from tinygrad_nv.patterns import building, registered, several_devices
+    from tinygrad_nv.patterns import building, registered, rewriting
     registered.register()
-    several_devices.set_lowering(_reductions)
+    rewriting.set_allreduce_lowering(_reductions)
     hooks.add_check("building", building.builds_all)
 
 
 def _finalize(linear: UOp, inner: hooks.Compile) -> UOp:
-    from tinygrad_nv.patterns.finalize import finalize
+    from tinygrad_nv.patterns.program import finalize
     return finalize(linear, inner)
 
 

@@ -28,7 +28,7 @@ from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import apply_filters, next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
-from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.embedding import embedding
 
 SIZES, ROWS = (2048, 32000, 128256), (1, 16, 64)
 KINDS = {"greedy": SamplingParams(temperature=0), "draw": SamplingParams(temperature=0.8),

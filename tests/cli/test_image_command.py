@@ -15,7 +15,7 @@ from tinygrad import Tensor
 from tests.support.models import diffusion_case as case
 from tinygrad_nv.cli import DEFAULT_MODEL, parse_arguments
 from tinygrad_nv.models.config import read_config
-from tinygrad_nv.server.adapter_options import lora_modules, lora_options
+from tinygrad_nv.server.startup import lora_modules, lora_options
 from tinygrad_nv.train.export import save_adapter
 
 

@@ -2,7 +2,6 @@
 
   container.py   the file: header, manifest, parts, hashes; read and written
   manifest.py    the manifest, and what is checked of one
-  hashing.py     the hash of a part
   signing.py     Ed25519 signatures
   objects.py     object files of a CPU's kernels, and what is checked of one
   plan.py        steps and programs as JSON and machine code

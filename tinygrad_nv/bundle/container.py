@@ -15,6 +15,9 @@ of parts: the header's hash, names, sizes, that the parts fill the file, that ze
 of a part checks its hash before it gives anything: what a file says is trusted no further than its
 manifest's hash, and that no further than a signature. Nothing in a file is a path that is written to, or
 code of Python. Memory is bounded by the size of the file: no part is compressed.
+
+The hash of a part, `digest(data)`, is SHA-256 over the SHA-256 of each of its chunks of 8 MiB. Several
+threads hash the chunks of a large part at a time: hashlib computes without the interpreter's lock.
 """
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tinygrad_nv.bundle import signing
-from tinygrad_nv.bundle.hashing import digest, digest_of
 from tinygrad_nv.bundle.manifest import (
     ALIGNMENT,
     FIX,
@@ -44,11 +47,33 @@ from tinygrad_nv.bundle.manifest import (
 from tinygrad_nv.errors import BundleError
 from tinygrad_nv.files import regular_size
 
+CHUNK = 8 << 20
+THREADS = min(8, os.cpu_count() or 1)
 MAGIC, FORMAT = b"\x89TNV\r\n\x1a\n", (1, 1)     # 1.1 has im2col tensor maps
 HEAD = struct.Struct("<8sIIQQ")
 HEADER, PAGE = 64, 4096
 JSON_BYTES = 128 << 20      # limit: bytes of a bundle's part that is parsed; a large model's have 10 MB
 Progress = Callable[[int], None]
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """The 32 bytes of a part's hash."""
+    return digest_of(len(data), lambda start, end: data[start:end])
+
+
+def digest_of(nbytes: int, chunk: Callable[[int, int], bytes | memoryview],
+              progress: Callable[[int], None] = lambda nbytes: None) -> bytes:
+    """The hash of `nbytes` bytes, of which `chunk(start, end)` gives some, in any thread. `progress` is told
+    of the bytes of each chunk."""
+    def hash_chunk(start: int) -> bytes:
+        end = min(start + CHUNK, nbytes)
+        made = hashlib.sha256(chunk(start, end)).digest()
+        progress(end - start)
+        return made
+    starts = range(0, nbytes, CHUNK)
+    if len(starts) < 2: return hashlib.sha256(b"".join(map(hash_chunk, starts))).digest()
+    with ThreadPoolExecutor(THREADS) as threads:
+        return hashlib.sha256(b"".join(threads.map(hash_chunk, starts))).digest()
 
 
 def is_bundle(path: Path) -> bool:

@@ -44,7 +44,7 @@ class FileRange:
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its name, its bytes, their hash (hashing.py), and where they are."""
+    """A part: its name, its bytes, their hash (`digest`), and where they are."""
     name: str
     nbytes: int
     sha256: str

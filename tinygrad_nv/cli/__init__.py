@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from tinygrad_nv import collection, config, interrupt, models
 from tinygrad_nv.cli import vllm_options
-from tinygrad_nv.cli.engine_options import add_engine_options, choose_model, size
-from tinygrad_nv.cli.lora_options import add_lora_option
+from tinygrad_nv.cli.engine_options import add_engine_options, add_lora_option, choose_model, size
 from tinygrad_nv.cli.model_path import find_model
 from tinygrad_nv.cli.option_file import with_file
 from tinygrad_nv.cli.sampling_options import add_sampling_options, token_ids
@@ -261,7 +260,7 @@ def _model(name: str | None, download: bool = False) -> Path:
 
 def _generate(arguments: argparse.Namespace) -> int:
     from tinygrad_nv.cli import console
-    from tinygrad_nv.cli.adapter import adapter
+    from tinygrad_nv.cli.console import adapter
     from tinygrad_nv.cli.replay import Region
     directory, prompt = _split_words(arguments)
     request = prompt if arguments.prompt_ids is None else arguments.prompt_ids

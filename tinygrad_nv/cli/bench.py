@@ -8,6 +8,9 @@ writes them with the raw figures. `--against` runs the same workload on an insta
 server), interleaved with ours, and reports the ratio with its spread; a peer that is not installed is an
 error (exit code 2). Prompts are random from a seed, answers have their full length (serve: with
 --ignore-eos), and prefix caching is off unless requested.
+
+`speed` has llama-bench's options (-p, -n, -r), and says what the weights are: their types, and the bytes
+of them that each token reads. A peer of --against answers the same tokens after each of ours.
 """
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.benchmarks import figures
 from tinygrad_nv.benchmarks.engines import BenchEngine, TinygradNV, require_installed
-from tinygrad_nv.benchmarks.workload import BenchRequest, random_requests, total
-from tinygrad_nv.cli import bench_dataset, bench_serve, bench_speed, vllm_options
+from tinygrad_nv.benchmarks.figures import compare_speed
+from tinygrad_nv.benchmarks.workload import DECODED, PROMPT, BenchRequest, random_requests, total
+from tinygrad_nv.cli import bench_dataset, bench_serve, vllm_options
 from tinygrad_nv.cli.bench_dataset import add_lengths
 from tinygrad_nv.cli.bench_options import Defaults, add_peer, count, open_peer, progress, write
 from tinygrad_nv.cli.engine_options import add_engine_options, choose_model
@@ -29,6 +33,44 @@ from tinygrad_nv.runtime.observe.peak import memory_words, peak_memory
 
 if TYPE_CHECKING:
     from tinygrad_nv.benchmarks.speed import Weights  # NumPy
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of `speed` alone."""
+    command.add_argument("--input-len", "-p", type=count, metavar="N",
+                         help=f"tokens of the prompt (default {PROMPT}, or what the context has)")
+    command.add_argument("--output-len", "-n", type=count, metavar="N",
+                         help=f"tokens that are decoded (default {DECODED}, or what the context has)")
+    command.add_argument("--num-iters", "-r", type=count, default=5, metavar="N", help="repeats of each")
+    command.add_argument("--output-json", type=Path, metavar="FILE", help="figures and raw figures")
+    add_peer(command)
+
+
+def speed(arguments: argparse.Namespace, directory: Path) -> int:
+    """Times prompts, and tokens after one."""
+    from tinygrad_nv.benchmarks.speed import describe_weights, lengths, measure, table
+    from tinygrad_nv.cli import console
+    if arguments.against: require_installed(arguments.against)      # before anything is loaded
+    llm = console.load(directory, arguments)
+    try:
+        prompt, decoded = lengths(arguments.input_len, arguments.output_len, llm.length)
+        other = open_peer(arguments, llm, directory, 1) if arguments.against else None
+        with progress("running", 2 * (arguments.num_iters + 1)) as step:
+            rates, theirs = measure(llm, prompt, decoded, arguments.num_iters, arguments.seed, step, other)
+        weights, device, parameters = describe_weights(llm), console.device_name(llm), llm.config.parameters
+        memory = peak_memory(llm.device)
+        print(f"Model: {directory}, {parameters / 1e6:,.1f} M parameters, {device}\n"
+              f"Weights: {weights}\nPeak memory: {memory_words(memory)}\n\n{table(rates, weights.streamed)}")
+        for name, found in theirs.items():
+            print(f"{name}: "
+                  + compare_speed([1 / rate for rate in rates[name]], [1 / rate for rate in found],
+                                         arguments.against))
+        if arguments.output_json:
+            write(arguments.output_json, {"model": str(directory), "device": device, "parameters": parameters,
+                                          "weights": weights.record(), "tokens_per_s": rates, **memory,
+                                          **({arguments.against: theirs} if other else {})})
+        return 0
+    finally: llm.close()
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], directory: str,
@@ -41,7 +83,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     bench = commands.add_parser("bench", help="measure a model's speed, alone and beside other engines")
     kinds = bench.add_subparsers(required=True, metavar="KIND")
     for name, words, run in (
-            ("speed", "prefill and decode of one sequence, as llama-bench", in_process(bench_speed.run)),
+            ("speed", "prefill and decode of one sequence, as llama-bench", in_process(speed)),
             ("latency", "one batch, from its prompts to its last token", in_process(latency)),
             ("throughput", "many prompts at once", in_process(throughput)),
             ("serve", "a server under load: any OpenAI-compatible one, or ours",
@@ -76,7 +118,7 @@ def _add_throughput(command: argparse.ArgumentParser) -> None:
     _add_peer(command)
 
 
-ADD = {"speed": bench_speed.add_options, "latency": _add_latency, "throughput": _add_throughput,
+ADD = {"speed": add_options, "latency": _add_latency, "throughput": _add_throughput,
        "serve": bench_serve.add_options}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from tinygrad_nv import cache, interrupt
 from tinygrad_nv.cli import console
-from tinygrad_nv.cli.adapter import adapter
+from tinygrad_nv.cli.console import adapter
 from tinygrad_nv.cli.markdown import MarkdownStream
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.lora.request import LoRARequest

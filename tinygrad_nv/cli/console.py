@@ -21,10 +21,10 @@ from tinygrad import Device
 from tinygrad.helpers import DEV
 
 from tinygrad_nv import collection
-from tinygrad_nv.cli.adapter import adapter, room_for
 from tinygrad_nv.cli.sampling_options import sampling_fields
-from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.load_options import llm_arguments
+from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.request_output import CompletionOutput, Logprob, RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import RequestError
@@ -172,3 +172,20 @@ def summary(done: RequestOutput, llm: LLM) -> str:
             f" · {done.tokens_per_s:.1f} tokens/s"
             f" · {weight_rate(done, llm):.2f} GB/s of weights"
             f" · {memory_words(peak_memory(llm.device))} at most · {device_name(llm)}]")
+
+
+def adapter(arguments: argparse.Namespace) -> LoRARequest | None:
+    """Returns the adapter that --lora names. Raises `RequestError`."""
+    if (text := getattr(arguments, "lora", None)) is None: return None
+    name, _, path = text.partition("=")
+    if not (name and path): raise RequestError(f"--lora {text[:100]!r}", "NAME=DIR", "change --lora")
+    return LoRARequest(name, 1, path)
+
+
+def room_for(found: LoRARequest | None) -> dict[str, Any]:
+    """Arguments of `LLM` for an adapter. Raises `ModelError` where there is none."""
+    if found is None: return {}
+    from tinygrad_nv.models.peft import read_config
+    config = read_config(found.directory)
+    rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}

@@ -1,11 +1,12 @@
 """Options of a model and of the engine that runs it, for every command that loads one.
 
 Protocol: `add_model_options` has what any model needs, `add_engine_options` what runs many sequences.
-vllm_options.py adds vLLM's others, and engine/command_line.py makes arguments of `LLM` of all.
+vllm_options.py adds vLLM's others, and engine/load_options.py makes arguments of `LLM` of all.
 """
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from tinygrad_nv.errors import RequestError
@@ -105,3 +106,27 @@ def positive(text: str) -> float:
     except ValueError: value = -1.0
     if 0 <= value < 1e9: return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number ≥ 0")
+
+
+def add_lora_option(group: argparse._ArgumentGroup) -> None:
+    """Adds --lora, of a command that has one answer at a time."""
+    group.add_argument("--lora", metavar="NAME=DIR", help="an adapter (LoRA), as PEFT saves it")
+
+
+def add_lora_options(parser: argparse.ArgumentParser, whole: Callable[[str], int]) -> None:
+    """Adds --enable-lora, --lora-modules and their limits."""
+    group = parser.add_argument_group("adapters (LoRA)")
+    group.add_argument("--enable-lora", action="store_true", help="requests may use adapters")
+    group.add_argument("--lora-modules", "--lora", nargs="+", metavar="NAME=PATH", default=[],
+                       help='adapters served under names, or JSON: {"name": …, "path": …}; implies '
+                       "--enable-lora")
+    group.add_argument("--max-loras", type=whole, default=4, metavar="N",
+                       help="adapters that run at a time (default 4)")
+    group.add_argument("--max-lora-rank", type=whole, default=16, metavar="N",
+                       help="largest rank of an adapter (default 16)")
+    group.add_argument("--max-cpu-loras", type=whole, metavar="N",
+                       help="adapters kept in host memory (default 16, or --max-loras)")
+    group.add_argument("--lora-dtype", default="auto", metavar="D",
+                       help="of adapters: float32, float16, bfloat16 (default auto: the model's)")
+    group.add_argument("--allow-runtime-lora-updating", action="store_true",
+                       help="clients may load and unload adapters from paths of this machine")

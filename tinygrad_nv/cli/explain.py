@@ -118,7 +118,7 @@ def _gemm(arguments: argparse.Namespace) -> str:
 
 
 def _on_cpu(spec: GemmSpec, arguments: argparse.Namespace) -> str:
-    from tinygrad_nv.cpu.gemm.choose import choose
+    from tinygrad_nv.cpu.gemm.templates import choose
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain import levels_cpu
     from tinygrad_nv.tile.templates import TABLE

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tinygrad_nv.cli import vllm_options
-from tinygrad_nv.cli.engine_options import add_engine_options, choose_model, positive, whole
-from tinygrad_nv.cli.lora_options import add_lora_options
+from tinygrad_nv.cli.engine_options import add_engine_options, add_lora_options, choose_model, positive, whole
 from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")

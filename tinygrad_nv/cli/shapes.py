@@ -29,7 +29,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
-    from tinygrad_nv.shapes import table
+    from tinygrad_nv.shapes import inference
     from tinygrad_nv.shapes.inference import infer
     from tinygrad_nv.shapes.signature import inner, signature
     from tinygrad_nv.shapes.sources import functions, load
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         sizes = {name: value for name, value in given.items() if name in names and isinstance(value, int)}
         values = {name: value for name, value in given.items() if name in own.parameters.parameters}
         reports.append(infer(fn, sizes, {name: each for name, each in values.items() if name not in sizes}))
-    if arguments.json: print(json.dumps([table.data(each) for each in reports]))
-    else: print("\n\n".join(map(table.text, reports)))
+    if arguments.json: print(json.dumps([inference.report_data(each) for each in reports]))
+    else: print("\n\n".join(map(inference.report_text, reports)))
     return 1 if any(each.mismatches for each in reports) else 0
 
 

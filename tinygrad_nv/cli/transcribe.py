@@ -164,11 +164,11 @@ def write(arguments: argparse.Namespace, path: Path, made: Transcription) -> Non
 
 def format_transcription(arguments: argparse.Namespace, path: Path, made: Transcription) -> str:
     """Returns a transcription as text."""
-    from tinygrad_nv.engine.speech import subtitles
+    from tinygrad_nv.engine.speech import outputs
     from tinygrad_nv.engine.speech.outputs import segment_fields
     if arguments.format == "text": return made.text
-    if arguments.format == "lines": return subtitles.lines(made)
-    if arguments.format in ("srt", "vtt"): return str(getattr(subtitles, arguments.format)(made)).rstrip()
+    if arguments.format == "lines": return outputs.lines(made)
+    if arguments.format in ("srt", "vtt"): return str(getattr(outputs, arguments.format)(made)).rstrip()
     found: dict[str, Any] = {
         "file": str(path), "task": arguments.task, "language": made.language,
         "duration": round(made.duration, 3), "text": made.text,

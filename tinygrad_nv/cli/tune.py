@@ -244,7 +244,7 @@ def _table(tried: Sequence[Candidate]) -> list[str]:
 
 
 def _tune_cpu(spec: Any, arguments: argparse.Namespace) -> None:
-    from tinygrad_nv.cpu.gemm.defaults import default
+    from tinygrad_nv.cpu.gemm.schedules import default
     from tinygrad_nv.cpu.gemm.tune import CPUCandidate, tune
     from tinygrad_nv.cpu.target import host
     from tinygrad_nv.explain.levels_cpu import CPUMatmul
@@ -328,8 +328,8 @@ def _export(file: Path) -> None:
 
 def _wrong(entry: database.Entry) -> list[str]:
     """Why an entry's schedule is not legal on its target."""
-    from tinygrad_nv.cpu.schedule import CPUSchedule
     from tinygrad_nv.cpu.target import CPU as Processor
+    from tinygrad_nv.cpu.template import CPUSchedule
     s = entry.schedule
     target = Processor(s.isa, 1) if isinstance(s, CPUSchedule) else GPU(entry.arch)
     return [*database.problems(entry.spec, s, target)]

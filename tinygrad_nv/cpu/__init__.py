@@ -1,23 +1,30 @@
 """The CPU as a target: the specs of tile/ as C kernels.
 
 Read in this order: isa.py (instruction sets, and which this processor has), target.py (instruction set,
-threads.py, caches), kernel.py (a finished kernel and its parameters), vector.h (vectors in C),
-expression.py (epilogues and scores in C), schedule.py (how a spec is computed), template.py (a template's
-record). Then the families, named as in tile/, each with its templates.py: a template takes a spec and its own
-schedule and returns a `CPUKernel`.
+threads.py, caches), kernel.py (a finished kernel and its parameters), vector.h (vectors in C), expression.py
+(epilogues and scores in C), template.py (schedules, and a template's record). Then the families, named as in
+tile/, each a module, or a folder with its templates.py: a template takes a spec and its own schedule and
+returns a `CPUKernel`.
 
-  gemm/       gemv/ (few rows), blocked/, amx.py; choose.py finds the schedule, tune.py a faster one
-  attention/  flash.py and backward/; dropout.py is shared by both
+  gemm/       gemv/ (few rows), blocked/, amx.py; templates.py finds the schedule, tune.py a faster one
+  attention/  flash.py and backward/
   decode/     attention of few queries over a cache
-  kv_append/  new keys and values into pages
-  norm/       norms, softmax, argmax
+  kv_append   new keys and values into pages
+  norm        norms, softmax, argmax
+  group_norm  group norm of images
+  column_sum  gradients of the weights of norms, and of biases
+  rope        rotary positions of whole sequences
   sampling/   filters, choices and counts of tokens
-  embedding/  rows of a table
+  embedding   rows of a table, and the sums of its gradient
+  cross_entropy  of rows of logits; distillation
+  conv        the blocked GEMM, whose left operand is packed from images
   quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
-  optimizer/  updates of many parameters, sums of squares
-  router/     experts of tokens, and the order of slots
+  optimizer   updates of many parameters, sums of squares
+  router      experts of tokens, and the order of slots
+  lora/       the terms that adapters add to a linear layer
   grouped_gemm/  rows times the matrix of their group
   quant_grouped/  the same with quantised matrices
+  language/   programs of the tile language
 
 measure.py measures the rates of this machine, for predictions. patterns/ make the calls, as they do for
 GPUs.

@@ -37,8 +37,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     ScheduledSeq,
     SchedulerOutput,
 )
-from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep
-from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
+from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep, TokenMasks
 from tinygrad_nv.errors import (
     ConfigError,
     DistError,

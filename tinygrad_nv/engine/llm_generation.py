@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypeAlias, cast
 
 from tinygrad_nv.engine.beam_search import BeamSearchOutput, BeamSearchParams, Search
@@ -16,7 +19,6 @@ from tinygrad_nv.engine.llm_prompts import PromptMethods
 from tinygrad_nv.engine.lora.request import LoRARequest, one_for_each
 from tinygrad_nv.engine.metrics import Latencies
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
-from tinygrad_nv.engine.progress_bar import progress_bar
 from tinygrad_nv.engine.prompts import Prompt, as_prompts
 from tinygrad_nv.engine.request_output import RequestOutput, RequestOutputBuilder
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -178,3 +180,20 @@ class GenerationMethods(PromptMethods):
             for name in open_: self.engine.abort(name)
 
     def _name(self) -> str: return f"local-{next(self._request_numbers)}"
+
+
+@contextmanager
+def progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[], None]]:
+    """Yields what counts one more. True is tqdm's own bar, on a terminal alone; a callable makes another."""
+    make = use_tqdm if callable(use_tqdm) else _tqdm() if use_tqdm and sys.stderr.isatty() else None
+    if make is None:
+        yield lambda: None
+        return
+    bar = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+    try: yield lambda: bar.update(1)
+    finally: bar.close()
+
+
+def _tqdm() -> Callable[..., Any] | None:
+    try: return cast(Callable[..., Any], import_module("tqdm").tqdm)
+    except ModuleNotFoundError: return None

@@ -19,11 +19,12 @@ from tinygrad_nv.engine.embedding.outputs import (
     EmbeddingRequestOutput,
     Output,
     PoolingOutput,
+    PoolingParams,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    pooling_params,
 )
-from tinygrad_nv.engine.embedding.params import PoolingParams, pooling_params
 from tinygrad_nv.engine.llm_prompts import PromptMethods
 from tinygrad_nv.engine.prompts import Prompt, as_prompts, text_or_tokens
 from tinygrad_nv.engine.vllm_arguments import require_no_adapter

@@ -123,7 +123,7 @@ class PromptMethods:
         if encoder is None:
             raise RequestError(f"a prompt with {len(parsed.images)} images", "a prompt of text",
                                "load a model that reads images (Qwen2.5-VL), on one rank and not as a bundle")
-        from tinygrad_nv.engine.vision.insertion import with_rows
+        from tinygrad_nv.engine.vision.encoder import with_rows
         return with_rows(parsed, ids, encoder, self.runner, self.length)
 
     def _require_generator(self) -> None:

@@ -17,8 +17,8 @@ from tinygrad_nv.cpu import measure
 from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
 from tinygrad_nv.cpu.kernel import CPUKernel, header
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain.levels import (
     WIDEST,

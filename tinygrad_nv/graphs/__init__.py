@@ -7,7 +7,6 @@ Read in this order:
   launches.py launches whose buffers lie elsewhere in each run, for torch.compile and ONNX
   bucket.py   the graph of one batch size, and the memory that all sizes share
   stats.py    what `GraphPool.stats()` reports
-  progress.py a progress bar for captures ahead of use
 """
 from tinygrad_nv.graphs.inputs import Input
 from tinygrad_nv.graphs.pool import GraphPool

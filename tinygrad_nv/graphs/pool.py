@@ -40,8 +40,7 @@ from tinygrad_nv.errors import GraphError
 from tinygrad_nv.graphs.bucket import Arena, Bucket
 from tinygrad_nv.graphs.capture import RecordedStep, Returned, call_step, rebuild, record, restore_on_error
 from tinygrad_nv.graphs.inputs import LABEL, Input, InputStaging
-from tinygrad_nv.graphs.progress import progress
-from tinygrad_nv.graphs.stats import GraphPoolStats
+from tinygrad_nv.graphs.stats import GraphPoolStats, progress
 from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.observe.memory_report import human
 

@@ -2,21 +2,24 @@
 
 Protocol: the program's own output stays as it is. The table of launches goes to stderr; with --json one
 object goes to stdout, and the program's stdout to stderr. The exit status is the program's; where that is 0,
-it is 1 after findings (--check), and after calls or device code that cannot be emulated.
+it is 1 after findings (--check), and after calls or device code that cannot be emulated. Lines of the
+program's source are shown where nvcc wrote them down (-lineinfo).
 """
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.host.launches import LaunchReport
 from tinygrad_nv.host.server import Result, run_program
-from tinygrad_nv.host.source import place, quotations
 from tinygrad_nv.ptx import command
 from tinygrad_nv.ptx.emulator import Finding, Report
 from tinygrad_nv.ptx.timing import report as timing_report
@@ -25,6 +28,8 @@ from tinygrad_nv.ptx.timing.gpu import list_gpus
 NAME_WIDTH = 44
 SHOWN = 20              # places of findings
 STDERR = 2
+LOC = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)")
+FILE = re.compile(r'\s*\.file\s+(\d+)\s+"([^"]*)"')
 
 
 def add_command(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -149,3 +154,35 @@ def _first_findings(result: Result) -> list[str]:
         lines += [f"    {quoted}" for quoted in quotations(result.launches[number].ptx, line)]
     if len(places) > SHOWN: lines.append(f"{len(places) - SHOWN} more places, which --json has")
     return lines
+
+
+class Place(NamedTuple):
+    """A line of a file."""
+    file: str
+    line: int
+
+    def __str__(self) -> str: return f"{self.file}:{self.line}"
+
+
+@functools.lru_cache(8)
+def _lines(ptx: str) -> tuple[list[str], dict[int, str]]:
+    lines = ptx.splitlines()
+    return lines, {int(found[1]): found[2] for found in map(FILE.match, lines) if found}
+
+
+def place(ptx: str, line: int) -> Place | None:
+    """The source of a line of PTX, from 1; None where it is not told."""
+    lines, files = _lines(ptx)
+    for at in range(min(line, len(lines)) - 1, -1, -1):
+        if (found := LOC.match(lines[at])) is not None:
+            return Place(files.get(int(found[1]), "?"), int(found[2]))
+        if lines[at].lstrip().startswith((".entry", ".visible .entry", ".func")): return None
+    return None
+
+
+def quotations(ptx: str, line: int) -> list[str]:
+    """The line of PTX, and where its source is."""
+    lines, _ = _lines(ptx)
+    if not 0 < line <= len(lines): return []
+    at = place(ptx, line)
+    return [f"PTX {line}: {lines[line - 1].strip()}", *([f"at {at}"] if at else [])]

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tinygrad_nv.host.demangle import demangle
 from tinygrad_nv.host.device import Device
 from tinygrad_nv.host.errors import CudaError, Status
-from tinygrad_nv.host.launches import Launch, LaunchReport, run_launch
+from tinygrad_nv.host.launches import Launch, LaunchReport, demangle, run_launch
 from tinygrad_nv.host.memory import Allocation, HostPages, Kind
 from tinygrad_nv.host.wire import BASE
 from tinygrad_nv.ptx.emulator.footprint import READ, WRITE, Footprint

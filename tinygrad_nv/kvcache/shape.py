@@ -7,7 +7,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class KVShape:
     """`heads` key heads with keys of `keys` elements and values of `values`. Without elements of their own
-    values are the last elements of the keys, as those of a latent cache (patterns/decode/latent.py)."""
+    values are the last elements of the keys, as those of a latent cache (patterns/decode/paged.py)."""
     heads: int
     keys: int
     values: int

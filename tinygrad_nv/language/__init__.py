@@ -3,7 +3,7 @@
     from tinygrad_nv.language import *
 
 Read in this order: decorator.py (@kernel), kernels.py (a kernel and its calls), arguments.py (what it is
-called with), building.py (the kernel of a target), autotune.py and trial.py (schedules that are searched
+called with), building.py (the kernel of a target), autotune.py (schedules that are searched
 for), inspection.py (for a reader), effects.py (placement and movement), state.py (a cache whose operations
 are in order), blocks.py (pieces of transformer blocks). The tile language itself is tile/language/.
 """

@@ -3,7 +3,7 @@
 Protocol. The first call for a set of shapes, dtypes and constants on a target tries candidates of the space:
 the kernel's own numbers first, then numbers of the space that are changed one at a time from the best so far,
 others at random where all of these are known (an evolutionary search; the same candidates at each run). Each
-is timed on the device, or by the timing model on the emulator (trial.py). It stops when the space is
+is timed on the device, or by the timing model on the emulator (`seconds`). It stops when the space is
 exhausted, or when `budget_ms` are over and `LEAST` candidates have a time. A candidate that cannot be is left
 out; if all are, `ScheduleError` has the first one's reason.
 
@@ -17,6 +17,9 @@ measured goes before what was modelled.
 
 Numbers of a space are those of a schedule by their names (BM, BN, BK, BD, warps, stages, vector, swizzle),
 and other keyword arguments of the function.
+
+`seconds(program, schedule, target)` is the median of some runs on a CPU or a GPU ("measured"), and
+on the emulator what the timing model says ("modelled"). Operands are zeros.
 """
 from __future__ import annotations
 
@@ -30,14 +33,18 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+
+from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import ConfigError, LanguageError, ScheduleError
 from tinygrad_nv.files import read_text
+from tinygrad_nv.language.building import build
 from tinygrad_nv.language.kernels import Choice, Kernel
-from tinygrad_nv.language.trial import seconds
 from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.tile import database, order
 from tinygrad_nv.tile.clock import How
 from tinygrad_nv.tile.database import Entry
+from tinygrad_nv.tile.language.ir import Program
 from tinygrad_nv.tile.language.schedule import NAMES, TileSchedule
 from tinygrad_nv.tile.language.searched import KernelSpec, Searched
 
@@ -46,6 +53,7 @@ METRICS = ("latency_ms",)
 AUTO: Mapping[str, Sequence[Any]] = {"BM": [32, 64, 128], "BN": [32, 64, 128, 256], "BK": [32, 64, 128],
                                      "warps": [4, 8], "stages": [2, 3, 4]}
 Numbers = Mapping[str, Any]
+WARM, TIMED, LONG = 1, 5, 0.2      # calls; seconds after which no more are made
 
 
 class Autotuned(Kernel):
@@ -203,3 +211,27 @@ def source_of(fn: FunctionType) -> str:
     """A function's text, or its code where there is none."""
     try: return inspect.getsource(fn)
     except OSError: return fn.__code__.co_code.hex()
+
+
+def seconds(program: Program, schedule: TileSchedule, target: Target) -> tuple[float, How]:
+    """The time, and how it is known. Raises `ScheduleError` where a program cannot be built or timed."""
+    made = build(program, schedule, target)
+    if isinstance(target, CPU): return _on_cpu(program, made), "measured"
+    from tinygrad_nv.tile.emulated import clock_of
+    if (clock := target.clock or clock_of(target)) is None:
+        raise ScheduleError(f"no time of {program.name}: the timing model needs ptxas and nvdisasm",
+                            "a GPU, or these programs", "pip install 'tinygrad-nv[emulator]'")
+    return clock.seconds(made, program), clock.how
+
+
+def _on_cpu(program: Program, made: Any) -> float:
+    from tinygrad_nv.runtime.cpu.program import load
+    loaded = load(made)
+    arrays = [np.zeros(max(1, each.numel) * each.dtype.itemsize, np.uint8) for each in program.tensors]
+    times = list[float]()
+    for number in range(WARM + TIMED):
+        begun = time.perf_counter()
+        loaded(*arrays)
+        if number >= WARM: times.append(time.perf_counter() - begun)
+        if times and sum(times) > LONG: break
+    return float(np.median(times))

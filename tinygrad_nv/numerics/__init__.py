@@ -4,8 +4,6 @@ Read in this order:
   policy.py        policies of a dtype, bf16 @accum(f32) @stochastic_round
   meet.py          what two operands of an operation come to
   recipes.py       `PrecisionRecipe` by name: dtypes, master weights, loss scaling, FP8 and its scales
-  rule.py          which matrices are multiplied in FP8, and why others are not
-  loss_scaling.py  the scale of the loss, as torch's GradScaler moves it
   fp8.py           a model's matrices in FP8: scales, histories and counters, and their state
 """
 from tinygrad_nv.numerics.recipes import (
@@ -13,10 +11,10 @@ from tinygrad_nv.numerics.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    HighPrecision,
     LossScaling,
     PrecisionRecipe,
 )
-from tinygrad_nv.numerics.rule import HighPrecision
 
 __all__ = ["RECIPES", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "HighPrecision",
            "LossScaling", "PrecisionRecipe"]

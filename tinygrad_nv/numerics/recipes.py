@@ -11,20 +11,44 @@ Protocol: a `PrecisionRecipe` is frozen and says of a run
 FP8 recipes have the names and defaults of Transformer Engine's
 (transformer_engine/common/recipe/__init__.py): "hybrid" has activations and weights in e4m3 and gradients in
 e5m2, "e4m3" all in e4m3.
+
+By the scale of a float16 loss small gradients stay numbers; a step whose gradients overflow is skipped.
+`LossScaler(how, device)` has `scale`, float32 (1), and `growth_tracker`, int32 (1), of steps since
+it moved last. A loss is multiplied by `scale`; `schedule_update(go)` moves it after the step, where `go`,
+bool (1), is whether the gradients were finite. The rule is torch's (aten/src/ATen/native/cuda/AmpKernels.cu,
+_amp_update_scale_): backoff and a tracker of 0 after one that was not; growth after `growth_interval` that
+were, unless the scale would be infinite.
+
+`HighPrecision(patterns)` is the rule of what stays in high precision: it has globs (fnmatch: `*` is any text,
+dots too) on names of modules as a checkpoint has them, model.layers.0.mlp.down_proj. `why(name, shape)` is
+the reason for which a matrix is not multiplied in FP8, or None. `ALWAYS` are those of every run, with
+reasons; a user's patterns come on top: `model.layers.0.*` for the first layer, `*.down_proj` for one kind of
+matrix.
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import ClassVar, TypeAlias
 
-from tinygrad import dtypes
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.errors import ConfigError
+from tinygrad_nv.functional import FP8_ALIGNED
 
 FORMATS = {"hybrid": ("e4m3", "e5m2"), "e4m3": ("e4m3", "e4m3")}
 ALGORITHMS = ("max", "most_recent")
 NAMES = {dtypes.float32: "float32", dtypes.bfloat16: "bfloat16", dtypes.float16: "float16"}
+ALWAYS: Mapping[str, str] = {
+    "lm_head": "logits need more digits than FP8 has",
+    "*embed*": "rows of a table are copied, not multiplied",
+    "*norm*": "statistics of rows are float32",
+    "*router*": "a rounded score chooses another expert",
+    "*.gate": "a rounded score chooses another expert",
+    "*.experts.*": "grouped matmuls of experts have no FP8 gradients here",
+}
 
 
 @dataclass(frozen=True)
@@ -127,3 +151,56 @@ RECIPES = {
     "fp8_current": PrecisionRecipe(dtypes.bfloat16, fp8=Float8CurrentScaling()),
     "fp8_block": PrecisionRecipe(dtypes.bfloat16, fp8=Float8BlockScaling()),
 }
+
+
+class LossScaler:
+    """The scale and its state on a device."""
+
+    def __init__(self, how: LossScaling, device: str | tuple[str, ...] | None = None) -> None:
+        self.how = how
+        def make(value: float, dtype: DType) -> Tensor:
+            return Tensor([value], dtype=dtype, device=device).contiguous().is_param_(False)
+        self.scale, self.growth_tracker = make(how.init_scale, dtypes.float32), make(0, dtypes.int32)
+        Tensor.realize(*self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state, by name."""
+        return {"loss_scale": self.scale, "growth_tracker": self.growth_tracker}
+
+    @property
+    def inverse(self) -> Tensor:
+        """Factor of the gradients, float32 (1), before the scale moves."""
+        return self.scale.detach().reciprocal()
+
+    def schedule_update(self, go: Tensor) -> list[Tensor]:
+        """Moves the scale; what is to be realized."""
+        # factors in float64, as torch has them; rounded once
+        how, scale = self.how, self.scale.detach().cast(dtypes.float64)
+        tracker = self.growth_tracker + 1
+        grows = go & (tracker >= how.growth_interval)
+        grown = scale * how.growth_factor
+        grown = grown.cast(dtypes.float32).isfinite().where(grown, scale)
+        moved = go.where(grows.where(grown, scale), scale * how.backoff_factor)
+        self.scale.assign(moved.cast(dtypes.float32))
+        self.growth_tracker.assign((go & (tracker < how.growth_interval)).where(tracker, 0))
+        return [self.scale, self.growth_tracker]
+
+
+@dataclass(frozen=True)
+class HighPrecision:
+    """The rule of a run: `ALWAYS` and a user's patterns."""
+    patterns: tuple[str, ...] = ()
+
+    def excludes(self, name: str) -> bool:
+        """Whether a user's pattern names a matrix."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def why(self, name: str, shape: tuple[int, int]) -> str | None:
+        """The reason for which a matrix of a shape stays in high precision, None where it does not."""
+        for pattern, reason in ALWAYS.items():
+            if fnmatchcase(name, pattern): return reason
+        for pattern in self.patterns:
+            if fnmatchcase(name, pattern): return f"excluded by {pattern}"
+        if any(extent % FP8_ALIGNED for extent in shape):
+            return f"{shape[0]} x {shape[1]}, no multiples of {FP8_ALIGNED}"
+        return None

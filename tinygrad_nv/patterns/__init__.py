@@ -1,20 +1,19 @@
 """Matching: subgraphs of tinygrad's graph become kernels of this package.
 
-Each family is a folder: gemm/ attention/ decode/ norm/ sampling/ embedding/ kv_append/. match.py finds it
-in a graph; named.py is a function known by name, whose reference implementation is plain tinygrad
-(*reference.py) and whose kernel comes from *lower.py. What families share is here. Read in this order:
+Each family is a folder, or a module where it is one file: gemm/ attention/ decode/ norm/ kv_append/ conv.py
+lora.py rope.py. match.py finds it in a graph; named.py is a function known by name, whose reference
+implementation is plain tinygrad (*reference.py) and whose kernel comes from *lower.py. What families share is
+here. Read in this order:
 
   index.py        index space: where an element of a tensor lies in memory
   contraction.py  matmuls, found by their indices: M, N, K, batch; operands, copied where that pays
   epilogue.py     the operations after a sum, as an expression for its kernel
-  named.py        named functions; strides.py: strides of their arguments; named_matmul.py: their matmuls
+  named.py        named functions; strides.py: where their arguments lie; named_matmul.py: their matmuls
   positions.py    values that depend on the position of an element; values.py evaluates nodes at points
-  program.py      a kernel in tinygrad's graph, with the facts that explain() shows; finalize.py prepares it
-                  for compilation; rewriting.py handles graphs that contain such kernels
+  program.py      a kernel in tinygrad's graph, with the facts that explain() shows, prepared for
+                  compilation; rewriting.py handles graphs that contain such kernels
   building.py     a kernel that does not build: tinygrad's own lowering runs in its place
   target.py       what the kernels of a device are compiled for
-  reductions.py   sums of columns and rows, of one walk: column_sum/, norm/
-  behind.py       values that are computed again, or used again, only when a gradient is there
   dropout.py      elements dropped by a counter
   stable.py       derivatives in a form that holds for large inputs
   registered.py   the rewrites in their order, and the ops that each needs

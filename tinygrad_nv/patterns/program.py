@@ -12,9 +12,15 @@ How the kernel is launched, and what explain() tells of it, is part of the body,
 (runtime/note.py): the schedule keeps nothing else of a call. The compiler gets the text alone, so that
 launches of one text are compiled once. The PROGRAM has no ProgramInfo, so tinygrad derives one after it has
 put the caller's variables in place of the body's, and it has no BINARY unless one is given, so that tinygrad
-compiles it like any kernel: in parallel, once, cached. finalize.py does what that leaves undone.
+compiles it like any kernel: in parallel, once, cached. `finalize` does what that leaves undone.
 
 The stores and loads in the body's sink are never run. They say which arguments are written and read.
+
+`finalize` is a compile hook, for the variables of kernels of ours before a schedule is compiled. In a
+schedule made from a rewrite the variables of a kernel's body have become the user's own, whose type is
+usually weak; tinygrad lowers that in the kernels it generates, and encodes arguments by it in the others.
+Estimates, upper bounds until then, become those of the variables. What other processes have compiled is taken
+from their cache (runtime/programs.py).
 """
 from __future__ import annotations
 
@@ -41,6 +47,7 @@ from tinygrad_nv import hooks
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.note import Note, ProgramKernel
 from tinygrad_nv.tile.kernel import Chain, RouterKernel, RowSumsKernel, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
@@ -280,3 +287,24 @@ def estimates_of(body: UOp) -> Estimates:
     """Operations and bytes of a kernel of ours in the variables its body has now."""
     ops, mem = (x.ssimplify() for x in body.src[0].src[-2:])
     return Estimates(ops=ops, lds=mem, mem=mem)
+
+
+def finalize(linear: UOp, inner: hooks.Compile) -> UOp:
+    """A compile hook: the caller's variables into Estimates, and typed int32, as kernels take them."""
+    if not any(call.src[0].op is Ops.PROGRAM for call in linear.src): return inner(linear)
+    calls = (call.replace(src=(_finalize(call.src[0]), *call.src[1:])) if _is_ours(call.src[0]) else call
+             for call in linear.src)
+    finalized = linear.replace(src=tuple(calls))
+    programs.finish(finalized)
+    return inner(finalized)
+
+
+def _is_ours(body: UOp) -> bool: return body.op is Ops.PROGRAM and isinstance(body.src[0].arg, ProgramKernel)
+
+
+def _finalize(body: UOp) -> UOp:
+    weak = [v for v in body.variables() if v.dtype in dtypes.weaks]
+    body = body.substitute({v: in_body(v).cast(v.dtype) for v in weak})
+    sink = body.src[0]
+    final = sink.replace(arg=replace(sink.arg, estimates=estimates_of(body)))
+    return body.substitute({sink: final})

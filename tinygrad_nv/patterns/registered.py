@@ -67,10 +67,10 @@ REWRITES = (
     _guard("gemm", lazy_import("tinygrad_nv.patterns.gemm.match:rewrite"), [{Ops.REDUCE, Ops.MUL}],
            gemm_settings, target.configuration),
     # a row's results are made of its statistic by elements
-    _guard("norm", lazy_import("tinygrad_nv.patterns.reductions:rewrite"),
+    _guard("norm", lazy_import("tinygrad_nv.patterns.column_sum:rewrite"),
            [*({Ops.REDUCE, op} for op in ELEMENTWISE), *({op} for op in SERIES)],
            norm_settings, target.configuration),
-    Registered("several devices", lazy_import("tinygrad_nv.patterns.several_devices:rewrite"),
+    Registered("several devices", lazy_import("tinygrad_nv.patterns.rewriting:rewrite_allreduces"),
                ({Ops.UNSHARD}, {Ops.ALLREDUCE}), (target.configuration,)))
 
 

@@ -3,6 +3,9 @@
 Protocol. `rebuilt` makes a graph again, with nodes in the places of others. `write_through` ends a rewrite:
 it lets kernels write where their results would be copied to. A result of ours is the BUFFER of a slot from
 `FIRST_SLOT` on (program.py) AFTER its CALL.
+
+`rewrite_allreduces` is for reductions over the devices of one process, of which tinygrad makes ALLREDUCEs.
+What does them is far above and is loaded with the first: registration.py says where it is.
 """
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.patterns.program import FIRST_SLOT
 from tinygrad_nv.runtime.observe import ranges
+
+Rewrite = Callable[[UOp], UOp]
+_load: list[Callable[[], Rewrite]] = []
 
 
 def write_through(sink: UOp) -> UOp:
@@ -162,3 +168,14 @@ def _output_storage(after: UOp) -> UOp:
     """The storage that the calls of AFTERs write, one after another."""
     while after.op is Ops.AFTER: after = after.src[0].base
     return after
+
+
+def set_allreduce_lowering(load: Callable[[], Rewrite]) -> None:
+    """Makes what `load` gives do them."""
+    _load[:] = [load]
+
+
+def rewrite_allreduces(sink: UOp) -> UOp:
+    """The graph after that, where there is an ALLREDUCE in it."""
+    found = any(node.op is Ops.ALLREDUCE for node in sink.toposort(enter_calls=False))
+    return _load[0]()(sink) if _load and found else sink

@@ -3,17 +3,20 @@
 Protocol: `lay_out(x)` is the storage that an argument is a view of, and a stride for each dimension, in
 elements (0 along an extent of 1, or where all elements are the same one). An argument that is no such view,
 as one that is computed, is copied; so is one that goes backwards: kernels take strides for numbers without a
-sign. """
+sign. `place_rows(x)` is where rows of x (…, K) lie.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tinygrad.dtype import DType
 from tinygrad.helpers import all_int
-from tinygrad.uop.ops import UOp
+from tinygrad.uop.ops import Ops, UOp
 
-from tinygrad_nv.patterns.contraction import is_storage, side
+from tinygrad_nv.patterns.contraction import Unsupported, is_storage, side
 from tinygrad_nv.patterns.index import Space, largest
+from tinygrad_nv.tile.gemm.spec import Operand
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,25 @@ def _in_place(x: UOp) -> Laid | None:
         if stride < 0: return None
         strides.append(stride)
     return Laid(found.storage, tuple(strides), found.lies.offset)
+
+
+def symbolic_rows(x: UOp) -> UOp | None:
+    """The symbolic number of rows. Raises `Unsupported` for a symbolic extent beside others."""
+    many = [extent for extent in x.shape[:-1] if largest(extent) != 1]
+    symbols = [extent for extent in many if isinstance(extent, UOp)]
+    if symbols and (len(many) > 1 or symbols[0].op is not Ops.PARAM):
+        raise Unsupported("a symbolic extent that is not the number of rows")
+    return symbols[0] if symbols else None
+
+
+def place_rows(x: UOp) -> tuple[UOp, Operand]:
+    """Returns where rows of x lie, in place where they are at one stride with columns side by side, else
+    copied."""
+    for way in (lay_out, copy_dense):
+        found = way(x)
+        *outer, inner = zip(x.shape, found.strides, strict=True)
+        many = [(largest(extent), stride) for extent, stride in outer if largest(extent) != 1]
+        even = all(stride == after * extent for (_, stride), (extent, after) in pairwise(many))
+        if even and (inner[1] == 1 or inner[0] == 1):
+            return found.storage, Operand(x.dtype, many[-1][1] if many else inner[0], 1, (), found.offset)
+    raise Unsupported("rows of x that are not at one stride")

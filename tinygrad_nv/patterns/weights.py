@@ -5,10 +5,10 @@ from tinygrad import Device
 from tinygrad.dtype import DType
 
 from tinygrad_nv import config, hooks
+from tinygrad_nv.patterns import sparse_gemm
 from tinygrad_nv.patterns.grouped_gemm import scaled as scaled_grouped
 from tinygrad_nv.patterns.quant_gemm.named import preparation_key
 from tinygrad_nv.patterns.scaled_gemm.named import has_kernel
-from tinygrad_nv.patterns.sparse_gemm import named as sparse
 from tinygrad_nv.patterns.target import GPUS, kind_of, target_of
 from tinygrad_nv.quant.types import QType, Scale
 
@@ -37,7 +37,7 @@ def multiplies_sparse(dtype: DType, shape: tuple[int, int], device: str | None) 
     """Whether `sparse_matmul` is a kernel on a GPU for a matrix."""
     name = Device.canonicalize(device)
     if not hooks.enabled() or not config.get("NV_GEMM") or kind_of(name) not in GPUS: return False
-    return (target := target_of(name)) is not None and sparse.has_kernel(dtype, shape, target)
+    return (target := target_of(name)) is not None and sparse_gemm.has_kernel(dtype, shape, target)
 
 
 def weights_key(device: str | None) -> str:

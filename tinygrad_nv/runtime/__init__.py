@@ -3,8 +3,7 @@
   driver.py       the driver interface; capture.py: streams that record graphs
   emulated/       the driver interface over the emulator
   cuda/           the driver interface over cuda-python; DEV=CUDA; NVRTC
-  device.py       one tinygrad device over the driver interface: DEV=EMU; its allocator.py, program.py,
-                  graph.py
+  device.py       one tinygrad device over the driver interface: DEV=EMU; its program.py, graph.py
   edges.py        graph edges: which order anything, and which are programmatic (PDL)
   renderers.py    which renderer a device has; ptx_renderer.py: tinygrad's PTX for such devices
   together.py     kernels that several devices run together; all_reduce.py: the memory they share

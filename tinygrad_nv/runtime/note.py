@@ -60,7 +60,7 @@ class KeptNote:
 @dataclass(frozen=True)
 class ProgramKernel(KernelInfo):
     """KernelInfo of a kernel of ours, which is launched as `aux` says. Its Estimates are upper bounds until
-    patterns/finalize.py makes them exact."""
+    patterns/program.py's `finalize` makes them exact."""
     note: Note | KeptNote | None = None
     aux: LaunchConfig = PLAIN
 

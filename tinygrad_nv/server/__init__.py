@@ -30,6 +30,5 @@ Read in this order:
   limits.py       sizes and timeouts that protect the server from a client
   serving.py      uvicorn with these limits, and a graceful shutdown
   startup.py      from the command line to a listening server; speech_startup.py, of one that transcribes
-  waterfall.py    a breakdown of the startup time
   page/           a web page to chat with the model and to watch the server; page.js puts its modules together
 """

@@ -5,7 +5,11 @@ Protocol: `Conversation.of(service, request)` renders the chat template and choo
 each delta of the engine: its choice, and the reasoning, content and tool calls in it.
 
 A schema, a regular expression or a grammar constrains what comes after the reasoning, where tokens tell its
-end (reasoning_tokens.py); else it holds from the first token on, and the answer has no reasoning.
+end (`reasoning_tokens`); else it holds from the first token on, and the answer has no reasoning.
+
+`reasoning_tokens` finds the markers of a reasoning parser in the vocabulary. It returns None where
+an answer has no reasoning, or none that its tokens tell: the model has no parser, the prompt has ended the
+reasoning, or a marker is no token of its own. A constraint then holds from the first token on.
 """
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from typing import Any
 
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.structured_output.params import ReasoningTokens
 from tinygrad_nv.engine.text.content_format import text_of
 from tinygrad_nv.engine.text.earlier_calls import render
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
@@ -26,16 +31,18 @@ from tinygrad_nv.server.chat_protocol import EFFORTS, ChatRequest
 from tinygrad_nv.server.conversation_images import has_images, with_images
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.leniency import ignore, note, translate_names
-from tinygrad_nv.server.parsers.forced import CallList, NamedCall
+from tinygrad_nv.server.parsers.harmony import Harmony
+from tinygrad_nv.server.parsers.json_calls import CallList, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, join_events
-from tinygrad_nv.server.parsers.table import NONE, Answer, answer_parser, markers
-from tinygrad_nv.server.reasoning_tokens import check_budget, reasoning_tokens
+from tinygrad_nv.server.parsers.table import NONE, REASONING, Answer, answer_parser, markers
+from tinygrad_nv.server.parsers.think import Think
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 # tokens at the end of the prompt that may have the first marker of reasoning
 TAIL_TOKENS = 16
+BUDGET = "thinking_token_budget"
 
 
 @dataclass(frozen=True)
@@ -233,3 +240,29 @@ def _variables(request: ChatRequest, template: str) -> dict[str, Any]:
                            "to fix: leave it out, and ask for the length in a message", "verbosity",
                            "unsupported"))
     return out
+
+
+def reasoning_tokens(name: str, answer: Answer, tokenizer: Tokenizer, budget: int | None
+                     ) -> ReasoningTokens | None:
+    """See above; `name` is the parser's."""
+    if name == NONE: return None
+    kind = REASONING[name]
+    end = [token for each in kind.end if (token := tokenizer.backend.token_to_id(each)) is not None]
+    start = tokenizer.backend.token_to_id(kind.start) if kind.start else None
+    parser = kind.make(answer)
+    inside = isinstance(parser, Harmony) or (isinstance(parser, Think) and parser.inside)
+    ended = answer.continued or answer.prefix.rstrip().endswith("".join(kind.end))
+    if len(end) < len(kind.end) or (not inside and (start is None or ended)): return None
+    may_end = isinstance(parser, Harmony) and bool(answer.schemas)      # with a call, in a channel of its own
+    return ReasoningTokens(None if inside else start, tuple(end), inside, may_end, budget)
+
+
+def check_budget(name: str, tokenizer: Tokenizer, budget: int) -> None:
+    """Ignores a budget where there is no reasoning. Raises `APIError` 400 where no token can end it."""
+    if name == NONE:
+        return ignore(invalid(f"{BUDGET} is {budget}, and the model has no reasoning parser; to fix: leave "
+                              "it out, or start the server with --reasoning-parser", BUDGET, "unsupported"))
+    if bad := [each for each in REASONING[name].end if tokenizer.backend.token_to_id(each) is None]:
+        raise invalid(f"{BUDGET} is {budget}, and {bad[0]!r}, which ends the reasoning, is no token of the "
+                      "vocabulary; to fix: leave it out, or bound the answer with max_completion_tokens",
+                      BUDGET, "unsupported")

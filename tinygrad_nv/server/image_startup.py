@@ -27,8 +27,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
-from tinygrad_nv.server.startup import api_keys, cors, hosts, http_options, limits, use
-from tinygrad_nv.server.waterfall import Waterfall
+from tinygrad_nv.server.startup import Waterfall, api_keys, cors, hosts, http_options, limits, use
 
 DTYPES = {"auto": dtypes.float32, "float32": dtypes.float32, "float16": dtypes.float16,
           "bfloat16": dtypes.bfloat16}

@@ -25,8 +25,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.serving import Server, bind, serve, url
-from tinygrad_nv.server.startup import api_keys, cors, hosts, http_options, limits, use
-from tinygrad_nv.server.waterfall import Waterfall
+from tinygrad_nv.server.startup import Waterfall, api_keys, cors, hosts, http_options, limits, use
 
 AT_ONCE = 16    # recordings that run at a time at most, unless --max-num-seqs says less: each has its window
 

@@ -4,12 +4,17 @@ Protocol: `run` binds the port before it loads the model, so that a port conflic
 loads and warms up the model, and serves until it is told to stop. Each stage is logged when it ends, and is a
 line of the waterfall, so that a start that hangs shows where. Warm-up may take minutes; it logs progress
 every few seconds.
+
+`Waterfall()` is a breakdown of the startup time, without gaps. It starts with the process, not with the
+object: the interpreter's start and imports are its first stage. `mark(name)` assigns all the time since the
+last mark to `name`, so the stages add up to the total. `lines()` shows them, each with a bar at its place.
 """
 from __future__ import annotations
 
 import argparse
 import asyncio
 import gc
+import json
 import os
 import time
 from collections.abc import Callable
@@ -22,14 +27,13 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
-from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
+from tinygrad_nv.engine.load_options import llm_arguments
 from tinygrad_nv.engine.text.templates import DEFAULT, read_template
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker import prebuilt_steps
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.runtime.programs import programs_compiled
-from tinygrad_nv.server.adapter_options import lora_modules, lora_options
 from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.log import LOG, line, set_up
@@ -38,12 +42,12 @@ from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
 from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
 from tinygrad_nv.server.tracing import Tracer
-from tinygrad_nv.server.waterfall import Waterfall
 
 PROGRESS_S = 5.0    # between lines about a warm-up
 # tokenizing as many takes about a second, and up to 400 MB meanwhile
 MAX_PROMPT_BYTES = 1 << 20      # limit: bytes of a prompt, or 16 for each token of --max-model-len if more
 BYTES_PER_TOKEN = 16
+BAR = 40
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
@@ -259,3 +263,76 @@ def capacity_line(llm: LLM) -> str:
     return line("kv_cache", tokens=int(requests * llm.length), pages=pages, page_size=runner.page_size,
                 groups=len(runner.groups.windows), max_model_len=llm.length, concurrency=f"{requests:.2f}x",
                 max_num_seqs=llm.core.config.max_seqs, replicas=replicas if replicas > 1 else None)
+
+
+def lora_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `LLM`."""
+    return {"enable_lora": bool(arguments.enable_lora or arguments.lora_modules),
+            "max_loras": arguments.max_loras, "max_lora_rank": arguments.max_lora_rank,
+            "max_cpu_loras": arguments.max_cpu_loras, "lora_dtype": arguments.lora_dtype}
+
+
+def lora_modules(arguments: argparse.Namespace, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Names and paths of --lora-modules, of a model that is served under `names`. Raises `RequestError`."""
+    return [_module(text, names) for text in arguments.lora_modules]
+
+
+def _module(text: str, names: tuple[str, ...]) -> tuple[str, str]:
+    if not text.lstrip().startswith("{"):
+        name, there, path = text.partition("=")
+        if not (name and there and path): raise _wrong(text)
+        return name, path
+    try: data = json.loads(text)
+    except ValueError as error: raise _wrong(text) from error
+    known = {"name", "path", "base_model_name"}
+    if not isinstance(data, dict) or set(data) - known or not all(
+            isinstance(data.get(key), str) and data[key] for key in ("name", "path")): raise _wrong(text)
+    base = data.get("base_model_name")
+    if base is not None and base not in names:
+        raise RequestError(f"--lora-modules: the base of {data['name']!r} is {base!r}", ", ".join(names),
+                           "leave base_model_name out, or serve the model under that name")
+    return data["name"], data["path"]
+
+
+def _wrong(text: str) -> RequestError:
+    return RequestError(f"--lora-modules: {text[:100]!r}", 'NAME=PATH, or {"name": …, "path": …}',
+                        "change --lora-modules")
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, to 10 ms; elsewhere than on Linux, its seconds of work."""
+    try:
+        # field 22 behind the name, which may hold spaces and parentheses
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError): return time.process_time()
+
+
+class Waterfall:
+    """The stages of a start: name to seconds, in the order of their first marks."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter() - process_age_s()
+        self.last = self.started
+        self.stages: dict[str, float] = {}
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the process's start to the last mark."""
+        return self.last - self.started
+
+    def mark(self, name: str) -> None:
+        """Assigns the time since the last mark to `name`."""
+        now = time.perf_counter()
+        spent, self.last = now - self.last, now
+        self.stages[name] = self.stages.get(name, 0.0) + spent
+
+    def lines(self) -> list[str]:
+        """One line for each stage, and their sum."""
+        width, total, at, out = max(map(len, self.stages)), self.total_s or 1.0, 0.0, []
+        for name, seconds in self.stages.items():
+            first, last = round(BAR * at / total), round(BAR * (at + seconds) / total)
+            bar = (" " * first + "█" * max(1, last - first)).ljust(BAR)
+            out.append(f"{name:{width}} {seconds:8.3f} s  |{bar[:BAR]}|")
+            at += seconds
+        return [*out, f"{'sum':{width}} {total:8.3f} s"]

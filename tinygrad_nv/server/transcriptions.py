@@ -17,9 +17,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tinygrad_nv.engine.speech.audio import decode_audio, measure_seconds
 from tinygrad_nv.engine.speech.batching import Cancelled
-from tinygrad_nv.engine.speech.outputs import Segment, Transcription, segment_fields
+from tinygrad_nv.engine.speech.outputs import Segment, Transcription, segment_fields, srt, vtt
 from tinygrad_nv.engine.speech.recording import Recording
-from tinygrad_nv.engine.speech.subtitles import srt, vtt
 from tinygrad_nv.errors import AudioError, NVError
 from tinygrad_nv.models.whisper.languages import LANGUAGES
 from tinygrad_nv.server.errors import APIError, api_error

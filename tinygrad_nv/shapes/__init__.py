@@ -6,8 +6,8 @@
 
 Reading order: `dims` (a dimension as a polynomial of names), `types` (annotations), `binding` (sizes of names
 from real shapes), `signature` (annotations of a function, and the tensors in its arguments), `checking` (the
-decorator), `fit` (a dimension from numbers), `tracing` (one run without values), `inference` (the report),
-`table` (that as text), `mypy_plugin`.
+decorator), `fit` (a dimension from numbers), `tracing` (one run without values), `inference` (the report,
+and that as text), `mypy_plugin`.
 """
 from __future__ import annotations
 

@@ -29,8 +29,10 @@ from tinygrad_nv.shapes.fit import Sizes, assignments, fit_dim
 from tinygrad_nv.shapes.signature import Signature, fields, inner, leaves, signature, type_of, types_in
 from tinygrad_nv.shapes.tracing import Failure, Operand, Run, run
 from tinygrad_nv.shapes.types import TensorType, dtype_text
+from tinygrad_nv.table import align_columns
 
 LEADING_SIZE = 2    # of the one dimension that stands for "..."
+HEAD = ("line", "variable", "shape", "dtype")
 
 
 @dataclass(frozen=True)
@@ -257,3 +259,21 @@ def _of_result(cases: list[_Case], own: Signature, lines: list[Line]) -> Mismatc
     origins.append(f"the annotation says {', '.join(map(str, types_in(own.result)))}")
     return Mismatch(found[0].line if found else 0, "the result is not what its annotation says",
                     f"{wrong.found}; expected: {wrong.expected}", tuple(origins))
+
+
+def report_text(report: Report) -> str:
+    """A report's lines and mismatches; those of arguments have no number."""
+    fixed = ", ".join(f"{name}={size}" for name, size in report.fixed.items())
+    rows = [HEAD, *((str(one.line or ""), one.name, one.shape, one.dtype) for one in report.lines)]
+    lines = [f"{report.function}" + (f", with {fixed}" if fixed else ""),
+             *(f"  {row}" for row in align_columns(rows, numbers=(0,)))]
+    for each in report.mismatches: lines += [f"  mismatch in {line}" if i == 0 else f"  {line}"
+                                             for i, line in enumerate(str(each).splitlines())]
+    return "\n".join(lines)
+
+
+def report_data(report: Report) -> dict[str, object]:
+    """The same for JSON."""
+    return {"function": report.function, "file": report.file, "fixed": dict(report.fixed),
+            "lines": [vars(one) for one in report.lines],
+            "mismatches": [{**vars(one), "origins": list(one.origins)} for one in report.mismatches]}

@@ -186,9 +186,9 @@ def lazy_build(module: str, name: str) -> Callable[..., Any]:
 
 
 class Table:
-    """Families, by kind of target ("gpu", "cpu") and name: `rows` are modules that have a `FAMILY`, `specs`
-    the names of families by those of their types of specs. A row is imported when a spec of its family is
-    asked for."""
+    """Families, by kind of target ("gpu", "cpu") and name: `rows` are modules that have a `FAMILY`, or
+    folders whose `templates` have it, `specs` the names of families by those of their types of specs. A row
+    is imported when a spec of its family is asked for."""
 
     def __init__(self, specs: Mapping[str, str], rows: Mapping[tuple[str, str], str]) -> None:
         self.specs, self.rows = dict(specs), dict(rows)
@@ -198,7 +198,9 @@ class Table:
     def _load(self, kind: str, name: str) -> Family:
         """Imports the row of a family."""
         if (found := self._loaded.get((kind, name))) is None:
-            found = self._loaded[kind, name] = import_module(self.rows[kind, name]).FAMILY
+            module = import_module(row := self.rows[kind, name])
+            if hasattr(module, "__path__"): module = import_module(f"{row}.templates")
+            found = self._loaded[kind, name] = module.FAMILY
             self._named.update({(kind, each.name): each for each in found.templates})
         return found
 

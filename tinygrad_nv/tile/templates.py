@@ -1,7 +1,8 @@
 """The one table of templates: the family of a type of spec, and on which kinds of target there is one.
 
-A type lies in its family's folder of tile/; `templates.py` of the family's folder of tile/ (GPUs) or cpu/ has
-the templates, and is imported when a spec of one of its types is first asked for.
+A type lies in its family's folder of tile/; `templates.py` of the family's folder of tile/ (GPUs) or cpu/, or
+the family's module where it is one file, has the templates, and is imported when a spec of one of its types
+is first asked for.
 """
 from tinygrad_nv.tile.template import Table
 
@@ -31,6 +32,6 @@ SPECS = {"gemm": "GemmSpec",
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
 TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
-              {(kind, family): f"tinygrad_nv.{folder}.{family}.templates"
+              {(kind, family): f"tinygrad_nv.{folder}.{family}"
                for kind, folder in FOLDERS.items() for family in SPECS
                if kind == "gpu" or family not in ONLY_GPU})

@@ -33,8 +33,7 @@ from tinygrad_nv.models.tied import load_config
 from tinygrad_nv.models.weights import load, slots
 from tinygrad_nv.numerics import HighPrecision
 from tinygrad_nv.numerics.fp8 import Fp8State, Maximum
-from tinygrad_nv.numerics.recipes import Fp8Recipe
-from tinygrad_nv.numerics.rule import ALWAYS
+from tinygrad_nv.numerics.recipes import ALWAYS, Fp8Recipe
 from tinygrad_nv.progress import bar
 from tinygrad_nv.quant.activations import QWeight
 from tinygrad_nv.quant.readers.online import SCHEMES

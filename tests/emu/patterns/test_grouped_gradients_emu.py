@@ -10,7 +10,7 @@ from tests.support.patterns.on_emu import emu
 from tinygrad_nv import Tensor, dtypes, explain
 from tinygrad_nv.errors import KernelError
 from tinygrad_nv.functional import Experts, dispatch, group_rows, grouped_matmul, grouped_outer
-from tinygrad_nv.patterns.embedding.named import mask_unknown_rows
+from tinygrad_nv.patterns.embedding import mask_unknown_rows
 
 __all__ = ["emu"]
 BF16 = dtypes.bfloat16

@@ -14,8 +14,7 @@ from bench.lib.specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
 from tests.emu.tile.test_references import HERE, schedules
 from tests.support.tile.reference_case import GUARD, Given, answer, right, run, same, storages
 from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
-from tinygrad_nv.cpu.router.kernel import CPURouter
-from tinygrad_nv.cpu.router.rows import CPUGroupRows
+from tinygrad_nv.cpu.router import CPUGroupRows, CPURouter
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, Layout, QType, per_group_scale
 from tinygrad_nv.tile.decode.spec import DecodeSpec

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tinygrad_nv.bundle import container
-from tinygrad_nv.bundle.container import FORMAT, HEAD, PAGE, open_bundle
-from tinygrad_nv.bundle.hashing import digest
+from tinygrad_nv.bundle.container import FORMAT, HEAD, PAGE, digest, open_bundle
 from tinygrad_nv.bundle.manifest import ALIGNMENT, canonical
 from tinygrad_nv.bundle.plan import program_digest, step_digest
 from tinygrad_nv.errors import BundleError

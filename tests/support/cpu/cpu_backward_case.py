@@ -12,7 +12,7 @@ from tests.support.tile.attention_case import actual
 from tests.support.tile.backward_case import RESULTS, Given, Gradients, arguments, lies, near, places
 from tests.support.tile.gemm_case import GUARD
 from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
-from tinygrad_nv.cpu.attention.schedules import CPUFlashBackward
+from tinygrad_nv.cpu.attention.backward.kernel import CPUFlashBackward
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.runtime.cpu.program import load

@@ -17,7 +17,7 @@ from tests.support.tile.attention_case import GUARD, Extents, actual, arguments,
 from tests.support.tile.gemm_case import view
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import flash
-from tinygrad_nv.cpu.attention.schedules import CPUFlash
+from tinygrad_nv.cpu.attention.flash import CPUFlash
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import LoadedKernel, load
 from tinygrad_nv.tile.attention.spec import AttentionSpec

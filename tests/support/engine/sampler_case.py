@@ -11,7 +11,7 @@ from transformers import generation
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
 from tinygrad_nv.engine.worker.sampler import apply_filters, next_tokens
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
-from tinygrad_nv.patterns.embedding.named import embedding
+from tinygrad_nv.patterns.embedding import embedding
 
 V = 300
 

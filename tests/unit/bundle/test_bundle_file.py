@@ -24,20 +24,21 @@ from tests.support.bundle.bundle_case import check_all, flips, forged, manifest_
 from tinygrad_nv import LLM
 from tinygrad_nv.bundle import container
 from tinygrad_nv.bundle.container import (
+    CHUNK,
     FORMAT,
     HEAD,
     HEADER,
     PAGE,
     Bundle,
     Source,
+    digest,
     is_bundle,
     open_bundle,
     write_bundle,
 )
-from tinygrad_nv.bundle.hashing import CHUNK, digest
 from tinygrad_nv.bundle.manifest import ALIGNMENT, FileRange, canonical
 from tinygrad_nv.bundle.report import inspect
-from tinygrad_nv.engine.bundled import references
+from tinygrad_nv.engine.bundled import capture
 from tinygrad_nv.engine.bundled.capture import bytes_of
 from tinygrad_nv.errors import BundleError
 
@@ -249,18 +250,18 @@ def test_flips_of_a_signed_file(keys: tuple[Path, Path], tmp_path: Path) -> None
 
 def test_matrices_that_are_joined_are_pieces(tiny: Path) -> None:
     with LLM(tiny, device="CPU") as llm:
-        found = references.ranges(llm.model, tiny)
+        found = capture.ranges(llm.model, tiny)
         at = llm.model.blocks[0].attention.qkv.weight.uop.buffer  # type: ignore[union-attr]
         key = id(at.base), at.offset, at.nbytes
         content = bytes_of(at)
-        assert len(references.confirm(found[key], tiny, content)) == 3
+        assert len(capture.confirm(found[key], tiny, content)) == 3
         changed = bytearray(content)
         changed[-1] ^= 1
-        assert references.confirm(found[key], tiny, memoryview(changed)) == []
+        assert capture.confirm(found[key], tiny, memoryview(changed)) == []
 
 
 def test_another_dtype_is_not_referred_to(tiny: Path) -> None:
-    with LLM(tiny, "bfloat16", device="CPU") as llm: assert references.ranges(llm.model, tiny) == {}
+    with LLM(tiny, "bfloat16", device="CPU") as llm: assert capture.ranges(llm.model, tiny) == {}
 
 
 # as text of JSON: some are values that no writer of JSON makes

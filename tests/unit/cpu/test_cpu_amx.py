@@ -19,8 +19,9 @@ from tinygrad.tensor import Tensor
 from tests.support.tile.gemm_case import GUARD, arguments, near, product, reference, view
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import measure, target
-from tinygrad_nv.cpu.gemm import amx, choose
+from tinygrad_nv.cpu.gemm import amx
 from tinygrad_nv.cpu.gemm.schedules import Amx
+from tinygrad_nv.cpu.gemm.templates import choose
 from tinygrad_nv.cpu.isa import AMX, AVX512_BF16, ISA
 from tinygrad_nv.cpu.kernel import header, kernel
 from tinygrad_nv.cpu.measure import Rates
@@ -237,7 +238,7 @@ def test_what_it_does_not_take(spec: GemmSpec, here: CPU, why: str):
 def test_templates_are_asked_in_order():
     cases = ((AMX, 16, "gemv"), (AMX, 17, "amx"), (EMULATED, 64, "amx"), (AVX512_BF16, 64, "gemm"))
     for isa, m, template in cases:
-        found = choose.choose(product(m, 64, 64), replace(HERE, isa=isa))
+        found = choose(product(m, 64, 64), replace(HERE, isa=isa))
         assert found is not None
         assert found.template == template
 

@@ -15,7 +15,7 @@ from bench.lib.specs import bias_sum, norm_weight
 from tests.support.tile.reference_case import right, run, same, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.column_sum.kernel import default
+from tinygrad_nv.cpu.column_sum import default
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec

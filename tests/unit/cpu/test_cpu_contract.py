@@ -23,13 +23,14 @@ from tests.support.tile.backward_case import backward
 from tests.support.tile.decode_case import decode
 from tests.support.tile.gemm_case import arguments, product
 from tests.unit.cpu.test_cpu_gemv import gate
-from tinygrad_nv.cpu.attention.schedules import CPUFlash, CPUFlashBackward
-from tinygrad_nv.cpu.decode.schedules import CPUDecode
+from tinygrad_nv.cpu.attention.backward.kernel import CPUFlashBackward
+from tinygrad_nv.cpu.attention.flash import CPUFlash
+from tinygrad_nv.cpu.decode.split import CPUDecode
 from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.quant_gemm.schedules import QuantDots, QuantGemm, QuantGemv, QuantPanels
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.attention.spec import Band
 from tinygrad_nv.tile.gemm.spec import GemmSpec

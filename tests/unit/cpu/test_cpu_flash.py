@@ -26,7 +26,7 @@ from tests.support.tile.ragged_case import ragged
 from tinygrad_nv import Tensor, TinyJit, Variable, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.attention import flash
-from tinygrad_nv.cpu.attention.schedules import CPUFlash
+from tinygrad_nv.cpu.attention.flash import CPUFlash
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.functional import scaled_dot_product_attention, varlen_attention

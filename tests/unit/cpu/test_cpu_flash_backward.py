@@ -17,8 +17,8 @@ from tests.support.cpu.cpu_backward_case import close, here, run, scheduled
 from tests.support.tile.attention_case import attended, matrix
 from tests.support.tile.backward_case import arguments, backward, given_forward, lies, near, reference
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.attention import dropout
 from tinygrad_nv.cpu.attention.backward import kernel as flash_backward
+from tinygrad_nv.cpu.attention.score import dropout_text
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import kernel
 from tinygrad_nv.errors import SpecError
@@ -177,7 +177,7 @@ def test_what_is_dropped(level: ISA):
     """Bytes of a block of rows and columns, as the reference has them."""
     text = "draw(bytes, 200, rows, row, 128, column, matrix, seed);"
     made = kernel("drawn", level, text, [("u8", "bytes")], [("u32", "seed")],
-                  ["rows", "row", "column", "matrix"], before=dropout.text())
+                  ["rows", "row", "column", "matrix"], before=dropout_text())
     seed, got = np.array([0x9E3779B9, 17], np.uint32), np.zeros((21, 200), np.uint8)
     load(made)(got, seed, 21, 70, 192, 3)
     row, column = np.arange(70, 91, dtype=np.uint64)[:, None], np.arange(192, 320, dtype=np.uint64)

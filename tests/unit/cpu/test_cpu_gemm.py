@@ -20,9 +20,8 @@ from tests.support.tile.gemm_case import GUARD, arguments, near, product, refere
 from tinygrad_nv import explain
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
 from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES
-from tinygrad_nv.cpu.gemm.defaults import default
 from tinygrad_nv.cpu.gemm.layout import kind_of, orient
-from tinygrad_nv.cpu.gemm.schedules import CPUGemm
+from tinygrad_nv.cpu.gemm.schedules import CPUGemm, default
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.runtime.cpu.program import load

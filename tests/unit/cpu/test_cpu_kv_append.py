@@ -15,8 +15,8 @@ from tinygrad.dtype import DType
 from tests.support.patterns.append_case import Append, append, fetched, infinite, run, same, stored, wanted
 from tests.support.patterns.paged_case import numbers
 from tinygrad_nv import Tensor, Variable, explain
+from tinygrad_nv.cpu import kv_append as template
 from tinygrad_nv.cpu.isa import PORTABLE, why_not
-from tinygrad_nv.cpu.kv_append import kernel as template
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.models.config import ModelConfig

@@ -11,8 +11,7 @@ import torch
 from tinygrad import Tensor, Variable, dtypes, nn
 
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.norm import kernel as norm
+from tinygrad_nv.cpu import isa, norm
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.runtime.cpu.program import load

@@ -16,7 +16,7 @@ from tinygrad_nv.cpu.isa import detect, why_not
 from tinygrad_nv.cpu.kernel import CPUKernel
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update, sum_squares
+from tinygrad_nv.patterns.optimizer import Entry, adamw_update, sum_squares
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.optimizer.spec import CHUNK, AdamWSpec, SquaresSpec
 from tinygrad_nv.tile.templates import TABLE

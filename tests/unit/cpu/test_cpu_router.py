@@ -12,8 +12,7 @@ from tests.support.cpu.cpu_gemv_case import LEVELS, at_end
 from tests.support.cpu.router_case import Found, chosen, sorted_right, weights
 from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.router import kernel
+from tinygrad_nv.cpu import isa, router
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.functional import Policy, Routing, grouped_matmul, route
 from tinygrad_nv.runtime.cpu.program import load
@@ -25,7 +24,7 @@ F32, BF16 = dtypes.float32, dtypes.bfloat16
 def run(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None = None,
         level: isa.ISA = LEVELS[-1]) -> Found:
     """experts, weights, order, offsets."""
-    made = load(kernel.build(spec, kernel.default(spec, CPU(level, 2))))
+    made = load(router.build(spec, router.default(spec, CPU(level, 2))))
     out = [np.full(spec.slots, 99, np.int32), np.full(spec.slots, 99, np.float32),
            np.full(spec.slots, 99, np.int32), np.full(spec.experts + 1, 99, np.int32)]
     given = [each.contiguous().view(torch.uint8).numpy().reshape(-1) for each in (logits, bias)
@@ -78,7 +77,7 @@ def test_of_equal_groups_the_first_are_kept():
 
 def test_more_parts_or_experts_are_refused():
     spec = RouterSpec(1, 1 << 16, Policy(1))
-    said = kernel.problems(spec, kernel.CPURouter(LEVELS[-1], 2))
+    said = router.problems(spec, router.CPURouter(LEVELS[-1], 2))
     assert said == ["2 parts of a router, 1 is needed", "65536 experts, at most 32768"]
 
 

@@ -17,7 +17,7 @@ from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.worker.sampler import count_tokens
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.sampling.named import choose_part, choose_tokens, largest, tally_tokens
+from tinygrad_nv.patterns.sampling import choose_part, choose_tokens, largest, tally_tokens
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number

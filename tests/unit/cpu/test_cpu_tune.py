@@ -15,14 +15,13 @@ from tinygrad.tensor import Tensor
 from tests.support.tile.gemm_case import TORCH, arguments, product, reference, view
 from tinygrad_nv import explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.attention.schedules import CPUFlash
+from tinygrad_nv.cpu.attention.flash import CPUFlash
 from tinygrad_nv.cpu.gemm import tune
-from tinygrad_nv.cpu.gemm.choose import choose
-from tinygrad_nv.cpu.gemm.defaults import default, starts
-from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv
+from tinygrad_nv.cpu.gemm.schedules import Amx, CPUGemm, CPUGemv, default, starts
+from tinygrad_nv.cpu.gemm.templates import choose
 from tinygrad_nv.cpu.isa import AMX, AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU, host
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.errors import ScheduleError, ToolchainError
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile import database

@@ -9,8 +9,8 @@ import pytest
 from tests.support.engine.engine_fake import FakeDevice
 from tinygrad_nv.engine.core import EngineCore
 from tinygrad_nv.engine.engine_config import EngineConfig
-from tinygrad_nv.engine.lora.cache import AdapterCache
 from tinygrad_nv.engine.lora.request import LoRARequest
+from tinygrad_nv.engine.lora.serving import AdapterCache
 from tinygrad_nv.engine.lora.slots import AdapterSlots, AdapterUse
 from tinygrad_nv.engine.metrics import Latencies, metrics
 from tinygrad_nv.engine.sampling import SamplingParams

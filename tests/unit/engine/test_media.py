@@ -1,4 +1,4 @@
-"""Audio files to samples: formats against soundfile, resampling against closed forms, and subtitles.
+"""Audio files to samples: formats against soundfile, resampling against closed forms, and outputs.
 Files of images to RGB bytes, as transformers' loader and image processors have them."""
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image
 
-from tinygrad_nv.engine.speech import subtitles
+from tinygrad_nv.engine.speech import outputs
 from tinygrad_nv.engine.speech.audio import Resampler, decode_audio, resample
 from tinygrad_nv.engine.speech.outputs import Segment, Transcription
-from tinygrad_nv.engine.speech.segments import Span, spans_of
+from tinygrad_nv.engine.speech.recording import Span, spans_of
 from tinygrad_nv.engine.vision.images import as_image, decode_image, from_url, pixels
 
 RNG = np.random.default_rng(0)
@@ -122,10 +122,10 @@ def test_subtitles():
     segments = tuple(Segment(start, end, text, (), 0, 0, 1, 0) for start, end, text in (
         (0.0, 1.5, " Hello."), (1.5, 1.5, " "), (1.5, 1.6, "\x1d"), (3725.25, 3725.0, " a --> b\n\n c ")))
     made = Transcription("Hello.", "en", 4000, segments)
-    assert subtitles.srt(made) == ("1\n00:00:00,000 --> 00:00:01,500\nHello.\n\n"
+    assert outputs.srt(made) == ("1\n00:00:00,000 --> 00:00:01,500\nHello.\n\n"
                                    "2\n01:02:05,250 --> 01:02:05,250\na → b\nc\n")
-    assert subtitles.vtt(made).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello.\n\n01:02:05.250")
-    assert subtitles.lines(made).splitlines()[1] == "[01:02:05.250 → 01:02:05.000] a → b c"
+    assert outputs.vtt(made).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello.\n\n01:02:05.250")
+    assert outputs.lines(made).splitlines()[1] == "[01:02:05.250 → 01:02:05.000] a → b c"
 
 
 # **** images ****

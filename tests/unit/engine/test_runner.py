@@ -11,9 +11,8 @@ import pytest
 from tests.support.engine.runner_case import LENGTH, PAGES, SIZE, Driver, network, poison, poison_pages
 from tinygrad_nv import LLM, SamplingParams, Tensor, dtypes
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, Sample, ScheduledSeq, SchedulerOutput
-from tinygrad_nv.engine.worker.input_buffer import STEP_GROUPS, BatchShape
+from tinygrad_nv.engine.worker.input_buffer import CAPTURE_AFTER, STEP_GROUPS, BatchShape
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.engine.worker.shape_choice import CAPTURE_AFTER
 from tinygrad_nv.errors import ConfigError, RequestError
 from tinygrad_nv.kvcache.groups import cache_groups
 from tinygrad_nv.kvcache.page_allocator import CopyKind, PageCopy

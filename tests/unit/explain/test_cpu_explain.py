@@ -11,8 +11,8 @@ from tinygrad_nv.cpu.gemm.schedules import CPUGemm, CPUGemv
 from tinygrad_nv.cpu.isa import PORTABLE
 from tinygrad_nv.cpu.kernel import header
 from tinygrad_nv.cpu.measure import LAUNCH_SECONDS, Rates
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.explain import KernelRecord, Lowering, levels_cpu
 from tinygrad_nv.explain.levels_cpu import CPUMatmul

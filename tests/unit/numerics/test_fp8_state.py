@@ -9,7 +9,7 @@ import torch
 from tinygrad_nv import Tensor, TinyJit, dtypes
 from tinygrad_nv.numerics import RECIPES, DelayedScaling, Float8BlockScaling, HighPrecision, LossScaling
 from tinygrad_nv.numerics.fp8 import Fp8State, name_counters
-from tinygrad_nv.numerics.loss_scaling import LossScaler
+from tinygrad_nv.numerics.recipes import LossScaler
 from tinygrad_nv.train.optimizers import StateOptions, adamw
 
 MOST = np.array([448, 448, 57344], np.float32)

@@ -17,7 +17,7 @@ from tinygrad.dtype import DType
 
 from tests.support.numerics import replay_case
 from tinygrad_nv import layer
-from tinygrad_nv.cpu.norm import kernel as norm
+from tinygrad_nv.cpu import norm
 from tinygrad_nv.errors import NumericsError, ReplayError
 from tinygrad_nv.numerics.policy import deterministic
 from tinygrad_nv.numerics.replay import record, replay

@@ -12,8 +12,7 @@ from tinygrad.dtype import DType
 
 from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.norm import kernel as norm
+from tinygrad_nv.cpu import isa, norm
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import gate_up

@@ -19,8 +19,8 @@ from tinygrad.runtime import ops_cpu
 
 import tinygrad_nv
 from tinygrad_nv.runtime.cpu import device as cpu_device
+from tinygrad_nv.runtime.cpu.device import PAGE
 from tinygrad_nv.runtime.cpu.graph import CPUGraph
-from tinygrad_nv.runtime.cpu.memory import PAGE
 from tinygrad_nv.runtime.cpu.pool import HEAD, LENGTHS, pool
 
 

@@ -14,7 +14,7 @@ from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams 
 from tinygrad_nv.server import chat_protocol
 from tinygrad_nv.server.errors import APIError
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.parsers.forced import CallList, NamedCall
+from tinygrad_nv.server.parsers.json_calls import CallList, NamedCall
 from tinygrad_nv.server.structured_output import MAX_CALLS, call_schema
 from tinygrad_nv.server.tools import ToolChoice
 

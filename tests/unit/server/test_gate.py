@@ -35,7 +35,7 @@ from tinygrad_nv.server import startup
 from tinygrad_nv.server.log import LOG, periodic
 from tinygrad_nv.server.service import CORS
 from tinygrad_nv.server.serving import HTTPOptions
-from tinygrad_nv.server.waterfall import Waterfall
+from tinygrad_nv.server.startup import Waterfall
 
 ORIGIN = "https://page.example"
 PREFLIGHT = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST",

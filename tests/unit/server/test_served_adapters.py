@@ -11,9 +11,9 @@ from tests.support.server.serve_case import NAME, FakeEngine, FakeModel, FakeSta
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.lora.slots import AdapterUse
 from tinygrad_nv.errors import ModelError, RequestError
-from tinygrad_nv.server.adapter_options import lora_modules
 from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.metrics import Metrics
+from tinygrad_nv.server.startup import lora_modules
 
 openai = lazy("openai")
 

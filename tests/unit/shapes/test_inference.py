@@ -11,7 +11,7 @@ from tinygrad_nv import shapes
 from tinygrad_nv.errors import ShapeError
 from tinygrad_nv.functional import embedding, gate_up, scaled_dot_product_attention
 from tinygrad_nv.kvcache.cache import KVCache
-from tinygrad_nv.shapes import infer, table
+from tinygrad_nv.shapes import infer, inference
 
 f32, bf16 = dtypes.float32, dtypes.bfloat16
 Wqkv: Tensor["D", "3D", f32] = Tensor.empty(64, 192)
@@ -21,7 +21,7 @@ Wo = Tensor.empty(60, 64)
 def found(fn, **options) -> dict[str, str]:
     """Shapes by variable, of a function without mismatches."""
     report = infer(fn, **options)
-    assert not report.mismatches, table.text(report)
+    assert not report.mismatches, inference.report_text(report)
     return {line.name: f"{line.shape} {line.dtype}" for line in report.lines}
 
 
@@ -100,7 +100,7 @@ def test_module_variables_fix_names():
     report = infer(project)
     assert report.fixed == {"D": 64}
     assert [line.shape for line in report.lines] == ["[B, S, D]", "[B, S, 3D]"]
-    assert table.text(report).splitlines()[0].endswith("project, with D=64")
+    assert inference.report_text(report).splitlines()[0].endswith("project, with D=64")
 
 
 def test_module_variables_without_annotation_are_named():

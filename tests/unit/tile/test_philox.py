@@ -6,8 +6,7 @@ import pytest
 import torch
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.patterns.attention.dropout import draw_seed, keep
-from tinygrad_nv.patterns.attention.named import FlashAttention, attend
+from tinygrad_nv.patterns.attention.named import FlashAttention, attend, draw_seed, keep
 from tinygrad_nv.tile.attention.dropout import keep_256ths, keeps, philox
 
 # Random123, tests/kat_vectors: counter, key, result

@@ -12,7 +12,7 @@ each of `heads` query heads of a key head; its q and the result so far lie in a 
             sum = alpha sum + p;  o = alpha o + p v
     out = o / sum;  l = (top + log2 sum) · ln 2
 
-Of `documents` (documents.py) a tile is of one document, whose first token is row 0 and column 0. Scores are
+Of `documents` (score.py) a tile is of one document, whose first token is row 0 and column 0. Scores are
 in base 2 here. Columns that none of ROWS rows see are left out by vectors. Tiles are the same
 whatever `parts`; parts take turns with them, the longest first and back and forth, so that those of a causal
 attention have equally much to do.
@@ -21,23 +21,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from tinygrad_nv.cpu.attention import documents
 from tinygrad_nv.cpu.attention import score as flash_score
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
-from tinygrad_nv.cpu.attention.schedules import CPUFlash
 from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, compute_integers, kernel, up
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer
+from tinygrad_nv.tile.schedule import count_words
 
 BLOCK_N = 128          # a multiple of dropout's 64 columns
 TILE_ROWS = 264        # rows for which a block is packed once
 TILES_OF_THREAD = 4    # at least, as long as tiles have FEWEST_ROWS rows
 FEWEST_ROWS = 48
 PARTS_OF_THREAD = 4
+
+
+@dataclass(frozen=True)
+class CPUFlash(CPUSchedule):
+    """A tile is `rows` queries of each of `heads` query heads of a key head, and goes through the keys in
+    blocks of `block_n`."""
+    rows: int = 6
+    block_n: int = 128
+    heads: int = 1
+    template: ClassVar[str] = "flash"
+
+    def words(self) -> list[str]:
+        return [*super().words(), f"{self.rows}x{self.block_n}", count_words(self.heads, "head")]
 
 
 def problems(spec: AttentionSpec, s: CPUFlash) -> list[str]:
@@ -75,7 +90,7 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     name = f"flash_{spec.s_q}x{spec.s_kv}x{spec.d}"
     body = _documents(spec, schedule, blocks) if spec.documents else _body(spec, schedule, blocks)
-    before = blocks.text() + flash_score.before(spec) + (documents.EXTENTS if spec.documents else "")
+    before = blocks.text() + flash_score.before(spec) + (flash_score.EXTENTS if spec.documents else "")
     return kernel(name, isa, bound + body, outputs, inputs, names, schedule.parts, before=before)
 
 
@@ -121,7 +136,7 @@ def _documents(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks)
     return f"""
   s64 number = 0;
   for (s64 b0 = 0; b0 < {b}; b0++) for (s64 b1 = 0; b1 < {kv}; b1++)
-  {documents.each(spec, inside, outside)}"""
+  {flash_score.loop_documents(spec, inside, outside)}"""
 
 
 def _log(spec: AttentionSpec, head: str, row: str) -> str:

@@ -1,4 +1,4 @@
-"""Scores, masks, softmax and dropout of flash.py, in C.
+"""Scores, masks, softmax, dropout and documents of attention, in C.
 
 Protocol: `softmax` is what happens to ROWS rows of a head in a block of columns, from q kᵀ to o = alpha o +
 p v, where flash.py has `head`, `r`, `c0`, `cols`, `count`. Rows after the last are computed like the last one
@@ -7,18 +7,32 @@ Others are expressions over vectors of columns (cpu/expression.py); columns afte
 
 Weights are rounded to v's dtype after they are summed; of 8 bits 2⁸ times as large (`lift`,
 tile/attention/spec.py). Blocks begin at multiples of 64 columns, as dropout draws them.
+
+`dropout_text` is the C of dropped probabilities (tile/attention/dropout.py), many calls of the generator at a
+time: a function `draw(bytes, pitch, rows, row, columns, column, matrix, seed)` that gives each element of
+`rows` rows from `row` on and `columns` columns from `column` on, both multiples of 64, the byte that says
+whether it is kept: bytes[i · pitch + j], kept where it is below `kept`. Lanes of a vector are calls: 16
+elements of a row each.
+
+`loop_documents` is a loop over the documents (tile/attention/documents.py) of key head b1 of element b0 of
+the batch, in order, each as if it were an attention alone. Inside, `lead` is the first token of one, `s_q`
+and `s_kv` the token after its last: they hide the kernel's own. Runs of tokens that are no document's are
+given to what is written `outside`. So blocks of rows and of keys begin with a document and are of one alone:
+numbers are computed as if the document were the whole row, to the bit, what lies between documents takes no
+time, and nothing of one is ever multiplied by another's. Bounds that are wrong give wrong numbers, but
+nothing beside the operands is read or written.
 """
 from __future__ import annotations
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.attention import dropout
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
-from tinygrad_nv.tile.attention.documents import own_score
+from tinygrad_nv.tile.attention.documents import bounds, own_score
+from tinygrad_nv.tile.attention.dropout import MULTIPLIERS, ROUNDS, WEYL
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, SCALED, AttentionSpec, multiple
-from tinygrad_nv.tile.expression import Expression, loads, short
+from tinygrad_nv.tile.expression import Expression, Load, loads, short
 
 LOG2E = 1.4426950408889634
 LIFT = 256.0  # of weights of 8 bits
@@ -36,7 +50,7 @@ def lift(spec: AttentionSpec) -> str:
 
 def before(spec: AttentionSpec) -> str:
     """Functions that `softmax` calls."""
-    return dropout.text() if spec.kept < KEEP_ALL else ""
+    return dropout_text() if spec.kept < KEEP_ALL else ""
 
 
 def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
@@ -155,3 +169,58 @@ def base(spec: AttentionSpec) -> str:
     """By what `tops_` are to be multiplied to be scores in base 2, as a literal."""
     scale = multiple(score_of(spec))
     return _f32(LOG2E if scale is None else scale * LOG2E)
+
+
+def dropout_text() -> str:
+    """The function `draw`."""
+    (m0, m1), (w0, w1) = MULTIPLIERS, WEYL
+    return f"""
+typedef VECTOR(u64, W) vw;
+INLINE vu upper_(vu x, u32 by) {{
+  return __builtin_convertvector((__builtin_convertvector(x, vw) * (vw)(u64)by) >> 32, vu);
+}}
+static __attribute__((noinline)) void draw(u8 *bytes, s64 pitch, s64 rows, s64 row, s64 columns, s64 column,
+    u32 matrix, const u32 *seed) {{
+  const s64 calls = columns / 16;
+  for (s64 first = 0; first < rows * calls; first += W) {{
+    const vu call = (vu)(iota_() + (s32)first), line = call / (u32)calls, at = call - line * (u32)calls;
+    vu a = line + (u32)row, b = at + (u32)(column / 16), c = (vu)matrix, d = (vu)0u;
+    u32 k0 = seed[0], k1 = seed[1];
+    for (int round = 0; round < {ROUNDS}; round++, k0 += {w0:#x}u, k1 += {w1:#x}u) {{
+      const vu left = upper_(a, {m0:#x}u), low = a * {m0:#x}u;
+      const vu right = upper_(c, {m1:#x}u), under = c * {m1:#x}u;
+      a = right ^ b ^ k0; b = under; c = left ^ d ^ k1; d = low;
+    }}
+    for (s64 i = 0; i < W && first + i < rows * calls; i++) {{
+      u8 *to = bytes + line[i] * pitch + at[i] / 4 * 64 + at[i] % 4 * 2;
+      const u32 words[4] = {{a[i], b[i], c[i], d[i]}};
+      for (int j = 0; j < 8; j++) *(u16_u *)(to + 8 * j) = (u16)(words[j / 2] >> 16 * (j % 2));
+    }}
+  }}
+}}
+""".replace("typedef VECTOR", "ANYWHERE(u16_u, u16); typedef VECTOR", 1)
+
+
+EXTENTS = """
+INLINE s64 smaller(s64 a, s64 b) { return a < b ? a : b; }
+INLINE s64 larger(s64 a, s64 b) { return a > b ? a : b; }"""
+
+
+def loop_documents(spec: AttentionSpec, inside: str, outside: str) -> str:
+    """The loop. Needs `EXTENTS`."""
+    first, end = (f"(x{load.parameter} + {_start(load)})" for load in bounds(spec))
+    return f"""{{
+    const s32 *begins = {first}, *ends = {end};
+    for (s64 from = 0, until = 0; from < {spec.s_q}; from = until) {{
+      const int seen = begins[from] < ends[from] && ends[from] > from;
+      if (seen) until = smaller(ends[from], {spec.s_q});
+      else for (until = from + 1; until < {spec.s_q} && begins[until] >= ends[until];) until++;
+      const s64 lead = from, s_q = until, s_kv = until;
+      if (seen) {{ {inside} }} else {{ {outside} }}
+    }}
+  }}"""
+
+
+def _start(load: Load) -> str:
+    b, heads, _ = load.batch or (0, 0, 0)
+    return f"{load.offset} + b0 * (s64){b} + b1 * (s64){heads}"

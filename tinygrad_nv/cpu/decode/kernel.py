@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.decode.schedules import CPUDecode
-from tinygrad_nv.cpu.decode.split import LARGEST, SplitText, functions, place_of_row
+from tinygrad_nv.cpu.decode.split import LARGEST, CPUDecode, SplitText, functions, place_of_row
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, compute_integers, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.decode.spec import DecodeSpec

@@ -17,16 +17,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.cpu.decode.schedules import CPUDecode
 from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.attention.spec import Rows, multiple
 from tinygrad_nv.tile.decode.spec import DecodeSpec, Pages, Scales
 from tinygrad_nv.tile.expression import short
+
+
+@dataclass(frozen=True)
+class CPUDecode(CPUSchedule):
+    """`split_keys` keys of a request at a time, for `block_rows` rows of a key head, a divisor of their
+    number (0: all). `divided`: units of work are splits, combined by a second kernel; else blocks of
+    rows."""
+    split_keys: int = 256
+    block_rows: int = 0
+    divided: bool = False
+    template: ClassVar[str] = "decode"
+    widens: ClassVar[bool] = True
+
+    def words(self) -> list[str]:
+        rows = [f"{self.block_rows} rows"] if self.block_rows else []
+        return [*super().words(), *rows, f"splits of {self.split_keys} keys", *["combined"] * self.divided]
+
 
 LARGEST = "0x1.fffffep127f"
 

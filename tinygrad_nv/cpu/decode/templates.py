@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from tinygrad_nv.cpu.decode import kernel
-from tinygrad_nv.cpu.decode.schedules import CPUDecode
+from tinygrad_nv.cpu.decode.split import CPUDecode
 from tinygrad_nv.cpu.template import template
 from tinygrad_nv.tile.decode.spec import DecodeSpec
 from tinygrad_nv.tile.template import Family

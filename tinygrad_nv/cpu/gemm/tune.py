@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tinygrad_nv.cpu.gemm.defaults import starts
-from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule
+from tinygrad_nv.cpu.gemm.schedules import CPUGemmSchedule, starts
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.progress import Progress, bar

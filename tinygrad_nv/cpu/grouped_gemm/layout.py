@@ -14,8 +14,8 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.cpu.gemm.layout import PANEL, PER, UNITS
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec, MixedGroupedSpec, TransposedGroupedSpec
 
 SMALL = 1 << 21             # flops below which threads are not worth waking

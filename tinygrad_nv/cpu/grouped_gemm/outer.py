@@ -20,8 +20,8 @@ from typing import ClassVar
 from tinygrad_nv.cpu.grouped_gemm.layout import SMALL
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.grouped_gemm.outer import GroupedOuterSpec
 

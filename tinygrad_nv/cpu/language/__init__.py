@@ -4,6 +4,5 @@
   emitter.py     values as C: variables, arrays, and what is computed where it is used
   dot.py         products of tiles, by the blocked GEMM's packing and loop
   loops.py       loops and branches
-  statements.py  all other operations
-  kernel.py      the kernel
+  statements.py  all other operations, and the kernel
 """

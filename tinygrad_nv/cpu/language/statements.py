@@ -2,6 +2,9 @@
 
 Protocol: `Statements(program, isa).run()` emits the whole body; each operation of the IR has a method.
 Reductions of a row keep a vector of partial results, whose lanes are combined at the end in one order.
+
+In the kernel (`build`) the C function `body` computes one program of the grid; the kernel calls it for its
+part of them. Parameters are the program's tensors in their order.
 """
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from typing import Any
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import constant_text
-from tinygrad_nv.cpu.kernel import C_TYPES, c_type
+from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.kernel import C_TYPES, CPUKernel, c_type, header, kernel
 from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
+from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Constant, short
-from tinygrad_nv.tile.language.ir import Op, TileType, Value
+from tinygrad_nv.tile.language.ir import Op, Program, TileType, Value
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 LEAST = {dtypes.int32: -2**31, dtypes.int16: -2**15, dtypes.int8: -2**7, dtypes.uint32: 0, dtypes.uint16: 0,
@@ -323,3 +328,31 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
 
 
 def _with_shape(value: Value, shape: tuple[int, ...]) -> TileType: return TileType(value.dtype, shape)
+
+
+STACK_BYTES = 4 << 20    # what a program may keep on a thread's stack, of 8 MB
+PARTS = 4                # for each thread, so that one that is held up does less
+
+
+def build(program: Program, isa: ISA, threads: int) -> CPUKernel:
+    """The kernel. Raises `ScheduleError` for a program whose tiles do not fit on a stack."""
+    emitter = Statements(program, isa)
+    text = emitter.run()
+    if emitter.stack_bytes > STACK_BYTES:
+        raise ScheduleError(f"the tiles of {program.name} take {emitter.stack_bytes} bytes",
+                            f"at most {STACK_BYTES}, on a thread's stack",
+                            "smaller blocks: kernel.schedule(block=…)")
+    x, y, z = program.grid
+    total = x * y * z
+    parts = max(1, min(total, threads * PARTS)) if threads > 1 else 1
+    pointers = [f"{'' if each.output else 'const '}{c_type(each.dtype)} *p_{c_name(each.name)}"
+                for each in program.tensors]
+    given = [f"p_{c_name(each.name)}" for each in program.tensors]
+    parameters = ", ".join([*pointers, "int pid0", "int pid1", "int pid2"])
+    before = [header("gemm.h"), header("language/language.h"), *emitter.functions,
+              f"NOINLINE void body({parameters}) {{\n{text}\n}}"]
+    loop = (f"  for (s64 t = {total}ll * core_id / {parts}; t < {total}ll * (core_id + 1) / {parts}; t++)\n"
+            f"    body({', '.join([*given, f't % {x}', f't / {x} % {y}', f't / {x * y}'])});")
+    outputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if each.output]
+    inputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if not each.output]
+    return kernel(f"tile_{program.name}", isa, loop, outputs, inputs, parts=parts, before="\n".join(before))

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.lora.spec import LoraShrinkSpec
 

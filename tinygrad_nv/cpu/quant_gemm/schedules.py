@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
-from tinygrad_nv.cpu.schedule import CPUSchedule
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.quant.types import TILE
 
 

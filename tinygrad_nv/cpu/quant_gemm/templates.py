@@ -2,7 +2,7 @@
 tiles), codes_amx.py and codes.py (of codes), gemv.py (few rows), blocked.py."""
 from __future__ import annotations
 
-from tinygrad_nv.cpu.gemm.ordered import in_blocks, words
+from tinygrad_nv.cpu.gemm.blocked.blocks import in_blocks, words
 from tinygrad_nv.cpu.quant_gemm import amx, blocked, codes, codes_amx, dots, gemv, panels
 from tinygrad_nv.cpu.quant_gemm.schedules import (
     CodesAmx,
@@ -29,7 +29,7 @@ CODES_DOTS = template(QuantGemmSpec, CodesDots, codes.default, codes.problems, c
 
 
 def _order_schedule(spec: QuantGemmSpec, target: CPU) -> Ordered | None:
-    """The blocked kernel, which takes every number of rows (cpu/gemm/ordered.py)."""
+    """The blocked kernel, which takes every number of rows (cpu/gemm/blocked/blocks.py)."""
     if spec.int8: return None
     made = in_blocks(blocked.default(spec, target), spec.gemm, target)
     return None if GEMM.problems(spec, made, target) else Ordered(made, words(made))

@@ -14,8 +14,8 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
 from tinygrad_nv.cpu.quant_gemm import byte_panels, pairs, panels, tiles
 from tinygrad_nv.cpu.quant_gemm.dots import BYTES_OF_PART
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.quant.types import TILE
 from tinygrad_nv.tile.quant_gemm.spec import INT8_BLOCK, QuantGemmSpec
 from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec

@@ -9,6 +9,8 @@ pieces are found. Comparisons are exact, so neither pieces nor parts matter.
 The noise has the arithmetic of tinygrad's kernels, statement by statement, since the compiler contracts
 products and sums within one: it has the same bits. Special cases of its logarithm are left out, as no
 argument is below 5e-8, above 17 or NaN. Where all of a vector is -inf, as after a filter, there is none.
+
+Counts of chosen tokens are updated in place, by one part: each row adds to one number.
 """
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from typing import ClassVar
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.kernel import Chain, Scratch
-from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, Number
+from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, Number
 
 PART_ELEMENTS = 1 << 13     # fewer are done before another thread has begun
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -171,3 +173,24 @@ INLINE vf minus_log(vf x) {
          + (s * 2.885390043258667f) + (s * 3.2734472910078694e-08f);
   return y * -0.6931471824645996f;
 }"""
+
+
+class CPUCount(CPUSchedule):
+    """One part."""
+    template: ClassVar[str] = "count"
+
+
+def default_count(spec: CountSpec, target: CPU) -> CPUCount:
+    """The schedule."""
+    return CPUCount(target.isa)
+
+
+def build_count(spec: CountSpec, schedule: CPUCount) -> CPUKernel:
+    """The kernel: counts, slots of the rows, tokens."""
+    body = f"""
+  for (int r = 0; r < {spec.rows}; r++) {{
+    const s32 slot = slots[r], token = tokens[r];
+    if (slot >= 0 && slot < {spec.slots} && token >= 0 && token < {spec.size})
+      counts[slot * {spec.size}LL + token] += 1.f;
+  }}"""
+    return kernel("count", schedule.isa, body, [("float", "counts")], [("s32", "slots"), ("s32", "tokens")])

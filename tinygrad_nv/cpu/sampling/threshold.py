@@ -23,8 +23,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from tinygrad_nv.cpu.kernel import CPUKernel, kernel
-from tinygrad_nv.cpu.schedule import CPUSchedule
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.tile.sampling.spec import DIGITS, LANES, NUMBERS, FilterSpec
 
 TOGETHER = 4

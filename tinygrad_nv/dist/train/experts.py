@@ -26,7 +26,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad_nv.dist.collectives.functions import all_to_all
 from tinygrad_nv.dist.group import Group
 from tinygrad_nv.errors import DistError
-from tinygrad_nv.patterns.embedding.named import embedding, mask_unknown_rows
+from tinygrad_nv.patterns.embedding import embedding, mask_unknown_rows
 from tinygrad_nv.patterns.grouped_gemm.dispatch import policy_of
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route

@@ -7,35 +7,49 @@ every job of a server's warm-up without running it. It leaves, for compile.py to
   set.json       name, threads, steps by job, memory and weights by name, layouts of inputs, limits
   programs.json, code, steps/N.json (bundle/plan.py), pool (the threads of a CPU)
   ../weights/    bytes of tensors, each in a file named by its hash: sets share them
+
+Weights may lie in the checkpoint's files as they lie in memory. `find_ranges(model, directory)` gives for
+memory (base, offset, bytes) what the checkpoint has of it, where the dtype is the same and all of it is
+there: q|k|v is three ranges. `confirm(…)` compares bytes, so that what a loader has changed is never referred
+to.
 """
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tinygrad.device import Buffer
 
 from tinygrad_nv import config
-from tinygrad_nv.bundle.hashing import digest
+from tinygrad_nv.bundle.container import digest
 from tinygrad_nv.bundle.manifest import canonical
 from tinygrad_nv.bundle.plan import ProgramTable, encode_step, plan_parts, step_digest
-from tinygrad_nv.engine.bundled import references
-from tinygrad_nv.engine.bundled.memory import bytes_of, layout_of
-from tinygrad_nv.engine.bundled.sets import assembler, host_threads, name_of
+from tinygrad_nv.engine.bundled.sets import assembler, bytes_of, host_threads, layout_of, name_of
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
-from tinygrad_nv.engine.worker.kv_cache_scales import cache_scales
+from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_file import NEUTRAL
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.errors import BundleError, NVError
+from tinygrad_nv.models import weights
+from tinygrad_nv.models.checkpoint import FLOAT_BYTES, open_checkpoint
+from tinygrad_nv.models.multimodal import language_entries
 from tinygrad_nv.models.quantised.layers import sparse_savings
 from tinygrad_nv.tile.decode.spec import BYTES
 
+if TYPE_CHECKING:
+    from tinygrad_nv.models.llama import Llama
+
 WEIGHTS = ("model.", "rope")    # names of memory whose content a bundle has
+CHUNK = 64 << 20
+Ranges = list[tuple[str, int, int]]     # a file, an offset and bytes
 
 
 def main() -> int:
@@ -97,7 +111,7 @@ def _weights(folder: Path, llm: LLM, buffers: dict[str, Buffer], refer: bool) ->
     place, made = folder.parent / "weights", dict[str, dict[str, Any]]()
     seen: dict[tuple[int, int, int], str] = {}
     place.mkdir(exist_ok=True)
-    found = references.ranges(llm.model, llm.directory) if refer else {}
+    found = find_ranges(llm.model, llm.directory) if refer else {}
     for name, at in buffers.items():
         if not name.startswith(WEIGHTS): continue
         key = id(at.base), at.offset, at.nbytes
@@ -107,7 +121,7 @@ def _weights(folder: Path, llm: LLM, buffers: dict[str, Buffer], refer: bool) ->
         seen[key] = name
         content = bytes_of(at)
         made[name] = {"sha256": digest(content).hex(), "bytes": at.nbytes}
-        if ranges := references.confirm(found.get(key), llm.directory, content):
+        if ranges := confirm(found.get(key), llm.directory, content):
             made[name]["ranges"] = ranges
         elif not (file := place / made[name]["sha256"]).exists(): file.write_bytes(content)
     return made
@@ -132,6 +146,37 @@ def _settings() -> dict[str, int | str]:
     """Settings that are not at their defaults and change kernels."""
     return {each.name: value for each in config.SETTINGS
             if each.name not in NEUTRAL and (value := config.get(each.name)) != each.default}
+
+
+def find_ranges(model: Llama, directory: Path) -> dict[tuple[int, int, int], Ranges]:
+    """Finds where memory of the model lies in the files of `directory`."""
+    if not directory.is_dir(): return {}
+    entries = language_entries(open_checkpoint(directory).entries)
+    parts = defaultdict[tuple[int, int, int], list[tuple[int, str, int, int]]](list)
+    for name, slot in weights.slots(model).items():
+        at = slot.tensor.uop.buffer
+        if not isinstance(at, Buffer) or (entry := entries.get(name)) is None: continue
+        if entry.dtype not in FLOAT_BYTES or FLOAT_BYTES[entry.dtype] != slot.tensor.dtype.itemsize: continue
+        file, offset = entry.file_offset
+        parts[id(at.base), at.offset, at.nbytes].append((slot.offset, Path(file).name, offset, entry.nbytes))
+    return {key: [each[1:] for each in sorted(found)] for key, found in parts.items()
+            if sum(each[3] for each in found) == key[2]}
+
+
+def confirm(found: Ranges | None, directory: Path, content: memoryview) -> list[Sequence[Any]]:
+    """Returns the ranges if their bytes are the content; none otherwise."""
+    at = 0
+    for name, offset, nbytes in found or ():
+        if not _same(directory / name, offset, content[at:at + nbytes]): return []
+        at += nbytes
+    return list(found or ())
+
+
+def _same(path: Path, offset: int, content: memoryview) -> bool:
+    file = os.open(path, os.O_RDONLY)
+    try: return all(os.pread(file, CHUNK, offset + at)[:len(content) - at] == content[at:at + CHUNK]
+                    for at in range(0, len(content), CHUNK))
+    finally: os.close(file)
 
 
 if __name__ == "__main__": sys.exit(main())

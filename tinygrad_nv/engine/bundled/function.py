@@ -36,8 +36,7 @@ from tinygrad_nv.bundle.plan import (
     step_digest,
 )
 from tinygrad_nv.engine.bundled.kept_steps import KeptSteps, SetParts, give_pool, no_memory
-from tinygrad_nv.engine.bundled.memory import bytes_of
-from tinygrad_nv.engine.bundled.sets import choose_set, host_threads, name_of, native, require
+from tinygrad_nv.engine.bundled.sets import bytes_of, choose_set, host_threads, name_of, native, require
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.step_store import StepStore
 from tinygrad_nv.errors import BundleError

@@ -26,15 +26,13 @@ from tinygrad_nv import config
 from tinygrad_nv.bundle import manifest
 from tinygrad_nv.bundle.container import Bundle, open_bundle
 from tinygrad_nv.engine.bundled.kept_steps import AGAIN, KeptSteps, SetParts, give_pool, no_memory
-from tinygrad_nv.engine.bundled.memory import layout_of
-from tinygrad_nv.engine.bundled.sets import choose_set
+from tinygrad_nv.engine.bundled.sets import choose_set, layout_of
 from tinygrad_nv.engine.executor.plan import RunnerPlan, make_runner
 from tinygrad_nv.engine.load_options import LoadOptions
 from tinygrad_nv.engine.memory_planning import WEIGHTS
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
-from tinygrad_nv.engine.worker.kept_model import JobRunner
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
-from tinygrad_nv.engine.worker.warm_up import Job
+from tinygrad_nv.engine.worker.warm_up import Job, JobRunner
 from tinygrad_nv.errors import BundleError, NVError
 from tinygrad_nv.runtime.memory import allocate, allocate_arena, host_bytes, write
 from tinygrad_nv.runtime.memory_pool import label_allocations

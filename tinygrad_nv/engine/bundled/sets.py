@@ -7,16 +7,21 @@ best first.
 """
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from tinygrad import Device
+from tinygrad.device import Buffer
 
 from tinygrad_nv import config
-from tinygrad_nv.bundle.manifest import shorten
+from tinygrad_nv.bundle.manifest import canonical, shorten
 from tinygrad_nv.cpu import isa
+from tinygrad_nv.engine.worker.input_buffer import InputLayout
 from tinygrad_nv.errors import BundleError, ConfigError, ToolchainError
 from tinygrad_nv.runtime.device import NVDevice
 
@@ -143,3 +148,13 @@ def _variants(level: str) -> list[isa.ISA]:
     made = [isa.ISA(level, bf16, vnni) for bf16 in (True, False) for vnni in (True, False)
             if bf16 <= whole.bf16 and vnni <= whole.vnni]
     return [whole, *(each for each in made if each != whole)]
+
+
+def layout_of(layout: InputLayout) -> str:
+    """A hash of where the inputs of a step lie, which host and kernels have to agree on."""
+    return hashlib.sha256(canonical([asdict(each) for each in layout.fields])).hexdigest()
+
+
+def bytes_of(buffer: Buffer) -> memoryview:
+    """Returns the content of a device's memory."""
+    return np.frombuffer(buffer.ensure_allocated().as_memoryview(), np.uint8).data

@@ -47,8 +47,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     max_prompt_logits,
     max_samples,
 )
-from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep, StepPlan
-from tinygrad_nv.engine.structured_output.token_masks import TokenMasks
+from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep, StepPlan, TokenMasks
 from tinygrad_nv.kvcache.pool import PagePool
 
 # half the time of a named tuple's constructor

@@ -9,8 +9,7 @@
   output_processor.py    `OutputProcessor`: sampled tokens of a request to text
   token_bytes.py         The bytes of each token of a vocabulary
   tokenizer.py           Text to ids and back, and chat templates
-  tokenizer_config.py    What tokenizer_config.json changes about a tokenizer.json
+  tokenizer_config.py    What tokenizer_config.json changes about a tokenizer.json; added tokens
   vocabulary_files.py    Tokenizers of directories without tokenizer.json
   sentencepiece.py       … of a SentencePiece model, which sentencepiece_file.py reads
-  added_tokens.py        Tokens that a directory adds to these
 """

@@ -19,7 +19,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from tinygrad_nv.engine.text.added_tokens import add_ends
 from tinygrad_nv.engine.text.sentencepiece_file import (
     CONTROL,
     NORMAL,
@@ -27,6 +26,7 @@ from tinygrad_nv.engine.text.sentencepiece_file import (
     USER_DEFINED,
     SentencePieceModel,
 )
+from tinygrad_nv.engine.text.tokenizer_config import add_ends
 from tinygrad_nv.models.tokenizer_limits import require_bounded, require_pieces
 
 BLANK = "▁"

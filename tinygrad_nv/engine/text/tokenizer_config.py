@@ -4,6 +4,7 @@ Protocol: `configure(backend, config, special, older, added)` adds the tokens th
 alone, and sets split_special_tokens and add_prefix_space, as transformers does. `special` are tokens by name,
 `older` is special_tokens_map.json and `added` added_tokens.json, which are read where tokenizer_config.json
 has no added_tokens_decoder. A token that the vocabulary lacks gets the next id.
+`add_tokens` and `add_ends` are for tokenizers that are made from other files than tokenizer.json.
 """
 from __future__ import annotations
 
@@ -11,10 +12,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 
-from tinygrad_nv.engine.text.added_tokens import FLAGS, is_id
-from tinygrad_nv.errors import TokenizerError
+from tinygrad_nv.errors import TokenizerError, brief
 
 Config = Mapping[str, Any]
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
@@ -27,6 +27,7 @@ METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
 # beginning that fails at the run's end. The second finds the same where newlines are pieces of their own.
 SLOW_END, LINEAR_END = r"\s+$", r"(?<!\s)\s++$"
 NEWLINES = ("[\r\n]", r"[\r\n]")
+FLAGS = ("lstrip", "rstrip", "single_word")
 
 
 def configure(backend: Tokenizer, config: Config, special: Mapping[str, str], older: Config,
@@ -152,3 +153,47 @@ def _pre_tokenizer(part: Any) -> Any:
     """A pre-tokenizer of its JSON."""
     empty = json.loads(Tokenizer.from_str('{"model": {"type": "BPE", "vocab": {}, "merges": []}}').to_str())
     return Tokenizer.from_str(json.dumps({**empty, "pre_tokenizer": part})).pre_tokenizer
+
+
+def is_id(key: str) -> bool:
+    """Whether a key of `added_tokens_decoder` is the id of a token."""
+    return key.isascii() and key.isdecimal() and len(key) < 10
+
+
+def add_tokens(made: Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any],
+               special: Mapping[str, str], name: str) -> None:
+    """Adds the tokens of tokenizer_config.json's `added_tokens_decoder`, of added_tokens.json (`older`, text
+    to id), and special tokens, by their ids. Raises `TokenizerError` where an id is not the next one."""
+    found: dict[int, AddedToken] = {}
+    known = set(special.values())
+    for text, token in older.items():
+        if isinstance(token, int): found[token] = AddedToken(text, normalized=False, special=text in known)
+    decoder = config.get("added_tokens_decoder")
+    for key, entry in (decoder if isinstance(decoder, dict) else {}).items():
+        if not is_id(key) or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise TokenizerError(f"{name}: added_tokens_decoder has {brief(key)}: {brief(entry)}",
+                                 "ids, and objects with content", "download the file again")
+        flags = {flag: bool(entry.get(flag)) for flag in FLAGS}
+        found[int(key)] = AddedToken(entry["content"], normalized=False, special=bool(entry.get("special")),
+                                     **flags)
+    for token, added in sorted(found.items()):
+        if added.special: made.add_special_tokens([added])
+        else: made.add_tokens([added])
+        if (given := made.token_to_id(added.content)) != token:
+            raise TokenizerError(f"{name}: the added token {brief(added.content)} has id {token}, and the "
+                                 f"vocabulary gives it {given}",
+                                 "ids that follow the vocabulary's, without gaps",
+                                 "use the files that belong to each other, or a tokenizer.json")
+    made.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special.values()
+                             if made.token_to_id(text) is not None])
+
+
+def add_ends(made: Tokenizer, first: str | None, last: str | None) -> None:
+    """A token before and one after each text; None for none."""
+    ends = [text for text in (first, last) if text is not None and made.token_to_id(text) is not None]
+    if not ends: return
+    single = [text for text in (first, "$A", last) if text == "$A" or text in ends]
+    pair = [f"{text}:1" for text in (first, "$B", last) if text == "$B" or text in ends]
+    made.post_processor = processors.TemplateProcessing(
+        single=single, pair=single + pair,
+        special_tokens=[(text, made.token_to_id(text)) for text in dict.fromkeys(ends)])

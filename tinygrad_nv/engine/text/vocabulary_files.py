@@ -15,9 +15,9 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tinygrad_nv.engine.text import sentencepiece
-from tinygrad_nv.engine.text.added_tokens import add_ends, add_tokens
 from tinygrad_nv.engine.text.gguf_patterns import QWEN2 as QWEN2_PATTERN
 from tinygrad_nv.engine.text.sentencepiece_file import read_model
+from tinygrad_nv.engine.text.tokenizer_config import add_ends, add_tokens
 from tinygrad_nv.errors import TokenizerError, brief
 from tinygrad_nv.files import MAX_TOKENIZER_BYTES, read_json, read_text
 from tinygrad_nv.models.tokenizer_limits import is_bare, message_of

@@ -6,12 +6,14 @@ it. A step is captured for each of `step_sizes` that an image needs: it serves e
 rows, as where windows begin and how patches rotate are inputs. The host orders patches by windows, and rows
 back (models/qwen_vl/images.py). The last images are kept, so that the next turn of a conversation does not
 compute them again. All but `prepare` is for one thread at a time: that which runs the model's steps.
+`with_rows` is a prompt whose images have become rows of the embedding.
 """
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +22,21 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinygrad_nv.engine.memory_planning import ACTIVATIONS
+from tinygrad_nv.engine.prompts import ParsedPrompt
 from tinygrad_nv.engine.vision.images import AnImage, pixels
-from tinygrad_nv.engine.vision.prompt import EncodedImage
+from tinygrad_nv.engine.vision.prompt import EncodedImage, expand_images, require_placeholders
 from tinygrad_nv.engine.worker.captured_step import CapturedStep
 from tinygrad_nv.engine.worker.embedding_runner import step_sizes
+from tinygrad_nv.errors import RequestError
 from tinygrad_nv.models.qwen_vl.config import read_vision
-from tinygrad_nv.models.qwen_vl.images import patch_rope, patches, window_order, window_starts
+from tinygrad_nv.models.qwen_vl.images import grid_of, patch_rope, patches, window_order, window_starts
 from tinygrad_nv.models.qwen_vl.tower import PatchBatch, VisionTower
 from tinygrad_nv.models.qwen_vl.weights import load, nbytes, require_vision_sizes
 from tinygrad_nv.runtime.memory import allocate, read, write
 from tinygrad_nv.runtime.memory_pool import label_allocations
 
 if TYPE_CHECKING:
+    from tinygrad_nv.engine.worker.model_runner import ModelRunner
     from tinygrad_nv.models.qwen_vl.images import Grid
 
 KEPT_ROWS = 16384   # of the last images: 224 MiB at a width of 3584
@@ -139,3 +144,19 @@ class _Step:
         out = np.empty((grid.rows, c.out), np.float32)
         out[order] = read(self.out, np.float32).reshape(self.size, -1)[:grid.rows]
         return out
+
+
+def with_rows(parsed: ParsedPrompt, ids: list[int], encoder: VisionEncoder, runner: ModelRunner,
+              length: int) -> ParsedPrompt:
+    """The prompt of token `ids` with its images inserted, for a context of `length` tokens. Raises
+    `RequestError`."""
+    config = encoder.config
+    require_placeholders(ids, config.image_token, len(parsed.images))
+    rows = sum(grid_of(each.shape, config).rows for each in parsed.images)
+    if (total := len(ids) + rows - len(parsed.images)) >= length:
+        raise RequestError(f"the prompt has {total} tokens, {rows} of them for images, the context holds "
+                           f"{length}", f"at most {length - 1}, so that one can be added",
+                           "send smaller images, or raise --max-model-len")
+    found = [runner.run_now(partial(encoder.run, encoder.prepare(each))) for each in parsed.images]
+    ids, inserted = expand_images(ids, found, config.image_token, runner.model.dtype)
+    return replace(parsed, ids=ids, inserted=inserted, images=())

@@ -8,7 +8,7 @@
   image_inputs.py   Those of models that read images: rows that stand for tokens, positions
   output_buffer.py  Logits and sampled tokens on the device, and their copy to the host
   kv_cache_dtype.py The dtype of keys and values, and the scales of 8-bit ones
-  sampler.py        The sampler as tensor code; slot_filters.py: which filters a batch needs
-  sampler_steps.py  Samplers as captured steps; mask_buffer.py: token masks, uploaded for them
+  sampler.py        The sampler as tensor code
+  sampler_steps.py  Samplers as captured steps, and token masks, uploaded for them
   logit_rows.py     Whole rows of logits for the host, where ranks have parts of the vocabulary
 """

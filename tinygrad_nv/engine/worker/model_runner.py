@@ -37,21 +37,18 @@ from tinygrad_nv.engine.worker.input_buffer import (
     HostBlockTables,
     InputBuffer,
     InputLayout,
+    ShapeChoice,
     next_power_of_two,
     table_names,
     write_batch,
 )
-from tinygrad_nv.engine.worker.kept_model import KeptModel
 from tinygrad_nv.engine.worker.kv_cache_dtype import require_scales, resolve_kv_cache_dtype
 from tinygrad_nv.engine.worker.logit_rows import LogitRows, Rows
-from tinygrad_nv.engine.worker.mask_buffer import MaskBuffer
 from tinygrad_nv.engine.worker.output_buffer import NO_SAMPLES, OutputBuffer
-from tinygrad_nv.engine.worker.sampler_state import SamplerState
-from tinygrad_nv.engine.worker.sampler_steps import SamplerSteps
-from tinygrad_nv.engine.worker.shape_choice import ShapeChoice
-from tinygrad_nv.engine.worker.slot_filters import SlotFilters
+from tinygrad_nv.engine.worker.sampler_state import SamplerState, SlotFilters
+from tinygrad_nv.engine.worker.sampler_steps import MaskBuffer, SamplerSteps
 from tinygrad_nv.engine.worker.step_store import StepStore, name_buffers
-from tinygrad_nv.engine.worker.warm_up import Job, Progress, WarmUp, default_jobs, with_samplers
+from tinygrad_nv.engine.worker.warm_up import Job, KeptModel, Progress, WarmUp, default_jobs, with_samplers
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.groups import CacheGroups, one_group
 from tinygrad_nv.kvcache.store import PageStore
@@ -164,7 +161,7 @@ class ModelRunner:
         self.thread, self.shares = thread or ThreadPoolExecutor(1, "nv-device"), thread is not None
 
     def _cache_scales(self) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        from tinygrad_nv.engine.worker.kv_cache_scales import cache_scales
+        from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales
         return cache_scales(self.model, self.kv_dtype, self.device, self.page_size)
 
     def _max_shape(self, tokens: int) -> BatchShape:

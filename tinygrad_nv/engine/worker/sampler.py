@@ -31,8 +31,8 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.worker.sampler_state import SamplerState
-from tinygrad_nv.patterns.embedding.named import embedding
-from tinygrad_nv.patterns.sampling.named import choose_part, choose_tokens, largest, tally_tokens
+from tinygrad_nv.patterns.embedding import embedding
+from tinygrad_nv.patterns.sampling import choose_part, choose_tokens, largest, tally_tokens
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import Number
 

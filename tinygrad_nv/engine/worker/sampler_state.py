@@ -1,4 +1,6 @@
-"""State of the sampler (sampler.py) on the device: of each slot parameters, biases and token counts."""
+"""State of the sampler (sampler.py) on the device: of each slot parameters, biases and token counts;
+and which filters a batch needs.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -8,6 +10,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.engine.sampling import Filters, SamplingParams
+from tinygrad_nv.engine.scheduling.scheduler_output import SchedulerOutput
 from tinygrad_nv.runtime.memory import read_part, write
 from tinygrad_nv.tile.sampling.spec import NUMBERS
 
@@ -96,3 +99,31 @@ def pack_mask(size: int, forbidden: Iterable[int]) -> np.ndarray:
     allowed = np.ones(-(-size // 32) * 32, np.uint8)
     allowed[list(forbidden)] = 0
     return np.packbits(allowed, bitorder="little").view(np.uint32)
+
+
+class SlotFilters:
+    """The sampler filters of each slot, and their union for a batch. Each distinct `Filters` has a number,
+    since sets of numbers are faster than sets of `Filters`. Used by the thread that launches."""
+
+    def __init__(self, slots: int) -> None:
+        self.distinct: list[Filters] = [Filters()]
+        self.index_of_slot = [0] * slots
+        self.combined: dict[tuple[frozenset[int], bool], Filters] = {}
+
+    def start_slot(self, slot: int, filters: Filters) -> None:
+        """Sets the filters of a slot."""
+        if filters not in self.distinct: self.distinct.append(filters)
+        self.index_of_slot[slot] = self.distinct.index(filters)
+
+    def of(self, batch: SchedulerOutput) -> Filters:
+        """The union of the filters of a batch's samples."""
+        slot_filters, masked = set(), False
+        for seq in batch.seqs:
+            for sample in seq.samples:
+                if sample.slot >= 0: slot_filters.add(self.index_of_slot[sample.slot])
+                masked = masked or sample.mask is not None
+        if (made := self.combined.get(key := (frozenset(slot_filters), masked))) is None:
+            made = Filters(mask=masked)
+            for kind in slot_filters: made |= self.distinct[kind]
+            self.combined[key] = made
+        return made

@@ -7,23 +7,29 @@ batches. Steps that are kept on disk (step_store.py) are read. The others are ca
 (step_process.py), which takes its share of the first and all of the others, so that no request waits for a
 capture. Where there is no fork (a GPU, steps that are not kept) all are captured here, before the call
 returns. `close` ends the fork.
+
+`KeptModel` comes with its steps and its weights, as from a bundle: `weights` is memory by name, as
+`ModelRunner` names it (step_store.py). `steps(tensors)` has the schedules of all of `jobs(runner)`, over
+memory by name.
 """
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+import numpy as np
+from tinygrad.device import Buffer
 from tinygrad.helpers import PARALLEL, Context
 
 from tinygrad_nv.engine.sampling import Filters
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
-from tinygrad_nv.engine.worker.input_buffer import BatchShape, next_power_of_two
+from tinygrad_nv.engine.worker.input_buffer import BatchShape, InputLayout, next_power_of_two
 from tinygrad_nv.engine.worker.logit_rows import Rows, gathers
 from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
 from tinygrad_nv.engine.worker.step_store import StepStore
@@ -233,3 +239,23 @@ class WarmUp:
     def _start(self, task: Callable[[], None]) -> None:
         self.threads.append(thread := threading.Thread(target=task, name="nv-warm-up", daemon=True))
         thread.start()
+
+
+class JobRunner(Protocol):
+    """Protocol of a runner: its jobs, their names, and where it lays their inputs."""
+
+    @property
+    def jobs(self) -> tuple[list[Job], list[Job]]: ...
+    def job_name(self, job: Job) -> str: ...
+    def layout(self, shape: BatchShape) -> InputLayout: ...
+
+
+class KeptModel(Protocol):
+    """A model whose steps are captured, and whose weights are in memory."""
+
+    @property
+    def weights(self) -> Mapping[str, Buffer]: ...
+    @property
+    def cache_scales(self) -> Iterable[tuple[np.ndarray, np.ndarray]]: ...
+    def steps(self, tensors: Callable[[], Mapping[str, Buffer]]) -> StepStore: ...
+    def jobs(self, runner: JobRunner) -> list[Job]: ...

@@ -9,12 +9,10 @@ Read in this order:
   exact.py      sums, products, quotients and roots in float64 with what float64 drops kept in the last bit
   elements.py   add, mul, fma, div … of CUDA cores and of CPUs, and conversions
   units.py      dot products: tensor cores (mma, wgmma), AMX, AVX-512 BF16, bytes, chains of FMAs
-  promotion.py  sums of FP8 on Hopper, promoted to float32 every so many elements
 """
 from tinygrad_nv.numerics.semantics.elements import apply, convert
 from tinygrad_nv.numerics.semantics.formats import FORMATS, Format, decode, encode
-from tinygrad_nv.numerics.semantics.promotion import promote_dot
-from tinygrad_nv.numerics.semantics.units import Unit, dot, tensor_core
+from tinygrad_nv.numerics.semantics.units import Unit, dot, promote_dot, tensor_core
 
 __all__ = ["FORMATS", "Format", "Unit", "apply", "convert", "decode", "dot", "encode", "promote_dot",
            "tensor_core"]

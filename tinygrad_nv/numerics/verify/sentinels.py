@@ -13,20 +13,28 @@ what those were made of. With `stop=False` the run goes on, and `found.first` is
                 program that is not captured runs slower. What was captured before has no layers
 
 Memory that a kernel leaves as it was is none of its results: a buffer that is first seen as a result is
-scanned before the kernel runs. Where it has such numbers already, a NaN with bits of its own (marks.py)
+scanned before the kernel runs. Where it has such numbers already, a NaN with bits of its own (`Marked`)
 stands in for them meanwhile, and what is still there afterwards was not written, and is put back; of a buffer
 that the kernel also reads, only elements that it changed count.
 One `sentinels` at a time. On a GPU each result is copied to the host.
+
+`Marked(buffer, dtype, nan_only, mark)` is made before a kernel writes a buffer, `first_written()`
+is called after it. With `mark`, what is not finite is replaced by a NaN of bits that no arithmetic gives, and
+what is still there afterwards is put back as it was: the kernel did not write it. Without, which is for
+buffers that the kernel reads, elements with other bits than before count as written.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tinygrad import Tensor
 from tinygrad.device import Buffer
-from tinygrad.dtype import DType
+from tinygrad.dtype import DType, dtypes
 from tinygrad.engine import realize
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops, UOp
@@ -35,12 +43,45 @@ from tinygrad_nv import hooks
 from tinygrad_nv.errors import HookError, NumericsError
 from tinygrad_nv.numerics.verify.blame import ByMemory, Finding, Write, Writes, values
 from tinygrad_nv.numerics.verify.kernels import EachKernel, Places, arguments
-from tinygrad_nv.numerics.verify.marks import Marked
 from tinygrad_nv.numerics.verify.scan import first_bad, is_scanned
 from tinygrad_nv.runtime.observe import ranges
 from tinygrad_nv.tile.expression import short
 
+MARKS = {dtypes.float64: 0x7ffc5a5a5a5a5a5a, dtypes.float32: 0x7fda5a5a, dtypes.bfloat16: 0x7fda,
+         dtypes.float16: 0x7e5a, dtypes.fp8e5m2: 0xfe, dtypes.fp8e4m3: 0xff}
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NAME = "sentinels"      # of the hook: one at a time
+
+
+class Marked:
+    """A buffer before a kernel writes it."""
+
+    def __init__(self, buffer: Buffer, dtype: DType, nan_only: bool, mark: bool) -> None:
+        self.buffer, self.dtype, self.nan_only, self.marked = buffer, dtype, nan_only, mark
+        self.before = self._bits()
+        if not mark: return
+        changed = self.before.copy()
+        changed[self._bad()] = MARKS[dtype]
+        self._put(changed)
+
+    def first_written(self) -> int:
+        """The place of the first number that the kernel wrote and that is not finite, -1 for none."""
+        now, bad = self._bits(), self._bad()
+        kept = now == (MARKS[self.dtype] if self.marked else self.before)
+        if self.marked and (bad & kept).any(): self._put(np.where(bad & kept, self.before, now))
+        found = np.flatnonzero(bad & ~kept)
+        return int(found[0]) if len(found) else -1
+
+    def _bits(self) -> npt.NDArray[Any]:
+        return np.frombuffer(self.buffer.as_memoryview(), BITS[self.dtype.itemsize]).copy()
+
+    def _bad(self) -> npt.NDArray[np.bool_]:
+        every = values(self.buffer, self.dtype)
+        return np.isnan(every) if self.nan_only else ~np.isfinite(every)
+
+    def _put(self, bits: npt.NDArray[Any]) -> None:
+        raw = memoryview(bytearray(bits.tobytes()))
+        self.buffer.copy_from(Buffer("PYTHON", self.buffer.size, self.buffer.dtype, opaque=raw))
 
 
 @dataclass
@@ -133,4 +174,3 @@ class _Guard(EachKernel):
         if self.stop:
             raise NumericsError(str(self.found.first), "finite numbers", "look at the operand of the largest "
                                 "magnitude first; sentinels(infinite=False) lets infinities pass")
-

@@ -15,11 +15,9 @@ By name:
 
   named.py           attention, whose gradient is a named function too
   operands.py        q, k, v as [B, H, S, D], from the arguments of a torch or tinygrad user
-  dropout.py         the reference implementation of dropout
   reading.py         a named attention's spec, from its arguments
   lower.py           the forward kernel, which stores the LSE for backward
   lower_backward.py  the backward kernel
   varlen.py          ragged batches; varlen_reference.py is plain tinygrad, varlen_lower.py the kernel
-  documents.py       documents packed into rows of a batch
   fp8.py             q, k and v of e4m3 with scales
 """

@@ -11,11 +11,11 @@ from tinygrad.helpers import TRAINING, to_tuple
 
 from tinygrad_nv import config, hooks
 from tinygrad_nv.errors import SpecError, as_well
-from tinygrad_nv.patterns.attention.dropout import draw_seed
 from tinygrad_nv.patterns.attention.named import (
     FlashAttention,
     apply_sink,
     attend,
+    draw_seed,
     lse_of,
     scores,
     sums,

@@ -10,11 +10,11 @@ query head h, G = H / H_kv, and the columns that a row sees (`FlashAttention`):
     l[r]       = log Σ_c exp s[r, c]                                      [B, H, S_q], float32
 
 With `documents` there are two tensors in the mask's place, first and end, int32 [B, S]: row r sees columns
-first[r] ≤ c < end[r] alone (documents.py).
+first[r] ≤ c < end[r] alone (varlen.py).
 
 With sinks there is one more summand in l, exp sink, and p has one more column, which is left out: the same
 kernel computes gradients, and that of a sink is −Σ exp(sink − l) delta, over rows. A row that sees nothing
-has weights of 0. With dropout p is multiplied by what dropout.py says, after l. The references are plain
+has weights of 0. With dropout p is multiplied by `keep`, after l. The references are plain
 tinygrad, `out` node by node that of the library's method where no mask or window hides rows and nothing is
 dropped. l is asked for by the gradient: FlashAttentionBackward, of q, k, v, mask, l, delta and the result's
 gradient, with
@@ -37,7 +37,7 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv.lazy_import import lazy_import
 from tinygrad_nv.patterns import named
-from tinygrad_nv.patterns.attention.dropout import keep
+from tinygrad_nv.tile.attention.dropout import SPAN, philox
 from tinygrad_nv.tile.attention.spec import KEEP_ALL
 
 HIDDEN = -math.inf
@@ -248,3 +248,32 @@ named.lower(FlashAttention, "flash attention", lazy_import("tinygrad_nv.patterns
             "NV_ATTENTION", sees_uses=True)
 named.lower(FlashAttentionBackward, "flash attention backward",
             lazy_import("tinygrad_nv.patterns.attention.lower_backward:backward"), "NV_ATTENTION")
+
+
+def draw_seed(device: str | tuple[str, ...] | None) -> Tensor:
+    """A new seed, uint32 [2], by tinygrad's generator: another one in every run of a captured graph."""
+    halves = Tensor.randint(2, 2, high=1 << 16, device=device).cast(dtypes.uint32)
+    return (halves[0] * (1 << 16) + halves[1]).contiguous()
+
+
+def keep(seed: Tensor, shape: tuple[int, ...], kept: int) -> Tensor:
+    """Returns the factors of weights of a shape [..., rows, columns]: 256 / kept, or 0 where they are
+    dropped; float32."""
+    *batch, rows, columns = shape
+    matrices, groups = 1, -(-columns // SPAN)
+    for extent in batch: matrices *= extent
+
+    def along(axis: int, extent: int) -> Tensor:
+        shape = [extent if i == axis else 1 for i in range(4)]
+        return Tensor.arange(extent).cast(dtypes.uint64).reshape(shape)
+    call = along(2, groups) * 4 + along(3, 4)
+    key = seed.cast(dtypes.uint64)
+    words = philox((along(1, rows), call, along(0, matrices), along(1, rows) * 0), (key[0], key[1]))
+    wide = [word.expand(matrices, rows, groups, 4).contiguous() for word in words]
+    # byte 4w + 2b + e of call q is of column 16w + 8b + 2q + e
+    stacked = [[[(word >> (16 * b + 8 * e)) & 0xFF for e in range(2)] for b in range(2)] for word in wide]
+    found = Tensor.stack(*(Tensor.stack(*(Tensor.stack(*pair, dim=-1) for pair in each), dim=3)
+                           for each in stacked), dim=3)
+    found = found.reshape(matrices, rows, groups * SPAN)[:, :, :columns].reshape(shape)
+    # a kernel of its own: what uses it would compute it for each of its uses
+    return (found < kept).contiguous().where(KEEP_ALL / kept, 0.0).cast(dtypes.float32)

@@ -1,7 +1,7 @@
 """Ragged attention to a kernel of ours: from a named function's arguments to an attention of a ragged batch.
 
 Protocol: `lower_varlen` is what patterns/named.py asks for. Where l is used, as a gradient does, the
-sequences are documents of one row (documents.py), whose l lies by rows. Where q, k and v lie is read off
+sequences are documents of one row (varlen.py), whose l lies by rows. Where q, k and v lie is read off
 their indices (patterns/strides.py), so that heads of a projection need no copy; what no template can read
 where it lies is copied. What no template does is a near miss, and the body runs. """
 from __future__ import annotations

@@ -3,6 +3,5 @@
   match.py        few queries and many keys in a graph: split-KV decode attention
   paged.py        paged attention, a named function; paged_reference.py is plain tinygrad, paged_lower.py
                   the kernels
-  latent.py       paged attention over latents (MLA)
   paged_check.py  NV_DEBUG=1: checks block tables and lengths before kernels read them
 """

@@ -15,7 +15,7 @@ from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.patterns.grouped_gemm.named import grouped_matmul
-from tinygrad_nv.patterns.quant_grouped.named import quant_grouped_matmul
+from tinygrad_nv.patterns.quant_grouped import quant_grouped_matmul
 from tinygrad_nv.patterns.router.named import Routing, route
 from tinygrad_nv.quant.stack import QStack
 from tinygrad_nv.tile.expression import short

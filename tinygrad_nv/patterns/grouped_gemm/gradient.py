@@ -17,12 +17,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
-from tinygrad_nv.patterns.embedding.named import (
-    EmbeddingGradient,
-    add_gradients,
-    embedding,
-    mask_unknown_rows,
-)
+from tinygrad_nv.patterns.embedding import EmbeddingGradient, add_gradients, embedding, mask_unknown_rows
 from tinygrad_nv.patterns.grouped_gemm.outer import grouped_outer
 from tinygrad_nv.patterns.named import call
 from tinygrad_nv.patterns.router.rows import group_rows

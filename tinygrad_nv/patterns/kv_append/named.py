@@ -11,7 +11,7 @@ realized; keys and values are then written together. Padding: a row before the r
 0), or one whose page is none (−1), writes nothing: a batch may be filled up with requests of length 0. A
 scrap page needs no special care either, as long as no two rows share a token of it.
 
-Without values (`v_pages` and `v` are None) there are keys alone: a latent cache (decode/latent.py).
+Without values (`v_pages` and `v` are None) there are keys alone: a latent cache (decode/paged.py).
 
 Without a table the cache is contiguous, [B, H_kv, capacity, D] of a request each, as attention over slices of
 it reads it; all else is the same.

@@ -16,12 +16,11 @@ from tinygrad.uop.ops import UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.behind import behind
 from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.index import largest
-from tinygrad_nv.patterns.named import call, lower
+from tinygrad_nv.patterns.named import behind, call, lower
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
-from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
+from tinygrad_nv.patterns.strides import place_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, target_of
 from tinygrad_nv.quant.tensor import QTensor, dequantize
 from tinygrad_nv.quant.types import QType, buffers, nbytes

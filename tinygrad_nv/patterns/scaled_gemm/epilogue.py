@@ -20,7 +20,7 @@ from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from tinygrad_nv import config
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns import building
+from tinygrad_nv.patterns import building, sparse_gemm
 from tinygrad_nv.patterns.contraction import Unsupported, is_storage, product
 from tinygrad_nv.patterns.epilogue import ELEMENTWISE, MOST_INSIDE, MOVED, NODES, Epilogue, Unfused
 from tinygrad_nv.patterns.gemm import match as gemm
@@ -31,14 +31,13 @@ from tinygrad_nv.patterns.norm.match import row_dims
 from tinygrad_nv.patterns.quant_gemm import named as quant
 from tinygrad_nv.patterns.rewriting import value_in_storage
 from tinygrad_nv.patterns.scaled_gemm import named as scaled
-from tinygrad_nv.patterns.sparse_gemm import named as sparse
 from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.tile.expression import Expression, Load, Sum, substitute
 
 Codes = Callable[[Expression], Expression]
 MATMULS: Mapping[type, Callable[..., NamedMatmul]] = {
     scaled.ScaledMatmul: scaled.matmul_of, quant.QuantMatmul: quant.matmul_of,
-    sparse.SparseMatmul: sparse.matmul_of}
+    sparse_gemm.SparseMatmul: sparse_gemm.matmul_of}
 NAME = "codes of a matmul"
 
 

@@ -30,7 +30,7 @@ from tinygrad_nv.patterns.contraction import Unsupported
 from tinygrad_nv.patterns.index import largest
 from tinygrad_nv.patterns.named import call, lower
 from tinygrad_nv.patterns.named_matmul import NamedMatmul
-from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
+from tinygrad_nv.patterns.strides import place_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target
 from tinygrad_nv.quant.layouts import unlaid
 from tinygrad_nv.quant.tensor import QTensor, dequantize, in_memory, numbers_of

@@ -24,8 +24,8 @@ from tinygrad_nv.patterns.index import NotAffine, largest
 from tinygrad_nv.patterns.named import Uses, call, lower
 from tinygrad_nv.patterns.norm.match import spec_of
 from tinygrad_nv.patterns.rewriting import value_in_storage
-from tinygrad_nv.patterns.rows import place_rows, symbolic_rows
 from tinygrad_nv.patterns.scaled_gemm import epilogue
+from tinygrad_nv.patterns.strides import place_rows, symbolic_rows
 from tinygrad_nv.patterns.target import Target, choose
 from tinygrad_nv.quant.activations import E4M3_MAX, TINY, quantize_activations
 from tinygrad_nv.quant.types import Scale

@@ -4,6 +4,10 @@ Protocol: a `Value` is a virtual register of one PTX type. Its operators emit an
 and give a new register; `+=` and its kind write the register itself. Operands must have the same type (bits
 go with anything of their width); `to` converts, and nothing is widened silently. Comparisons give predicates,
 which `&`, `|`, `^` and `~` combine and which `Kernel.if_` takes. A `MemoryOperand` is an address in brackets.
+
+Of division of integers by a constant ptxas has no short way for it, not even for powers of two,
+and makes each `div` and `rem` about 15 instructions with a reciprocal; here it is shifts, or a product
+(Granlund and Montgomery, "Division by invariant integers using multiplication", 1994).
 """
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, Union
 
-from tinygrad_nv.ptx.builder.division import divisible, multiplier, power_of_two
 from tinygrad_nv.ptx.isa.operands import family, width
 
 Number = Union["Value", int, float]
+BITS = 32
 
 
 class Emitter(Protocol):
@@ -266,3 +270,24 @@ class PairOperand:
 class Label:
     """A place in the code."""
     name: str
+
+
+def power_of_two(number: int) -> bool:
+    """Whether it is 1, 2, 4, …"""
+    return number > 0 and number & number - 1 == 0
+
+
+def divisible(kind: str, divisor: int) -> bool:
+    """Whether a register of this type (u32, s32, …) can be divided by it without a division."""
+    return (kind == "u32" and divisor > 0) or power_of_two(divisor)
+
+
+def multiplier(divisor: int) -> tuple[int, int]:
+    """m and s, so that floor(n · m / 2^(32 + s)) is floor(n / divisor) for every n below 2^32; the smallest s
+    for which m has 32 bits, else m of 33."""
+    most = (divisor - 1).bit_length()
+    for shift in range(most + 1):
+        made = -(-(1 << BITS + shift) // divisor)
+        error = made * divisor - (1 << BITS + shift)
+        if error <= 1 << shift and made < 1 << BITS: return made, shift
+    return -(-(1 << BITS + most) // divisor), most

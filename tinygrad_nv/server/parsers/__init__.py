@@ -2,15 +2,12 @@
 
 Read in this order:
   parser.py        the protocol of a parser: text in, events out
-  json_calls.py    tool calls that are written as JSON objects
+  json_calls.py    tool calls that are written as JSON objects (Hermes, Llama, tool choices)
   think.py         reasoning between two markers: <think> … </think>
-  hermes.py        <tool_call>{…}</tool_call>
-  llama.py         the whole answer is {…}, or {…}; {…}
   mistral.py       [TOOL_CALLS] and a list, or names with arguments
   qwen.py          <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
   pythonic.py      the whole answer is [f(a=1), g(b="x")]
   harmony.py       channels of gpt-oss
-  forced.py        answers that a tool choice constrains to be calls
   literals.py      values as Python or JSON writes them
   schema_values.py values that a tool's schema gives a type
   table.py         all of them by name; which one a chat template asks for

@@ -4,6 +4,12 @@ Protocol: `ValueEnd.take(text)` says how much of `text` belongs to a JSON value.
 consumes {"name": …, "arguments": {…}} and returns the text after it. The arguments are passed on as the
 model writes them, from their first brace on, once the name is known. `failed` is True as soon as the text
 cannot be a call; if no argument has been passed on by then, `text` holds all of it.
+
+The parsers are of <tool_call>{"name": …, "arguments": {…}}</tool_call>, anywhere in an answer (Hermes, Qwen);
+of whole answers that are {"name": …, "parameters": {…}}, several separated by ";" (Llama 3); and of answers
+that a tool choice constrains to be tool calls: the text of tool choice "named" is the arguments of the call.
+That of "required" is a list of {"name": …, "parameters": {…}} (`structured_output.call_schema`). Where
+`max_tokens` cuts the text, the arguments of its last call are cut; a call whose name was cut is none.
 """
 from __future__ import annotations
 
@@ -12,12 +18,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad_nv.server.parsers.parser import CallDelta, Event
+from tinygrad_nv.server.parsers.parser import CallDelta, CallMachine, Event, Machine, cut, may_begin
 
 ARGUMENTS = ("arguments", "parameters")
 KEYS = ("name", *ARGUMENTS, "type", "id")
 STRING_END = re.compile(r'(?:[^"\\]|\\.)*?"', re.S)
 SPACE = " \t\r\n"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAG = "<|python_tag|>"
 
 
 class ValueEnd:
@@ -169,3 +177,110 @@ def to_json(value: Any) -> str:
     """JSON as a model would write it; a lone surrogate, which no response can carry, stays escaped."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if any("\ud800" <= letter <= "\udfff" for letter in text) else text
+
+
+class Hermes(CallMachine):
+    """See above. What is between the markers and is no call stays text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = self._outside
+        self.call = CallObject(self.begin, self.emit)
+
+    def _outside(self) -> bool:
+        before, mark, self.held = cut(self.held, (OPEN,), self.ended)
+        self.content(before)
+        if not mark: return False
+        self.call = CallObject(self.begin, self.emit)
+        return self.next(self._inside)
+
+    def _inside(self) -> bool:
+        self.held = self.call.feed(self.held)
+        if self.call.done: return self.next(self._closing)
+        if self.call.has_started: return self.call.failed and self.next(self._skipping, self.call.held)
+        if not (self.call.failed or self.ended): return False
+        self.content(OPEN)
+        return self.next(self._outside, self.call.text)
+
+    def _closing(self) -> bool:
+        text = self.held.lstrip()
+        if text.startswith(CLOSE): return self.next(self._outside, text[len(CLOSE):])
+        if may_begin(text, CLOSE, self.ended): return False
+        return self.next(self._outside)
+
+    def _skipping(self) -> bool:
+        _, mark, self.held = cut(self.held, (CLOSE,), self.ended)
+        return bool(mark) and self.next(self._outside)
+
+
+class Llama(CallMachine):
+    """See above. An answer that does not begin so is content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = self._beginning
+        self.before = ""        # the text before the first object
+        self.call = CallObject(self.begin, self.emit)
+
+    def _beginning(self) -> bool:
+        text = self.held.lstrip()
+        if may_begin(text, TAG, self.ended): return False
+        text = text.removeprefix(TAG).lstrip()
+        if not text and not self.ended: return False
+        if text[:1] != "{": return self.next(self.rest)
+        self.before = self.held[:len(self.held) - len(text)]
+        return self._object(text)
+
+    def _object(self, text: str) -> bool:
+        self.call = CallObject(self.begin, self.emit)
+        return self.next(self._inside, text)
+
+    def _inside(self) -> bool:
+        self.held = self.call.feed(self.held)
+        if self.call.done: return self.next(self._between)
+        if self.call.has_started: return self.call.failed and self.next(self.rest, self.call.held)
+        if not (self.call.failed or self.ended): return False
+        return self.next(self.rest, self.before + self.call.text)
+
+    def _between(self) -> bool:
+        self.before = ""
+        text = self.held.lstrip()
+        after = text[1:].lstrip()
+        if text in ("", ";") or (text[0] == ";" and not after): return self.ended and self.next(self.rest)
+        return self._object(after) if text[0] == ";" and after[0] == "{" else self.next(self.rest)
+
+
+class NamedCall(Machine):
+    """The call of the tool `name`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.state = name, self._arguments
+
+    def _arguments(self) -> bool:
+        if not self.held and not (self.ended and not self.calls): return False
+        self.emit(CallDelta(0, self.held, None if self.calls else self.name))
+        self.calls, self.held = 1, ""
+        return False
+
+
+class CallList(Machine):
+    """A list of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.call = self._between, CallObject(self._index, self.emit)
+
+    def _index(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+    def _between(self) -> bool:
+        text = self.held.lstrip("[, \n\t")
+        if text[:1] != "{": return False     # no more yet, or the end of the list
+        self.call = CallObject(self._index, self.emit)
+        return self.next(self._inside, text)
+
+    def _inside(self) -> bool:
+        self.held = self.call.feed(self.held)
+        return self.call.done and self.next(self._between)

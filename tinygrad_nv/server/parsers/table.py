@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from tinygrad_nv.server.parsers.harmony import MARKS, Harmony
-from tinygrad_nv.server.parsers.hermes import Hermes
-from tinygrad_nv.server.parsers.llama import TAG, Llama
+from tinygrad_nv.server.parsers.json_calls import TAG, Hermes, Llama
 from tinygrad_nv.server.parsers.mistral import ARGS, CALLS, ID, Mistral
 from tinygrad_nv.server.parsers.parser import Chain, Machine, Parser
 from tinygrad_nv.server.parsers.pythonic import CALLS as CALLS_BEGIN

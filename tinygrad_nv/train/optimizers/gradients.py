@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.patterns.optimizer.named import sum_squares
+from tinygrad_nv.patterns.optimizer import sum_squares
 
 CLIP_EPS = 1e-6     # torch.nn.utils.clip_grad_norm_
 

@@ -27,9 +27,8 @@ from math import prod
 from tinygrad import Tensor, dtypes
 
 from tinygrad_nv.errors import ConfigError
-from tinygrad_nv.numerics.loss_scaling import LossScaler
-from tinygrad_nv.numerics.recipes import LossScaling
-from tinygrad_nv.patterns.optimizer.named import Entry, adamw_update
+from tinygrad_nv.numerics.recipes import LossScaler, LossScaling
+from tinygrad_nv.patterns.optimizer import Entry, adamw_update
 from tinygrad_nv.tile.attention.dropout import philox
 from tinygrad_nv.train.optimizers.gradients import clip_scale, gradients_of, square_and_sum
 from tinygrad_nv.train.optimizers.rules import (

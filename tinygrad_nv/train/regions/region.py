@@ -3,9 +3,9 @@
 Protocol: the forward pass has the function's own nodes, behind a function node of tinygrad that says what its
 gradient is. For that the region is written down once more over placeholders, derived, and put over copies of
 its inputs, and of the values that its policy keeps, that are made when the gradient of its result is there
-(behind.py). So the region is computed again then, and its first values are free as soon as the forward pass
-has used them. What does not depend on the region's inputs (weights, tables, a mask of documents) is no part
-of it: it is computed once, and gets its gradient as without a region.
+(patterns/named.py). So the region is computed again then, and its first values are free as soon as the
+forward pass has used them. What does not depend on the region's inputs (weights, tables, a mask of documents)
+is no part of it: it is computed once, and gets its gradient as without a region.
 
 What is outside may be made again, too: `again` has what takes its place after a gradient. With the policy
 "none" nothing else is: values stay as they are.
@@ -30,7 +30,7 @@ from tinygrad.mixin.gradient import compute_gradient
 from tinygrad.uop.ops import Ops, UOp
 
 from tinygrad_nv.errors import SpecError
-from tinygrad_nv.patterns.behind import behind
+from tinygrad_nv.patterns.named import behind
 from tinygrad_nv.train.regions import host
 from tinygrad_nv.train.regions.values import BUDGET, Policy, inside, keep, nbytes, outside, values
 

@@ -22,10 +22,10 @@ from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.patterns.attention.named import FlashAttention
 from tinygrad_nv.patterns.grouped_gemm.named import GroupedMatmul
 from tinygrad_nv.patterns.quant_gemm.named import QuantMatmul
-from tinygrad_nv.patterns.quant_grouped.named import QuantGroupedMatmul
+from tinygrad_nv.patterns.quant_grouped import QuantGroupedMatmul
 from tinygrad_nv.patterns.scaled_gemm.fp8 import Fp8Matmul
 from tinygrad_nv.patterns.scaled_gemm.named import ScaledMatmul
-from tinygrad_nv.patterns.sparse_gemm.named import SparseMatmul
+from tinygrad_nv.patterns.sparse_gemm import SparseMatmul
 
 MATMULS = (Fp8Matmul, GroupedMatmul, QuantMatmul, QuantGroupedMatmul, ScaledMatmul, SparseMatmul)
 STORED = frozenset({Ops.CONTIGUOUS, Ops.GETTUPLE, Ops.COPY})

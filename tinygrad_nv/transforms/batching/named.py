@@ -17,13 +17,10 @@ from typing import Any
 from tinygrad import Tensor
 from tinygrad.uop.ops import UOp
 
-from tinygrad_nv.patterns import named
+from tinygrad_nv.patterns import conv, embedding, named, rope
 from tinygrad_nv.patterns.attention import named as attention
-from tinygrad_nv.patterns.conv import named as conv
-from tinygrad_nv.patterns.embedding import named as embedding
 from tinygrad_nv.patterns.norm import gated, group
 from tinygrad_nv.patterns.quant_gemm import named as quant_gemm
-from tinygrad_nv.patterns.rope import named as rope
 from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.transforms.batching.graph import repeat_node
 

@@ -21,15 +21,17 @@ compute s and dp again: 7 products instead of 5, each in the same order.
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.attention.backward.text import Text
 from tinygrad_nv.cpu.attention.backward.tiles import ROWS, pitch
-from tinygrad_nv.cpu.attention.schedules import CPUFlashBackward
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel
 from tinygrad_nv.cpu.target import CPU
+from tinygrad_nv.cpu.template import CPUSchedule
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
 from tinygrad_nv.tile.attention.derivative import derivative
@@ -39,6 +41,16 @@ STACK_BYTES = 1 << 20   # what a kernel may keep on a thread's stack
 BLOCKS = ((96, 128), (96, 64), (48, 64))    # rows and keys
 PARTS = 8               # of a thread: who is done takes the next
 ONCE = 5 / 7            # of the threads' time must be of use where key heads are shared out
+
+
+@dataclass(frozen=True)
+class CPUFlashBackward(CPUSchedule):
+    """Blocks of `block_m` queries and of `block_n` keys."""
+    block_m: int = 48
+    block_n: int = 64
+    template: ClassVar[str] = "flash_backward"
+
+    def words(self) -> list[str]: return [*super().words(), f"{self.block_m}x{self.block_n}"]
 
 
 def problems(spec: BackwardSpec, s: CPUFlashBackward) -> list[str]:

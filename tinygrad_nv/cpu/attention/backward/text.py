@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import e, log2
 
-from tinygrad_nv.cpu.attention import documents, dropout
 from tinygrad_nv.cpu.attention.backward.tiles import (
     NOINLINE,
     ROWS,
@@ -29,6 +28,7 @@ from tinygrad_nv.cpu.attention.backward.tiles import (
     turn,
     write,
 )
+from tinygrad_nv.cpu.attention.score import EXTENTS, dropout_text, loop_documents
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type, up
@@ -81,14 +81,14 @@ class Text:
         one, isa = self.spec.forward, self.isa
         widths = {"s": self.panel, "dp": self.panel, "dv": one.d_v, "dk": one.d, "dq": one.d}
         products = [(self.products[name], d) for name, d in widths.items()]
-        made = [documents.EXTENTS, functions(products, isa), add("add_dq", one.d, isa)]
+        made = [EXTENTS, functions(products, isa), add("add_dq", one.d, isa)]
         made += [read(f"read_{name}", rows.dtype, d, isa) for name, rows, d in (
             ("q", one.q, one.d), ("k", one.k, one.d), ("grad", self.spec.grad, one.d_v))]
         made += [turn(f"turn_{name}", rows.dtype, d, pitch(self.n), isa)
                  for name, rows, d in (("k", one.k, one.d), ("v", one.v, one.d_v))]
         made += [write(f"write_{name}", rows.dtype, d, isa)
                  for name, rows, d in (("dk", self.spec.dk, one.d), ("dv", self.spec.dv, one.d_v))]
-        if one.kept < KEEP_ALL: made.append(dropout.text())
+        if one.kept < KEEP_ALL: made.append(dropout_text())
         return "\n".join([*made, self._scratch(), self._weights(), self._pair()])
 
     def _scratch(self) -> str:
@@ -247,7 +247,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
         return f"""  for (s64 item = core_id; item < {b * heads}; item += {parts}) {{
     const s64 b0 = item / {heads}, b1 = item % {heads};
     for (s64 b2 = 0; b2 < {group}; b2++) {self._clear_rows("s_q", "0")}
-    {documents.each(self.spec.forward, inside, outside)}
+    {loop_documents(self.spec.forward, inside, outside)}
   }}"""
 
     def blocks_of_documents(self, parts: int) -> str:
@@ -264,7 +264,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
         outside = take_blocks(self._unseen(), False) + take_blocks(cleared, True)
         return f"""  s64 number = 0;
   for (s64 b0 = 0; b0 < {b}; b0++) for (s64 b1 = 0; b1 < {heads}; b1++)
-  {documents.each(self.spec.forward, inside, outside)}"""
+  {loop_documents(self.spec.forward, inside, outside)}"""
 
     def _unseen(self) -> str:
         """dk and dv of tokens of no document."""

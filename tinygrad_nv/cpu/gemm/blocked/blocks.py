@@ -9,9 +9,17 @@ multiplications, and about half of one for each vector of b and unit of a that i
     block_m     packed a (block_m x block_k) takes a fourth of the second cache, and so do sums of as many
                 columns as are in registers; b is packed once for each block of rows
     block_n     sums (block_m x block_n, of each part) take another fourth; tiles can be shared out evenly
+
+The blocked kernel adds an element's terms one after the other from each block's first on, then the blocks. So
+the class of its schedules (tile/order.py) is the instruction set and `block_k`, which is that of panels two
+vectors wide, whatever the width is (`in_blocks`).
 """
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TypeVar
+
+from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import up
@@ -22,6 +30,7 @@ STACK_BYTES = 1 << 20  # what a kernel may keep on a thread's stack
 MOST_BYTES_K = 256     # products of bytes whose sum in float32 is exact: 256 · 255² < 2^24
 WIDEST = 512           # columns of a tile; with more of them few rows have too few tiles to share out
 SMALL = 1 << 21        # flops below which threads are not worth waking
+Blocked = TypeVar("Blocked", bound=CPUGemm)
 
 
 def registers(m: int, n: int, isa: ISA) -> tuple[int, int]:
@@ -54,3 +63,16 @@ def blocks(spec: GemmSpec, target: CPU, per: int) -> CPUGemm:
     down, across = -(-spec.m // block_m) * spec.matrices, -(-spec.n // widest)
     while down * across % target.threads and -(-spec.n // across) > columns: across += 1
     return CPUGemm(target.isa, 1, block_m, up(-(-spec.n // across), columns), block_k * per, rows, columns)
+
+
+def in_blocks(s: Blocked, spec: GemmSpec, target: CPU) -> Blocked:
+    """A schedule with the class's blocks of k."""
+    per, lanes = PER[kind_of(spec, target.isa)], target.isa.lanes
+    units = -(-spec.k // per)
+    most = deepest(spec, target, 2 * lanes, per)
+    return replace(s, block_k=up(-(-units // -(-units // most)), lanes) * per)
+
+
+def words(s: CPUGemm) -> str:
+    """The class of a schedule, in words."""
+    return f"{s.isa}, blocks of {s.block_k} along k"

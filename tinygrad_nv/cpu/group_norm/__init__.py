@@ -1,5 +1,0 @@
-"""Group norm on a CPU.
-
-  kernel.py     the template
-  templates.py  the record
-"""

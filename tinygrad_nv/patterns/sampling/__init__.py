@@ -1,4 +1,0 @@
-"""Kernels of the sampler, as named functions.
-
-  named.py  reference implementations in tinygrad, and kernels
-"""
