@@ -250,7 +250,7 @@ def test_flips_of_a_signed_file(keys: tuple[Path, Path], tmp_path: Path) -> None
 
 def test_matrices_that_are_joined_are_pieces(tiny: Path) -> None:
     with LLM(tiny, device="CPU") as llm:
-        found = capture.ranges(llm.model, tiny)
+        found = capture.find_ranges(llm.model, tiny)
         at = llm.model.blocks[0].attention.qkv.weight.uop.buffer  # type: ignore[union-attr]
         key = id(at.base), at.offset, at.nbytes
         content = bytes_of(at)
@@ -261,7 +261,7 @@ def test_matrices_that_are_joined_are_pieces(tiny: Path) -> None:
 
 
 def test_another_dtype_is_not_referred_to(tiny: Path) -> None:
-    with LLM(tiny, "bfloat16", device="CPU") as llm: assert capture.ranges(llm.model, tiny) == {}
+    with LLM(tiny, "bfloat16", device="CPU") as llm: assert capture.find_ranges(llm.model, tiny) == {}
 
 
 # as text of JSON: some are values that no writer of JSON makes
