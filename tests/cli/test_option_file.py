@@ -12,8 +12,8 @@ import pytest
 from tinygrad_nv import cli
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.cli.run_batch import BODY_BYTES
+from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.load_options import llm_arguments
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.numerics.replay import record

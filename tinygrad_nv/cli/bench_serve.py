@@ -30,7 +30,7 @@ from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, with_texts
 from tinygrad_nv.cli import bench_dataset
 from tinygrad_nv.cli.bench_options import count, progress, write
 from tinygrad_nv.cli.engine_options import choose_model
-from tinygrad_nv.engine.load_options import ENGINE, MODEL
+from tinygrad_nv.engine.command_line import ENGINE, MODEL
 from tinygrad_nv.errors import NVError, RequestError
 
 START_S = 300.0     # timeout for our server to start

@@ -22,8 +22,8 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv import collection
 from tinygrad_nv.cli.sampling_options import sampling_fields
+from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.load_options import llm_arguments
 from tinygrad_nv.engine.lora.request import LoRARequest
 from tinygrad_nv.engine.request_output import CompletionOutput, Logprob, RequestOutput
 from tinygrad_nv.engine.sampling import SamplingParams

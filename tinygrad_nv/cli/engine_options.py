@@ -1,7 +1,7 @@
 """Options of a model and of the engine that runs it, for every command that loads one.
 
 Protocol: `add_model_options` has what any model needs, `add_engine_options` what runs many sequences.
-vllm_options.py adds vLLM's others, and engine/load_options.py makes arguments of `LLM` of all.
+vllm_options.py adds vLLM's others, and engine/command_line.py makes arguments of `LLM` of all.
 """
 from __future__ import annotations
 

@@ -1,21 +1,12 @@
-"""How `LLM` loads a model: its arguments, with vLLM's names and None replaced by what they stand for, and
-those that a command line states.
-"""
+"""How `LLM` loads a model: its arguments, with vLLM's names and None replaced by what they stand for."""
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinygrad_nv.engine.engine_config import EngineConfig
-
-# of the model; the engine's are those of commands that run many sequences
-MODEL = ("dtype", "max_model_len", "quantization", "tensor_parallel_size", "pipeline_parallel_size",
-         "data_parallel_size", "enable_expert_parallel", "weights", "gpu_memory_utilization")
-ENGINE = ("max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "swap_space", "speculative",
-          "enable_prefix_caching", "task")
 
 
 @dataclass(frozen=True)
@@ -62,10 +53,3 @@ class LoadOptions:
                             max_len=length, queue_limit=self.max_queue, overlap=self.overlap, eos=eos,
                             num_speculative_tokens=num_speculative_tokens,
                             stages=self.pipeline_parallel_size)
-
-
-def llm_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns what a command line sets; what it leaves out is `LLM`'s default."""
-    asked = {name: value for name in (*MODEL, *ENGINE)
-             if (value := getattr(arguments, name, None)) is not None}
-    return {**asked, "required_key": arguments.require_signed, **getattr(arguments, "vllm", {})}

@@ -27,8 +27,8 @@ from tinygrad.helpers import DEV
 
 from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
+from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.load_options import llm_arguments
 from tinygrad_nv.engine.text.templates import DEFAULT, read_template
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker import prebuilt_steps

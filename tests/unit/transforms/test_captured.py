@@ -11,7 +11,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 
 from tests.support.transforms.transform_case import close, random
 from tinygrad_nv.numerics.policy import deterministic
-from tinygrad_nv.transforms import checkpoint, grad, gradients, jit, scan, vmap
+from tinygrad_nv.transforms import autodiff, checkpoint, grad, jit, scan, vmap
 
 W = random(3, 3)
 
@@ -103,7 +103,7 @@ def test_methods():
 @pytest.mark.slow
 def test_training_with_autodiff():
     @jit
-    @gradients
+    @autodiff
     def loss(p: dict[str, Tensor], x: Tensor) -> Tensor: return ((x @ p["w"]).tanh() ** 2).mean()
     p, x = {"w": W}, random(5, 3)
     tw = torch.tensor(W.numpy(), requires_grad=True)
@@ -123,12 +123,12 @@ def test_training_with_autodiff():
 
 
 def test_autodiff_options():
-    @gradients(argnums=(0, 1), has_aux=True)
+    @autodiff(argnums=(0, 1), has_aux=True)
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, int]: return (x * y).sum(), 3
     (value, aux), (gx, gy) = fn.value_and_grad(Tensor([2.0]), Tensor([5.0]))
     assert (value.item(), aux, gx.tolist(), gy.tolist()) == (10, 3, [5], [2])
     assert fn(Tensor([2.0]), Tensor([5.0]))[1] == 3
-    square = gradients(lambda x: x * x)
+    square = autodiff(lambda x: x * x)
     assert square.jvp((Tensor(3.0),), (Tensor(1.0),))[1].item() == 6
     assert square.vjp(Tensor(3.0))[1](Tensor(1.0))[0].item() == 6
 

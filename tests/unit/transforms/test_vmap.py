@@ -26,7 +26,7 @@ from tinygrad_nv.functional import (
     rotate_heads,
     scaled_dot_product_attention,
 )
-from tinygrad_nv.transforms import grad, jvp, vjp, vmap
+from tinygrad_nv.transforms import grad, jvp, pmap, vjp, vmap
 
 N = 3
 
@@ -228,7 +228,7 @@ def layer(x: Tensor, w: Tensor) -> Tensor: return (x @ w).relu()
 
 def test_devices_of_a_process():
     with mesh(DEVICES, axes={"dp": 2}):
-        out = vmap(layer, (0, None))(Tensor(EXAMPLES), Tensor(WEIGHTS))
+        out = pmap(layer, (0, None))(Tensor(EXAMPLES), Tensor(WEIGHTS))
     assert set(out.device) == {"CPU", "CPU:1"}
     assert out.uop.axis == 0
     np.testing.assert_array_equal(out.numpy(), np.maximum(EXAMPLES @ WEIGHTS, 0))
@@ -237,15 +237,15 @@ def test_devices_of_a_process():
 def test_gradients_over_devices_and_of_each_example():
     over = mesh(DEVICES, axes={"dp": 2})
     x, w = Tensor(EXAMPLES), Tensor(WEIGHTS)
-    found = grad(lambda w: vmap(layer, (0, None), mesh=over)(x, w).sum())(w)
+    found = grad(lambda w: pmap(layer, (0, None), mesh=over)(x, w).sum())(w)
     np.testing.assert_array_equal(found.numpy(), EXAMPLES.T @ (EXAMPLES @ WEIGHTS > 0))
-    each = vmap(grad(lambda x, w: layer(x, w).sum(), 1), (0, None), mesh=over)(x, w)
+    each = pmap(grad(lambda x, w: layer(x, w).sum(), 1), (0, None), mesh=over)(x, w)
     np.testing.assert_array_equal(each.numpy(), EXAMPLES[:, :, None] * (EXAMPLES @ WEIGHTS > 0)[:, None])
 
 
 def test_trees_and_other_axes():
     over = mesh(DEVICES, axes={"dp": 2})
-    out = vmap(lambda p: {"y": p["x"] * 2, "w": p["w"] + 1}, ({"x": 1, "w": None},), mesh=over)(
+    out = pmap(lambda p: {"y": p["x"] * 2, "w": p["w"] + 1}, ({"x": 1, "w": None},), mesh=over)(
         {"x": Tensor(EXAMPLES.T.copy()), "w": Tensor([1.0])})
     np.testing.assert_array_equal(out["y"].numpy(), EXAMPLES * 2)
     assert out["w"].numpy().tolist() == [[2.0]] * 4
@@ -253,7 +253,7 @@ def test_trees_and_other_axes():
 
 def test_examples_that_do_not_divide():
     with pytest.raises(TransformError, match="pmap of 3 examples over 2 devices"):
-        vmap(layer, (0, None), mesh=mesh(DEVICES, axes={"dp": 2}))(Tensor(EXAMPLES[:3]), Tensor(WEIGHTS))
+        pmap(layer, (0, None), mesh=mesh(DEVICES, axes={"dp": 2}))(Tensor(EXAMPLES[:3]), Tensor(WEIGHTS))
 
 
 def test_ranks():

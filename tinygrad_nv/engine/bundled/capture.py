@@ -33,7 +33,7 @@ from tinygrad_nv.bundle.plan import ProgramTable, encode_step, plan_parts, step_
 from tinygrad_nv.engine.bundled.sets import assembler, bytes_of, host_threads, layout_of, name_of
 from tinygrad_nv.engine.llm import LLM
 from tinygrad_nv.engine.worker.input_buffer import BatchShape
-from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales
+from tinygrad_nv.engine.worker.kv_cache_scales import cache_scales
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_file import NEUTRAL
 from tinygrad_nv.engine.worker.step_store import StepStore

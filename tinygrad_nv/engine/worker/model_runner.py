@@ -161,7 +161,7 @@ class ModelRunner:
         self.thread, self.shares = thread or ThreadPoolExecutor(1, "nv-device"), thread is not None
 
     def _cache_scales(self) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        from tinygrad_nv.engine.worker.kv_cache_dtype import cache_scales
+        from tinygrad_nv.engine.worker.kv_cache_scales import cache_scales
         return cache_scales(self.model, self.kv_dtype, self.device, self.page_size)
 
     def _max_shape(self, tokens: int) -> BatchShape:
