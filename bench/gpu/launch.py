@@ -1,12 +1,12 @@
 """Launches kernels on memory and streams of others, such as torch's.
 
 Protocol: `make_launch(driver, kernels, pointers, ...)` loads the kernels, which all take these pointers in
-their order (kernel.py), makes tensor maps, and gives what puts one launch of each into a stream, after
+their order (tile/kernel.py), makes tensor maps, and gives what puts one launch of each into a stream, after
 filling with zeros what is zero before every launch. Modules stay loaded as long as the process. Launches on
 several sets of memory share functions that `load_functions` gives.
 
 `GemmLauncher(driver, made)` has a matmul's module on a device. `bind_launch(spec, addresses)` binds it to
-memory by name (`out`, `a`, `b`, `x0`, …) in the order that kernel.py states, makes tensor maps and the
+memory by name (`out`, `a`, `b`, `x0`, …) in the order that tile/kernel.py states, makes tensor maps and the
 workspace, and gives what puts one launch into a stream: flags are zeroed before it where there are any. It
 keeps the workspace, not the memory that it is given.
 """

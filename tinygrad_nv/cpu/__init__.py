@@ -1,7 +1,7 @@
 """The CPU as a target: the specs of tile/ as C kernels.
 
 Read in this order: isa.py (instruction sets, and which this processor has), target.py (instruction set,
-threads.py, caches), kernel.py (a finished kernel and its parameters), vector.h (vectors in C), expression.py
+threads, caches), kernel.py (a finished kernel and its parameters), vector.h (vectors in C), expression.py
 (epilogues and scores in C), template.py (schedules, and a template's record). Then the families, named as in
 tile/, each a module, or a folder with its templates.py: a template takes a spec and its own schedule and
 returns a `CPUKernel`.

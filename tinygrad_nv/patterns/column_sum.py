@@ -1,15 +1,15 @@
 """Sums of columns: gradients of the weights of norms, and of biases, to one kernel of ours.
 
-Protocol. `rewrite_columns` looks at each node that will be stored: a REDUCE over leading
-dimensions, cast or reshaped. What is added up is translated back to memory, in index space: a range of rows,
-all that is reduced, and a range of columns, all that is left. Numbers of a row that are sums themselves, as a
-norm's mean of squares, are loaded from where tinygrad puts them. What else is not in memory leaves the sum to
-tinygrad, which computes it as it adds. The kernel has each sum in a fixed order (tile/column_sum/).
-NV_NORM=0 leaves everything to tinygrad.
+Protocol. `rewrite_columns` looks at each node that will be stored: a REDUCE over leading dimensions, cast or
+reshaped. What is added up is translated back to memory, in index space: a range of rows, all that is reduced,
+and a range of columns, all that is left. Numbers of a row that are sums themselves, as a norm's mean of
+squares, are loaded from where tinygrad puts them. What else is not in memory leaves the sum to tinygrad,
+which computes it as it adds. The kernel has each sum in a fixed order (tile/column_sum/). NV_NORM=0 leaves
+everything to tinygrad.
 
 `rewrite` is for reductions: sums of columns, then rows (norm/), of one walk over a graph. Columns come first,
-since norm/ would find the same sums as rows whose elements lie apart. A
-graph with a REDUCE and nothing computed beside it has neither, and is not walked.
+since norm/ would find the same sums as rows whose elements lie apart. A graph with a REDUCE and nothing
+computed beside it has neither, and is not walked.
 """
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Quantisation that looks at layers' inputs: GPTQ, AWQ, SmoothQuant, static scales.
 
-Protocol: `calibrated(job, folder)` runs the model over a text, layer by layer: what goes into each linear
+Protocol: `calibrate(job, folder)` runs the model over a text, layer by layer: what goes into each linear
 layer is summed up, the layer is quantised, and its quantised output is the next one's input. It writes a
 file of tensors for each layer to `folder`; `list_replacements(folder)` lists them by the tensor of the
 checkpoint that they stand for. In memory are one layer's weights, and the layer's input for all of the text,

@@ -2,7 +2,7 @@
 
 Protocol. `parse("3H*D_h")` is a `Dim`. Equal polynomials are equal Dims, whatever the order they are written
 in: "H*D_h*3" is the same. A Dim has `symbols`; `value(sizes)` is its number where all of them are known, and
-`solved(number, sizes)` the one symbol that is not. A quotient "D//2" rounds down, as Python's does, and is
+`solve(number, sizes)` the one symbol that is not. A quotient "D//2" rounds down, as Python's does, and is
 never solved for D: two values of D give the same.
 
     dim  := term (("+" | "-") term)*

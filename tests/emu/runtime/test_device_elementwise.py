@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.patterns.on_emu import emu, equal, floats, near, rng  # noqa: F401  # noqa: F401
+from tests.support.patterns.on_emu import emu, equal, floats, near, rng  # noqa: F401
 from tinygrad_nv import Context, Tensor, Variable, dtypes, nn
 from tinygrad_nv.runtime.ptx_renderer import bf16_constant
 

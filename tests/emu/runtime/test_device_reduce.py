@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.patterns.on_emu import emu, equal, floats, near, rng  # noqa: F401  # noqa: F401
+from tests.support.patterns.on_emu import emu, equal, floats, near, rng  # noqa: F401
 from tinygrad_nv import Context, Tensor, TinyJit, dtypes, nn
 
 AXES = (None, 0, 1, 2, (0, 2), (1, 2))

@@ -1,6 +1,6 @@
 """The kernels of a layer on one rank, and how long they take.
 
-Protocol: `Layer(rank, i, layout, device, kind)` is layer i of the model that `shards.rank_config` gives for a
+Protocol: `Layer(rank, i, layout, device, kind)` is layer i of the model that `layout.rank_config` gives for a
 rank. Sizes are those of matrices as the rank holds them: `matmuls` are the (n, k) of dense matrices,
 `experts` those of each expert's. `rows(tokens)` is how many rows all experts of the rank multiply.
 """

@@ -4,10 +4,10 @@ Protocol: `Matchers(tokenizer, vocab, eos)` is made once for a model; the tokeni
 request first needs one. `of(params)` has a matcher for each answer, or none where every token may follow.
 
 `TokenRules` is a matcher (scheduling/request.py) of allowed tokens and bad words of one sequence, beside its
-structured output. A mask has the allowed tokens, those that the grammar
-allows if there is one, and none that would complete a bad word: one whose tokens before the last are the last
-tokens of the output, as in vLLM. Where no token is left after some, only end tokens may follow, and the
-answer ends; where none is left at the beginning, `TokenRules` raises a `RequestError`.
+structured output. A mask has the allowed tokens, those that the grammar allows if there is one, and none that
+would complete a bad word: one whose tokens before the last are the last tokens of the output, as in vLLM.
+Where no token is left after some, only end tokens may follow, and the answer ends; where none is left at the
+beginning, `TokenRules` raises a `RequestError`.
 """
 from __future__ import annotations
 

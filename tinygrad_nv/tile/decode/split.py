@@ -269,11 +269,16 @@ class SplitKernel:
 
 # **** operands: queries, keys and values as fragments of mma.m16n8k16 (fragments.py) ****
 
+# `Keys.of(step)` gives two registers for each 8 keys, for 16 elements of the head; `Values.of(step)` two for
+# each 8 columns of the result, for 16 keys.
+#
 # Keys and values of 8 bits become q's dtype on their way. A register of four bytes has two registers' worth
 # of operands, which permutes the elements, equally for both sides of a matmul (g = lane / 4, q = lane % 4):
-# keys    bytes 4q … 4q + 3 of 16 elements are k = 2q, 2q + 1, 2q + 8, 2q + 9: a lane takes elements 4q … 4q +
-# 3 of q's rows as well values  ldmatrix.trans moves pairs of columns: of 16 columns, the even ones are one
-# tile of the result, the odd ones another, and a lane's four sums of a row are columns 4q … 4q + 3
+#
+#     keys    bytes 4q … 4q + 3 of 16 elements are k = 2q, 2q + 1, 2q + 8, 2q + 9: a lane takes elements
+#             4q … 4q + 3 of q's rows as well
+#     values  ldmatrix.trans moves pairs of columns: of 16 columns, the even ones are one tile of the result,
+#             the odd ones another, and a lane's four sums of a row are columns 4q … 4q + 3
 
 
 class Keys:

@@ -1,6 +1,6 @@
 """New keys and values into pages in plain tinygrad (tile/reference.py): the body of patterns/kv_append, too.
 
-Protocol: `appended(what, k_pages, v_pages, k, v, table, lengths, …)` gives the pages as they are afterwards,
+Protocol: `append(what, k_pages, v_pages, k, v, table, lengths, …)` gives the pages as they are afterwards,
 and the rotated q: values, all of them; who calls it assigns them. A contiguous cache is one of pages that are
 called [B, H_kv, capacity, D]. Every token of all pages is asked which new row it is, if any, which costs what
 all pages cost. Where tinygrad has no e4m3 of its own, the kernels of a body lose subnormals of it: 0 takes

@@ -7,8 +7,9 @@ arguments and yields carry what changes. Operations, with operands → results a
     constant            → scalar                    [value]
     program_id          → s32 scalar                [axis]
     iota                → s32 (n)                   0, 1, … n - 1
-    apply        x …    → tile                      [fn]: a row of operations.LANGUAGE_OPERATIONS; operands of
-    one shape cast, bitcast x     → tile                      [dtype of the result]
+    apply        x …    → tile                      [fn]: a row of operations.LANGUAGE_OPERATIONS; operands
+                                                    have one shape
+    cast, bitcast x     → tile                      [dtype of the result]
     halves       x      → tile                      words of 32 bits as two of [dtype], a new last axis
     broadcast    x      → tile                      extents of 1, and missing leading ones, are repeated
     reshape      x      → tile                      row-major order stays
@@ -16,7 +17,7 @@ arguments and yields carry what changes. Operations, with operands → results a
     reduce       x …    → tile …                    [axis, fn], or a region (2 n scalars → n) that combines
     scan         x …    → tile …                    [axis, fn, reverse], or a region; inclusive
     gather       x i    → tile                      [axis]: x taken at i along an axis; i has the result's
-    shape
+                                                    shape
     sort         x      → tile                      [axis, descending]
     dot          a b c  → tile                      [tf32]: c + a @ b; (m, k), (k, n), (m, n)
     load_block   i …    → tile                      [tensor, sizes, other]: i the first element of each axis

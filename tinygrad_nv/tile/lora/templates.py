@@ -1,5 +1,5 @@
 """The template of adapters on GPUs: its schedule, what is legal, what is tried, and what it takes. Shrink is
-a grouped matmul there (patterns/lora/named.py)."""
+a grouped matmul there (patterns/lora.py)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

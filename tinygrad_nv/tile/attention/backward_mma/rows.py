@@ -5,11 +5,11 @@ query head of its key head: the same of each. A `RowBlockPosition` goes through 
 tells by how much addresses advance. A `RowPipeline` brings them: tiles of q and of the gradient by cp.async,
 and for each row −l · log2 e and −delta, by way of registers, since they change on the way:
 
-    ring.bring(stage, when)    starts the copies of the next block
-    …                          work with many registers
-    ring.ask(when)             starts the loads of the block's l and delta
-    …                          work that does not need them
-    ring.finish(stage)         these to the stage, before the barrier after which it is read
+    ring.start_copies(stage, when)    starts the copies of the next block
+    …                                 work with many registers
+    ring.ask(when)                    starts the loads of the block's l and delta
+    …                                 work that does not need them
+    ring.finish(stage)                these to the stage, before the barrier after which it is read
 
 Rows beyond s_q, and rows with l = −inf (that see nothing), have −inf in the place of −l · log2 e, which makes
 all their p 0.
