@@ -15,5 +15,10 @@ Read in this order:
   peft.py       adapters (LoRA) as PEFT saves them; lora.py has them on the device
   pickles.py    the tensors of a pytorch_model.bin, without running the pickle
   gguf/         GGUF files: metadata as config.json, tensors by Hugging Face names
+  encoder.py    encoders of texts; encoder_config.py and encoder_weights.py: their fields, their tensors
+  embedding_model.py  models of one result for a text; pooling.py, classifier.py: what follows the network
+  parallel.py   what one rank has of a network; parts.py: parts of a checkpoint's tensors
+  whisper/      speech to text
+  diffusion/    Stable Diffusion
   tales/        the bundled model, and its training data and code
 """

@@ -1,9 +1,10 @@
 """Matching: subgraphs of tinygrad's graph become kernels of this package.
 
-Each family is a folder, or a module where it is one file: gemm/ attention/ decode/ norm/ kv_append/ conv.py
-lora.py rope.py. match.py finds it in a graph; named.py is a function known by name, whose reference
-implementation is plain tinygrad (*reference.py) and whose kernel comes from *lower.py. What families share is
-here. Read in this order:
+Each family is a folder: gemm/ attention/ decode/ norm/ kv_append/ cross_entropy/ grouped_gemm/ quant_gemm/
+router/ scaled_gemm/; or a module where it is one file: column_sum.py conv.py embedding.py lora.py
+optimizer.py quant_grouped.py rope.py sampling.py sparse_gemm.py. match.py finds it in a graph; named.py is a
+function known by name, whose reference implementation is plain tinygrad (*reference.py) and whose kernel
+comes from *lower.py; a module has all of it. What families share is here. Read in this order:
 
   index.py        index space: where an element of a tensor lies in memory
   contraction.py  matmuls, found by their indices: M, N, K, batch; operands, copied where that pays
