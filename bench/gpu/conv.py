@@ -210,7 +210,7 @@ def ours(workload: ConvWorkload, given: Sets, options: Options) -> Run:
 
 @about("conv")
 def describe_schedule(workload: ConvWorkload) -> dict[str, Any]:
-    """The schedules of `ours` and of `tuned`."""
+    """The schedules of `ours` and of `tune`."""
     return {"schedule": str(default(workload, target(device()))), "tuned": TUNED.get(workload.name, "")}
 
 

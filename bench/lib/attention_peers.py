@@ -2,9 +2,9 @@
 """Triton's own attentions, which ours are held against: the tutorial's fused forward pass, through pointers
 and through tensor descriptors, specialised or not, and its backward pass in two kernels (dk and dv; dq).
 
-Protocol: `Flash` names a kernel, its tile and Triton's options; `compiled(flash, arch)` gives Triton's PTX
-and cubin without a GPU. Operands are dense [batch · heads, S, D] of bfloat16, S a multiple of the tile; the
-scale of the scores has log2 e in it already, and l is in base 2.
+Protocol: `Flash` names a kernel, its tile and Triton's options; `compile_kernel(flash, arch)` gives Triton's
+PTX and cubin without a GPU. Operands are dense [batch · heads, S, D] of bfloat16, S a multiple of the tile;
+the scale of the scores has log2 e in it already, and l is in base 2.
 """
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 """Triton's own products, which ours are held against: the tutorial's grouped product through pointers, the
 same with tensor descriptors, and a persistent, warp-specialised loop over tiles with descriptors.
 
-Protocol: `Peer` names a kernel, its tile and Triton's options; `compiled(peer, arch, ...)` gives Triton's PTX
-and cubin for an architecture without a GPU, extents known to be multiples of 16 as Triton's launcher finds
-out. `b_major` "K" is x @ w.T (a weight of a linear layer), "MN" x @ w. Output is in the operands' dtype, sums
-in float32 or int32.
+Protocol: `Peer` names a kernel, its tile and Triton's options; `compile_kernel(peer, arch)` gives Triton's
+PTX and cubin for an architecture without a GPU, extents known to be multiples of 16 as Triton's launcher
+finds out. `b_major` "K" is x @ w.T (a weight of a linear layer), "MN" x @ w. Output is in the operands'
+dtype, sums in float32 or int32.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices of each architecture for the tests of DEV=EMU."""
+"""Devices of each architecture for the tests of DEV=EMU, and references whose sums are in order."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """Fixtures of the tests of CUDADriver: a fake driver library with two GPUs, and the first of them as a driver
-that leaves nothing. Fixtures of the tests of hooks: none of ours, and one rewrite for the CPU."""
+that leaves nothing. Fixtures of the tests of hooks: none of ours, and one rewrite for the CPU. The CPU as the
+device of Tensors."""
 from __future__ import annotations
 
 from collections.abc import Iterator

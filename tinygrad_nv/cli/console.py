@@ -2,7 +2,8 @@
 
 Protocol: `load` and `compile_steps` each show a bar (bytes read, kernels compiled) and remove it, so that
 only text is written once generation starts. `say` writes text at once. `report` and `summary` describe a
-finished answer, as JSON fields and as one line.
+finished answer, as JSON fields and as one line. `adapter` and `room_for` are what --lora names, and the
+arguments of `LLM` for it.
 """
 from __future__ import annotations
 

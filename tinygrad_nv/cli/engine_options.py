@@ -1,6 +1,7 @@
 """Options of a model and of the engine that runs it, for every command that loads one.
 
-Protocol: `add_model_options` has what any model needs, `add_engine_options` what runs many sequences.
+Protocol: `add_model_options` has what any model needs, `add_engine_options` what runs many sequences,
+`add_lora_options` adapters of requests, `add_lora_option` that of a command that has one answer at a time.
 vllm_options.py adds vLLM's others, and engine/command_line.py makes arguments of `LLM` of all.
 """
 from __future__ import annotations

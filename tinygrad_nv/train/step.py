@@ -10,6 +10,8 @@ ranks with one micro-batch each, and one rank with N, have the same weights to t
 `Replicas`.
 
 An objective (objectives.py) gives sums over a batch: the loss first, and then what is logged beside it.
+
+`first_bad` names the layer that made a NaN of a step.
 """
 from __future__ import annotations
 

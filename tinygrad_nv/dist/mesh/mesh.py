@@ -7,7 +7,7 @@ tinygrad's over several devices. The last axis counts fastest: ranks 0 and 1 dif
 
 * `group("tp")`, `group("dp", "tp")`: the ranks that differ from this one in these axes alone.
 * `place(x, dims, name)`: this rank's part of a tensor that every rank has whole, by the layout (layout.py);
-  `gathered(part, like)` gives the whole tensor again. `placements` lists placed tensors by name.
+  `gather(part, like)` gives the whole tensor again. `placements` lists placed tensors by name.
 * `pmap(fn, inputs, output, donate)`: a function of parts, captured by a TinyJit.
 * `all_reduce("tp")`, `scan(fn, "dp")`, …: functions of parts (steps.py).
 

@@ -13,6 +13,8 @@ the first time.
 
 Memory that a graph's collectives use is registered with NCCL for as long as the graph lives. NCCL carries no
 16-bit integers: these are sent as bytes, and not added.
+
+`reduce` is a sum or a maximum over GPUs of this process, without ranks.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element functions of tiles.
+"""Element functions of tiles, and other shapes of the same elements.
 
 Protocol: floats are computed in float32 and rounded to their dtype; integers and numbers are taken as
 float32 where a function is one of floats. On GPUs exp2, log2, sin, sqrt and reciprocal are the hardware's

@@ -1,4 +1,7 @@
-"""Scales of a stage in shared memory: those of the tile's rows, then those of its columns. Numbers only."""
+"""Scales of a stage in shared memory: those of the tile's rows, then those of its columns. Numbers only.
+
+`problems` is what `scaled_wgmma` asks of a schedule: that of gemm/wgmma, blocks of scales, and room for them.
+"""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 Protocol: a CTA has 64 of a key head's rows and one split of a request's keys (`SplitPlan`). A tile of
 `block_n` latents lies in shared memory once: as keys it is K-major, `block_n` rows of d elements, and its
 columns from `values_at` on are the values, MN-major. Each of two warpgroups has half of these.
+
+`problems` is what the template asks of a spec and a schedule.
 """
 from __future__ import annotations
 

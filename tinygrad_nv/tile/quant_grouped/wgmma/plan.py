@@ -3,6 +3,8 @@
 Protocol: that of grouped_gemm/wgmma/plan.py with `swap`, and of quant_gemm/wgmma/plan.py: rows of the
 computed matmul are those of a quantised matrix, with an activation of two, columns are rows of a group. A
 stage has boxes of gate and then of up; of both each consumer has the same rows.
+
+`problems` is what the template asks of a schedule; `candidates` are tiles, each with as many stages as fit.
 """
 from __future__ import annotations
 
