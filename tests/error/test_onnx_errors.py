@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from onnx import TensorProto, helper, numpy_helper
 from tinygrad import Tensor
 from tinygrad.helpers import Context
 
+from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.errors import ModelError, NVError, OnnxError, TransformError
+from tinygrad_nv.models.config import read_config
 from tinygrad_nv.onnx import OnnxRunner, export, export_model, limits
+from tinygrad_nv.onnx.exporting.llama import require_written
+from tinygrad_nv.quantize.network import require_computed
 
 
 @pytest.fixture(autouse=True)
@@ -350,3 +355,10 @@ def test_external_data_is_what_the_shape_says(tmp_path: Path):
 def test_files_of_each_format_that_are_none(tmp_path: Path, suffix: str, data: bytes) -> None:
     (file := tmp_path / f"m.{suffix}").write_bytes(data)
     with pytest.raises(OnnxError, match="no ONNX model"): OnnxRunner(file)
+
+
+def test_an_activation_that_only_the_model_has():
+    """Neither export nor calibration takes it for GELU."""
+    config = replace(read_config(DEFAULT_MODEL), activation="relu2")
+    with pytest.raises(OnnxError, match="with the activation relu2"): require_written(config)
+    with pytest.raises(ModelError, match="with silu or gelu or gelu_tanh"): require_computed(config)

@@ -148,10 +148,14 @@ def normalise(x: np.ndarray, weight: np.ndarray, config: ModelConfig) -> np.ndar
     return made
 
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")       # what `activate` computes
+
+
 def activate(name: str, x: np.ndarray) -> np.ndarray:
-    """The gate's activation."""
+    """The gate's activation, one of ACTIVATIONS."""
     if name == "silu": return x / (1 + np.exp(-np.maximum(x, -80)))
     if name == "gelu_tanh": return x * 0.5 * (1 + np.tanh(np.float32(0.7978845608) * (x + 0.044715 * x ** 3)))
+    assert name == "gelu"
     return x * 0.5 * (1 + _erf(x * np.float32(0.5 ** 0.5)))
 
 
@@ -167,14 +171,15 @@ def _erf(x: np.ndarray) -> np.ndarray:
 def computes(config: ModelConfig) -> bool:
     """Whether `Block` is a layer of a model."""
     apart = (config.names.qkv, config.names.gate_up) == (LLAMA_NAMES.qkv, LLAMA_NAMES.gate_up)
-    return apart and config.moe is None
+    return apart and config.moe is None and config.activation in ACTIVATIONS
 
 
 def require_computed(config: ModelConfig) -> None:
     """Raises `ModelError` for a model that `Block` is no layer of."""
     if not computes(config):
         raise ModelError(f"{config.architecture} is not calibrated or evaluated yet",
-                         "a dense model whose projections are stored apart",
+                         "a dense model whose projections are stored apart, with "
+                         f"{' or '.join(ACTIVATIONS)}",
                          "use a scheme without calibration, and --no-report")
 
 

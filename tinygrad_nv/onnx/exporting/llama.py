@@ -41,7 +41,7 @@ def export_model(directory: str | Path, path: str | Path, opset: int = LEAST, dt
     check_opset(opset)
     if dtype not in DTYPES: raise OnnxError(f"dtype {dtype!r}", " or ".join(DTYPES), "change --dtype")
     config = read_config(Path(directory))
-    _require_written(config)
+    require_written(config)
     model = Llama(config, DTYPES[dtype])
     weights.load(model, Path(directory))
     inputs, outputs, builder = _Decoder(model).write()
@@ -50,14 +50,15 @@ def export_model(directory: str | Path, path: str | Path, opset: int = LEAST, dt
     return Path(path)
 
 
-def _require_written(c: ModelConfig) -> None:
+def require_written(c: ModelConfig) -> None:
     """Raises `OnnxError` for a config with what is not written here."""
     lacks = {"a mixture of experts": c.moe is not None, "latent attention": c.latent is not None,
              "quantised weights": c.quantization is not None, "attention sinks": c.sinks,
              "chunked attention": c.chunked, "a temperature by position": c.temperature is not None,
              "rotation of adjacent elements": c.rope_interleaved,
              "attention in both directions": not c.causal,
-             "norms of all heads together": c.qk_norm in ("all", "unit")}
+             "norms of all heads together": c.qk_norm in ("all", "unit"),
+             f"the activation {c.activation}": c.activation not in ("silu", "gelu", "gelu_tanh")}
     for what, has in lacks.items():
         if has:
             raise OnnxError(f"a {c.architecture} with {what}", "a dense decoder with grouped-query attention",

@@ -5,7 +5,8 @@ columns 2q and 2q + 1 of it, g = lane / 4, q = lane % 4, as mma.m16n8 and wgmma 
 columns, in any order:
 
     cells = scores.of(sums, base)        the expression of the sums; `base` (s32) is the first column
-    scores.mask(cells, base)             −inf outside the band; where `columns.partly(base)` alone
+    scores.mask(cells, base)             −inf outside the band; needed on its edge alone: by
+                                         `columns.partly(base)`, on Hopper in masked runs of wgmma/blocks.py
     rescale = softmax.step(cells)        cells become exp2(factor · (cell − row_max)); factors of sums so far
 
     row_max = max(row_max, cells)        of a row: its four lanes have the same

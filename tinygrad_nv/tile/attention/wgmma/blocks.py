@@ -7,7 +7,8 @@ at most three runs:
     plain       down to `plain_first`: all rows see all of their columns
     masked      down to `first`: the band begins in them
 
-Extents are numbers or registers (s32); what is known is computed here, not in the kernel.
+The main loop (main_loop.py) masks the scores of masked runs. Extents are numbers or registers (s32); what is
+known is computed here, not in the kernel.
 """
 from __future__ import annotations
 
