@@ -1,4 +1,4 @@
-"""Where nothing can be kept, programs run all the same, and one line says so. The first answer on a machine
+"""Programs run where nothing can be kept, and one line says so. The first answer on a machine
 compiles few kernels, and the next process none."""
 from __future__ import annotations
 

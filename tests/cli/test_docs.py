@@ -44,7 +44,7 @@ def test_its_files_are_those_of_git(installed: Installed) -> None:
 
 
 def test_it_tells_a_story(installed: Installed) -> None:
-    """By the console script, with the model in the box, from the wheel's files."""
+    """The console script runs the model in the box from the wheel's files."""
     done = installed.run("tinygrad-nv", "generate", "Once upon a time", "--seed", "6", "--max-tokens", "30")
     assert done.returncode == 0, done.stderr
     assert "a kind young boy named Finn lived in a white house" in done.stdout.replace("\n", " ")
@@ -57,7 +57,7 @@ def test_it_tells_a_story(installed: Installed) -> None:
 
 
 def test_torch_finds_its_backend(installed: Installed) -> None:
-    """By the entry point, with no import of this package."""
+    """The entry point registers it, with no import of this package."""
     done = installed.run("python", "-c", "import torch; x = torch.ones(1, 3); m = torch.nn.Linear(3, 3);"
                                          "y = torch.compile(m, backend='tinygrad_nv')(x);"
                                          "assert torch.allclose(y, m(x), atol=1e-6)")

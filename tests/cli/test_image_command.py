@@ -94,7 +94,7 @@ def test_mistakes(command, model: Path, words: list[str], said: str):
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """Of another rank than --max-lora-rank has by default."""
+    """An adapter may have another rank than --max-lora-rank's default."""
     config, random = read_config(DEFAULT_MODEL), np.random.default_rng(3)
     def drawn(*shape: int) -> Tensor:
         return Tensor(random.normal(size=shape).astype(np.float32), device="CPU")

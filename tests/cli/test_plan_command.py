@@ -122,7 +122,7 @@ def test_logs(command, tmp_path: Path):
     pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow), (signal.SIGKILL, -9)])
 def test_signals(number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As a terminal, a service manager and the kernel end it: no rank is left."""
+    """No rank is left when a terminal, a service manager or the kernel ends the command."""
     monkeypatch.setenv(MARK, mark := str(tmp_path))
     path = program(tmp_path, "print('started', flush=True)\ntime.sleep(60)")
     process = subprocess.Popen([str(SCRIPT), "launch", "-n", "2", "--grace", "0.5", str(path)], text=True,

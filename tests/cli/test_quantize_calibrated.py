@@ -225,7 +225,7 @@ def test_one_model_by_itself(tiny: Path):
 
 
 def test_there_may_be_none(command, tiny: Path, copy: Path, tmp_path: Path):
-    """Where there is no tokenizer a report that was not asked for is left out, and the command says so."""
+    """The command leaves out a report that was not asked for, and says so, where there is no tokenizer."""
     command("quantize", tiny, "--out", tmp_path / "a", *SIZES, "--no-report").succeeded()
     assert not (tmp_path / "a" / "quantization_report.json").exists()
     (copy / "tokenizer.json").unlink()

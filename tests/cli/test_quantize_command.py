@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -41,6 +39,8 @@ CASES = [("w4a16",), ("w4a16", "--asymmetric", "--group-size", "64"), ("w4a16", 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_compressed_tensors(command, source: Path, tmp_path: Path, case: tuple[str, ...]):
     """Its own decompressor gives the bits that we read, whose error is as small as the bits allow."""
+    from compressed_tensors.compressors import BaseCompressor  # 2 s of collecting tests otherwise
+    from compressed_tensors.quantization import QuantizationConfig
     out = tmp_path / "made"
     said = json.loads(command("quantize", source, "--scheme", *case, "--out", out, "--json").succeeded().out)
     data, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
