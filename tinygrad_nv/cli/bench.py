@@ -6,8 +6,8 @@ GB/s of weights. The others are vLLM's.
 Protocol: options and results have vLLM's names. Figures go to stdout, progress to stderr; `--output-json`
 writes them with the raw figures. `--against` runs the same workload on an installed peer (serve: on another
 server), interleaved with ours, and reports the ratio with its spread; a peer that is not installed is an
-error (exit code 2). Prompts are random from a seed, answers have their full length (serve: with
---ignore-eos), and prefix caching is off unless requested.
+error (exit code 2), but vLLM on a CPU, which gets an environment of its own. Prompts are random from a seed,
+answers have their full length (serve: with --ignore-eos), and prefix caching is off unless requested.
 
 `speed` has llama-bench's options (-p, -n, -r), and says what the weights are: their types, and the bytes
 of them that each token reads. A peer of --against answers the same tokens after each of ours.
@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygrad_nv.benchmarks import figures
-from tinygrad_nv.benchmarks.engines import BenchEngine, TinygradNV, require_installed
+from tinygrad_nv.benchmarks.engines import BenchEngine, TinygradNV
 from tinygrad_nv.benchmarks.figures import compare_speed
 from tinygrad_nv.benchmarks.workload import DECODED, PROMPT, BenchRequest, random_requests, total
 from tinygrad_nv.cli import bench_dataset, bench_serve, vllm_options
 from tinygrad_nv.cli.bench_dataset import add_lengths
-from tinygrad_nv.cli.bench_options import Defaults, add_peer, count, open_peer, progress, write
+from tinygrad_nv.cli.bench_options import Defaults, add_peer, count, find_peer, open_peer, progress, write
 from tinygrad_nv.cli.engine_options import add_engine_options, choose_model
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.observe.peak import memory_words, peak_memory
@@ -50,7 +50,7 @@ def speed(arguments: argparse.Namespace, directory: Path) -> int:
     """Times prompts, and tokens after one."""
     from tinygrad_nv.benchmarks.speed import describe_weights, lengths, measure, table
     from tinygrad_nv.cli import console
-    if arguments.against: require_installed(arguments.against)      # before anything is loaded
+    find_peer(arguments)        # before anything is loaded
     llm = console.load(directory, arguments)
     try:
         prompt, decoded = lengths(arguments.input_len, arguments.output_len, llm.length)
@@ -173,7 +173,7 @@ def _run_interleaved(arguments: argparse.Namespace, directory: Path,
     """Runs the engines in turn."""
     from tinygrad_nv.benchmarks.speed import describe_weights
     from tinygrad_nv.cli import console
-    if arguments.against: require_installed(arguments.against)      # before anything is loaded
+    find_peer(arguments)        # before anything is loaded
     llm = console.load(directory, arguments)
     try:
         workload = load(llm.config.vocab_size)

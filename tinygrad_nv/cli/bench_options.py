@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tinygrad_nv.benchmarks.engines import PEERS, BenchEngine, peer
+from tinygrad_nv.benchmarks.engines import PEERS, BenchEngine, peer, require_installed
 from tinygrad_nv.errors import RequestError
 
 NAMES = {"float": "float32", "half": "float16", "__bf16": "bfloat16"}
@@ -33,6 +33,12 @@ def add_peer(command: argparse.ArgumentParser) -> None:
     """Adds --against and what a peer needs."""
     command.add_argument("--against", choices=PEERS, help="run the same workload on a peer, interleaved")
     command.add_argument("--gguf", type=Path, metavar="FILE", help="the same model, for llama.cpp")
+
+
+def find_peer(arguments: argparse.Namespace) -> None:
+    """Raises `NVError` where --against names a peer that is not installed and does not install itself."""
+    from tinygrad import Device  # --help does without
+    if arguments.against: require_installed(arguments.against, arguments.device or Device.DEFAULT)
 
 
 def open_peer(arguments: argparse.Namespace, llm: Any, directory: Path, batch: int) -> BenchEngine:
