@@ -352,7 +352,7 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest():
             server.drain()
             until(lambda: server.service.draining)
             refused = server.post(asked)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "draining")
             assert "retry-after" in refused.headers
             assert server.http.get("/health").status_code == 503
             rest = [line for line in lines if line]

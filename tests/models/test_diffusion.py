@@ -230,7 +230,7 @@ def test_images_are_served():
         for path, body in (("chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
                            ("completions", {"prompt": "hello"}), ("embeddings", {"input": "hello"})):
             answer = httpx.post(f"{found[1]}/v1/{path}", json=body, timeout=60)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_task")
+            assert (answer.status_code, answer.json()["error"]["reason"]) == (404, "unsupported_task")
         answer = httpx.post(f"{found[1]}/v1/images/generations", json={"prompt": "x", "size": "17x16"})
         assert (answer.status_code, "multiples of 2" in answer.text) == (400, True)
         process.terminate()

@@ -168,7 +168,7 @@ def test_refused(audio: Any, given: dict[str, Any], param: str | None, words: st
 def test_other_bodies(server: Live):
     def post(**how: Any) -> tuple[int, str]:
         made = httpx.post(f"{server.url}/v1/audio/transcriptions", **how)
-        return made.status_code, made.json()["error"]["code"]
+        return made.status_code, made.json()["error"].get("reason")
     form = {"content-type": "multipart/form-data; boundary=x"}
     assert post(json={}) == (415, "unsupported_media_type")
     assert post(files={"other": b"1"}) == (400, "missing_file")
@@ -184,7 +184,7 @@ def test_other_endpoints(server: Live):
     for path, body in (("chat/completions", asked), ("completions", {"prompt": "a"}),
                        ("embeddings", {"input": "a"})):
         made = httpx.post(f"{server.url}/v1/{path}", json=body)
-        assert (made.status_code, made.json()["error"]["code"]) == (400, "unsupported_task")
+        assert (made.status_code, made.json()["error"]["reason"]) == (404, "unsupported_task")
         assert "/v1/audio/transcriptions" in made.json()["error"]["message"]
 
 

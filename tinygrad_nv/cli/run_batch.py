@@ -178,8 +178,8 @@ async def _answer_now(app: Any, line: bytes, number: int, taken: set[str]) -> di
 
 def _error(message: str, code: int) -> dict[str, Any]:
     """The body of an error, as the server's."""
-    return {"error": {"message": message, "param": None, "code": code,
-                      "type": "invalid_request_error" if code == 400 else "server_error"}}
+    from tinygrad_nv.server.errors import APIError
+    return APIError(code, message).body()
 
 
 def _name(line: bytes) -> str | None:

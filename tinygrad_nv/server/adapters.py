@@ -77,7 +77,7 @@ class AdapterNames:
 def require_changes(adapters: AdapterNames | None) -> AdapterNames:
     """The adapters, where clients may change them. Raises `APIError`."""
     if adapters is None:
-        raise APIError(400, "the model is served without adapters; to fix: start the server with "
+        raise APIError(404, "the model is served without adapters; to fix: start the server with "
                        "--enable-lora", "lora_disabled")
     if not adapters.changes:
         raise APIError(403, "this server loads no adapters for clients; to fix: start it with "

@@ -181,7 +181,7 @@ def _require_plain(headers: Mapping[str, str]) -> None:
 def _require_json(headers: Mapping[str, str]) -> None:
     kind = headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        raise APIError(415, f"the body's type is {kind[:100]!r}; expected: the header Content-Type: "
+        raise APIError(400, f"the body's type is {kind[:100]!r}; expected: the header Content-Type: "
                        "application/json", "unsupported_media_type")
 
 

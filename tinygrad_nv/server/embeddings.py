@@ -61,7 +61,7 @@ def parse_request(data: dict[str, Any]) -> EmbeddingsRequest:
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
-    asked, model = await service.read(record, lambda: parse_request(data)), service.require_embedder()
+    model, asked = service.require_embedder(), await service.read(record, lambda: parse_request(data))
     name = service.require_name(asked.model)
     vectors = await embed(request, service, model, asked, record)
     tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}

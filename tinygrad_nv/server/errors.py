@@ -1,15 +1,17 @@
 """Error responses.
 
 Protocol: every response that is not 2xx has the body {"error": {"message", "type", "param", "code"}}, which
-OpenAI's clients turn into exceptions. `type` is "invalid_request_error" for errors of the client,
-"rate_limit_error" if it should retry later, "server_error" for errors of the server. `code` is for programs,
-`param` is the invalid field. An `NVError` keeps its three parts in the message. Responses of /v1/messages are
+OpenAI's clients turn into exceptions. `type` and `code` are vLLM's: the kind of error, and the HTTP status.
+"Bad Request" is a body or field of the wrong form, "BadRequestError" a value that is not accepted. `reason`,
+where there is one, tells programs more, and `param` is the invalid field. An `NVError` keeps its three parts
+in the message. Responses of /v1/messages are
 {"type": "error", "error": {"type", "message"}, "request_id"}, as Anthropic's clients read them, and those of
 /api/ are {"error": message}, as Ollama's do.
 """
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -20,11 +22,16 @@ MESSAGES, OLLAMA = "/v1/messages", "/api/"
 # of Anthropic's API
 MESSAGE_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
                  429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+# of vLLM's API; others are named by their status
+TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError",
+         503: "ServiceUnavailableError"}
+# bodies and fields of another form
+FORMS = ("invalid_json", "invalid_utf8", "wrong_type", "missing_field", "unsupported_media_type")
 
 
 class APIError(Exception):
-    """A response that is not 2xx: HTTP `status`, `message` for people, `code` for programs, the invalid
-    `param`, extra `headers`."""
+    """A response that is not 2xx: HTTP `status`, `message` for people, `code` for programs (the body's
+    `reason`), the invalid `param`, extra `headers`."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None,
                  headers: Mapping[str, str] | None = None) -> None:
@@ -35,8 +42,10 @@ class APIError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
-        return {"error": {"message": self.message, "type": _type(self.status), "param": self.param,
-                          "code": self.code}}
+        kind = None if self.code in FORMS else TYPES.get(self.status)
+        return {"error": {"message": self.message, "type": kind or HTTPStatus(self.status).phrase,
+                          "param": self.param, "code": self.status,
+                          **({} if self.code is None else {"reason": self.code})}}
 
     def response(self, path: str = "", request_id: str = "") -> JSONResponse:
         """The response, in the shape of Anthropic's or Ollama's API for their paths."""
@@ -57,11 +66,6 @@ class APIError(Exception):
 def _encodable(text: str) -> str:
     # messages repeat field names, and JSON can escape a lone surrogate
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _type(status: int) -> str:
-    if status == 429: return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:

@@ -60,7 +60,8 @@ class ServedModel(Protocol):
     length: int
     eos: tuple[int, ...]
 
-    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None) -> list[int]: ...
+    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None,
+                 truncation_side: str = "left") -> list[int]: ...
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
                     /, **extra: Any) -> list[int]: ...
     def require_tokenizer(self) -> Tokenizer: ...
@@ -202,47 +203,47 @@ class Service:
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is
         one, too."""
-        if name is None or name in self.names: return name or self.names[0]
+        if not name or name in self.names: return name or self.names[0]
         if self.adapters is not None and self.adapters.find(name) is not None: return name
         every = (*self.names, *(self.adapters.names if self.adapters is not None else ()))
         raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(every)}",
                        "model_not_found", "model")
 
     def require_embedder(self) -> EmbeddingClient:
-        """The embedding model. Raises `APIError` 400 for one that generates."""
+        """The embedding model. Raises `APIError` 404 for one that generates."""
         if self.embedder is not None: return self.embedder
         self.require_generator()
-        raise APIError(400, f"{self.names[0]} generates text; expected: an embedding model; to fix: start "
+        raise APIError(404, f"{self.names[0]} generates text; expected: an embedding model; to fix: start "
                        "the server with --task embed, which makes embeddings of the last token's hidden "
                        "state", "unsupported_task")
 
     def require_generator(self) -> None:
-        """Raises `APIError` 400 for an embedding model, and for one that transcribes or makes images."""
+        """Raises `APIError` 404 for an embedding model, and for one that transcribes or makes images."""
         for there, words in ((self.speech, "transcribes recordings; to fix: POST /v1/audio/transcriptions"),
                              (self.images, "makes images; to fix: POST /v1/images/generations")):
             if there is not None:
-                raise APIError(400, f"{self.names[0]} {words}, or serve another model", "unsupported_task")
+                raise APIError(404, f"{self.names[0]} {words}, or serve another model", "unsupported_task")
         if self.embedder is None: return
         makes, path = ("makes embeddings", "/v1/embeddings") if self.embedder.classifier is None else \
             ("classifies texts", "/classify or /score")
-        raise APIError(400, f"{self.names[0]} {makes}, and generates no text; to fix: POST "
+        raise APIError(404, f"{self.names[0]} {makes}, and generates no text; to fix: POST "
                        f"{path}, or serve a causal language model", "unsupported_task")
 
     def require_images(self) -> ImageEngine:
-        """The model that makes images. Raises `APIError` 400 for others."""
+        """The model that makes images. Raises `APIError` 404 for others."""
         if self.images is not None: return self.images
-        raise APIError(400, f"{self.names[0]} makes no images; to fix: serve a directory of Stable Diffusion",
+        raise APIError(404, f"{self.names[0]} makes no images; to fix: serve a directory of Stable Diffusion",
                        "unsupported_task")
 
     def require_speech(self) -> SpeechClient:
-        """The model that transcribes. Raises `APIError` 400 for others."""
+        """The model that transcribes. Raises `APIError` 404 for others."""
         if self.speech is not None: return self.speech
-        raise APIError(400, f"{self.names[0]} transcribes no recordings; to fix: serve a Whisper model",
+        raise APIError(404, f"{self.names[0]} transcribes no recordings; to fix: serve a Whisper model",
                        "unsupported_task")
 
     def no_classifier(self) -> APIError:
-        """400: the embedding model has no head for classification."""
-        return APIError(400, f"{self.names[0]} makes embeddings, and has no head for classification; to fix: "
+        """404: the embedding model has no head for classification."""
+        return APIError(404, f"{self.names[0]} makes embeddings, and has no head for classification; to fix: "
                         "POST /v1/embeddings or /score, or serve a model for sequence classification",
                         "unsupported_task")
 

@@ -37,7 +37,7 @@ def routes(model: SleepingLLM | None) -> list[Route]:
                  ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             if model is None:
-                raise APIError(403, "this server's model does not sleep for clients; to fix: start it with "
+                raise APIError(404, "this server's model does not sleep for clients; to fix: start it with "
                                "--enable-sleep-mode", "sleep_disabled")
             try: return await task(model, request)
             except ConfigError as error: raise invalid(api_error(error).message) from error

@@ -129,12 +129,12 @@ def test_each_kind_of_model_refuses_what_the_other_serves(server: Live):
     for path, more in (("completions", {"prompt": "a"}), ("chat/completions",
                                                           {"messages": [{"role": "user", "content": "a"}]})):
         answer = server.post(more, f"/v1/{path}")
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "unsupported_task"
+        assert answer.status_code == 404
+        assert answer.json()["error"]["reason"] == "unsupported_task"
         assert f"{NAME} makes embeddings, and generates no text; to fix: POST /v1/embeddings" in answer.text
     with live(fake_service()) as other:
         answer = other.post({"input": "a"}, "/v1/embeddings")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_task")
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (404, "unsupported_task")
         assert f"{NAME} generates text; expected: an embedding model" in answer.text
 
 
@@ -153,7 +153,7 @@ def test_batches_of_many_callers(server: Live, embedder: FakeEmbedder):
     assert embedder.device.batches == [1, 3, 2, 1]
     with pytest.raises(RuntimeError, match="a device that fails"): embedder.submit([[7, 7]])[0].result(20)
     answer = server.post({"input": [7, 7]}, "/v1/embeddings")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert (answer.status_code, answer.json()["error"]["reason"]) == (500, "internal_error")
     assert ask(server, [8])["data"][0]["embedding"] == vector([8])
 
 
@@ -165,7 +165,7 @@ def test_a_full_queue():
         until(lambda: embedder.engine.stats().running == 1)
         embedder.submit([[3], [4]])
         answer = server.post({"input": [5]}, "/v1/embeddings")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (429, "queue_full")
         embedder.device.gate.set()
         until(lambda: not embedder.engine.stats().waiting)
         assert ask(server, [5])["data"][0]["embedding"] == vector([5])

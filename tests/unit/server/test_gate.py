@@ -289,7 +289,7 @@ def test_pages_of_other_origins_are_refused(model: Sleeping):
                     got = answer.status_code, len(model.calls)
                     assert got == ((200, 1) if allowed else (403, 0)), headers
                     if allowed: continue
-                    assert answer.json()["error"]["code"] == "cross_origin"
+                    assert answer.json()["error"]["reason"] == "cross_origin"
                     assert "--allowed-origins" in answer.json()["error"]["message"]
 
 
@@ -297,5 +297,5 @@ def test_a_server_that_was_not_started_for_it():
     with live(fake_service(FakeEngine(FakeModel(), "a"))) as made:
         for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
             refused = made.http.request(method, path)
-            assert refused.status_code == 403
+            assert refused.status_code == 404
             assert "--enable-sleep-mode" in refused.json()["error"]["message"]

@@ -161,7 +161,7 @@ def test_what_is_served_is_listed():
     ("chat", {"model": NAME, "messages": [{**USER[0], "images": [PNG]}]}, 400, "reads nothing else"),
     ("generate", {"model": NAME, "prompt": "a", "suffix": "b"}, 400, "suffix is not served"),
     ("generate", {"model": NAME, "prompt": 5}, 400, "prompt is a whole number"),
-    ("embed", {"model": NAME, "input": "a"}, 400, "generates text"),
+    ("embed", {"model": NAME, "input": "a"}, 404, "generates text"),
     ("pull", {"model": NAME}, 404, "/v1/models is the nearest")])
 def test_errors_are_texts(path: str, body: dict[str, Any], status: int, words: str):
     with serving() as (_, server):

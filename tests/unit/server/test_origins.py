@@ -53,7 +53,7 @@ def test_a_server_without_keys_answers_for_its_hosts_alone():
                                 "X-Forwarded-Host: localhost")
                 assert got == status, (host, path, text)
         error = json.loads(raw(server, "GET /health HTTP/1.1", "Host: evil.example")[1])["error"]
-        assert error["code"] == "host_not_allowed"
+        assert error["reason"] == "host_not_allowed"
         assert "--allowed-hosts" in error["message"]
         assert "llm.example" in error["message"]
         assert set(json.loads(raw(server, "GET /api/tags HTTP/1.1", "Host: evil.example")[1])) == {"error"}
@@ -102,7 +102,7 @@ def test_pages_change_no_state_of_a_server_that_is_not_theirs():
 
 def test_pages_of_other_origins_generate_where_browsers_ask_first():
     for origins, kind, status in (
-            (("*",), "application/json", 200), (("*",), "text/plain", 415),
+            (("*",), "application/json", 200), (("*",), "text/plain", 400),
             (("http://a",), "text/plain", 200),
             (("http://b",), "application/json", 403), (("http://b",), "text/plain", 403)):
         with live(fake_service(cors=CORS(origins))) as server:

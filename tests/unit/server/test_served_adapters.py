@@ -103,7 +103,7 @@ def test_what_is_refused(served: Live, path: str, asked: dict[str, object], stat
 def test_loading_is_off_unless_it_was_asked_for(engine: FakeEngine):
     asked = {"lora_name": "x", "lora_path": "/x"}
     for adapters, status, words in ((AdapterNames(Loader(), (NAME,)), 403, "--allow-runtime-lora-updating"),
-                                    (None, 400, "--enable-lora")):
+                                    (None, 404, "--enable-lora")):
         with live(fake_service(engine, adapters=adapters)) as made:
             refused = made.post(asked, "/v1/load_lora_adapter")
             assert (refused.status_code, words in refused.text) == (status, True)
