@@ -47,22 +47,24 @@ class PromptMethods:
     runner: ModelRunner
     _seeds: Callable[[], int]
 
-    def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None) -> list[int]:
+    def tokenize(self, prompt: Prompt, truncate_prompt_tokens: int | None = None,
+                 truncation_side: str = "left") -> list[int]:
         """Token ids of a prompt, checked against the vocabulary and the context; with
-        `truncate_prompt_tokens` its last ones."""
+        `truncate_prompt_tokens` its last ones, or its first ones where the `truncation_side` is "right"."""
         if self.embedder is not None:
             return self.embedder.encode(text_or_tokens(prompt), truncate_prompt_tokens)
         parsed = parse(prompt)
         limit = self.length - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if parsed.messages is not None: parsed = self.conversation(parsed.messages)
-        if parsed.ids is not None: ids = parsed.ids if limit is None else parsed.ids[-limit:]
+        if parsed.ids is not None:
+            ids = parsed.ids[:limit] if limit is None or truncation_side == "right" else parsed.ids[-limit:]
         elif not parsed.text:
             raise RequestError("the prompt is empty", "at least one character", "write a prompt")
         else:
             tokenizer = self.require_tokenizer()
             tokenizer.require_fitting(parsed.text, self.length - 1, limit is not None)
             ids = tokenizer.encode(parsed.text) if limit is None else \
-                tokenizer.encode_truncated(parsed.text, limit, "left")
+                tokenizer.encode_truncated(parsed.text, limit, truncation_side)
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if len(ids) >= self.length:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from tinygrad_nv.engine.outputs import TokenLogprobs
 from tinygrad_nv.server.chat_protocol import chat
-from tinygrad_nv.server.completions import prompt_dictionaries, usage
+from tinygrad_nv.server.completions import prompt_dictionaries, token_name, usage
 from tinygrad_nv.server.conversation import Conversation, Update
 from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.parsers.parser import CallDelta
@@ -77,7 +77,8 @@ def _entry(update: Update, conversation: Conversation) -> dict[str, Any]:
         else: sent["tool_calls"] = [_call(call, conversation) for call in calls]
     if legacy and reason == "tool_calls": reason = "function_call"
     return {"index": update.at, "delta": sent, "finish_reason": reason, "stop_reason": delta.stop_reason,
-            "logprobs": {"content": [logprob(each) for each in delta.logprobs]} if logprobs else None}
+            "logprobs": {"content": [logprob(each, conversation.request.ids_for_texts)
+                                     for each in delta.logprobs]} if logprobs else None}
 
 
 def _call(call: CallDelta, conversation: Conversation) -> dict[str, Any]:
@@ -136,11 +137,8 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Rec
     return JSONAnswer({**shared, "choices": choices, "usage": chat_usage(record), **more})
 
 
-def logprob(each: TokenLogprobs) -> dict[str, Any]:
+def logprob(each: TokenLogprobs, by_id: bool = False) -> dict[str, Any]:
     """A token's entry in logprobs."""
-    return {**_token(each.text, each.logprob),
-            "top_logprobs": [_token(text, value) for _, text, value in each.top]}
-
-
-def _token(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+    def entry(token: int, text: str, value: float) -> dict[str, Any]:
+        return {"token": token_name(token) if by_id else text, "logprob": value, "bytes": list(text.encode())}
+    return {**entry(each.token, each.text, each.logprob), "top_logprobs": [entry(*top) for top in each.top]}

@@ -16,7 +16,7 @@ from tinygrad_nv.server.body import require_bounded_texts
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.protocol import Common, common_fields
+from tinygrad_nv.server.protocol import Common, answer_limit, common_fields
 from tinygrad_nv.server.structured_output import call_schema
 from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, select_tools, tool_choice, tool_list
 
@@ -46,6 +46,7 @@ class ChatRequest(Common):
     template: str | None = None
     continued: bool = False
     generation_prompt: bool = True
+    special: bool = False               # the tokenizer adds its special tokens to what the template has
     legacy: bool = False
     show_reasoning: bool = True
     budget: int | None = None
@@ -72,16 +73,17 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, limits.logprobs)
     if top and not logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    limits_given = [fields.whole("max_completion_tokens", 1), fields.whole("max_tokens", 1)]
-    most = min((limit for limit in limits_given if limit is not None), default=None)
+    most = answer_limit(fields, "max_completion_tokens", limits)
+    # the older name gives way to the newer one, as in vLLM
+    older = answer_limit(fields, "max_tokens", limits if most is None else limits.without_context())
+    if most is None: most = older
     turn = _turn(fields, messages)
     given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None}
-    common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice))
+    common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice), streams_beams=True)
     # a stop string within its arguments would truncate a tool call
     if choice.is_forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
     _prediction(fields)
-    fields.as_usual({"modalities": ["text"], "echo": False, "add_special_tokens": False, "documents": [],
-                     "web_search_options": {}})
+    fields.as_usual({"modalities": ["text"], "web_search_options": {}})
     fields.hint("audio", ({},))
     fields.finish()
     return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
@@ -89,12 +91,19 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
 
 def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The fields that are about the chat template."""
-    extra = fields.object("chat_template_kwargs") or {}
+    continued = fields.flag("continue_final_message")
+    begins = fields.flag("add_generation_prompt", not continued)
+    asked = {"add_generation_prompt": begins, "continue_final_message": continued}
+    extra = {name: value for name, value in (fields.object("chat_template_kwargs") or {}).items()
+             if name not in asked or value is not asked[name]}
     if own := [name for name in OWN_VARIABLES if name in extra]:
         raise invalid(f"chat_template_kwargs has {own[0]}, which the server sets; to fix: "
                       "leave it out", "chat_template_kwargs")
-    continued = fields.flag("continue_final_message")
-    begins = fields.flag("add_generation_prompt", not continued)
+    if documents := fields.objects("documents"): extra["documents"] = documents
+    # of an answer to the last message there is nothing to repeat
+    if fields.flag("echo") and messages[-1]["role"] == "assistant":
+        raise invalid("echo is not served; to fix: leave it out, and put the last message in front of the "
+                      "answer", "echo", "unsupported")
     if continued and begins:
         raise invalid("continue_final_message and add_generation_prompt are both true: the answer goes on "
                       "with "
@@ -104,10 +113,12 @@ def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise invalid(f"continue_final_message, and the last message's role is {messages[-1]['role']!r}, "
                       "expected 'assistant'; to fix: end messages with the text to go on with",
                       "continue_final_message")
+    budget = fields.whole("thinking_token_budget", -1)
     return {"extra": extra, "continued": continued, "generation_prompt": begins,
+            "special": fields.flag("add_special_tokens"),
             "template": fields.text("chat_template"), "effort": fields.one_of("reasoning_effort", EFFORTS),
             "verbosity": fields.one_of("verbosity", VERBOSITIES),
-            "budget": fields.whole("thinking_token_budget", 0), "must_bound": True,
+            "budget": None if budget == -1 else budget, "must_bound": True,
             "show_reasoning": fields.flag("include_reasoning", True)}
 
 
@@ -143,10 +154,7 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
     """A message for the chat template: role, content as a string or parts, tool calls with parsed arguments.
     """
     fields = Fields(data, f"messages[{at}]")
-    role = fields.text("role")
-    if role not in (roles := ("system", "developer", "user", "assistant", "tool", "function")):
-        raise invalid(f"{fields.path('role')} is {role!r}, expected one of {', '.join(roles)}",
-                      fields.path("role"))
+    role = fields.require_text("role")      # others than these are for the chat template
     calls = fields.objects("tool_calls")
     if (function := fields.object("function_call")) is not None:
         calls = [*(calls or ()), {"function": function}]

@@ -55,10 +55,10 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
                                           stop_reason=None)
         offset, parts = offsets.setdefault(at, 0), list[dict[str, Any]]()
         if first and parsed.echo and top is not None:
-            own, offset = _prompt_logprobs(service, prompt, delta.prompt_logprobs, top)
+            own, offset = _prompt_logprobs(service, prompt, delta.prompt_logprobs, top, parsed.ids_for_texts)
             parts.append(own)
         if top is not None and delta.logprobs:
-            own, offset = completion_logprobs(delta.logprobs, offset, top)
+            own, offset = completion_logprobs(delta.logprobs, offset, top, parsed.ids_for_texts)
             parts.append(own)
         offsets[at] = offset
         text = delta.text
@@ -131,7 +131,7 @@ def _ids(service: Service, parsed: protocol.CompletionRequest, prompt: TextOrTok
         tokenizer.require_fitting(prompt, service.model.length - 1,
                                   parsed.params.truncate_prompt_tokens is not None)
         prompt = tokenizer.encode(prompt, special=False)
-    return service.model.tokenize(prompt, parsed.params.truncate_prompt_tokens)
+    return service.model.tokenize(prompt, parsed.params.truncate_prompt_tokens, parsed.side)
 
 
 def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
@@ -142,10 +142,12 @@ def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequenc
     return str(prompt) if whole else service.model.require_tokenizer().decode(prompts[at])
 
 
-def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int,
-                        top: int) -> tuple[dict[str, Any], int]:
+def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int, top: int,
+                        by_id: bool = False) -> tuple[dict[str, Any], int]:
     """Logprobs in the format of /v1/completions, and the length of the text after them. Of several tokens
     with the same text, `top_logprobs` has the likeliest."""
+    if by_id: logprobs = [replace(each, text=token_name(each.token), top=tuple(
+        (token, token_name(token), value) for token, _, value in each.top)) for each in logprobs]
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "text_offset": []}
     if top: out["top_logprobs"] = []
     for each in logprobs:
@@ -157,12 +159,17 @@ def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int,
     return out, offset
 
 
-def _prompt_logprobs(service: Service, prompt: Sequence[int], found: Sequence[TokenLogprobs],
-                     top: int) -> tuple[dict[str, Any], int]:
+def token_name(token: int) -> str:
+    """What stands for the text of a token where a request asks for ids."""
+    return f"token_id:{token}"
+
+
+def _prompt_logprobs(service: Service, prompt: Sequence[int], found: Sequence[TokenLogprobs], top: int,
+                     by_id: bool) -> tuple[dict[str, Any], int]:
     """`completion_logprobs` of an echoed prompt: None for its first token, which nothing predicts."""
-    text = service.model.require_tokenizer().token_text(prompt[0])
+    text = token_name(prompt[0]) if by_id else service.model.require_tokenizer().token_text(prompt[0])
     first = {"tokens": [text], "token_logprobs": [None], "text_offset": [0], "top_logprobs": [None]}
-    rest, offset = completion_logprobs(found, len(text), top)
+    rest, offset = completion_logprobs(found, len(text), top, by_id)
     return {key: first[key] + rest[key] for key in rest}, offset
 
 

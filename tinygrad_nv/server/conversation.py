@@ -14,7 +14,7 @@ reasoning, or a marker is no token of its own. A constraint then holds from the 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from tinygrad_nv.server.parsers.table import NONE, REASONING, Answer, answer_par
 from tinygrad_nv.server.parsers.think import Think
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
+from tinygrad_nv.server.tools import Tool
 from tinygrad_nv.server.workers import INLINE_BYTES, aside
 
 # tokens at the end of the prompt that may have the first marker of reasoning
@@ -98,12 +99,10 @@ class Conversation:
         if request.template is not None: extra["chat_template"] = request.template
         if request.continued: extra["continue_final_message"] = True
         if not request.generation_prompt: extra["add_generation_prompt"] = False
-        limit, inserted = request.params.truncate_prompt_tokens, None
+        inserted = None
         if images: prompt, inserted = await with_images(service, request, offered, extra)
-        else: prompt = await service.render(size, lambda: service.model.encode_chat(
-            request.messages, offered, **extra) if limit is None else
-            _cut(service, tokenizer, render(tokenizer, request.messages, offered, **extra), limit),
-            request.template is not None)
+        else: prompt = await service.render(size, lambda: _encode(service, tokenizer, request, offered,
+                                                                  extra), request.template is not None)
         names = service.parsers.names_for(template)
         if request.choice.mode == "auto": service.parsers.require_auto()
         prefix = text_of(request.messages[-1]["content"]) if request.continued \
@@ -181,10 +180,15 @@ class Reader:
         return [(delta.text, len(delta.tokens))]
 
 
-def _cut(service: Service, tokenizer: Tokenizer, text: str, limit: int) -> list[int]:
-    """The last `limit` tokens of a conversation."""
-    tokenizer.require_fitting(text, service.model.length, truncated=True)
-    return service.model.tokenize(tokenizer.encode(text, special=False), limit)
+def _encode(service: Service, tokenizer: Tokenizer, request: ChatRequest, offered: Sequence[Tool],
+            extra: dict[str, Any]) -> list[int]:
+    """The tokens of a conversation, of which some may be cut off."""
+    limit = request.params.truncate_prompt_tokens
+    if limit is None and not request.special:
+        return service.model.encode_chat(request.messages, offered, **extra)
+    text = render(tokenizer, request.messages, offered, **extra)
+    tokenizer.require_fitting(text, service.model.length, truncated=limit is not None)
+    return service.model.tokenize(tokenizer.encode(text, request.special), limit, request.side)
 
 
 def _constrain_answer(names: tuple[str, str], answer: Answer, tokenizer: Tokenizer,
@@ -222,7 +226,7 @@ def _variables(request: ChatRequest, template: str) -> dict[str, Any]:
     """Variables of the template for reasoning and verbosity."""
     out: dict[str, Any] = {}
     for name in request.extra or ():
-        if name not in template: note(f"chat_template_kwargs.{name}")
+        if name not in template: note(name if name == "documents" else f"chat_template_kwargs.{name}")
     if request.thinking is not None and "enable_thinking" in template:
         out["enable_thinking"] = request.thinking
     if (effort := request.effort) is not None:

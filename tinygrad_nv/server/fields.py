@@ -2,12 +2,15 @@
 
 Protocol: `parse(body)` returns the JSON object of a body, and rejects what json.loads accepts: duplicate
 names, NaN and Infinity, numbers beyond float64. Each field of a `Fields` is then read once (null counts as
-absent); those that were not read have no effect: `finish()` gives them to leniency.py.
+absent); those that were not read have no effect: `finish()` gives them to leniency.py. Numbers and booleans
+may be written as vLLM takes them: as strings, true for 1, 0 for false, 3.0 for a whole number.
 """
 from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +19,9 @@ from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.leniency import ignore, is_strict, note
 
 MAX_WHOLE = (1 << 63) - 1
+FLAGS = {**dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+         **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False)}
+DIGITS = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0*)?\s*")
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -60,7 +66,8 @@ class Fields:
 
     def wrong(self, name: str, value: Any, expected: str) -> APIError:
         """400 for a field of the wrong type."""
-        return invalid(f"{self.path(name)} is {_kind(value)}, expected {expected}", self.path(name))
+        return invalid(f"{self.path(name)} is {_kind(value)}, expected {expected}", self.path(name),
+                       "wrong_type")
 
     def take(self, name: str) -> Any:
         """The field's value; None if it is absent or null."""
@@ -68,19 +75,17 @@ class Fields:
         return self.left.pop(name, None)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
+        """true or false, or 1 or 0, or a word for one of them."""
         value = self.take(name)
         if value is None: return default
-        if not isinstance(value, bool): raise self.wrong(name, value, "true or false")
-        return value
+        if (found := as_flag(value)) is None: raise self.wrong(name, value, "true or false")
+        return found
 
     def whole(self, name: str, low: int | None = None, high: int | None = None) -> int | None:
-        """A whole number from `low` to `high`, or of 64 bits; 3.0 is one, as in JSON Schema."""
-        value = self.take(name)
-        if value is None: return None
-        if isinstance(value, float) and value.is_integer(): value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(name, value, "a whole number")
+        """A whole number from `low` to `high`, or of 64 bits."""
+        given = self.take(name)
+        if given is None: return None
+        if (value := as_whole(given)) is None: raise self.wrong(name, given, "a whole number")
         if high is None and abs(value) > MAX_WHOLE:
             low, high = -MAX_WHOLE if low is None else low, MAX_WHOLE
         if (low is not None and value < low) or (high is not None and value > high):
@@ -91,10 +96,9 @@ class Fields:
 
     def number(self, name: str, low: float | None = None, high: float | None = None) -> float | None:
         """A number from `low` to `high`."""
-        value = self.take(name)
-        if value is None: return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, value, "a number")
+        given = self.take(name)
+        if given is None: return None
+        if (value := as_number(given)) is None: raise self.wrong(name, given, "a number")
         if isinstance(value, int) and abs(value) >= 1 << 1023:
             raise invalid(f"{self.path(name)} is beyond every 64-bit float", self.path(name))
         if (low is not None and value < low) or (high is not None and value > high):
@@ -137,26 +141,26 @@ class Fields:
             if not isinstance(item, dict): raise self.wrong(f"{name}[{at}]", item, "an object")
         return value
 
-    def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A string, or a list of at most `most` of them."""
+    def texts(self, name: str, most: int, alone: bool = True) -> tuple[str, ...]:
+        """A list of at most `most` strings, or, if it may stand `alone`, a string."""
         value = self.take(name)
         if value is None: return ()
-        if isinstance(value, str): return (unicode(value, self.path(name)),)
+        if alone and isinstance(value, str): return (unicode(value, self.path(name)),)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.wrong(name, value, "a string or a list of strings")
+            raise self.wrong(name, value, f"{'a string or ' if alone else ''}a list of strings")
         if len(value) > most:
             raise invalid(f"{self.path(name)} has {len(value)} strings, expected at most {most}",
                           self.path(name))
         return tuple(unicode(item, self.path(name)) for item in value)
 
-    def wholes(self, name: str) -> tuple[int, ...]:
+    def wholes(self, name: str) -> tuple[int, ...] | None:
         """A list of whole numbers ≥ 0."""
         value = self.take(name)
-        if value is None: return ()
-        # in C: there may be a million
-        if not isinstance(value, list) or not {*map(type, value)} <= {int} or min(value, default=0) < 0:
+        if value is None: return None
+        ids = as_wholes(value) if isinstance(value, list) else None
+        if ids is None or min(ids, default=0) < 0:
             raise self.wrong(name, value, "a list of whole numbers ≥ 0")
-        return tuple(value)
+        return tuple(ids)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Accepts fields without a word: what they ask for holds anyway, or is of an earlier answer."""
@@ -186,12 +190,15 @@ class Fields:
         """Ignores unread fields, as vLLM does; where requests are strict, the first one is an error."""
         for name in self.left:
             if is_strict(): raise self._unknown(name)
-            note(self.path(name[:100]))
+            note(self.path(name[:100]), lambda name=name: self._nearest(name))  # type: ignore[misc]
         self.left = {}
 
+    def _nearest(self, name: str) -> str:
+        """The most similar field that is known; "" without one."""
+        return next(iter(difflib.get_close_matches(name[:100], self.known, 1)), "")
+
     def _unknown(self, name: str) -> APIError:
-        close = difflib.get_close_matches(name[:100], self.known, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f"; did you mean {near}?" if (near := self._nearest(name)) else ""
         return invalid(f"unknown field {self.path(name)[:100]!r}{hint}", self.path(name)[:100],
                        "unknown_field")
 
@@ -199,6 +206,37 @@ class Fields:
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are one in JSON: true is not 1."""
     return bool(one == other and isinstance(one, bool) == isinstance(other, bool))
+
+
+def as_flag(value: Any) -> bool | None:
+    """The boolean that `value` stands for; None if it is none."""
+    if isinstance(value, str): return FLAGS.get(value.lower())
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+
+
+def as_whole(value: Any) -> int | None:
+    """The whole number that `value` stands for; None if it is none."""
+    if isinstance(value, float): return int(value) if value.is_integer() else None
+    if isinstance(value, int): return int(value)
+    found = DIGITS.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None
+    return None if found is None else int(found[1])
+
+
+def as_wholes(values: Sequence[Any]) -> Sequence[int] | None:
+    """The whole numbers that `values` stand for; None if one is none."""
+    # in C: there may be a million
+    if {*map(type, values)} <= {int}: return values
+    found = [*map(as_whole, values)]
+    return None if None in found else [each for each in found if each is not None]
+
+
+def as_number(value: Any) -> int | float | None:
+    """The number that `value` stands for; None if it is none, or none that JSON has."""
+    if isinstance(value, bool): return int(value)
+    if isinstance(value, int | float): return value
+    try: found = float(value) if isinstance(value, str) and len(value) < 64 else math.nan
+    except ValueError: return None
+    return found if math.isfinite(found) else None
 
 
 def unicode(text: str, param: str) -> str:

@@ -87,10 +87,10 @@ class Gate:
         """Returns the header of a request's fields without effect. Logs those that are seen for the first
         time."""
         logged = self.service.ignored
-        for name in ignored.names:
+        for name, near in ignored.names.items():
             if name in logged or len(logged) >= MOST_LOGGED: continue
             logged.add(name)
-            LOG.warning(line("ignored_field", name=name))
+            LOG.warning(line("ignored_field", name=name, **({"nearest": near} if near else {})))
         return [(HEADER.encode(), ignored.header.encode())] if ignored.names else []
 
     def _guards(self, scope: Scope) -> bool:

@@ -45,7 +45,8 @@ class ImageModel:
         self.defaults, self.length = SamplingParams(), model.tokenizers[0].length
         self.eos: tuple[int, ...] = (model.tokenizers[0].end,)
 
-    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None) -> list[int]:
+    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None,
+                 truncation_side: str = "left") -> list[int]:
         """Raises `RequestError`."""
         raise images_only()
 

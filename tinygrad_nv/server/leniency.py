@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from urllib.parse import quote
@@ -29,15 +29,15 @@ class Ignored:
     """The fields of one request that have no effect, without the indexes of lists. `strict`: they are errors.
     """
     strict: bool = False
-    names: dict[str, None] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)     # and the known field that is nearest to each
     spelling: Mapping[str, str] = field(default_factory=dict)
 
-    def add(self, param: str) -> None:
+    def add(self, param: str, nearest: Callable[[], str] = str) -> None:
         """Notes a field."""
         if len(self.names) >= MOST_NAMES: return
         name = re.sub(r"\[\d+\]", "[]", translate(param, self.spelling))
         name = quote(name[:MOST_CHARACTERS], "[]._-$@", errors="replace")[:MOST_CHARACTERS]
-        self.names[re.sub("%[0-9A-F]?$", "", name) or '""'] = None
+        self.names[re.sub("%[0-9A-F]?$", "", name) or '""'] = nearest()
 
     @property
     def header(self) -> str:
@@ -69,9 +69,10 @@ def is_strict() -> bool:
     return (current := _CURRENT.get()) is not None and current.strict
 
 
-def note(param: str) -> None:
-    """Names a field that is accepted, strict or not."""
-    if (current := _CURRENT.get()) is not None: current.add(param)
+def note(param: str, nearest: Callable[[], str] = str) -> None:
+    """Names a field that is accepted, strict or not. `nearest` finds the known field that it may stand for.
+    """
+    if (current := _CURRENT.get()) is not None: current.add(param, nearest)
 
 
 @contextlib.contextmanager

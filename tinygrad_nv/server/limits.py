@@ -47,7 +47,7 @@ CHUNK_HEAD = re.compile(rb"([0-9A-Fa-f]{1,20})[ \t]*(;[^\n]*)?\r?")     # or its
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Limits of requests. `output_tokens`: of an answer."""
+    """Limits of requests. `output_tokens`: of an answer. `context`: tokens of prompt and answer."""
     choices: int = 128              # limit: texts of one request, prompts × n
     logprobs: int = MAX_LOGPROBS    # limit: log probabilities of each token (--max-logprobs)
     images: int = 256               # limit: images of one request (--max-images)
@@ -62,6 +62,11 @@ class RequestLimits:
     drain_s: float = 30.0           # limit: seconds for running requests at shutdown (--drain-timeout)
     connections: int = 4096         # limit: open connections (--max-connections)
     output_tokens: int | None = None
+    context: int | None = None
+
+    def without_context(self) -> RequestLimits:
+        """The limits of protocols whose answers end where the context does, however long they may be."""
+        return replace(self, context=None)
 
 
 def limits_of(path: str, limits: RequestLimits) -> RequestLimits:

@@ -79,7 +79,7 @@ def _parse(data: dict[str, Any], service: Service) -> tuple[protocol.CompletionR
     fields.finish()
     with translate_names(SPELLING):
         made = protocol.completion({key: value for key, value in asked.items() if value is not None},
-                                   service.model.defaults, service.limits, None)
+                                   service.model.defaults, service.limits.without_context(), None)
     return replace(made, silent=most == 0), shown
 
 

@@ -17,7 +17,7 @@ from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
 from tinygrad_nv.server.leniency import ignore, translate_names
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.protocol import STOPS
+from tinygrad_nv.server.protocol import HOTTEST, STOPS
 from tinygrad_nv.server.tools import leave_out, other_tool
 
 # fields that mean the same as in /v1/chat/completions
@@ -46,9 +46,9 @@ def message_request(data: dict[str, Any], defaults: SamplingParams, limits: Requ
     messages = _system(fields)
     spelling = _add_messages(fields, messages)
     continued = messages[-1]["role"] == "assistant"
-    asked |= {"messages": messages, "max_tokens": most, "stop": list(fields.texts("stop_sequences", STOPS))
-              or None,
-              "temperature": fields.number("temperature", 0, 1), "top_p": fields.number("top_p", 0, 1),
+    asked |= {"messages": messages, "max_tokens": most, "stop": list(fields.texts(
+                  "stop_sequences", STOPS, alone=False)) or None,
+              "temperature": fields.number("temperature", 0, HOTTEST), "top_p": fields.number("top_p", 0, 1),
               **_tools(fields, spelling), **_output(fields, spelling)}
     if continued: asked |= {"continue_final_message": True, "add_generation_prompt": False}
     thinking, budget = _thinking(fields)
@@ -105,7 +105,8 @@ def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
     several = not inner.flag("disable_parallel_tool_use")
     inner.finish()
     named = {"type": "function", "function": {"name": name}}
-    return {"tools": made or None, "tool_choice": named if kind == "tool" else CHOICES.get(kind or "auto"),
+    choice = named if kind == "tool" else CHOICES.get(kind or "auto")
+    return {"tools": made or None, "tool_choice": choice if made or choice != "auto" else None,
             "parallel_tool_calls": several}
 
 

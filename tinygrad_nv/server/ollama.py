@@ -71,7 +71,7 @@ async def generate(request: Request, service: Service, record: Record, data: dic
     fields = Fields(data)
     if not fields.left.get("prompt") and not fields.left.get("images"):
         return _answer_load(fields, service, {"response": ""})
-    context = await service.read(record, lambda: list(fields.wholes("context")))
+    context = await service.read(record, lambda: list(fields.wholes("context") or ()))
     raw = fields.flag("raw")
     if raw or not service.require_tokenizer().template:
         return await _raw(request, service, record, fields, context)
@@ -113,7 +113,7 @@ def _raw_request(service: Service, fields: Fields) -> tuple[protocol.CompletionR
     asked.pop("thinking")
     with translate_names(SPELLING):
         parsed = protocol.completion({key: value for key, value in asked.items() if value is not None},
-                                     service.model.defaults, service.limits, None)
+                                     service.model.defaults, service.limits.without_context(), None)
     return parsed, name, stream
 
 

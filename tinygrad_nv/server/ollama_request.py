@@ -100,7 +100,7 @@ def _request(fields: Fields, service: Service, asked: dict[str, Any]) -> ChatReq
     fields.finish()
     with translate_names(SPELLING):
         made = chat({name: value for name, value in asked.items() if value is not None},
-                    service.model.defaults, service.limits)
+                    service.model.defaults, service.limits.without_context())
     return replace(made, stream=stream, thinking=thinking, show_reasoning=thinking is not False,
                    spelling=SPELLING)
 

@@ -61,6 +61,8 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     """A request of /v1/responses."""
     fields = Fields(data)
     asked: dict[str, Any] = {name: fields.take(name) for name in SHARED}
+    if not isinstance(asked["metadata"], dict | None):
+        raise fields.wrong("metadata", asked["metadata"], "an object")
     items, size_before = _items(fields, store, limits)
     instructions = fields.text("instructions")
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -158,7 +160,7 @@ def _tools(fields: Fields, spelling: dict[str, str]) -> dict[str, Any]:
         made, choice = _allow_tools(Fields(choice, "tool_choice"), made)
     elif isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    return {"tools": made or None, "tool_choice": choice}
+    return {"tools": made or None, "tool_choice": choice if made or choice != "auto" else None}
 
 
 def _allow_tools(fields: Fields, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

@@ -38,7 +38,8 @@ class SpeechModel:
         self.tokenizer = transcriber.model.tokenizer
         self.eos: tuple[int, ...] = (transcriber.model.tokens.end,)
 
-    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None) -> list[int]:
+    def tokenize(self, prompt: TextOrTokens, truncate_prompt_tokens: int | None = None,
+                 truncation_side: str = "left") -> list[int]:
         """Ids of a prompt."""
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     metrics = Metrics(names[0], llm.length, engine.stats, arguments.metrics_prefix,
                       llm.compilations_after_ready)
     most = None if llm.embedder is not None else llm.limit
-    service = Service(engine, llm, names, replace(limits(arguments), output_tokens=most), metrics, keys,
-                      llm.embedder, parsers(arguments),
+    bounds = replace(limits(arguments), output_tokens=most, context=llm.length)
+    service = Service(engine, llm, names, bounds, metrics, keys, llm.embedder, parsers(arguments),
                       adapters=adapters, cors=cors(arguments), hosts=hosts(arguments),
                       shared_prefixes=arguments.shared_prefix_cache,
                       sleeping=llm if arguments.enable_sleep_mode else None,

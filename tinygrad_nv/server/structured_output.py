@@ -22,6 +22,7 @@ MAX_CALLS = 16
 COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
                       "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 KINDS = ("json", "regex", "choice", "grammar")
+CONSTRAINTS = (*KINDS, "json_object", "structural_tag")
 
 
 def parse_structured(fields: Fields, limits: RequestLimits, forced: dict[str, Any] | None) -> Any:
@@ -46,7 +47,11 @@ def find_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, A
     """Returns the field that constrains the output, and the arguments of `StructuredOutputsParams` for it."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := fields.object("response_format")) is not None: found += _response_format(wanted)
-    inner = Fields(fields.object("structured_outputs") or {}, "structured_outputs")
+    described = fields.object("structured_outputs")
+    if described is not None and not any(described.get(name) is not None for name in CONSTRAINTS):
+        raise invalid("structured_outputs has no constraint, expected one of " + ", ".join(CONSTRAINTS),
+                      "structured_outputs")
+    inner = Fields(described or {}, "structured_outputs")
     for kind in KINDS:
         for at, field in ((inner, kind), (fields, f"guided_{kind}")):
             if (value := at.take(field)) is not None: found.append((at.path(field), {kind: value}))

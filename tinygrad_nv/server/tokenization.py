@@ -66,7 +66,7 @@ async def detokenize(request: Request, service: Service, record: Record, data: d
         raise invalid("tokens is missing, expected a list of token ids", "tokens", "missing_field")
 
     def decode() -> str:
-        ids = fields.wholes("tokens")
+        ids = fields.wholes("tokens") or ()
         service.require_name(fields.text("model"))
         fields.finish()
         if bad := [token for token in dict.fromkeys(ids) if token >= 1 << 31 or tokenizer.unknown(token)]:

@@ -101,6 +101,7 @@ def legacy_choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, 
                       "function_call")
     fields.flag("parallel_tool_calls", False)
     offered = tool_list(made)
+    if value == "auto" and not offered: value = None
     return offered, tool_choice(Fields({"tool_choice": value, "parallel_tool_calls": False}), offered)
 
 
@@ -128,7 +129,7 @@ def tool_choice(fields: Fields, tools: tuple[Tool, ...]) -> ToolChoice:
     """"none", "auto", "required", or {"type": "function", "function": {"name": …}}; parallel_tool_calls."""
     value, several = fields.take("tool_choice"), fields.flag("parallel_tool_calls", True)
     if value is None: return ToolChoice("auto" if tools else "none", "", several)
-    if value == "none" or (value == "auto" and not tools): return ToolChoice("none")
+    if value == "none": return ToolChoice("none")
     name = value.get("function", {}) if isinstance(value, dict) else value
     if isinstance(name, dict): name, value = name.get("name"), "named"
     if value not in ("auto", "required", "named") or not isinstance(name, str):

@@ -66,8 +66,9 @@ class FakeModel:
 
     def require_tokenizer(self) -> Tokenizer: return self.tokenizer
 
-    def tokenize(self, prompt: Any, truncate_prompt_tokens: int | None = None) -> list[int]:
-        return LLM.tokenize(self, prompt, truncate_prompt_tokens)  # type: ignore[arg-type]
+    def tokenize(self, prompt: Any, truncate_prompt_tokens: int | None = None,
+                 truncation_side: str = "left") -> list[int]:
+        return LLM.tokenize(self, prompt, truncate_prompt_tokens, truncation_side)  # type: ignore[arg-type]
 
     def encode_chat(self, messages: Any, tools: Any = (), /, **extra: Any) -> list[int]:
         text = render(self.tokenizer, messages, tools, **extra)

@@ -216,7 +216,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "expected text or tool_result"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "u"}]}]}, "name is missing"),
-    ({"system": [{"type": "image"}]}, "system[0].type is 'image'"), ({"temperature": 1.5}, "0 to 1"),
+    ({"system": [{"type": "image"}]}, "system[0].type is 'image'"), ({"temperature": 2.5}, "0 to 2"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "runs no tools of its own"),
     ({"tools": [{"input_schema": {}}]}, "name is missing"),
     ({"tool_choice": {"type": "any"}}, "without tools"),

@@ -87,7 +87,7 @@ def test_tools_that_cannot_be_allowed(server: Live, tools: list[Any], words: str
     assert words in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("field", ["documents", "audio", "web_search_options", "kv_transfer_params",
+@pytest.mark.parametrize("field", ["audio", "web_search_options", "kv_transfer_params",
                                    "mm_processor_kwargs", "vllm_xargs", "logits_processors"])
 def test_what_no_model_here_has_is_refused_by_name(server: Live, field: str):
     asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
@@ -148,7 +148,6 @@ def test_a_conversation_is_tokenized_as_it_is_answered(tokenizing: Live):
     ("/tokenize", {"prompt": ["a"]}, "prompt is a list, expected a string"),
     ("/tokenize", {"prompt": "a", "temperature": 1}, "unknown field 'temperature'"),
     ("/tokenize", {"messages": TURNS[:1], "temperature": 1}, "unknown field 'temperature'"),
-    ("/tokenize", {"messages": TURNS[:1], "add_special_tokens": True}, "add_special_tokens is not served"),
     ("/tokenize", {"prompt": "a" * 3_000_000}, "the prompt has 3000000 characters"),
     ("/tokenize", {"prompt": "a", "model": "other"}, "the model 'other' is not served"),
     ("/detokenize", {}, "tokens is missing"),

@@ -284,7 +284,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tool_calls": 3}, "max_tool_calls", "not served"),
     ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     ({"max_tokens": 3}, "max_tokens", "unknown field"),
-    ({"temperature": -1}, "temperature", "at least 0"),
+    ({"temperature": -1}, "temperature", "0 to 2"),
     ({"service_tier": "flex"}, "service_tier", 'say "auto" or'),
     ({"previous_response_id": "resp_x"}, "previous_response_id", "there is no response"),
 ]

@@ -237,7 +237,7 @@ class Tokenizer:
         form = content_format or self.content_format
         text = render_template(template, generation_marks, lambda: {
             **extra, **self.special, "messages": format_contents(messages, form, template, self.special),
-            "tools": [dict(tool) for tool in tools] or None, "documents": None,
+            "tools": [dict(tool) for tool in tools] or None, "documents": extra.get("documents"),
             "add_generation_prompt": add_generation_prompt and not continue_final_message})
         return _cut_at_mark(text) if continue_final_message else text
 
