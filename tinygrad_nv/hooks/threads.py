@@ -38,6 +38,7 @@ from tinygrad.engine import jit, realize, worker
 
 from tinygrad_nv import cache, private
 from tinygrad_nv.hooks.replaced import put_back, replace, theirs
+from tinygrad_nv.hooks.workers import Workers
 
 LOWERING = threading.RLock()
 SQLITE = b"SQLite format 3\0"       # what such a file begins with
@@ -208,10 +209,11 @@ def _pool_owners() -> list[types.ModuleType]:
     return [realize, worker, *filter(None, [sys.modules.get("tinygrad.codegen.opt.search")])]
 
 
-def _workers() -> Any:
+def _workers() -> Workers | None:
     """tinygrad's processes that compile: they load nothing of this file, and find the cache where it is."""
     _place()
-    return theirs(realize, "get_worker_pool")()
+    make = theirs(realize, "get_worker_pool")
+    return Workers(make) if make() is not None else None
 
 
 # **** settings ****

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from tinygrad import Context, Device, TinyJit, helpers
-from tinygrad.engine import jit, realize
+from tinygrad.engine import jit, realize, worker
 from tinygrad.runtime.ops_python import PythonDevice
 
 from tests.support import SUPPORT
+from tests.support.hooks import deadly
 from tinygrad_nv import Tensor, explain, hooks
 from tinygrad_nv.hooks import threads as hook_threads
 from tinygrad_nv.patterns import program
@@ -276,3 +277,32 @@ def test_programs_gradients_captures_and_an_engine_side_by_side(tiny, tmp_path):
 @pytest.mark.slow
 def test_programs_gradients_and_captures_side_by_side_on_the_emulator(tmp_path):
     ran("mixed", DEV="EMU", CACHEDB=tmp_path / "cache.db")
+
+
+# **** processes that compile ****
+
+@pytest.fixture
+def workers(monkeypatch):
+    """A pool of two processes, which other tests do not have."""
+    monkeypatch.setattr(worker, "worker_pool", None)
+    monkeypatch.setattr(worker.PARALLEL, "value", 2)
+    found = realize.get_worker_pool()
+    yield found
+    worker.terminate_worker_pool()
+
+
+def test_a_process_that_is_killed_loses_no_kernel(workers):
+    """One while it works, then one that is idle, and has the lock of the queue."""
+    tasks = [(number, deadly.KILLS if number == 5 else deadly.HERE) for number in range(9)]
+    assert sorted(workers.imap_unordered(deadly.work, iter(tasks[:4]))) == [(i, True) for i in range(4)]
+    assert worker.worker_pool is not None
+    found = dict(workers.imap_unordered(deadly.work, iter(tasks)))
+    assert [*sorted(found)] == [*range(9)]
+    assert not found[5], "what killed a process is computed here"
+    assert worker.worker_pool is None, "the pool is given up"
+    assert dict(workers.imap_unordered(deadly.work, tasks[:2])) == {0: True, 1: True}
+    for each in worker.worker_pool._pool:
+        each.kill()
+        each.join()
+    assert sorted(dict(workers.imap_unordered(deadly.work, tasks[:3]))) == [0, 1, 2]
+    with pytest.raises(ValueError, match="7"): list(workers.imap_unordered(deadly.work, [(7, deadly.RAISES)]))
