@@ -72,7 +72,7 @@ def environment(kv_gigabytes: int = 2) -> dict[str, str]:
     found = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
     return os.environ | found | {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gigabytes), "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def _run(*command: str | Path) -> str:

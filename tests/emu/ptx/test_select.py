@@ -100,20 +100,24 @@ def numbers(divisor: int) -> np.ndarray:
     return np.array([*(at for at in near if 0 <= at < 1 << 32), *random], np.uint64)[:128].astype(np.uint32)
 
 
-@pytest.mark.parametrize("divisor", [*POWERS, *OTHERS])
-def test_a_constant_divisor_needs_no_division(divisor: int):
-    values = numbers(divisor)
+def divide(kind: str, values: np.ndarray, divisor: int) -> np.ndarray:
+    """Returns the quotient and the rest of each value, by a kernel that has no division."""
     kb = Kernel("divided", arch="sm_80", threads=128)
     out, given = kb.pointer("out"), kb.pointer("given")
     with kb.if_(kb.tid.x < len(values)):
-        number = kb.ld("global", "u32", (given + kb.tid.x.to("u64") * 4).at())[0]
-        kb.st("global", "u32", (out + kb.tid.x.to("u64") * 8).at(), [number // divisor, number % divisor])
-    assert "div." not in kb.ptx()
-    assert "rem." not in kb.ptx()
+        number = kb.ld("global", kind, (given + kb.tid.x.to("u64") * 4).at())[0]
+        kb.st("global", kind, (out + kb.tid.x.to("u64") * 8).at(), [number // divisor, number % divisor])
+    assert [op for op in ("div.", "rem.") if op in kb.ptx()] == []
     emu = Emulator("sm_80")
     found = emu.alloc(8 * len(values))
     emu.launch(kb.ptx(), 1, 128, [found, emu.alloc(values)])
-    quotients, rests = found.numpy().view(np.uint32).reshape(-1, 2).T
+    return found.numpy().view(values.dtype).reshape(-1, 2)
+
+
+@pytest.mark.parametrize("divisor", [*POWERS, *OTHERS])
+def test_a_constant_divisor_needs_no_division(divisor: int):
+    values = numbers(divisor)
+    quotients, rests = divide("u32", values, divisor).T
     np.testing.assert_array_equal(quotients, values // np.uint32(divisor))
     np.testing.assert_array_equal(rests, values % np.uint32(divisor))
 
@@ -122,17 +126,8 @@ def test_a_constant_divisor_needs_no_division(divisor: int):
 def test_signed_numbers_are_rounded_towards_zero(divisor: int):
     near = [at + by for at in (-divisor, 0, divisor) for by in (-1, 0, 1)]
     values = np.array([*near, -(1 << 31), (1 << 31) - 1, -12345, 12345], np.int32)
-    kb = Kernel("divided", arch="sm_80", threads=32)
-    out, given = kb.pointer("out"), kb.pointer("given")
-    with kb.if_(kb.tid.x < len(values)):
-        number = kb.ld("global", "s32", (given + kb.tid.x.to("u64") * 4).at())[0]
-        kb.st("global", "s32", (out + kb.tid.x.to("u64") * 8).at(), [number // divisor, number % divisor])
-    assert "div." not in kb.ptx()
-    emu = Emulator("sm_80")
-    found = emu.alloc(8 * len(values))
-    emu.launch(kb.ptx(), 1, 32, [found, emu.alloc(values)])
     expected = [(int(each / divisor), each - int(each / divisor) * divisor) for each in values.tolist()]
-    assert found.numpy().view(np.int32).reshape(-1, 2).tolist() == [list(each) for each in expected]
+    assert divide("s32", values, divisor).tolist() == [list(each) for each in expected]
 
 
 def test_what_has_no_shorter_way_is_divided():
