@@ -91,7 +91,8 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     common = common_fields(fields, defaults, limits, len(texts), {
         "max_tokens": limit, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None})
     _best_of(fields, common.params)
-    _ignore_number("thinking_token_budget", fields.whole("thinking_token_budget", -1), -1, "is of conversations")
+    budget = fields.whole("thinking_token_budget", -1)
+    _ignore_number("thinking_token_budget", budget, -1, "is of conversations")
     special = fields.flag("add_special_tokens", True)
     fields.finish()
     return CompletionRequest(**vars(common), prompts=texts, echo=echo, silent=most == 0, special=special)
