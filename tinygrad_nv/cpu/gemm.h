@@ -34,3 +34,14 @@ INLINE vi dot_quad(vi c, vi free, vi with) {
   return c;
 #endif
 }
+#if W == 16
+// The sums of 16 vectors, in their order: of neighbouring lanes, then of the blocks of 4
+INLINE vf add_lanes(vf x, vf y) { return LOW(x, y) + HIGH(x, y); }
+INLINE vf add_pairs(vf x, vf y) { return LOW2(x, y) + HIGH2(x, y); }
+INLINE vf add_blocks(vf x, vf y) { return EVEN(x, y) + ODD(x, y); }
+INLINE vf sum16_(vf a, vf b, vf c, vf d, vf e, vf f, vf g, vf h, vf i, vf j, vf k, vf l, vf m, vf n, vf o, vf p) {
+  vf q = add_pairs(add_lanes(a, b), add_lanes(c, d)), r = add_pairs(add_lanes(e, f), add_lanes(g, h));
+  vf s = add_pairs(add_lanes(i, j), add_lanes(k, l)), t = add_pairs(add_lanes(m, n), add_lanes(o, p));
+  return add_blocks(add_blocks(q, r), add_blocks(s, t));
+}
+#endif

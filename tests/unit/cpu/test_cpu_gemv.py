@@ -65,6 +65,30 @@ def test_blocks_of_k():
     exact(big)
 
 
+@pytest.mark.skipif(not BEST.bf16, reason="no dot products of bfloat16")
+def test_many_rows_of_pairs():
+    """Tails of rows, of columns and of k; columns that the next block of k, or nothing, follows; rows that
+    are copied, as they lie at multiples of a cache's sets, or are no neighbours along k."""
+    for m, n, k, changes in ((9, 75, 149, {}), (19, 43, 330, {"block_k": 64, "parts": 3}), (64, 130, 768, {}),
+                             (30, 6, 40, {"block_n": 6}), (16, 21, 1024, {})):
+        spec = product(m, n, k, BF16, F32, gap=0 if k == 1024 else 3, offset=5)
+        exact(spec, scheduled(spec, **changes))
+    exact(product(11, 40, 70, BF16, F32, "MK", batch=(2,)))
+    exact(replace(product(12, 40, 70, BF16, F32), symbolic=True), m=10)
+    close(gate(50, 200, 22, BF16, "K"), roundings=6)
+
+
+@pytest.mark.skipif(not BEST.bf16, reason="no dot products of bfloat16")
+def test_how_many_rows_are_pairs():
+    """Columns whose places in a cache are the same are packed from 17 rows on; tiles of AMX take as many."""
+    assert wrong(product(65, 96, 96, BF16)) == ["65 rows, at most 64"]
+    assert wrong(product(17, 96, 1024, BF16)) == ["17 rows, at most 16"]
+    spec = product(32, 96, 96, BF16)
+    assert gemv.problems(spec, gemv.default(spec, CPU(isa.AMX, 2))) == ["32 rows, at most 16"]
+    assert gemv.problems(spec, scheduled(spec, rows=2, block_k=48)) == [
+        "rows 2, 4 are needed", "block_k 48, a multiple of 32 is needed"]
+
+
 def test_rows_of_float32_are_tiles_of_as_many_sums_as_registers_hold():
     """Lanes of four columns are added at once: 16 rows by 8 x 2 took 1.2 to 1.4 times as long as by 6 x 4."""
     def tile(m: int, level: isa.ISA) -> tuple[int, int]:
@@ -185,7 +209,7 @@ def test_parts_are_worth_waking_threads_for():
 
 
 def test_what_is_refused_is_said():
-    assert wrong(product(17, 100, 8)) == ["17 rows, at most 16"]
+    assert wrong(product(17, 100, 8, F32)) == ["17 rows, at most 16"]
     assert wrong(product(1, 8, 8, F32, epilogue=Apply("sin", (Sum(),), F32))) == [
         "sin in an epilogue"]
     strided = replace(product(16, 100, 13008, F32), a=Operand(F32, 1, 16))

@@ -12,7 +12,7 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 PER = {"fma": 1, "pair": 2, "quad": 4}  # elements of a unit
-MOST_ROWS = 16                          # of a, by gemv: more are for blocked/kernel.py
+MOST_ROWS = 16                          # of a, by gemv (of pairs: gemv/pairs.py)
 STRIP, PANEL, UNITS = 32, 16, 16
 
 

@@ -2,4 +2,5 @@
 
   kernel.py     the template: the weights are read once
   main_loop.py  the sums of one chunk of columns, by the layout of b
+  pairs.py      the same of 9 rows and more, by dot products of bfloat16
 """

@@ -22,10 +22,19 @@ from tinygrad.dtype import dtypes
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import LanePlace, statements
 from tinygrad_nv.cpu.gemm.gemv.main_loop import GemvOperands, apart, at, sums_of_columns, sums_of_rows
+from tinygrad_nv.cpu.gemm.gemv.pairs import (
+    ROW_BLOCK,
+    ROWS,
+    functions,
+    most_rows,
+    reads_in_place,
+    sums_of_pairs,
+    takes_pairs,
+)
 from tinygrad_nv.cpu.gemm.layout import MOST_ROWS, few_rows
 from tinygrad_nv.cpu.gemm.schedules import CPUGemv
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.kernel import CPUKernel, c_type, kernel, up
+from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import GemmSpec
@@ -47,7 +56,7 @@ def problems(spec: GemmSpec, s: CPUGemv) -> list[str]:
 def _find_problems(spec: GemmSpec, isa: ISA) -> list[str]:
     """Returns what is in the way of a product, whatever the schedule."""
     out = expression.problems(spec.epilogue)
-    if spec.m > MOST_ROWS: out.append(f"{spec.m} rows, at most {MOST_ROWS}")
+    if spec.m > (most := _most_rows(spec, isa)): out.append(f"{spec.m} rows, at most {most}")
     elif _wide_bytes(spec, isa) > STACK_BYTES and (spec.symbolic or spec.a.k != 1):
         what, need = "symbolic" if spec.symbolic else f"at strides of {spec.a.k}", _wide_bytes(spec, isa)
         out.append(f"{spec.m} rows of {spec.k}, {what}, have {need} bytes in float32, at most {STACK_BYTES} "
@@ -57,6 +66,11 @@ def _find_problems(spec: GemmSpec, isa: ISA) -> list[str]:
 
 def _wrong(spec: GemmSpec, s: CPUGemv) -> list[str]:
     out = [f"{name} 0" for name in ("rows", "block_m", "block_n") if not getattr(s, name)]
+    if _sums_pairs(spec, s.isa):
+        out += [f"{name} {value}, {ROWS} are needed" for name in ("rows", "block_m")
+                if (value := getattr(s, name)) != ROWS]
+        if s.block_k % (2 * s.isa.lanes):
+            out.append(f"block_k {s.block_k}, a multiple of {2 * s.isa.lanes} is needed")
     if s.block_n > s.isa.lanes and s.block_n % s.isa.lanes:
         out.append(f"block_n {s.block_n}, a multiple of {s.isa.lanes} is needed")
     if (sums := s.rows * min(s.block_m, spec.m) * spec.parts) > MOST_SUMS:
@@ -69,7 +83,8 @@ def _wrong(spec: GemmSpec, s: CPUGemv) -> list[str]:
 def default(spec: GemmSpec, target: CPU) -> CPUGemv:
     """The default schedule, where none was tuned."""
     spec, lanes = few_rows(spec), target.isa.lanes
-    made = _of_columns(spec, target.isa) if _by_columns(spec) else _of_rows(spec, target.isa)
+    if _sums_pairs(spec, target.isa): made = _of_pairs(spec, target)
+    else: made = _of_columns(spec, target.isa) if _by_columns(spec) else _of_rows(spec, target.isa)
     nbytes = spec.matrices * spec.n * spec.parts * spec.k * spec.b.dtype.itemsize
     most = target.threads * PARTS if target.threads > 1 else 1
     if _by_columns(spec) and spec.matrices == 1:
@@ -101,6 +116,13 @@ def _of_rows(spec: GemmSpec, isa: ISA) -> CPUGemv:
     return CPUGemv(isa, 1, block_m, 256, block_k, rows)
 
 
+def _of_pairs(spec: GemmSpec, target: CPU) -> CPUGemv:
+    # rows of a take half of the first cache
+    deepest = max(64, target.l1_bytes // 2 // (ROW_BLOCK * spec.a.dtype.itemsize) // 64 * 64)
+    block_k = up(-(-spec.k // -(-spec.k // deepest)), 64)
+    return CPUGemv(target.isa, 1, ROWS, 256 if spec.m <= ROW_BLOCK else 128, block_k, ROWS)
+
+
 def _of_columns(spec: GemmSpec, isa: ISA) -> CPUGemv:
     rows = spec.m * spec.parts
     if rows <= 2: return CPUGemv(isa, 1, spec.m, max(64, SUMS_BYTES // (4 * rows)), rows=4)
@@ -115,7 +137,10 @@ def build(spec: GemmSpec, schedule: CPUGemv) -> CPUKernel:
     spec = few_rows(given)
     operands = _operands(spec, isa)
     by_columns = _by_columns(spec)
-    sums = (sums_of_columns if by_columns else sums_of_rows)(operands, schedule)
+    by_pairs = _sums_pairs(spec, isa)
+    loop = sums_of_pairs if by_pairs else sums_of_columns if by_columns else sums_of_rows
+    before = header("gemm.h") + functions(operands, schedule) if by_pairs else ""
+    sums = loop(operands, schedule)
     chunks = -(-spec.n // schedule.block_n)
     items, kind = spec.matrices * chunks, "s32" if operands.integers else "float"
     indices = [f"const s64 b{i} = matrix / {prod(spec.batch[i + 1:])} % {extent};"
@@ -136,18 +161,31 @@ def build(spec: GemmSpec, schedule: CPUGemv) -> CPUKernel:
     inputs = [(c_type(given.a.dtype), a), (c_type(given.b.dtype), b)]
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     return kernel(f"gemv_{spec.m}x{spec.n}x{spec.k}", isa, body, [(c_type(spec.out.dtype), "out")], inputs,
-                  ["m"] if spec.symbolic else [], schedule.parts)
+                  ["m"] if spec.symbolic else [], schedule.parts, before=before)
 
 
 def _by_columns(spec: GemmSpec) -> bool: return spec.b.major == "MN" and spec.n > 1
 
 
 def _operands(spec: GemmSpec, isa: ISA) -> GemvOperands:
-    pairs = isa.bf16 and not isa.emulated and spec.b.dtype == dtypes.bfloat16 and spec.b.k == 1 and \
-        not _by_columns(spec)
+    pairs = _are_pairs(spec, isa)
     fits = spec.a.dtype == dtypes.float32 or pairs
     ready = spec.m == 1 and spec.a.k == 1 and fits and not spec.symbolic
+    ready |= takes_pairs(spec, pairs) and reads_in_place(spec)
     return GemvOperands(spec, isa, ready or _wide_bytes(spec, isa) > STACK_BYTES, pairs)
+
+
+def _are_pairs(spec: GemmSpec, isa: ISA) -> bool:
+    return isa.bf16 and not isa.emulated and spec.b.dtype == dtypes.bfloat16 and spec.b.k == 1 and \
+        not _by_columns(spec)
+
+
+def _sums_pairs(spec: GemmSpec, isa: ISA) -> bool: return takes_pairs(spec, _are_pairs(spec, isa))
+
+
+def _most_rows(spec: GemmSpec, isa: ISA) -> int:
+    by_pairs = isa.level != "amx" and not spec.symbolic and _sums_pairs(spec, isa)
+    return most_rows(spec) if by_pairs else MOST_ROWS
 
 
 def _wide_bytes(spec: GemmSpec, isa: ISA) -> int: return 4 * spec.m * (up(spec.k, isa.lanes) + 32)

@@ -73,10 +73,14 @@ class GemvOperands:
 
     def declare_arrays(self) -> str:
         """Returns C ahead of all chunks."""
-        # 64 bytes more: rows at distances of a power of two would share sets of the cache
-        width = -(-self.spec.k // self.step) * self.step + 32
         return "" if self.direct else \
-            f"{self.element} wide[{self.spec.m}][{width}] __attribute__((aligned(64)));"
+            f"{self.element} wide[{self.spec.m}][{self.width}] __attribute__((aligned(64)));"
+
+    @property
+    def width(self) -> int:
+        """Elements from a row of the copy to the next: 64 bytes more than it has, as rows at distances of a
+        power of two would share sets of the cache."""
+        return -(-self.spec.k // self.step) * self.step + 32
 
     def widen_rows(self) -> str:
         """Returns C where a new product begins."""
@@ -86,17 +90,21 @@ class GemvOperands:
         value = f"load_n_{kind}(row + k, {spec.k} - k)" if k == 1 else \
             f"strided_{kind}(row + k * {k}, {k}, {spec.k} - k)"
         steps, store = f"for (s64 k = 0; k < {spec.k}; k += W)", f"store_{self.kind}(wide[i] + k, "
-        zeros = f"for (s64 i = m; i < {spec.m}; i++) {steps} {store}({self.vector})0);"
+        if self.pairs and k == 1:
+            steps = f"for (s64 k = 0; k < {spec.k}; k += 2 * W)"
+            value, store = f"load_n_pairs(row + k, {spec.k} - k)", "*(vi_u *)(wide[i] + k) = ("
+        zero = "(vi)0" if self.pairs and k == 1 else f"({self.vector})0"
+        zeros = f"for (s64 i = m; i < {spec.m}; i++) {steps} {store}{zero});"
         return f"""for (s64 i = 0; i < {'m' if spec.symbolic else spec.m}; i++) {{
       const {c_type(spec.a.dtype)} *row = a + {at(spec.a.offset, ('i', spec.a.mn), *apart(spec.a.batch))};
       {steps} {store}{value});
     }} {zeros if spec.symbolic else ''}"""
 
-    def row(self, i: int) -> str:
-        """Returns C of where row i of a begins."""
+    def row(self, i: int | str) -> str:
+        """Returns C of where row i of a begins: a number, or a name in C."""
         spec = self.spec
         if not self.direct: return f"wide[{i}]"
-        return f"a + {at(spec.a.offset + i * spec.a.mn, *apart(spec.a.batch))}"
+        return f"a + {at(spec.a.offset, (str(i), spec.a.mn), *apart(spec.a.batch))}"
 
     def b(self, part: int, *terms: tuple[str, int]) -> str:
         """A place in b."""
