@@ -12,7 +12,7 @@ from tests.support.server.serve_case import live, llm_service
 from tinygrad_nv import LLM, BeamSearchParams
 from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.beam_search import Search
-from tinygrad_nv.engine.request_output import Logprob
+from tinygrad_nv.engine.logprobs import Logprob
 from tinygrad_nv.errors import RequestError
 
 TALE = "Once upon a time a little fox ran to the river. The bird sang. "

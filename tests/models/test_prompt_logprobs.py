@@ -57,7 +57,7 @@ def test_they_are_transformers(llm: LLM, theirs: torch.nn.Module):
         assert "".join(each[token].decoded_token for each, token in zip(
             made.prompt_logprobs[1:], made.prompt_token_ids[1:], strict=True)).strip() == (TALE * 4).strip()
     [made] = llm.generate([[5]], replace(GREEDY, prompt_logprobs=0))
-    assert made.prompt_logprobs == (None,)
+    assert made.prompt_logprobs == [None]
     [made] = llm.generate(TALE, replace(GREEDY, prompt_logprobs=0, n=3, logprobs=1))
     check(made, theirs, 0)
     assert [len(each.logprobs) for each in made.outputs] == [6, 6, 6]

@@ -158,16 +158,17 @@ def test_defaults_are_vllms():
 
 def test_what_stands_for_nothing():
     made = SamplingParams(stop="end", stop_token_ids=None, bad_words=None, logit_bias=None)
-    assert (made.stop, made.stop_token_ids, made.bad_words, made.logit_bias) == (("end",), (), (), {})
+    assert (made.stop, made.stop_token_ids, made.bad_words, made.logit_bias) == (["end"], [], [], None)
     assert SamplingParams(stop=None) == SamplingParams()
 
 
 @pytest.mark.parametrize("given", [
-    {"best_of": 3}, {"logits_processors": [print]}, {"seed": -2}, {"allowed_token_ids": []},
+    {"best_of": 3}, {"logits_processors": [print]}, {"seed": 2 ** 64}, {"allowed_token_ids": []},
     {"bad_words": [""]},
     {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"stop": ["a"], "detokenize": False},
-    {"spaces_between_special_tokens": False}, {"output_kind": 2}, {"skip_special_tokens": None},
-    {"allowed_token_ids": "12"}, {"bad_words": ["a"] * 1001}, {"bad_words": ["a" * 65537]},
+    {"output_kind": 2}, {"skip_special_tokens": "no"}, {"temperature": 2.5}, {"stream_interval": 0},
+    {"thinking_token_budget": -2}, {"logprob_token_ids": [1]}, {"guided_decoding": {}}, {"extra_args": 5},
+    {"allowed_token_ids": "12"}, {"bad_words": [*map(str, range(1001))]}, {"bad_words": ["a" * 65537]},
     {"stop": "a" * 1025}], ids=lambda given: str(given)[:60])
 def test_params_that_are_refused(given: dict[str, Any]):
     name = min(given)

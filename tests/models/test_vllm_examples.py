@@ -3,6 +3,7 @@ metrics, caches, and corners of arguments, as vLLM has them."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_beam_search():
     for output in outputs:
         assert len(output.sequences) == 3
         for sequence in output.sequences:
-            assert sequence.text == llm.get_tokenizer().decode(sequence.tokens)
+            assert sequence.text == llm.get_tokenizer().decode(sequence.tokens, skip_special_tokens=True)
             assert sequence.cum_logprob < 0
     llm.close()
 
@@ -211,18 +212,82 @@ def test_fields_are_set_and_checked():
     with pytest.raises(RequestError, match="temperature is -1"): params.temperature = -1
     with pytest.raises(RequestError, match="did you mean temperature"): params.temperatur = 1
     assert params == SamplingParams(max_tokens=7, stop=("end",), temperature=0)
-    assert hash(params) == hash(SamplingParams(max_tokens=7, stop=("end",), temperature=0))
 
 
 def test_a_template_takes_what_the_kwargs_say(llm: LLM):
-    """They come before the call's own arguments."""
+    """The call's own arguments come before them, where they are not None, as in vLLM 0.32."""
     talk, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
     def prompt(**more: Any) -> str | None:
         return llm.chat(talk, GREEDY, **{"chat_template": CHAT_TEMPLATE, **more})[0].prompt
     assert prompt() == "<user> Hi\n<assistant> None"
-    assert prompt(chat_template_kwargs={"add_generation_prompt": False}) == "<user> Hi\nNone"
-    assert prompt(chat_template_kwargs={"chat_template": "{{ tools }}"}, tools=[tool]) == str([tool])
-    assert prompt(chat_template_kwargs={"tools": [tool], "chat_template": "{{ tools }}"}) == str([tool])
+    assert prompt(chat_template_kwargs={"add_generation_prompt": False}) == "<user> Hi\n<assistant> None"
+    own = {"chat_template": "{{ tools }}"}
+    assert prompt(chat_template=None, chat_template_kwargs=own, tools=[tool]) == str([tool])
+    assert prompt(chat_template=None, chat_template_kwargs={"tools": [tool], **own}) == str([tool])
+
+
+def test_what_a_request_took_is_told_where_it_is_asked_for():
+    """With vLLM's names; its times are of a clock, its arrival of the calendar."""
+    with LLM(MODEL, device="CPU", max_model_len=64, max_num_seqs=1, disable_log_stats=False,
+             chat_template="{{ messages[0].content }}!", spec_method="ngram", spec_tokens=2) as llm:
+        before = time.time()
+        [made] = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
+        assert (made.prompt, llm.get_world_size()) == ("Hi!", 1)
+        assert before - 1 <= made.metrics.arrival_time <= time.time()
+        assert made.metrics.queued_ts <= made.metrics.first_token_ts <= made.metrics.last_token_ts
+        assert made.metrics.num_generation_tokens == len(made.token_ids)
+        assert llm.core.config.num_speculative_tokens == 2
+
+
+def test_a_prompt_that_is_not_to_come_from_the_cache(llm: LLM):
+    long = "A frog sat on a log. " * 8
+    llm.generate(long, GREEDY)
+    assert llm.generate(long, GREEDY)[0].num_cached_tokens > 0
+    [made] = llm.generate(long, replace(GREEDY, skip_reading_prefix_cache=True))
+    assert made.num_cached_tokens == 0
+    assert made.token_ids == llm.generate(long, GREEDY)[0].token_ids
+
+
+def test_flat_log_probabilities_are_a_list_of_dictionaries(llm: LLM):
+    asked = replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    [plain], [flat] = llm.generate(TALE, asked), llm.generate(TALE, replace(asked, flat_logprobs=True))
+    for one, two in ((plain.outputs[0].logprobs, flat.outputs[0].logprobs),
+                     (plain.prompt_logprobs[1:], flat.prompt_logprobs[1:])):
+        assert [*two] == one
+        assert [*two[2:4]] == one[2:4]
+        assert two[-1] == one[-1]
+        assert len(two) == len(one)
+    assert flat.prompt_logprobs[0] == {}
+    for change in (lambda: flat.prompt_logprobs.insert(0, {}), lambda: flat.prompt_logprobs.pop()):
+        with pytest.raises(TypeError): change()
+
+
+def test_words_about_arguments_of_calls(llm: LLM):
+    for given, words in (({"tokenization_kwargs": {"truncation_side": "top"}}, "tokenization_kwargs is"),
+                         ({"tokenization_kwargs": {"truncate_prompt_tokens": 0}}, "tokenization_kwargs is"),
+                         ({"tokenization_kwargs": {"padding": True}}, "tokenization_kwargs has padding"),
+                         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs is")):
+        with pytest.raises(RequestError, match=words): llm.generate(TALE, GREEDY, **given)
+    for wrong in ([], ["Hi"], [{"content": "Hi"}], [{"role": "user", "content": 5}], [[]]):
+        with pytest.raises(RequestError, match=r"a message|messages is"):
+            llm.chat(wrong or [wrong], GREEDY, chat_template=TEMPLATE)
+    with pytest.raises(RequestError, match="thinking_token_budget is 5"):
+        llm.generate(TALE, replace(GREEDY, thinking_token_budget=5))
+    with pytest.raises(RequestError, match="structured_outputs of a beam search"):
+        BeamSearchParams(2, 2, structured_outputs=StructuredOutputsParams(choice=["a"]))
+
+
+def test_white_space_is_what_its_pattern_says(llm: LLM):
+    [wave] = llm.get_tokenizer().encode("~", add_special_tokens=False)
+    schema = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2}
+    def text(**more: Any) -> str:
+        params = StructuredOutputsParams(json=schema, **more)
+        biased = replace(GREEDY, structured_outputs=params, logit_bias={wave: 100})
+        return llm.generate(TALE, biased)[0].text
+    assert text(whitespace_pattern="~") == "[~1~,~1~]"
+    assert "~" not in text()
+    with pytest.raises(RequestError, match="whitespace_pattern"):
+        StructuredOutputsParams(json={}, whitespace_pattern=5)
 
 
 def test_blanks_before_bad_words_are_left_out(llm: LLM):
@@ -235,7 +300,7 @@ def test_blanks_before_bad_words_are_left_out(llm: LLM):
 
 def test_end_tokens_alone_make_no_answer_of_many(llm: LLM):
     params = replace(GREEDY, allowed_token_ids=list(llm.eos))
-    assert llm.generate(TALE, params)[0].token_ids == llm.eos[:1]
+    assert llm.generate(TALE, params)[0].token_ids == [llm.eos[0]]
     with pytest.raises(RequestError, match="min_tokens is 3, and only end tokens"):
         llm.generate(TALE, replace(params, min_tokens=3))
     assert len(llm.generate(TALE, replace(params, min_tokens=3, ignore_eos=True))[0].token_ids) == 12

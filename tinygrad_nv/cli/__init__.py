@@ -246,6 +246,8 @@ def _split_words(arguments: argparse.Namespace) -> tuple[Path, str]:
             or (words[0].endswith((".gguf", ".tnv")) and os.path.isfile(words[0]))):
         raise RequestError(f"{words[0]} is a model, and no prompt follows it", "[MODEL] PROMPT",
                            "add the text to continue, in quotes")
+    if not with_ids and not words[-1]:
+        raise RequestError("the prompt is empty", "at least one character", "write a prompt")
     model = words[0] if arguments.named is None and len(words) == most else arguments.named
     return _model(model, arguments.download), "" if with_ids else words[-1]
 

@@ -173,6 +173,7 @@ def _parser_name(kind: str) -> Callable[[str], str]:
         from tinygrad_nv.server.parsers import table
         names = (table.AUTO, table.NONE, *getattr(table, kind))
         if text in names: return text
+        if not text: return table.NONE      # vLLM's default
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
     return name
 

@@ -40,17 +40,24 @@ NO_EFFECT = frozenset({
     "h11_max_header_count", "h11_max_incomplete_event_size", "log_error_stack", "max_log_len"})
 # of those without effect, options that take no value; with a prefix no-, too
 FLAGS = frozenset({
-    "aggregate_engine_logging", "async_scheduling", "calculate_kv_scales", "cudagraph_metrics",
-    "disable_async_output_proc", "disable_cascade_attn", "disable_chunked_mm_input",
-    "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager", "disable_log_stats",
-    "disable_mm_preprocessor_cache", "disable_nccl_for_dp_synchronization",
-    "enable_layerwise_nvtx_tracing", "enable_log_requests", "enable_logging_iteration_details",
-    "enable_mfu_metrics", "enable_multimodal_encoder_data_parallel", "enforce_eager",
+    "aggregate_engine_logging", "allow_deprecated_quantization", "async_scheduling",
+    "calculate_kv_scales", "cudagraph_metrics", "disable_async_output_proc", "disable_cascade_attn",
+    "disable_chunked_mm_input", "disable_custom_all_reduce", "disable_hybrid_kv_cache_manager",
+    "disable_log_stats", "disable_mm_preprocessor_cache", "disable_nccl_for_dp_synchronization",
+    "enable_batch_sharded_sampling", "enable_cumem_allocator", "enable_flashinfer_autotune",
+    "enable_hc_sp", "enable_layerwise_nvtx_tracing", "enable_log_requests",
+    "enable_logging_iteration_details", "enable_mamba_cache_stochastic_rounding",
+    "enable_mamba_shared_prefix_checkpoint", "enable_mfu_metrics", "enable_mixed_moe_lora_format",
+    "enable_mm_processor_stats", "enable_moe_shared_loras", "enable_multimodal_encoder_data_parallel",
+    "enable_nccl_comm_suspend", "enable_shm_tensor_arena", "enable_sleep_mode",
+    "enable_tower_connector_lora", "enforce_eager", "fail_on_environ_validation", "fully_sharded_loras",
     "guided_decoding_disable_additional_properties", "guided_decoding_disable_fallback",
-    "fully_sharded_loras",
-    "interleave_mm_strings", "kv_cache_metrics", "language_model_only", "mm_encoder_only",
-    "multi_step_stream_outputs", "ray_workers_use_nsight", "skip_mm_profiling", "skip_tokenizer_init",
-    "trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager"}) | {
+    "interleave_mm_strings", "jit_monitor_verbose", "kv_cache_metrics", "language_model_only",
+    "long_prefill_token_threshold_adaptive", "mm_device_do_normalize", "mm_encoder_only",
+    "multi_step_stream_outputs", "numa_bind", "ray_workers_use_nsight", "scheduler_reserve_full_isl",
+    "skip_mm_profiling", "skip_tokenizer_init", "sleep_mode_offload_cudagraph", "specialize_active_lora",
+    "swa_bounded_replay", "trust_remote_code", "use_fp64_gumbel", "use_replayssm", "use_tqdm_on_load",
+    "use_v2_block_manager"}) | {
     name for name in NO_EFFECT if name.startswith(("disable_", "enable_", "log_error"))} - {
         "disable_access_log_for_endpoints"}
 OWN = ("speculative_config", "runner", "tokenizer", *engine.GENERATION)     # of LLM, each with a meaning

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinygrad_nv.engine.request_output import Logprob
+from tinygrad_nv.engine.logprobs import Logprob
 from tinygrad_nv.engine.sampling import MAX_LOGPROBS, SamplingParams
 from tinygrad_nv.errors import RequestError
 
@@ -21,13 +21,17 @@ from tinygrad_nv.errors import RequestError
 @dataclass(frozen=True)
 class BeamSearchParams:
     """`beam_width` beams, of at most `max_tokens` new tokens each. `ignore_eos`: end tokens end none.
-    `temperature` above 0: each beam's candidates have a sampled token among them, too."""
+    `temperature` above 0: each beam's candidates have a sampled token among them, too.
+    `skip_special_tokens` leaves these out of the texts."""
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: None = None
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
 
     def __post_init__(self) -> None:
         widest = MAX_LOGPROBS // 2  # each beam is continued by 2 · beam_width tokens
@@ -40,6 +44,9 @@ class BeamSearchParams:
         if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, int | float):
             raise RequestError(f"length_penalty is {self.length_penalty!r}", "a number",
                                "change length_penalty")
+        if self.structured_outputs is not None:
+            raise RequestError("structured_outputs of a beam search", "none: beams take any token",
+                               "leave it out, or call generate")
         _ = self.sampling       # checks the temperature
 
     @property

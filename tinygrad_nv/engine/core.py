@@ -302,15 +302,21 @@ class EngineCore:
         tokens.append(token)
         self._num_generated += 1
         length = len(tokens)
-        reason, stop, complete = None, None, False
+        params = seq.request.params
+        reason: str | None = None
+        stop: int | str | None = None
+        complete = False
         if token in seq.stop_ids:   # before `min_tokens` the token mask excludes them
             reason = "stop"
-            stop = token if token in seq.request.params.stop_token_ids else None
+            stop = token if token in params.stop_token_ids else None
         elif seq.matcher is not None:
             try: seq.matcher.accept(token)
             except NVError as error: return self._fail_seq(seq, error)
             if seq.matcher.is_finished: reason, complete = "stop", True
         if reason is None and length >= seq.max_length: reason = "length"
+        if reason is None and (repetition := params.repetition_detection) is not None and \
+                length >= seq.min_length and repetition.finds(tokens, seq.num_prompt_tokens):
+            reason, stop = "repetition", "repetition_detected"
         found = () if logprobs is None else (logprobs,)
         self._outputs.append(made := EngineCoreOutput(seq.request.id, seq.index, (token,), found, reason,
                                                       stop, seq.num_cached, None, complete))

@@ -48,6 +48,7 @@ from tinygrad_nv.engine.lora.request import LoRAConfig
 from tinygrad_nv.engine.lora.serving import ServedAdapters, open_adapters
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
 from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
+from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
 from tinygrad_nv.engine.speculation.ngram import parse_speculative
@@ -94,8 +95,9 @@ class LLM(GenerationMethods, PoolingMethods):
     each stage of loading. `model` may be a bundle (engine/bundled/), whose limits are those it was compiled
     for; `required_key` is a file with the public key that has to have signed it, `weights` the directory of
     files that it refers to. `generation_config` and `override_generation_config` say where sampling defaults
-    come from (generation_config.py). Other arguments of vLLM's `LLM` are taken, or refused
-    (vllm_arguments.py)."""
+    come from (generation_config.py). `chat_template`, a file, a template or the name of one of the model's,
+    is that of `chat`. Without `disable_log_stats` outputs have `metrics`. Other arguments of vLLM's `LLM` are
+    taken, or refused (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -110,6 +112,7 @@ class LLM(GenerationMethods, PoolingMethods):
                  lora_dtype: str = "auto", tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
                  enable_expert_parallel: bool = False, data_parallel_size: int = 1,
                  required_key: Path | None = None, weights: Path | None = None,
+                 chat_template: str | Path | None = None, disable_log_stats: bool = True,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         if config.overridden(SETTING):
             raise ConfigError("LLM inside `with deterministic():`, which holds for this thread alone",
@@ -135,9 +138,11 @@ class LLM(GenerationMethods, PoolingMethods):
             flag("enable_expert_parallel", enable_expert_parallel, False),
             whole("data_parallel_size", data_parallel_size, 1),
             (own.get("generation_config"), own.get("override_generation_config")))
+        self._world_size, self._num_replicas = options.world_size, options.data_parallel_size
         self._seeds = fresh_seed if seed is None else partial(Random(seed).getrandbits, 32)
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
+        self._enqueued, self.log_stats = list[Request](), not disable_log_stats
         self.compilations = Compilations()
         self.directory, self.device = Path(model), open_device(device)
         self.bundle = None
@@ -164,6 +169,8 @@ class LLM(GenerationMethods, PoolingMethods):
                                   "a model that generates", "leave enable_lora out")
             self.defaults, self.length = SamplingParams(), self.embedder.length
             self.tokenizer, self.tokenizer_error = self.embedder.tokenizer, self.embedder.tokenizer_error
+        if chat_template is not None:
+            self.tokenizer = self.require_tokenizer().with_template(str(chat_template))
 
     def _open_embedder(self, task: str, options: LoadOptions) -> Embedder | None:
         """The model, if it makes embeddings. Bundles are of models that generate."""
@@ -252,6 +259,14 @@ class LLM(GenerationMethods, PoolingMethods):
         finally:
             if self.ranks is not None: self.ranks.close()
 
+    def reset_mm_cache(self) -> None:
+        """Drops what was computed of earlier images."""
+        if self.vision is not None: self.vision.forget()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Counts the ranks that have the model; without `include_dp` those of one replica."""
+        return self._world_size if include_dp else self._world_size // self._num_replicas
+
     def get_metrics(self) -> list[Metric]:
         """Statistics, as vLLM's metric objects (metrics.py)."""
         stats = self._stats_now() if self.embedder is None else self.embedder.engine.stats()
@@ -330,7 +345,7 @@ class LLM(GenerationMethods, PoolingMethods):
         replica: of equal requests each gets one."""
         budget = self.core.config.max_batched_tokens // GROUP * GROUP
         parts = {min(prompt_tokens, budget), prompt_tokens % budget if prompt_tokens > budget else 0} - {0}
-        made = replace(params, max_tokens=2, min_tokens=0, seed=0, stop=(), stop_token_ids=(),
+        made = replace(params, max_tokens=2, min_tokens=0, seed=0, stop=[], stop_token_ids=[],
                        ignore_eos=True)
         for count in parts:
             # a prefix cache hit would run another graph

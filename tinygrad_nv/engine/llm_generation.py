@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import queue
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +19,7 @@ from tinygrad_nv.engine.llm_prompts import PromptMethods
 from tinygrad_nv.engine.lora.request import LoRARequest, one_for_each
 from tinygrad_nv.engine.metrics import Latencies
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
-from tinygrad_nv.engine.prompts import Prompt, as_prompts
+from tinygrad_nv.engine.prompts import Prompt, as_prompts, require_messages
 from tinygrad_nv.engine.request_output import RequestOutput, RequestOutputBuilder
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
@@ -37,33 +37,80 @@ class GenerationMethods(PromptMethods):
     """How `LLM` generates."""
     engine: Engine
     latencies: Latencies
+    log_stats: bool
     _request_numbers: itertools.count[int]
+    _enqueued: list[Request]
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
-                 priority: Sequence[int] | None = None,
+                 priority: int | Sequence[int] | None = None,
+                 tokenization_kwargs: Mapping[str, Any] | None = None,
+                 mm_processor_kwargs: Mapping[str, Any] | None = None,
                  progress: Callable[[int, int], None] = lambda done, total: None) -> list[RequestOutput]:
-        """Answers to one prompt or to a list of them, in order. `sampling_params` and `lora_request` are for
-        all, or a list with one for each, as `priority` is. `progress(done, total)` counts finished prompts;
-        so does a bar of tqdm on a terminal, where that is installed, or what `use_tqdm` makes. Raises
-        `RequestError` at once for a bad prompt; an answer that fails later has finish reason "error"."""
-        many, params = as_prompts(prompts), sampling_params
-        loras = one_for_each(lora_request, len(many))
+        """Answers to one prompt or to a list of them, in order. `sampling_params`, `lora_request` and
+        `priority` are for all, or a list with one for each. `tokenization_kwargs` say how texts become tokens
+        (prompts.py). `progress(done, total)` counts finished prompts; so does a bar of tqdm on a terminal,
+        where that is installed, or what `use_tqdm` makes. Raises `RequestError` at once for a bad prompt; an
+        answer that fails later has finish reason "error"."""
+        requests = self._requests(prompts, sampling_params, lora_request, priority, tokenization_kwargs,
+                                  mm_processor_kwargs)
+        with progress_bar(use_tqdm, len(requests)) as advance:
+            return self._answers(requests, progress, advance)
+
+    def enqueue(self, prompts: Prompt | Sequence[Prompt],
+                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                lora_request: Lora = None, priority: int | Sequence[int] | None = None,
+                use_tqdm: bool | Callable[..., Any] = True,
+                tokenization_kwargs: Mapping[str, Any] | None = None,
+                mm_processor_kwargs: Mapping[str, Any] | None = None) -> list[str]:
+        """Keeps the requests of a `generate` for `wait_for_completion`, and returns their ids."""
+        self._enqueued += (made := self._requests(prompts, sampling_params, lora_request, priority,
+                                                  tokenization_kwargs, mm_processor_kwargs))
+        return [each.id for each in made]
+
+    def enqueue_chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+                     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                     use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
+                     priority: int | Sequence[int] | None = None, *,
+                     tokenization_kwargs: Mapping[str, Any] | None = None,
+                     mm_processor_kwargs: Mapping[str, Any] | None = None, **template: Any) -> list[str]:
+        """Keeps the requests of a `chat` for `wait_for_completion`, and returns their ids. `template`: the
+        arguments of `chat` that are about its template."""
+        return self.enqueue(self._conversations(messages, **template), sampling_params, lora_request,
+                            priority, use_tqdm, tokenization_kwargs, mm_processor_kwargs)
+
+    def wait_for_completion(self, output_type: Any = None, *,
+                            use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
+        """Runs the requests of `enqueue`, and returns their answers in order."""
+        requests, self._enqueued = self._enqueued, []
+        with progress_bar(use_tqdm, len(requests)) as advance:
+            return self._answers(requests, lambda done, total: None, advance)
+
+    def _requests(self, prompts: Prompt | Sequence[Prompt],
+                  params: SamplingParams | Sequence[SamplingParams] | None, lora: Lora,
+                  priority: int | Sequence[int] | None, tokenization: Mapping[str, Any] | None,
+                  processor: Mapping[str, Any] | None) -> list[Request]:
+        """The requests of a call, checked."""
+        many = as_prompts(prompts)
+        if processor:
+            raise RequestError(f"mm_processor_kwargs is {processor!r:.200}", "none: a model's files say how "
+                               "it reads images", "leave mm_processor_kwargs out")
         alike = params is None or isinstance(params, SamplingParams | Mapping)
         each = cast(list[SamplingParams | None], [params] * len(many) if alike else [*params])  # type: ignore
-        for name, given in (("sampling_params", each), ("priorities", priority)):
-            if given is not None and len(given) != len(many):
+        first = [*priority] if isinstance(priority, Iterable) else [priority or 0] * len(many)
+        for name, given in (("sampling_params", each), ("priorities", first)):
+            if len(given) != len(many):
                 raise RequestError(f"{len(given)} {name} for {len(many)} prompts",
                                    "one for all, or one for each", "pass as many")
-        requests = [self.request(self._name(), prompt, its, first, lora_request=lora) for
-                    prompt, its, first, lora in
-                    zip(many, each, priority or [0] * len(many), loras, strict=True)]
-        with progress_bar(use_tqdm, len(many)) as advance: return self._answers(requests, progress, advance)
+        if tokenization: many = [self.tokenize_as_told(prompt, tokenization) for prompt in many]
+        return [self.request(self._name(), prompt, its, before, lora_request=adapter)
+                for prompt, its, before, adapter in
+                zip(many, each, first, one_for_each(lora, len(many)), strict=True)]
 
     def _answers(self, requests: Sequence[Request], progress: Callable[[int, int], None],
                  advance: Callable[[], None]) -> list[RequestOutput]:
-        builders = [RequestOutputBuilder(request) for request in requests]
+        builders = [RequestOutputBuilder(request, self.log_stats) for request in requests]
         outputs: dict[int, RequestOutput] = {}
         for at, delta in self._run(requests):
             builders[at].push(delta)
@@ -76,26 +123,44 @@ class GenerationMethods(PromptMethods):
         return [outputs[at] for at in range(len(builders))]
 
     def chat(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
-             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+             sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
              use_tqdm: bool | Callable[..., Any] = True, lora_request: Lora = None,
-             tools: Tools | None = None, chat_template: str | None = None,
+             priority: int | Sequence[int] | None = None, chat_template: str | None = None,
              chat_template_content_format: str = "auto", add_generation_prompt: bool = True,
-             continue_final_message: bool = False,
-             chat_template_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
+             continue_final_message: bool = False, tools: Tools | None = None,
+             chat_template_kwargs: Mapping[str, Any] | None = None,
+             tokenization_kwargs: Mapping[str, Any] | None = None,
+             mm_processor_kwargs: Mapping[str, Any] | None = None) -> list[RequestOutput]:
         """Answers to a conversation, or to a list of them, as `generate` gives them. The chat template is the
-        model's or `chat_template` (a template, or the name of one of the model's), with `tools` and
-        `chat_template_kwargs`, which come before the others. `chat_template_content_format`: "string" or
-        "openai" where "auto" shall not find out whether the template reads texts or lists of parts. Arguments
-        of earlier tool calls may be JSON texts, as the API has them."""
+        model's, or `chat_template` (a template, or the name of one of the model's), with `tools` and
+        variables of `chat_template_kwargs`, which the other arguments come before.
+        `chat_template_content_format`: "string" or "openai" where "auto" shall not find out whether the
+        template reads texts or lists of parts. Arguments of earlier tool calls may be JSON texts, as the API
+        has them."""
+        prompts = self._conversations(messages, chat_template, chat_template_content_format,
+                                      add_generation_prompt, continue_final_message, tools,
+                                      chat_template_kwargs)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request,
+                             priority=priority, tokenization_kwargs=tokenization_kwargs,
+                             mm_processor_kwargs=mm_processor_kwargs)
+
+    def _conversations(self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+                       chat_template: str | None = None, chat_template_content_format: str = "auto",
+                       add_generation_prompt: bool = True, continue_final_message: bool = False,
+                       tools: Tools | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+                       ) -> list[Prompt]:
+        """The prompts of a `chat`."""
         several = not messages or not isinstance(messages[0], Mapping)
         form = None if chat_template_content_format == "auto" else chat_template_content_format
-        extra = {"tools": tools, "chat_template": chat_template, "content_format": form,
-                 "add_generation_prompt": add_generation_prompt,
-                 "continue_final_message": continue_final_message, **(chat_template_kwargs or {})}
-        tools = extra.pop("tools") or ()
-        prompts = [self.render_conversation([*map(with_arguments, each)], tools, extra, local=True)
-                   for each in cast(Sequence[Sequence[Message]], messages if several else [messages])]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        own = {"tools": tools, "chat_template": chat_template, "content_format": form,
+               "add_generation_prompt": add_generation_prompt,
+               "continue_final_message": continue_final_message}
+        given = {name: each for name, each in own.items() if each is not None}
+        extra = {**(chat_template_kwargs or {}), **given}
+        tools = extra.pop("tools", None) or ()
+        many = [require_messages(each) for each in (messages if several else [messages])]
+        return [self.render_conversation([*map(with_arguments, each)], tools, extra, local=True)
+                for each in many]
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
                     lora_request: None = None, use_tqdm: bool | Callable[..., Any] = False,
@@ -130,7 +195,7 @@ class GenerationMethods(PromptMethods):
                 search.extend([found for each in outputs for found in each.logprobs or ()])
         made = [BeamSearchOutput(search.best()) for search in searches]
         for beam in (beam for each in made for beam in each.sequences):
-            if self.tokenizer: beam.text = self.tokenizer.decode(beam.tokens, skip_special_tokens=False)
+            if self.tokenizer: beam.text = self.tokenizer.decode(beam.tokens, params.skip_special_tokens)
         return made
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *,
@@ -144,7 +209,7 @@ class GenerationMethods(PromptMethods):
                  lora_request: LoRARequest | None = None) -> RequestOutput:
         """The whole answer to one prompt, or its n answers; `on_delta` is called with each delta."""
         request = self.request(self._name(), prompt, params, lora_request=lora_request)
-        builders = RequestOutputBuilder(request)
+        builders = RequestOutputBuilder(request, self.log_stats)
         for delta in self._stream(request):
             on_delta(delta)
             builders.push(delta)
@@ -179,7 +244,7 @@ class GenerationMethods(PromptMethods):
         finally:
             for name in open_: self.engine.abort(name)
 
-    def _name(self) -> str: return f"local-{next(self._request_numbers)}"
+    def _name(self) -> str: return str(next(self._request_numbers))
 
 
 @contextmanager

@@ -58,13 +58,11 @@ class PromptMethods:
         if parsed.messages is not None: parsed = self.conversation(parsed.messages)
         if parsed.ids is not None:
             ids = parsed.ids[:limit] if limit is None or truncation_side == "right" else parsed.ids[-limit:]
-        elif not parsed.text:
-            raise RequestError("the prompt is empty", "at least one character", "write a prompt")
         else:
-            tokenizer = self.require_tokenizer()
-            tokenizer.require_fitting(parsed.text, self.length - 1, limit is not None)
-            ids = tokenizer.encode(parsed.text) if limit is None else \
-                tokenizer.encode_truncated(parsed.text, limit, truncation_side)
+            tokenizer, text = self.require_tokenizer(), parsed.text or ""
+            tokenizer.require_fitting(text, self.length - 1, limit is not None)
+            ids = tokenizer.encode(text) if limit is None else \
+                tokenizer.encode_truncated(text, limit, truncation_side)
         if not ids:
             raise RequestError("the prompt has no tokens", "at least one token id", "pass a longer prompt")
         if len(ids) >= self.length:
@@ -76,6 +74,31 @@ class PromptMethods:
             raise RequestError(f"token id {bad} is not in the vocabulary",
                                f"0 to {self.config.vocab_size - 1}", "use ids of this model's tokenizer")
         return ids
+
+    def tokenize_as_told(self, prompt: Prompt, given: Mapping[str, Any]) -> ParsedPrompt:
+        """A prompt as its tokens, as vLLM's `tokenization_kwargs` say: `add_special_tokens`, and at most
+        `truncate_prompt_tokens` (or `max_length` with `truncation`). Without a `truncation_side` it is cut
+        off at its beginning, but for special tokens. Names that vLLM has not are ignored, as there."""
+        side, most = given.get("truncation_side"), given.get("truncate_prompt_tokens")
+        if most is None and given.get("truncation"): most = given.get("max_length", self.length)
+        if most == -1: most = self.length - 1
+        if side not in (None, "left", "right") or not (most is None or _is_whole(most, 1, self.length)):
+            raise RequestError(f"tokenization_kwargs is {dict(given)!r:.200}",
+                               f"truncate_prompt_tokens from 1 to {self.length}, or -1; truncation_side left "
+                               "or right", "change tokenization_kwargs")
+        if other := [name for name in ("padding", "pad_prompt_tokens", "do_lower_case") if given.get(name)]:
+            raise RequestError(f"tokenization_kwargs has {other[0]}", "none: texts are as written",
+                               f"leave {other[0]} out")
+        parsed = parse(prompt)
+        if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
+        ids, special = parsed.ids, given.get("add_special_tokens", True)
+        if ids is None or (parsed is prompt and "add_special_tokens" in given):
+            tokenizer, text = self.require_tokenizer(), parsed.text or ""
+            tokenizer.require_fitting(text, self.length - 1, most is not None)
+            ids = tokenizer.encode_truncated(text, most, "left") if most and special and side is None else \
+                tokenizer.encode(text, special)
+        if most is not None: ids = ids[:most] if side == "right" else ids[-most:]
+        return replace(parsed, ids=ids)
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises the error of loading it if there is none."""
@@ -162,6 +185,9 @@ class PromptMethods:
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
         self._require_more_than_ends(params)
+        if params.thinking_token_budget is not None and params.reasoning is None:
+            raise RequestError(f"thinking_token_budget is {params.thinking_token_budget}", "None: a server "
+                               "with --reasoning-parser knows where reasoning ends", "ask the server")
         params = replace(params, seed=self._seeds() if params.seed is None else params.seed)
         parsed = parse(prompt)
         if parsed.messages is not None: parsed = replace(self.conversation(parsed.messages), salt=parsed.salt)
@@ -172,3 +198,7 @@ class PromptMethods:
         check_request(made, self.core.config, self.length, self.config.vocab_size)
         made = with_adapter(self.adapters, made, lora_request)
         return replace(made, matchers=self.matchers(params)) if matched else made
+
+
+def _is_whole(x: Any, low: int, high: int) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and low <= x <= high

@@ -6,6 +6,7 @@ them into `Delta`s: text that can no longer change. The last output of a sequenc
     "stop"      an end token, a stop token or a stop string (the latter two in `stop_reason`), or the
                 structured output is complete
     "length"    max_tokens, or the context is full
+    "repetition"  the last tokens repeat, as `repetition_detection` says
     "abort"     cancelled
     "error"     the sequence could not continue; `error` says why
 """

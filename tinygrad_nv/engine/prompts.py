@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TextOrTokens = str | Sequence[int]
 KINDS = ("prompt", "prompt_token_ids", "messages")
+# keys of vLLM that would say more; one that it does not know has no effect
+NOT_SERVED = ("prompt_embeds", "encoder_prompt", "decoder_prompt", "mm_processor_kwargs", "multi_modal_uuids")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def parse(prompt: Prompt) -> ParsedPrompt:
     salt, text, media = given.pop("cache_salt", ""), None, given.pop("multi_modal_data", None)
     if "prompt_token_ids" in given: text = given.pop("prompt", None)   # the text of these tokens
     found = [name for name in KINDS if name in given]
-    if len(found) != 1 or len(given) != 1 or not isinstance(salt, str):
+    other = [name for name in NOT_SERVED if given.get(name)]
+    if len(found) != 1 or other or not isinstance(salt, str):
         raise RequestError(f"a prompt with {', '.join(map(repr, prompt)) or 'nothing'}",
                            f"one of {', '.join(KINDS)}, and perhaps cache_salt, a text, or multi_modal_data",
                            "pass a text, token ids or messages; sounds are not read")
@@ -104,6 +107,24 @@ def only_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parts, list | tuple) or all(map(is_text, parts)): return message
     raise RequestError(f"a content of parts {str(parts)[:60]}", "parts of type text",
                        "leave images and sounds out: the model reads text")
+
+
+def require_messages(messages: Any) -> list[Mapping[str, Any]]:
+    """A conversation, with parts for the texts of a list. Raises `RequestError` for what is none."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise RequestError(f"messages is {str(messages)[:60]!r}", "a list of messages", "write at least one")
+    made = []
+    for each in messages:
+        content = each.get("content") if isinstance(each, Mapping) else None
+        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str) or \
+                not isinstance(content, str | list | tuple | None):
+            raise RequestError(f"a message {str(each)[:60]}",
+                               "a role, and a content that is a text, parts or None", "correct the message")
+        if isinstance(content, list | tuple):
+            parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+            each = {**each, "content": parts}
+        made.append(each)
+    return made
 
 
 def _not_a_prompt(found: Any) -> RequestError:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any
@@ -33,6 +33,18 @@ MAX_BAD_WORD_CHARACTERS = 64 << 10      # limit: characters of all bad words of 
 MAX_STOP_CHARACTERS = 1024      # limit: characters of a stop string
 # vocabularies have up to half of that
 MAX_TOKEN_IDS = 1 << 19         # limit: token ids in stop_token_ids, or in allowed_token_ids
+MAX_TEMPERATURE = 2     # vLLM's and OpenAI's
+# each new token is compared with so many patterns
+MAX_PATTERN = 1024      # limit: tokens of a pattern of repetition_detection
+# fields of vLLM that are None here, and why
+UNSET = {"logits_processors": "logits stay on the device; logit_bias, allowed_token_ids, bad_words and "
+                              "structured_outputs are there",
+         "guided_decoding": "structured_outputs stands for it",
+         **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+                         "log probabilities are of the likeliest tokens"),
+         "trace_decode_token_ids": "tokens are sampled"}
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize",
+         "spaces_between_special_tokens", "flat_logprobs", "skip_reading_prefix_cache")
 LAST = "logits_processors"      # the last field
 _SLOT_NUMBERS = [Number.temperature, Number.min_p, Number.repetition_penalty, Number.presence_penalty,
                  Number.frequency_penalty]
@@ -69,9 +81,33 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@dataclass(unsafe_hash=True)
+@dataclass
+class RepetitionDetectionParams:
+    """Ends an answer whose last tokens repeat: a pattern of `min_pattern_size` to `max_pattern_size` tokens
+    (0: none), `min_count` times in a row."""
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = self.min_pattern_size, self.max_pattern_size, self.min_count
+        whole = all(map(_is_whole, sizes)) and 0 <= self.min_pattern_size <= self.max_pattern_size
+        if not whole or (self.max_pattern_size and self.min_count < 2) or self.max_pattern_size > MAX_PATTERN:
+            raise RequestError(f"repetition_detection is {self!r:.200}",
+                               f"0 ≤ min_pattern_size ≤ max_pattern_size ≤ {MAX_PATTERN}, and min_count ≥ 2",
+                               "change repetition_detection")
+
+    def finds(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether the tokens from `start` on end with a repeated pattern."""
+        for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
+            if (first := len(tokens) - size * self.min_count) < start: return False
+            if tokens[first:-size] == tokens[first + size:]: return True
+        return False
+
+
+@dataclass
 class SamplingParams:
-    """How to sample tokens and when to stop. Names, meanings and defaults are vLLM's.
+    """How to sample tokens and when to stop. Names, order, meanings and defaults are vLLM's.
 
     `temperature` 0 is greedy (as is anything below `GREEDY_BELOW`). `top_k` 0 or -1 keeps every token.
     `top_p` in (0, 1]; `min_p` in [0, 1], relative to the likeliest token. `repetition_penalty` divides
@@ -83,55 +119,80 @@ class SamplingParams:
     `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`. Ids in
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
     sampled before `min_tokens` tokens. `logprobs` and `prompt_logprobs` request log probabilities of so many
-    of the likeliest tokens, besides the sampled one.
+    of the likeliest tokens, besides the sampled one, as `FlatLogprobs` with `flat_logprobs`. Nothing of a
+    prompt with `skip_reading_prefix_cache` is taken from the prefix cache.
 
     `structured_outputs` constrains the output (structured_output/params.py), with `reasoning` what comes
     after the model's reasoning, whose tokens may be bounded (structured_output/after_reasoning.py). Only
     `allowed_token_ids` are sampled, if there are any, and none that completes one of `bad_words` (a text,
     also with a blank before it) in the output. A prompt is cut off at its beginning so that it has at most
     `truncate_prompt_tokens` tokens (-1: what the context holds). `skip_special_tokens` leaves special tokens
-    out of the text, and without `detokenize` there is none. `spaces_between_special_tokens`, True, changes no
-    text, and neither does `output_kind`. `best_of` is `n`, and `logits_processors` None.
+    out of the text, and without `detokenize` there is none. `best_of` is `n`. `watermarking`,
+    `stream_interval`, `skip_clone`, `extra_args`, `output_kind`, `spaces_between_special_tokens` and
+    `routed_experts_prompt_start` are for parts of vLLM, and change nothing. The fields of `UNSET` are None.
 
     A field that is set later is checked, too. Requests keep the values that they were made with."""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = 16
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    watermarking: bool | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    structured_outputs: StructuredOutputsParams | None = None
-    reasoning: ReasoningTokens | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    truncate_prompt_tokens: int | None = None
+    prompt_logprob_token_ids: None = None
+    prompt_logprob_start: None = None
+    logprob_token_ids: None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    detokenize: bool = True
+    include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    bad_words: list[str] = field(default_factory=list)
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: None = None
+    # older names of vLLM, and what its server has beside the class
+    reasoning: ReasoningTokens | None = None
+    truncate_prompt_tokens: int | None = None
     best_of: int | None = None
+    guided_decoding: None = None
     logits_processors: None = None
 
     def __post_init__(self) -> None:
-        self._set(stop=(self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop),
-                  stop_token_ids=_as_tuple(self.stop_token_ids), bad_words=_as_tuple(self.bad_words),
-                  logit_bias={} if self.logit_bias is None else self.logit_bias,
+        stop = [self.stop] if isinstance(self.stop, str) else _as_list(self.stop)
+        self._set(stop=stop, stop_token_ids=_as_list(self.stop_token_ids), bad_words=_as_list(self.bad_words),
                   seed=None if self.seed == -1 else self.seed,
-                  logits_processors=None if self.logits_processors == [] else self.logits_processors)
-        if self.allowed_token_ids is not None: self._set(allowed_token_ids=_as_tuple(self.allowed_token_ids))
-        self._check_number("temperature", 0, FLOAT32_MAX, "a number from 0 (greedy) to 3.4e38")
+                  **{name: None for name in UNSET if getattr(self, name) == []},
+                  thinking_token_budget=None if self.thinking_token_budget == -1 else
+                  self.thinking_token_budget)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True: self._set(**{name: 1})
+        if self.allowed_token_ids is not None: self._set(allowed_token_ids=_as_list(self.allowed_token_ids))
+        if self.skip_reading_prefix_cache is None:
+            self._set(skip_reading_prefix_cache=self.prompt_logprobs is not None)
+        for name in FLAGS:
+            if (value := getattr(self, name)) is None or (value in (0, 1)): self._set(**{name: bool(value)})
+        self._check_number("temperature", 0, MAX_TEMPERATURE,
+                           f"a number from 0 (greedy) to {MAX_TEMPERATURE}")
         self._check_integer("top_k", -1, sys.maxsize, "a whole number ≥ 1, or 0 for every token")
         self._check_number("top_p", 0, 1, "a number in (0, 1]", above=True)
         self._check_number("min_p", 0, 1, "a number in [0, 1]")
@@ -144,20 +205,21 @@ class SamplingParams:
         most = sys.maxsize if self.max_tokens is None else self.max_tokens
         self._check_integer("min_tokens", 0, sys.maxsize, "a whole number ≥ 0")
         self._require("min_tokens", self.min_tokens <= most, f"at most max_tokens, {most}")
-        self._check_integer("seed", 0, (1 << 64) - 1, "a whole number in [0, 2^64)", optional=True)
+        self._check_integer("seed", -(1 << 63), (1 << 64) - 1, "a whole number in [-2^63, 2^64)",
+                            optional=True)
         for name in ("logprobs", "prompt_logprobs"):
             self._check_integer(name, 0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}",
                                 optional=True)
         self._check_integer("truncate_prompt_tokens", -1, sys.maxsize, "a whole number ≥ 1, or -1",
                             optional=True)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize",
-                     "spaces_between_special_tokens"):
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in FLAGS: self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        for name, low in (("stream_interval", 1), ("thinking_token_budget", 0)):
+            self._check_integer(name, low, sys.maxsize, f"a whole number ≥ {low}", optional=True)
         for name in ("stop", "bad_words"):
-            self._require(name, isinstance(texts := getattr(self, name), tuple)
+            self._require(name, isinstance(texts := getattr(self, name), list)
                           and all(isinstance(each, str) and each for each in texts), "non-empty strings")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            self._require(name, (ids := getattr(self, name)) is None or (isinstance(ids, tuple)
+            self._require(name, (ids := getattr(self, name)) is None or (isinstance(ids, list)
                           and _are_ids(ids)), "token ids")
             self._require_length(name, len(ids or ()), MAX_TOKEN_IDS, "token ids")
         self._check_unusual()
@@ -165,6 +227,8 @@ class SamplingParams:
                       or isinstance(self.structured_outputs, StructuredOutputsParams),
                       "StructuredOutputsParams")
         self._check_logit_bias()
+        self._set(stop_token_ids=list(dict.fromkeys(self.stop_token_ids)),
+                  bad_words=list(dict.fromkeys(self.bad_words)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).__dataclass_fields__:
@@ -181,26 +245,25 @@ class SamplingParams:
 
     def _check_unusual(self) -> None:
         self._require("truncate_prompt_tokens", self.truncate_prompt_tokens != 0, "a whole number ≥ 1, or -1")
-        self._require("allowed_token_ids", self.allowed_token_ids != (), "at least one token id, or None")
+        self._require("allowed_token_ids", self.allowed_token_ids != [], "at least one token id, or None")
         self._require_length("bad_words", len(self.bad_words), MAX_BAD_WORDS, "texts")
         self._require_length("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_CHARACTERS,
                              "characters in all")
         self._require_length("stop", max(map(len, self.stop), default=0), MAX_STOP_CHARACTERS,
                              "characters in a string")
         self._require("stop", not self.stop or self.detokenize, "none without detokenize")
-        self._require("spaces_between_special_tokens", self.spaces_between_special_tokens,
-                      "True: tokenizers of this package put no other blanks")
         self._require("best_of", self.best_of in (None, self.n), f"n, {self.n}: answers are not chosen among")
-        self._require("logits_processors", self.logits_processors is None,
-                      "None: logits stay on the device; logit_bias, allowed_token_ids, bad_words and "
-                      "structured_outputs are there")
+        for name, why in UNSET.items(): self._require(name, getattr(self, name) is None, f"None: {why}")
         self._require("output_kind", isinstance(self.output_kind, RequestOutputKind), "a RequestOutputKind")
+        self._require("extra_args", isinstance(self.extra_args, dict | None), "a dictionary")
+        self._require("repetition_detection", isinstance(self.repetition_detection,
+                      RepetitionDetectionParams | None), "RepetitionDetectionParams")
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items(): object.__setattr__(self, name, value)
 
     def _check_logit_bias(self) -> None:
-        bias = self.logit_bias
+        if (bias := self.logit_bias) is None: return
         self._require("logit_bias", isinstance(bias, Mapping) and all(_is_whole(i) and i >= 0 for i in bias),
                       "a bias for token ids")
         if len(bias) > MAX_BIASED_TOKENS:
@@ -229,6 +292,19 @@ class SamplingParams:
     def _require_length(self, name: str, found: int, most: int, of: str) -> None:
         if found <= most: return
         raise RequestError(f"{name} has {found} {of}", f"at most {most}", f"shorten {name}")
+
+    @staticmethod
+    def from_optional(**given: Any) -> SamplingParams:
+        """Returns parameters of fields as a client has them: None is the default, keys of `logit_bias` may be
+        texts, and its values are cut to [-100, 100]."""
+        if bias := given.get("logit_bias"):
+            given["logit_bias"] = {int(token): min(100.0, max(-100.0, each)) for token, each in bias.items()}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None
+                                 or name == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """Returns a copy."""
+        return replace(self)
 
     @property
     def filters(self) -> Filters:
@@ -266,15 +342,15 @@ class SamplingParams:
         return made
 
 
-def _as_tuple(given: Any) -> Any:
-    """Returns a list as a tuple, None as an empty one; anything else as it is, for its check to find."""
-    return () if given is None else tuple(given) if isinstance(given, list) else given
+def _as_list(given: Any) -> Any:
+    """Returns a copy of a list, an empty one for None; anything else as it is, for its check to find."""
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else given
 
 
 def _is_number(x: object) -> bool: return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-def _are_ids(ids: tuple[Any, ...]) -> bool:
+def _are_ids(ids: list[Any]) -> bool:
     """Whether these are whole numbers ≥ 0: there may be hundreds of thousands."""
     plain = {*map(type, ids)} <= {int} or all(map(_is_whole, ids))
     return plain and min(ids, default=0) >= 0

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 from tinygrad_nv.engine.beam_search import BeamSearchParams, Search
+from tinygrad_nv.engine.logprobs import Logprob, of_token
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput
-from tinygrad_nv.engine.request_output import Logprob, of_token
 from tinygrad_nv.engine.text.output_processor import OutputProcessor
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.protocol import Common

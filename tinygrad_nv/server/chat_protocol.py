@@ -81,7 +81,7 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None}
     common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice), streams_beams=True)
     # a stop string within its arguments would truncate a tool call
-    if choice.is_forced: common = replace(common, params=replace(common.params, stop=(), stop_token_ids=()))
+    if choice.is_forced: common = replace(common, params=replace(common.params, stop=[], stop_token_ids=[]))
     _prediction(fields)
     fields.as_usual({"modalities": ["text"], "web_search_options": {}})
     fields.hint("audio", ({},))

@@ -14,9 +14,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinygrad_nv.engine.logprobs import of_token
 from tinygrad_nv.engine.outputs import Delta, TokenLogprobs
 from tinygrad_nv.engine.prompts import TextOrTokens
-from tinygrad_nv.engine.request_output import of_token
 from tinygrad_nv.engine.text.detokenizer import Echo
 from tinygrad_nv.server import protocol
 from tinygrad_nv.server.beams import beam_deltas

@@ -80,6 +80,8 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     """A request of /v1/completions. `max_tokens` defaults to `usual`, which is OpenAI's (None: as many as the
     context holds), and may be 0 with `echo`."""
     fields = Fields(data)
+    # refused also where the tokenizer begins each text with a token, as by vLLM's server
+    if data.get("prompt") == "": raise invalid("prompt is empty, expected at least one character", "prompt")
     texts = prompts(fields)
     if fields.text("suffix"):
         raise invalid("suffix is not served: no model here fills a gap; to fix: put what follows into the "

@@ -29,10 +29,8 @@ from tinygrad_nv import config
 from tinygrad_nv.engine.async_engine import AsyncEngine
 from tinygrad_nv.engine.command_line import llm_arguments
 from tinygrad_nv.engine.llm import LLM
-from tinygrad_nv.engine.text.templates import DEFAULT, read_template
-from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.engine.worker import prebuilt_steps
-from tinygrad_nv.errors import RequestError, TokenizerError
+from tinygrad_nv.errors import RequestError
 from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.adapters import AdapterNames
 from tinygrad_nv.server.limits import RequestLimits
@@ -120,8 +118,7 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
     llm = LLM(directory, stage=stage, **model_options(arguments))
     if arguments.seed is not None: llm.defaults = replace(llm.defaults, seed=arguments.seed)
     if (given := arguments.chat_template) is not None:
-        tokenizer = llm.require_tokenizer()
-        llm.tokenizer = replace(tokenizer, template=template_of(given, tokenizer), named={})
+        llm.tokenizer = llm.require_tokenizer().with_template(given)
     if (form := arguments.chat_template_content_format) != "auto":
         llm.tokenizer = replace(llm.require_tokenizer(), content_format=form)
     most = max(MAX_PROMPT_BYTES, BYTES_PER_TOKEN * llm.length)
@@ -139,20 +136,6 @@ def open_adapters(llm: LLM, names: tuple[str, ...], arguments: argparse.Namespac
         made.add(name, path)
         LOG.info(line("adapter", name=name, path=path))
     return made
-
-
-def template_of(given: str, tokenizer: Tokenizer) -> str:
-    """The template of --chat-template: a file's text, the model's of this name, or a template itself, as vLLM
-    has it. Raises `TokenizerError`."""
-    names = [*({} if tokenizer.template is None else {DEFAULT: ""}), *tokenizer.named]
-    if given in names: return tokenizer.chat_template(name=given)
-    path = Path(given)
-    if not any(sign in given for sign in "{}\n"):
-        if path.is_file(): return read_template(path)
-        raise TokenizerError(f"--chat-template {given} cannot be read: there is no such file",
-                             "a file, a template, or the name of one of the model's: "
-                             f"{', '.join(names) or 'it has none'}", "change --chat-template")
-    return given
 
 
 def warm_up(llm: LLM, waterfall: Waterfall) -> None:

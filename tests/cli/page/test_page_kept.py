@@ -40,7 +40,7 @@ def test_a_reload_keeps_conversations_settings_and_what_is_written(
     say(window, "Third")
     params = engine.asked[-1][1]
     assert (params.temperature, params.top_k, params.seed, params.repetition_penalty) == (0.5, 7, 11, 1.2)
-    assert params.stop == ("END", "\n\n")
+    assert params.stop == ["END", "\n\n"]
     # the latest is the first
     assert window.text("#conversations .conversation") == "First of all|Second"
     window.click("#reset")

@@ -16,7 +16,6 @@ from tinygrad_nv.cli import DEFAULT_MODEL
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.errors import TokenizerError
 from tinygrad_nv.server.service import Parsers
-from tinygrad_nv.server.startup import template_of
 
 openai = lazy("openai")
 
@@ -106,9 +105,9 @@ def test_the_template_of_the_command_line(tmp_path: Path):
     (tmp_path / "own.jinja").write_text("own")
     for given, wanted in (("rag", "{{ documents }}"), ("default", QWEN), ("{{ messages }}", "{{ messages }}"),
                           (str(tmp_path / "own.jinja"), "own")):
-        assert template_of(given, tokenizer) == wanted
+        assert tokenizer.with_template(given).template == wanted
     with pytest.raises(TokenizerError, match="--chat-template tool_use cannot be read") as error:
-        template_of("tool_use", tokenizer)
+        tokenizer.with_template("tool_use")
     assert "default, rag" in error.value.expected
 
 
@@ -235,8 +234,8 @@ def test_fields_reach_the_engine():
                                  "prediction": {"type": "content", "content": "ok"}}
         done = client.chat.completions.create(**asked)
         given, params = engine.asked[-1]
-        assert (given.salt, params.skip_special_tokens, params.stop_token_ids) == ("mine", False, (7,))
-        assert (params.bad_words, params.allowed_token_ids, params.n) == (("fox",), (5, 6), 2)
+        assert (given.salt, params.skip_special_tokens, params.stop_token_ids) == ("mine", False, [7])
+        assert (params.bad_words, params.allowed_token_ids, params.n) == (["fox"], [5, 6], 2)
         assert done.prompt_token_ids == given.ids
         assert [choice.token_ids for choice in done.choices] == [[0, 1]] * 2
         chunks = list(client.chat.completions.create(**asked, stream=True))

@@ -128,8 +128,8 @@ def asked(**fields: Any) -> chat_protocol.ChatRequest:
 
 
 def test_stop_strings_do_not_cut_a_call():
-    assert asked(stop=["}"], stop_token_ids=[5]).params.stop == ()
-    assert asked(stop=["}"], stop_token_ids=[5]).params.stop_token_ids == ()
+    assert asked(stop=["}"], stop_token_ids=[5]).params.stop == []
+    assert asked(stop=["}"], stop_token_ids=[5]).params.stop_token_ids == []
     assert tuple(asked(stop=["}"], tool_choice="auto").params.stop) == ("}",)
 
 

@@ -68,7 +68,7 @@ def test_options_arrive(server: Live, engine: FakeEngine):
               extra_body={"top_k": 4, "min_p": 0.1}).invoke("A story")
     params = engine.asked[-1][1]
     assert (params.temperature, params.top_p, params.seed, params.max_tokens, params.stop, params.n) == (
-        0.3, 0.5, 7, 3, ("zz",), 2)
+        0.3, 0.5, 7, 3, ["zz"], 2)
     assert (params.top_k, params.min_p, params.logprobs) == (4, 0.1, 1)
     assert (params.frequency_penalty, params.presence_penalty) == (0.1, 0.2)
 

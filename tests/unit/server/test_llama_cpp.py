@@ -29,7 +29,7 @@ def test_a_prompt_is_completed():
         assert made["generation_settings"]["n_predict"] == 9
         assert made["model"] == NAME
         params = engine.asked[-1][1]
-        assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (9, 0.5, 5, ("zz",))
+        assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (9, 0.5, 5, ["zz"])
         assert params.logit_bias == {5: 1.5, 7: -100}
         assert params.repetition_penalty == 1.1
         text = server.post({**asked, "stream": True, "n_probs": 2}, "/completion").text

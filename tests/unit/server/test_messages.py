@@ -107,7 +107,7 @@ def test_why_an_answer_ends(engine: dict[str, Any], reason: str, sequence: str |
                                       extra_body={"top_k": 5, "top_p": 0.5})
         assert (done.stop_reason, done.stop_sequence) == (reason, sequence)
         params = made.asked[-1][1]
-        assert (params.stop, params.top_k, params.top_p, params.max_tokens) == (("STOP",), 5, 0.5, 9)
+        assert (params.stop, params.top_k, params.top_p, params.max_tokens) == (["STOP"], 5, 0.5, 9)
         cut = client.messages.create(model=NAME, max_tokens=2, messages=USER)
         assert (cut.stop_reason, cut.content[0].text) == ("max_tokens", "ye")
 

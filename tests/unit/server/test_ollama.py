@@ -61,7 +61,7 @@ def test_a_conversation_is_a_stream_of_lines_unless_it_is_not():
         assert 0 < end["eval_duration"] <= end["total_duration"] < 60e9
         params = engine.asked[-1][1]
         assert (params.max_tokens, params.temperature, params.seed) == (200, 0, 3)
-        assert (params.repetition_penalty, params.stop) == (1.2, ("zz",))
+        assert (params.repetition_penalty, params.stop) == (1.2, ["zz"])
         assert prompt(engine).startswith("system: Brief.\nuser: how?")
         whole = server.post({**asked, "stream": False, "options": {"num_predict": 3}}, "/api/chat").json()
         assert (whole["done_reason"], whole["eval_count"]) == ("length", 3)

@@ -99,4 +99,4 @@ def with_adapter(adapters: ServedAdapters | None, request: Request, lora: LoRARe
         raise RequestError(f"a request with adapter {lora.lora_name!r}, and the model is served without",
                            "a model that was loaded with enable_lora=True", "add it, or --enable-lora")
     adapter = adapters.cache.load(lora)
-    return replace(request, adapter=adapter, salt=b"lora:" + adapter.digest + request.salt)
+    return replace(request, adapter=adapter, lora=lora, salt=b"lora:" + adapter.digest + request.salt)

@@ -26,6 +26,7 @@ from tinygrad_nv.errors import RequestError
 from tinygrad_nv.kvcache.hybrid_table import SequenceTable
 
 if TYPE_CHECKING:
+    from tinygrad_nv.engine.lora.request import LoRARequest
     from tinygrad_nv.engine.vision.prompt import PromptImages
     from tinygrad_nv.models.peft import Adapter
 
@@ -81,6 +82,7 @@ class Request:
     salt: bytes = b""
     text: str | None = None
     adapter: Adapter | None = None
+    lora: LoRARequest | None = None     # which asked for the adapter
     images: PromptImages | None = None
 
 
@@ -131,8 +133,9 @@ class Seq:
     @property
     def shareable_tokens(self) -> Sequence[int]:
         """The tokens whose keys and values may come from the prefix cache: not those before a prompt token
-        whose log probability must be computed."""
+        whose log probability must be computed, and none of a prompt that is to be computed as a whole."""
         found = self.prompt_logprobs
+        if found is None and self.request.params.skip_reading_prefix_cache: return ()
         if found is None or len(found) >= self.num_prompt_tokens - 1: return self.tokens
         return self.tokens[:len(found) + 1]
 

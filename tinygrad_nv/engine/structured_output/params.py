@@ -36,15 +36,23 @@ class StructuredOutputsParams:
     """Exactly one constraint. `json`: a schema as an object, a boolean or its text (draft 2020-12).
     `regex`: the whole output matches it (Rust syntax: no look-around, no back-references). `choice`: one of
     these texts. `grammar`: Lark, or llama.cpp's GBNF. `json_object`: any JSON object.
-    `disable_any_whitespace`: JSON on one line, with no white space but one blank after a comma or colon."""
+    `disable_any_whitespace`: JSON on one line, with no white space but one blank after a comma or colon.
+    `whitespace_pattern`: a regular expression of the white space that JSON may have (`WHITESPACE`)."""
     json: Any = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    json_object: bool = False
+    json_object: bool | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: None = None
 
     def __post_init__(self) -> None:
+        for name, served in (("structural_tag", "None: tool choices and schemas are enforced"),
+                             ("disable_additional_properties", "False: a schema says which it allows")):
+            if (value := getattr(self, name)): raise _invalid(name, f"is {short_repr(value)}", served)
+        if self.whitespace_pattern is not None: _text("whitespace_pattern", self.whitespace_pattern)
         names = [name for name in ("json", "regex", "choice", "grammar")
                  if getattr(self, name) is not None] + ["json_object"] * bool(self.json_object)
         if len(names) != 1:
@@ -72,7 +80,8 @@ class StructuredOutputsParams:
         if self.choice is not None: return _lark_grammar(_choice_grammar(self.choice))
         if self.grammar is not None: return _lark_grammar(_to_lark(_text("grammar", self.grammar)))
         schema = {"type": "object"} if self.json_object else self._schema[0]
-        space = COMPACT if self.disable_any_whitespace else {"whitespace_pattern": WHITESPACE}
+        space = COMPACT if self.disable_any_whitespace else \
+            {"whitespace_pattern": WHITESPACE if self.whitespace_pattern is None else self.whitespace_pattern}
         schema = {**schema, "x-guidance": space}
         return json.dumps({"grammars": [{"json_schema": schema}]})
 

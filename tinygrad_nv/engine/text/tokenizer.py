@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ import tokenizers
 from tinygrad_nv.engine.text.content_format import format_contents, is_text, text_of
 from tinygrad_nv.engine.text.gguf_patterns import LINEAR
 from tinygrad_nv.engine.text.prompt_length import TextBound
-from tinygrad_nv.engine.text.templates import DEFAULT, choose_template, templates_in_metadata, templates_of
+from tinygrad_nv.engine.text.templates import (
+    DEFAULT,
+    choose_template,
+    read_template,
+    templates_in_metadata,
+    templates_of,
+)
 from tinygrad_nv.engine.text.tokenizer_config import configure, linear_end
 from tinygrad_nv.errors import RequestError, TokenizerError
 from tinygrad_nv.files import read_json
@@ -216,6 +222,19 @@ class Tokenizer:
     def _before(self) -> list[int]:
         # a letter in front, for the space that decoders strip at the start of a text
         return self.encode("a", special=False)
+
+    def with_template(self, given: str) -> Tokenizer:
+        """Returns this tokenizer with the template of --chat-template: a file's text, the model's of this
+        name, or a template itself, as vLLM has it. Raises `TokenizerError`."""
+        names, path = [*({} if self.template is None else {DEFAULT: ""}), *self.named], Path(given)
+        if given in names: text = self.chat_template(name=given)
+        elif any(sign in given for sign in "{}\n"): text = given
+        elif path.is_file(): text = read_template(path)
+        else:
+            raise TokenizerError(f"--chat-template {given} cannot be read: there is no such file",
+                                 "a file, a template, or the name of one of the model's: "
+                                 f"{', '.join(names) or 'it has none'}", "change --chat-template")
+        return replace(self, template=text, named={})
 
     def chat_template(self, tools: bool = False, name: str | None = None) -> str:
         """The template of a conversation, with `tools` or without; `name` is one of the model's, or a

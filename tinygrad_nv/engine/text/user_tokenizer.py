@@ -104,6 +104,11 @@ class UserTokenizer:
         """Their names."""
         return [self.convert_ids_to_tokens(each) for each in self.all_special_ids]
 
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Special tokens by their use, such as eos_token."""
+        return dict(self.tokenizer.special)
+
     def apply_chat_template(self, conversation: Sequence[Message], tools: Tools | None = None,
                             chat_template: str | None = None, add_generation_prompt: bool = False,
                             continue_final_message: bool = False, tokenize: bool = True,

@@ -83,6 +83,10 @@ class VisionEncoder:
         """Bytes of the tower's weights."""
         return nbytes(self.tower)
 
+    def forget(self) -> None:
+        """Drops the rows of earlier images."""
+        self.kept.clear()
+
     def prepare(self, image: AnImage) -> PreparedImage:
         """See above. Raises `RequestError` for an image of an extreme shape, and a file that is damaged."""
         found = pixels(image)

@@ -49,8 +49,8 @@ class SamplerState:
             row[np.unique(np.asarray(prompt, np.int64))] += 0.5
             write(self.counts, self._at(self.width, slot), self._own(row))
         if params.filters.bias:
-            biases = np.zeros(self._end, np.float32)
-            biases[list(params.logit_bias)] = list(params.logit_bias.values())
+            biases, given = np.zeros(self._end, np.float32), params.logit_bias or {}
+            biases[list(given)] = list(given.values())
             write(self.bias, self._at(self.width, slot), self._own(biases))
             self._biased.add(slot)
         elif slot in self._biased:
