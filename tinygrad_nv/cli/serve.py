@@ -145,6 +145,8 @@ def _add_http_options(serve: argparse.ArgumentParser) -> None:
                       help="clients need no certificate (0, the default), may (1) or must have one (2)")
     http.add_argument("--enable-tokenizer-info-endpoint", action=argparse.BooleanOptionalAction,
                       default=False, help="serve /tokenizer_info: special tokens and chat template")
+    http.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False,
+                      help="tell in usage how many tokens of the prompt the prefix cache had")
     http.add_argument("--uvicorn-log-level", choices=LEVELS, default="warning",
                       help="of the HTTP library's own lines (default warning)")
 
