@@ -44,7 +44,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
     request, begun, service = conversation.request, False, conversation.service
     counts: dict[int, tuple[int, int]] = {}     # tokens of a choice, and those of reasoning among them
 
-    def used(at: int) -> dict[str, Any]:
+    def usage_of(at: int) -> dict[str, Any]:
         """The usage of a choice so far, in a chunk."""
         if not request.usages: return {}
         tokens, reasoning = counts.get(at, (0, 0))
@@ -59,7 +59,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
                                                                          request.prompt_logprobs)}
         for choice in () if begun else range(request.params.n):
             yield {**shared, "choices": [{"index": choice, "delta": {"role": "assistant", "content": ""},
-                                          "logprobs": None, "finish_reason": None}], **used(choice),
+                                          "logprobs": None, "finish_reason": None}], **usage_of(choice),
                    "prompt_token_ids": conversation.prompt if request.ids else None, "prompt_text": None}
         begun, tokens = True, counts.get(at, (0, 0))[0] + len(delta.tokens)
         counts[at] = tokens, update.reasoning_tokens
@@ -68,7 +68,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
         if not (entry["delta"] or entry["finish_reason"] or entry["logprobs"]) and entry["token_ids"] is None:
             continue
         ended = entry["finish_reason"] and not request.usage
-        yield {**shared, "choices": [entry], **used(at),
+        yield {**shared, "choices": [entry], **usage_of(at),
                **({"system_fingerprint": service.fingerprint} if ended else {})}
     if request.usage:
         whole = service.usage(record, conversation.reasons)

@@ -139,7 +139,7 @@ class Conversation:
             events = reader.push(delta)
             record.reasoning_tokens += reader.reasoning_tokens - before
             yield Update(at, delta, [*self._select_events(events)], reader.reason(delta),
-                         reader.reasoning_tokens, reader.unfinished(delta))
+                         reader.reasoning_tokens, reader.cut_text(delta))
 
     def _parser(self) -> Parser:
         choice = self.request.choice
@@ -177,10 +177,10 @@ class Reader:
         """The finish reason, "tool_calls" for a finished answer with calls."""
         return "tool_calls" if delta.finish_reason == "stop" and self.called else delta.finish_reason
 
-    def unfinished(self, delta: Delta) -> str:
+    def cut_text(self, delta: Delta) -> str:
         """The text of calls that the answer had to be, and that it ends inside of."""
         last = self.parser.second if isinstance(self.parser, Chain) else self.parser
-        return last.unfinished if delta.finish_reason == "length" and isinstance(last, ForcedCalls) else ""
+        return last.cut_text if delta.finish_reason == "length" and isinstance(last, ForcedCalls) else ""
 
     def _pieces(self, delta: Delta) -> list[tuple[str, int]]:
         """Its text token by token, where texts of tokens add up to it."""

@@ -38,7 +38,7 @@ class ResponseBuilder:
                 "output": [], "status": "in_progress", "max_output_tokens": most, **request.shown}
         self.response: dict[str, Any] = {field: told.get(field) for field in FIELDS}
         self.count, self.call = 0, -1       # events so far; the index of the call that is written
-        self.with_logprobs = request.chat.params.logprobs is not None
+        self.stream, self.with_logprobs = request.chat.stream, request.chat.params.logprobs is not None
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -57,11 +57,13 @@ class ResponseBuilder:
     def finish(self, reason: str | None, record: Record, unfinished: str) -> list[StreamEvent]:
         """The last events. `reason`: the finish reason of the answer; `unfinished`: the text of calls that it
         ends inside of, which is content where no event has told of them."""
-        if unfinished:
+        if unfinished and not self.stream:
             self.response["output"] = [each for each in self.output if each["type"] != "function_call"]
             self._push(Content(unfinished), [])
         status = "incomplete" if reason == "length" else "completed"
         events = self._close(status)
+        for item in () if self.stream else self.output:
+            if item["type"] == "reasoning": item["status"] = None
         if reason == "length": self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response |= {"status": status, "usage": usage(record)}
         return [*events, self._event(f"response.{status}", response=self._copy())]
@@ -129,8 +131,8 @@ class ResponseBuilder:
             return [self._event("response.function_call_arguments.done", **self._place(), name=item["name"],
                                 arguments=item["arguments"]), self._item_event("done")]
         part = item["content"][0]
-        more = {"logprobs": without_bytes(part["logprobs"])} if "logprobs" in part else {}
-        # null in the part where none were asked for
+        # as vLLM's: those of a text are in its part, and null where none were asked for
+        more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
         if more and not self.with_logprobs: part["logprobs"] = None
         return [self._event(f"response.{part['type']}.done", **self._place(), content_index=0,
                             text=part["text"], **more), self._part_event("done"), self._item_event("done")]

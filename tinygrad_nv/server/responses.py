@@ -63,7 +63,7 @@ async def _events(service: Service, conversation: Conversation, builder: Respons
         for event in () if begun else builder.begin(): yield event
         begun, reason, unfinished = True, update.finish_reason, update.unfinished
         for event in builder.push(update): yield event
-    last = builder.finish(reason, record, "" if parsed.chat.stream else unfinished)
+    last = builder.finish(reason, record, unfinished)
     if parsed.store: service.responses_of(record).put(await _measure_stored(builder, parsed, record))
     for event in last: yield event
 

@@ -100,11 +100,11 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     with translate_names(spelling):
         request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
     request = replace(request, spelling=spelling)
-    return ResponseRequest(request, items, messages, _shown(data, request), keep, background, truncate,
-                           size_before)
+    shown = _fields_to_repeat(data, request)
+    return ResponseRequest(request, items, messages, shown, keep, background, truncate, size_before)
 
 
-def _shown(data: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
+def _fields_to_repeat(data: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
     """Returns the fields of a request that its response repeats."""
     shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):

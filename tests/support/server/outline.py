@@ -11,15 +11,17 @@ from collections.abc import Collection
 from typing import Any
 
 # fields whose texts are said again
+BY_TOKEN = ("top_logprobs", "prompt_logprobs")     # whose objects may have tokens for names
 KINDS = ("object", "type", "role", "finish_reason", "status", "stop_reason", "reason")
 
 
-def outline(value: Any, left_out: Collection[str] = (), name: str = "") -> Any:
-    """Returns the outline of `value` without fields that are `left_out`."""
-    if isinstance(value, dict):
-        return {key: outline(each, left_out, key) for key, each in value.items() if key not in left_out}
+def outline(value: Any, name: str = "") -> Any:
+    """Returns the outline of `value`, which is called `name`."""
+    if isinstance(value, dict) and name in BY_TOKEN and "token" not in value:
+        return {"*": outline([*value.values()])}
+    if isinstance(value, dict): return {key: outline(each, key) for key, each in value.items()}
     if isinstance(value, list):
-        made = [outline(each, left_out) for each in value]
+        made = [outline(each, name) for each in value]
         return [each for at, each in enumerate(made) if at == 0 or each != made[at - 1]]
     return value if value is None or isinstance(value, bool) or name in KINDS else type(value).__name__
 
@@ -30,7 +32,9 @@ def events(text: str) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-def in_order(value: Any) -> Any:
-    """`value` with objects as lists of pairs, for which the order counts."""
-    if isinstance(value, dict): return [[key, in_order(each)] for key, each in value.items()]
-    return [in_order(each) for each in value] if isinstance(value, list) else value
+def in_order(value: Any, left_out: Collection[str] = ()) -> Any:
+    """`value` with objects as lists of pairs, for which the order counts, without fields that are `left_out`.
+    """
+    if isinstance(value, dict):
+        return [[key, in_order(each, left_out)] for key, each in value.items() if key not in left_out]
+    return [in_order(each, left_out) for each in value] if isinstance(value, list) else value

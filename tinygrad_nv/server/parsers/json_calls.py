@@ -263,7 +263,7 @@ class ForcedCalls(Machine):
         return super().feed(text)
 
     @property
-    def unfinished(self) -> str:
+    def cut_text(self) -> str:
         """The text so far; "" once it is whole."""
         try: json.loads(self.text)
         except (ValueError, RecursionError): return self.text
