@@ -15,7 +15,12 @@ from typing import Any, TypeGuard
 
 from tinygrad_nv.engine.beam_search import BeamSearchParams
 from tinygrad_nv.engine.prompts import TextOrTokens
-from tinygrad_nv.engine.sampling import MAX_BAD_WORDS, MAX_BIASED_TOKENS, SamplingParams
+from tinygrad_nv.engine.sampling import (
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields, as_whole, as_wholes, unicode
@@ -37,7 +42,7 @@ WHY = {"store": "is true, and only responses are kept (POST /v1/responses)",
 OF_RENDERING = ("return_token_offsets", "mm_payload", "return_mm_kwargs")
 # vLLM's fields that are accepted with their default value only
 USUAL = {"early_stopping": False, "logits_processors": [], "mm_processor_kwargs": {}, "media_io_kwargs": {},
-         "prompt_embeds": [], "logprob_token_ids": [], "repetition_detection": {}, "watermarking": False}
+         "prompt_embeds": [], "logprob_token_ids": [], "watermarking": False}
 # what beam search has no use for
 NOT_OF_BEAMS = ("stop", "stop_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
                 "presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "top_k", "min_p",
@@ -123,7 +128,8 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
         "bad_words": fields.texts("bad_words", MAX_BAD_WORDS, alone=False) or None,
         "allowed_token_ids": fields.wholes("allowed_token_ids"),
         "truncate_prompt_tokens": fields.whole("truncate_prompt_tokens", -1, limits.context),
-        "structured_outputs": parse_structured(fields, limits, forced)}
+        "structured_outputs": parse_structured(fields, limits, forced),
+        "repetition_detection": _repetition(fields)}
     own = fields.whole("prompt_logprobs", 0, limits.logprobs)
     given["prompt_logprobs"] = max(filter(_is_given, (own, given.get("prompt_logprobs"))), default=None)
     if limits.output_tokens is not None:
@@ -142,7 +148,7 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
                       "or set stream to true", "stream_options")
     options = Fields(described or {}, "stream_options")
     usage = options.flag("include_usage")
-    usages = options.flag("continuous_usage_stats") and usage
+    usages = options.flag("continuous_usage_stats")
     options.ignore(["include_obfuscation"])
     options.finish()
     model, priority = fields.text("model"), fields.whole("priority", -(1 << 31), 1 << 31) or 0
@@ -156,6 +162,17 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
     beams = _beams(fields, given, stream and not streams_beams)
     return Common(model, _params(defaults, given), stream, usage, usages, priority, salt or "", ids, own,
                   side, by_id, beams)
+
+
+def _repetition(fields: Fields) -> RepetitionDetectionParams | None:
+    """What ends an answer that repeats itself."""
+    if (given := fields.object("repetition_detection")) is None: return None
+    inner = Fields(given, "repetition_detection")
+    names = "max_pattern_size", "min_pattern_size", "min_count"
+    sizes = {name: inner.whole(name, 0) or 0 for name in names}
+    inner.finish()
+    try: return RepetitionDetectionParams(**sizes)
+    except RequestError as error: raise api_error(error, "repetition_detection") from error
 
 
 def answer_limit(fields: Fields, name: str, limits: RequestLimits, low: int = 1) -> int | None:
