@@ -143,10 +143,11 @@ def _add_http_options(serve: argparse.ArgumentParser) -> None:
         http.add_argument(f"--ssl-{name}", metavar="FILE", help=f"{what}, PEM")
     http.add_argument("--ssl-cert-reqs", type=int, choices=(0, 1, 2), default=0,
                       help="clients need no certificate (0, the default), may (1) or must have one (2)")
+    http.add_argument("--enable-scale-out", action=argparse.BooleanOptionalAction, default=False,
+                      help="serve /inference/v1/generate, and …/render and …/derender of completions, "
+                           "conversations, messages and responses")
     http.add_argument("--enable-tokenizer-info-endpoint", action=argparse.BooleanOptionalAction,
                       default=False, help="serve /tokenizer_info: special tokens and chat template")
-    http.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False,
-                      help="tell in usage how many tokens of the prompt the prefix cache had")
     http.add_argument("--uvicorn-log-level", choices=LEVELS, default="warning",
                       help="of the HTTP library's own lines (default warning)")
 

@@ -11,6 +11,7 @@ gate.py stands in front of all, and says which requests are admitted.
     POST /completion, GET /props: llama_cpp.py
     POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     POST /sleep, /wake_up, GET /is_sleeping
+    POST /inference/v1/generate, /v1/completions/render, …: scale_out/
     GET  /v1/models, /v1/models/{id}, /health, /ping, /load, /version, /tokenizer_info, /metrics, / (the page)
 """
 from __future__ import annotations
@@ -50,6 +51,7 @@ from tinygrad_nv.server.gate import Gate, route_path
 from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
+from tinygrad_nv.server.scale_out import generating, rendering
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import until_disconnect
 from tinygrad_nv.server.workers import INLINE_BYTES, aside
@@ -68,6 +70,14 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
     "/api/embed": (ollama.embed, "embd-"), "/api/show": (ollama.show, "show-"),
     "/completion": (llama_cpp.completion, "cmpl-"),
     "/tokenize": (tokenization.tokenize, "tok-"), "/detokenize": (tokenization.detokenize, "tok-")}
+# those of --enable-scale-out
+SCALE_OUT: dict[str, tuple[Answer, str]] = {
+    "/inference/v1/generate": (generating.generate, "generate-tokens-"),
+    "/inference/v1/abort_requests": (generating.abort_requests, "abort-"),
+    "/v1/completions/render": (rendering.render_completion, "cmpl-"),
+    "/v1/chat/completions/render": (rendering.render_chat, "chatcmpl-"),
+    "/v1/messages/render": (rendering.render_message, "chatcmpl-"),
+    "/v1/responses/render": (rendering.render_response, "resp_")}
 UNTYPED = ("/api/chat", "/api/generate", "/api/embed", "/api/show", "/completion")
 # paths of other servers, and what does the same here
 ELSEWHERE = {**dict.fromkeys(("/generate", "/generate_stream", "/infer"), "/v1/completions"),
@@ -87,6 +97,8 @@ def application(service: Service) -> ASGIApp:
     """The application that serves `service`."""
     routes = [Route(path, _post(service, answer, prefix), methods=["POST"])
               for path, (answer, prefix) in ANSWERS.items()]
+    routes += [Route(path, _post(service, _scaled_out(answer), prefix), methods=["POST"])
+               for path, (answer, prefix) in SCALE_OUT.items()]
     routes += [Route("/v1/responses/{id}" + path, _response_endpoint(service, task), methods=[method])
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
@@ -99,7 +111,7 @@ def application(service: Service) -> ASGIApp:
                 Exception: _answer_internal_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False     # to an absolute address, which the header Host would make up
-    return Gate(app, service, (*ANSWERS, *sleeping.PATHS, status.TOKENIZER_INFO, "/props"))
+    return Gate(app, service, (*ANSWERS, *SCALE_OUT, *sleeping.PATHS, status.TOKENIZER_INFO, "/props"))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -183,6 +195,14 @@ def _require_json(headers: Mapping[str, str]) -> None:
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise APIError(400, f"the body's type is {kind[:100]!r}; expected: the header Content-Type: "
                        "application/json", "unsupported_media_type")
+
+
+def _scaled_out(task: Answer) -> Answer:
+    async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+        if service.scale_out: return await task(request, service, record, data)
+        raise APIError(404, f"{route_path(request.scope)} is not served; to fix: start the server with "
+                       "--enable-scale-out", "not_found")
+    return answer
 
 
 def _adapter(change: Callable[..., Awaitable[Response]]) -> Answer:

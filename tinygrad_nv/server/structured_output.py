@@ -57,7 +57,8 @@ def find_option(fields: Fields, limits: RequestLimits) -> tuple[str, dict[str, A
             if (value := at.take(field)) is not None: found.append((at.path(field), {kind: value}))
     if inner.flag("json_object"): found.append((inner.path("json_object"), {"json_object": True}))
     one_line = inner.flag("disable_any_whitespace")
-    inner.as_usual({"structural_tag": ""})
+    inner.as_usual({"structural_tag": "", "whitespace_pattern": "", "disable_additional_properties": False})
+    inner.ignore(("_backend", "_backend_was_auto"))     # of vLLM's rendered requests
     inner.finish()
     if len(found) > 1:
         raise invalid(f"{found[0][0]} and {found[1][0]} both constrain the output, expected one", found[1][0])
