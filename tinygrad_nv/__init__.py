@@ -46,9 +46,13 @@ if interrupt.is_command(): collection.seldom()
 
 def __getattr__(name: str) -> object:
     """Returns a name that `LATER` has, loaded when asked for: importing tinygrad_nv stays as fast as
-    tinygrad."""
+    tinygrad. In a brief process all names are: one that compiles imports the module of a user's function that
+    a kernel calls."""
     if (module := LATER.get(name)) is not None: return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = importlib.import_module("tinygrad_nv.registration")
+    globals().update({each: getattr(found, each) for each in __all__ if each not in LATER})
+    return globals()[name]
 
 
 def _is_brief() -> bool:

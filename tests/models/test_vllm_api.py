@@ -344,7 +344,7 @@ def test_cached_tokens_tell_nothing_of_other_keys(llm: LLM, path: str, field: st
                             ).json()["usage"]
         return usage.get("prompt_tokens_details", usage.get("input_tokens_details"))["cached_tokens"]
     text = path + " Once upon a time there was a fox who lived in a wood and had a friend. " * 3
-    with live(llm_service(llm, keys=frozenset({"one", "two"}))) as server:
+    with live(llm_service(llm, keys=frozenset({"one", "two"}), prompt_details=True)) as server:
         assert [cached("one", text), cached("two", text)] == [0, 0]
         own = cached("one", text)
         assert own >= 32

@@ -148,6 +148,8 @@ def _add_http_options(serve: argparse.ArgumentParser) -> None:
                            "conversations, messages and responses")
     http.add_argument("--enable-tokenizer-info-endpoint", action=argparse.BooleanOptionalAction,
                       default=False, help="serve /tokenizer_info: special tokens and chat template")
+    http.add_argument("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False,
+                      help="tell in usage how many tokens of the prompt the prefix cache had")
     http.add_argument("--uvicorn-log-level", choices=LEVELS, default="warning",
                       help="of the HTTP library's own lines (default warning)")
 

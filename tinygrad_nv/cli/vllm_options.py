@@ -36,7 +36,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 NO_EFFECT = frozenset({
     "disable_access_log_for_endpoints", "disable_fastapi_docs", "disable_frontend_multiprocessing",
     "disable_log_requests", "disable_uvicorn_access_log", "enable_log_deltas", "enable_log_outputs",
-    "enable_prompt_tokens_details", "enable_request_id_headers", "enable_server_load_tracking",
+    "enable_request_id_headers", "enable_server_load_tracking",
     "h11_max_header_count", "h11_max_incomplete_event_size", "log_error_stack", "max_log_len"})
 # of those without effect, options that take no value; with a prefix no-, too
 FLAGS = frozenset({

@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from tinygrad_nv.engine.outputs import TokenLogprobs
 from tinygrad_nv.server.chat_protocol import chat
-from tinygrad_nv.server.completions import prompt_dictionaries, token_name, usage
+from tinygrad_nv.server.completions import prompt_dictionaries, token_name
 from tinygrad_nv.server.conversation import Conversation, Update
 from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.parsers.parser import CallDelta
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
+from tinygrad_nv.server.usage import Usage
 
 # names of reasoning in a message: vLLM's, and the older one
 REASONING = ("reasoning", "reasoning_content")
@@ -36,54 +37,72 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     record.stream = parsed.stream
     chunks = _chunks(conversation, record, shared)
     if parsed.stream: return await stream_events(request, chunks, record)
-    return await until_disconnect(request, _whole(chunks, shared, parsed.params.n, record))
-
-
-def chat_usage(record: Record) -> dict[str, Any]:
-    """Tokens of a request so far, those of reasoning among them."""
-    return {**usage(record), "completion_tokens_details": {"reasoning_tokens": record.reasoning_tokens}}
+    return await until_disconnect(request, _whole(conversation, chunks, shared, record))
 
 
 async def _chunks(conversation: Conversation, record: Record, shared: dict[str, Any]) -> Chunks:
-    request, seen = conversation.request, set[int]()
+    request, begun, service = conversation.request, False, conversation.service
+    counts: dict[int, tuple[int, int]] = {}     # tokens of a choice, and those of reasoning among them
+
+    def usage_of(at: int) -> dict[str, Any]:
+        """The usage of a choice so far, in a chunk."""
+        if not request.usages: return {}
+        tokens, reasoning = counts.get(at, (0, 0))
+        made = Usage(len(conversation.prompt), tokens, None, reasoning if conversation.reasons else None)
+        return {"usage": {name: each for name, each in made.fields().items()
+                          if name != "prompt_tokens_details"}}
+
     async for update in conversation.run(record):
-        at = update.at
-        if at == 0 and at not in seen and request.prompt_logprobs is not None:
-            told = prompt_dictionaries(update.delta.prompt_logprobs, request.prompt_logprobs)
-            yield {**shared, "prompt_logprobs": told, "choices": []}
-        if at not in seen:
-            ids = {"prompt_token_ids": conversation.prompt} if request.ids and not seen else {}
-            seen.add(at)
-            yield {**shared, **ids, "choices": [{"index": at, "delta": {"role": "assistant", "content": ""},
-                                                 "logprobs": None, "finish_reason": None}]}
+        at, delta = update.at, update.delta
+        if at == 0 and delta.prompt_logprobs and request.prompt_logprobs is not None:
+            yield {"choices": [], "prompt_logprobs": prompt_dictionaries(delta.prompt_logprobs,
+                                                                         request.prompt_logprobs)}
+        for choice in () if begun else range(request.params.n):
+            yield {**shared, "choices": [{"index": choice, "delta": {"role": "assistant", "content": ""},
+                                          "logprobs": None, "finish_reason": None}], **usage_of(choice),
+                   "prompt_token_ids": conversation.prompt if request.ids else None, "prompt_text": None}
+        begun, tokens = True, counts.get(at, (0, 0))[0] + len(delta.tokens)
+        counts[at] = tokens, update.reasoning_tokens
         entry = _entry(update, conversation)
-        if request.ids: entry["token_ids"] = list(update.delta.tokens)
         # no chunk while text that may become a tool call is held back
-        if entry["delta"] or entry["finish_reason"] or update.delta.logprobs or request.ids:
-            yield {**shared, "choices": [entry], **({"usage": chat_usage(record)} if request.usages else {})}
-    if request.usage: yield {**shared, "choices": [], "usage": chat_usage(record)}
+        if not (entry["delta"] or entry["finish_reason"] or entry["logprobs"]) and entry["token_ids"] is None:
+            continue
+        ended = entry["finish_reason"] and not request.usage
+        yield {**shared, "choices": [entry], **usage_of(at),
+               **({"system_fingerprint": service.fingerprint} if ended else {})}
+    if request.usage:
+        whole = service.usage(record, conversation.reasons)
+        yield {**shared, "choices": [], "usage": whole.fields(whole=False),
+               "system_fingerprint": service.fingerprint}
 
 
 def _entry(update: Update, conversation: Conversation) -> dict[str, Any]:
     """The chunk's entry for an update."""
-    delta, legacy = update.delta, conversation.request.legacy
-    logprobs = conversation.request.params.logprobs is not None
+    delta, request = update.delta, conversation.request
+    # logprobs and token ids would tell of reasoning that is not shown
+    hidden = conversation.reasons and not request.show_reasoning
+    found = delta.logprobs and request.params.logprobs is not None and not hidden
     sent: dict[str, Any] = {}
+    calls, reason = update.calls, update.finish_reason
+    if (text := update.content) or calls: sent["content"] = text or None
     if text := update.reasoning: sent |= dict.fromkeys(REASONING, text)
-    if text := update.content: sent["content"] = text
-    reason = update.finish_reason
-    if calls := update.calls:
-        if legacy: sent["function_call"] = _call(calls[0], conversation)["function"]
+    if calls:
+        if request.legacy: sent["function_call"] = _call(calls[0], conversation)["function"]
         else: sent["tool_calls"] = [_call(call, conversation) for call in calls]
-    if legacy and reason == "tool_calls": reason = "function_call"
-    return {"index": update.at, "delta": sent, "finish_reason": reason, "stop_reason": delta.stop_reason,
-            "logprobs": {"content": [logprob(each, conversation.request.ids_for_texts)
-                                     for each in delta.logprobs]} if logprobs else None}
+    if request.legacy and reason == "tool_calls": reason = "function_call"
+    # of a named tool, as OpenAI has it
+    elif reason == "tool_calls" and request.choice.mode == "named": reason = "stop"
+    logprobs = [logprob(each, request.ids_for_texts) for each in delta.logprobs] if found else None
+    return {"index": update.at, "delta": sent,
+            "logprobs": None if logprobs is None else {"content": logprobs},
+            "finish_reason": reason, **({"stop_reason": delta.stop_reason} if reason else {}),
+            "token_ids": list(delta.tokens) if request.ids and not hidden else None,
+            **({"unfinished": update.unfinished} if update.unfinished and not request.stream else {})}
 
 
 def _call(call: CallDelta, conversation: Conversation) -> dict[str, Any]:
     if call.name is None: return {"index": call.index, "function": {"arguments": call.text}}
-    return {"index": call.index, "id": conversation.call_id(), "type": "function",
+    return {"id": conversation.call_id(), "type": "function", "index": call.index,
             "function": {"name": call.name, "arguments": call.text}}
 
 
@@ -95,50 +114,62 @@ class Message:
         self.calls: list[dict[str, Any]] = []
         self.function: dict[str, Any] | None = None
         self.logprobs: list[dict[str, Any]] | None = None
-        self.ids: list[int] = []
+        self.ids: list[int] | None = None
         self.reasons: dict[str, Any] = {}
 
     def add(self, part: dict[str, Any]) -> None:
         """Adds a chunk's entry."""
         delta = part["delta"]
-        for name in self.texts: self.texts[name] += delta.get(name, "")
+        for name in self.texts: self.texts[name] += delta.get(name) or ""
         for call in delta.get("tool_calls", []):
             if "id" in call: self.calls.append({key: call[key] for key in ("id", "type", "function")})
             else: self.calls[-1]["function"]["arguments"] += call["function"]["arguments"]
         if (call := delta.get("function_call")) is not None:
             if self.function is None: self.function = call
             else: self.function["arguments"] += call["arguments"]
+        # calls that are cut are text
+        if text := part.get("unfinished"): self.texts["content"], self.calls, self.function = text, [], None
         if part["logprobs"]: self.logprobs = [*(self.logprobs or ()), *part["logprobs"]["content"]]
-        self.ids += part.get("token_ids", [])
+        if (ids := part.get("token_ids")) is not None: self.ids = [*(self.ids or ()), *ids]
         self.reasons = {key: part.get(key) for key in ("finish_reason", "stop_reason")}
 
-    def choice(self, at: int) -> dict[str, Any]:
-        """The choice of a response."""
-        called = self.calls or self.function
-        content = None if called and not self.texts["content"] else self.texts["content"]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.texts["reasoning"]: message |= {name: self.texts[name] for name in REASONING}
+    def choice(self, at: int, forced: bool) -> dict[str, Any]:
+        """The choice of a response. The content of a message that has calls alone, or reasoning alone, is
+        null, but a text where calls were `forced`."""
+        texts = self.texts
+        alone = (self.calls or self.function or texts["reasoning"]) and not (texts["content"] or forced)
+        message: dict[str, Any] = {
+            "role": "assistant", "content": None if alone else texts["content"],
+            **dict.fromkeys(("refusal", "annotations", "audio")), "function_call": self.function}
         if self.calls: message["tool_calls"] = self.calls
-        if self.function: message["function_call"] = self.function
-        logprobs = None if self.logprobs is None else {"content": self.logprobs, "refusal": None}
-        return {**self.reasons, "index": at, "message": message, "logprobs": logprobs}
+        message["reasoning"] = texts["reasoning"] or None
+        if texts["reasoning"]: message["reasoning_content"] = texts["reasoning"]
+        logprobs = None if self.logprobs is None else {"content": self.logprobs}
+        return {"index": at, "message": message, "logprobs": logprobs, **self.reasons, "token_ids": self.ids,
+                "routed_experts": None}
 
 
-async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, record: Record) -> Response:
-    messages, ids, more = [Message() for _ in range(count)], list[int](), dict[str, Any]()
+async def _whole(conversation: Conversation, chunks: Chunks, shared: dict[str, Any],
+                 record: Record) -> Response:
+    request, service = conversation.request, conversation.service
+    messages, told = [Message() for _ in range(request.params.n)], None
     async for chunk in chunks:
-        if "prompt_logprobs" in chunk: more["prompt_logprobs"] = chunk["prompt_logprobs"]
-        ids = chunk.get("prompt_token_ids", ids)
+        told = chunk.get("prompt_logprobs", told)
         for part in chunk["choices"]: messages[part["index"]].add(part)
-    choices = [message.choice(at) for at, message in enumerate(messages)]
-    for choice, message in zip(choices, messages, strict=True):
-        if ids: choice["token_ids"] = message.ids
-    if ids: more["prompt_token_ids"] = ids
-    return JSONAnswer({**shared, "choices": choices, "usage": chat_usage(record), **more})
+    choices = [message.choice(at, request.choice.is_forced) for at, message in enumerate(messages)]
+    more = dict.fromkeys(("prompt_text", "kv_transfer_params", "ec_transfer_params", "metrics"))
+    return JSONAnswer({**shared, "choices": choices, "service_tier": None,
+                       "system_fingerprint": service.fingerprint,
+                       "usage": service.usage(record, conversation.reasons).fields(), "prompt_logprobs": told,
+                       "prompt_token_ids": conversation.prompt if request.ids else None, **more})
 
 
 def logprob(each: TokenLogprobs, by_id: bool = False) -> dict[str, Any]:
-    """A token's entry in logprobs."""
-    def entry(token: int, text: str, value: float) -> dict[str, Any]:
-        return {"token": token_name(token) if by_id else text, "logprob": value, "bytes": list(text.encode())}
-    return {**entry(each.token, each.text, each.logprob), "top_logprobs": [entry(*top) for top in each.top]}
+    """A token's entry in logprobs. With ids its bytes are still those of its text, as vLLM's."""
+    likeliest = [_token(token_name(token, text, by_id), value) for token, text, value in each.top]
+    return {"token": token_name(each.token, each.text, by_id), "logprob": each.logprob,
+            "bytes": list(each.text.encode()), "top_logprobs": likeliest}
+
+
+def _token(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}

@@ -24,6 +24,7 @@ from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
+from tinygrad_nv.server.usage import Usage
 from tinygrad_nv.server.workers import checkpoint
 
 
@@ -38,8 +39,8 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     record.stream = parsed.stream
     chunks = _chunks(service, parsed, prompts, echoes, record, shared)
     if parsed.stream: return await stream_events(request, chunks, record)
-    return await until_disconnect(request, _whole(chunks, shared, len(prompts) * parsed.params.n, parsed,
-                                                 record))
+    count = len(prompts) * parsed.params.n
+    return await until_disconnect(request, _whole(service, chunks, shared, count, record))
 
 
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
@@ -51,7 +52,7 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
     if parsed.params.prompt_logprobs is not None: deltas = prompt_first(deltas, n)
     async for at, delta in deltas:
         first, prompt = at not in offsets, prompts[at // n]
-        if parsed.silent: delta = replace(delta, text="", tokens=(), logprobs=(), finish_reason="length",
+        if parsed.silent: delta = replace(delta, text="", logprobs=(), finish_reason="length",
                                           stop_reason=None)
         offset, parts = offsets.setdefault(at, 0), list[dict[str, Any]]()
         if first and parsed.echo and top is not None:
@@ -65,14 +66,23 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
         if parsed.echo:
             if first: shown[at] = Echo(service.require_tokenizer().decode, echoes[at // n], prompt)
             text = shown[at].push(text, delta.tokens, delta.finish_reason is not None)
-        choice = _choice(at, text, delta, _join_logprobs(parts))
-        if first and parsed.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_dictionaries(delta.prompt_logprobs, parsed.prompt_logprobs)
-        if parsed.ids:
-            if first: choice["prompt_token_ids"] = prompt
-            choice["token_ids"] = list(delta.tokens)
-        yield {**shared, "choices": [choice], **({"usage": _usage(record, parsed)} if parsed.usages else {})}
-    if parsed.usage: yield {**shared, "choices": [], "usage": _usage(record, parsed)}
+        choice = {"index": at, "text": text, "logprobs": _join_logprobs(parts),
+                  "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason,
+                  "prompt_token_ids": prompt if first and (parsed.ids or parsed.echo) else None,
+                  "token_ids": list(delta.tokens) if parsed.ids else None}
+        # those of an echo, too, where no number of their own was asked for
+        most = parsed.params.prompt_logprobs if parsed.prompt_logprobs is None else parsed.prompt_logprobs
+        if first and not parsed.stream and most is not None:
+            choice["prompt_logprobs"] = prompt_dictionaries(delta.prompt_logprobs, most)
+        chunk = {**shared, "choices": [choice]}
+        if parsed.usages:
+            used = record.answers[at].tokens if at in record.answers else 0
+            chunk["usage"] = Usage(len(prompt), used).fields(whole=False)
+        if delta.finish_reason and not parsed.usage: chunk["system_fingerprint"] = service.fingerprint
+        yield chunk
+    if parsed.usage:
+        yield {**shared, "choices": [], "usage": service.usage(record).fields(whole=False),
+               "system_fingerprint": service.fingerprint}
 
 
 async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
@@ -95,9 +105,12 @@ async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
                 begun.add(choice)
 
 
-async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, parsed: protocol.CompletionRequest,
+async def _whole(service: Service, chunks: Chunks, shared: dict[str, Any], count: int,
                  record: Record) -> Response:
-    choices: list[dict[str, Any]] = [{"index": at, "text": "", "logprobs": None} for at in range(count)]
+    choices: list[dict[str, Any]] = [
+        {"index": at, "text": "", **dict.fromkeys(
+            ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids",
+             "routed_experts"))} for at in range(count)]
     async for chunk in chunks:
         for part in chunk["choices"]:
             whole = choices[part["index"]]
@@ -107,14 +120,12 @@ async def _whole(chunks: Chunks, shared: dict[str, Any], count: int, parsed: pro
                 whole["logprobs"] = new if old is None else _join_logprobs([old, new])
             whole |= {key: part[key] for key in ("finish_reason", "stop_reason")}
             if "prompt_logprobs" in part: whole["prompt_logprobs"] = part["prompt_logprobs"]
-            for key in ("prompt_token_ids", "token_ids"):
-                if key in part: whole[key] = whole.get(key, []) + part[key]
-    return JSONAnswer({**shared, "choices": choices, "usage": _usage(record, parsed)})
-
-
-def _choice(at: int, text: str, delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"index": at, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason}
+            if (ids := part["token_ids"]) is None: continue
+            whole["token_ids"] = (whole["token_ids"] or []) + ids
+            whole["prompt_token_ids"] = whole["prompt_token_ids"] or part["prompt_token_ids"]
+    return JSONAnswer({**shared, "choices": choices, "service_tier": None,
+                       "system_fingerprint": service.fingerprint, "usage": service.usage(record).fields(),
+                       **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))})
 
 
 def tokenize_prompts(service: Service,
@@ -136,40 +147,40 @@ def _ids(service: Service, parsed: protocol.CompletionRequest, prompt: TextOrTok
 
 
 def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
-    """The text to prepend to the choices of a prompt."""
-    if not parsed.echo: return ""
+    """The text to prepend to the choices of a prompt; none, as vLLM's, where its token ids are returned."""
+    if not parsed.echo or parsed.ids: return ""
     prompt = parsed.prompts[at]
     whole = isinstance(prompt, str) and parsed.params.truncate_prompt_tokens is None
     return str(prompt) if whole else service.model.require_tokenizer().decode(prompts[at])
 
 
+def token_name(token: int, text: str, by_id: bool) -> str:
+    """Returns how log probabilities name a token: by its text or, where the request asks for it, its id."""
+    return f"token_id:{token}" if by_id else text
+
+
 def completion_logprobs(logprobs: Sequence[TokenLogprobs], offset: int, top: int,
-                        by_id: bool = False) -> tuple[dict[str, Any], int]:
-    """Logprobs in the format of /v1/completions, and the length of the text after them. Of several tokens
-    with the same text, `top_logprobs` has the likeliest."""
-    if by_id: logprobs = [replace(each, text=token_name(each.token), top=tuple(
-        (token, token_name(token), value) for token, _, value in each.top)) for each in logprobs]
-    out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "text_offset": []}
-    if top: out["top_logprobs"] = []
+                        by_id: bool) -> tuple[dict[str, Any], int]:
+    """Logprobs in the format of /v1/completions, and the length of the text after them. `top_logprobs` has
+    the token itself, then the likeliest; of several with the same text the first of these."""
+    out: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for each in logprobs:
-        out["tokens"].append(each.text)
-        out["token_logprobs"].append(each.logprob)
+        name = token_name(each.token, each.text, by_id)
         out["text_offset"].append(offset)
-        offset += len(each.text)
-        if top: out["top_logprobs"].append({text: value for _, text, value in reversed(each.top[:top])})
+        out["token_logprobs"].append(each.logprob)
+        out["tokens"].append(name)
+        likeliest = {name: each.logprob}
+        for token, text, value in each.top[:top]: likeliest.setdefault(token_name(token, text, by_id), value)
+        out["top_logprobs"].append(likeliest)
+        offset += len(name)
     return out, offset
 
 
-def token_name(token: int) -> str:
-    """What stands for the text of a token where a request asks for ids."""
-    return f"token_id:{token}"
-
-
-def _prompt_logprobs(service: Service, prompt: Sequence[int], found: Sequence[TokenLogprobs], top: int,
-                     by_id: bool) -> tuple[dict[str, Any], int]:
+def _prompt_logprobs(service: Service, prompt: Sequence[int], found: Sequence[TokenLogprobs],
+                     top: int, by_id: bool) -> tuple[dict[str, Any], int]:
     """`completion_logprobs` of an echoed prompt: None for its first token, which nothing predicts."""
-    text = token_name(prompt[0]) if by_id else service.model.require_tokenizer().token_text(prompt[0])
-    first = {"tokens": [text], "token_logprobs": [None], "text_offset": [0], "top_logprobs": [None]}
+    text = token_name(prompt[0], service.model.require_tokenizer().token_text(prompt[0]), by_id)
+    first = {"text_offset": [0], "token_logprobs": [None], "tokens": [text], "top_logprobs": [None]}
     rest, offset = completion_logprobs(found, len(text), top, by_id)
     return {key: first[key] + rest[key] for key in rest}, offset
 
@@ -183,14 +194,3 @@ def prompt_dictionaries(found: Sequence[TokenLogprobs], most: int) -> list[dict[
 def _join_logprobs(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {key: [item for part in parts for item in part[key]] for key in parts[0]} if parts else None
 
-
-def _usage(record: Record, parsed: protocol.CompletionRequest) -> dict[str, Any]:
-    """The token that the engine sampled after a prompt that is all that is returned does not count."""
-    return usage(replace(record, output_tokens=0) if parsed.silent else record)
-
-
-def usage(record: Record) -> dict[str, Any]:
-    """Tokens of a request so far."""
-    return {"prompt_tokens": record.prompt_tokens, "completion_tokens": record.output_tokens,
-            "total_tokens": record.prompt_tokens + record.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": record.cached_tokens}}

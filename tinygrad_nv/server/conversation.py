@@ -32,7 +32,7 @@ from tinygrad_nv.server.conversation_images import has_images, with_images
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.leniency import ignore, note, translate_names
 from tinygrad_nv.server.parsers.harmony import Harmony
-from tinygrad_nv.server.parsers.json_calls import CallList, NamedCall
+from tinygrad_nv.server.parsers.json_calls import CallList, ForcedCalls, NamedCall
 from tinygrad_nv.server.parsers.parser import CallDelta, Chain, Content, Event, Parser, Reasoning, join_events
 from tinygrad_nv.server.parsers.table import NONE, REASONING, Answer, answer_parser, markers
 from tinygrad_nv.server.parsers.think import Think
@@ -53,6 +53,8 @@ class Update:
     delta: Delta
     events: list[Event]
     finish_reason: str | None
+    reasoning_tokens: int = 0   # of the choice, so far
+    unfinished: str = ""        # the text of an answer that had to be calls, and is cut inside of one
 
     @property
     def reasoning(self) -> str:
@@ -81,6 +83,7 @@ class Conversation:
     reasoning: str
     tools: str
     images: PromptImages | None = None
+    reasons: bool = False       # whether a parser looks for reasoning
 
     @staticmethod
     async def of(service: Service, request: ChatRequest, size: int) -> Conversation:
@@ -110,11 +113,12 @@ class Conversation:
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
         answer = Answer(prefix, request.continued, schemas)
         if request.thinking and names[0] == NONE and "enable_thinking" not in template: note("thinking")
+        reasons = names[0] != NONE
         names, params = _constrain_answer(names, answer, tokenizer, request)
         request = replace(request, params=params)
         if any(map(tokenizer.special_text, markers(*names) if schemas else markers(names[0], NONE))):
             request = replace(request, params=replace(request.params, skip_special_tokens=False))
-        return Conversation(service, request, model, prompt, answer, *names, inserted)
+        return Conversation(service, request, model, prompt, answer, *names, inserted, reasons)
 
     def call_id(self) -> str:
         """An id for a tool call: Mistral's templates take 9 letters or digits."""
@@ -134,7 +138,8 @@ class Conversation:
             before = reader.reasoning_tokens
             events = reader.push(delta)
             record.reasoning_tokens += reader.reasoning_tokens - before
-            yield Update(at, delta, [*self._select_events(events)], reader.reason(delta))
+            yield Update(at, delta, [*self._select_events(events)], reader.reason(delta),
+                         reader.reasoning_tokens, reader.cut_text(delta))
 
     def _parser(self) -> Parser:
         choice = self.request.choice
@@ -171,6 +176,11 @@ class Reader:
     def reason(self, delta: Delta) -> str | None:
         """The finish reason, "tool_calls" for a finished answer with calls."""
         return "tool_calls" if delta.finish_reason == "stop" and self.called else delta.finish_reason
+
+    def cut_text(self, delta: Delta) -> str:
+        """The text of calls that the answer had to be, and that it ends inside of."""
+        last = self.parser.second if isinstance(self.parser, Chain) else self.parser
+        return last.cut_text if delta.finish_reason == "length" and isinstance(last, ForcedCalls) else ""
 
     def _pieces(self, delta: Delta) -> list[tuple[str, int]]:
         """Its text token by token, where texts of tokens add up to it."""

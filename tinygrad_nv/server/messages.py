@@ -7,6 +7,7 @@ block. Errors have Anthropic's shape (errors.py).
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 from starlette.requests import Request
@@ -42,7 +43,8 @@ async def count(request: Request, service: Service, record: Record, data: dict[s
     parsed = await service.read(record, lambda: message_request(data, service.model.defaults, service.limits,
                                                                 counted=True))
     conversation = await Conversation.of(service, parsed, record.size)
-    return JSONAnswer({"input_tokens": len(conversation.prompt)})
+    tokens = len(conversation.prompt)
+    return JSONAnswer({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
 
 async def _events(conversation: Conversation, builder: MessageBuilder, record: Record) -> Chunks:
@@ -76,10 +78,11 @@ class MessageBuilder:
 
     def __init__(self, record: Record, conversation: Conversation) -> None:
         self.call_id = conversation.call_id
+        self.service, self.stream = conversation.service, conversation.request.stream
         self.record, self.open, self.call, self.arguments = record, False, -1, ""
         self.message: dict[str, Any] = {"id": record.id, "type": "message", "role": "assistant",
-                                        "model": conversation.model,
-                                        "content": [], "stop_reason": None, "stop_sequence": None}
+                                        "content": [], "model": conversation.model,
+                                        "stop_reason": None, "stop_sequence": None}
 
     @property
     def blocks(self) -> list[dict[str, Any]]:
@@ -95,15 +98,17 @@ class MessageBuilder:
         """Adds what the answer gained."""
         if isinstance(event, CallDelta): return self._push_call(event)
         kind = "thinking" if isinstance(event, Reasoning) else "text"
-        more = {"signature": ""} if kind == "thinking" else {}
         fits = self.open and self.blocks[-1]["type"] == kind
-        events = [] if fits else self._begin({"type": kind, kind: "", **more})
+        events = [] if fits else self._begin({"type": kind, kind: ""})
         self.blocks[-1][kind] += event.text
         return [*events, self._delta({"type": f"{kind}_delta", kind: event.text})]
 
     def finish(self, last: Update | None) -> list[dict[str, Any]]:
         """The last events."""
         events = self._close()
+        if last and last.unfinished and not self.stream:
+            kept = [block for block in self.blocks if block["type"] != "tool_use"]
+            self.message["content"] = [*kept, {"type": "text", "text": last.unfinished}]
         reason = STOPS.get((last and last.finish_reason) or "stop", "end_turn")
         word = last.delta.stop_reason if last else None
         if isinstance(word, str) and reason == "end_turn":
@@ -127,23 +132,28 @@ class MessageBuilder:
         events = self._close()
         self.blocks.append(block)
         self.open = True
-        return [*events, {"type": "content_block_start", "index": len(self.blocks) - 1,
-                          "content_block": {**block}}]
+        return [*events, {"type": "content_block_start", "content_block": {**block},
+                          "index": len(self.blocks) - 1}]
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+        return {"type": "content_block_delta", "delta": delta, "index": len(self.blocks) - 1}
 
     def _close(self) -> list[dict[str, Any]]:
-        """Ends the last block. Arguments that are cut are no object: the input is empty."""
+        """Ends the last block. Arguments that are cut are no object: the input is empty. The signature of
+        thinking is one of vLLM's, which says nothing: clients send it back."""
         if not self.open: return []
         self.open = False
-        block = self.blocks[-1]
+        block, signed = self.blocks[-1], list[dict[str, Any]]()
         if block["type"] == "tool_use":
             block["input"] = argument_object(self.arguments or "{}")
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+        if block["type"] == "thinking":
+            block["signature"] = secrets.token_hex(16)
+            signed = [self._delta({"type": "signature_delta", "signature": block["signature"]})]
+        return [*signed, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens so far: those that the prefix cache had are counted apart."""
-        cached = self.record.cached_tokens
-        return {"input_tokens": self.record.prompt_tokens - cached, "cache_read_input_tokens": cached,
-                "cache_creation_input_tokens": 0, "output_tokens": self.record.output_tokens}
+        """Tokens so far: those that the prefix cache had are counted apart, where they are told."""
+        used = self.service.usage(self.record)
+        told = {} if used.cached is None else {"cache_creation_input_tokens": 0,
+                                               "cache_read_input_tokens": used.cached}
+        return {"input_tokens": used.prompt - (used.cached or 0), "output_tokens": used.completion, **told}

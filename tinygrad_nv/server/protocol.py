@@ -148,7 +148,7 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
                       "or set stream to true", "stream_options")
     options = Fields(described or {}, "stream_options")
     usage = options.flag("include_usage")
-    usages = options.flag("continuous_usage_stats")
+    usages = options.flag("continuous_usage_stats") and usage
     options.ignore(["include_obfuscation"])
     options.finish()
     model, priority = fields.text("model"), fields.whole("priority", -(1 << 31), 1 << 31) or 0

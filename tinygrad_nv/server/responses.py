@@ -57,13 +57,13 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 
 async def _events(service: Service, conversation: Conversation, builder: ResponseBuilder,
                   parsed: ResponseRequest, record: Record) -> Chunks:
-    begun, reason = False, None
+    begun, reason, unfinished = False, None, ""
     async for update in conversation.run(record):
         # not before the engine has taken the request
         for event in () if begun else builder.begin(): yield event
-        begun, reason = True, update.finish_reason
+        begun, reason, unfinished = True, update.finish_reason, update.unfinished
         for event in builder.push(update): yield event
-    last = builder.finish(reason, record)
+    last = builder.finish(reason, record, unfinished)
     if parsed.store: service.responses_of(record).put(await _measure_stored(builder, parsed, record))
     for event in last: yield event
 

@@ -35,10 +35,15 @@ SPELLING = {"max_completion_tokens": "max_output_tokens", "response_format.json_
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 ROLES = ("user", "assistant", "system", "developer")
 # fields that are in a response as they were in its request, with their defaults
-SHOWN: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {},
-                         "parallel_tool_calls": True,
-         "previous_response_id": None, "store": True, "temperature": None, "tool_choice": "auto", "tools": [],
-         "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None, "background": False}
+SHOWN: dict[str, Any] = {"instructions": None, "max_tool_calls": None,
+                         "metadata": None, "parallel_tool_calls": True, "previous_response_id": None,
+                         "service_tier": "auto", "store": True, "top_logprobs": None,
+                         "truncation": "disabled", "user": None, "background": False}
+# fields of objects in a response, in vLLM's order; null where the request has none
+TOOL = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description",
+        "output_schema")
+FORMAT = ("name", "schema", "type", "description", "strict")
+REASONING = ("context", "effort", "generate_summary", "mode", "summary")
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,26 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
     with translate_names(spelling):
         request = chat({name: value for name, value in asked.items() if value is not None}, defaults, limits)
     request = replace(request, spelling=spelling)
-    shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
-    shown["temperature"], shown["top_p"] = request.params.temperature, request.params.top_p
-    shown["text"] = data.get("text") or {"format": {"type": "text"}}
-    shown["reasoning"] = {"effort": request.effort, "summary": None}
+    shown = _fields_to_repeat(data, request)
     return ResponseRequest(request, items, messages, shown, keep, background, truncate, size_before)
+
+
+def _fields_to_repeat(data: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
+    """Returns the fields of a request that its response repeats."""
+    shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        shown[name] = getattr(request.params, name)
+    tools = data.get("tools") or []
+    shown["tools"] = [{**dict.fromkeys(TOOL), **each} if each.get("type") == "function" else each
+                      for each in tools]
+    shown["tool_choice"] = data.get("tool_choice") or ("auto" if tools else "none")
+    if text := data.get("text"):
+        given = text.get("format")
+        if given and given.get("type") == "json_schema": given = {**dict.fromkeys(FORMAT), **given}
+        shown["text"] = {"format": given, "verbosity": text.get("verbosity")}
+    if (reasoning := data.get("reasoning")) is not None:
+        shown["reasoning"] = {**dict.fromkeys(REASONING), **reasoning}
+    return shown
 
 
 # **** fields ****

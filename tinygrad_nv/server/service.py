@@ -30,7 +30,9 @@ from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.parsers.table import AUTO, REASONING, TOOLS, detect
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
+from tinygrad_nv.server.usage import Usage
 from tinygrad_nv.server.workers import INLINE, INLINE_BYTES, apart, aside
+from tinygrad_nv.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,6 +180,9 @@ class Service:
     scale_out: bool = False         # whether the endpoints of scale_out/ are
     # requests of /inference/v1/generate, by owner and id, and what ends them
     generating: dict[tuple[str, str], list[asyncio.Event]] = field(default_factory=dict)
+    prompt_details: bool = False    # usage tells of tokens that the prefix cache had
+    root: str | None = None         # the model's path, in /v1/models
+    fingerprint: str = f"tinygrad-nv-{__version__}"     # of what computes an answer
     strict: bool = False            # fields without effect are errors
     ignored: set[str] = field(default_factory=set)      # such fields that were logged
     body_budget: BodyBudget = field(default_factory=BodyBudget)
@@ -202,6 +207,12 @@ class Service:
     def responses_of(self, record: Record) -> ResponseStore:
         """The kept responses of a request's owner."""
         return self.responses.setdefault(record.owner, ResponseStore())
+
+    def usage(self, record: Record, reasons: bool = False) -> Usage:
+        """Tokens of a request so far; those of reasoning where its parser `reasons`."""
+        return Usage(record.prompt_tokens, record.output_tokens,
+                     record.cached_tokens if self.prompt_details else None,
+                     record.reasoning_tokens if reasons else None)
 
     def require_name(self, name: str | None) -> str:
         """The model name for the response. A request without one gets the served model; an adapter's name is

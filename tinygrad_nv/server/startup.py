@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import hashlib
 import json
 import os
 import time
@@ -40,6 +41,7 @@ from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
 from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
 from tinygrad_nv.server.tracing import Tracer
+from tinygrad_nv.version import __version__
 
 PROGRESS_S = 5.0    # between lines about a warm-up
 # tokenizing as many takes about a second, and up to 400 MB meanwhile
@@ -79,7 +81,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       shared_prefixes=arguments.shared_prefix_cache,
                       sleeping=llm if arguments.enable_sleep_mode else None,
                       vision=None if llm.vision is None else llm,
-                      tokenizer_info=arguments.enable_tokenizer_info_endpoint, tracer=tracer,
+                      tokenizer_info=arguments.enable_tokenizer_info_endpoint,
+                      prompt_details=arguments.enable_prompt_tokens_details, root=str(directory),
+                      fingerprint=fingerprint(llm), tracer=tracer,
                       scale_out=arguments.enable_scale_out,
                       strict=arguments.strict_requests)
     LOG.info(capacity_line(llm))
@@ -232,6 +236,13 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
                          drain_s=arguments.drain_timeout, logprobs=arguments.max_logprobs,
                          images=arguments.max_images, image_pixels=arguments.max_image_pixels,
                          audio_s=arguments.max_audio_seconds, connections=arguments.max_connections)
+
+
+def fingerprint(llm: LLM) -> str:
+    """Names what computes an answer: this version, and a hash of the model's config and dtype, of its device
+    and the context length."""
+    facts = repr((llm.config, str(llm.dtype), llm.device, llm.length))
+    return f"tinygrad-nv-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
 def capacity_line(llm: LLM) -> str:

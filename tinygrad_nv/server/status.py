@@ -6,6 +6,7 @@ the entries of tokenizer_config.json that clients build prompts with.
 """
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; object-src 'none'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
 PAGE_HEADERS = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer",
                 "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+# of every model, as vLLM writes it
+PERMISSION = {"allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True,
+              "allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False,
+              "organization": "*", "group": None, "is_blocking": False}
 TOKENIZER_INFO = "/tokenizer_info"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 # what browsers ask for, and its file
@@ -47,10 +52,12 @@ def _models(service: Service) -> Endpoint:
     efforts = _efforts(service)
     def model_card(name: str) -> dict[str, Any]:
         lora = None if service.adapters is None else service.adapters.find(name)
-        root, parent = (service.names[0], None) if lora is None else (lora.lora_path, service.names[0])
+        own = service.root or service.names[0]
+        root, parent = (own, None) if lora is None else (lora.lora_path, service.names[0])
         return {"id": name, "object": "model", "created": service.created, "owned_by": "tinygrad-nv",
                 "root": root, "parent": parent, "max_model_len": service.model.length,
-                "reasoning_efforts": efforts}
+                "permission": [{"id": f"modelperm-{secrets.token_hex(8)}", "object": "model_permission",
+                                "created": service.created, **PERMISSION}], "reasoning_efforts": efforts}
 
     async def endpoint(request: Request) -> Response:
         if name := request.path_params.get("name"):

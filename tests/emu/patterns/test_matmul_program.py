@@ -217,7 +217,8 @@ def test_schedules_belong_to_their_configuration(change: str | dict[str, int], t
     assert hooks.configuration() == before
 
 
-@pytest.mark.parametrize(("device", "arch"), [("EMU:5", "sm_80"), ("EMU:6", "sm_89")])
+# numbers that no other test opens, with another architecture
+@pytest.mark.parametrize(("device", "arch"), [("EMU:45", "sm_80"), ("EMU:46", "sm_89")])
 def test_kernels_are_made_for_the_device(device: str, arch: str, monkeypatch: pytest.MonkeyPatch):
     a, b = whole(40, 72), whole(72, 56)
     monkeypatch.setenv("EMU_ARCH", arch)

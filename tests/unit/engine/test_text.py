@@ -54,7 +54,7 @@ def test_pieces_joined_are_the_whole_text(prompt: str, answer: list[int]):
     """Any ids at all, bytes that are no character among them."""
     tokenizer = TOKENIZERS["byte-level"]
     pieces, whole = joined(tokenizer, tokenizer.encode(prompt).ids, answer)
-    assert pieces == whole
+    assert pieces == whole.rstrip("\ufffd"), "all but a character that is cut at the end"
 
 
 WORDS = st.integers(256, TOKENIZERS["sentencepiece"].get_vocab_size() - 1)
@@ -77,7 +77,7 @@ def test_half_a_character_is_held_back():
     text = Detokenizer(tokenizer.decode)
     assert [text.push(i) for i in ids] == ["", "", "", "🐙"]
     assert text.push(ids[0]) == ""
-    assert text.flush() == "\ufffd"
+    assert text.flush() == "", "vLLM leaves a character out that is cut"
 
 
 def test_the_first_word_keeps_its_space():

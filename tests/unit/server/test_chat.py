@@ -69,9 +69,10 @@ def test_reasoning_and_calls_are_told_apart():
         assert [bool(c.id) for c in calls] == [True] + [False] * (len(calls) - 1)
         assert "".join(c.function.arguments for c in calls) == '{"at": "a fox"}'
         assert len(calls) > 10
-        assert chunks[-1].usage == done.usage
+        assert chunks[-1].usage.to_dict() == {  # vLLM leaves null out of a stream
+            name: each for name, each in done.usage.to_dict().items() if each is not None}
         hidden = client.chat.completions.create(**asked, extra_body={"include_reasoning": False})
-        assert not hasattr(hidden.choices[0].message, "reasoning")
+        assert hidden.choices[0].message.reasoning is None
         assert hidden.usage == done.usage
 
 
@@ -128,7 +129,7 @@ def test_forced_calls_are_calls(several: bool):
                  "parallel_tool_calls": several}
         done = client.chat.completions.create(**asked).choices[0]
         assert [c.function.arguments for c in done.message.tool_calls] == ['{"at": "a"}', "{}"][:1 + several]
-        assert (done.finish_reason, done.message.content) == ("tool_calls", None)
+        assert (done.finish_reason, done.message.content) == ("tool_calls", "")
         assert engine.asked[-1][1].structured_outputs.json["maxItems"] == (16 if several else 1)
         chunks = list(client.chat.completions.create(**asked, stream=True))
         calls = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
@@ -239,7 +240,7 @@ def test_fields_reach_the_engine():
         assert done.prompt_token_ids == given.ids
         assert [choice.token_ids for choice in done.choices] == [[0, 1]] * 2
         chunks = list(client.chat.completions.create(**asked, stream=True))
-        assert [c.prompt_token_ids for c in chunks if hasattr(c, "prompt_token_ids")] == [given.ids]
+        assert [c.prompt_token_ids for c in chunks if hasattr(c, "prompt_token_ids")] == [given.ids] * 2
         assert [i for c in chunks for p in c.choices if p.index == 1
                 for i in getattr(p, "token_ids", [])] == [0, 1]
         client.completions.create(model=NAME, prompt="a",

@@ -25,11 +25,11 @@ USER: list[Any] = [{"role": "user", "content": "how?"}]
 
 
 @contextlib.contextmanager
-def serving(said: str | Sequence[str] = "yes", keys: frozenset[str] = frozenset(),
+def serving(said: str | Sequence[str] = "yes", keys: frozenset[str] = frozenset(), details: bool = False,
             **engine: Any) -> Iterator[tuple[Any, FakeEngine, Live]]:
     """A client, the engine it talks to, which says `said`, a character a token, and the server."""
     made = FakeEngine(FakeModel(TEMPLATE), pieces=tuple(said), **engine)
-    with (live(fake_service(made, keys=keys)) as server,
+    with (live(fake_service(made, keys=keys, prompt_details=details)) as server,
           anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0,
                               http_client=anthropic.DefaultHttpxClient(verify=False)) as client):
         yield client, made, server
@@ -138,7 +138,7 @@ def test_tool_choices():
         assert done.content[0].input == {"at": "a"}
         cut = client.messages.create(**{**asked, "max_tokens": 5},
                                      tool_choice={"type": "tool", "name": "look"})
-        assert (cut.content[0].input, cut.stop_reason) == ({}, "max_tokens")
+        assert (cut.content[0].text, cut.stop_reason) == ('{"at"', "max_tokens")
         schema = {"type": "object", "properties": {"at": {"type": "string"}}}
         client.messages.create(**asked, output_config={"format": {"type": "json_schema", "schema": schema}})
         assert engine.asked[-1][1].structured_outputs.json == schema
@@ -161,6 +161,9 @@ def test_tokens_are_counted():
 
 def test_tokens_of_the_prefix_cache_are_counted_apart():
     with serving(cached=4) as (client, engine, _):
+        used = client.messages.create(model=NAME, max_tokens=9, messages=USER).usage
+        assert used.to_dict() == {"input_tokens": len(engine.asked[-1][0].ids or []), "output_tokens": 3}
+    with serving(cached=4, details=True) as (client, engine, _):
         used = client.messages.create(model=NAME, max_tokens=9, messages=USER).usage
         assert (used.cache_read_input_tokens, used.cache_creation_input_tokens) == (4, 0)
         assert used.input_tokens + 4 == len(engine.asked[-1][0].ids or [])

@@ -43,7 +43,7 @@ def test_special_tokens_may_be_left_out(server: Live, engine: FakeEngine):
 
 
 def test_prompts_are_truncated_at_their_beginning(server: Live, engine: FakeEngine):
-    made = ask(server, prompt=TEXT, truncate_prompt_tokens=4, echo=True, return_token_ids=True)
+    made = ask(server, prompt=TEXT, truncate_prompt_tokens=4, echo=True)
     ids = engine.asked[-1][0].ids
     assert ids is not None
     assert (len(ids), ids[-3:]) == (4, PLAIN[-3:])

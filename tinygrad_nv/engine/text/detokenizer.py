@@ -3,9 +3,10 @@
 Protocol: a `Detokenizer` takes one id at a time and returns the text that id completed, possibly none;
 `flush` returns the text held back at the end of the sequence. All pieces joined are exactly decode(prompt +
 ids) without decode(prompt): bytes of an incomplete character are held until the character is complete, and
-the first word keeps the space that decoders strip at the start of a text. A character that the prompt's ids
-begin and the answer completes is the answer's: its pieces have all of it, and `Echo` leaves what the prompt
-shows of it out. `StopStrings` holds back text that may become a stop string.
+left out where none completes it, as vLLM has it. The first word keeps the space that decoders strip at the
+start of a text. A character that the prompt's ids begin and the answer completes is the answer's: its pieces
+have all of it, and `Echo` leaves what the prompt shows of it out. `StopStrings` holds back text that may
+become a stop string.
 
 Technique: decode a short window twice, with and without the new ids, and emit the difference (as vLLM and
 transformers' streamers do). The cost depends on the window, not on the length of the text.
@@ -47,8 +48,8 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The text still held back; undecodable bytes become U+FFFD."""
-        piece = self._new(self.decode(self.ids[self.start:]))
+        """The text still held back, without the bytes of a character that the ids do not complete."""
+        piece = self._new(self.decode(self.ids[self.start:])).rstrip(UNFINISHED)
         self.start, self.end, self.emitted, self.complete = len(self.ids), len(self.ids), "", ""
         return piece
 

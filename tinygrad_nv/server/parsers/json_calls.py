@@ -250,7 +250,27 @@ class Llama(CallMachine):
         return self._object(after) if text[0] == ";" and after[0] == "{" else self.next(self.rest)
 
 
-class NamedCall(Machine):
+class ForcedCalls(Machine):
+    """An answer that has to be calls, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that `text` completes."""
+        self.text += text
+        return super().feed(text)
+
+    @property
+    def cut_text(self) -> str:
+        """The text so far; "" once it is whole."""
+        try: json.loads(self.text)
+        except (ValueError, RecursionError): return self.text
+        return ""
+
+
+class NamedCall(ForcedCalls):
     """The call of the tool `name`."""
 
     def __init__(self, name: str) -> None:
@@ -264,7 +284,7 @@ class NamedCall(Machine):
         return False
 
 
-class CallList(Machine):
+class CallList(ForcedCalls):
     """A list of calls."""
 
     def __init__(self) -> None:
