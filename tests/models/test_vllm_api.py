@@ -261,7 +261,9 @@ def test_texts_with_special_tokens_and_without_any(llm: LLM):
     ({"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}, "speculative_config is"),
     ({"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}, "speculative_config is"),
     ({"max_num_seqs": "8"}, "max_num_seqs is '8'"), ({"swap_space": float("nan")}, "swap_space is nan"),
-    ({"block_size": True}, "block_size is True"), ({"max_model_len": "9"}, "max_model_len is '9'"),
+    ({"block_size": True}, "block_size is True"),
+    ({"max_logprobs": "all"}, "max_logprobs is 'all'"), ({"max_logprobs": -2}, "max_logprobs is -2"),
+    ({"max_model_len": "9"}, "max_model_len is '9'"),
     ({"load_format": "pt"}, "load_format is 'pt'"), ({"enable_chunked_prefill": False}, "is False")], ids=str)
 def test_arguments_that_are_refused(given: dict[str, Any], words: str):
     """Before anything is read."""

@@ -228,7 +228,7 @@ def test_a_template_takes_what_the_kwargs_say(llm: LLM):
 
 def test_what_a_request_took_is_told_where_it_is_asked_for():
     """With vLLM's names; its times are of a clock, its arrival of the calendar."""
-    with LLM(MODEL, device="CPU", max_model_len=64, max_num_seqs=1, disable_log_stats=False,
+    with LLM(MODEL, device="CPU", max_model_len=64, max_num_seqs=1, disable_log_stats=False, max_logprobs=1,
              chat_template="{{ messages[0].content }}!", spec_method="ngram", spec_tokens=2) as llm:
         before = time.time()
         [made] = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
@@ -237,6 +237,10 @@ def test_what_a_request_took_is_told_where_it_is_asked_for():
         assert made.metrics.queued_ts <= made.metrics.first_token_ts <= made.metrics.last_token_ts
         assert made.metrics.num_generation_tokens == len(made.token_ids)
         assert llm.core.config.num_speculative_tokens == 2
+        for asked in ("logprobs", "prompt_logprobs"):
+            llm.generate(TALE, replace(GREEDY, **{asked: 1}))
+            with pytest.raises(RequestError, match=f"{asked} is 2"):
+                llm.generate(TALE, replace(GREEDY, **{asked: 2}))
 
 
 def test_a_prompt_that_is_not_to_come_from_the_cache(llm: LLM):

@@ -47,13 +47,21 @@ from tinygrad_nv.engine.loading import (
 from tinygrad_nv.engine.lora.request import LoRAConfig
 from tinygrad_nv.engine.lora.serving import ServedAdapters, open_adapters
 from tinygrad_nv.engine.metrics import Latencies, Metric, metrics
-from tinygrad_nv.engine.sampling import SamplingParams, fresh_seed
+from tinygrad_nv.engine.sampling import MAX_LOGPROBS, SamplingParams, fresh_seed
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import GROUP
 from tinygrad_nv.engine.sleep import Sleeper, SleepingModel
 from tinygrad_nv.engine.speculation.ngram import parse_speculative
 from tinygrad_nv.engine.thread import Engine, EngineThread
-from tinygrad_nv.engine.vllm_arguments import MOST_BLOCK, flag, from_vllm, gib, optional_whole, whole
+from tinygrad_nv.engine.vllm_arguments import (
+    MOST_BLOCK,
+    flag,
+    from_vllm,
+    gib,
+    most_logprobs,
+    optional_whole,
+    whole,
+)
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.kvcache.groups import cache_groups
@@ -96,8 +104,9 @@ class LLM(GenerationMethods, PoolingMethods):
     for; `required_key` is a file with the public key that has to have signed it, `weights` the directory of
     files that it refers to. `generation_config` and `override_generation_config` say where sampling defaults
     come from (generation_config.py). `chat_template`, a file, a template or the name of one of the model's,
-    is that of `chat`. Without `disable_log_stats` outputs have `metrics`. Other arguments of vLLM's `LLM` are
-    taken, or refused (vllm_arguments.py)."""
+    is that of `chat`. Without `disable_log_stats` outputs have `metrics`. Requests may ask for
+    `max_logprobs` log probabilities, at most 20. Other arguments of vLLM's `LLM` are taken, or refused
+    (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -113,6 +122,7 @@ class LLM(GenerationMethods, PoolingMethods):
                  enable_expert_parallel: bool = False, data_parallel_size: int = 1,
                  required_key: Path | None = None, weights: Path | None = None,
                  chat_template: str | Path | None = None, disable_log_stats: bool = True,
+                 max_logprobs: int | None = MAX_LOGPROBS,
                  stage: Callable[[str], None] = lambda name: None, **vllm: Any) -> None:
         if config.overridden(SETTING):
             raise ConfigError("LLM inside `with deterministic():`, which holds for this thread alone",
@@ -143,6 +153,7 @@ class LLM(GenerationMethods, PoolingMethods):
         sweep()
         self._request_numbers, self.latencies = itertools.count(), Latencies()
         self._enqueued, self.log_stats = list[Request](), not disable_log_stats
+        self.max_logprobs = most_logprobs(max_logprobs, MAX_LOGPROBS)
         self.compilations = Compilations()
         self.directory, self.device = Path(model), open_device(device)
         self.bundle = None

@@ -36,6 +36,7 @@ class PromptMethods:
     directory: Path
     embedder: Embedder | None
     length: int
+    max_logprobs: int
     tokenizer: Tokenizer | None
     tokenizer_error: NVError | None
     config: ModelConfig
@@ -185,6 +186,10 @@ class PromptMethods:
         params.require_vocabulary(self.config.vocab_size)
         if params.stop: self.require_tokenizer()
         self._require_more_than_ends(params)
+        for asked in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(params, asked) or 0) > self.max_logprobs:
+                raise RequestError(f"{asked} is {count}", f"at most max_logprobs, {self.max_logprobs}",
+                                   f"lower {asked}, or raise max_logprobs of LLM")
         if params.thinking_token_budget is not None and params.reasoning is None:
             raise RequestError(f"thinking_token_budget is {params.thinking_token_budget}", "None: a server "
                                "with --reasoning-parser knows where reasoning ends", "ask the server")

@@ -175,6 +175,13 @@ def flag(name: str, value: Any, default: bool) -> bool:
     raise ConfigError(f"{name} is {value!r:.200}", "True or False", f"change {name}")
 
 
+def most_logprobs(value: Any, most: int) -> int:
+    """max_logprobs: `most` for None, and for -1, as many as there are. Raises `ConfigError`."""
+    if value is None or (type(value) is int and value >= -1): return most if value in (None, -1) else value
+    raise ConfigError(f"max_logprobs is {value!r:.200}", f"a whole number from 0 to {most}, or -1",
+                      "change max_logprobs")
+
+
 def require_no_adapter(lora_request: Any) -> None:
     """Raises `ConfigError` for an adapter."""
     if lora_request is not None:
