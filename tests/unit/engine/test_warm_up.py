@@ -16,9 +16,9 @@ from tinygrad.uop.ops import Ops, UOp
 from tests.support.engine.runner_case import LENGTH, PAGES, PLAIN, SIZE, Driver, network
 from tinygrad_nv import dtypes
 from tinygrad_nv.engine.sampling import Filters
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
+from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits, pad_decodes
 from tinygrad_nv.engine.worker import warm_up
-from tinygrad_nv.engine.worker.input_buffer import BatchShape
+from tinygrad_nv.engine.worker.input_buffer import BatchShape, ShapeChoice
 from tinygrad_nv.engine.worker.model_runner import ModelRunner
 from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
 from tinygrad_nv.models.lora import AdapterMatrices, ModelAdapters
@@ -51,6 +51,19 @@ def test_the_first_have_room_for_every_batch(max_seqs: int, budget: int, adapter
     for number, job in enumerate(others):
         if isinstance(job, BatchShape):
             assert all((job.samples, each) in [*first, *others[:number]] for each in warm_up.FILTER_SETS)
+
+
+def test_a_full_step_is_no_larger_than_its_budget():
+    """Whatever number of decodes is beside prompts: 46 and 58 groups ran in 768 tokens of a budget of 512."""
+    largest = BatchShape(64, 184, 512, False)
+    jobs = warm_up.default_jobs(64, 512, largest, False, False)
+    choice = ShapeChoice([job for part in jobs for job in part if isinstance(job, BatchShape)])
+    for decodes in range(1, 65):
+        groups = (512 - pad_decodes(decodes, 64, 512)) // GROUP
+        shape = choice.of(BatchShape(decodes, groups, min(decodes + 4, 64), False), True)
+        assert shape.num_tokens == 512, (decodes, shape)
+        assert shape.samples < 4 * decodes + 16
+    assert pad_decodes(40, 64, 127) == 40, "half of the budget stays for prompts"
 
 
 def test_decodes_serve_decodes_alone():

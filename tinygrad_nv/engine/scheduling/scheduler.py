@@ -10,7 +10,7 @@ Order. A sequence's key is `priority · ageing_s + arrival_s`; a smaller key run
 is a head start of `ageing_s` seconds, so a waiting request is overtaken for a bounded time only. A step
 takes, until the budget of `max_batched_tokens` is used:
 
-  1. each running sequence with one token to compute (decode)
+  1. each running sequence with one token to compute (decode); beside prompts their number is padded
   2. chunks of running sequences with more (prefill), by key
   3. waiting sequences, by key, until one finds no slot or too few pages
   4. draft tokens, if budget is left and no sequence waits
@@ -46,6 +46,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     SchedulerOutput,
     max_prompt_logits,
     max_samples,
+    pad_decodes,
 )
 from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep, StepPlan, TokenMasks
 from tinygrad_nv.kvcache.pool import PagePool
@@ -186,7 +187,9 @@ class Scheduler:
             if num_known - at > 1: chunked.append(seq)
             elif len(num_tokens) == most: continue
             elif at < seq.num_reserved or self._reserve(plan, seq, at + 1, synced): num_tokens[seq] = 1
-        plan.token_budget -= len(num_tokens)
+        taken = len(num_tokens)
+        if chunked or self.num_waiting: taken = pad_decodes(taken, self.config.max_seqs, plan.token_budget)
+        plan.token_budget -= taken
         plan.single_tokens = plan.token_budget < GROUP
         return chunked
 

@@ -40,6 +40,19 @@ def max_samples(max_seqs: int) -> int:
     return GROUP * max(2, max_seqs)
 
 
+def decode_rows(max_seqs: int) -> list[int]:
+    """Numbers of decodes that a step with prompt chunks is captured for: others are padded."""
+    return sorted({min(each, max_seqs) for each in (GROUP, 2 * GROUP, 4 * GROUP, max_seqs)})
+
+
+def pad_decodes(count: int, max_seqs: int, budget: int) -> int:
+    """Returns how many of a step's tokens its decodes take: with their padding, which is computed as well,
+    where that leaves half of the budget to prompts."""
+    if not count: return 0
+    padded = 1 << (next(each for each in decode_rows(max_seqs) if each >= count) - 1).bit_length()
+    return padded if 2 * padded <= budget else count
+
+
 def max_prompt_logits(max_seqs: int) -> int:
     """Samples of a step that may be prompt tokens."""
     return min(PROMPT_LOGITS, max_samples(max_seqs) - max_seqs)

@@ -74,7 +74,7 @@ class BatchShape:
 
     @staticmethod
     def of(batch: SchedulerOutput) -> BatchShape:
-        """The shape for a batch."""
+        """The numbers of a batch, without padding."""
         decode = groups = 0
         direct, adapted = True, False
         for seq in batch.seqs:
@@ -82,8 +82,13 @@ class BatchShape:
             direct = direct and len(seq.samples) == 1 and num_tokens == 1
             if num_tokens == 1: decode += 1
             else: groups += -(-num_tokens // GROUP)
-        made = BatchShape.at_least(decode, groups, batch.num_samples, direct)
-        return replace(made, adapted=True) if adapted else made
+        return BatchShape(decode, groups, batch.num_samples, direct, adapted)
+
+    @property
+    def capture_shape(self) -> BatchShape:
+        """The shape that is captured for a batch with such numbers."""
+        made = BatchShape.at_least(self.decode, self.groups, self.samples, self.direct)
+        return replace(made, adapted=True) if self.adapted else made
 
     @staticmethod
     def at_least(decode: int, groups: int, samples: int, direct: bool) -> BatchShape:
@@ -300,11 +305,15 @@ class ShapeChoice:
         self.captured, self.kept = captured, kept
         self.uses: Counter[BatchShape] = Counter()     # of shapes that are not captured
 
-    def of(self, shape: BatchShape, warm: bool) -> BatchShape:
-        """The shape that a batch of this one runs in."""
-        if shape in self.captured or shape in self.kept: return shape
+    def of(self, batch: BatchShape, warm: bool) -> BatchShape:
+        """The shape that a batch with such numbers runs in."""
+        shape = batch.capture_shape
+        if shape.direct and (shape in self.captured or shape in self.kept): return shape
+        most = math.inf if warm else MAX_PADDING * shape.num_tokens
+        larger = [each for each in {*self.captured, *self.kept}
+                  if each.num_tokens <= most and each.has_room_for(batch)]
+        best = min(larger, key=lambda each: (each.num_tokens, each.samples), default=shape)
+        if best == shape or best.num_tokens < shape.num_tokens: return best
         if not warm and (shape.direct or self.uses[shape] >= CAPTURE_AFTER): return shape
         self.uses[shape] += 1
-        larger = [each for each in {*self.captured, *self.kept} if each.has_room_for(shape)
-                  and (warm or each.num_tokens <= MAX_PADDING * shape.num_tokens)]
-        return min(larger, key=lambda each: (each.num_tokens, each.samples), default=shape)
+        return best

@@ -28,7 +28,12 @@ from tinygrad.device import Buffer
 from tinygrad.helpers import PARALLEL, Context
 
 from tinygrad_nv.engine.sampling import Filters
-from tinygrad_nv.engine.scheduling.scheduler_output import GROUP, max_prompt_logits
+from tinygrad_nv.engine.scheduling.scheduler_output import (
+    GROUP,
+    decode_rows,
+    max_prompt_logits,
+    pad_decodes,
+)
 from tinygrad_nv.engine.worker.input_buffer import BatchShape, InputLayout, next_power_of_two
 from tinygrad_nv.engine.worker.logit_rows import Rows, gathers
 from tinygrad_nv.engine.worker.step_process import CapturedJob, NumberQueue, StepProcess
@@ -77,12 +82,15 @@ def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, ve
     rows = sorted({min(each, max_seqs) for each in (GROUP, 4 * GROUP, max_seqs)})
     beside = [BatchShape.at_least(count, groups, 2 * count, False)
               for count in rows for groups in (3, 15) if groups < whole]
-    beside += [replace(BatchShape.at_least(count, 1, 2 * count, False), groups=whole) for count in rows]
+    for count in decode_rows(max_seqs):
+        full = BatchShape.at_least(count, 1, min(2 * count, max_seqs), False)
+        taken = pad_decodes(count, max_seqs, max_batched_tokens)
+        beside.append(replace(full, groups=-(-(max_batched_tokens - taken) // GROUP)))
     if verifies: beside = [replace(each, samples=largest.samples) for each in beside]
     # a short prompt, with the samplers of all decodes; and all that a step may have
     short = replace(beside[0], samples=max(beside[0].samples, decode[-1].samples))
     most = next_power_of_two(max_seqs + max_prompt_logits(max_seqs))
-    room = replace(beside[-1], samples=max(beside[-1].samples, most))
+    room = replace(beside[-1], groups=whole, samples=max(beside[-1].samples, most))
     first = list(dict.fromkeys([decode[0], short, decode[-1], room]))
     others = [each for each in dict.fromkeys([*decode, *chunks, *beside]) if each not in first]
     for shapes in (first, others):
