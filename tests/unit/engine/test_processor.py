@@ -1,6 +1,8 @@
 """Sampled tokens become text, however they are split; stop strings end it where they are found."""
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,3 +125,23 @@ def test_tokens_without_text_take_no_room():
     assert len(processor.texts[0].detokenizer.ids) < 10
     before, after = TOKENIZER.decode(STORY[:6]), TOKENIZER.decode(STORY[:7])
     assert processor.process(chosen([STORY[6]])).text == after[len(before):]
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_log_probabilities_have_a_character_with_its_last_token(size: int):
+    """As vLLM writes them: an echo of "a 🌍 é" has tokens "a", "", "", " 🌍", " é"."""
+    ids = TOKENIZER.encode("so 猫 🦊", special=False)
+    parts = [ids[at:at + size] for at in range(0, len(ids), size)]
+    broken = TOKENIZER.encode("猫", special=False)[-1]      # the likeliest one, which completes nothing
+    found = Logprobs(-1.0, 2, ((broken, -0.5),))
+    steps = [chosen(part, logprobs=(found,) * len(part)) for part in parts]
+    made = deltas(SamplingParams(logprobs=1), steps, ())
+    texts = [each.text for delta in made for each in delta.logprobs]
+    assert "".join(texts) == "so 猫 🦊"
+    assert len(texts) > len([text for text in texts if text]), "some tokens are parts of characters"
+    whole = [TOKENIZER.decode(ids[:end]).rstrip("\ufffd") for end in range(len(ids) + 1)]
+    assert texts == [after.removeprefix(before) for before, after in pairwise(whole)]
+    assert all("\ufffd" not in each.top[0][1] for delta in made for each in delta.logprobs)
+    told = EngineCoreOutput("a", 0, (EOS,), finish_reason="stop", prompt_logprobs=(found,) * len(ids))
+    [last] = deltas(SamplingParams(prompt_logprobs=1), [told], (5, *ids))
+    assert [each.text for each in last.prompt_logprobs] == texts

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 # prompt tokens in the first window: enough for any character (4 bytes) and a word before it
 CONTEXT_TOKENS = 6
 OPEN_TOKENS = 3     # of a character that is not complete
+CHARACTER_TOKENS = 4
 UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
 
@@ -77,6 +78,21 @@ def before_open_end(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) 
         if not (before := decode(ids[:-size])).endswith(UNFINISHED):
             return max(before, whole, key=len), size    # a token may have text before the bytes
     return whole, 0
+
+
+def text_in_place(alone: str, decode: Callable[[Sequence[int]], str], before: Sequence[int],
+                  token: int) -> str:
+    """The text that `token` adds to the tokens `before` it, where its text `alone` may be bytes of a
+    character: the last token of a character has all of it, and those before have none, as in vLLM's log
+    probabilities."""
+    if not alone.endswith(UNFINISHED): return alone
+    for size in range(1, len(before) + 1):
+        context = before[-size:]
+        whole = decode([*context, token])
+        if whole.endswith(UNFINISHED): continue
+        while context and decode(context[-1:]).endswith(UNFINISHED): context = context[:-1]
+        return whole.removeprefix(decode(context))
+    return ""
 
 
 class Echo:

@@ -10,13 +10,13 @@ searched for stop strings.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tinygrad_nv.engine.outputs import Delta, EngineCoreOutput, TokenLogprobs
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.scheduler_output import Logprobs
-from tinygrad_nv.engine.text.detokenizer import Detokenizer, StopStrings
+from tinygrad_nv.engine.text.detokenizer import CHARACTER_TOKENS, Detokenizer, StopStrings, text_in_place
 from tinygrad_nv.engine.text.tokenizer import Tokenizer
 
 
@@ -26,6 +26,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], params: SamplingParams) -> None:
         self.tokenizer, self.prompt, self.params = tokenizer, prompt, params
         self.texts = {index: self._text() for index in range(params.n)}
+        self.before: dict[int, list[int]] = {}      # the last tokens of a sequence with log probabilities
 
     @property
     def is_finished(self) -> bool:
@@ -40,8 +41,10 @@ class OutputProcessor:
         if text.stops.found is not None: reason, stop = "stop", text.stops.found
         if reason is not None: del self.texts[chosen.index]
         tokens, logprobs = chosen.tokens[:num_used], chosen.logprobs[:num_used]
-        found = tuple(map(self._token_logprobs, tokens, logprobs)) if logprobs else ()
-        prompt = tuple(map(self._token_logprobs, self.prompt[1:], chosen.prompt_logprobs))
+        found = self._tokens_logprobs(self.before.setdefault(chosen.index, []), tokens, logprobs) \
+            if logprobs else ()
+        prompt = self._tokens_logprobs([*self.prompt[:1]], self.prompt[1:], chosen.prompt_logprobs) \
+            if chosen.prompt_logprobs else ()
         return Delta(chosen.index, new_text, tokens, found, reason, stop, chosen.cached_tokens, chosen.error,
                      prompt)
 
@@ -53,10 +56,22 @@ class OutputProcessor:
         silent = tokenizer.silent if skip else tokenizer.unknown
         return SequenceText(Detokenizer(decode, self.prompt, silent), self.params)
 
-    def _token_logprobs(self, token: int, logprobs: Logprobs) -> TokenLogprobs:
-        text = self.tokenizer.token_text if self.tokenizer else lambda _: ""
-        top = tuple((each, text(each), value) for each, value in logprobs.top)
-        return TokenLogprobs(token, text(token), logprobs.chosen, logprobs.rank, top)
+    def _tokens_logprobs(self, before: list[int], tokens: Sequence[int],
+                         logprobs: Sequence[Logprobs]) -> tuple[TokenLogprobs, ...]:
+        """Those of tokens that follow `before`, which gets them."""
+        made = []
+        for token, found in zip(tokens, logprobs, strict=True):
+            text = self._text_after(before)
+            top = tuple((each, text(each), value) for each, value in found.top)
+            made.append(TokenLogprobs(token, text(token), found.chosen, found.rank, top))
+            before[:] = [*before[1 - CHARACTER_TOKENS:], token]
+        return tuple(made)
+
+    def _text_after(self, before: Sequence[int]) -> Callable[[int], str]:
+        """The texts of tokens that may follow `before`."""
+        if (tokenizer := self.tokenizer) is None: return lambda _: ""
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        return lambda token: text_in_place(tokenizer.token_text(token), decode, before, token)
 
 
 class SequenceText:
