@@ -46,7 +46,8 @@ async def beam_deltas(service: Service, prompts: Sequence[list[int]], request: C
             tokens = tuple(beam.tokens[len(prompt):])
             record.output_tokens += len(tokens)
             record.reasons.append(beam.finish_reason or "length")
-            made = processor.process(EngineCoreOutput(record.id, index, tokens, (), beam.finish_reason))
+            made = processor.process(EngineCoreOutput(record.id, index, tokens, (), beam.finish_reason,
+                                                       beam.stop_reason))
             if made is not None: yield at * request.params.n + index, made
 
 

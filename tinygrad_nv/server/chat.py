@@ -32,7 +32,8 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     service.require_generator()
     parsed = await service.read(record, lambda: chat(data, service.model.defaults, service.limits))
     conversation = await Conversation.of(service, parsed, record.size)
-    shared = {"id": record.id, "object": "chat.completion.chunk" if parsed.stream else "chat.completion",
+    shared = {"id": record.answer_id("chatcmpl-", data.get("request_id")),
+              "object": "chat.completion.chunk" if parsed.stream else "chat.completion",
               "created": int(time.time()), "model": conversation.model}
     record.stream = parsed.stream
     chunks = _chunks(conversation, record, shared)
@@ -58,9 +59,10 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
             yield {"choices": [], "prompt_logprobs": prompt_dictionaries(delta.prompt_logprobs,
                                                                          request.prompt_logprobs)}
         for choice in () if begun else range(request.params.n):
-            yield {**shared, "choices": [{"index": choice, "delta": {"role": "assistant", "content": ""},
+            yield {**shared, "choices": [{"index": choice, "delta": {"role": request.role, "content": ""},
                                           "logprobs": None, "finish_reason": None}], **usage_of(choice),
-                   "prompt_token_ids": conversation.prompt if request.ids else None, "prompt_text": None}
+                   "prompt_token_ids": conversation.prompt if request.ids else None,
+                   "prompt_text": conversation.prompt_text()}
         begun, tokens = True, counts.get(at, (0, 0))[0] + len(delta.tokens)
         counts[at] = tokens, update.reasoning_tokens
         entry = _entry(update, conversation)
@@ -133,13 +135,13 @@ class Message:
         if (ids := part.get("token_ids")) is not None: self.ids = [*(self.ids or ()), *ids]
         self.reasons = {key: part.get(key) for key in ("finish_reason", "stop_reason")}
 
-    def choice(self, at: int, forced: bool) -> dict[str, Any]:
+    def choice(self, at: int, role: str, forced: bool) -> dict[str, Any]:
         """The choice of a response. The content of a message that has calls alone, or reasoning alone, is
         null, but a text where calls were `forced`."""
         texts = self.texts
         alone = (self.calls or self.function or texts["reasoning"]) and not (texts["content"] or forced)
         message: dict[str, Any] = {
-            "role": "assistant", "content": None if alone else texts["content"],
+            "role": role, "content": None if alone else texts["content"],
             **dict.fromkeys(("refusal", "annotations", "audio")), "function_call": self.function}
         if self.calls: message["tool_calls"] = self.calls
         message["reasoning"] = texts["reasoning"] or None
@@ -156,12 +158,14 @@ async def _whole(conversation: Conversation, chunks: Chunks, shared: dict[str, A
     async for chunk in chunks:
         told = chunk.get("prompt_logprobs", told)
         for part in chunk["choices"]: messages[part["index"]].add(part)
-    choices = [message.choice(at, request.choice.is_forced) for at, message in enumerate(messages)]
-    more = dict.fromkeys(("prompt_text", "kv_transfer_params", "ec_transfer_params", "metrics"))
+    forced = request.choice.is_forced
+    choices = [message.choice(at, request.role, forced) for at, message in enumerate(messages)]
+    more = dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))
     return JSONAnswer({**shared, "choices": choices, "service_tier": None,
                        "system_fingerprint": service.fingerprint,
                        "usage": service.usage(record, conversation.reasons).fields(), "prompt_logprobs": told,
-                       "prompt_token_ids": conversation.prompt if request.ids else None, **more})
+                       "prompt_token_ids": conversation.prompt if request.ids else None,
+                       "prompt_text": conversation.prompt_text(), **more})
 
 
 def logprob(each: TokenLogprobs, by_id: bool = False) -> dict[str, Any]:

@@ -49,10 +49,16 @@ class ChatRequest(Common):
     special: bool = False               # the tokenizer adds its special tokens to what the template has
     legacy: bool = False
     show_reasoning: bool = True
+    shows_prompt: bool = False          # its text is returned
     budget: int | None = None
     must_bound: bool = False
     # how the client spells fields whose errors name them otherwise (leniency.py)
     spelling: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def role(self) -> str:
+        """The role of the answer: that of the last message where the prompt begins no new one, as vLLM's."""
+        return "assistant" if self.generation_prompt else str(self.messages[-1]["role"])
 
 
 def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) -> ChatRequest:
@@ -119,7 +125,8 @@ def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "template": fields.text("chat_template"), "effort": fields.one_of("reasoning_effort", EFFORTS),
             "verbosity": fields.one_of("verbosity", VERBOSITIES),
             "budget": None if budget == -1 else budget, "must_bound": True,
-            "show_reasoning": fields.flag("include_reasoning", True)}
+            "show_reasoning": fields.flag("include_reasoning", True),
+            "shows_prompt": fields.flag("return_prompt_text")}
 
 
 def _prediction(fields: Fields) -> None:

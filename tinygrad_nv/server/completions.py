@@ -35,7 +35,8 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
                                                                     service.limits))
     name = record.model = service.require_name(parsed.model)
     prompts, echoes = await service.aside(record.size, lambda: tokenize_prompts(service, parsed))
-    shared = {"id": record.id, "object": "text_completion", "created": int(time.time()), "model": name}
+    shared = {"id": record.answer_id("cmpl-", data.get("request_id")), "object": "text_completion",
+              "created": int(time.time()), "model": name}
     record.stream = parsed.stream
     chunks = _chunks(service, parsed, prompts, echoes, record, shared)
     if parsed.stream: return await stream_events(request, chunks, record)

@@ -124,6 +124,11 @@ class Conversation:
         """An id for a tool call: Mistral's templates take 9 letters or digits."""
         return secrets.token_hex(5)[:9] if self.tools == "mistral" else f"call_{secrets.token_hex(12)}"
 
+    def prompt_text(self) -> str | None:
+        """The rendered prompt, where the request asks for it."""
+        if not self.request.shows_prompt: return None
+        return self.service.require_tokenizer().decode(self.prompt, skip_special_tokens=False)
+
     async def run(self, record: Record) -> AsyncGenerator[Update, None]:
         """The answer as it is generated. Counts the tokens of reasoning."""
         readers: dict[int, Reader] = {}

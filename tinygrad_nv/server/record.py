@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinygrad_nv.engine.outputs import Delta
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -42,6 +43,10 @@ class Record:
     def first(self) -> float | None:
         """Time of the first token."""
         return min((answer.first for answer in self.answers.values()), default=None)
+
+    def answer_id(self, prefix: str, given: Any) -> str:
+        """The id of an answer: `prefix` and the name that the client has `given` it, else the record's."""
+        return f"{prefix}{given}" if given else self.id
 
     def count_delta(self, choice: int, delta: Delta) -> list[float]:
         """Counts a delta. Returns the seconds before each of its tokens, except the choice's first."""

@@ -38,6 +38,7 @@ class ResponseBuilder:
                 "output": [], "status": "in_progress", "max_output_tokens": most, **request.shown}
         self.response: dict[str, Any] = {field: told.get(field) for field in FIELDS}
         self.count, self.call = 0, -1       # events so far; the index of the call that is written
+        self.held: list[dict[str, Any]] = []    # logprobs of tokens without a text so far
         self.stream, self.with_logprobs = request.chat.stream, request.chat.params.logprobs is not None
 
     @property
@@ -51,15 +52,15 @@ class ResponseBuilder:
 
     def push(self, update: Update) -> list[StreamEvent]:
         """The events of an update."""
-        told = [_logprob(each) for each in update.delta.logprobs] if self.with_logprobs else []
-        return [made for event in update.events for made in self._push(event, told)]
+        if self.with_logprobs: self.held += [_logprob(each) for each in update.delta.logprobs]
+        return [made for event in update.events for made in self._push(event)]
 
     def finish(self, reason: str | None, record: Record, unfinished: str) -> list[StreamEvent]:
         """The last events. `reason`: the finish reason of the answer; `unfinished`: the text of calls that it
         ends inside of, which is content where no event has told of them."""
         if unfinished and not self.stream:
             self.response["output"] = [each for each in self.output if each["type"] != "function_call"]
-            self._push(Content(unfinished), [])
+            self._push(Content(unfinished))
         status = "incomplete" if reason == "length" else "completed"
         events = self._close(status)
         for item in () if self.stream else self.output:
@@ -77,13 +78,14 @@ class ResponseBuilder:
 
     # **** items ****
 
-    def _push(self, event: Event, logprobs: list[dict[str, Any]]) -> list[StreamEvent]:
+    def _push(self, event: Event) -> list[StreamEvent]:
         if isinstance(event, CallDelta): return self._push_call(event)
         kind = "reasoning" if isinstance(event, Reasoning) else "message"
         events = [] if self._open(kind) else self._begin_text(kind)
         part = self.output[-1]["content"][0]
         part["text"] += event.text
         more: dict[str, Any] = {}
+        logprobs, self.held = self.held, []
         if isinstance(event, Content):
             part["logprobs"] = [*part["logprobs"], *logprobs]   # earlier events keep theirs
             more = {"logprobs": without_bytes(logprobs)}
@@ -134,6 +136,7 @@ class ResponseBuilder:
         # as vLLM's: those of a text are in its part, and null where none were asked for
         more: dict[str, Any] = {"logprobs": []} if "logprobs" in part else {}
         if more and not self.with_logprobs: part["logprobs"] = None
+        elif more and not self.stream: part["logprobs"] += self.held    # such as the end token's
         return [self._event(f"response.{part['type']}.done", **self._place(), content_index=0,
                             text=part["text"], **more), self._part_event("done"), self._item_event("done")]
 

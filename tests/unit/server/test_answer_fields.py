@@ -99,3 +99,35 @@ def test_tokens_of_the_prefix_cache_are_told_where_the_server_says_so():
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = events(served.post({"prompt": "Once upon a time there", "max_tokens": 2, **stream}).text)
     assert chunks[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+@pytest.mark.parametrize(("path", "prefix"), [
+    ("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")])
+def test_an_answer_has_the_name_that_the_client_gives_it(server: Live, path: str, prefix: str):
+    """As vLLM's has the request's `request_id`."""
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    asked |= {"max_tokens": 1, "request_id": "mine"}
+    assert server.post(asked, path).json()["id"] == prefix + "mine"
+
+
+def test_the_prompt_and_whose_message_it_goes_on_with_are_told(server: Live, engine: FakeEngine):
+    """Recorded: with add_generation_prompt false vLLM's answer has the role of the last message."""
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_prompt_text": True}
+    made = server.post(asked, "/v1/chat/completions").json()
+    assert (made["prompt_text"], made["choices"][0]["message"]["role"]) == ("user: hi\n", "assistant")
+    asked |= {"add_generation_prompt": False}
+    assert server.post(asked, "/v1/chat/completions").json()["choices"][0]["message"]["role"] == "user"
+    [first, *_] = events(server.post({**asked, "stream": True}, "/v1/chat/completions").text)
+    assert (first["prompt_text"], first["choices"][0]["delta"]["role"]) == ("user: hi\n", "user")
+
+
+def test_log_probabilities_of_a_response_are_of_all_its_tokens(server: Live, engine: FakeEngine):
+    """Also of an end token, which has no text: vLLM's eighth for the seven tokens of its sentence."""
+    engine.pieces = ("a", "b", "")
+    asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    [item] = server.post(asked, "/v1/responses").json()["output"]
+    assert [each["token"] for each in item["content"][0]["logprobs"]] == ["a", "b", ""]
+    streamed = events(server.post({**asked, "stream": True}, "/v1/responses").text)
+    deltas = [each["logprobs"] for each in streamed if each["type"] == "response.output_text.delta"]
+    assert [[each["token"] for each in some] for some in deltas] == [["a"], ["b"]]
+    assert [streamed[3]["part"]["logprobs"]] == [[]], "nothing is added to an event that was made"
