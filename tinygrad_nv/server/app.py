@@ -51,7 +51,7 @@ from tinygrad_nv.server.gate import Gate, route_path
 from tinygrad_nv.server.limits import read_body
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.response_store import ResponseStore
-from tinygrad_nv.server.scale_out import generating, rendering
+from tinygrad_nv.server.scale_out import derendering, generating, rendering
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import until_disconnect
 from tinygrad_nv.server.workers import INLINE_BYTES, aside
@@ -77,7 +77,9 @@ SCALE_OUT: dict[str, tuple[Answer, str]] = {
     "/v1/completions/render": (rendering.render_completion, "cmpl-"),
     "/v1/chat/completions/render": (rendering.render_chat, "chatcmpl-"),
     "/v1/messages/render": (rendering.render_message, "chatcmpl-"),
-    "/v1/responses/render": (rendering.render_response, "resp_")}
+    "/v1/responses/render": (rendering.render_response, "resp_"),
+    "/v1/completions/derender": (derendering.derender_completion, "cmpl-"),
+    "/v1/chat/completions/derender": (derendering.derender_chat, "chatcmpl-")}
 UNTYPED = ("/api/chat", "/api/generate", "/api/embed", "/api/show", "/completion")
 # paths of other servers, and what does the same here
 ELSEWHERE = {**dict.fromkeys(("/generate", "/generate_stream", "/infer"), "/v1/completions"),
@@ -97,7 +99,7 @@ def application(service: Service) -> ASGIApp:
     """The application that serves `service`."""
     routes = [Route(path, _post(service, answer, prefix), methods=["POST"])
               for path, (answer, prefix) in ANSWERS.items()]
-    routes += [Route(path, _post(service, _scaled_out(answer), prefix), methods=["POST"])
+    routes += [Route(path, _post(service, _require_scale_out(answer), prefix), methods=["POST"])
                for path, (answer, prefix) in SCALE_OUT.items()]
     routes += [Route("/v1/responses/{id}" + path, _response_endpoint(service, task), methods=[method])
                for method, path, task in KEPT]
@@ -197,7 +199,7 @@ def _require_json(headers: Mapping[str, str]) -> None:
                        "application/json", "unsupported_media_type")
 
 
-def _scaled_out(task: Answer) -> Answer:
+def _require_scale_out(task: Answer) -> Answer:
     async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
         if service.scale_out: return await task(request, service, record, data)
         raise APIError(404, f"{route_path(request.scope)} is not served; to fix: start the server with "

@@ -7,6 +7,7 @@ arguments of tool calls. The first delta of a call has its id and name.
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from starlette.requests import Request
@@ -41,7 +42,14 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     return await until_disconnect(request, _whole(conversation, chunks, shared, record))
 
 
-async def _chunks(conversation: Conversation, record: Record, shared: dict[str, Any]) -> Chunks:
+async def whole_answer(conversation: Conversation, updates: AsyncGenerator[Update, None],
+                       shared: dict[str, Any], record: Record) -> Response:
+    """The answer that `updates` add up to."""
+    return await _whole(conversation, _chunks(conversation, record, shared, updates), shared, record)
+
+
+async def _chunks(conversation: Conversation, record: Record, shared: dict[str, Any],
+                  updates: AsyncGenerator[Update, None] | None = None) -> Chunks:
     request, begun, service = conversation.request, False, conversation.service
     counts: dict[int, tuple[int, int]] = {}     # tokens of a choice, and those of reasoning among them
 
@@ -53,7 +61,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
         return {"usage": {name: each for name, each in made.fields().items()
                           if name != "prompt_tokens_details"}}
 
-    async for update in conversation.run(record):
+    async for update in conversation.run(record) if updates is None else updates:
         at, delta = update.at, update.delta
         if at == 0 and delta.prompt_logprobs and request.prompt_logprobs is not None:
             yield {"choices": [], "prompt_logprobs": prompt_dictionaries(delta.prompt_logprobs,
@@ -65,7 +73,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
                    "prompt_text": conversation.prompt_text()}
         begun, tokens = True, counts.get(at, (0, 0))[0] + len(delta.tokens)
         counts[at] = tokens, update.reasoning_tokens
-        entry = _entry(update, conversation)
+        entry = chunk_entry(update, conversation)
         # no chunk while text that may become a tool call is held back
         if not (entry["delta"] or entry["finish_reason"] or entry["logprobs"]) and entry["token_ids"] is None:
             continue
@@ -78,7 +86,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
                "system_fingerprint": service.fingerprint}
 
 
-def _entry(update: Update, conversation: Conversation) -> dict[str, Any]:
+def chunk_entry(update: Update, conversation: Conversation) -> dict[str, Any]:
     """The chunk's entry for an update."""
     delta, request = update.delta, conversation.request
     # logprobs and token ids would tell of reasoning that is not shown

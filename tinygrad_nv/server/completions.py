@@ -41,7 +41,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     chunks = _chunks(service, parsed, prompts, echoes, record, shared)
     if parsed.stream: return await stream_events(request, chunks, record)
     count = len(prompts) * parsed.params.n
-    return await until_disconnect(request, _whole(service, chunks, shared, count, record))
+    return await until_disconnect(request, whole_answer(service, chunks, shared, count, record))
 
 
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
@@ -106,8 +106,9 @@ async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
                 begun.add(choice)
 
 
-async def _whole(service: Service, chunks: Chunks, shared: dict[str, Any], count: int,
-                 record: Record) -> Response:
+async def whole_answer(service: Service, chunks: Chunks, shared: dict[str, Any], count: int,
+                       record: Record) -> Response:
+    """The answer of `count` choices that `chunks` add up to."""
     choices: list[dict[str, Any]] = [
         {"index": at, "text": "", **dict.fromkeys(
             ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids",

@@ -137,14 +137,17 @@ class Conversation:
         deltas = beam_deltas(self.service, [self.prompt], request, record) if request.beams is not None else \
             self.service.run([self.prompt], request.params, request.priority, record, request.salt,
                              self.images)
-        async for at, delta in deltas:
-            if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
-            reader = readers[at]
-            before = reader.reasoning_tokens
-            events = reader.push(delta)
-            record.reasoning_tokens += reader.reasoning_tokens - before
-            yield Update(at, delta, [*self._select_events(events)], reader.reason(delta),
-                         reader.reasoning_tokens, reader.cut_text(delta))
+        async for at, delta in deltas: yield self.read(readers, at, delta, record)
+
+    def read(self, readers: dict[int, Reader], at: int, delta: Delta, record: Record) -> Update:
+        """What a delta adds to choice `at`, each of which has a reader."""
+        if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
+        reader = readers[at]
+        before = reader.reasoning_tokens
+        events = reader.push(delta)
+        record.reasoning_tokens += reader.reasoning_tokens - before
+        return Update(at, delta, [*self._select_events(events)], reader.reason(delta),
+                      reader.reasoning_tokens, reader.cut_text(delta))
 
     def _parser(self) -> Parser:
         choice = self.request.choice

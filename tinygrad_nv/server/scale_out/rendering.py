@@ -51,7 +51,7 @@ async def render_completion(request: Request, service: Service, record: Record,
     name = _name(record, data)
     offsets = [_offsets(service, parsed, given, ids) if data.get("return_token_offsets") else None
                for given, ids in zip(parsed.prompts, prompts, strict=True)]
-    return JSONAnswer([{**_rendered(service, parsed, ids, data), "token_offsets": offsets[at],
+    return JSONAnswer([{**_make_request(service, parsed, ids, data), "token_offsets": offsets[at],
                         "request_id": name if len(prompts) == 1 else f"{name}-{at}"}
                        for at, ids in enumerate(prompts)])
 
@@ -86,7 +86,7 @@ async def _render(service: Service, record: Record, parsed: ChatRequest, data: d
     if conversation.images is not None:
         raise invalid("messages have images, which are not rendered; to fix: POST /v1/chat/completions",
                       "messages", "unsupported")
-    made = _rendered(service, conversation.request, conversation.prompt, data)
+    made = _make_request(service, conversation.request, conversation.prompt, data)
     if conversation.reasoning != NONE:
         variables = {**(parsed.extra or {}), "add_generation_prompt": parsed.generation_prompt,
                      "continue_final_message": parsed.continued}
@@ -97,7 +97,8 @@ async def _render(service: Service, record: Record, parsed: ChatRequest, data: d
     return JSONAnswer({**made, "request_id": _name(record, data)})
 
 
-def _rendered(service: Service, parsed: Common, prompt: list[int], data: dict[str, Any]) -> dict[str, Any]:
+def _make_request(service: Service, parsed: Common, prompt: list[int],
+                  data: dict[str, Any]) -> dict[str, Any]:
     """A request of /inference/v1/generate."""
     most = parsed.params.max_tokens
     room = service.model.length - len(prompt)
