@@ -156,9 +156,9 @@ def test_texts_and_many_prompts(tmp_path: Path):
     assert llm.embed([]) == []
     assert [each.prompt_token_ids for each in llm.embed("fox")] == [made[0].prompt_token_ids]
     cut = llm.embed("a bear", truncate_prompt_tokens=4)[0].prompt_token_ids
-    assert cut == (2, *made[1].prompt_token_ids[1:3], 3)
+    assert cut == [2, *made[1].prompt_token_ids[1:3], 3]
     assert len(llm.embed("a " * 50, truncate_prompt_tokens=-1)[0].prompt_token_ids) == 20
-    assert llm.embed([[5, 6, 7]], truncate_prompt_tokens=2)[0].prompt_token_ids == (5, 6)
+    assert llm.embed([[5, 6, 7]], truncate_prompt_tokens=2)[0].prompt_token_ids == [5, 6]
     with pytest.raises(RequestError, match="the prompt has 52 tokens, the context holds 20"):
         llm.embed("a " * 50)
     llm.close()

@@ -29,7 +29,7 @@ def llm(hf_model: Callable[[str], Path]) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def single(llm: LLM) -> list[tuple[int, ...]]: return [llm.complete(ids, GREEDY).token_ids for ids in PROMPTS]
+def single(llm: LLM) -> list[list[int]]: return [llm.complete(ids, GREEDY).token_ids for ids in PROMPTS]
 
 
 def idle(llm: LLM) -> None:
@@ -39,12 +39,12 @@ def idle(llm: LLM) -> None:
     assert llm.core.pool.stats().in_use == 0
 
 
-def test_answers_come_in_the_order_of_their_prompts(llm: LLM, single: list[tuple[int, ...]]):
+def test_answers_come_in_the_order_of_their_prompts(llm: LLM, single: list[list[int]]):
     """More prompts than run at a time, each with params of its own, some with several answers."""
     seen: list[tuple[int, int]] = []
     params = [replace(GREEDY, max_tokens=2 + 2 * i, n=1 + i % 2) for i in range(6)]
     done = llm.generate(PROMPTS, params, progress=lambda *each: seen.append(each))
-    assert [completion.prompt_token_ids for completion in done] == [tuple(ids) for ids in PROMPTS]
+    assert [completion.prompt_token_ids for completion in done] == [[*ids] for ids in PROMPTS]
     for i, completion in enumerate(done):
         assert [answer.index for answer in completion.outputs] == list(range(1 + i % 2))
         for answer in completion.outputs: assert answer.token_ids == single[i][:2 + 2 * i]
@@ -53,7 +53,7 @@ def test_answers_come_in_the_order_of_their_prompts(llm: LLM, single: list[tuple
     idle(llm)
 
 
-def test_one_prompt_is_a_list_of_one(llm: LLM, single: list[tuple[int, ...]]):
+def test_one_prompt_is_a_list_of_one(llm: LLM, single: list[list[int]]):
     for prompts in (PROMPTS[0], [PROMPTS[0]]):
         assert [each.token_ids for each in llm.generate(prompts, GREEDY)] == [single[0]]
 
@@ -72,7 +72,7 @@ def test_a_bad_prompt_is_refused_before_any_runs(llm: LLM):
 def test_each_of_n_answers_has_a_seed_of_its_own(llm: LLM):
     params = replace(GREEDY, temperature=1.0, seed=7, n=3)
     answers = llm.complete(PROMPTS[2], params).outputs
-    assert len({answer.token_ids for answer in answers}) == 3
+    assert len({tuple(answer.token_ids) for answer in answers}) == 3
     assert [each.token_ids for each in llm.complete(PROMPTS[2], params).outputs] == [
         answer.token_ids for answer in answers]
     assert llm.complete(PROMPTS[2], replace(params, n=1)).token_ids == answers[0].token_ids
@@ -84,9 +84,9 @@ def test_a_drawn_seed_is_told_and_repeats_the_answer(llm: LLM):
     assert again.token_ids == first.token_ids
 
 
-def test_streams_run_beside_each_other(llm: LLM, single: list[tuple[int, ...]]):
+def test_streams_run_beside_each_other(llm: LLM, single: list[list[int]]):
     streams = [llm.stream(ids, GREEDY) for ids in PROMPTS]
-    found: list[tuple[int, ...]] = [()] * len(streams)
+    found: list[list[int]] = [[] for _ in streams]
     for _ in range(GREEDY.max_tokens):
         for i, stream in enumerate(streams): found[i] += next(stream).tokens
     assert found == single
@@ -94,7 +94,7 @@ def test_streams_run_beside_each_other(llm: LLM, single: list[tuple[int, ...]]):
     idle(llm)
 
 
-def test_threads_share_a_model(llm: LLM, single: list[tuple[int, ...]]):
+def test_threads_share_a_model(llm: LLM, single: list[list[int]]):
     found: dict[int, RequestOutput] = {}
     def work(i: int) -> None: found[i] = llm.complete(PROMPTS[i], GREEDY)
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
@@ -145,7 +145,7 @@ def test_warming_up_captures_all_that_an_answer_needs(hf_model: Callable[[str], 
 # **** callers that stop ****
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-def test_a_stream_that_is_closed_ends_its_request(llm: LLM, single: list[tuple[int, ...]], after: int):
+def test_a_stream_that_is_closed_ends_its_request(llm: LLM, single: list[list[int]], after: int):
     stream = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=200))
     for _ in range(after): next(stream)
     stream.close()
@@ -153,7 +153,7 @@ def test_a_stream_that_is_closed_ends_its_request(llm: LLM, single: list[tuple[i
     assert llm.complete(PROMPTS[0], GREEDY).token_ids == single[0]
 
 
-def test_an_interrupt_in_the_middle_of_a_batch(llm: LLM, single: list[tuple[int, ...]]):
+def test_an_interrupt_in_the_middle_of_a_batch(llm: LLM, single: list[list[int]]):
     """A signal, as Ctrl-C is, while the caller waits."""
     timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
     timer.start()

@@ -137,7 +137,7 @@ _params = pooling_params    # methods have an argument of this name
 
 
 def _outputs(made: Sequence[Output], ids: Sequence[Sequence[int]]) -> list[PoolingRequestOutput[Output]]:
-    return [PoolingRequestOutput(str(at), each, tuple(its))
+    return [PoolingRequestOutput(str(at), each, list(its))
             for at, (each, its) in enumerate(zip(made, ids, strict=True))]
 
 

@@ -163,7 +163,7 @@ class Embedder:
         ids = [self.encode(prompt, truncate_prompt_tokens) for prompt in prompts]
         if not ids: return []
         vectors = self.finish(self.pool(ids), normalize, dimensions)
-        return [EmbeddingRequestOutput(str(at), EmbeddingOutput(vector.tolist()), tuple(its))
+        return [EmbeddingRequestOutput(str(at), EmbeddingOutput(vector.tolist()), list(its))
                 for at, (vector, its) in enumerate(zip(vectors, ids, strict=True))]
 
     def pool(self, ids: Sequence[Sequence[int]], every: bool = False) -> list[np.ndarray]:

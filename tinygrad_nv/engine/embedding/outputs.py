@@ -80,7 +80,7 @@ class PoolingRequestOutput(Generic[Output]):
     """The result of one prompt."""
     request_id: str
     outputs: Output
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: list[int]
     finished: bool = True
     num_cached_tokens: int = 0
 
