@@ -26,6 +26,7 @@ from tinygrad_nv.server.protocol import labels, prompts
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
+from tinygrad_nv.server.usage import Usage
 from tinygrad_nv.server.workers import checkpoint
 
 MOST_INPUTS = 2048      # OpenAI's
@@ -64,12 +65,11 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     model, asked = service.require_embedder(), await service.read(record, lambda: parse_request(data))
     name = service.require_name(asked.model)
     vectors = await embed(request, service, model, asked, record)
-    tokens = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
     shown = await service.aside(vectors.size, lambda: [
-        {"object": "embedding", "index": at, "embedding": _format_vector(vector, asked)}
+        {"index": at, "object": "embedding", "embedding": _format_vector(vector, asked)}
         for at, vector in enumerate(vectors)])
     return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": name,
-                       "data": shown, "usage": tokens})
+                       "data": shown, "usage": Usage(record.prompt_tokens, 0).fields()})
 
 
 async def embed(request: Request, service: Service, model: EmbeddingClient, asked: EmbeddingsRequest,

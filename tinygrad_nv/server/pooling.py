@@ -26,6 +26,7 @@ from tinygrad_nv.server.protocol import labels, prompts
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import EmbeddingClient, Service
 from tinygrad_nv.server.sse import until_disconnect
+from tinygrad_nv.server.usage import Usage
 from tinygrad_nv.server.workers import checkpoint
 
 MAX_ANSWER_NUMBERS = 8 << 20    # limit: numbers of a /pooling answer, 40 bytes each: 2048 embeddings of 4096
@@ -135,9 +136,11 @@ async def rerank(request: Request, service: Service, record: Record, data: dict[
     name = service.require_name(shared.model)
     scores = await _scores(request, service, record, model, (query,) * len(documents), documents, shared)
     order = sorted(range(len(documents)), key=lambda at: -scores[at])[:top or None]
-    results = [{"index": at, "relevance_score": scores[at],
-                **({"document": {"text": documents[at]}} if shown else {})} for at in order]
-    return JSONAnswer({"id": record.id, "model": name, "usage": _usage(record), "results": results})
+    results = [{"index": at,
+                **({"document": {"text": documents[at], "multi_modal": None}} if shown else {}),
+                "relevance_score": scores[at]} for at in order]
+    used = dict.fromkeys(("prompt_tokens", "total_tokens"), record.prompt_tokens)
+    return JSONAnswer({"id": record.id, "model": name, "usage": used, "results": results})
 
 
 def _documents(fields: Fields) -> tuple[str, ...]:
@@ -194,11 +197,7 @@ def _require_bounded(tokens: int, width: int, coded: bool) -> None:
                   "base64, which may have four times as many", "input", "too_many_tokens")
 
 
-def _usage(record: Record) -> dict[str, int]:
-    return dict.fromkeys(("prompt_tokens", "total_tokens"), record.prompt_tokens)
-
-
 def _list_answer(record: Record, model: str, data: Sequence[dict[str, Any]]) -> Response:
     return JSONAnswer({"id": record.id, "object": "list", "created": int(time.time()), "model": model,
                          "data": [{"index": at, **each} for at, each in enumerate(data)],
-                         "usage": _usage(record)})
+                         "usage": Usage(record.prompt_tokens, 0).fields()})

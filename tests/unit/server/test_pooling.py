@@ -87,6 +87,10 @@ def test_documents_are_reranked(served: Served, labels: int, expected: Any, path
     made = ask(server, path, query="a wood", documents=[TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]])
     assert [each["index"] for each in made["results"]] == order
     assert [each["document"]["text"] for each in made["results"]] == [TEXTS[at] for at in order]
+    for each in made["results"]:    # vLLM's fields, in its order
+        assert ([*each], [*each["document"]]) == (["index", "document", "relevance_score"],
+                                                  ["text", "multi_modal"])
+    assert [*made["usage"]] == ["prompt_tokens", "total_tokens"]
     assert np.allclose([each["relevance_score"] for each in made["results"]], [scores[at] for at in order])
     made = ask(server, path, query="a wood", documents=TEXTS, top_n=2, return_documents=False)
     assert [[*each] for each in made["results"]] == [["index", "relevance_score"]] * 2
