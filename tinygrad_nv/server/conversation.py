@@ -140,7 +140,7 @@ class Conversation:
         async for at, delta in deltas: yield self.read(readers, at, delta, record)
 
     def read(self, readers: dict[int, Reader], at: int, delta: Delta, record: Record) -> Update:
-        """What a delta adds to choice `at`, each of which has a reader."""
+        """Returns the update of choice `at`; each has a reader."""
         if at not in readers: readers[at] = Reader(self._parser(), self.service.require_tokenizer())
         reader = readers[at]
         before = reader.reasoning_tokens

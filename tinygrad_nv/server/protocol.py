@@ -165,7 +165,7 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
 
 
 def _repetition(fields: Fields) -> RepetitionDetectionParams | None:
-    """What ends an answer that repeats itself."""
+    """Returns when an answer that repeats itself ends."""
     if (given := fields.object("repetition_detection")) is None: return None
     inner = Fields(given, "repetition_detection")
     names = "max_pattern_size", "min_pattern_size", "min_count"

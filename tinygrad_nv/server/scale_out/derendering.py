@@ -61,7 +61,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class StreamState:
-    """What the client keeps of a stream: the tokens so far, by chunk."""
+    """The state of a stream, which the client keeps: the tokens so far, by chunk."""
     chunks: list[tuple[int, ...]]
     role_sent: bool
     offset: int
@@ -260,7 +260,7 @@ def _lists(fields: Fields, name: str) -> list[tuple[int, ...]] | None:
 # **** answers ****
 
 def _read(conversation: Conversation, made: Generated, state: StreamState, record: Record) -> list[Update]:
-    """What each chunk so far, or each choice, adds to the answer."""
+    """Returns an update for each chunk so far, or for each choice."""
     service, params = conversation.service, replace(conversation.request.params, n=1)
     readers: dict[int, Reader] = {}
     if conversation.request.stream:

@@ -138,7 +138,8 @@ def _constraint(params: StructuredOutputsParams) -> dict[str, Any]:
 
 def _offsets(service: Service, parsed: protocol.CompletionRequest, given: Any,
              ids: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Where each token is in the text of a prompt; None for a prompt of token ids, or one that is cut."""
+    """Returns the place of each token in the text of a prompt; None for token ids, and for one that is cut.
+    """
     if not isinstance(given, str): return None
     found = service.require_tokenizer().backend.encode(given, add_special_tokens=parsed.special)
     return found.offsets if found.ids == [*ids] else None
