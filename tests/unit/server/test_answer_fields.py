@@ -131,3 +131,14 @@ def test_log_probabilities_of_a_response_are_of_all_its_tokens(server: Live, eng
     deltas = [each["logprobs"] for each in streamed if each["type"] == "response.output_text.delta"]
     assert [[each["token"] for each in some] for some in deltas] == [["a"], ["b"]]
     assert [streamed[3]["part"]["logprobs"]] == [[]], "nothing is added to an event that was made"
+
+
+def test_an_echo_with_token_ids_has_the_prompt_as_ids_alone(server: Live, engine: FakeEngine):
+    """Recorded: vLLM's text is then " Paris. …", without "The capital of France is"."""
+    engine.pieces = PLAIN
+    asked = {"prompt": "Once upon", "echo": True, "max_tokens": 4}
+    [made] = server.post(asked).json()["choices"]
+    assert (made["text"], made["prompt_token_ids"]) == ("Once upon" + "".join(PLAIN[:4]), None)
+    [told] = server.post({**asked, "return_token_ids": True}).json()["choices"]
+    assert (told["text"], told["token_ids"]) == ("".join(PLAIN[:4]), [0, 1, 2, 3])
+    assert engine.model.tokenizer.decode(told["prompt_token_ids"]) == "Once upon"
