@@ -43,7 +43,7 @@ def test_they_are_transformers(llm: LLM, theirs: torch.nn.Module):
             made.sequences_scores.tolist(), abs=1e-4)
         for each in output.sequences:
             assert (each.finish_reason, len(each.logprobs)) == ("length", 12)
-            assert each.text == llm.tokenizer.decode(each.tokens, skip_special_tokens=True)    # vLLM's default
+            assert each.text == llm.tokenizer.decode(each.tokens, skip_special_tokens=True)  # vLLM's default
     assert llm.core.stats().prefix_hits > 0
     alone = llm.beam_search(PROMPTS, params, concurrency_limit=1)
     assert [[each.tokens for each in output.sequences] for output in alone] == [
