@@ -74,14 +74,14 @@ def _texts() -> Iterator[Request]:
 def _reasoning_requests() -> Iterator[Request]:
     """Yields those to a server with `--reasoning-parser qwen3`."""
     usage = {"include_usage": True}
-    tables = (("reasoning/chat", "/v1/chat/completions", chat_requests.DEFAULTS, CHAT,
-               {"stream_options": usage}),
-              ("reasoning/messages", "/v1/messages", MESSAGE, {"plain": {}, "both markers": {
-                  "messages": ECHOED, "max_tokens": 24}}, {}),
-              ("reasoning/responses", "/v1/responses", RESPONSE, {"plain": {}, "both markers": {
-                  "input": ECHOED, "max_output_tokens": 24}}, {}),
-              ("reasoning/completions", "/v1/completions", completions_requests.DEFAULTS,
-               {"plain": {}}, {"stream_options": usage}))
+    tables: tuple[tuple[str, str, dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]], ...] = (
+        ("reasoning/chat", "/v1/chat/completions", chat_requests.DEFAULTS, CHAT, {"stream_options": usage}),
+        ("reasoning/messages", "/v1/messages", MESSAGE,
+         {"plain": {}, "both markers": {"messages": ECHOED, "max_tokens": 24}}, {}),
+        ("reasoning/responses", "/v1/responses", RESPONSE,
+         {"plain": {}, "both markers": {"input": ECHOED, "max_output_tokens": 24}}, {}),
+        ("reasoning/completions", "/v1/completions", completions_requests.DEFAULTS, {"plain": {}},
+         {"stream_options": usage}))
     for endpoint, path, defaults, table, stream in tables:
         for each in both(endpoint, path, defaults, table, **stream): yield replace(each, reasoning=True)
     for each in (*once("reasoning/chat", "/v1/chat/completions", chat_requests.DEFAULTS, CHAT_ONCE),
