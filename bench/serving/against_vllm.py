@@ -111,6 +111,13 @@ def measure_offline(model: Path, repeats: int) -> dict[str, dict[str, list[float
     return found
 
 
+def merge(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of earlier runs, those that were measured again in their new form, then the others."""
+    def point(row: dict[str, Any]) -> tuple[Any, ...]: return row["load"], row["concurrency"], row["rate"]
+    found = {point(row): row for row in (*before, *rows)}
+    return [*found.values()]
+
+
 def read_before() -> dict[str, Any]:
     """Returns the results of earlier runs with the same vLLM, by name of the model."""
     path = RESULTS / "against_vllm.json"
@@ -141,7 +148,8 @@ def main() -> None:
         found = measure_servers(name, directory, given) if given.loads or given.rates else {}
         if given.offline: found["offline"] = measure_offline(directory, given.repeats)
         kept = f"{name}, adapters" if given.lora else name
-        models[kept] = models.get(kept, {}) | found
+        before = models.get(kept, {})
+        models[kept] = before | found | {"rows": merge(before.get("rows", []), found.get("rows", []))}
         print(kept, found.get("servers", ""))
         save("against_vllm", {"vllm": vllm_environment.VERSION, "models": models})
 

@@ -56,7 +56,7 @@ class Conversation:
         """Answers a question. One that does not fit is left out of the conversation."""
         asked, ids = console.fit(self.llm, [*self.messages, {"role": "user", "content": question}])
         text, done = self._answer(ids)
-        if text: self.messages = [*asked, {"role": "assistant", "content": text}]
+        if text or done: self.messages = [*asked, {"role": "assistant", "content": text}]
         self.answered_s = time.monotonic()
         if done is not None:
             if sys.stdin.isatty(): tell(f"[{len(done.token_ids)} tokens · {done.tokens_per_s:.1f} tokens/s · "

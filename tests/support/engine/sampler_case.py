@@ -67,7 +67,7 @@ def their_filtered(logits: np.ndarray, params: SamplingParams, seen: Sequence[in
     """transformers' logits [V] after its processors, in the order of its `generate`; bias before, and
     vLLM's penalties of the output, which it has not, after that of repetition."""
     ids, scores = torch.tensor([[*seen, *said]], dtype=torch.int64), torch.tensor(logits)[None].clone()
-    for token, each in params.logit_bias.items(): scores[0, token] += each
+    for token, each in (params.logit_bias or {}).items(): scores[0, token] += each
     steps: list[generation.LogitsProcessor] = []
     if params.repetition_penalty != 1:
         scores = generation.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
