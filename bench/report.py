@@ -23,7 +23,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.lib import report_cpu, report_gpu, report_status, report_summary
+from bench.lib import report_cpu, report_gpu, report_status, report_summary, report_vllm
 from bench.lib.measure import RESULTS, spread
 from bench.lib.report_cpu import NOT_MEASURED, Record, read
 
@@ -105,7 +105,9 @@ def performance(folder: Path) -> str:
     parts += ["## CPU", report_cpu.decode(read(folder, "cpu_decode")),
               report_cpu.tinygrad(read(folder, "cpu_tinygrad")), report_cpu.gguf(read(folder, "cpu_gguf")),
               report_cpu.kernels(read(folder, "cpu_kernels")),
-              "## Serving on a CPU", report_cpu.serving(read(folder, "serving")),
+              "## Serving on a CPU", report_vllm.section(read(folder, "against_vllm")),
+              *["![tokens/s over vLLM's](../bench/results/against_vllm.png)"] *
+              (folder / "against_vllm.png").exists(), report_cpu.serving(read(folder, "serving")),
               "## Loading, compiling, scheduling", loading(read(folder, "load")),
               emulator(read(folder, "emulator-x86_64")), producing(read(folder, "compile_time")),
               matching(read(folder, "match_time")), host(read(folder, "host_overhead"))]
@@ -149,6 +151,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.check:
         for record in report_gpu.gpus(arguments.results): report_gpu.plot(record, arguments.results)
+        if vllm := read(arguments.results, "against_vllm"): report_vllm.plot(vllm, arguments.results)
     stale = 0
     for path, text in pages(arguments.results, arguments.root).items():
         same = path.exists() and path.read_text() == text

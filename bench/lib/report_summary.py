@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from bench.lib import report_gpu
+from bench.lib import report_gpu, report_vllm
 from bench.lib.report_cpu import NOT_MEASURED, Record, markdown, read
 
 HEADER = ["", "tinygrad_nv", "÷ vLLM", "÷ Triton", "÷ tinygrad", "÷ best other"]
 GEMM, ATTENTION = "8192³", "d 128 causal 16384 tokens, 16 heads x 1"
 STEP = "Llama-3.2-1B batch 1, 1024 tokens"
 LARGE = "random 1B"
-SERVER, BATCHES = "tinygrad_nv, server", "transformers, batches"
 
 
 def relation(ratios: Sequence[float], name: str = "") -> str:
@@ -62,14 +61,13 @@ def small(record: Record | None) -> list[str]:
     return [title, f"{median(ours):.0f} tokens/s", NOT_MEASURED, "—", relation(ratios), NOT_MEASURED]
 
 
-def serving(record: Record | None) -> list[str]:
-    """Returns the line of the server on a CPU."""
-    title = "CPU: serve 64 requests, 1M LLaMA, float32"
-    if record is None: return [title, *[NOT_MEASURED] * 5]
-    rates = record["tokens_per_s"]
-    ratios = [a / b for a, b in zip(rates[SERVER], rates[BATCHES], strict=True)]
-    return [title, f"{median(rates[SERVER]):.0f} tokens/s", NOT_MEASURED, "—", NOT_MEASURED,
-            relation(ratios, "transformers")]
+def beside_vllm(record: Record | None) -> list[str]:
+    """Returns the line of the server beside vLLM's on a CPU."""
+    title = "CPU: serve 16 clients, Qwen3 of 97M, bf16"
+    row = report_vllm.find(record, "qwen3-97m", "random", 16) if record else None
+    if row is None: return [title, *[NOT_MEASURED] * 5]
+    return [title, f"{row[report_vllm.OURS]['output_throughput']:.0f} tokens/s",
+            relation(row["ratios"]["output_throughput"]), "—", NOT_MEASURED, NOT_MEASURED]
 
 
 def table(folder: Path) -> str:
@@ -81,10 +79,10 @@ def table(folder: Path) -> str:
              on_a_gpu(record, "decode", STEP, "H100: decode step, Llama-3.2-1B, bf16", "tokens/s",
                       ["torch", "torch.compile"]),
              decode(read(folder, "cpu_decode")), small(read(folder, "cpu_tinygrad")),
-             serving(read(folder, "serving"))]
-    machines = [each["machine"] for name in ("cpu_decode", "cpu_tinygrad", "serving")
+             beside_vllm(read(folder, "against_vllm"))]
+    machines = [each["machine"] for name in ("cpu_decode", "cpu_tinygrad", "against_vllm")
                 if (each := read(folder, name)) is not None]
     cpus = " and ".join(dict.fromkeys(machines)) or "none"
     said = ("Medians; ÷ is the speed of tinygrad_nv over that of the other in one interleaved run, with the "
-            f"range of repeats. CPU: {cpus}. Triton has no CPU backend (—). vLLM was not measured.")
+            f"range of repeats. CPU: {cpus}. Triton has no CPU backend (—).")
     return textwrap.fill(said, 118) + "\n\n" + markdown(HEADER, lines)

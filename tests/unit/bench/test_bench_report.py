@@ -109,6 +109,29 @@ def test_gguf_files_on_a_cpu():
     assert "| random-q4_0, prefill, 512 tokens | 300 | 200 | 1.50 (1.50 … 1.50) | 0% |" in lines
 
 
+def test_serving_beside_vllm(tmp_path: Path):
+    def side(rate: float, ttft: float) -> dict[str, float]:
+        return {"output_throughput": rate, "median_ttft_ms": ttft, "median_tpot_ms": 4.0, "p99_tpot_ms": 5.0}
+    row = {"load": "random", "concurrency": 16, "rate": 0, "tinygrad_nv": side(800, 20),
+           "vLLM": side(400, 40),
+           "ratios": {"output_throughput": [1.9, 2.0, 2.2], "median_ttft_ms": [0.4, 0.5, 0.6]}}
+    paced = {**row, "concurrency": 0, "rate": 2.5}
+    servers = {"tinygrad_nv": {"start_s": 3, "memory_mb": 600}, "vLLM": {"start_s": 35, "memory_mb": 4400}}
+    offline = {"latency": {"tinygrad_nv": [100.0, 300.0, 200.0], "vLLM": [100.0, 100.0, 50.0]}}
+    models = {"qwen3-97m": {"rows": [row, paced], "servers": servers}, "small": {"offline": offline}}
+    record = {"machine": "a CPU", "vllm": "0.32.0", "models": models}
+    lines = report.report_vllm.section(record).splitlines()
+    assert ("| qwen3-97m | 128 in, 64 out | 16 | 800 / 400 = 2.00 (1.90 … 2.20) | "
+            "20 / 40 = 0.50 (0.40 … 0.60) | 4 / 4 = — | 5 / 5 = — |") in lines
+    assert any(line.startswith("| qwen3-97m | 128 in, 64 out | 2.5 requests/s |") for line in lines)
+    assert "| qwen3-97m | 3 | 35 | 600 | 4400 |" in lines
+    assert "| small | latency | 200 | 100 | 3.00 (1.00 … 4.00) |" in lines
+    (tmp_path / "against_vllm.json").write_text(json.dumps(record))
+    assert ("| CPU: serve 16 clients, Qwen3 of 97M, bf16 | 800 tokens/s | 2.00 (1.90 … 2.20) | — | "
+            "not measured | not measured |") in report.report_summary.table(tmp_path).splitlines()
+    assert report.report_vllm.plot(record, tmp_path).stat().st_size > 5000
+
+
 def test_kernels_on_a_cpu():
     def case(ratio: float, seconds: float) -> dict[str, Any]:
         return {"part": "gemv", "dtype": "float32", "bytes": 2e9, "flops": 1, "ratio": ratio,
@@ -145,13 +168,9 @@ def test_six_rows_for_the_readme(tmp_path: Path):
            "seconds": {"ours": [0.002, 0.004], "Triton": [0.004, 0.012], "torch": [0.003, 0.004]}}
     record = {"gpu": "NVIDIA H100", "parts": {"gemm": {"8192³": row}}}
     (tmp_path / "gpu_h100.json").write_text(json.dumps(record))
-    (tmp_path / "serving.json").write_text(json.dumps({"machine": "a box", "tokens_per_s": {
-        "tinygrad_nv, server": [30.0, 40.0], "transformers, batches": [10.0, 20.0]}}))
     lines = report.report_summary.table(tmp_path).splitlines()[-6:]
     assert lines[0] == ("| H100: matmul 8192³, bf16 | 1333 TFLOP/s | not measured | 2.50 (2.00 … 3.00) | "
                         "not measured | cuBLAS 1.25 (1.00 … 1.50) |")
-    assert lines[5].endswith("| 35 tokens/s | not measured | — | not measured | "
-                             "transformers 2.50 (2.00 … 3.00) |")
 
 
 def test_what_ran_where(folder: Path):
