@@ -99,7 +99,7 @@ export class AnswerView {
     const { thought } = this.message;
     this.thinking.classList.toggle("now", running);
     this.thinking.firstElementChild.textContent = running ? "Thinking …"
-      : thought ? `Thought for ${duration(thought)}` : "Thought";
+      : thought !== undefined ? `Thought for ${duration(thought)}` : "Thought";
     this.thoughts.update(this.message.reasoning.trimStart(), !running);
   }
 }

@@ -185,7 +185,8 @@ export class Talk {
     if (run.first === null && (delta.content || thought || delta.tool_calls)) run.first = now;
     if (thought) message.reasoning = (message.reasoning ?? "") + thought;
     if (delta.content) {
-      if (message.reasoning && !message.thought) message.thought = now - run.first;
+      // 0 where both came at once
+      if (message.reasoning) message.thought ??= now - run.first;
       message.content += delta.content;
     }
     for (const call of delta.tool_calls ?? []) {
