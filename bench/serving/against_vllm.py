@@ -83,7 +83,7 @@ def measure_servers(name: str, model: Path, given: argparse.Namespace) -> dict[s
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = []
         for side in (OURS, THEIRS):
-            servers.append(Server(side, model, folder / f"{side}.log", options))
+            servers.append(Server(side, model, folder / f"{side}.log", options, given.bind))
             stack.callback(servers[-1].close)
         loads = make_loads(folder)
         points = [(load, concurrency, 0.0) for load in given.loads for concurrency in given.concurrency] + \
@@ -136,6 +136,8 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", type=float, default=[],
                         help="requests a second, of load random")
     parser.add_argument("--lora", action="store_true", help="with requests to four adapters, drawn at random")
+    parser.add_argument("--bind", default="", metavar="CORES",
+                        help="cores of vLLM's threads; auto: its own choice (all cores)")
     parser.add_argument("--offline", action="store_true", help="run `bench throughput` and `latency` too")
     parser.add_argument("--prompts", type=int, default=0,
                         help="requests of a run (3 for each client, at least 8)")
@@ -147,7 +149,7 @@ def main() -> None:
         directory = write_model(name, given.root or cache.folder("bench-models"))
         found = measure_servers(name, directory, given) if given.loads or given.rates else {}
         if given.offline: found["offline"] = measure_offline(directory, given.repeats)
-        kept = f"{name}, adapters" if given.lora else name
+        kept = name + ", adapters" * given.lora + f", vLLM's cores {given.bind}" * bool(given.bind)
         before = models.get(kept, {})
         models[kept] = before | found | {"rows": merge(before.get("rows", []), found.get("rows", []))}
         print(kept, found.get("servers", ""))

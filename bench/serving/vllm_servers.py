@@ -42,15 +42,16 @@ def command(side: str) -> list[str]:
     return [str(vllm_environment.interpreter()), "-m", "vllm.entrypoints.cli.main"]
 
 
-def variables(side: str) -> dict[str, str]:
-    """Returns the environment of a side's processes."""
-    return vllm_environment.environment() if side == THEIRS else dict(os.environ)
+def variables(side: str, bind: str = "") -> dict[str, str]:
+    """Returns the environment of a side's processes; `bind` has the cores of vLLM's."""
+    return vllm_environment.environment(bind=bind) if side == THEIRS else dict(os.environ)
 
 
 class Server:
     """A server in a process group of its own, which `turn` lets run. Exits where it does not start."""
 
-    def __init__(self, side: str, model: Path, log: Path, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, side: str, model: Path, log: Path, options: tuple[str, ...] = (),
+                 bind: str = "") -> None:
         self.side, self.log = side, log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -61,7 +62,7 @@ class Server:
         started = time.monotonic()
         with log.open("w") as file:
             self.process = subprocess.Popen([*command(side), *words], stdout=file, stderr=file,
-                                            env=variables(side), start_new_session=True)
+                                            env=variables(side, bind), start_new_session=True)
         while not self._is_ready():
             if time.monotonic() > started + START_S or self.process.poll() is not None:
                 self.close()

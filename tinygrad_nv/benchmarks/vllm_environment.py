@@ -61,18 +61,18 @@ def interpreter(root: Path | None = None) -> Path:
     return python
 
 
-def environment(kv_gigabytes: int = 2) -> dict[str, str]:
+def environment(kv_gigabytes: int = 2, bind: str = "") -> dict[str, str]:
     """Returns the variables of a process that runs vLLM as fast as it goes: ours, every core (by itself it
     leaves one of them to its scheduler, which is half of two), the OpenMP library that it asks for, and so
-    many GiB for its cache (half of the memory without it). Nothing is fetched, and its authors get no
-    figures.
+    many GiB for its cache (half of the memory without it). `bind` stands for the list of cores ("auto": as
+    vLLM starts by itself). Nothing is fetched, and its authors get no figures.
     """
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     openmp = interpreter().parents[1] / "lib" / "libiomp5.so"
     found = {"LD_PRELOAD": str(openmp)} if openmp.exists() else {}
     return os.environ | found | {
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gigabytes), "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": cores, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        "VLLM_CPU_OMP_THREADS_BIND": bind or cores, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def _run(*command: str | Path) -> str:
