@@ -211,7 +211,8 @@ def test_answers_have_the_form_asked_for(client: openai.OpenAI):
 
 def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenAI):
     """With the bundled model, which has never seen a call: whole answers and streams, short and long."""
-    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    # calls whose arguments are long, or that are several, would fill the context
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     tools = [{"type": "function", "function": {"name": "look", "parameters": city}},
              {"type": "function", "function": {"name": "time"}}]
     named = {"type": "function", "function": {"name": "look"}}
@@ -221,7 +222,8 @@ def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenA
             for stream in (False, True):
                 asked = {"model": "tales", "messages": [{"role": "user", "content": PROMPT}], "tools": tools,
                          "max_tokens": most, "temperature": 0, "tool_choice": choice, "stream": stream,
-                         "stop": ["."], "response_format": {"type": "json_object"}}
+                         "stop": ["."], "response_format": {"type": "json_object"},
+                         "parallel_tool_calls": False}
                 done = client.chat.completions.create(**asked)  # type: ignore[call-overload]
                 reason, content, calls = gathered(done) if stream else (
                     done.choices[0].finish_reason, done.choices[0].message.content,
@@ -238,8 +240,9 @@ def test_a_forced_call_ends_in_a_call_or_is_cut_and_says_so(client: openai.OpenA
                 # of a call that was cut, the arguments are what came of them
                 for call in calls[:len(calls) - (reason == "length")]:
                     assert set(json.loads(call.arguments)) <= {"city"}
-                seen.add(reason)
-    assert seen == {"length", "stop"}
+                seen.add((choice is named, stream, reason))
+    assert seen == {(by_name, stream, reason) for by_name in (False, True) for stream in (False, True)
+                    for reason in ("length", "stop" if by_name else "tool_calls")}
 
 
 def gathered(stream: openai.Stream) -> tuple[str, str, list]:
