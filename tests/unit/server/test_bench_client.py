@@ -22,7 +22,7 @@ KEY = {"Authorization": "Bearer secret"}
 
 @dataclass
 class Measured:
-    """What the client has of one request."""
+    """A request's figures, as the client has them."""
     text: str = ""
     ttft_s: float | None = None
     between_s: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ def completion(prompt: Any, tokens: int, **more: Any) -> dict[str, Any]:
 
 
 def conversation(prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
-    """That of openai-chat."""
+    """Returns the body of openai-chat."""
     return {"model": NAME, "messages": [{"role": "user", "content": [{"type": "text", "text": prompt}]}],
             "max_completion_tokens": tokens, "stream": True, "stream_options": {"include_usage": True},
             **more}
@@ -133,7 +133,7 @@ def test_a_conversation_is_measured(server: Live, engine: FakeEngine):
 
 
 def test_all_requests_at_once(server: Live):
-    """As with --request-rate inf: each gets its own tokens, and its own id."""
+    """Each gets its own tokens and its own id, as with --request-rate inf."""
     def one(number: int) -> Measured:
         path, payload = (("/v1/completions", completion) if number % 2 else
                          ("/v1/chat/completions", conversation))
@@ -145,6 +145,6 @@ def test_all_requests_at_once(server: Live):
 
 
 def test_a_reason_is_told(server: Live):
-    """What is not 200 is an error of the request, whose phrase the client shows."""
+    """A status other than 200 is an error of the request, whose phrase the client shows."""
     answer = server.http.post("/v1/completions", json=completion("a", 0), headers=KEY)
     assert (answer.status_code, answer.reason_phrase) == (400, "Bad Request")

@@ -37,7 +37,7 @@ def choice(tokens: list[int], reason: str | None = "length", **fields: Any) -> d
     return {"index": 0, "token_ids": tokens, "finish_reason": reason, **fields}
 
 
-def answered(*choices: dict[str, Any]) -> dict[str, Any]: return {"request_id": "mine", "choices": [*choices]}
+def respond(*choices: dict[str, Any]) -> dict[str, Any]: return {"request_id": "mine", "choices": [*choices]}
 
 
 def post(server: Live, path: str, **fields: Any) -> Any:
@@ -48,7 +48,7 @@ def post(server: Live, path: str, **fields: Any) -> Any:
 
 def test_a_conversation(server: Live):
     tokens = ids(server, "The capital of France")
-    made = post(server, CHAT, generate_response=answered(choice(tokens, "stop")), chat_request=ASKED,
+    made = post(server, CHAT, generate_response=respond(choice(tokens, "stop")), chat_request=ASKED,
                 prompt_tokens=37)
     assert (made["id"], made["object"], made["model"]) == ("mine", "chat.completion", NAME)
     [found] = made["choices"]
@@ -57,11 +57,11 @@ def test_a_conversation(server: Live):
     used = made["usage"]
     assert (used["prompt_tokens"], used["total_tokens"]) == (37, 37 + len(tokens))
     # an end token has no text, and stop strings cut it as they do elsewhere
-    made = post(server, CHAT, chat_request={**ASKED, "stop": "capital"}, generate_response=answered(
+    made = post(server, CHAT, chat_request={**ASKED, "stop": "capital"}, generate_response=respond(
         choice([*tokens, 1], "stop"), choice(tokens, "stop", index=1)))
     assert [each["message"]["content"] for each in made["choices"]] == ["The ", "The "]
     made = post(server, CHAT, chat_request={**ASKED, "skip_special_tokens": False},
-                generate_response=answered(choice([*tokens, 1], "stop")))
+                generate_response=respond(choice([*tokens, 1], "stop")))
     assert made["choices"][0]["message"]["content"] == "The capital of France"
 
 
@@ -71,7 +71,7 @@ def test_calls_and_log_probabilities(server: Live):
         {"token_id": token, "logprob": -0.25, "rank": 2}, {"token_id": 9, "logprob": -0.125, "rank": 1}]}
         for token in tokens]
     made = post(server, CHAT, chat_request={**ASKED, "tools": [LOOK], "tool_choice": FORCED},
-                generate_response=answered(choice(tokens, "stop", logprobs={"content": found})))
+                generate_response=respond(choice(tokens, "stop", logprobs={"content": found})))
     [told] = made["choices"]
     [call] = told["message"]["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": '{"a": 1}'}
@@ -86,7 +86,7 @@ def test_a_stream_of_a_conversation(server: Live):
     tokens = ids(server, "The capital of France")
     for at, token in enumerate(tokens):
         reason = "stop" if at == len(tokens) - 1 else None
-        made = post(server, CHAT, stream=True, generate_chunk=answered(choice([token], reason)),
+        made = post(server, CHAT, stream=True, generate_chunk=respond(choice([token], reason)),
                     stream_state=state, chat_request=ASKED, prompt_token_ids=[5], prompt_tokens=37)
         [found], state = made["chunk"]["choices"], made["stream_state"]
         assert ("role" in found["delta"], found["finish_reason"]) == (at == 0, reason)
@@ -96,13 +96,13 @@ def test_a_stream_of_a_conversation(server: Live):
     assert state is not None
     assert (state["output_token_ids"], state["output_chunk_lens"]) == (tokens, [1] * len(tokens))
     used = {"prompt_tokens": 37, "completion_tokens": 4, "total_tokens": 41}
-    made = post(server, CHAT, stream=True, generate_chunk={**answered(), "usage": used}, stream_state=state,
+    made = post(server, CHAT, stream=True, generate_chunk={**respond(), "usage": used}, stream_state=state,
                 chat_request=ASKED, prompt_token_ids=[5])
     assert made["chunk"]["choices"] == []
     details = {"prompt_tokens_details": None, "completion_tokens_details": None}
     assert made["chunk"]["usage"] == {**used, **details}
     assert made["stream_state"] == state
-    again = server.post({"stream": True, "generate_chunk": answered(choice([5])), "chat_request": ASKED,
+    again = server.post({"stream": True, "generate_chunk": respond(choice([5])), "chat_request": ASKED,
                          "stream_state": {**state, "output_chunk_lens": [1]}}, CHAT)
     assert (again.status_code, again.json()["error"]["type"]) == (400, "Bad Request")
 
@@ -110,7 +110,7 @@ def test_a_stream_of_a_conversation(server: Live):
 def test_a_stream_of_a_call(server: Live):
     state, calls = None, []
     for token in ids(server, '{"a": 1}'):
-        made = post(server, CHAT, stream=True, generate_chunk=answered(choice([token], None)),
+        made = post(server, CHAT, stream=True, generate_chunk=respond(choice([token], None)),
                     stream_state=state, prompt_token_ids=[5],
                     chat_request={**ASKED, "tools": [LOOK], "tool_choice": FORCED})
         state = made["stream_state"]
@@ -125,8 +125,8 @@ def test_completions(server: Live):
     tokens = ids(server, " Paris")
     found = {"token_id": tokens[0], "logprob": -0.25, "rank": 1,
              "top_logprobs": [{"token_id": tokens[0], "logprob": -0.25, "rank": 1}]}
-    made = post(server, TEXT, generate_responses=[answered(choice(tokens[:1], logprobs={"content": [found]})),
-                                                  answered(choice(tokens), choice(tokens, "stop"))],
+    made = post(server, TEXT, generate_responses=[respond(choice(tokens[:1], logprobs={"content": [found]})),
+                                                  respond(choice(tokens), choice(tokens, "stop"))],
                 prompt_tokens=[5, 6])
     text = server.service.require_tokenizer().token_text(tokens[0])
     first = made["choices"][0]
@@ -143,7 +143,7 @@ def test_completions(server: Live):
 def test_a_stream_of_a_completion(server: Live):
     state, texts, length = None, [], 0
     for token in ids(server, "The capital"):
-        made = post(server, TEXT, stream=True, generate_chunk=answered(choice([token], None)),
+        made = post(server, TEXT, stream=True, generate_chunk=respond(choice([token], None)),
                     stream_state=state)
         [found], state = made["chunk"]["choices"], made["stream_state"]
         texts.append(found["text"])
@@ -154,33 +154,33 @@ def test_a_stream_of_a_completion(server: Live):
     assert "".join(texts) == "The capital"
 
 
-GOOD = answered(choice([5]))
+GOOD = respond(choice([5]))
 
 
 @pytest.mark.parametrize(("path", "fields", "status", "kind"), [
     (TEXT, {"generate_responses": []}, 400, "BadRequestError"), (TEXT, {}, 400, "Bad Request"),
     (TEXT, {"generate_responses": [GOOD], "prompt_tokens": [1, 2]}, 400, "Bad Request"),
-    (TEXT, {"generate_responses": [answered(choice([]))]}, 400, "BadRequestError"),
-    (TEXT, {"generate_responses": [answered(choice([5] * (LENGTH + 1)))]}, 400, "BadRequestError"),
+    (TEXT, {"generate_responses": [respond(choice([]))]}, 400, "BadRequestError"),
+    (TEXT, {"generate_responses": [respond(choice([5] * (LENGTH + 1)))]}, 400, "BadRequestError"),
     (TEXT, {"generate_responses": [GOOD], "model": "other"}, 404, "NotFoundError"),
     (CHAT, {"chat_request": ASKED}, 400, "Bad Request"),
     (CHAT, {"generate_response": {**GOOD, "output_mode": "text"}, "chat_request": ASKED}, 400, "Bad Request"),
     (CHAT, {"generate_response": GOOD, "chat_request": ASKED, "model": "other"}, 404, "NotFoundError"),
-    (CHAT, {"generate_response": answered(*[choice([5])] * 129), "chat_request": ASKED}, 400,
+    (CHAT, {"generate_response": respond(*[choice([5])] * 129), "chat_request": ASKED}, 400,
      "BadRequestError"),
     (CHAT, {"generate_response": GOOD, "chat_request": {"messages": 5}}, 400, "Bad Request"),
-    (CHAT, {"stream": True, "generate_chunk": answered(choice([5]), choice([5])), "chat_request": ASKED}, 400,
+    (CHAT, {"stream": True, "generate_chunk": respond(choice([5]), choice([5])), "chat_request": ASKED}, 400,
      "BadRequestError"),
     # refused here: vLLM reads it without a request where no parser is configured; and an id of no token
     (CHAT, {"generate_response": GOOD}, 400, "Bad Request"),
-    (CHAT, {"generate_response": answered(choice([99999])), "chat_request": ASKED}, 400, "BadRequestError")])
+    (CHAT, {"generate_response": respond(choice([99999])), "chat_request": ASKED}, 400, "BadRequestError")])
 def test_what_is_refused(server: Live, path: str, fields: dict[str, Any], status: int, kind: str):
     answer = server.post(fields, path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind), answer.text
 
 
 def test_rendered_run_and_read_it_is_the_same(server: Live):
-    """As the conversation itself answers."""
+    """The answer is that of the conversation itself."""
     rendered = post(server, "/v1/chat/completions/render", **ASKED)
     run = post(server, "/inference/v1/generate", **rendered)
     read = post(server, CHAT, generate_response=run, chat_request=ASKED,

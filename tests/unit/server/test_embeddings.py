@@ -142,7 +142,7 @@ def test_each_kind_of_model_refuses_what_the_other_serves(server: Live):
 
 
 def test_batches_of_many_callers(server: Live, embedder: FakeEmbedder):
-    """What waits while a step runs is one step: at most 3 texts, in order. A step that fails fails alone."""
+    """Texts that wait while a step runs are the next: at most 3, in order. A step that fails fails alone."""
     embedder.device.gate.clear()
     first = embedder.submit([[3]])
     until(lambda: embedder.engine.stats().running == 1)

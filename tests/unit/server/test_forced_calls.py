@@ -53,8 +53,8 @@ def forced_calls(text: str, choice: ToolChoice) -> list[Call]:
     return calls_of(every_cut(make, text))
 
 
-def answered(tools: tuple[dict[str, Any], ...], choice: ToolChoice, seed: int) -> str:
-    """What a model writes that finds every token equally likely."""
+def write_answer(tools: tuple[dict[str, Any], ...], choice: ToolChoice, seed: int) -> str:
+    """Returns the text of a model that finds every token equally likely."""
     form = Structured(json=call_schema(tools, choice), disable_any_whitespace=True)
     return text("tales", written(grammars("tales").matcher(form), 1, np.random.default_rng(seed), most=600))
 
@@ -63,7 +63,7 @@ def answered(tools: tuple[dict[str, Any], ...], choice: ToolChoice, seed: int) -
 def test_a_named_call_has_the_arguments_that_are_listed(name: str):
     choice = ToolChoice("named", name)
     for seed in range(3):
-        [call] = forced_calls(answered(TOOLS, choice, seed), choice)
+        [call] = forced_calls(write_answer(TOOLS, choice, seed), choice)
         assert call.name == name
         assert set(json.loads(call.arguments)) <= KEYS[name], call
         assert "\n" not in call.arguments
@@ -73,7 +73,7 @@ def test_a_named_call_has_the_arguments_that_are_listed(name: str):
 def test_required_calls_are_of_tools_there_are(choice: ToolChoice):
     seen: set[str] = set()
     for seed in range(8):
-        calls = forced_calls(answered(TOOLS, choice, seed), choice)
+        calls = forced_calls(write_answer(TOOLS, choice, seed), choice)
         assert 1 <= len(calls) <= (MAX_CALLS if choice.several else 1)
         for call in calls: assert set(json.loads(call.arguments)) <= KEYS[call.name], call
         seen |= {call.name for call in calls}
@@ -116,7 +116,7 @@ def test_what_lists_no_properties_or_says_more_stays_open():
     both = {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
             "$defs": {"a": {"type": "object", "properties": {"x": UNIT}, "required": ["x"]},
                       "b": {"type": "object", "properties": {"y": UNIT}, "required": ["y"]}}}
-    [call] = forced_calls(answered((tool("f", both),), ONE, 0), ONE)
+    [call] = forced_calls(write_answer((tool("f", both),), ONE, 0), ONE)
     assert {"x", "y"} <= set(json.loads(call.arguments))
 
 

@@ -225,7 +225,7 @@ def test_the_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPat
 
 
 class Sleeping:
-    """What was asked."""
+    """A model that notes its calls."""
 
     def __init__(self) -> None: self.calls = list[tuple[object, ...]]()
 

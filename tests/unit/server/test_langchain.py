@@ -143,7 +143,7 @@ def test_the_responses_api(server: Live, engine: FakeEngine):
 
 
 def test_tokens_are_counted_by_the_server(server: Live):
-    """Without `custom_get_token_ids`, ChatOpenAI counts tokens of OpenAI's models, whose files it fetches."""
+    """ChatOpenAI without `custom_get_token_ids` counts tokens of OpenAI's models, whose files it fetches."""
     def tokens(text: str) -> list[int]:
         return server.post({"prompt": text, "add_special_tokens": False}, "/tokenize").json()["tokens"]
     chat = connected(server, custom_get_token_ids=tokens)

@@ -58,7 +58,7 @@ def test_the_limit_itself_is_not_too_large():
 # **** counting ****
 
 def counted(value: Any, depth: int = 0) -> Counted:
-    """What `count` must find, from the parsed value. Values are what commas part, and containers."""
+    """Returns what `count` must find, from the parsed value. Values are what commas part, and containers."""
     if not isinstance(value, dict | list): return Counted(0, 0, 0, depth)
     parts = [counted(each, depth + 1) for each in (value.values() if isinstance(value, dict) else value)]
     return Counted(1 + sum(each.containers for each in parts),
@@ -97,7 +97,7 @@ def test_too_many_values_are_refused(server: Live, body: bytes, words: str):
 
 
 def test_text_is_no_structure(server: Live):
-    """What is between quotes is not counted."""
+    """Signs between quotes are not counted."""
     text = '[{"a": [' * 20_000
     refused(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "tokens")
 

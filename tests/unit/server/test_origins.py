@@ -77,7 +77,7 @@ PROMPT = '{"prompt": "a", "n_predict": 1}'
 
 
 def test_pages_change_no_state_of_a_server_that_is_not_theirs():
-    """With a Host that is the page's own name, too: DNS may say that it is this machine's."""
+    """A Host that is the page's own name is refused, too: DNS may say that it is this machine's."""
     state = [("POST", "/v1/responses/x/cancel"), ("DELETE", "/v1/responses/x"),
              ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")]
     with live(fake_service(cors=CORS(("*", "https://named.example")), keys=frozenset({"a"}))) as server:

@@ -1,4 +1,4 @@
-"""What earlier turns have: calls of tools that a client or a server ran, and messages of the system, in
+"""Items of earlier turns: calls of tools that a client or a server ran, and messages of the system, in
 all protocols. They are data: never an error, and in the prompt where they say something. Tool calls of
 earlier turns whose arguments are no object, in all three protocols; and whose fields errors name."""
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_prompts_are_rendered(server: Live):
 
 
 def test_other_parameters_are_rendered(server: Live):
-    """As vLLM rendered this request, but for the constraint, which it had in another one."""
+    """The parameters are as vLLM rendered them, but for the constraint, which another request had."""
     asked = {"prompt": "a", "max_tokens": 3, "logprobs": 1, "n": 2, "seed": 5, "top_k": 4, "min_tokens": 1,
              "logit_bias": {"5": 1}, "stream": True, "stream_options": {"include_usage": True},
              "stop_token_ids": [5], "bad_words": ["x"], "ignore_eos": True,

@@ -19,7 +19,7 @@ openai = lazy("openai")
 
 
 class Loader:
-    """What was loaded and removed; a path with "bad" in it is no adapter."""
+    """A loader that notes the adapters; a path with "bad" in it is none."""
 
     def __init__(self) -> None: self.loaded, self.removed = list[LoRARequest](), list[int]()
 

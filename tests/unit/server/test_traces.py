@@ -63,7 +63,7 @@ def server(collector: Collector, engine: FakeEngine) -> Iterator[Live]:
 
 
 def spans(server: Live, collector: Collector) -> list[Any]:
-    """Those of all requests so far."""
+    """Returns the spans of all requests so far."""
     until(lambda: server.service.active == 0)
     assert server.service.tracer is not None
     server.service.tracer.provider.force_flush()

@@ -1,5 +1,5 @@
-"""What vLLM 0.32 accepts and refuses: statuses and kinds of errors that its server answered (SmolLM2, with a
-context of 2048; here 512), and values in the forms that pydantic reads."""
+"""Requests that vLLM 0.32 accepts and refuses: statuses and kinds of errors that its server answered
+(SmolLM2, with a context of 2048; here 512), and values in the forms that pydantic reads."""
 from __future__ import annotations
 
 import json
