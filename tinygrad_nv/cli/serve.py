@@ -67,7 +67,7 @@ def _require_own_model(arguments: argparse.Namespace) -> None:
 
 def _add_parser_options(serve: argparse.ArgumentParser) -> None:
     parsers = serve.add_argument_group("answers")
-    for option, kind, what in (("--reasoning-parser", "REASONING", "reasoning, such as qwen3, deepseek_r1, "
+    for option, kind, what in (("--reasoning-parser", "REASONING", "reasoning, such as think, qwen3, "
                                                                    "openai"),
                                ("--tool-call-parser", "TOOLS", "tool calls, such as hermes, llama3_json, "
                                                                "openai")):

@@ -56,6 +56,12 @@ class ChatRequest(Common):
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def reasons(self) -> bool:
+        """Whether the reasoning is left on: the variable of the template counts before the fields."""
+        if "enable_thinking" in (self.extra or {}): return bool((self.extra or {})["enable_thinking"])
+        return self.thinking is not False and self.effort != "none"
+
+    @property
     def role(self) -> str:
         """The role of the answer: that of the last message where the prompt begins no new one, as vLLM's."""
         return "assistant" if self.generation_prompt else str(self.messages[-1]["role"])

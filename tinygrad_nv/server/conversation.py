@@ -111,7 +111,7 @@ class Conversation:
         prefix = text_of(request.messages[-1]["content"]) if request.continued \
             else tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in offered}
-        answer = Answer(prefix, request.continued, schemas)
+        answer = Answer(prefix, request.continued, schemas, request.reasons)
         if request.thinking and names[0] == NONE and "enable_thinking" not in template: note("thinking")
         reasons = names[0] != NONE
         names, params = _constrain_answer(names, answer, tokenizer, request)
@@ -177,6 +177,9 @@ class Reader:
             before = self.parser.reasoning
             events += self.parser.feed(text)
             if before or self.parser.reasoning: self.reasoning_tokens += count
+        # the end token, in which an answer may end that has not ended its reasoning
+        ends = delta.finish_reason == "stop" and delta.stop_reason is None
+        if ends and self.parser.reasoning: self.reasoning_tokens -= 1
         if delta.finish_reason is not None: events += self.parser.flush()
         self.called = self.called or any(isinstance(event, CallDelta) for event in events)
         return join_events(events)
@@ -280,11 +283,11 @@ def reasoning_tokens(name: str, answer: Answer, tokenizer: Tokenizer, budget: in
 
 
 def check_budget(name: str, tokenizer: Tokenizer, budget: int) -> None:
-    """Ignores a budget where there is no reasoning. Raises `APIError` 400 where no token can end it."""
+    """Ignores a budget where there is no reasoning, or no token that can end it."""
     if name == NONE:
         return ignore(invalid(f"{BUDGET} is {budget}, and the model has no reasoning parser; to fix: leave "
                               "it out, or start the server with --reasoning-parser", BUDGET, "unsupported"))
     if bad := [each for each in REASONING[name].end if tokenizer.backend.token_to_id(each) is None]:
-        raise invalid(f"{BUDGET} is {budget}, and {bad[0]!r}, which ends the reasoning, is no token of the "
-                      "vocabulary; to fix: leave it out, or bound the answer with max_completion_tokens",
-                      BUDGET, "unsupported")
+        ignore(invalid(f"{BUDGET} is {budget}, and {bad[0]!r}, which ends the reasoning, is no token of the "
+                       "vocabulary; to fix: leave it out, or bound the answer with max_completion_tokens",
+                       BUDGET, "unsupported"))

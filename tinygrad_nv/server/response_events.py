@@ -62,7 +62,9 @@ class ResponseBuilder:
             self.response["output"] = [each for each in self.output if each["type"] != "function_call"]
             self._push(Content(unfinished))
         status = "incomplete" if reason == "length" else "completed"
-        events = self._close(status)
+        # as in vLLM the response tells that it is cut, and a call, whose arguments are no JSON
+        cut_call = status == "incomplete" and self._open("function_call")
+        events = self._close("incomplete" if cut_call else "completed")
         for item in () if self.stream else self.output:
             if item["type"] == "reasoning": item["status"] = None
         if reason == "length": self.response["incomplete_details"] = {"reason": "max_output_tokens"}

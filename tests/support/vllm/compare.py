@@ -1,9 +1,9 @@
-"""What differs between two servers' answers to one request.
+"""Differences between two servers' answers to one request.
 
 `compare` returns differences, each a text that says what differs and where, without the values: equal texts
-are the same difference. A path is that of an answer that is not streamed. Of identifiers the prefixes are
-compared, of times and messages of errors the types, of arguments the JSON. A stream is compared in three
-ways: the fields of its events, their order, and what they add up to.
+are the same difference. A path is that of an answer that is not streamed. The order of fields counts. Of
+identifiers the prefixes are compared, of times and messages of errors the types, of arguments the JSON. A
+stream is compared in three ways: the fields of its events, their order, and what they add up to.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BY_KIND = TIMES | {"message", "signature", "system_fingerprint", "version", "own
 BY_TOKEN = ("top_logprobs[]", "prompt_logprobs[]")      # dictionaries whose names are tokens
 JOINED = {"content", "reasoning", "reasoning_content", "text", "arguments", "partial_json", "thinking"}
 JSONS = ("arguments", "partial_json")       # texts that are compared as JSON
-CARRIED = ("role", "content", "reasoning", "tool_calls", "text")        # of a chunk
+LABELS = ("role", "content", "reasoning", "tool_calls", "text")        # of a chunk
 FINISH = ("finish_reason", "stop_reason", "status")     # finish reasons, and the state of a response
 PLACE = re.compile(r"\.\d+(?=\.|$)")                       # of a choice or a call in what a stream adds up to
 WHOLE = re.compile(r"^(?:@[^.]*\.)?(?:(?:response|message)\.)?")        # an event, and the whole answer in it
@@ -103,6 +103,8 @@ def _walk_fields(theirs: dict[str, Any], ours: dict[str, Any], path: str,
         else: yield from walk(theirs[name], ours[name], prefix + name, values)
     for name in ours:
         if name not in theirs: yield Difference(f"extra {prefix}{name}", None, ours[name])
+    first, second = ([name for name in every if name in theirs and name in ours] for every in (theirs, ours))
+    if first != second: yield Difference(f"order of fields {path}".rstrip(), first, second)
 
 
 def _same_json(one: str, other: str) -> bool:
@@ -132,16 +134,16 @@ def _without_event(found: Difference) -> Difference:
     return replace(found, what=f"{kind} {WHOLE.sub('', PLACE.sub('[]', path))}")
 
 
-def _carried(event: list[Any]) -> list[str]:
-    """What an event is: its name, or what a chunk carries, in the order in which several chunks would: how
-    many tokens are in one depends on the time that they take."""
+def _list_labels(event: list[Any]) -> list[str]:
+    """Returns the labels of an event: its name, or the fields that a chunk has, in the order in which several
+    chunks would have them. How many tokens are in one depends on the time that they take."""
     name, data = event
     if name or not isinstance(data, dict): return [name or str(data)]
-    carried = []
+    labels = []
     for choice in data.get("choices", ()):
         delta = choice.get("delta") or {"text": choice.get("text")}
-        carried += [key for key in CARRIED if delta.get(key)] + ["finish"] * bool(choice.get("finish_reason"))
-    if data.get("choices"): return list(dict.fromkeys(carried))
+        labels += [key for key in LABELS if delta.get(key)] + ["finish"] * bool(choice.get("finish_reason"))
+    if data.get("choices"): return list(dict.fromkeys(labels))
     return ["usage" if data.get("usage") else "error" if "error" in data else "nothing"]
 
 
@@ -152,10 +154,10 @@ def _by_label(events: list[list[Any]]) -> dict[str, Any]:
     for event in events:
         name, data = event
         if name or not isinstance(data, dict) or not data.get("choices"):
-            found.setdefault(" ".join(_carried(event)), data)
+            found.setdefault(" ".join(_list_labels(event)), data)
             continue
         choice = data["choices"][0]
-        for label in _carried(event):
+        for label in _list_labels(event):
             if label in choice.get("delta", ()): found.setdefault(label,
                                                             {"choices": [{"delta": choice["delta"]}]})
         around = {key: value for key, value in choice.items() if key not in ("delta", "text")}
@@ -169,7 +171,7 @@ def _orders(events: list[list[Any]]) -> dict[str, list[str]]:
     for event in events:
         choices = event[1].get("choices") if isinstance(event[1], dict) else None
         order = orders.setdefault(str(choices[0].get("index", "")) if choices else "", [])
-        order += [each for each in _carried(event) if not order or order[-1] != each]
+        order += [each for each in _list_labels(event) if not order or order[-1] != each]
     return orders
 
 
@@ -178,12 +180,12 @@ def fold(events: list[list[Any]]) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for name, data in events:
         if not isinstance(data, dict): continue
-        if name: _fold_named(whole, name, data)
+        if name: _fold_event(whole, name, data)
         else: _fold_into(whole, {key: value for key, value in data.items() if key not in BY_KIND | {"id"}})
     return whole
 
 
-def _fold_named(whole: dict[str, Any], name: str, data: dict[str, Any]) -> None:
+def _fold_event(whole: dict[str, Any], name: str, data: dict[str, Any]) -> None:
     place = f"@{name.replace('.', '/')} {data.get('output_index', data.get('index', ''))}".strip()
     data = {key: value for key, value in data.items() if key != "sequence_number"}
     if not place.partition(" ")[0].endswith("delta"): whole.setdefault(place, []).append(data)

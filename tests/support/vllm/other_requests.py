@@ -74,10 +74,12 @@ def _responses() -> Iterator[Request]:
         "tools, named": {"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "look"},
                          "max_output_tokens": 120},
         "cut": {"max_output_tokens": 3}, "tools, auto": {"tools": [FUNCTION]},
-        "not stored": {"store": False}})
+        "not stored": {"store": False},
+        "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 1}})
     yield from once("responses", path, RESPONSE, {
-        "metadata": {"metadata": {"a": "b"}}, "logprobs": {"include": ["message.output_text.logprobs"],
-                                                           "top_logprobs": 1},
+        "metadata": {"metadata": {"a": "b"}}, "fields": {
+            "tools": [FUNCTION], "tool_choice": "none", "text": {"format": {"type": "text"}}, "user": "u",
+            "reasoning": {"effort": "low"}, "metadata": {"a": "b"}, "service_tier": "default"},
         "parts": {"input": [{"type": "message", "role": "user",
                              "content": [
             {"type": "input_text", "text": "What is the capital of France?"}]}]},

@@ -1,4 +1,4 @@
-"""What vLLM answered to the requests of the table, and the differences from it that are known.
+"""Answers of vLLM to the requests of the table, and the known differences from them.
 
 `answers.jsonl.gz` has a line of JSON for each request: its name and vLLM's answer. `differences.json` has two
 tables. "found" lists, for each difference (as compare.py tells it), the requests whose answers have it; where
@@ -110,4 +110,4 @@ def agreement(requests: Iterable[str], known: Found) -> float:
     """Returns the share of the requests whose status, finish reason and greedy text are vLLM's."""
     every = list(requests)
     differ = {name for what, names in known.items() if Difference(what).counts for name in names}
-    return 1 - len(differ.intersection(every)) / len(every)
+    return len({*every} - differ) / len(every)

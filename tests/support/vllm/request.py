@@ -35,16 +35,6 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     reasoning: bool = False
 
-    @property
-    def endpoint(self) -> str:
-        """The name's first part."""
-        return self.name.partition(": ")[0]
-
-    @property
-    def streamed(self) -> bool:
-        """Whether the answer is to be a stream of events."""
-        return isinstance(self.body, dict) and self.body.get("stream") is True
-
     def data(self) -> bytes | None:
         """Returns the bytes of the body."""
         return self.body if self.body is None or isinstance(self.body,

@@ -1,27 +1,16 @@
-"""Answers have vLLM's fields, in vLLM's order, null and left out where they are there.
-
-`vllm_answers.jsonl` has a request and the outline of what vLLM 0.32 answered on each line: recorded from a
-server of SmolLM2-135M-Instruct with --reasoning-parser qwen3 and --tool-call-parser hermes.
-"""
+"""Fields of answers as vLLM with --reasoning-parser qwen3 and --tool-call-parser hermes has them, where
+they depend on a model's text. tests/models/test_vllm_server.py compares all fields."""
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.server.outline import events, in_order, outline
 from tests.support.server.serve_case import FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.server.service import Parsers
 
-RECORDED = {line[0]: line[1:] for line in map(json.loads, Path(__file__).with_name(
-    "vllm_answers.jsonl").read_text().splitlines())}
-# what is here beside vLLM's: OpenAI's and Anthropic's own fields, and an older name
-MORE = ("error", "store", "stop_sequence", "reasoning_efforts", "reasoning_content")
-# what says that an item is cut
-ITEMS = {"incomplete": "completed", "response.incomplete": "response.completed"}
 PLAIN = ("The", " ca", "pi", "tal", ".")
 SAID = {"reasoning": ("<think>", "a", "b", "c", "d"), "call": ('{"', "at", '": "', "a", '"}')}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -36,22 +25,27 @@ def server(engine: FakeEngine) -> Iterator[Live]:
     with live(fake_service(engine, parsers=Parsers("qwen3", "hermes"))) as served: yield served
 
 
-def same_words(value: Any) -> Any:
-    """`value` with vLLM's words for items that are cut."""
-    if isinstance(value, dict): return {name: same_words(each) for name, each in value.items()}
-    if isinstance(value, list): return [same_words(each) for each in value]
-    return ITEMS.get(value, value) if isinstance(value, str) else value
+def events(text: str) -> list[Any]:
+    """Returns the events of a stream; `[DONE]` is a text."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_fields_are_those_that_vllm_writes(server: Live, engine: FakeEngine, name: str):
-    path, asked, recorded = RECORDED[name]
-    engine.pieces = next((pieces for word, pieces in SAID.items() if word in name), PLAIN)
-    answer = server.http.get(path) if asked is None else server.post(asked, path)
-    assert answer.status_code == 200, answer.text
-    found = events(answer.text) if asked and asked.get("stream") else answer.json()
-    ours, theirs = (in_order(same_words(each), MORE) for each in (outline(found), recorded))
-    assert ours == theirs
+OFF: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(("more", "reasons"), [
+    ({}, True), (OFF, False), ({"reasoning_effort": "none"}, False), ({"reasoning_effort": "low"}, True),
+    (OFF | {"reasoning_effort": "low"}, False)])
+def test_an_answer_that_ends_no_reasoning_is_reasoning_unless_that_is_off(
+        server: Live, engine: FakeEngine, more: dict[str, Any], reasons: bool):
+    """The parser is that of vLLM with this name. The end token is no reasoning."""
+    engine.pieces = ("a", "b", "")
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **more}
+    made = server.post(asked, "/v1/chat/completions").json()
+    message = made["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == (("ab", None) if reasons else (None, "ab"))
+    assert made["usage"]["completion_tokens_details"]["reasoning_tokens"] == (2 if reasons else 0)
 
 
 LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
@@ -63,7 +57,7 @@ NAMED = {"type": "function", "function": {"name": "look"}}
     ("required", ('[{"name"', ': "look", "parameters": {"at', '": "', "a", '"}}, {"name"', ': "look"',
                   "}]"))])
 def test_calls_that_are_cut_are_text(server: Live, engine: FakeEngine, choice: Any, pieces: tuple[str, ...]):
-    """As vLLM has it, a client never gets arguments that are no JSON, except in a stream."""
+    """A client never gets arguments that are no JSON, except in a stream, as in vLLM."""
     engine.pieces, most = pieces, len(pieces) - 1
     turn = {"role": "user", "content": "hi"}
     asked = {"messages": [turn], "tools": [{"type": "function", "function": LOOK}], "tool_choice": choice}
@@ -104,14 +98,14 @@ def test_tokens_of_the_prefix_cache_are_told_where_the_server_says_so():
 @pytest.mark.parametrize(("path", "prefix"), [
     ("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")])
 def test_an_answer_has_the_name_that_the_client_gives_it(server: Live, path: str, prefix: str):
-    """As vLLM's has the request's `request_id`."""
+    """The id ends with the request's `request_id`, as vLLM's."""
     asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
     asked |= {"max_tokens": 1, "request_id": "mine"}
     assert server.post(asked, path).json()["id"] == prefix + "mine"
 
 
 def test_the_prompt_and_whose_message_it_goes_on_with_are_told(server: Live, engine: FakeEngine):
-    """Recorded: with add_generation_prompt false vLLM's answer has the role of the last message."""
+    """The role is that of the last message without add_generation_prompt, as vLLM recorded it."""
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "return_prompt_text": True}
     made = server.post(asked, "/v1/chat/completions").json()
     assert (made["prompt_text"], made["choices"][0]["message"]["role"]) == ("user: hi\n", "assistant")
@@ -122,9 +116,9 @@ def test_the_prompt_and_whose_message_it_goes_on_with_are_told(server: Live, eng
 
 
 def test_log_probabilities_of_a_response_are_of_all_its_tokens(server: Live, engine: FakeEngine):
-    """Also of an end token, which has no text: vLLM's eighth for the seven tokens of its sentence."""
+    """An end token, which has no text, has one, too: vLLM told an eighth of a sentence of seven tokens."""
     engine.pieces = ("a", "b", "")
-    asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1, **OFF}
     [item] = server.post(asked, "/v1/responses").json()["output"]
     assert [each["token"] for each in item["content"][0]["logprobs"]] == ["a", "b", ""]
     streamed = events(server.post({**asked, "stream": True}, "/v1/responses").text)
@@ -134,7 +128,7 @@ def test_log_probabilities_of_a_response_are_of_all_its_tokens(server: Live, eng
 
 
 def test_an_echo_with_token_ids_has_the_prompt_as_ids_alone(server: Live, engine: FakeEngine):
-    """Recorded: vLLM's text is then " Paris. …", without "The capital of France is"."""
+    """The text is the answer alone: vLLM's was " Paris. …", without "The capital of France is"."""
     engine.pieces = PLAIN
     asked = {"prompt": "Once upon", "echo": True, "max_tokens": 4}
     [made] = server.post(asked).json()["choices"]

@@ -46,7 +46,7 @@ def test_thinking_text_and_calls_are_blocks():
                                  "system": "Brief."}
         done = client.messages.create(**asked)
         thought, text, call = done.content
-        assert (thought.thinking, text.text, call.name, call.input) == ("so", "see", "look", {"at": "a fox"})
+        assert (thought.thinking, text.text, call.name, call.input) == ("so", "see ", "look", {"at": "a fox"})
         assert (done.role, done.model) == ("assistant", NAME)
         assert (done.stop_reason, done.stop_sequence) == ("tool_use", None)
         assert done.usage.input_tokens == len(engine.asked[-1][0].ids or [])
@@ -60,7 +60,7 @@ def test_thinking_text_and_calls_are_blocks():
         assert [kind for kind in kinds if "start" in kind or "stop" in kind or kind == "message_delta"] == [
             "message_start", *["content_block_start",
                                "content_block_stop"] * 3, "message_delta", "message_stop"]
-        assert (final.content[0].thinking, final.content[1].text) == ("so", "see")
+        assert (final.content[0].thinking, final.content[1].text) == ("so", "see ")
         assert (final.content[2].input, final.stop_reason) == ({"at": "a fox"}, "tool_use")
         assert final.usage.output_tokens == len(SAID)
         parts = [event.partial_json for event in events if event.type == "input_json"]

@@ -49,7 +49,7 @@ def test_a_conversation_is_a_stream_of_lines_unless_it_is_not():
         assert [each["done"] for each in parts] == [False] * len(parts)
         assert {each["model"] for each in (*parts, end)} == {NAME}
         assert "".join(each["message"].get("thinking", "") for each in parts) == "so"
-        assert "".join(each["message"]["content"] for each in parts) == "see"
+        assert "".join(each["message"]["content"] for each in parts) == "see "
         (called,) = [each["message"]["tool_calls"] for each in parts if "tool_calls" in each["message"]]
         assert [(call["function"]["name"], call["function"]["arguments"]) for call in called] == [
             ("look", {"at": "a fox"})]
@@ -66,7 +66,7 @@ def test_a_conversation_is_a_stream_of_lines_unless_it_is_not():
         whole = server.post({**asked, "stream": False, "options": {"num_predict": 3}}, "/api/chat").json()
         assert (whole["done_reason"], whole["eval_count"]) == ("length", 3)
         whole = server.post({**asked, "stream": False, "think": False}, "/api/chat").json()
-        assert whole["message"]["content"] == "see"
+        assert whole["message"]["content"] == "see "
         assert "thinking" not in whole["message"]
         assert "(False)" in prompt(engine)
         assert whole["message"]["tool_calls"][0]["function"] == called[0]["function"]

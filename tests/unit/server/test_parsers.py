@@ -32,7 +32,7 @@ TWO = [("f", {"a": "}</tool_call>\"", "b": [1, {}]}), ("g", {})]
 F = '{"a": "}</tool_call>\\"", "b": [1, {}]}'
 CALLS = [
     ("hermes", f'see\n\n<tool_call>\n{{"name": "f", "arguments": {F}}}\n</tool_call>\n'
-     '<tool_call>{"arguments": null, "name": "g"}</tool_call>\n', "see", TWO),
+     '<tool_call>{"arguments": null, "name": "g"}</tool_call>\n', "see\n\n", TWO),
     ("hermes", f'<tool_call>{{"name": "f", "parameters": {F}}}</tool_call> and <tool_call>{{"name":"g"}}',
      " and", TWO),
     ("hermes", '<tool_call>{"arguments": "{\\"a\\": 1}", "id": "x", "name": "f"}</tool_call>', "",
@@ -125,11 +125,14 @@ def test_half_a_surrogate_pair_stays_escaped():
 
 IN, OUT = Answer("user\n<think>\n"), Answer("assistant\n<think>\n\n</think>\n\n")
 THOUGHT = [
-    ("qwen3", "<think>\nhm</think>\n\nyes", Answer(), "\nhm", "\n\nyes"),
-    ("qwen3", " hi <think>x", Answer(), "", " hi <think>x"),
-    ("qwen3", "hm</think>yes", IN, "hm", "yes"), ("qwen3", "hm", IN, "hm", ""),
-    ("qwen3", "hm", OUT, "", "hm"),
-    ("qwen3", "<thi", Answer(), "", "<thi"), ("qwen3", "<think>a</thin", Answer(), "a</thin", ""),
+    ("think", "<think>\nhm</think>\n\nyes", Answer(), "\nhm", "\n\nyes"),
+    ("think", " hi <think>x", Answer(), "", " hi <think>x"),
+    ("think", "hm</think>yes", IN, "hm", "yes"), ("think", "hm", IN, "hm", ""),
+    ("think", "hm", OUT, "", "hm"),
+    ("think", "<thi", Answer(), "", "<thi"), ("think", "<think>a</thin", Answer(), "a</thin", ""),
+    ("qwen3", "<think>hm</think>yes", Answer(), "hm", "yes"), ("qwen3", "hm", Answer(), "hm", ""),
+    ("qwen3", "hm", OUT, "", "hm"), ("qwen3", "hm", Answer(thinking=False), "", "hm"),
+    ("qwen3", "<think>hm</think>yes", Answer(thinking=False), "hm", "yes"),
     ("deepseek_r1", "hm</think>yes</think>", Answer(), "hm", "yes</think>"),
     ("deepseek_r1", "hm", OUT, "", "hm"),
     ("deepseek_r1", "<think>hm</think>yes", Answer(), "hm", "yes"), ("deepseek_r1", "hm", Answer(), "hm", ""),
@@ -170,8 +173,8 @@ def test_without_tools_calls_are_text():
 # **** which parser ****
 
 @pytest.mark.parametrize(("template", "reasoning", "tools"), [
-    ("<|channel|>", "openai_gptoss", "openai"), ("<tool_call><function=x <think>", "qwen3", "qwen3_coder"),
-    ("<tool_call> </think>", "qwen3", "hermes"), ("[THINK] [TOOL_CALLS]", "mistral", "mistral"),
+    ("<|channel|>", "openai_gptoss", "openai"), ("<tool_call><function=x <think>", "think", "qwen3_coder"),
+    ("<tool_call> </think>", "think", "hermes"), ("[THINK] [TOOL_CALLS]", "mistral", "mistral"),
     ("<|python_start|> ipython", "none", "pythonic"), ("ipython", "none", "llama3_json"),
     ("{{ messages }}", "none", "none"),
 ])

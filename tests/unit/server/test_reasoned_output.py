@@ -41,7 +41,7 @@ def with_tokens(marks: Sequence[str], template: str = TEMPLATE) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def serving(pieces: Sequence[str], marks: Sequence[str] = THINK, reasoning: str = "qwen3"
+def serving(pieces: Sequence[str], marks: Sequence[str] = THINK, reasoning: str = "think"
             ) -> Iterator[tuple[openai.OpenAI, FakeEngine, dict[str, int]]]:
     """A client, the engine, and the ids of the markers."""
     engine = FakeEngine(FakeModel(), pieces=tuple(pieces))
@@ -139,16 +139,23 @@ def test_a_budget_is_asked_for():
 
 
 def test_a_budget_that_cannot_hold():
-    with serving(["yes"], (), "qwen3") as (client, _, _), pytest.raises(openai.BadRequestError) as error:
-        asked(client, extra_body={"thinking_token_budget": 7})
-    assert "'</think>', which ends the reasoning, is no token of the vocabulary; to fix" in str(error.value)
-    assert error.value.param == "thinking_token_budget"
+    with serving(["yes"], (), "qwen3") as (client, engine, _):
+        answer = client.with_raw_response.chat.completions.create(
+            model=NAME, messages=USER, extra_body={"thinking_token_budget": 7})
+        assert answer.headers["x-ignored-fields"] == "thinking_token_budget"
+        assert engine.asked[-1][1].reasoning is None
+    strict = fake_service(FakeEngine(FakeModel(TEMPLATE)), parsers=Parsers("qwen3"), strict=True)
+    with live(strict) as server:
+        answer = server.post({"messages": USER, "thinking_token_budget": 7}, "/v1/chat/completions")
+    error = answer.json()["error"]
+    assert "'</think>', which ends the reasoning, is no token of the vocabulary; to fix" in error["message"]
+    assert (answer.status_code, error["param"]) == (400, "thinking_token_budget")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"speculative": "ngram:3"}])
 def test_the_model_in_the_box_thinks_and_then_follows_the_schema(options: dict[str, Any]):
-    """It has never seen the markers: a budget ends its reasoning, greedy or not."""
+    """The model has never seen the markers: a budget ends its reasoning, greedy or not."""
     with LLM(DEFAULT_MODEL, device="CPU", max_model_len=160, max_num_seqs=4, max_num_batched_tokens=32,
              **options) as llm:
         llm.tokenizer = with_tokens(THINK)

@@ -55,7 +55,7 @@ def test_reasoning_text_and_calls_are_items():
         done = client.responses.create(**asked)
         thought, message, call = done.output
         assert (thought.type, thought.content[0].text, thought.summary) == ("reasoning", "so", [])
-        assert (message.content[0].text, done.output_text, message.status) == ("see", "see", "completed")
+        assert (message.content[0].text, done.output_text, message.status) == ("see ", "see ", "completed")
         assert (call.type, call.name, call.arguments) == ("function_call", "look", '{"at": "a fox"}')
         assert (done.status, done.error, done.incomplete_details) == ("completed", None, None)
         assert (done.instructions, done.metadata, done.max_output_tokens) == ("Be brief.", {"a": "b"}, 200)
@@ -83,11 +83,11 @@ def test_events_of_a_stream():
             *text,
             "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"]
         assert [event.sequence_number for event in events] == list(range(len(events)))
-        assert final.output_text == "see"
+        assert final.output_text == "see "
         assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "so"
         deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
         assert (json.loads("".join(deltas)), len(deltas) > 5) == ({"at": "a fox"}, True)
-        assert client.responses.retrieve(final.id).output_text == "see"
+        assert client.responses.retrieve(final.id).output_text == "see "
         # named events, and no [DONE]
         raw = server.post({**asked, "stream": True}, "/v1/responses").text
         assert raw.startswith("event: response.created\ndata: {")
@@ -102,7 +102,7 @@ def test_a_conversation_goes_on():
         second = client.responses.create(model=NAME, input=[result], previous_response_id=first.id,
                                          instructions="New.")
         said = prompt(engine)
-        assert said.startswith("system: New.\nuser: how?\nassistant: seeso[{'id': '" + call.call_id)
+        assert said.startswith("system: New.\nuser: how?\nassistant: see so[{'id': '" + call.call_id)
         assert "tool: a fox\n" in said
         assert second.previous_response_id == first.id
         # the same, with the items sent back

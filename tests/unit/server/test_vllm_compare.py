@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.serving.vllm_differences import BEGIN, DOCS, END, make_table
 from tests.support.vllm import recording
 from tests.support.vllm.answers import plain, read_events
 from tests.support.vllm.compare import Difference, compare
@@ -63,6 +64,14 @@ def test_a_changed_answer_differs_there(name: str, path: tuple[Any, ...], value:
     assert bool(found) == bool(differences(name, path, value))
 
 
+def test_the_order_of_fields_counts() -> None:
+    name = "completions: plain"
+    theirs = VLLM[name]
+    choice = theirs["body"]["choices"][0]
+    ours = theirs | {"body": theirs["body"] | {"choices": [dict(reversed(choice.items()))]}}
+    assert [each.what for each in compare(REQUESTS[name], theirs, ours)] == ["order of fields choices[]"]
+
+
 def test_random_parts_and_times_are_replaced() -> None:
     assert plain({"id": "cmpl-bd7377053cc25b13", "created": 17959, "message": "m" * 200, "text": "a1"}) == {
         "id": "cmpl-*", "created": 0, "message": "m" * 160, "text": "a1"}
@@ -78,6 +87,10 @@ def test_check_tells_new_and_vanished_differences() -> None:
     assert not recording.check("chat: c", [], known)
     assert recording.check("chat: c", [Difference("extra d")], known) == ["extra d (new)"]
     assert recording.agreement(["chat: a", "chat: c"], known) == 0.5
+
+
+def test_the_page_has_the_table_of_the_known_differences() -> None:
+    assert f"{BEGIN}\n{make_table()}\n{END}" in DOCS.read_text()
 
 
 def test_many_requests_of_an_endpoint_are_told_by_one() -> None:

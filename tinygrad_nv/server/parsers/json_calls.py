@@ -18,7 +18,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad_nv.server.parsers.parser import CallDelta, CallMachine, Event, Machine, cut, may_begin
+from tinygrad_nv.server.parsers.parser import (
+    CallDelta,
+    CallMachine,
+    Content,
+    Event,
+    Machine,
+    cut,
+    may_begin,
+)
 
 ARGUMENTS = ("arguments", "parameters")
 KEYS = ("name", *ARGUMENTS, "type", "id")
@@ -180,12 +188,20 @@ def to_json(value: Any) -> str:
 
 
 class Hermes(CallMachine):
-    """See above. What is between the markers and is no call stays text."""
+    """See above. What is between the markers and is no call stays text. White space between a text and the
+    first call is content, as in vLLM."""
 
     def __init__(self) -> None:
         super().__init__()
         self.state = self._outside
         self.call = CallObject(self.begin, self.emit)
+
+    def content(self, text: str) -> None:
+        """Content; white space at its end is held back where a call may follow it alone."""
+        super().content(text)
+        if self.has_text and not self.calls:
+            self.emit(Content(self.space))
+            self.space = ""
 
     def _outside(self) -> bool:
         before, mark, self.held = cut(self.held, (OPEN,), self.ended)

@@ -96,17 +96,18 @@ class Machine:
 
 
 class CallMachine(Machine):
-    """A parser of tool calls in content. White space before a call, and after the last one, is no content."""
+    """A parser of tool calls in content. White space before a call, and after the last one, is no content.
+    `has_text`: whether there was content."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.space = ""
+        self.space, self.has_text = "", False
 
     def content(self, text: str) -> None:
         """Content, without the white space at its end, which is held back."""
         text = self.space + text
         kept = text.rstrip()
-        self.space = text[len(kept):]
+        self.space, self.has_text = text[len(kept):], self.has_text or bool(kept)
         self.emit(Content(kept))
 
     def begin(self) -> int:

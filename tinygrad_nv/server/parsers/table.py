@@ -1,8 +1,8 @@
 """Parsers by name, and which ones a chat template asks for.
 
-Protocol: `REASONING` and `TOOLS` have vLLM's names. `Kind.signs` are what a chat template has whose model
-writes so: `detect` finds the first kind of which it has one. `Kind.special` are markers that are special
-tokens of some models: they must be in the text that is parsed.
+Protocol: `REASONING` and `TOOLS` have vLLM's names, and "think". `Kind.signs` are what a chat template has
+whose model writes so: `detect` finds the first kind of which it has one. `Kind.special` are markers that are
+special tokens of some models: they must be in the text that is parsed.
 """
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from tinygrad_nv.server.parsers.think import Think, begins_inside
 class Answer:
     """Facts of an answer that are known before it begins. `prefix`: the end of the prompt, or the text of the
     message that is `continued`; `schemas`: by the name of a tool, its parameters' schema (none: no call is
-    parsed)."""
+    parsed); `thinking`: whether the request leaves the reasoning on."""
     prefix: str = ""
     continued: bool = False
     schemas: Mapping[str, Any] = field(default_factory=dict)
+    thinking: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Kind:
     end: tuple[str, ...] = ()
 
 
-def _think(start: str, end: str, answer: Answer, always: bool = False,
+def _think(start: str, end: str, answer: Answer, always: Callable[[Answer], bool] = lambda _: False,
            implicit: tuple[str, ...] = ()) -> Think:
-    """`always`: the answer begins inside of the reasoning, unless the prompt has ended it."""
+    """`always`: whether the answer begins inside of the reasoning, unless the prompt has ended it."""
     inside = begins_inside(answer.prefix, start, end, answer.continued)
-    inside = inside or (always and not answer.continued and not answer.prefix.rstrip().endswith(end))
+    inside = inside or (always(answer) and not answer.continued and not answer.prefix.rstrip().endswith(end))
     return Think(start, end, inside, implicit if answer.schemas else ())
 
 
@@ -63,8 +64,10 @@ REASONING = {
     "openai_gptoss": HARMONY,
     "mistral": _thinks("[THINK]", "[/THINK]"),
     "seed_oss": _thinks("<seed:think>", "</seed:think>"),
-    "qwen3": _thinks(*THINK, signs=THINK, implicit=(OPEN,)),
-    "deepseek_r1": _thinks(*THINK, signs=(), always=True),
+    # no name of vLLM's: an answer without a marker is content, as a parser that a template chose must have it
+    "think": _thinks(*THINK, signs=THINK, implicit=(OPEN,)),
+    "qwen3": _thinks(*THINK, signs=(), always=lambda answer: answer.thinking, implicit=(OPEN,)),
+    "deepseek_r1": _thinks(*THINK, signs=(), always=lambda _: True),
 }
 TOOLS = {
     "openai": Kind(lambda answer: Harmony(False, bool(answer.schemas)), ("<|channel|>",), MARKS),
@@ -75,7 +78,7 @@ TOOLS = {
     "llama3_json": Kind(lambda _: Llama(), ("python_tag", "ipython"), (TAG,)),
 }
 # other names of the same
-REASONING |= {"openai": HARMONY, "deepseek_v3": REASONING["qwen3"], "glm45": REASONING["qwen3"]}
+REASONING |= {"openai": HARMONY, "deepseek_v3": REASONING["think"], "glm45": REASONING["qwen3"]}
 TOOLS |= {"qwen3": TOOLS["qwen3_coder"], "qwen3_xml": TOOLS["qwen3_coder"],
           "llama4_json": TOOLS["llama3_json"],
           "llama4_pythonic": TOOLS["pythonic"], "olmo3": TOOLS["pythonic"]}
