@@ -39,19 +39,21 @@ class DeltaStream:
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.processor, self.deltas, self.started = processor, list[Delta](), False
-        self.arrived = asyncio.Event()
+        self.arrived: asyncio.Future[None] | None = None    # awaited by the caller
 
     def put(self, delta: Delta) -> None:
         """Appends a delta, merged with a queued delta of the same sequence."""
-        at = next((i for i, each in enumerate(self.deltas) if each.index == delta.index), None)
+        at = next((i for i, each in enumerate(self.deltas) if each.index == delta.index), None) \
+            if self.deltas else None
         if at is None: self.deltas.append(delta)
         else: self.deltas[at] = merge_deltas(self.deltas[at], delta)
-        self.arrived.set()
+        if self.arrived is not None and not self.arrived.done(): self.arrived.set_result(None)
 
     async def take(self) -> list[Delta]:
         """Returns all queued deltas; waits for the first one."""
-        await self.arrived.wait()
-        self.arrived.clear()
+        if not self.deltas:
+            self.arrived = asyncio.get_running_loop().create_future()
+            await self.arrived
         deltas, self.deltas = self.deltas, []
         return deltas
 

@@ -23,7 +23,7 @@ from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
+from tinygrad_nv.server.sse import Template, Written, stream_events, until_disconnect
 from tinygrad_nv.server.usage import Usage
 from tinygrad_nv.server.workers import checkpoint
 
@@ -45,13 +45,20 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 
 
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
-                  echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Chunks:
+                  echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Written:
     offsets, shown = dict[int, int](), dict[int, Echo]()
     top, n = parsed.params.logprobs, parsed.params.n
     deltas = beam_deltas(service, prompts, parsed, record) if parsed.beams is not None else \
         service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
     if parsed.params.prompt_logprobs is not None: deltas = prompt_first(deltas, n)
+    # most chunks of a stream differ in their text alone
+    bare = parsed.stream and top is None and not (parsed.silent or parsed.echo or parsed.ids or parsed.usages)
+    templates = dict[int, Template]()
     async for at, delta in deltas:
+        if bare and delta.finish_reason is None:
+            if at not in templates: templates[at] = Template({**shared, "choices": [_choice(at, "\0")]})
+            yield templates[at].fill(delta.text)
+            continue
         first, prompt = at not in offsets, prompts[at // n]
         if parsed.silent: delta = replace(delta, text="", logprobs=(), finish_reason="length",
                                           stop_reason=None)
@@ -67,7 +74,7 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
         if parsed.echo:
             if first: shown[at] = Echo(service.require_tokenizer().decode, echoes[at // n], prompt)
             text = shown[at].push(text, delta.tokens, delta.finish_reason is not None)
-        choice = {"index": at, "text": text, "logprobs": _join_logprobs(parts),
+        choice = {**_choice(at, text), "logprobs": _join_logprobs(parts),
                   "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason,
                   "prompt_token_ids": prompt if first and (parsed.ids or parsed.echo) else None,
                   "token_ids": list(delta.tokens) if parsed.ids else None}
@@ -84,6 +91,11 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
     if parsed.usage:
         yield {**shared, "choices": [], "usage": service.usage(record).fields(whole=False),
                "system_fingerprint": service.fingerprint}
+
+
+def _choice(at: int, text: str) -> dict[str, Any]:
+    return {"index": at, "text": text, **dict.fromkeys(("logprobs", "finish_reason", "stop_reason",
+                                                        "prompt_token_ids", "token_ids"))}
 
 
 async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
@@ -106,7 +118,7 @@ async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
                 begun.add(choice)
 
 
-async def whole_answer(service: Service, chunks: Chunks, shared: dict[str, Any], count: int,
+async def whole_answer(service: Service, chunks: Written, shared: dict[str, Any], count: int,
                        record: Record) -> Response:
     """The answer of `count` choices that `chunks` add up to."""
     choices: list[dict[str, Any]] = [
@@ -114,6 +126,7 @@ async def whole_answer(service: Service, chunks: Chunks, shared: dict[str, Any],
             ("logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids",
              "routed_experts"))} for at in range(count)]
     async for chunk in chunks:
+        assert isinstance(chunk, dict), "a stream's chunks alone are written"
         for part in chunk["choices"]:
             whole = choices[part["index"]]
             whole["text"] += part["text"]

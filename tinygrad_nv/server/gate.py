@@ -51,6 +51,7 @@ class Gate:
                                       *self._report_ignored(ignored)]
             await send(message)
 
+        scope["send_body"] = send   # past all middleware, which has nothing to do for a part of a body
         served = self._guards(scope)
         self.service.active += served
         try:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import h11
 from h11._readers import ChunkedReader
+from h11._writers import ChunkedWriter
 from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -181,6 +182,13 @@ class CountedConnection(h11.Connection):
                                            "chunks_too_small"))
         return event
 
+    def send(self, event: Any) -> Any:
+        """The bytes of an event. A part of a body in chunks is written without h11's checks, which would take
+        10 µs a token: between two parts nothing changes that they look at."""
+        if type(event) is not h11.Data or type(self._writer) is not ChunkedWriter \
+                or self.our_state is not h11.SEND_BODY: return super().send(event)
+        return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+
     def count_head(self, what: str) -> None:
         """Raises for headers, or trailers, that are too many or too long."""
         waiting, _ = self.trailing_data
@@ -205,6 +213,7 @@ class Lingering:
 
     def __init__(self, transport: asyncio.Transport, protocol: Guarded) -> None:
         self.transport, self.protocol = transport, protocol
+        self.write = transport.write    # called for each part of an answer
 
     def __getattr__(self, name: str) -> Any: return getattr(self.transport, name)
 

@@ -306,24 +306,57 @@ class Service:
         except NVError as error: raise api_error(error) from error
         record.params, record.choices = params, len(prompts) * params.n
         record.prompt_tokens = sum(map(len, prompts))
-        deadline = asyncio.get_running_loop().time() + self.limits.request_s
-        async with contextlib.aclosing(merge_streams(sources)) as deltas:
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline): at, delta = await anext(deltas)
-                except StopAsyncIteration: return
-                except TimeoutError as error:
-                    raise APIError(504, f"the answer was not complete within {self.limits.request_s:g} s",
-                                   "request_timeout") from error
-                except NVError as error: raise api_error(error) from error
-                record.cached_tokens = max(record.cached_tokens, delta.cached_tokens)
-                choice = at * params.n + delta.index
-                self.metrics.inter_token_latencies(record.count_delta(choice, delta))
-                if delta.finish_reason == "error":
-                    raise api_error(delta.error or NVError("the engine could not continue"))
-                if delta.finish_reason == "abort":
-                    raise APIError(503, "the server stopped before the answer was complete", "aborted")
-                yield choice, delta
+        with contextlib.closing(Deadline(self.limits.request_s)) as deadline:
+            async with contextlib.aclosing(merge_streams(sources)) as deltas:
+                while True:
+                    try:
+                        with deadline: at, delta = await anext(deltas)
+                    except StopAsyncIteration: return
+                    except TimeoutError as error:
+                        raise APIError(504, f"the answer was not complete within {self.limits.request_s:g} s",
+                                       "request_timeout") from error
+                    except NVError as error: raise api_error(error) from error
+                    record.cached_tokens = max(record.cached_tokens, delta.cached_tokens)
+                    choice = at * params.n + delta.index
+                    self.metrics.inter_token_latencies(record.count_delta(choice, delta))
+                    if delta.finish_reason == "error":
+                        raise api_error(delta.error or NVError("the engine could not continue"))
+                    if delta.finish_reason == "abort":
+                        raise APIError(503, "the server stopped before the answer was complete", "aborted")
+                    yield choice, delta
+
+
+class Deadline:
+    """A limit of the time of many waits, by one timer: `asyncio.timeout` takes one for each wait.
+
+    Protocol: `with deadline: await …` raises `TimeoutError` where the time is over, or when it comes to be.
+    `close` ends the timer."""
+
+    def __init__(self, seconds: float) -> None:
+        self._over, self._cancelled, self._before = False, False, 0
+        self._task: asyncio.Task[Any] | None = None     # that waits
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def __enter__(self) -> None:
+        if self._over: raise TimeoutError
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        self._before = task.cancelling()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        task, self._task = self._task, None
+        assert task is not None
+        # others may have cancelled the task as well
+        if self._cancelled and task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+    def _end(self) -> None:
+        self._over, self._cancelled = True, self._task is not None
+        if self._task is not None: self._task.cancel()
+
+    def close(self) -> None:
+        """Ends the timer."""
+        self._timer.cancel()
 
 
 async def merge_streams(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:

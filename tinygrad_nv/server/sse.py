@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
 from tinygrad_nv.server.errors import APIError, internal
 from tinygrad_nv.server.limits import wait_for_disconnect
@@ -23,6 +25,8 @@ from tinygrad_nv.server.record import Record
 
 T = TypeVar("T")
 Chunks = AsyncGenerator[dict[str, Any], None]
+Written = AsyncGenerator[dict[str, Any] | bytes, None]     # some of them as events
+HOLE = '"\\u0000"'      # a text of this character
 # of Unicode: a client that splits a stream into lines as Python splits texts would cut an event there
 SEPARATORS = str.maketrans({each: f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"})
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -35,13 +39,29 @@ class Plain:
 
     def event(self, data: dict[str, Any]) -> bytes:
         """One event."""
-        text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-        if not text.isascii(): text = text.translate(SEPARATORS)
-        return b"data: " + text.encode() + b"\n\n"
+        return _event(json.dumps(data, ensure_ascii=False, separators=(",", ":")))
 
     def error(self, error: APIError) -> bytes:
         """The event of an error."""
         return self.event(error.body())
+
+
+class Template:
+    """`Plain` events that differ in one text alone, which is a zero character in `chunk`, and the last such.
+    Takes a fifth of the time of `Plain.event`."""
+
+    def __init__(self, chunk: dict[str, Any]) -> None:
+        text = json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))
+        self.before, _, self.after = text.rpartition(HOLE)
+
+    def fill(self, text: str) -> bytes:
+        """The event with this text."""
+        return _event(f"{self.before}{encode_basestring(text)}{self.after}")
+
+
+def _event(text: str) -> bytes:
+    if not text.isascii(): text = text.translate(SEPARATORS)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 class Typed(Plain):
@@ -59,7 +79,7 @@ class Typed(Plain):
         return self.event(self.failed(error))
 
 
-async def stream_events(request: Request, chunks: Chunks, record: Record,
+async def stream_events(request: Request, chunks: Written, record: Record,
                         style: Plain | None = None) -> Response:
     """Returns the response with `chunks` as its events."""
     style = style or Plain()
@@ -72,8 +92,8 @@ async def stream_events(request: Request, chunks: Chunks, record: Record,
         async with contextlib.aclosing(chunks):
             record.error = "client_gone"  # until the end is reached
             try:
-                yield style.event(first)
-                async for chunk in chunks: yield style.event(chunk)
+                yield first if isinstance(first, bytes) else style.event(first)
+                async for chunk in chunks: yield chunk if isinstance(chunk, bytes) else style.event(chunk)
                 record.error = None
             except APIError as error:
                 record.error = error.code
@@ -84,20 +104,27 @@ async def stream_events(request: Request, chunks: Chunks, record: Record,
                 yield style.error(internal())
             if style.end: yield style.end
 
-    return _Closing(events(), headers=HEADERS, media_type=style.media_type)
+    return _Closing(events(), request.scope["send_body"], headers=HEADERS, media_type=style.media_type)
 
 
 class _Closing(StreamingResponse):
     """A stream that closes its iterator when the client disconnects, instead of at garbage collection."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], **options: Any) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], send_body: Send, **options: Any) -> None:
         super().__init__(events, **options)
-        self.events = events
+        self.events, self.send_body = events, send_body
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Sends the stream."""
         try: await super().__call__(scope, receive, send)
         finally: await self.events.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the head through the middleware, and the body past it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self.events:
+            await self.send_body({"type": "http.response.body", "body": event, "more_body": True})
+        await self.send_body({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def until_disconnect(request: Request, task: Coroutine[Any, Any, T] | Awaitable[T]) -> T:

@@ -9,9 +9,9 @@ Templates are untrusted code, which runs in a sandbox (chat_template.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ Tools = Sequence[Mapping[str, Any]]
 MARK = "\ue000\ue001\ue002"     # of the end of a message, in no text: for private use
 # characters and ids from which on a call leaves Python's lock to other threads
 LONG, LONG_IDS = 2048, 1024
+ALONE = 1 << 14     # texts of one id that are kept: a few MB
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`, special tokens left out unless `skip_special_tokens` is False."""
         try:
+            if len(ids) == 1: return self._text_alone(ids[0], skip_special_tokens)
             if len(ids) <= LONG_IDS: return str(self.backend.decode(list(ids), skip_special_tokens))
             return str(self.backend.decode_batch([list(ids)], skip_special_tokens)[0])
         except BaseException as error: raise as_typed(error, "decode these ids") from error
+
+    @cached_property
+    def _text_alone(self) -> Callable[[int, bool], str]:
+        """`decode` of one id, which a stream asks for with each of its tokens."""
+        decode = self.backend.decode
+        return lru_cache(ALONE)(lambda token, skip: str(decode([token], skip)))
 
     def silent(self, token: int) -> bool:
         """Whether `decode` omits the token: it is special, or not in the vocabulary."""
