@@ -68,7 +68,9 @@ def take_turns(servers: list[Server], model: Path, load: Load, concurrency: int,
     for repeat in range(-1, repeats):
         number = min(prompts, max(8, concurrency)) if repeat < 0 else prompts
         for server in servers if repeat % 2 else servers[::-1]:
-            figures = run_client(server, model, load, concurrency, rate, number, max(repeat, 0), adapters)
+            # no prompts of earlier runs, which a prefix cache would have
+            seed = 100 * (concurrency or round(rate)) + repeat + 1
+            figures = run_client(server, model, load, concurrency, rate, number, seed, adapters)
             if repeat >= 0: runs[server.side].append(figures)
     return runs
 
