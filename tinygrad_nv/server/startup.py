@@ -241,7 +241,8 @@ def limits(arguments: argparse.Namespace) -> RequestLimits:
 def fingerprint(llm: LLM) -> str:
     """Names what computes an answer: this version, and a hash of the model's config and dtype, of its device
     and the context length."""
-    facts = repr((llm.config, str(llm.dtype), llm.device, llm.length))
+    made = llm.embedder or llm
+    facts = repr((made.config, str(made.dtype), llm.device, llm.length))
     return f"tinygrad-nv-{__version__}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
