@@ -11,6 +11,9 @@ declared a. Vectors lie along k on both sides, so neither is packed:
 Columns are read from memory by the first block of rows, and by the others from the second cache. A processor
 does not fetch fast enough by itself what is used so often, so the columns `AHEAD` groups later are fetched,
 each tile of rows a share of them: 16 rows by 49152 x 768 take 2.4 ms on one core of Zen 5, and 5.2 without.
+
+clang makes 28 instructions of the loop's step: 16 products, 8 loads, a fetch and 3 that count, in 20 vector
+registers, of which none is spilled.
 """
 from __future__ import annotations
 
