@@ -5,6 +5,7 @@
 
     docs/performance.md     all of it
     docs/hardware.md        what became of each row, between markers
+    docs/timing.md          predicted times beside measured ones, between markers
     docs/status.json        what ran on which GPU at which commit
     docs/status.md          the same as a table, between markers
     README.md               six rows, between markers
@@ -23,7 +24,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.lib import report_cpu, report_gpu, report_status, report_summary, report_vllm
+from bench.lib import report_cpu, report_gpu, report_status, report_summary, report_timing, report_vllm
 from bench.lib.measure import RESULTS, spread
 from bench.lib.report_cpu import NOT_MEASURED, Record, read
 
@@ -135,6 +136,7 @@ def pages(folder: Path, root: Path) -> dict[Path, str]:
     rows = "\n\n".join(report_gpu.states(each, folder) for each in report_gpu.gpus(folder)) or NOT_MEASURED
     between = [("README.md", "measured", report_summary.table(folder)),
                ("docs/hardware.md", "rows", rows),
+               ("docs/timing.md", "hardware", report_timing.section(read(folder, "timing_hardware"))),
                ("docs/status.md", "status", report_status.table(status))]
     return {root / "docs" / "performance.md": performance(folder),
             root / "docs" / "status.json": json.dumps(status, indent=1, ensure_ascii=False) + "\n",

@@ -220,14 +220,14 @@ def test_the_pages_say_what_the_results_say():
 def test_the_command_writes_and_compares(folder: Path, tmp_path: Path):
     (tmp_path / "docs").mkdir()
     for name, marker in (("README.md", "measured"), ("docs/hardware.md", "rows"),
-                         ("docs/status.md", "status")):
+                         ("docs/timing.md", "hardware"), ("docs/status.md", "status")):
         begin, end = f"<!-- {marker}: {report.BY} -->", f"<!-- {marker}: end -->"
         (tmp_path / name).write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     line = [sys.executable, report.__file__, "--results", str(folder), "--root", str(tmp_path)]
     assert subprocess.run([*line, "--check"], check=False, capture_output=True).returncode == 1
     for said in ("written", "as it was"):
         done = subprocess.run(line, check=True, capture_output=True, text=True)
-        assert [each.partition(": ")[2] for each in done.stdout.splitlines()] == [said] * 5
+        assert [each.partition(": ")[2] for each in done.stdout.splitlines()] == [said] * 6
     assert subprocess.run([*line, "--check"], check=False).returncode == 0
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("before\n")
