@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 
 from bench.gpu import (
-    calibrate_memory,  # noqa: F401 (registers its probes)
+    calibrate_causes,  # noqa: F401 (registers its probes)
+    calibrate_memory,  # noqa: F401
     calibrate_sm,  # noqa: F401
 )
 from bench.gpu.calibrate_players import ModelPlayer, Player
@@ -22,7 +23,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.timing.gpu import GPUFigures
 
 FEW, MANY = 16, 80          # launches in a row
-WAVES = 2, 10               # CTAs of each SM, one after the other
+WAVES = 10, 60              # CTAs of each SM, one after the other
 LOAD_ROUNDS = 2000          # of a probe under which the clock is read: a millisecond, of which
 IDLE_ROUNDS = 200_000       # globaltimer may count microseconds only
 UNLIMITED = 0.995           # of the highest clock: power limits what is below

@@ -43,17 +43,19 @@ def chase(nbytes: int) -> Body:
     return body
 
 
-def reads(pieces: int) -> Body:
-    """Each thread of a grid of 8 CTAs an SM reads `pieces` of 16 bytes that no other reads."""
+def reads(pieces: int, turns: int) -> Body:
+    """Each thread of a grid of 8 CTAs an SM reads `pieces` of 16 bytes that no other reads, others in each of
+    `turns` rounds, then the same again."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         threads = kb.nctaid.x * READERS
-        at = memory + ((kb.ctaid.x * READERS + kb.tid.x) * 16).to("u64")
-        step, whole = (threads * 16).to("u64"), kb.reg("b32", 0)
+        first = memory + ((kb.ctaid.x * READERS + kb.tid.x) * 16).to("u64")
+        step, whole, turn = (threads * 16).to("u64"), kb.reg("b32", 0), kb.reg("u32", 0)
         def one_round() -> None:
-            here = at + 0
+            here = first + turn.to("u64") * step * pieces
             for _ in range(pieces):
                 fold(whole, kb.ld("global", "b32", here.at(), 4, ".cg"))
                 here += step
+            turn.set((turn + 1) & (turns - 1))
         return Loop(one_round, [whole])
     return body
 
@@ -108,16 +110,18 @@ def copy_async(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
 def threads() -> Iterator[Probe]:
     for name, nbytes in SETS.items():
         yield Probe(f"load latency, {nbytes // MIB} MiB", chase(nbytes), CHASED, nbytes=nbytes,
-                    near=name != "HBM")
-    for name, pieces in (("near", 3), ("far", 8)):
-        yield Probe(f"L2 bytes of all SMs, {name}", reads(pieces), pieces * READERS * 16 * 8, rate=True,
-                    threads=READERS, ctas=0, ctas_of_sm=8, rounds=(4, 20), nbytes=64 * MIB, near=True)
+                    near=name != "HBM", sass=("LDG", CHASED))
+    for name, pieces, turns in (("near", 2, 2), ("far", 4, 2)):     # 16 and 33 MiB on 132 SMs
+        yield Probe(f"L2 bytes of all SMs, {name}", reads(pieces, turns), pieces * READERS * 16 * 8,
+                    rate=True, threads=READERS, ctas=0, ctas_of_sm=8, rounds=(20, 100), nbytes=64 * MIB,
+                    near=True, sass=("LDG", pieces))
     for what in ("read", "write", "copy"):
         moved = AT_ONCE * READERS * 16 * 8 * (2 if what == "copy" else 1)
         yield Probe(f"HBM {what}", stream(what), moved, rate=True, threads=READERS, ctas=0, ctas_of_sm=8,
-                    rounds=(4, 12), nbytes=STREAMED * (2 if what == "copy" else 1))
-    yield Probe("store and fence", store_and_fence, 4)
-    yield Probe("cp.async and a wait", copy_async, 4, near=True)
+                    rounds=(4, 12), nbytes=STREAMED * (2 if what == "copy" else 1),
+                    sass=("STG" if what == "write" else "LDG", AT_ONCE))
+    yield Probe("store and fence", store_and_fence, 4, sass=("MEMBAR", 4))
+    yield Probe("cp.async and a wait", copy_async, 4, near=True, sass=("LDGSTS", 4))
 
 
 # **** TMA ****
@@ -193,18 +197,18 @@ def _drain(kb: Kernel) -> None:
 def tma() -> Iterator[Probe]:
     for rows in (1, 32, 128, 256):
         yield Probe(f"TMA load of {rows * ROW_BYTES} bytes", ring(rows, 1), box=rows, nbytes=64 * 1024,
-                    near=True, rounds=(16, 64), needs="sm_90a")
+                    near=True, rounds=(16, 64), sass=("UTMALDG", 1), needs="sm_90a")
     for rows, depth in ((8, 4), (32, 4), (128, 2), (128, 4), (256, 4)):
         yield Probe(f"TMA bytes of an SM, {depth} boxes of {rows * ROW_BYTES}", ring(rows, depth),
                     rows * ROW_BYTES * depth, rate=True, box=rows, nbytes=64 * 1024, near=True,
-                    rounds=(16, 64), needs="sm_90a")
+                    rounds=(16, 64), sass=("UTMALDG", depth), needs="sm_90a")
     for count in (8, 32):
         yield Probe(f"TMA loads of a row, {count} and a wait", issue_loads(count), count, box=1, nbytes=4096,
-                    near=True, needs="sm_90a")
+                    near=True, sass=("UTMALDG", count), needs="sm_90a")
     for rows in (8, 128):
         for read in (False, True):
             yield Probe(f"TMA store of {rows * ROW_BYTES} bytes{', its source read' if read else ''}",
-                        stores(rows, read), box=rows, nbytes=MIB, needs="sm_90a")
+                        stores(rows, read), box=rows, nbytes=MIB, sass=("UTMASTG", 1), needs="sm_90a")
 
 
 # **** clusters ****
@@ -250,10 +254,10 @@ def multicast(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
 def clusters() -> Iterator[Probe]:
     for size in (2, 4):
         yield Probe(f"barrier of a cluster of {size}", cluster_barrier, 8, ctas=size, cluster=size,
-                    needs="sm_90a")
-    yield Probe("DSMEM load latency", remote, CHASED, ctas=2, cluster=2, needs="sm_90a")
+                    sass=("UCGABAR_ARV", 8), needs="sm_90a")
+    yield Probe("DSMEM load latency", remote, CHASED, ctas=2, cluster=2, sass=("LD", CHASED), needs="sm_90a")
     yield Probe("multicast of 4096 bytes, and a cluster's barrier", multicast, ctas=2, cluster=2, box=32,
-                nbytes=64 * 1024, near=True, needs="sm_90a")
+                nbytes=64 * 1024, near=True, sass=("UTMALDG", 1), needs="sm_90a")
 
 
 for made in (threads, tma, clusters): register(made())

@@ -57,7 +57,7 @@ class Player(ABC):
 
     def ctas(self, probe: Probe) -> int:
         """Returns the CTAs of a launch."""
-        return probe.ctas or self.sms * probe.ctas_of_sm
+        return probe.ctas or max(1, round(self.sms * probe.share)) * probe.ctas_of_sm
 
 
 def empty(arch: str) -> str:

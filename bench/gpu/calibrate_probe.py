@@ -10,17 +10,22 @@ takes: what begins and ends a kernel cancels out. `program(probe, arch)` is its 
     rounds      of the loop
     map         for probes with a `box`: a tensor map of `memory`, rows of 128 bytes
 
-Rounds are long and marked so that ptxas does not unroll them. What a round computes follows from what it read
-from memory, so ptxas cannot leave it out.
+Rounds are long and marked so that ptxas does not unroll them. What a round computes follows from what it
+read from memory, so ptxas cannot leave it out. Addresses of loads move from round to round: ptxas takes loads
+of the same place out of the loop, as it did in the first probes of L2 and of bank conflicts. `sass` of a
+probe says what its loop has, and `count_in_loop` counts it.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.builder import Kernel, Label, Value
 from tinygrad_nv.ptx.builder.values import Number
+from tinygrad_nv.ptx.sass import disassemble, functions, loops
 
 CLOCKS = ("clock64", "globaltimer")
 WORDS = 2 * len(CLOCKS)         # of 64 bits that a warp writes
@@ -43,8 +48,9 @@ class Probe:
     """A microbenchmark. `count`: operations, or bytes, of a round; what is reported is a round's cycles for
     each of them, or with `rate` how many of them a cycle. `rounds`: those of the two launches. `ctas`: 0 for
     `ctas_of_sm` on each SM, whose time is that of the whole launch. `near`: what it reads is in L2 already.
-    `random`: what memory has; else zeros. `needs`: the first architecture that has the instructions;
-    `without`: later ones that do not."""
+    `random`: what memory has; else zeros. `sass`: an opcode, and how many of it the loop has. `share`: the
+    part of the SMs that has CTAs, where `ctas` is 0. `needs`: the first architecture that has the
+    instructions; `without`: later ones that do not."""
     name: str
     body: Body
     count: float = 1.0
@@ -59,6 +65,8 @@ class Probe:
     smem: int = 0               # bytes of dynamic shared memory beyond the kernel's own
     near: bool = False
     random: bool = False
+    sass: tuple[str, int] = ("", 0)
+    share: float = 1.0
     needs: str = "sm_80"
     without: tuple[str, ...] = ()
 
@@ -106,6 +114,12 @@ def program(probe: Probe, arch: str) -> tuple[str, int]:
         for i, (first, last) in enumerate(zip(begin, end, strict=True)):
             kb.st("global", "b64", at.at(16 * i), [first, last])
     return kb.ptx(), kb.dynamic_smem
+
+
+def count_in_loop(probe: Probe, arch: str) -> Counter[str]:
+    """Returns the opcodes of the loop as ptxas left it."""
+    code = functions(disassemble(assemble(program(probe, arch)[0], arch).cubin))[ENTRY]
+    return max((loop.counts for loop in loops(code)), key=lambda counts: counts.total())
 
 
 def _read(kb: Kernel, clock: str) -> Value:

@@ -39,8 +39,9 @@ OPERATIONS: dict[str, tuple[Callable[[Kernel, Value], None], str]] = {
 
 def arithmetic() -> Iterator[Probe]:
     for name, (emit, kind) in OPERATIONS.items():
-        yield Probe(f"{name} latency", chains(emit, 1, kind), LENGTH)
-        yield Probe(f"{name} of an SM", chains(emit, 4, kind), LENGTH * MANY // 32, threads=MANY)
+        sass = name.partition(".")[0], LENGTH
+        yield Probe(f"{name} latency", chains(emit, 1, kind), LENGTH, sass=sass)
+        yield Probe(f"{name} of an SM", chains(emit, 4, kind), LENGTH * MANY // 32, threads=MANY, sass=sass)
 
 
 # **** tensor cores ****
@@ -69,12 +70,15 @@ MMA = {"m16n8k16 bf16": ("m16n8k16", "f32.bf16.bf16.f32", (4, 2, 4), "sm_80"),
 
 def warp_mma() -> Iterator[Probe]:
     for name, (shape, types, registers, needs) in MMA.items():
+        sass = next((opcode for kind, opcode in (("s8", "IMMA"), ("e4m3", "QMMA")) if kind in types),
+                    "HMMA"), LENGTH // 4
+        without = ("sm_90a",) if "e4m3" in types else ()
         for ilp in (1, 2, 3, 4):
             count = LENGTH // 4 // ilp * ilp
             yield Probe(f"mma.sync {name}, 1 warp, ILP {ilp}", mma(shape, types, registers, ilp), count,
-                        needs=needs, without=("sm_90a",) if "e4m3" in types else ())
+                        needs=needs, sass=sass, without=without)
         yield Probe(f"mma.sync {name} of an SM", mma(shape, types, registers, 4), LENGTH // 4 * 8,
-                    threads=256, random=True, needs=needs, without=("sm_90a",) if "e4m3" in types else ())
+                    threads=256, random=True, needs=needs, sass=sass, without=without)
 
 
 def wgmma(n: int, types: str = "f32.bf16.bf16", k: int = 16, registers: bool = False, count: int = 8,
@@ -126,15 +130,16 @@ def warpgroup_mma() -> Iterator[Probe]:
     for n in (8, 16, 32, 64, 128, 256):
         for source in ("SS", "RS"):
             yield Probe(f"wgmma m64n{n}k16 bf16 {source}", wgmma(n, registers=source == "RS"), 8, threads=128,
-                        nbytes=TILE_BYTES, random=True, needs="sm_90a")
+                        nbytes=TILE_BYTES, random=True, sass=("HGMMA", 8), needs="sm_90a")
     for name, (types, k) in list(WGMMA.items())[1:]:
+        opcode = {"e4m3": "QGMMA", "s8": "IGMMA", "tf32": "HGMMA"}[name]
         yield Probe(f"wgmma m64n128k{k} {name} SS", wgmma(128, types, k), 8, threads=128, nbytes=TILE_BYTES,
-                    random=True, needs="sm_90a")
+                    random=True, sass=(opcode, 8), needs="sm_90a")
     for count in (1, 4, 8):
         yield Probe(f"wgmma m64n8k16 bf16, {count} and a wait", drain_wgmma(8, count), threads=128,
-                    nbytes=TILE_BYTES, needs="sm_90a")
+                    nbytes=TILE_BYTES, sass=("HGMMA", count), needs="sm_90a")
     yield Probe("wgmma issued ahead", wgmma(256, count=AHEAD, rounds_of=AHEAD_ROUNDS), threads=128,
-                nbytes=TILE_BYTES, rounds=(2, 6), needs="sm_90a")
+                nbytes=TILE_BYTES, rounds=(2, 6), sass=("HGMMA", AHEAD), needs="sm_90a")
 
 
 # **** shared memory ****
@@ -152,7 +157,7 @@ def chase(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
 
 def places(stride: int) -> int:
     """Loads of a round: of addresses that differ, or ptxas takes some for the same."""
-    return min(LENGTH // 4, SMEM_BYTES // span(stride))
+    return min(LENGTH // 4, SMEM_BYTES // 2 // span(stride))
 
 
 def span(stride: int) -> int: return max(4 * stride * 32, 512)
@@ -163,12 +168,14 @@ def loads(width: int, stride: int, store: bool = False) -> Body:
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         tile, _ = fill_shared(kb, memory, SMEM_BYTES, 256)
         at, whole = tile + kb.special("laneid") * (4 * stride), kb.reg("b32", 0)
-        values = words(kb, memory, width)
+        values, turn = words(kb, memory, width), kb.reg("u32", 0)
         def one_round() -> None:
+            here = at + turn
             for i in range(places(stride)):
-                place = at.at(i * span(stride))
+                place = here.at(i * span(stride))
                 if store: kb.st("shared", "b32", place, values)
                 else: fold(whole, kb.ld("shared", "b32", place, width))
+            turn.set(turn ^ (SMEM_BYTES // 2))
         return Loop(one_round, [whole])
     return body
 
@@ -191,20 +198,24 @@ def matrices(count: int, store: bool = False, chained: bool = False) -> Body:
 
 def smem() -> Iterator[Probe]:
     rows = LENGTH // 4
-    yield Probe("LDS latency", chase, rows, nbytes=SMEM_BYTES)
+    yield Probe("LDS latency", chase, rows, nbytes=SMEM_BYTES, sass=("LDS", rows))
     for stride in (1, 2, 4, 8, 16, 32):
         yield Probe(f"LDS, stride {stride}", loads(1, stride), places(stride) * 8, threads=256,
-                    nbytes=SMEM_BYTES)
-    yield Probe("STS, stride 1", loads(1, 1, store=True), rows * 8, threads=256, nbytes=SMEM_BYTES)
-    yield Probe("STS, stride 8", loads(1, 8, store=True), rows * 8, threads=256, nbytes=SMEM_BYTES)
-    yield Probe("LDS.128 bytes", loads(4, 4), rows * 8 * 512, rate=True, threads=256, nbytes=SMEM_BYTES)
-    yield Probe("STS.128 bytes", loads(4, 4, True), rows * 8 * 512, rate=True, threads=256, nbytes=SMEM_BYTES)
+                    nbytes=SMEM_BYTES, sass=("LDS", places(stride)))
+    for stride in (1, 8):
+        yield Probe(f"STS, stride {stride}", loads(1, stride, store=True), places(stride) * 8, threads=256,
+                    nbytes=SMEM_BYTES, sass=("STS", places(stride)))
+    for name, store in (("LDS", False), ("STS", True)):
+        yield Probe(f"{name}.128 bytes", loads(4, 4, store), places(4) * 8 * 512, rate=True, threads=256,
+                    nbytes=SMEM_BYTES, sass=(name, places(4)))
     for count in (1, 2, 4):
-        yield Probe(f"ldmatrix.x{count} latency", matrices(count, chained=True), rows, nbytes=SMEM_BYTES)
-        yield Probe(f"ldmatrix.x{count}", matrices(count), rows * 8, threads=256, nbytes=SMEM_BYTES)
+        yield Probe(f"ldmatrix.x{count} latency", matrices(count, chained=True), rows, nbytes=SMEM_BYTES,
+                    sass=("LDSM", rows))
+        yield Probe(f"ldmatrix.x{count}", matrices(count), rows * 8, threads=256, nbytes=SMEM_BYTES,
+                    sass=("LDSM", rows))
     for count in (1, 2, 4):
         yield Probe(f"stmatrix.x{count}", matrices(count, store=True), rows * 8, threads=256,
-                    nbytes=SMEM_BYTES, needs="sm_90a")
+                    nbytes=SMEM_BYTES, sass=("STSM", rows), needs="sm_90a")
 
 
 # **** barriers ****
@@ -230,8 +241,8 @@ def mbarrier(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
 
 def barriers() -> Iterator[Probe]:
     for threads in (128, 512):
-        yield Probe(f"bar.sync of {threads}", barrier, 8, threads=threads)
-        yield Probe(f"mbarrier round trip of {threads}", mbarrier, 2, threads=threads)
+        yield Probe(f"bar.sync of {threads}", barrier, 8, threads=threads, sass=("BAR", 8))
+        yield Probe(f"mbarrier round trip of {threads}", mbarrier, 2, threads=threads, sass=("SYNCS", 6))
 
 
 for made in (arithmetic, warp_mma, warpgroup_mma, smem, barriers): register(made())

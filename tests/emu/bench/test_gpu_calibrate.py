@@ -16,10 +16,11 @@ from bench.gpu import calibrate as gpu_calibrate
 from bench.gpu import calibrate_players
 from bench.gpu.calibrate_constants import CONSTANTS, MEASURES, calibrate
 from bench.gpu.calibrate_players import GPUPlayer, ModelPlayer
-from bench.gpu.calibrate_probe import PROBES, fits, program
+from bench.gpu.calibrate_probe import PROBES, Loop, Probe, count_in_loop, fits, fold, program
 from tests.support.runtime.cuda_fake import installed
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.assemble import assemble
+from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
 from tinygrad_nv.runtime.cuda.driver import CUDADriver
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
@@ -107,6 +108,23 @@ def test_microbenchmarks_have_no_findings(arch: str):
         if not fits(probe, arch) or probe.nbytes > 64 << 20: continue
         assert player.cycles(probe, 1) >= 0
         player.cycles(probe, 2)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", PROBES)
+def test_the_loop_has_what_is_measured(name: str):
+    """ptxas takes loads of the same place out of a loop, and leaves out what has no effect."""
+    probe = PROBES[name]
+    opcode, count = probe.sass
+    assert count > 0
+    assert count_in_loop(probe, "sm_89" if "sm_90a" in probe.without else "sm_90a")[opcode] == count
+
+
+def test_a_load_of_one_place_leaves_the_loop():
+    def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
+        whole = kb.reg("b32", 0)
+        return Loop(lambda: fold(whole, kb.ld("global", "b32", memory.at(), 4, ".cg")), [whole])
+    assert count_in_loop(Probe("one place", body), "sm_90a")["LDG"] == 0
 
 
 @pytest.mark.slow
