@@ -4,7 +4,7 @@
     python3 bench/gpu/calibrate.py --base h200 --from FILE      # figures from an earlier run's measurements
     python3 bench/gpu/calibrate.py --base h200 --against h100   # the model plays a GPU: finds these figures
 
-Some 110 microbenchmarks (calibrate_sm.py, calibrate_memory.py; what they are: calibrate_probe.py) run one
+Some 150 microbenchmarks (calibrate_sm.py, _memory.py, _causes.py; what they are: calibrate_probe.py) run one
 after the other. Each is in the result file, JSON, as soon as it is measured, and a later call goes on where
 one ended: what the file has of the same sources and GPU is left out. Then the figures follow
 (calibrate_constants.py): a TOML file with each figure, its spread, and why it stays as `--base` has it if it
