@@ -1,8 +1,9 @@
 """Which cases of a sweep run: tests that are marked `sampled(n)` (tests/conftest.py has the hooks).
 
 Of such a test all cases but some are slow. Those that run without `-m slow` are n cases that are the same at
-every run, max(1, n // 4) that the commit draws, so that other commits try other cases, and those listed in
-tests/always.txt, which a draw found to fail once. `--sample-seed` repeats the draw of another commit.
+every run, n // 4 that the commit draws, so that other commits try other cases (where n < 4, one for half of
+the commits), and those listed in tests/always.txt, which a draw found to fail once. `--sample-seed` repeats
+the draw of another commit.
 """
 from __future__ import annotations
 
@@ -49,10 +50,11 @@ def mark_slow(items: Iterable[pytest.Item], seed: str, always: Collection[str]) 
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             sweeps.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
-    for cases in sweeps.values():
+    for (_, name), cases in sweeps.items():
         mark = cases[0].get_closest_marker("sampled")
         assert mark is not None
-        fixed, draws = mark.args[0], max(1, mark.args[0] // 4)
+        fixed = mark.args[0]
+        draws = fixed // 4 or hashlib.sha256(f"{seed} {name}".encode()).digest()[0] & 1
         cases.sort(key=lambda case: zlib.crc32(case.nodeid.encode()))
         rest = sorted(cases[fixed:],
                       key=lambda case: hashlib.sha256(f"{seed} {case.nodeid}".encode()).digest())
