@@ -68,7 +68,7 @@ def keep(cache: Path, kept: Path) -> None:
     shutil.rmtree(to, ignore_errors=True)
     if size(part) > LIMIT: shutil.rmtree(part)
     else: part.rename(to)
-    folders = [each for each in kept.iterdir() if each.name != "compilers"]
+    folders = [each for each in kept.iterdir() if each.name not in ("compilers", "mypy")]
     folders.sort(key=lambda each: each.stat().st_mtime)
     for old in folders[:-FOLDERS]: shutil.rmtree(old)
 
