@@ -202,16 +202,24 @@ def key(root: Path) -> bytes | None:
     return None
 
 
+def _is_key(path: Path) -> bool:
+    try: return len(read(path)) == KEY_BYTES
+    except OSError: return False
+
+
 def _make_key(path: Path) -> bool:
-    """Puts a new key in the place of what is none; of two processes that do, one wins."""
+    """Puts a new key in the place of what is none. Of threads or processes that do at once the first wins:
+    what it has sealed meanwhile stays readable."""
     try:
         make(path.parent)
-        remove(path)
         handle, name = tempfile.mkstemp(prefix=".key.", dir=path.parent)
         try:
             with open(handle, "wb") as file: file.write(secrets.token_bytes(KEY_BYTES))
             try: os.link(name, path)
-            except FileExistsError: pass
+            except FileExistsError:
+                if not _is_key(path):
+                    remove(path)
+                    os.replace(name, path)
             except OSError: os.replace(name, path)      # a file system without links
         finally:
             with contextlib.suppress(FileNotFoundError): os.unlink(name)

@@ -272,7 +272,7 @@ CHARSMAP = base64.b64encode((1024).to_bytes(4, "little") + b"\xff\xff\xff\x3f" *
     ({"normalizer": replace("", "b")}, "normalizer replaces an empty text"),
     ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
     ({"pre_tokenizer": split("<[^>]*>")}, r"takes 0.* s for 16384 characters of '<'"),
-    ({"pre_tokenizer": split("((a{100}){100}){100}{100}b")}, r"'\(\(a\{100.* for 65536 characters of 'a'"),
+    ({"pre_tokenizer": split("((a{100}){100}){100}{100}b")}, r"'\(\(a\{100.* s for \d+ characters of 'a'"),
     ({"added_tokens": [{"id": 5, "content": " ", "lstrip": True, "rstrip": False, "single_word": False,
                         "normalized": False, "special": True}]}, "' ' is white space and has lstrip"),
     ({"normalizer": replace(" ", "b" * 1000)}, "normalizer may make a text 1000 times"),

@@ -205,3 +205,15 @@ def test_a_library_that_was_not_compiled_here_is_not_loaded(tmp_path: Path, monk
         assert private.read_sealed(path) is not None
     assert subprocess.run([sys.executable, "-c", run], capture_output=True, text=True).stdout == "7\n"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_key_that_another_thread_made_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first: list[bytes | None] = []
+    make = private.make
+
+    def make_meanwhile(folder: Path) -> None:
+        monkeypatch.setattr(private, "make", make)
+        first.append(private.key(tmp_path))
+        make(folder)
+    monkeypatch.setattr(private, "make", make_meanwhile)
+    assert private.key(tmp_path) == first[0] is not None

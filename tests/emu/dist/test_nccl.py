@@ -54,7 +54,7 @@ def messages(here: Rank) -> None:
     mine = of(here.rank, count, np.int16)
     out, given = here.driver.alloc(mine.nbytes), here.placed(mine)
     done = here.driver.alloc(1)
-    with here.comm.grouped("a ring"):
+    with here.comm.group("a ring"):
         sends, receives = (CollectiveCall(kind, count, dtypes.int16, peer=peer)
                            for kind, peer in (("send", to), ("recv", source)))
         here.driver.submit(here.comm.call(sends, given, done))
