@@ -2,6 +2,7 @@
 
     python bench/serving/vllm_differences.py                       # records vLLM's answers, compares ours
     python bench/serving/vllm_differences.py --url http://localhost:9100 --reasoning-url http://localhost:9101
+    python bench/serving/vllm_differences.py --missing --url …     # records those that are not recorded yet
     python bench/serving/vllm_differences.py --recorded            # ours beside the recording
 
 Prints each kind of difference with both answers, and the share of requests that agree in status, finish
@@ -58,6 +59,7 @@ def ask_all(side: str, table: Mapping[str, Request], urls: Mapping[bool, str | N
     """Returns a server's answers, by the request's name."""
     answers: dict[str, Answer] = {}
     for reasoning, url in urls.items():
+        if not any(request.reasoning == reasoning for request in table.values()): continue
         with start(side, reasoning, url) as place:
             for name, request in table.items():
                 if request.reasoning == reasoning: answers[name] = ask(place, request)
@@ -101,11 +103,16 @@ def main() -> None:
     parser.add_argument("--ours", nargs=2, default=(None, None), metavar="URL",
                         help="our servers, without and with")
     parser.add_argument("--recorded", action="store_true", help="take vLLM's answers from the recording")
+    parser.add_argument("--missing", action="store_true",
+                        help="ask vLLM only what is not in the recording")
     parser.add_argument("--print-only", action="store_true", help="write no differences")
     given = parser.parse_args()
     table = requests()
     if not given.recorded:
-        recording.write_answers(ask_all(THEIRS, table, {False: given.url, True: given.reasoning_url}))
+        recorded = recording.read_answers() if given.missing else {}
+        recorded |= ask_all(THEIRS, {name: each for name, each in table.items() if name not in recorded},
+                            {False: given.url, True: given.reasoning_url})
+        recording.write_answers({name: recorded[name] for name in table})
     theirs, ours = recording.read_answers(), ask_all(OURS, table, {False: given.ours[0], True: given.ours[1]})
     found = {name: compare(request, theirs[name], ours[name]) for name, request in table.items()}
     print("\n".join(describe(found)))

@@ -53,6 +53,23 @@ def test_fields_of_an_output(llm: LLM):
         assert each[token].decoded_token in answer.text
 
 
+def test_log_probabilities_of_named_tokens(llm: LLM):
+    """They are those that all tokens have, whatever is likely."""
+    params = replace(GREEDY, max_tokens=3)
+    [wide] = llm.generate([PROMPT], replace(params, logprobs=20))
+    for places in ([18, 0], [7]):
+        named = [[*each][1:][place] for each in wide.outputs[0].logprobs[:1] for place in places]
+        [made] = llm.generate([PROMPT], replace(params, logprob_token_ids=named))
+        assert made.outputs[0].token_ids == wide.outputs[0].token_ids
+        first, found = wide.outputs[0].logprobs[0], made.outputs[0].logprobs
+        assert all({*each} == {*named, token}
+                   for each, token in zip(found, made.outputs[0].token_ids, strict=True))
+        assert {token: found[0][token].logprob for token in named} == pytest.approx(
+            {token: first[token].logprob for token in named}, abs=1e-6)
+    with pytest.raises(RequestError, match="logprob_token_ids has token id"):
+        llm.generate([PROMPT], replace(params, logprob_token_ids=[10**6]))
+
+
 def test_prompts_of_all_kinds(llm: LLM):
     """The same tokens make the same answer, whatever they come as."""
     made = llm.generate([PROMPT, {"prompt": PROMPT}, ids(llm, PROMPT),
@@ -167,7 +184,7 @@ def test_what_stands_for_nothing():
     {"bad_words": [""]},
     {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -2}, {"stop": ["a"], "detokenize": False},
     {"output_kind": 2}, {"skip_special_tokens": "no"}, {"temperature": 2.5}, {"stream_interval": 0},
-    {"thinking_token_budget": -2}, {"logprob_token_ids": [1]}, {"guided_decoding": {}}, {"extra_args": 5},
+    {"thinking_token_budget": -2}, {"logprob_token_ids": [-1]}, {"guided_decoding": {}}, {"extra_args": 5},
     {"allowed_token_ids": "12"}, {"bad_words": [*map(str, range(1001))]}, {"bad_words": ["a" * 65537]},
     {"stop": "a" * 1025}], ids=lambda given: str(given)[:60])
 def test_params_that_are_refused(given: dict[str, Any]):

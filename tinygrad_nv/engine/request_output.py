@@ -137,7 +137,7 @@ class RequestOutputBuilder:
 def join_deltas(deltas: Sequence[Delta], params: SamplingParams,
                 lora: LoRARequest | None) -> CompletionOutput:
     """Joins the deltas of one answer, with log probabilities as `params` ask for them."""
-    last, asked = deltas[-1], params.logprobs is not None
+    last, asked = deltas[-1], params.num_logprobs is not None
     assert last.finish_reason is not None
     found = [each for delta in deltas for each in delta.logprobs]
     return CompletionOutput(

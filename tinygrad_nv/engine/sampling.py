@@ -25,6 +25,7 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0 ** -126, (2 - 2.0 ** -23) * 2.0 ** 127
 # vLLM's bound: divided by this, a logit 2e-4 below the largest is 20 below it, more than the noise's 19
 GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 20       # OpenAI's bounds, also for bias and penalties
+MAX_LOGPROB_TOKEN_IDS = 128     # vLLM's bound
 MAX_BIASED_TOKENS = 300
 MAX_BAD_WORDS = 1000            # limit: bad words of a request
 # each is tokenized twice, and followed in answers
@@ -40,8 +41,8 @@ MAX_PATTERN = 1024      # limit: tokens of a pattern of repetition_detection
 UNSET = {"logits_processors": "logits stay on the device; logit_bias, allowed_token_ids, bad_words and "
                               "structured_outputs are there",
          "guided_decoding": "structured_outputs stands for it",
-         **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
-                         "log probabilities are of the likeliest tokens"),
+         **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start"),
+                         "log probabilities of prompts are of the likeliest tokens"),
          "trace_decode_token_ids": "tokens are sampled"}
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize",
          "spaces_between_special_tokens", "flat_logprobs", "skip_reading_prefix_cache")
@@ -119,8 +120,9 @@ class SamplingParams:
     `stop` strings end the text and are not part of it, unless `include_stop_str_in_output`. Ids in
     `stop_token_ids` end it like the model's own end tokens, which `ignore_eos` disables. No end token is
     sampled before `min_tokens` tokens. `logprobs` and `prompt_logprobs` request log probabilities of so many
-    of the likeliest tokens, besides the sampled one, as `FlatLogprobs` with `flat_logprobs`. Nothing of a
-    prompt with `skip_reading_prefix_cache` is taken from the prefix cache.
+    of the likeliest tokens, besides the sampled one, as `FlatLogprobs` with `flat_logprobs`, and
+    `logprob_token_ids` those of these tokens in place of the likeliest. Nothing of a prompt with
+    `skip_reading_prefix_cache` is taken from the prefix cache.
 
     `structured_outputs` constrains the output (structured_output/params.py), with `reasoning` what comes
     after the model's reasoning, whose tokens may be bounded (structured_output/after_reasoning.py). Only
@@ -151,7 +153,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprob_token_ids: None = None
     prompt_logprob_start: None = None
-    logprob_token_ids: None = None
+    logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -187,6 +189,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is True: self._set(**{name: 1})
         if self.allowed_token_ids is not None: self._set(allowed_token_ids=_as_list(self.allowed_token_ids))
+        self._set(logprob_token_ids=_as_list(self.logprob_token_ids) or None)
         if self.skip_reading_prefix_cache is None:
             self._set(skip_reading_prefix_cache=self.prompt_logprobs is not None)
         for name in FLAGS:
@@ -218,10 +221,11 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             self._require(name, isinstance(texts := getattr(self, name), list)
                           and all(isinstance(each, str) and each for each in texts), "non-empty strings")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name, most_ids in (("stop_token_ids", MAX_TOKEN_IDS), ("allowed_token_ids", MAX_TOKEN_IDS),
+                               ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS)):
             self._require(name, (ids := getattr(self, name)) is None or (isinstance(ids, list)
                           and _are_ids(ids)), "token ids")
-            self._require_length(name, len(ids or ()), MAX_TOKEN_IDS, "token ids")
+            self._require_length(name, len(ids or ()), most_ids, "token ids")
         self._check_unusual()
         self._require("structured_outputs", self.structured_outputs is None
                       or isinstance(self.structured_outputs, StructuredOutputsParams),
@@ -316,10 +320,15 @@ class SamplingParams:
 
     def require_vocabulary(self, size: int) -> None:
         """Raises `RequestError` for a token outside a vocabulary of `size` tokens."""
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             if (bad := max(getattr(self, name) or (), default=0)) >= size:
                 raise RequestError(f"{name} has token id {bad}, which is not in the vocabulary",
                                    f"0 to {size - 1}", "use ids of this model's tokenizer")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many log probabilities a token has besides its own; None without any."""
+        return len(self.logprob_token_ids) if self.logprob_token_ids else self.logprobs
 
     @property
     def needs_masks(self) -> bool:

@@ -4,8 +4,10 @@ Protocol: endpoints of `ANSWERS` get the JSON object of the body; status.py has 
 gate.py stands in front of all, and says which requests are admitted.
 
     POST /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/embeddings
+    POST /v1/chat/completions/batch; /invocations: one of these, by its fields, as SageMaker asks
     POST /v1/images/generations
     POST /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /tokenize, /detokenize
+    POST /generative_scoring
     POST /v1/audio/transcriptions, /v1/audio/translations: a form, transcription_request.py
     POST /api/chat, /api/generate, /api/embed, /api/show, GET /api/tags, /api/ps, /api/version: ollama.py
     POST /completion, GET /props: llama_cpp.py
@@ -30,9 +32,11 @@ from starlette.types import ASGIApp
 from tinygrad_nv import collection
 from tinygrad_nv.server import (
     adapters,
+    batched_chat,
     chat,
     completions,
     embeddings,
+    generative_scoring,
     images,
     llama_cpp,
     messages,
@@ -60,12 +64,14 @@ Answer = Callable[[Request, Service, Record, dict[str, Any]], Awaitable[Response
 # endpoints with a JSON body, and the prefixes of their ids
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "/v1/completions": (completions.answer, "cmpl-"), "/v1/chat/completions": (chat.answer, "chatcmpl-"),
+    "/v1/chat/completions/batch": (batched_chat.answer, "chatcmpl-"),
     "/v1/responses": (responses.answer, "resp_"), "/v1/messages": (messages.answer, "msg_"),
     "/v1/messages/count_tokens": (messages.count, "req_"), "/v1/embeddings": (embeddings.answer, "embd-"),
     "/v1/images/generations": (images.answer, "img-"),
     "/pooling": (pooling.pooling, "pool-"), "/classify": (pooling.classify, "classify-"),
     **dict.fromkeys(("/score", "/v1/score"), (pooling.score, "score-")),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (pooling.rerank, "rerank-")),
+    "/generative_scoring": (generative_scoring.answer, generative_scoring.PREFIX),
     "/api/chat": (ollama.chat, "chat-"), "/api/generate": (ollama.generate, "gen-"),
     "/api/embed": (ollama.embed, "embd-"), "/api/show": (ollama.show, "show-"),
     "/completion": (llama_cpp.completion, "cmpl-"),
@@ -83,7 +89,7 @@ SCALE_OUT: dict[str, tuple[Answer, str]] = {
 UNTYPED = ("/api/chat", "/api/generate", "/api/embed", "/api/show", "/completion")
 # paths of other servers, and what does the same here
 ELSEWHERE = {**dict.fromkeys(("/generate", "/generate_stream", "/infer"), "/v1/completions"),
-             **dict.fromkeys(("/invocations", "/chat", "/v1/chat"), "/v1/chat/completions"),
+             **dict.fromkeys(("/chat", "/v1/chat"), "/v1/chat/completions"),
              **dict.fromkeys(("/api/embeddings", "/embedding"), "/api/embed"),
              **dict.fromkeys(("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/push", "/models"),
                              "/v1/models"),
@@ -91,6 +97,7 @@ ELSEWHERE = {**dict.fromkeys(("/generate", "/generate_stream", "/infer"), "/v1/c
              **dict.fromkeys(("/slots", "/server_info", "/get_server_info"), "/load"),
              "/get_model_info": "/v1/models", "/apply-template": "/tokenize", "/reranking": "/rerank",
              "/lora-adapters": "/v1/load_lora_adapter"}
+INVOCATIONS = "/invocations"
 KEPT = [("GET", "", responses.retrieve), ("DELETE", "", responses.delete),
         ("GET", "/input_items", responses.input_items), ("POST", "/cancel", responses.cancel)]
 
@@ -101,6 +108,7 @@ def application(service: Service) -> ASGIApp:
               for path, (answer, prefix) in ANSWERS.items()]
     routes += [Route(path, _post(service, _require_scale_out(answer), prefix), methods=["POST"])
                for path, (answer, prefix) in SCALE_OUT.items()]
+    routes.append(Route(INVOCATIONS, _post(service, _invoke, ""), methods=["POST"]))
     routes += [Route("/v1/responses/{id}" + path, _response_endpoint(service, task), methods=[method])
                for method, path, task in KEPT]
     routes += [Route(f"/v1/{name}_lora_adapter", _post(service, _adapter(change), "lora-"), methods=["POST"])
@@ -113,7 +121,8 @@ def application(service: Service) -> ASGIApp:
                 Exception: _answer_internal_error}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False     # to an absolute address, which the header Host would make up
-    return Gate(app, service, (*ANSWERS, *SCALE_OUT, *sleeping.PATHS, status.TOKENIZER_INFO, "/props"))
+    return Gate(app, service, (*ANSWERS, *SCALE_OUT, *sleeping.PATHS, INVOCATIONS,
+                              status.TOKENIZER_INFO, "/props"))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -177,6 +186,17 @@ def _post(service: Service, answer: Answer, prefix: str) -> Callable[[Request], 
         # reading it takes long enough for the client to leave
         return await until_disconnect(request, large())
     return endpoint
+
+
+async def _invoke(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
+    """Answers as the endpoint that has the fields of a request, among those of the model's task."""
+    if service.embedder is None: path = "/v1/chat/completions" if "messages" in data else "/v1/completions"
+    elif "documents" in data and "query" in data: path = "/rerank"
+    elif any(data.keys() >= {*pair} for pair in pooling.SIDES): path = "/score"
+    else: path = "/v1/embeddings" if service.embedder.classifier is None else "/classify"
+    answer, prefix = ANSWERS[path]
+    record.id = prefix + record.id
+    return await answer(request, service, record, data)
 
 
 def _response_endpoint(service: Service, task: Callable[[ResponseStore, str], Awaitable[Response]]

@@ -7,7 +7,7 @@ arguments of tool calls. The first delta of a call has its id and name.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -26,6 +26,8 @@ from tinygrad_nv.server.usage import Usage
 
 # names of reasoning in a message: vLLM's, and the older one
 REASONING = ("reasoning", "reasoning_content")
+# that an answer tells of no prompt
+NOTHING: Mapping[str, Any] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -71,6 +73,7 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
                                           "logprobs": None, "finish_reason": None}], **usage_of(choice),
                    "prompt_token_ids": conversation.prompt if request.ids else None,
                    "prompt_text": conversation.prompt_text()}
+            if request.echoed: yield {**shared, "choices": [echo_entry(conversation, choice)]}
         begun, tokens = True, counts.get(at, (0, 0))[0] + len(delta.tokens)
         counts[at] = tokens, update.reasoning_tokens
         entry = chunk_entry(update, conversation)
@@ -84,6 +87,12 @@ async def _chunks(conversation: Conversation, record: Record, shared: dict[str, 
         whole = service.usage(record, conversation.reasons)
         yield {**shared, "choices": [], "usage": whole.fields(whole=False),
                "system_fingerprint": service.fingerprint}
+
+
+def echo_entry(conversation: Conversation, choice: int) -> dict[str, Any]:
+    """The chunk's entry for the text that `echo` puts in front of a choice."""
+    return {"index": choice, "delta": {"content": conversation.request.echoed}, "logprobs": None,
+            "finish_reason": None}
 
 
 def chunk_entry(update: Update, conversation: Conversation) -> dict[str, Any]:
@@ -102,7 +111,8 @@ def chunk_entry(update: Update, conversation: Conversation) -> dict[str, Any]:
     if request.legacy and reason == "tool_calls": reason = "function_call"
     # of a named tool, as OpenAI has it
     elif reason == "tool_calls" and request.choice.mode == "named": reason = "stop"
-    logprobs = [logprob(each, request.ids_for_texts) for each in delta.logprobs] if found else None
+    logprobs = [logprob(each, request.ids_for_texts, bool(request.params.logprob_token_ids))
+                for each in delta.logprobs] if found else None
     return {"index": update.at, "delta": sent,
             "logprobs": None if logprobs is None else {"content": logprobs},
             "finish_reason": reason, **({"stop_reason": delta.stop_reason} if reason else {}),
@@ -161,24 +171,34 @@ class Message:
 
 async def _whole(conversation: Conversation, chunks: Chunks, shared: dict[str, Any],
                  record: Record) -> Response:
-    request, service = conversation.request, conversation.service
+    request = conversation.request
     messages, told = [Message() for _ in range(request.params.n)], None
     async for chunk in chunks:
         told = chunk.get("prompt_logprobs", told)
         for part in chunk["choices"]: messages[part["index"]].add(part)
     forced = request.choice.is_forced
     choices = [message.choice(at, request.role, forced) for at, message in enumerate(messages)]
+    return make_answer(conversation, choices, shared, record, {
+        "prompt_logprobs": told, "prompt_token_ids": conversation.prompt if request.ids else None,
+        "prompt_text": conversation.prompt_text()})
+
+
+def make_answer(conversation: Conversation, choices: list[dict[str, Any]], shared: dict[str, Any],
+                record: Record, of_prompt: Mapping[str, Any] = NOTHING) -> Response:
+    """The answer with these choices, and what is told of the prompt."""
+    service = conversation.service
     more = dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))
     return JSONAnswer({**shared, "choices": choices, "service_tier": None,
                        "system_fingerprint": service.fingerprint,
-                       "usage": service.usage(record, conversation.reasons).fields(), "prompt_logprobs": told,
-                       "prompt_token_ids": conversation.prompt if request.ids else None,
-                       "prompt_text": conversation.prompt_text(), **more})
+                       "usage": service.usage(record, conversation.reasons).fields(), **of_prompt, **more})
 
 
-def logprob(each: TokenLogprobs, by_id: bool = False) -> dict[str, Any]:
-    """A token's entry in logprobs. With ids its bytes are still those of its text, as vLLM's."""
-    likeliest = [_token(token_name(token, text, by_id), value) for token, text, value in each.top]
+def logprob(each: TokenLogprobs, by_id: bool = False, named: bool = False) -> dict[str, Any]:
+    """A token's entry in logprobs. With ids its bytes are still those of its text, as vLLM's. Beside `named`
+    tokens, which the request asks for, is the token itself."""
+    shown = each.top
+    if named: shown = ((each.token, each.text, each.logprob), *(one for one in shown if one[0] != each.token))
+    likeliest = [_token(token_name(token, text, by_id), value) for token, text, value in shown]
     return {"token": token_name(each.token, each.text, by_id), "logprob": each.logprob,
             "bytes": list(each.text.encode()), "top_logprobs": likeliest}
 

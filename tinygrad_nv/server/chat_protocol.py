@@ -11,12 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinygrad_nv.engine.sampling import SamplingParams
+from tinygrad_nv.engine.text.content_format import text_of
 from tinygrad_nv.engine.text.earlier_calls import arguments_of
 from tinygrad_nv.server.body import require_bounded_texts
 from tinygrad_nv.server.errors import APIError, invalid
 from tinygrad_nv.server.fields import Fields, unicode
+from tinygrad_nv.server.leniency import ignore
 from tinygrad_nv.server.limits import RequestLimits
-from tinygrad_nv.server.protocol import Common, answer_limit, common_fields
+from tinygrad_nv.server.protocol import Common, answer_limit, common_fields, logprob_token_ids
 from tinygrad_nv.server.structured_output import call_schema
 from tinygrad_nv.server.tools import Tool, ToolChoice, legacy_choice, select_tools, tool_choice, tool_list
 
@@ -46,6 +48,7 @@ class ChatRequest(Common):
     template: str | None = None
     continued: bool = False
     generation_prompt: bool = True
+    echoed: str = ""                    # the text of the last message, in front of the answer
     special: bool = False               # the tokenizer adds its special tokens to what the template has
     legacy: bool = False
     show_reasoning: bool = True
@@ -89,9 +92,15 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     # the older name gives way to the newer one, as in vLLM
     older = answer_limit(fields, "max_tokens", limits if most is None else limits.without_context())
     if most is None: most = older
-    turn = _turn(fields, messages)
-    given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None}
+    echo = fields.flag("echo")
+    turn = _turn(fields, messages, echo)
+    given = {"max_tokens": most, "logprobs": (top or 0) if logprobs else None,
+             "logprob_token_ids": logprob_token_ids(fields, logprobs)}
     common = common_fields(fields, defaults, limits, 1, given, call_schema(tools, choice), streams_beams=True)
+    # vLLM's answer with an echo tells of the prompt, too
+    if echo and not common.stream and common.prompt_logprobs is None:
+        common = replace(common, prompt_logprobs=top or 0,
+                         params=replace(common.params, prompt_logprobs=top or 0))
     # a stop string within its arguments would truncate a tool call
     if choice.is_forced: common = replace(common, params=replace(common.params, stop=[], stop_token_ids=[]))
     _prediction(fields)
@@ -101,38 +110,41 @@ def chat(data: dict[str, Any], defaults: SamplingParams, limits: RequestLimits) 
     return ChatRequest(**vars(common), **turn, messages=messages, tools=tools, choice=choice, legacy=legacy)
 
 
-def _turn(fields: Fields, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _turn(fields: Fields, messages: Sequence[dict[str, Any]], echo: bool) -> dict[str, Any]:
     """The fields that are about the chat template."""
     continued = fields.flag("continue_final_message")
     begins = fields.flag("add_generation_prompt", not continued)
     asked = {"add_generation_prompt": begins, "continue_final_message": continued}
-    extra = {name: value for name, value in (fields.object("chat_template_kwargs") or {}).items()
-             if name not in asked or value is not asked[name]}
+    extra = fields.object("chat_template_kwargs") or {}
+    for name in asked.keys() & extra.keys():
+        if extra[name] is not asked[name]: _ignore_variable(name)
+    extra = {name: value for name, value in extra.items() if name not in asked}
     if own := [name for name in OWN_VARIABLES if name in extra]:
         raise invalid(f"chat_template_kwargs has {own[0]}, which the server sets; to fix: "
                       "leave it out", "chat_template_kwargs")
     if documents := fields.objects("documents"): extra["documents"] = documents
-    # of an answer to the last message there is nothing to repeat
-    if fields.flag("echo") and messages[-1]["role"] == "assistant":
-        raise invalid("echo is not served; to fix: leave it out, and put the last message in front of the "
-                      "answer", "echo", "unsupported")
+    last = messages[-1]
+    echo = echo and (last["role"] == "assistant" or not begins)
     if continued and begins:
         raise invalid("continue_final_message and add_generation_prompt are both true: the answer goes on "
                       "with "
                       "the last message or begins a new one; to fix: set add_generation_prompt to false",
                       "continue_final_message")
-    if continued and messages[-1]["role"] != "assistant":
-        raise invalid(f"continue_final_message, and the last message's role is {messages[-1]['role']!r}, "
-                      "expected 'assistant'; to fix: end messages with the text to go on with",
-                      "continue_final_message")
     budget = fields.whole("thinking_token_budget", -1)
     return {"extra": extra, "continued": continued, "generation_prompt": begins,
+            "echoed": text_of(last["content"]) if echo else "",
             "special": fields.flag("add_special_tokens"),
             "template": fields.text("chat_template"), "effort": fields.one_of("reasoning_effort", EFFORTS),
             "verbosity": fields.one_of("verbosity", VERBOSITIES),
             "budget": None if budget == -1 else budget, "must_bound": True,
             "show_reasoning": fields.flag("include_reasoning", True),
             "shows_prompt": fields.flag("return_prompt_text")}
+
+
+def _ignore_variable(name: str) -> None:
+    """Ignores a variable of the template that a field of the request says otherwise, as vLLM does."""
+    ignore(invalid(f"chat_template_kwargs has {name}, and the request's own field says otherwise; to fix: "
+                   f"set {name} beside messages", f"chat_template_kwargs.{name}", "unsupported"))
 
 
 def _prediction(fields: Fields) -> None:
@@ -174,8 +186,9 @@ def _message(data: dict[str, Any], at: int) -> dict[str, Any]:
     # a refusal is the text of its message
     if role == "assistant" and not fields.left.get("content"): fields.left["content"] = fields.text("refusal")
     own: list[str] | None = [] if role == "assistant" else None
-    content = _content(fields, may_lack=role in ("assistant", "tool", "function"), images=role == "user",
-                       thoughts=own)
+    # as in vLLM, null is none for these roles alone
+    may_lack = "content" not in data or role in ("assistant", "tool", "function")
+    content = _content(fields, may_lack, images=role == "user", thoughts=own)
     out: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role),
                            "content": content}
     if calls: out["tool_calls"] = [_call(item, f"{fields.path('tool_calls')}[{i}]")

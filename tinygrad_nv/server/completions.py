@@ -47,7 +47,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
                   echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Written:
     offsets, shown = dict[int, int](), dict[int, Echo]()
-    top, n = parsed.params.logprobs, parsed.params.n
+    top, n = parsed.params.num_logprobs, parsed.params.n
     deltas = beam_deltas(service, prompts, parsed, record) if parsed.beams is not None else \
         service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
     if parsed.params.prompt_logprobs is not None: deltas = prompt_first(deltas, n)
@@ -64,7 +64,8 @@ async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts:
                                           stop_reason=None)
         offset, parts = offsets.setdefault(at, 0), list[dict[str, Any]]()
         if first and parsed.echo and top is not None:
-            own, offset = _prompt_logprobs(service, prompt, delta.prompt_logprobs, top, parsed.ids_for_texts)
+            own, offset = _prompt_logprobs(service, prompt, delta.prompt_logprobs,
+                                           parsed.params.logprobs or 0, parsed.ids_for_texts)
             parts.append(own)
         if top is not None and delta.logprobs:
             own, offset = completion_logprobs(delta.logprobs, offset, top, parsed.ids_for_texts)

@@ -42,11 +42,11 @@ WHY = {"store": "is true, and only responses are kept (POST /v1/responses)",
 OF_RENDERING = ("return_token_offsets", "mm_payload", "return_mm_kwargs")
 # vLLM's fields that are accepted with their default value only
 USUAL = {"early_stopping": False, "logits_processors": [], "mm_processor_kwargs": {}, "media_io_kwargs": {},
-         "prompt_embeds": [], "logprob_token_ids": [], "watermarking": False}
+         "prompt_embeds": [], "watermarking": False}
 # what beam search has no use for
-NOT_OF_BEAMS = ("stop", "stop_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
-                "presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "top_k", "min_p",
-                "bad_words", "allowed_token_ids", "structured_outputs")
+NOT_OF_BEAMS = ("stop", "stop_token_ids", "min_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids",
+                "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty", "top_p", "top_k",
+                "min_p", "bad_words", "allowed_token_ids", "structured_outputs")
 # limits of OpenAI and vLLM
 STOPS, PENALTY, HOTTEST = 16, 2.0, 2.0
 BIAS = 100.0    # a bias beyond it is this one, as vLLM's
@@ -96,7 +96,8 @@ def completion(data: dict[str, Any], defaults: SamplingParams, limits: RequestLi
     most = answer_limit(fields, "max_tokens", limits, 0 if echo else 1)
     limit = usual if most is None else max(most, 1)
     common = common_fields(fields, defaults, limits, len(texts), {
-        "max_tokens": limit, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None})
+        "max_tokens": limit, "logprobs": logprobs, "prompt_logprobs": logprobs if echo else None,
+        "logprob_token_ids": logprob_token_ids(fields, logprobs is not None)})
     _best_of(fields, common.params)
     budget = fields.whole("thinking_token_budget", -1)
     _ignore_number("thinking_token_budget", budget, -1, "is of conversations")
@@ -162,6 +163,15 @@ def common_fields(fields: Fields, defaults: SamplingParams, limits: RequestLimit
     beams = _beams(fields, given, stream and not streams_beams)
     return Common(model, _params(defaults, given), stream, usage, usages, priority, salt or "", ids, own,
                   side, by_id, beams)
+
+
+def logprob_token_ids(fields: Fields, logprobs: bool) -> tuple[int, ...] | None:
+    """The tokens whose log probabilities stand for those of the likeliest."""
+    ids = fields.wholes("logprob_token_ids") or None
+    if ids and not logprobs:
+        raise invalid("logprob_token_ids is given without logprobs; to fix: set logprobs, too",
+                      "logprob_token_ids")
+    return ids
 
 
 def _repetition(fields: Fields) -> RepetitionDetectionParams | None:

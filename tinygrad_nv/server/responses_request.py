@@ -107,6 +107,7 @@ def response_request(data: dict[str, Any], store: ResponseStore, defaults: Sampl
 def _fields_to_repeat(data: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
     """Returns the fields of a request that its response repeats."""
     shown = {name: value if (given := data.get(name)) is None else given for name, value in SHOWN.items()}
+    if request.params.logprobs is None: shown["top_logprobs"] = None
     for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
         shown[name] = getattr(request.params, name)
     tools = data.get("tools") or []
@@ -200,8 +201,8 @@ def _logprobs(fields: Fields) -> dict[str, Any]:
     for each in include:
         if each not in (LOGPROBS, ENCRYPTED):
             ignore(invalid(f"include has {each[:60]!r}, expected {LOGPROBS} or {ENCRYPTED}", "include"))
-    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-    asked = LOGPROBS in include or bool(top)
+    asked = LOGPROBS in include     # else the number says nothing
+    top = fields.whole("top_logprobs", 0, MAX_LOGPROBS if asked else None)
     return {"logprobs": asked or None, "top_logprobs": top if asked else None}
 
 

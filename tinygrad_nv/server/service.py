@@ -359,28 +359,28 @@ class Deadline:
         self._timer.cancel()
 
 
-async def merge_streams(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:
+async def merge_streams(sources: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all sources as they arrive, with the number of their source. Closes the sources at the end."""
-    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(2 * len(sources))
+    queue: asyncio.Queue[tuple[int, T | Exception | None]] = asyncio.Queue(2 * len(sources))
 
-    async def pump(at: int, source: AsyncIterator[Delta]) -> None:
+    async def pump(at: int, source: AsyncIterator[T]) -> None:
         try:
-            async for delta in source: await queue.put((at, delta))
+            async for item in source: await queue.put((at, item))
             await queue.put((at, None))
         except Exception as error: await queue.put((at, error))
 
     if len(sources) == 1:
         async with closing(sources[0]) as only:
-            async for delta in only: yield 0, delta
+            async for item in only: yield 0, item
         return
     tasks = [asyncio.ensure_future(pump(at, source)) for at, source in enumerate(sources)]
     try:
         left = len(tasks)
         while left:
-            at, item = await queue.get()
-            if isinstance(item, Exception): raise item
-            if item is None: left -= 1
-            else: yield at, item
+            at, found = await queue.get()
+            if isinstance(found, Exception): raise found
+            if found is None: left -= 1
+            else: yield at, found
     finally:
         for task in tasks: task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -389,7 +389,7 @@ async def merge_streams(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerat
 
 
 @contextlib.asynccontextmanager
-async def closing(source: AsyncIterator[Delta]) -> AsyncIterator[AsyncIterator[Delta]]:
+async def closing(source: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
     """Closes an iterator if it can be closed."""
     try: yield source
     finally:

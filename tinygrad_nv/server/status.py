@@ -43,7 +43,8 @@ def routes(service: Service) -> list[Route]:
     models, health = _models(service), _health(service)
     return [Route("/v1/models", models), Route("/v1/models/{name:path}", models), Route("/health", health),
             Route("/ping", health, methods=["GET", "POST"]), Route("/load", _load(service)),
-            Route("/version", _version), Route(TOKENIZER_INFO, _tokenizer_info(service)),
+            Route("/version", _version), Route("/kv_event_sources", _kv_event_sources),
+            Route(TOKENIZER_INFO, _tokenizer_info(service)),
             Route("/metrics", _metrics(service)),
             *(Route(f"/{name}", _page(PAGE / file)) for name, file in FILES.items())]
 
@@ -101,6 +102,11 @@ def _tokenizer_info(service: Service) -> Endpoint:
 
 async def _version(_: Request) -> Response:
     return JSONResponse({"version": __version__})
+
+
+async def _kv_event_sources(_: Request) -> Response:
+    """Tells that no events of the KV cache are published, as vLLM without --kv-events-config does."""
+    return JSONResponse({})
 
 
 def _metrics(service: Service) -> Endpoint:

@@ -15,11 +15,13 @@ from tinygrad_nv.engine.text.tokenizer import Tokenizer
 from tinygrad_nv.server.chat_protocol import chat
 from tinygrad_nv.server.conversation import Conversation
 from tinygrad_nv.server.errors import invalid
-from tinygrad_nv.server.fields import Fields
+from tinygrad_nv.server.fields import MAX_WHOLE, Fields
 from tinygrad_nv.server.json_answer import JSONAnswer
+from tinygrad_nv.server.leniency import ignore
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
+MAX_ID = (1 << 32) - 1  # that the tokenizer takes, and no vocabulary has
 CONVERSATION = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message",
                 "add_special_tokens", "chat_template", "chat_template_kwargs")
 
@@ -28,9 +30,8 @@ async def tokenize(request: Request, service: Service, record: Record, data: dic
     """The token ids of a prompt, or of a conversation."""
     fields, tokenizer = Fields(data), service.require_tokenizer()
     shown = fields.flag("return_token_strs")
-    if ("prompt" in fields.left) == ("messages" in fields.left):
-        raise invalid("one of prompt and messages is expected, found both or neither; to fix: leave one",
-                      "prompt", "missing_field")
+    if not {"prompt", "messages"} & fields.left.keys():
+        raise invalid("one of prompt and messages is expected, found neither", "prompt", "missing_field")
     ids = await _conversation(service, record, fields) if "messages" in fields.left else \
         await _prompt(service, record, fields, tokenizer)
     record.prompt_tokens = len(ids)
@@ -53,7 +54,9 @@ async def _prompt(service: Service, record: Record, fields: Fields, tokenizer: T
 
 async def _conversation(service: Service, record: Record, fields: Fields) -> list[int]:
     given = {name: value for name in CONVERSATION if (value := fields.take(name)) is not None}
-    fields.known.add("prompt")
+    if fields.take("prompt") is not None:   # as in vLLM the messages count
+        ignore(invalid("prompt is given beside messages, which are tokenized; to fix: leave one out",
+                       "prompt"))
     fields.finish()
     request = await service.read(record, lambda: chat(given, service.model.defaults, service.limits))
     return (await Conversation.of(service, request, record.size)).prompt
@@ -69,9 +72,9 @@ async def detokenize(request: Request, service: Service, record: Record, data: d
         ids = fields.wholes("tokens") or ()
         service.require_name(fields.text("model"))
         fields.finish()
-        if bad := [token for token in dict.fromkeys(ids) if token >= 1 << 31 or tokenizer.unknown(token)]:
-            raise invalid(f"tokens has the id {str(bad[0])[:20]}, which is not in the vocabulary; to fix: "
-                          "send ids of this model's tokenizer", "tokens")
-        return tokenizer.decode(ids, skip_special_tokens=False)
+        if (most := max(ids, default=0)) > MAX_WHOLE:
+            raise invalid(f"tokens has the id {str(most)[:20]}, expected at most {MAX_WHOLE}", "tokens")
+        # ids that are not in the vocabulary have no text
+        return tokenizer.decode([min(each, MAX_ID) for each in ids], skip_special_tokens=False)
     text = await service.aside(record.size, decode)
     return JSONAnswer({"prompt": text})

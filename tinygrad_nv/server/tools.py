@@ -52,7 +52,7 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
         if (kind or "function") != "function" or not isinstance(function, dict):
             raise invalid(f"{path} is no function, expected type 'function' with a function object", path)
         name = function.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+        if not isinstance(name, str) or len(name) > MOST_NAME:
             raise invalid(f"{path}.function.name is missing or has more than {MOST_NAME} characters",
                           f"{path}.function.name")
         unicode(name, f"{path}.function.name")

@@ -148,7 +148,9 @@ class FakeEngine:
         if self.stopping: return Delta(index, "", (), (), "abort")
         text = self.pieces[token] if self.pieces else self.model.tokenizer.decode([token])
         top = tuple((token, text, -0.5) for _ in range(params.logprobs or 0))
-        told = () if params.logprobs is None else (TokenLogprobs(token, text, -0.5, 1, top),)
+        if params.logprob_token_ids:
+            top = tuple((each, f"<{each}>", -each / 10) for each in params.logprob_token_ids)
+        told = () if params.num_logprobs is None else (TokenLogprobs(token, text, -0.5, 1, top),)
         reason = ("stop" if ends else "length") if last else None
         return Delta(index, text, (token,), told, reason, self.stopped_by if reason == "stop" else None,
                      self.cached)

@@ -1,7 +1,6 @@
 """Requests to /v1/chat/completions, for table.py."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from tests.support.vllm.request import (
@@ -15,13 +14,9 @@ from tests.support.vllm.request import (
     NAMED,
     SCHEMA,
     WAIT,
-    Request,
-    both,
-    once,
-    wrong,
+    Tables,
 )
 
-NAME, PATH = "chat", "/v1/chat/completions"
 DEFAULTS = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
 TOOLS = {"tools": [LOOK], "max_tokens": 120}
 TURNS = [*MESSAGES, {"role": "assistant", "content": "Paris."}, {"role": "user", "content": "And of Italy?"}]
@@ -62,6 +57,8 @@ PLAIN: dict[str, dict[str, Any]] = {
                                       "top_logprobs": 1},
     "tools, named, logprobs": TOOLS | {"tool_choice": NAMED, "logprobs": True},
     "tools, auto, n": TOOLS | {"structured_outputs": {"regex": CALL}, "n": 2, "temperature": 1, "top_k": 1},
+    "logprob_token_ids": {"logprobs": True, "logprob_token_ids": [30, 28]},
+    "echo of an assistant's message": {"echo": True, "messages": TURNS[:2]},
     "a bias to the end": {"logit_bias": {"2": 100}},
 }
 ONCE: dict[str, dict[str, Any]] = {
@@ -127,6 +124,10 @@ ONCE: dict[str, dict[str, Any]] = {
     "reasoning of a message": {"messages": [*MESSAGES, {"role": "assistant", "content": "Paris.",
                                                         "reasoning": "Hm."},
                                             TURNS[2]], "return_token_ids": True},
+    "echo of a user's message": {"echo": True, "logprobs": True, "top_logprobs": 1},
+    "echo of what goes on": {"echo": True, "add_generation_prompt": False},
+    "echo, n": {"echo": True, "messages": TURNS[:2], "n": 2, "temperature": 1, "top_k": 1},
+    "logprob_token_ids without logprobs": {"logprob_token_ids": [30]},
     "chat_template": {"chat_template": "{{ messages[0].content }}"}, "stream_interval": {
         "stream": True, "stream_interval": 4, "stream_options": {"include_usage": True}},
 }
@@ -164,10 +165,4 @@ TOOL_ERRORS: dict[str, dict[str, Any]] = {
         "mode": "required", "tools": [NAMED]}}},
     "custom tool": {"tools": [{"type": "custom", "custom": {"name": "a"}}]},
 }
-
-
-def all_requests() -> Iterator[Request]:
-    """Yields every request."""
-    yield from both(NAME, PATH, DEFAULTS, PLAIN, stream_options={"include_usage": True})
-    yield from once(NAME, PATH, DEFAULTS, ONCE | TOOL_ERRORS)
-    yield from wrong(NAME, PATH, DEFAULTS, WRONG)
+TABLES = Tables("chat", "/v1/chat/completions", DEFAULTS, PLAIN, ONCE | TOOL_ERRORS, WRONG)

@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.vllm.answers import TIMES, Answer
 from tests.support.vllm.request import Request
 
-LOGPROB_BOUND = 1e-3            # of log probabilities, absolute: both sides compute in float32
+LOGPROB_BOUND = 1e-3            # of log probabilities, and of scores, absolute: both sides compute in float32
 BY_KIND = TIMES | {"message", "signature", "system_fingerprint", "version", "owned_by", "root", "detail",
                               "cached_tokens", "cache_read_input_tokens"}
 BY_TOKEN = ("top_logprobs[]", "prompt_logprobs[]")      # dictionaries whose names are tokens
@@ -80,7 +80,7 @@ def walk(theirs: Any, ours: Any, path: str = "", values: bool = True) -> Iterato
     elif isinstance(theirs, list) and isinstance(ours, list):
         if values and len(theirs) != len(ours): yield Difference(f"length {path}", theirs, ours)
         for one, other in zip(theirs, ours, strict=False): yield from walk(one, other, f"{path}[]", values)
-    elif _is_number(theirs) and _is_number(ours) and "logprob" in path:
+    elif _is_number(theirs) and _is_number(ours) and ("logprob" in path or name == "score"):
         if values and abs(theirs - ours) > LOGPROB_BOUND: yield Difference(f"value {path}", theirs, ours)
     elif type(theirs) is not type(ours): yield Difference(f"kind {path}", theirs, ours)
     elif values and name not in BY_KIND and theirs != ours:

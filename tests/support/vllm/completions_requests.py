@@ -1,22 +1,10 @@
 """Requests to /v1/completions, for table.py."""
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from tests.support.vllm.request import (
-    GRAMMAR,
-    LEFT_OUT,
-    MODEL,
-    PROMPT,
-    SCHEMA,
-    Request,
-    both,
-    once,
-    wrong,
-)
+from tests.support.vllm.request import GRAMMAR, LEFT_OUT, MODEL, PROMPT, SCHEMA, Tables
 
-NAME, PATH = "completions", "/v1/completions"
 DEFAULTS = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 IDS = [504, 3575, 282, 4649, 314]       # PROMPT
 
@@ -87,6 +75,9 @@ ONCE: dict[str, dict[str, Any]] = {
         {"use_beam_search": True, "n": 2, "length_penalty": 0.5},
     "prompt_logprobs 0": {"prompt_logprobs": 0}, "logprob_token_ids": {"logprob_token_ids": [30, 28],
                                                             "logprobs": 1},
+    "logprob_token_ids, streamed": {"logprob_token_ids": [30, 28], "logprobs": 0, "stream": True},
+    "logprob_token_ids, none of the vocabulary": {"logprob_token_ids": [99999], "logprobs": 1},
+    "logprob_token_ids, echo": {"logprob_token_ids": [30, 28], "logprobs": 1, "echo": True},
     "numbers as strings": {"max_tokens": "4", "temperature": "0"}, "booleans as strings": {"echo": "true"},
     "booleans as numbers": {"echo": 1}, "number as boolean": {"max_tokens": True},
     "whole floats": {"max_tokens": 4.0},
@@ -140,10 +131,4 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([99999], "x"), "thinking_token_budget": (-2, "x"), "vllm_xargs": ({"a": None}, 5),
     "repetition_detection": ({}, 5), "stream_interval": (0, "x"), "truncation_side": ("up",),
 }
-
-
-def all_requests() -> Iterator[Request]:
-    """Yields every request."""
-    yield from both(NAME, PATH, DEFAULTS, PLAIN, stream_options={"include_usage": True})
-    yield from once(NAME, PATH, DEFAULTS, ONCE)
-    yield from wrong(NAME, PATH, DEFAULTS, WRONG)
+TABLES = Tables("completions", "/v1/completions", DEFAULTS, PLAIN, ONCE, WRONG)

@@ -26,6 +26,9 @@ FUNCTION = {"type": "function", "name": "look", "strict": True, "parameters": SC
 MESSAGE = {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
 RESPONSE = {"model": MODEL, "input": "What is the capital of France?", "max_output_tokens": 8,
             "temperature": 0}
+TOLD = {"index": 0, "token_ids": [7042, 30], "finish_reason": "length", "logprobs": {"content": [
+    {"token_id": token, "logprob": -0.5, "rank": 1, "top_logprobs": [
+        {"token_id": token, "logprob": -0.5, "rank": 1}]} for token in (7042, 30)]}}
 GENERATE = {"token_ids": IDS, "sampling_params": {"max_tokens": 8, "temperature": 0}}
 
 
@@ -164,13 +167,38 @@ def _scale_out() -> Iterator[Request]:
     yield from once("chat/derender", "/v1/chat/completions/derender", {
         "generate_response": made, "model": MODEL, "request": {"model": MODEL, "messages": MESSAGES}},
         {"plain": {}, "without response": {"generate_response": LEFT_OUT}})
+    answered = {"model": MODEL, "prompt_tokens": [5], "generate_responses": [made]}
+    yield from once("completions/derender", "/v1/completions/derender", answered, {
+        "answer": {}, "two answers": {"prompt_tokens": [5, 3], "generate_responses": [made, made]},
+        "request": {"completion_request": {"model": MODEL, "prompt": PROMPT, "stop": "."}},
+        "log probabilities": {"generate_responses": [made | {"choices": [TOLD]}]}, "chunk": {
+            "prompt_tokens": LEFT_OUT, "generate_responses": LEFT_OUT, "stream": True,
+            "generate_chunk": made}})
+    asked = {"model": MODEL, "messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+    yield from once("chat/derender", "/v1/chat/completions/derender", {
+        "model": MODEL, "prompt_tokens": 37, "generate_response": made,
+        "chat_request": {"model": MODEL, "messages": MESSAGES}}, {
+        "answer": {}, "log probabilities": {"generate_response": made | {"choices": [TOLD]},
+                                            "chat_request": asked},
+        "two choices": {"generate_response": made | {"choices": [TOLD, TOLD | {"index": 1}]}},
+        "chunk": {"generate_response": LEFT_OUT, "prompt_tokens": LEFT_OUT, "stream": True,
+                  "prompt_token_ids": IDS, "generate_chunk": made}})
     yield from once("chat/batch", "/v1/chat/completions/batch", {
         "model": MODEL, "messages": [MESSAGES, MESSAGES], "max_tokens": 4, "temperature": 0},
         {"plain": {}, "one": {"messages": MESSAGES}, "n": {"n": 2}, "stream": {"stream": True},
-         "empty": {"messages": []}})
+         "empty": {"messages": []}, "an empty conversation": {"messages": [MESSAGES, []]},
+         "log probabilities": {"messages": [MESSAGES, [{"role": "user", "content": "Who are you?"}]],
+                               "logprobs": True, "top_logprobs": 1},
+         "echo": {"messages": [[*MESSAGES, {"role": "assistant", "content": "Paris."}]], "echo": True},
+         "ids": {"return_token_ids": True, "prompt_logprobs": 1}, "beams": {"use_beam_search": True},
+         "json": {"structured_outputs": {"json": CITY}, "max_tokens": 40}})
     yield from once("generative_scoring", "/generative_scoring", {
         "model": MODEL, "query": PROMPT, "items": [" Paris"], "label_token_ids": [30, 28]},
-        {"plain": {}, "none": {"items": []}})
+        {"plain": {}, "none": {"items": []}, "among all": {"items": [" Paris", "."], "apply_softmax": False},
+         "item first": {"items": ["Paris. "], "item_first": True, "add_special_tokens": False},
+         "token ids": {"query": IDS, "items": [[7042], [30]]}, "no labels": {"label_token_ids": []},
+         "a label that there is not": {"label_token_ids": [99999]}, "long": {"query": [504] * 600,
+                                                                             "items": [[30]]}})
     yield from once("systemone", "/v1/systemone", {"model": MODEL}, {"empty": {}})
 
 
@@ -191,6 +219,8 @@ def _plumbing() -> Iterator[Request]:
     yield request("paths", "POST /invocations, completion", "/invocations",
                   {"prompt": PROMPT, "max_tokens": 2,
                                                                             "temperature": 0})
+    yield request("paths", "POST /invocations, conversation", "/invocations",
+                  {"messages": MESSAGES, "max_tokens": 4, "temperature": 0})
     for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"):
         yield request("paths", f"{method} /v1/completions", "/v1/completions", {"prompt": "a"}, method=method)
     yield request("paths", "HEAD /v1/models", "/v1/models", method="HEAD")

@@ -69,6 +69,25 @@ def once(endpoint: str, path: str, defaults: Mapping[str, Any],
     for name, fields in table.items(): yield request(endpoint, name, path, fill(defaults, fields))
 
 
+@dataclass(frozen=True)
+class Tables:
+    """The requests of an endpoint: what is over its defaults. Those of `plain` are streamed, too; of `wrong`
+    each value of each field is one."""
+    name: str
+    path: str
+    defaults: Mapping[str, Any]
+    plain: Mapping[str, Mapping[str, Any]]
+    alone: Mapping[str, Mapping[str, Any]]
+    wrong: Mapping[str, tuple[Any, ...]]
+
+    def requests(self) -> Iterator[Request]:
+        """Yields every request."""
+        where = self.name, self.path, self.defaults
+        yield from both(*where, self.plain, stream_options={"include_usage": True})
+        yield from once(*where, self.alone)
+        yield from wrong(*where, self.wrong)
+
+
 def wrong(endpoint: str, path: str, defaults: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
           ) -> Iterator[Request]:
     """Yields a request for each value of each field of a table."""

@@ -92,7 +92,7 @@ def _reasoning_requests() -> Iterator[Request]:
 
 def requests() -> dict[str, Request]:
     """Returns the requests, by name."""
-    every = [*completions_requests.all_requests(), *chat_requests.all_requests(),
+    every = [*completions_requests.TABLES.requests(), *chat_requests.TABLES.requests(),
              *other_requests.all_requests(), *_texts(), *_reasoning_requests()]
     table = {each.name: each for each in every}
     assert len(table) == len(every), "two requests have one name"

@@ -158,9 +158,10 @@ def test_a_fork_goes_on_with_its_sources_token(runner):
 
 def test_logprobs_are_those_of_the_unfiltered_logits(model, runner):
     runner.start_slot(0, SamplingParams(temperature=0, logit_bias={12: 100.0}), 0, PROMPT)
-    found = chosen(runner, Sample(4, 0, 5), Sample(4, 0, 5, logprobs=3), Sample(2, 0, 3, logprobs=0))
+    found = chosen(runner, Sample(4, 0, 5), Sample(4, 0, 5, logprobs=3), Sample(2, 0, 3, logprobs=0),
+                   Sample(4, 0, 5, logprobs=(9, 3)))
     assert found.tokens[0] == found.tokens[1] == 12
-    assert set(found.logprobs) == {1, 2}
+    assert set(found.logprobs) == {1, 2, 3}
     logits = logits_of(model, PROMPT).astype(np.float64)
     wanted = logits - np.log(np.exp(logits).sum())
     order = np.argsort(-wanted)
@@ -169,6 +170,8 @@ def test_logprobs_are_those_of_the_unfiltered_logits(model, runner):
     assert [token for token, _ in found.logprobs[1].top] == order[:3].tolist()
     assert [x for _, x in found.logprobs[1].top] == pytest.approx(wanted[order[:3]].tolist(), abs=1e-4)
     assert found.logprobs[2].top == ()
+    assert [token for token, _ in found.logprobs[3].top] == [9, 3]
+    assert [x for _, x in found.logprobs[3].top] == pytest.approx(wanted[[9, 3]].tolist(), abs=1e-4)
 
 
 def test_log_probabilities_of_a_prompt(model, runner):

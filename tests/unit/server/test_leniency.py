@@ -93,7 +93,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"web_search_options": {"a": 1}}, "web_search_options is not served"),
     (CHAT, {"structured_outputs": {"structural_tag": "a"}}, "structural_tag is not served"),
     (CHAT, {"messages": said("user", content=[{"type": "file"}])}, "reads nothing else"),
-    (CHAT, {"messages": said("user", contents="b")}, "messages[0].content is missing"),
+    (CHAT, {"messages": said("user", content=None)}, "messages[0].content is missing"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "type is 'custom', expected 'function'"),
     (CHAT, {"chat_template_kwargs": {"generation_marks": True}}, "chat_template_kwargs has generation_marks"),
     (MESSAGES, {"mcp_servers": [{"name": "a"}]}, "mcp_servers is not served"),

@@ -174,7 +174,7 @@ def test_errors_are_texts(path: str, body: dict[str, Any], status: int, words: s
     ("/chat/completions", "/v1/chat/completions"), ("/embeddings", "/v1/embeddings"),
     ("/infill", "/completion"),
     ("/generate", "/v1/completions"), ("/v1/chat/completion", "/v1/chat/completions"), ("/slots", "/load"),
-    ("/v1/completion", "/v1/completions"), ("/invocations", "/v1/chat/completions")])
+    ("/v1/completion", "/v1/completions"), ("/v1/chat", "/v1/chat/completions")])
 def test_other_paths_name_the_nearest(path: str, nearest: str):
     with serving() as (_, server):
         answer = server.post({}, path)

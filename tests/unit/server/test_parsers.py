@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.server.parser_case import calls_of, every_cut, fed
+from tinygrad_nv.server.parsers.json_calls import Hermes
 from tinygrad_nv.server.parsers.parser import Content, Event, Reasoning
 from tinygrad_nv.server.parsers.pythonic import Pythonic
 from tinygrad_nv.server.parsers.table import NONE, REASONING, TOOLS, Answer, answer_parser, detect, markers
@@ -188,6 +189,18 @@ def test_every_parser_has_markers_and_takes_any_text():
             assert markers(reasoning, tools)
             events = fed(lambda r=reasoning, t=tools: answer_parser(r, t, OUT), ["a", " b"])
             assert content(events) == "a b"
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("Let me see. \n<tool_call>\n{}\n</tool_call>\n<tool_call>{}</tool_call>", "Let me see. \n"),
+    ("\n<tool_call>{}</tool_call>\n", ""), ("a <tool_call>{}</tool_call> b ", "a  b")])
+def test_text_before_the_first_call_keeps_its_end(text: str, wanted: str):
+    """As vLLM's. White space alone, between calls and after the last one is no content."""
+    text = text.replace("{}", '{"name": "f", "arguments": {}}')
+    for pieces in ([text], [*text]):
+        events = fed(Hermes, pieces)
+        assert content(events) == wanted
+        assert calls_of(events)
 
 
 FUNCTIONS: dict[str, Any] = {"send-mail": None, "f": {"type": "object", "properties": {

@@ -60,6 +60,24 @@ def test_numbers(server: Live, value: Any, read: float | None):
     if read is not None: assert params(server).top_p == read
 
 
+def test_an_echo_is_the_last_message_if_it_has_the_role_of_the_answer(server: Live):
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [
+        {"type": "text", "text": "b"}, {"type": "text", "text": "c"}]}]
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    for messages, fields, front in ((said, {}, "b\nc"), (said[:1], {}, ""), (said[:1], continued, "a")):
+        asked = {"messages": messages, "max_tokens": 3, **fields}
+        [plain], [made] = (ask(server, CHAT, **asked, echo=echo)[1]["choices"] for echo in (False, True))
+        assert made["message"]["content"] == front + plain["message"]["content"]
+        answer = server.post({**asked, "echo": True, "stream": True}, CHAT)
+        deltas = [json.loads(line[6:])["choices"][0]["delta"].get("content") for line in
+                  answer.text.split("\n\n") if line.startswith("data: {")]
+        assert "".join(filter(None, deltas)) == made["message"]["content"]
+        if front: assert deltas[1] == front
+    told = ask(server, CHAT, messages=said, echo=True, logprobs=True, top_logprobs=2)[1]
+    assert params(server).prompt_logprobs == 2
+    assert len(told["prompt_logprobs"]) == told["usage"]["prompt_tokens"]
+
+
 def test_booleans(server: Live):
     for value in ("true", "T", "YES", "on", "1", 1, 1.0):
         assert (ask(server, TEXT, ignore_eos=value)[0], params(server).ignore_eos) == (200, True)
@@ -90,6 +108,13 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "king", "content": "hi"}]}, ""),
     (CHAT, {"documents": [{"text": "d"}]}, ""),
     (CHAT, {"chat_template_kwargs": {"add_generation_prompt": True}}, ""),
+    (CHAT, {"chat_template_kwargs": {"add_generation_prompt": False}},
+     "chat_template_kwargs.add_generation_prompt"),
+    (CHAT, {"messages": [{"role": "user"}]}, ""),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": False}, ""),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, ""),
+    (RESPONSES, {"top_logprobs": 21}, ""), ("/tokenize", {"messages": USER}, "prompt"),
+    ("/detokenize", {"tokens": [5, 99999]}, ""), ("/detokenize", {"tokens": [2 ** 63 - 1]}, ""),
     (CHAT, {"use_beam_search": True, "stream": True}, ""), (MESSAGES, {"temperature": 1.5}, "")]
 
 

@@ -101,7 +101,7 @@ class Seq:
     stop_ids: frozenset[int]
     min_length: int
     matcher: Matcher | None = None
-    logprobs: int | None = None
+    logprobs: int | tuple[int, ...] | None = None
     needs_sync: bool = False            # its next step needs this step's token on the host
     can_draft: bool = False             # speculative decoding is allowed for it
     branches: list[Seq] = field(default_factory=list)
@@ -190,7 +190,8 @@ def new_sequences(request: Request, config: EngineConfig, max_len: int, arrival_
     can_draft = config.num_speculative_tokens > 0 and not params.filters.penalty
     made = [Seq(request, index, (offset, arrival_number, index), (seed + index) % (1 << 64),
                 list(request.prompt), max_length, stop_ids, length + params.min_tokens,
-                request.matchers[index] if request.matchers else None, params.logprobs,
+                request.matchers[index] if request.matchers else None,
+                tuple(params.logprob_token_ids) if params.logprob_token_ids else params.logprobs,
                 bool(request.matchers) or can_draft, can_draft)
             for index in range(params.n)]
     made[0].branches = made[1:]

@@ -62,13 +62,14 @@ class Sample(NamedTuple):
     """A token to sample from the logits of the sequence's new token number `token_index`, for `slot`. The
     token will be at `position`, which together with the seed determines the sampling noise. `mask`, packed
     uint32 [⌈vocab / 32⌉], is a token mask: bit i % 32 of word i // 32 allows token i; None allows all.
-    `logprobs`: how many of the likeliest tokens to report besides the sampled one; None reports nothing.
+    `logprobs`: how many of the likeliest tokens to report besides the sampled one, or which tokens; None
+    reports nothing.
     `target`: the token to report instead of the sampled one."""
     token_index: int
     slot: int
     position: int
     mask: np.ndarray | None = None
-    logprobs: int | None = None
+    logprobs: int | tuple[int, ...] | None = None
     target: int | None = None
 
 
@@ -112,8 +113,8 @@ class SchedulerOutput:
 @dataclass(frozen=True)
 class Logprobs:
     """Natural log probabilities, from the model's logits before any filter: that of the sampled token, or
-    of the target (`chosen`), its rank (1: the likeliest), and the likeliest tokens with theirs, best first.
-    """
+    of the target (`chosen`), its rank (1: the likeliest), and with theirs the likeliest tokens, best first,
+    or those that were asked for."""
     chosen: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()

@@ -29,8 +29,8 @@ from tinygrad_nv.runtime.device import NVDevice
 from tinygrad_nv.runtime.driver import Download, Event, HostMemory
 from tinygrad_nv.runtime.memory import write
 
-# sample numbers, how many log probabilities each requests, and the token if it is not the sampled one
-LogprobRequests = list[tuple[int, int, int | None]]
+# sample numbers, the log probabilities that each requests, and the token if it is not the sampled one
+LogprobRequests = list[tuple[int, int | tuple[int, ...], int | None]]
 NO_SAMPLES = SamplerOutput(np.empty(0, np.int32))     # of a rank that has no logits
 
 
@@ -146,23 +146,24 @@ def _give_back(free: SimpleQueue[tuple[HostMemory, Event]]) -> None:
 def _finalize(done: Future[SamplerOutput], tokens: np.ndarray, rows: np.ndarray,
               wanted: LogprobRequests) -> None:
     try:
-        found = {i: logprobs(row, int(tokens[i]) if target is None else target, num_logprobs)
-                 for row, (i, num_logprobs, target) in zip(rows, wanted, strict=True)
+        found = {i: logprobs(row, int(tokens[i]) if target is None else target, others)
+                 for row, (i, others, target) in zip(rows, wanted, strict=True)
                  if not np.isnan(row.max())}
         done.set_result(SamplerOutput(tokens, found))
     except BaseException as error: done.set_exception(error)
 
 
-def logprobs(logits: np.ndarray, token: int, num_logprobs: int) -> Logprobs:
-    """Natural log softmax of logits [vocab]: of one token, and of the `num_logprobs` likeliest."""
+def logprobs(logits: np.ndarray, token: int, others: int | tuple[int, ...]) -> Logprobs:
+    """Natural log softmax of logits [vocab]: of one token, and of the likeliest, or of some others."""
     exact = logits.astype(np.float64)
     max_logit = exact.max()
     exact -= max_logit + np.log(np.exp(exact - max_logit).sum())
     rank = int((exact > exact[token]).sum()) + 1
-    best = np.arange(len(exact))[:num_logprobs]
-    if 0 < num_logprobs < len(exact): best = np.argpartition(-exact, num_logprobs - 1)[:num_logprobs]
-    order = sorted((int(i) for i in best), key=lambda i: (-exact[i], i))
-    return Logprobs(float(exact[token]), rank, tuple((i, float(exact[i])) for i in order))
+    if isinstance(others, int):
+        best = np.arange(len(exact))[:others]
+        if 0 < others < len(exact): best = np.argpartition(-exact, others - 1)[:others]
+        others = tuple(sorted((int(i) for i in best), key=lambda i: (-exact[i], i)))
+    return Logprobs(float(exact[token]), rank, tuple((i, float(exact[i])) for i in others))
 
 
 def view(memory: Buffer, shape: tuple[int, ...], dtype: Any) -> Tensor:

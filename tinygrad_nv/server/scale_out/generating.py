@@ -29,7 +29,7 @@ from tinygrad_nv.server.fields import Fields
 from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.parsers.table import Answer
-from tinygrad_nv.server.protocol import Common, common_fields
+from tinygrad_nv.server.protocol import Common, common_fields, logprob_token_ids
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
@@ -80,7 +80,8 @@ def generate_request(data: dict[str, Any], limits: RequestLimits) -> GenerateReq
     inner.ignore(INTERNAL)
     # not in a stream, as vLLM's
     if inner.left.get("stream"): inner.take("prompt_logprobs")
-    common = common_fields(inner, SamplingParams(), limits, 1, {"max_tokens": most, "logprobs": logprobs})
+    common = common_fields(inner, SamplingParams(), limits, 1, {
+        "max_tokens": most, "logprobs": logprobs, "logprob_token_ids": logprob_token_ids(inner, True)})
     inner.finish()
     return GenerateRequest(common, [*tokens], text, name, ended, None if budget == -1 else budget)
 
@@ -163,7 +164,7 @@ def _choice(at: int, delta: Delta, asked: GenerateRequest, count: int) -> dict[s
     shown, versions = None, None
     # weights are those that the server has loaded
     if delta.finish_reason is not None: versions = [{"version": "default", "start": 0, "end": count}]
-    if asked.common.params.logprobs is not None:
+    if asked.common.params.num_logprobs is not None:
         shown = {"content": [(logprob if asked.text else by_id)(each) for each in delta.logprobs]}
     return {"index": at, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason,
             "token_ids": [*delta.tokens], **ABSENT, "weight_versions": versions,
@@ -210,10 +211,12 @@ async def abort_requests(request: Request, service: Service, record: Record,
                          data: dict[str, Any]) -> Response:
     """Ends requests of /inference/v1/generate by their ids; others are not known."""
     fields = Fields(data)
-    names = fields.texts("request_ids", 1 << 16)
-    if "request_ids" not in data:
+    names = fields.take("request_ids")
+    if names is None:
         raise invalid("request_ids is missing, expected a list of ids", "request_ids", "missing_field")
     fields.finish()
-    for name in names:
+    # as in vLLM, what is no id is one that is not known
+    for name in [names] if isinstance(names, str) else names if isinstance(names, list) else ():
+        if not isinstance(name, str): continue
         for event in service.generating.get((record.owner, name), ()): event.set()
     return Response(status_code=200)
