@@ -17,7 +17,7 @@ from tinygrad_nv.ptx.builder.hopper import descriptor_bits
 
 GROUP = 128                     # threads of a warpgroup
 BESIDE = 48                     # instructions of a warp beside 8 wgmmas of 64 cycles
-READ_BYTES = 1 << 16            # of memory that reductions leave alone, as each CTA reads there
+READ_BYTES = 1 << 16            # at the start of memory, which each CTA reads and no reduction writes
 WIDE = 1024                     # threads of a CTA that has an SM for itself
 ALONE_SMEM = 120 << 10          # bytes of shared memory with which a CTA has an SM for itself
 
@@ -84,7 +84,8 @@ def promote(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     return Loop(one_round, whole)
 
 
-def tensor_cores() -> Iterator[Probe]:
+def wgmma_probes() -> Iterator[Probe]:
+    """Yields the probes of instructions beside wgmmas."""
     for name in INSTRUCTIONS:
         for where, other in (("the same warpgroup", False), ("another one", True)):
             yield Probe(f"8 wgmmas beside {BESIDE} {name} of {where}", beside_wgmma(name, other),
@@ -121,7 +122,7 @@ def hand_over(arrivals: int) -> Body:
     return body
 
 
-def take_turns(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
+def ping_pong(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     """Two warpgroups order themselves at two named barriers, as ping-pong schedules do."""
     leads, both = kb.tid.x < GROUP, 2 * GROUP
     with kb.if_(~leads): kb.arrive(1, both)
@@ -137,11 +138,12 @@ def take_turns(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     return Loop(one_round, after=after)
 
 
-def hand_overs() -> Iterator[Probe]:
+def barrier_probes() -> Iterator[Probe]:
+    """Yields the probes of hand-overs between warpgroups."""
     for arrivals in (1, GROUP):
         yield Probe(f"hand-over of a stage, {arrivals} arriving", hand_over(arrivals), threads=2 * GROUP,
                     sass=("SYNCS", 6), needs="sm_90a")
-    yield Probe("turn of two warpgroups at named barriers", take_turns, threads=2 * GROUP, sass=("BAR", 4))
+    yield Probe("turn of two warpgroups at named barriers", ping_pong, threads=2 * GROUP, sass=("BAR", 4))
 
 
 # **** HBM and L2 ****
@@ -158,7 +160,7 @@ def read_rows(row_bytes: int) -> Body:
         whole = kb.reg("b32", 0)
         def one_round() -> None:
             for _ in range(max(1, AT_ONCE // loads)):
-                # rows of 8 KiB in 256 MiB; beyond these the next 512 bytes of each
+                # 32768 rows, 8 KiB apart, fill 256 MiB; after these the next row_bytes of each
                 further = ((row >> 15) * row_bytes & 8191) + column
                 at = memory + ((row & 0x7fff) << 13).to("u64") + further.to("u64")
                 for i in range(loads): fold(whole, kb.ld("global", "b32", at.at(512 * i), 4, ".cg"))
@@ -234,7 +236,8 @@ def reduce_bulk(nbytes: int) -> Body:
     return body
 
 
-def memory_rates() -> Iterator[Probe]:
+def memory_probes() -> Iterator[Probe]:
+    """Yields the probes of HBM and of L2."""
     whole = partial(Probe, rate=True, ctas=0, nbytes=STREAMED)
     for row_bytes in (128, 256, 512, 2048):
         loads = max(1, AT_ONCE // max(1, row_bytes // 512)) * max(1, row_bytes // 512)
@@ -283,8 +286,9 @@ def _unpack_word(kb: Kernel, code: Value, bias: Value, one: Value, whole: Value)
     fold(code, [whole])
 
 
-def unpacking() -> Iterator[Probe]:
+def unpack_probes() -> Iterator[Probe]:
+    """Yields the probe of 4-bit weights."""
     yield Probe("unpacking of 8 int4", unpack_int4, 12, sass=("HFMA2", 48), needs="sm_90a")
 
 
-for made in (tensor_cores, hand_overs, memory_rates, unpacking): register(made())
+for probes in (wgmma_probes, barrier_probes, memory_probes, unpack_probes): register(probes())

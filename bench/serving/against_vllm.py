@@ -17,6 +17,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,7 +70,7 @@ def take_turns(servers: list[Server], model: Path, load: Load, concurrency: int,
         number = min(prompts, max(8, concurrency)) if repeat < 0 else prompts
         for server in servers if repeat % 2 else servers[::-1]:
             # no prompts of earlier runs, which a prefix cache would have
-            seed = 100 * (concurrency or round(rate)) + repeat + 1
+            seed = zlib.crc32(repr((load.options[1], concurrency, rate, repeat)).encode()) >> 1
             figures = run_client(server, model, load, concurrency, rate, number, seed, adapters)
             if repeat >= 0: runs[server.side].append(figures)
     return runs

@@ -26,8 +26,8 @@ from tinygrad_nv.server.usage import Usage
 
 # names of reasoning in a message: vLLM's, and the older one
 REASONING = ("reasoning", "reasoning_content")
-# that an answer tells of no prompt
-NOTHING: Mapping[str, Any] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
+# fields of a prompt, in an answer that tells nothing of it
+NO_PROMPT_FIELDS: Mapping[str, Any] = dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
 
 
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
@@ -184,7 +184,7 @@ async def _whole(conversation: Conversation, chunks: Chunks, shared: dict[str, A
 
 
 def make_answer(conversation: Conversation, choices: list[dict[str, Any]], shared: dict[str, Any],
-                record: Record, of_prompt: Mapping[str, Any] = NOTHING) -> Response:
+                record: Record, of_prompt: Mapping[str, Any] = NO_PROMPT_FIELDS) -> Response:
     """The answer with these choices, and what is told of the prompt."""
     service = conversation.service
     more = dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics"))

@@ -61,7 +61,8 @@ class ChatRequest(Common):
     @property
     def reasons(self) -> bool:
         """Whether the reasoning is left on: the variable of the template counts before the fields."""
-        if "enable_thinking" in (self.extra or {}): return bool((self.extra or {})["enable_thinking"])
+        extra = self.extra or {}
+        if "enable_thinking" in extra: return bool(extra["enable_thinking"])
         return self.thinking is not False and self.effort != "none"
 
     @property

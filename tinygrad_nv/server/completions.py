@@ -23,7 +23,7 @@ from tinygrad_nv.server.beams import beam_deltas
 from tinygrad_nv.server.json_answer import JSONAnswer
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.sse import Template, Written, stream_events, until_disconnect
+from tinygrad_nv.server.sse import ChunksOrEvents, Template, stream_events, until_disconnect
 from tinygrad_nv.server.usage import Usage
 from tinygrad_nv.server.workers import checkpoint
 
@@ -45,17 +45,18 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
 
 
 async def _chunks(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]],
-                  echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> Written:
+                  echoes: Sequence[str], record: Record, shared: dict[str, Any]) -> ChunksOrEvents:
     offsets, shown = dict[int, int](), dict[int, Echo]()
     top, n = parsed.params.num_logprobs, parsed.params.n
     deltas = beam_deltas(service, prompts, parsed, record) if parsed.beams is not None else \
         service.run(prompts, parsed.params, parsed.priority, record, parsed.salt)
     if parsed.params.prompt_logprobs is not None: deltas = prompt_first(deltas, n)
     # most chunks of a stream differ in their text alone
-    bare = parsed.stream and top is None and not (parsed.silent or parsed.echo or parsed.ids or parsed.usages)
+    more = parsed.silent or parsed.echo or parsed.ids or parsed.usages
+    is_text_only = parsed.stream and top is None and not more
     templates = dict[int, Template]()
     async for at, delta in deltas:
-        if bare and delta.finish_reason is None:
+        if is_text_only and delta.finish_reason is None:
             if at not in templates: templates[at] = Template({**shared, "choices": [_choice(at, "\0")]})
             yield templates[at].fill(delta.text)
             continue
@@ -119,7 +120,7 @@ async def prompt_first(deltas: AsyncGenerator[tuple[int, Delta], None],
                 begun.add(choice)
 
 
-async def whole_answer(service: Service, chunks: Written, shared: dict[str, Any], count: int,
+async def whole_answer(service: Service, chunks: ChunksOrEvents, shared: dict[str, Any], count: int,
                        record: Record) -> Response:
     """The answer of `count` choices that `chunks` add up to."""
     choices: list[dict[str, Any]] = [

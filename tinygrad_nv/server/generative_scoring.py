@@ -49,19 +49,19 @@ class ScoringRequest:
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
-    asked = await service.read(record, lambda: _request(data, service.limits))
+    asked = await service.read(record, lambda: _read_request(data, service.limits))
     name = record.model = service.require_name(asked.model)
     tokenizer = service.require_tokenizer()
     if bad := [each for each in asked.labels if each >= 1 << 31 or tokenizer.unknown(each)]:
         raise invalid(f"label_token_ids has the id {str(bad[0])[:20]}, which is not in the vocabulary; to "
                       "fix: send ids of this model's tokenizer", "label_token_ids")
-    prompts = await service.aside(record.size, lambda: _prompts(service, tokenizer, asked))
+    prompts = await service.aside(record.size, lambda: _make_prompts(service, tokenizer, asked))
     params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=[*asked.labels])
 
     async def score() -> list[float]:
         scores = [0.0] * len(prompts)
         async for at, delta in service.run(prompts, params, asked.priority, record, asked.salt):
-            for each in delta.logprobs: scores[at] = _probability(each, asked)
+            for each in delta.logprobs: scores[at] = compute_score(each, asked)
         return scores
     scores = await until_disconnect(request, score())
     return JSONAnswer({"id": record.answer_id(PREFIX, data.get("request_id")), "object": "list",
@@ -71,7 +71,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
                        "usage": service.usage(record).fields()})
 
 
-def _request(data: dict[str, Any], limits: RequestLimits) -> ScoringRequest:
+def _read_request(data: dict[str, Any], limits: RequestLimits) -> ScoringRequest:
     fields = Fields(data)
     queries, labels = prompts(fields, "query"), fields.wholes("label_token_ids")
     if len(queries) != 1: raise invalid("query is a list of prompts, expected one", "query")
@@ -92,7 +92,7 @@ def _request(data: dict[str, Any], limits: RequestLimits) -> ScoringRequest:
     return made
 
 
-def _prompts(service: Service, tokenizer: Tokenizer, asked: ScoringRequest) -> list[list[int]]:
+def _make_prompts(service: Service, tokenizer: Tokenizer, asked: ScoringRequest) -> list[list[int]]:
     """The tokens of each prompt. Items get no special tokens, as vLLM's."""
     def encode(given: TextOrTokens, special: bool) -> Sequence[int]:
         checkpoint()
@@ -107,9 +107,11 @@ def _prompts(service: Service, tokenizer: Tokenizer, asked: ScoringRequest) -> l
     return made
 
 
-def _probability(found: TokenLogprobs, asked: ScoringRequest) -> float:
-    """The probability of the first label."""
+def compute_score(found: TokenLogprobs, asked: ScoringRequest) -> float:
+    """Returns the probability of the first label; 0 where none of them can come."""
     values = {token: value for token, _, value in found.top}
     first = values[asked.labels[0]]
     if not asked.among_labels: return math.exp(first)
-    return 1 / sum(math.exp(each - first) for each in values.values())
+    most = max(values.values())
+    if most == -math.inf: return 0.0
+    return math.exp(first - most) / sum(math.exp(each - most) for each in values.values())

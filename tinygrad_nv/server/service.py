@@ -334,7 +334,7 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self._over, self._cancelled, self._before = False, False, 0
-        self._task: asyncio.Task[Any] | None = None     # that waits
+        self._task: asyncio.Task[Any] | None = None     # the task that waits
         self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
 
     def __enter__(self) -> None:

@@ -25,8 +25,8 @@ from tinygrad_nv.server.record import Record
 
 T = TypeVar("T")
 Chunks = AsyncGenerator[dict[str, Any], None]
-Written = AsyncGenerator[dict[str, Any] | bytes, None]     # some of them as events
-HOLE = '"\\u0000"'      # a text of this character
+ChunksOrEvents = AsyncGenerator[dict[str, Any] | bytes, None]     # chunks, or the bytes of their events
+HOLE = '"\\u0000"'      # JSON of the text that a template replaces
 # of Unicode: a client that splits a stream into lines as Python splits texts would cut an event there
 SEPARATORS = str.maketrans({each: f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"})
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -79,7 +79,7 @@ class Typed(Plain):
         return self.event(self.failed(error))
 
 
-async def stream_events(request: Request, chunks: Written, record: Record,
+async def stream_events(request: Request, chunks: ChunksOrEvents, record: Record,
                         style: Plain | None = None) -> Response:
     """Returns the response with `chunks` as its events."""
     style = style or Plain()

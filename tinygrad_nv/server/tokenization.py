@@ -21,7 +21,7 @@ from tinygrad_nv.server.leniency import ignore
 from tinygrad_nv.server.record import Record
 from tinygrad_nv.server.service import Service
 
-MAX_ID = (1 << 32) - 1  # that the tokenizer takes, and no vocabulary has
+MAX_ID = (1 << 32) - 1  # the largest id that the tokenizer takes; no vocabulary has it
 CONVERSATION = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message",
                 "add_special_tokens", "chat_template", "chat_template_kwargs")
 

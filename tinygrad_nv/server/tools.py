@@ -53,8 +53,8 @@ def tool_list(fields: Fields) -> tuple[Tool, ...]:
             raise invalid(f"{path} is no function, expected type 'function' with a function object", path)
         name = function.get("name")
         if not isinstance(name, str) or len(name) > MOST_NAME:
-            raise invalid(f"{path}.function.name is missing or has more than {MOST_NAME} characters",
-                          f"{path}.function.name")
+            raise invalid(f"{path}.function.name is missing or has more than {MOST_NAME} characters, "
+                          f"expected a text of at most {MOST_NAME}", f"{path}.function.name")
         unicode(name, f"{path}.function.name")
         function = {key: value for key, value in function.items() if value is not None}
         if not isinstance(function.setdefault("parameters", dict(NO_PARAMETERS)), dict):

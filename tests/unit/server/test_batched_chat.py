@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.server.serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live
+from tinygrad_nv.engine.outputs import TokenLogprobs
+from tinygrad_nv.server.generative_scoring import ScoringRequest, compute_score
 from tinygrad_nv.server.limits import RequestLimits
 
 BATCH, CHAT, SCORING, INVOCATIONS = ("/v1/chat/completions/batch", "/v1/chat/completions",
@@ -64,6 +66,9 @@ def test_fields_of_a_batch(server: Live):
     ({"messages": [*said("a"), [{"role": "user", "content": 5}]]}, "messages[1][0].content", "a string"),
     ({"messages": "a"}, "messages", "a list of conversations"),
     ({"messages": said(*"a" * 129)}, "messages", "at most 128"),
+    ({"messages": said(*"a" * 128), "allowed_token_ids": [5] * 8193}, "messages", "at most 1048576 entries"),
+    ({"messages": [*said("a"), [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}]]}, "messages[1]", "images"),
     ({"messages": said("a"), "n": 2}, "n", "say 1"),
     ({"messages": said("a"), "use_beam_search": True}, "use_beam_search", "say false"),
     ({"messages": said("a"), "temperature": 3}, "temperature", "0 to 2")])
@@ -98,6 +103,14 @@ def test_scores_are_probabilities_of_the_first_label(server: Live):
         assert [each["score"] for each in made["data"]] == pytest.approx([wanted] * 2)
         assert made["usage"]["completion_tokens"] == 2
         assert (made["object"], made["id"].startswith("generative-scoring-")) == ("list", True)
+
+
+@pytest.mark.parametrize(("values", "wanted"), [
+    ((-1000.0, 0.0), 0.0), ((0.0, -1000.0), 1.0), ((-math.inf, -math.inf), 0.0), ((-800.0, -800.0), 0.5)])
+def test_scores_of_extreme_log_probabilities(values: tuple[float, float], wanted: float):
+    asked = ScoringRequest(None, "a", ("b",), (5, 6), True, False, True, "", 0)
+    found = TokenLogprobs(5, "", values[0], 1, tuple((5 + at, "", value) for at, value in enumerate(values)))
+    assert compute_score(found, asked) == wanted
 
 
 def test_prompts_to_score_are_the_query_and_an_item(server: Live):

@@ -162,6 +162,7 @@ def test_requests_are_aborted():
         assert 0 < len(choice["token_ids"]) < 400
         assert (fake.running, made.generating) == (set(), {})
         assert server.post({}, ABORT).status_code == 400
+        assert server.post({"request_ids": ["a"] * 65537}, ABORT).status_code == 400
 
 
 def test_prompts_are_rendered(server: Live):

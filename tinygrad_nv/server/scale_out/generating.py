@@ -38,6 +38,7 @@ from tinygrad_nv.server.sse import Chunks, stream_events, until_disconnect
 OUTER = ("model", "stream", "stream_options", "cache_salt", "priority", "return_token_ids")
 # of sampling_params: how vLLM's engine passes outputs on
 INTERNAL = ("output_kind", "skip_clone", "skip_reading_prefix_cache", "extra_args", "flat_logprobs")
+MAX_ABORTED = 1 << 16      # limit: ids of one request to abort
 ABSENT = dict.fromkeys(("routed_experts", "sampling_mask"))
 
 
@@ -215,6 +216,8 @@ async def abort_requests(request: Request, service: Service, record: Record,
     if names is None:
         raise invalid("request_ids is missing, expected a list of ids", "request_ids", "missing_field")
     fields.finish()
+    if isinstance(names, list) and len(names) > MAX_ABORTED:
+        raise invalid(f"request_ids has {len(names)} entries, expected at most {MAX_ABORTED}", "request_ids")
     # as in vLLM, what is no id is one that is not known
     for name in [names] if isinstance(names, str) else names if isinstance(names, list) else ():
         if not isinstance(name, str): continue
