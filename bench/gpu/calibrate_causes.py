@@ -1,4 +1,4 @@
-"""Microbenchmarks of what the timing model's errors are put down to: each settles one of its assumptions.
+"""Microbenchmarks of what the timing model's errors are put down to: each tests one assumption.
 
 docs/timing.md lists the causes. What an instruction beside wgmmas costs, in their warpgroup or another one;
 hand-overs at mbarriers and named barriers; HBM by the SMs that read, the bytes of a row and those in flight;

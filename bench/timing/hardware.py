@@ -90,7 +90,7 @@ def plot(rows: Sequence[Predicted]) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for name, some in by_family(rows).items():
         if name == "all": continue
-        measured = [row.row.measured_us for row in some]
+        measured = [row.row.time_us for row in some]
         axes.semilogx(measured, [1 + row.error for row in some], ".", label=name)
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set(xlabel="measured, µs", ylabel="predicted over measured", ylim=(0, 2))

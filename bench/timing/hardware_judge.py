@@ -34,7 +34,7 @@ def times(rows: Sequence[Predicted], which: str) -> list[float]:
 def regret(rows: Sequence[Predicted], which: str) -> float:
     """How much longer than the best the schedule takes that is predicted to be the best."""
     chosen = min(rows, key=lambda row: getattr(row, which))
-    return chosen.row.measured_us / min(row.row.measured_us for row in rows)
+    return chosen.row.time_us / min(row.row.time_us for row in rows)
 
 
 def figures(rows: Sequence[Predicted], which: str = "us") -> Figures:
@@ -42,12 +42,12 @@ def figures(rows: Sequence[Predicted], which: str = "us") -> Figures:
     these are left out."""
     rows = [row for row in rows if getattr(row, which) is not None]
     if not rows: return {}
-    errors = [100 * (getattr(row, which) / row.row.measured_us - 1) for row in rows]
+    errors = [100 * (getattr(row, which) / row.row.time_us - 1) for row in rows]
     made = {"rows": len(rows), "mape": mean(map(abs, errors)), "bias": mean(errors),
             "worst": max(errors, key=abs)}
     if sweeps := by_sweep(rows):
         regrets = [regret(some, which) for some in sweeps]
-        ranks = [rank_correlation([row.row.measured_us for row in some], times(some, which))
+        ranks = [rank_correlation([row.row.time_us for row in some], times(some, which))
                  for some in sweeps if len(set(times(some, which))) > 1]
         made |= {"sweeps": len(sweeps), "regret": mean(regrets), "worst_regret": max(regrets)}
         if ranks: made["rank"] = mean(ranks)
@@ -71,7 +71,7 @@ def judge_half(rows: Sequence[Predicted], seed: int) -> list[Predicted]:
     return [row for row in rows if (row.row.part, row.row.spec) in chosen]
 
 
-def judged(rows: Sequence[Predicted]) -> Figures:
+def judge_all(rows: Sequence[Predicted]) -> Figures:
     """The mean error of the judging half, by family, over `SPLITS` deals."""
     halves = [by_family(judge_half(rows, seed)) for seed in range(SPLITS)]
     return {name: mean(figures(half[name])["mape"] for half in halves if name in half)
@@ -80,7 +80,7 @@ def judged(rows: Sequence[Predicted]) -> Figures:
 
 def summary(rows: Sequence[Predicted]) -> dict[str, dict[str, Figures]]:
     """By family the figures of both models."""
-    halves = judged(rows)
+    halves = judge_all(rows)
     return {name: {"timing": {**figures(some), "judge_mape": halves[name]},
                    "cost": figures(some, "cost_us")}
             for name, some in by_family(rows).items()}

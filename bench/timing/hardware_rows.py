@@ -55,7 +55,7 @@ class HardwareRow:
     def family(self) -> str: return FAMILIES[self.part]
 
     @property
-    def measured_us(self) -> float:
+    def time_us(self) -> float:
         """Microseconds of ours alone."""
         return self.us - self.beside_us
 
@@ -79,7 +79,7 @@ class Predicted:
     limiter: str
 
     @property
-    def error(self) -> float: return self.us / self.row.measured_us - 1
+    def error(self) -> float: return self.us / self.row.time_us - 1
 
 
 def load_rows() -> list[HardwareRow]:
@@ -158,6 +158,6 @@ def to_record(one: Predicted) -> dict[str, Any]:
     """Plain data for the record."""
     made = {"family": one.row.family, "spec": one.row.spec,
             "schedule": str(TABLE.read("gpu", one.row.schedule)), "sweep": one.row.sweep,
-            "measured_us": round(one.row.measured_us, 3)}
+            "measured_us": round(one.row.time_us, 3)}
     return {**made, **{name: round(value, 3) if isinstance(value, float) else value
                        for name, value in asdict(one).items() if name != "row"}}
