@@ -72,7 +72,7 @@ def judge_half(rows: Sequence[Predicted], seed: int) -> list[Predicted]:
 
 
 def judge_all(rows: Sequence[Predicted]) -> Figures:
-    """The mean error of the judging half, by family, over `SPLITS` deals."""
+    """Returns the mean error of the judging half, by family, over `SPLITS` deals."""
     halves = [by_family(judge_half(rows, seed)) for seed in range(SPLITS)]
     return {name: mean(figures(half[name])["mape"] for half in halves if name in half)
             for name in by_family(rows)}

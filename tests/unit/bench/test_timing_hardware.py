@@ -10,7 +10,16 @@ import pytest
 from bench.lib import report_timing
 from bench.lib.measure import RESULTS
 from bench.timing import hardware
-from bench.timing.hardware_judge import LEAST, SPLITS, by_family, figures, judge_all, judge_half, regret, summary
+from bench.timing.hardware_judge import (
+    LEAST,
+    SPLITS,
+    by_family,
+    figures,
+    judge_all,
+    judge_half,
+    regret,
+    summary,
+)
 from bench.timing.hardware_rows import FAMILIES, HardwareRow, Predicted, load_rows, predict, workloads
 
 ROWS = load_rows()
