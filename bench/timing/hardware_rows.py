@@ -61,7 +61,7 @@ class HardwareRow:
 
     @property
     def sweep_of_spec(self) -> tuple[str, str, str]:
-        """What was timed together: schedules of a spec, in one sweep."""
+        """Names the schedules that were timed together: of a spec, in one sweep."""
         return self.part, self.spec, self.sweep
 
     def __str__(self) -> str: return f"{self.part} {self.spec}: {TABLE.read('gpu', self.schedule)}"
@@ -94,7 +94,7 @@ def workloads(part: str) -> Mapping[str, Any]:
 
 
 def spec_of(row: HardwareRow) -> Any:
-    """What is computed."""
+    """Returns the spec of what is computed."""
     workload = workloads(row.part)[row.spec]
     return workload.stages[0][0] if row.part == "moe" else workload.spec
 
