@@ -112,7 +112,7 @@ def test_the_cause_is_named_where_others_end_before_it(mark: str, tmp_path: Path
                                                        capsys: pytest.CaptureFixture[str]):
     """Rank 0 hears of the failure and ends at once; rank 1 takes longer to end."""
     text = f"""
-store = Store.open(ranks, 10)
+store = Store.open(ranks, 60)
 if ranks.rank == 1:
     store.abort("it fails")
     time.sleep(0.3)
