@@ -79,7 +79,7 @@ def judge_all(rows: Sequence[Predicted]) -> Figures:
 
 
 def summary(rows: Sequence[Predicted]) -> dict[str, dict[str, Figures]]:
-    """By family the figures of both models."""
+    """Returns the figures of both models, by family."""
     halves = judge_all(rows)
     return {name: {"timing": {**figures(some), "judge_mape": halves[name]},
                    "cost": figures(some, "cost_us")}

@@ -31,7 +31,7 @@ from tinygrad_nv.errors import DistError
 
 ENDED = 75          # exit status of a rank that ends because of another one (EX_TEMPFAIL)
 GRACE_S = 10.0      # from SIGTERM to SIGKILL
-CAUSE_S = 1.0       # in which the cause may end after those that it took along
+CAUSE_S = 3.0       # in which the cause may end after those that it took along: on a busy machine 1 is short
 LAST_LINES = 20     # of a rank that failed
 LINE_BYTES = 1 << 16
 OUTPUT_S = 2.0      # in which the output of a rank that has ended is read to its end

@@ -12,6 +12,7 @@ ends all ranks after the first that fails.
 """
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -164,7 +165,8 @@ class Watchdog:
         self.before: list[Callable[[DistError], None]] = []
         self.closed = threading.Event()
         self._seen: dict[int, float] = {}       # ranks that closed the store, and since when that is known
-        self._ending = threading.Lock()
+        self._ending, self._ended = threading.Lock(), threading.Event()
+        atexit.register(self._wait_for_end)
         looker, self._listener = (threading.Thread(target=each, name="tinygrad_nv watchdog", daemon=True)
                                   for each in (self._look, self._listen))
         looker.start()
@@ -178,6 +180,7 @@ class Watchdog:
     def close(self) -> None:
         """Watches no more: before `store.close()`."""
         self.closed.set()
+        atexit.unregister(self._wait_for_end)
 
     # **** threads ****
 
@@ -262,6 +265,11 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError): sys.stdout.flush()
         self.store.abort(error.found)
         self.exit(ENDED)
+        self._ended.set()
+
+    def _wait_for_end(self) -> None:
+        """Keeps a program whose last collective was given up from exiting with 0 before it is ended."""
+        if self._ending.locked(): self._ended.wait()
 
     def _drain(self, error: DistError) -> None:
         for function in self.before: function(error)

@@ -21,7 +21,7 @@ from tinygrad_nv.dist.collectives.functions import (
     reduce_scatter,
     send,
 )
-from tinygrad_nv.dist.group import Group, World, init
+from tinygrad_nv.dist.group import Group, World, init, world
 from tinygrad_nv.errors import DistError
 
 KINDS: dict[DType, str] = {dtypes.float32: "f4", dtypes.float64: "f8", dtypes.bfloat16: "u2",
@@ -216,9 +216,12 @@ def message_of_another_shape(group: Group) -> None:
 
 
 def hang(group: Group) -> None:
-    """Rank 1 does not come: the watchdog ends both."""
+    """Rank 1 does not come: the watchdog ends both, also where rank 0 drains while its program gets to its end."""
     own = tensor(np.arange(64))
-    if group.rank == 1: time.sleep(60)
+    watchdog = world().watchdog
+    assert watchdog is not None
+    if group.rank == 0: watchdog.before_end(lambda error: time.sleep(2))
+    if group.rank == 1: time.sleep(300)
     all_reduce(own, group, name="layers.3.down").realize()
 
 

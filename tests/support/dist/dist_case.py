@@ -3,12 +3,14 @@ import no tinygrad: they start in a tenth of a second."""
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,16 @@ from tinygrad_nv.dist.store import Store
 ranks = Ranks.from_environment()
 """
 MARK = "DIST_TEST_MARK"     # a variable that every process of a test has
+# "at once" on a machine that is busy with other tests: a rank starts in 0.1 s alone and has taken 9 s there;
+# programs of tests sleep for 300 s, and wait for 200, so that what waits to the end is seen
+SOON_S = 60.0
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A free port below those the kernel hands out, which another test's connection may take."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)): return port
 
 
 def ranks_of(world: int, port: int = 0) -> list[Ranks]:
@@ -49,7 +55,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(calls)) as pool: return list(pool.map(outcome, calls))
 
 
-def opened(ranks: list[Ranks], timeout_s: float = 10.0) -> list[Any]:
+def opened(ranks: list[Ranks], timeout_s: float = SOON_S) -> list[Any]:
     """The stores of these ranks, or what opening them raised."""
     return together([lambda each=each: Store.open(each, timeout_s) for each in ranks])
 
@@ -82,7 +88,7 @@ def spawned(path: Path, world: int, *words: str) -> list[subprocess.Popen[str]]:
             for rank in range(world)]
 
 
-def ended(processes: list[subprocess.Popen[str]], timeout_s: float = 20.0) -> list[tuple[int, str, str]]:
+def ended(processes: list[subprocess.Popen[str]], timeout_s: float = SOON_S) -> list[tuple[int, str, str]]:
     """Exit status, stdout and stderr of each."""
     try:
         texts = [process.communicate(timeout=timeout_s) for process in processes]

@@ -25,22 +25,22 @@ from bench.timing.hardware_rows import FAMILIES, HardwareRow, Predicted, load_ro
 ROWS = load_rows()
 
 
-def predicted(us: float, measured: float, spec: str = "a", part: str = "gemm", cost: float | None = None,
+def make_prediction(us: float, measured: float, spec: str = "a", part: str = "gemm", cost: float | None = None,
               beside: float = 0.0) -> Predicted:
     row = HardwareRow(part, spec, "schedules", {}, measured + beside, "", beside)
     return Predicted(row, us, cost, True, 1755.0, "HBM")
 
 
 def test_errors_are_of_ours_alone():
-    found = figures([predicted(11, 10, beside=5), predicted(6, 8, "b", beside=5)])
+    found = figures([make_prediction(11, 10, beside=5), make_prediction(6, 8, "b", beside=5)])
     assert found == {"rows": 2, "mape": pytest.approx(17.5), "bias": pytest.approx(-7.5),
                      "worst": pytest.approx(-25)}
 
 
 def test_rank_and_regret_are_of_one_sweep():
-    one = [predicted(us, measured) for us, measured in ((1, 12), (2, 10), (3, 20), (4, 30))]
-    other = [predicted(us, measured, "b") for us, measured in ((4, 1), (3, 2), (2, 3), (1, 4))]
-    found = figures([*one, *other, predicted(1, 1, "alone")])
+    one = [make_prediction(us, measured) for us, measured in ((1, 12), (2, 10), (3, 20), (4, 30))]
+    other = [make_prediction(us, measured, "b") for us, measured in ((4, 1), (3, 2), (2, 3), (1, 4))]
+    found = figures([*one, *other, make_prediction(1, 1, "alone")])
     assert regret(one, "us") == pytest.approx(1.2)
     assert (found["sweeps"], found["worst_regret"]) == (2, pytest.approx(4))
     assert found["regret"] == pytest.approx(2.6)
@@ -48,23 +48,23 @@ def test_rank_and_regret_are_of_one_sweep():
 
 
 def test_fewer_schedules_tell_no_order():
-    assert "rank" not in figures([predicted(us, us) for us in range(1, LEAST)])
+    assert "rank" not in figures([make_prediction(us, us) for us in range(1, LEAST)])
 
 
 def test_equal_predictions_have_regret_and_no_rank():
-    found = figures([predicted(1, us) for us in range(1, LEAST + 1)])
+    found = figures([make_prediction(1, us) for us in range(1, LEAST + 1)])
     assert (found["regret"], "rank" in found) == (1, False)
 
 
 def test_rows_without_a_cost_are_left_out():
-    rows = [predicted(1, 10, cost=11), predicted(1, 10)]
+    rows = [make_prediction(1, 10, cost=11), make_prediction(1, 10)]
     assert figures(rows, "cost_us") == {"rows": 1, "mape": pytest.approx(10), "bias": pytest.approx(10),
                                         "worst": pytest.approx(10)}
     assert figures([rows[1]], "cost_us") == {}
 
 
 def test_a_half_has_whole_specs_of_each_family():
-    rows = [predicted(1, 1, str(spec), part) for spec in range(6) for part in ("gemm", "paged")
+    rows = [make_prediction(1, 1, str(spec), part) for spec in range(6) for part in ("gemm", "paged")
             for _ in range(3)]
     for seed in range(SPLITS):
         half = judge_half(rows, seed)
@@ -74,7 +74,7 @@ def test_a_half_has_whole_specs_of_each_family():
 
 
 def test_judged_is_the_mean_of_the_halves():
-    rows = [predicted(10 + spec, 10, str(spec)) for spec in range(4)]
+    rows = [make_prediction(10 + spec, 10, str(spec)) for spec in range(4)]
     halves = [mean(10 * int(row.row.spec) for row in judge_half(rows, seed)) for seed in range(SPLITS)]
     assert judge_all(rows)["gemm"] == pytest.approx(mean(halves))
     assert summary(rows)["gemm"]["timing"]["judge_mape"] == pytest.approx(mean(halves))
@@ -105,7 +105,7 @@ def test_a_kernel_is_what_ran_and_is_predicted_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_line_of_json_has_what_is_asked():
-    rows = [predicted(us, measured, cost=1) for us, measured in ((1, 12), (2, 10), (3, 20), (4, 30))]
+    rows = [make_prediction(us, measured, cost=1) for us, measured in ((1, 12), (2, 10), (3, 20), (4, 30))]
     fa3 = [{"shape": "d 128", "measured": 0.9, "modelled": 1.1, "model": "x"}]
     found = hardware.short(summary(rows), fa3)
     assert set(found["families"]["gemm"]) == {"rows", "mape", "rank", "regret"}
@@ -126,5 +126,5 @@ def test_the_record_is_of_all_rows():
 
 
 def test_families_come_in_one_order():
-    rows = [predicted(1, 1, part=part) for part in reversed(FAMILIES)]
+    rows = [make_prediction(1, 1, part=part) for part in reversed(FAMILIES)]
     assert list(by_family(rows)) == [*FAMILIES.values(), "all"]

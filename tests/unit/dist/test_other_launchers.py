@@ -13,14 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dist.dist_case import HEAD, close, ended, free_port, opened, program, ranks_of, together
+from tests.support.dist.dist_case import (
+  HEAD,
+  SOON_S,
+  close,
+  ended,
+  free_port,
+  opened,
+  program,
+  ranks_of,
+  together,
+)
 from tinygrad_nv.dist import cores
 from tinygrad_nv.dist.cores import CoreShare, neighbours, share
 from tinygrad_nv.dist.ranks import Ranks, first_host, slurm_tasks
 from tinygrad_nv.errors import DistError
 
 FIND = """
-with Store.open(ranks, 20) as store:
+with Store.open(ranks, 200) as store:
     if len(sys.argv) > 1 and ranks.rank == 1: os.kill(os.getpid(), 9)
     said = store.all_gather("x", bytes([ranks.rank + 65]))
     time.sleep(0.2)
@@ -39,7 +49,7 @@ def mpiexec() -> str:
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60,
+    return subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=200,
                           check=False)
 
 
@@ -60,7 +70,7 @@ def test_a_rank_of_mpiexec_that_is_killed(tmp_path: Path):
     began = time.monotonic()
     done = run(mpiexec(), "-n", 2, sys.executable, program(tmp_path, FIND), "fail")
     assert done.returncode != 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 def test_srun(tmp_path: Path):

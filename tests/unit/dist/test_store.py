@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.dist.dist_case import close, free_port, opened, ranks_of, together
+from tests.support.dist.dist_case import SOON_S, close, free_port, opened, ranks_of, together
 from tinygrad_nv.dist import rendezvous
 from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, name_ranks, take, unpack_list
 from tinygrad_nv.dist.ranks import Ranks
@@ -61,7 +61,7 @@ def test_all_gather_is_by_rank_and_a_name_may_be_used_again(stores):
 def test_a_barrier_waits_for_all_and_says_who_is_missing(stores):
     began = time.monotonic()
     found = together([lambda store=store: store.barrier("b", 0.05) for store in stores[:1]])
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < SOON_S
     assert isinstance(found[0], DistTimeout)
     assert found[0].ranks == (1, 2)
     assert "ranks 1 and 2 of 3 did not come to 'b' in 0.05 s (all are connected)" in str(found[0])
@@ -75,34 +75,34 @@ def test_a_lost_rank_is_told_to_all_at_once(stores):
                                                                       event.set()))
     threading.Timer(0.05, lose, (stores[1],)).start()
     began = time.monotonic()
-    found = together([lambda: stores[0].barrier("b", 30), lambda: stores[2].get("k", 30)])
-    assert time.monotonic() - began < 8
+    found = together([lambda: stores[0].barrier("b", 200), lambda: stores[2].get("k", 200)])
+    assert time.monotonic() - began < SOON_S
     for error in found:
         assert isinstance(error, DistError)
         assert error.ranks == (1,)
         assert "rank 1 was lost: its process ended without closing the store (process" in str(error)
-    assert all(event.wait(1) for event in seen.values())
+    assert all(event.wait(SOON_S) for event in seen.values())
     assert sorted(each[:2] for each in told) == [(0, 1), (2, 1)]
-    with pytest.raises(DistError, match="rank 1 was lost"): stores[0].barrier("after", 30)
+    with pytest.raises(DistError, match="rank 1 was lost"): stores[0].barrier("after", 200)
     stores[0].set("still", b"works")
     assert stores[2].get("still", 1) == b"works"
     late = threading.Event()
     stores[0].watch(lambda *_: late.set())
-    assert late.wait(1), "a rank that was lost before"
+    assert late.wait(SOON_S), "a rank that was lost before"
 
 
 def test_an_abort_has_its_reason(stores):
     stores[2].abort("out of memory in layers.3")
     with pytest.raises(DistError, match=r"rank 2 was lost: out of memory in layers.3 \(process"):
-        stores[1].barrier("b", 30)
+        stores[1].barrier("b", 200)
 
 
 def test_the_loss_of_rank_0_is_told(stores):
     told = threading.Event()
     stores[1].watch(lambda rank, why: rank == 0 and told.set())
     threading.Timer(0.05, lambda: [lose_peer(stores[0].server, rank) for rank in (1, 2)]).start()
-    with pytest.raises(DistError, match="rank 0 was lost: its process ended"): stores[1].get("k", 30)
-    assert told.wait(1)
+    with pytest.raises(DistError, match="rank 0 was lost: its process ended"): stores[1].get("k", 200)
+    assert told.wait(SOON_S)
 
 
 def lose_peer(server, rank):
@@ -113,8 +113,8 @@ def test_a_rank_that_left_is_not_lost_but_missed(stores):
     told = []
     stores[0].watch(lambda *what: told.append(what))
     stores[1].close()
-    with pytest.raises(DistError, match="rank 1 closed the store before 'b'"): stores[0].barrier("b", 30)
-    with pytest.raises(DistError, match="rank 1 closed the store before 'b'"): stores[2].barrier("b", 30)
+    with pytest.raises(DistError, match="rank 1 closed the store before 'b'"): stores[0].barrier("b", 200)
+    with pytest.raises(DistError, match="rank 1 closed the store before 'b'"): stores[2].barrier("b", 200)
     with pytest.raises(DistError, match="the store is closed"): stores[1].set("a", b"")
     assert told == []
     assert stores[0].left == {1}
@@ -126,7 +126,7 @@ def test_an_exception_inside_with_is_the_reason():
         with second: raise ValueError("what went wrong")
     with pytest.raises(ValueError, match="what went wrong"): fails()
     with pytest.raises(DistError, match="rank 1 was lost: it ended with ValueError: what went wrong"):
-        first.barrier("b", 30)
+        first.barrier("b", 200)
     first.close()
 
 
@@ -140,11 +140,11 @@ def test_alone_there_is_a_store_too():
 
 def test_ranks_that_never_come_are_named():
     began = time.monotonic()
-    found = opened(ranks_of(4)[::2], 0.2)
-    assert time.monotonic() - began < 8
+    found = opened(ranks_of(4)[::2], 1.5)
+    assert time.monotonic() - began < SOON_S
     assert all(isinstance(each, DistError) for each in found), found
     words = [str(each) for each in found]
-    assert all("ranks 1 and 3 of 4 did not come to 'rendezvous' in 0." in each for each in words), words
+    assert all("ranks 1 and 3 of 4 did not come to 'rendezvous' in 1." in each for each in words), words
     assert all("(ranks 1 and 3 never connected)" in each for each in words), words
 
 
@@ -159,7 +159,7 @@ def test_a_rank_0_that_never_comes_is_named():
 
 def test_two_ranks_of_one_number():
     ranks = ranks_of(3)
-    found = opened([ranks[0], ranks[1], ranks[1]], 5)
+    found = opened([ranks[0], ranks[1], ranks[1]])
     for error in found:
         assert isinstance(error, DistError), found
         assert "two processes say that they are rank 1: process" in str(error)
@@ -168,7 +168,7 @@ def test_two_ranks_of_one_number():
 
 def test_another_world_size():
     first, second = ranks_of(2)
-    found = opened([first, replace(second, world_size=3, local_world_size=3)], 5)
+    found = opened([first, replace(second, world_size=3, local_world_size=3)])
     for error in found:
         assert isinstance(error, DistError), found
         assert "has WORLD_SIZE=3, rank 0 has 2" in str(error)
@@ -206,7 +206,7 @@ def test_groups_on_one_host_pass_ports_that_others_have(monkeypatch):
     """The first port is a silent program's, the second one of another group's."""
     own = [free_port() for _ in range(3)]
     monkeypatch.setattr(rendezvous, "ports", lambda ranks: tuple(own))
-    monkeypatch.setattr(rendezvous, "TRY_S", 0.1)
+    monkeypatch.setattr(rendezvous, "TRY_S", 0.5)
     with socket.create_server(("127.0.0.1", own[0])):
         group = [replace(each, launcher="torchrun") for each in ranks_of(2, 29500)]
         other = [replace(each, master_port=29501) for each in group]
@@ -224,7 +224,7 @@ def test_a_process_without_the_token_is_refused(monkeypatch):
     first, second = ranks_of(2)
     tokens = {0: "own", 1: "other"}
     monkeypatch.setattr("tinygrad_nv.dist.store.token_of", lambda ranks: tokens[ranks.rank])
-    found = opened([first, second], 0.3)
+    found = opened([first, second], 1.5)
     assert isinstance(found[0], DistTimeout)
     assert isinstance(found[1], DistTimeout)
     assert "another group's store has this port" in str(found[1])
@@ -233,7 +233,7 @@ def test_a_process_without_the_token_is_refused(monkeypatch):
 def test_a_store_without_the_token_is_not_believed():
     """It greets, and welcomes whatever it is told, until no rank has come for a while."""
     with socket.create_server(("127.0.0.1", 0)) as false:
-        false.settimeout(0.5)
+        false.settimeout(2)
 
         def serve():
             with suppress(TimeoutError):
@@ -246,7 +246,7 @@ def test_a_store_without_the_token_is_not_believed():
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(DistTimeout, match="the port is another program's"):
-            Store.open(ranks_of(2, false.getsockname()[1])[1], 0.1)
+            Store.open(ranks_of(2, false.getsockname()[1])[1], 1.5)
         thread.join()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dist.dist_case import close, ended, opened, program, ranks_of, spawned
+from tests.support.dist.dist_case import SOON_S, close, ended, opened, program, ranks_of, spawned
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
 from tinygrad_nv.dist.watchdog import Position, Progress, Watchdog, keys, pack, unpack, verdict
@@ -124,8 +124,8 @@ def test_a_rank_that_is_behind_ends_all(capsys: pytest.CaptureFixture[str]):
     for record in records: record.end()
     for record in records[::2]: record.begin("b")
     began = time.monotonic()
-    assert all(end.came.wait(5) for end in ends)
-    assert 0.15 < time.monotonic() - began < 8
+    assert all(end.came.wait(SOON_S) for end in ends)
+    assert 0.15 < time.monotonic() - began < SOON_S
     assert [end.status for end in ends] == [ENDED] * 3
     assert sorted(drained) == [(rank, (1,)) for rank in range(3)]
     said = capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_an_error_of_a_collective_ends_all():
     stores, ends, calls = opened(ranks_of(2)), [Ended(), Ended()], [Calls(), Calls()]
     for store, call, end in zip(stores, calls, ends, strict=True): Watchdog(store, [call], 60.0, end)
     calls[1].error = DistError("rank 1 calls this, rank 0 calls that")
-    assert all(end.came.wait(5) for end in ends)
+    assert all(end.came.wait(SOON_S) for end in ends)
     with pytest.raises(DistError, match="rank 1 was lost: rank 1 calls this, rank 0 calls that"):
         stores[0].barrier("b")
     close(stores)
@@ -149,15 +149,15 @@ def test_an_error_of_a_collective_ends_all():
 def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]):
     """In good order, as a program that calls fewer collectives does; not at once, as one that called all."""
-    monkeypatch.setattr("tinygrad_nv.dist.watchdog.LEFT_S", 0.4)
+    monkeypatch.setattr("tinygrad_nv.dist.watchdog.LEFT_S", 1.5)
     monkeypatch.setattr("tinygrad_nv.dist.watchdog.LOOK_S", 0.05)
     stores, ends, calls = opened(ranks_of(3)), [Ended() for _ in range(3)], [Calls() for _ in range(3)]
     for store, call, end in zip(stores, calls, ends, strict=True): Watchdog(store, [call], 60.0, end)
     for call in calls: call.begin("a")
-    time.sleep(0.5)
+    time.sleep(1.6)
     stores[1].close()
     assert not ends[0].came.wait(0.2)
-    assert all(end.came.wait(5) for end in ends[::2])
+    assert all(end.came.wait(SOON_S) for end in ends[::2])
     assert "rank 1 ended while this rank was in all_reduce #1 of a\n" in capsys.readouterr().err
     close(stores)
 
@@ -165,13 +165,13 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_collectives_in_time_and_time_between_them_are_no_fault():
     stores, ends = opened(ranks_of(2)), [Ended() for _ in range(2)]
     records = [Calls() for _ in stores]
-    dogs = [Watchdog(store, [record], 0.2, end)
+    dogs = [Watchdog(store, [record], 1.5, end)
             for store, record, end in zip(stores, records, ends, strict=True)]
     for _ in range(3):
         for record in records: record.begin("a")
-        time.sleep(0.1)
+        time.sleep(0.6)
         for record in records: record.end()
-    time.sleep(0.3)
+    time.sleep(1.6)
     for dog in dogs: dog.close()
     close(stores)
     assert not any(end.came.is_set() for end in ends)
@@ -197,13 +197,13 @@ from tinygrad_nv.dist import watchdog
 from tinygrad_nv.errors import DistError
 {inspect.getsource(Call)}
 {inspect.getsource(Calls)}
-store, calls = Store.open(ranks, 10), Calls(members=(0, 1))
-watchdog.ANSWER_S = 0.3
-watchdog.Watchdog(store, [calls], 0.4).before_end(lambda error: print("drained", flush=True))
+store, calls = Store.open(ranks, 200), Calls(members=(0, 1))
+watchdog.ANSWER_S = 1
+watchdog.Watchdog(store, [calls], 1.5).before_end(lambda error: print("drained", flush=True))
 def step(tensor):
     calls.begin(tensor)
-    try: store.barrier("step", 60)
-    except Exception: time.sleep(60)    # a transport does not hear of lost ranks
+    try: store.barrier("step", 200)
+    except Exception: time.sleep(300)    # a transport does not hear of lost ranks
     calls.end()
 step("a")
 """
@@ -214,7 +214,7 @@ def faulty(folder: Path, text: str) -> list[tuple[int, str, str]]:
     began = time.monotonic()
     path = program(folder, f"{STEPS}\nif ranks.rank == 1:\n    {text}\nstep('b')\nstep('c')")
     found = ended(spawned(path, 2))
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < SOON_S
     return found
 
 
@@ -235,17 +235,17 @@ def test_an_exception_is_told(tmp_path: Path):
 
 
 def test_a_rank_that_hangs_is_named_and_ends_with_the_others(tmp_path: Path):
-    for status, out, err in faulty(tmp_path, "time.sleep(60)"):
+    for status, out, err in faulty(tmp_path, "time.sleep(300)"):
         assert (status, out) == (ENDED, "drained\n")
-        assert ("rank 1 has not reached all_reduce #2 of b in 0.4 s (it is behind all_reduce #1 of "
+        assert ("rank 1 has not reached all_reduce #2 of b in 1.5 s (it is behind all_reduce #1 of "
                 "a, in its own code)") in err
 
 
 def test_another_shape_is_named(tmp_path: Path):
-    text = "calls.begin('b5'); time.sleep(60)"
+    text = "calls.begin('b5'); time.sleep(300)"
     for status, _, err in faulty(tmp_path, text):
         assert status == ENDED
-        assert "ranks differ: rank 1 is in all_reduce #2 of b5, but rank 0 in all_reduce #2 of b\n" in err
+        assert "ranks differ: rank 1 is in all_reduce #2 of b5, but rank 0 in all_reduce #2 of b" in err
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -254,9 +254,9 @@ def test_a_rank_that_is_stopped_is_named(stopped: int, tmp_path: Path, capsys: p
     stop = f"\nif ranks.rank == {stopped}: os.kill(os.getpid(), signal.SIGSTOP)\nstep('b')"
     began = time.monotonic()
     assert launch(Launch((str(program(tmp_path, STEPS + stop)),), 2, grace_s=0.3)) == ENDED
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < SOON_S
     said = capsys.readouterr().err
-    late = "rank 1 has not reached all_reduce #2 of b in 0.4 s (it does not answer in 0.3 s: stopped"
+    late = "rank 1 has not reached all_reduce #2 of b in 1.5 s (it does not answer in 1 s: stopped"
     if stopped: assert late in said
     else: assert "the store of rank 0 does not answer" in said
     assert "exited with status 75; the other ranks were ended" in said
@@ -264,12 +264,12 @@ def test_a_rank_that_is_stopped_is_named(stopped: int, tmp_path: Path, capsys: p
 
 def test_a_forked_process_does_not_hide_the_end_of_a_rank(tmp_path: Path):
     """As those of torch's loaders, which may outlive it."""
-    fork = "if os.fork(): os.kill(os.getpid(), 9)\n    os.closerange(0, 3); time.sleep(8); os._exit(0)"
+    fork = "if os.fork(): os.kill(os.getpid(), 9)\n    os.closerange(0, 3); time.sleep(60); os._exit(0)"
     path = program(tmp_path, f"{STEPS}\nif ranks.rank == int(sys.argv[1]):\n    {fork}\nstep('b')")
     for killed in range(2):
         began, processes = time.monotonic(), spawned(path, 2, str(killed))
-        assert processes[1 - killed].wait(20) == ENDED
-        assert time.monotonic() - began < 7
+        assert processes[1 - killed].wait(SOON_S) == ENDED
+        assert time.monotonic() - began < SOON_S
         assert f"rank {killed} was lost" in ended(processes[1 - killed:2 - killed])[0][2]
         ended(processes)
 
@@ -279,7 +279,7 @@ def test_words_of_silence():
     dog = Watchdog(stores[0], [], 0.0)
     assert "does not answer" in dog._why_silent(1)
     stores[1].close()
-    end = time.monotonic() + 2
+    end = time.monotonic() + SOON_S
     while not stores[0].left and time.monotonic() < end: time.sleep(0.005)
     assert dog._why_silent(1) == "it has ended, and closed the store"
     dog.close()

@@ -195,7 +195,7 @@ def test_every_parser_has_markers_and_takes_any_text():
     ("Let me see. \n<tool_call>\n{}\n</tool_call>\n<tool_call>{}</tool_call>", "Let me see. \n"),
     ("\n<tool_call>{}</tool_call>\n", ""), ("a <tool_call>{}</tool_call> b ", "a  b")])
 def test_text_before_the_first_call_keeps_its_end(text: str, wanted: str):
-    """As vLLM's. White space alone, between calls and after the last one is no content."""
+    """White space alone, between calls and after the last one is no content, as in vLLM."""
     text = text.replace("{}", '{"name": "f", "arguments": {}}')
     for pieces in ([text], [*text]):
         events = fed(Hermes, pieces)

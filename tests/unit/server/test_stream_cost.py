@@ -1,4 +1,4 @@
-"""What a streamed token takes a short way through gives the same bytes and numbers as the long one."""
+"""Compares the bytes and numbers of a streamed token that takes the short way with those of the long one."""
 from __future__ import annotations
 
 import asyncio
@@ -81,7 +81,7 @@ def test_a_deadline_ends_waits_and_nothing_else() -> None:
         with pytest.raises(TimeoutError), between: raise AssertionError
         for each in (deadline, between): each.close()
 
-    async def cancelled() -> None:
+    async def cancel_it() -> None:
         async def wait() -> None:
             with Deadline(0.02): await asyncio.sleep(5)
         task = asyncio.ensure_future(wait())
@@ -89,4 +89,4 @@ def test_a_deadline_ends_waits_and_nothing_else() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError): await task
     asyncio.run(main())
-    asyncio.run(cancelled())
+    asyncio.run(cancel_it())

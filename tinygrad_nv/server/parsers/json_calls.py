@@ -188,8 +188,8 @@ def to_json(value: Any) -> str:
 
 
 class Hermes(CallMachine):
-    """See above. What is between the markers and is no call stays text. White space between a text and the
-    first call is content, as in vLLM."""
+    """Parses calls between Hermes' markers. What is between the markers and is no call stays text, and so
+    does white space between a text and the first call, as in vLLM."""
 
     def __init__(self) -> None:
         super().__init__()
