@@ -115,6 +115,7 @@ class _Decode:
     {self.part.queries()}
     for (s64 r = 0; r < {rows}; r++) {self._begin_row("out_sums[r]", "out_top[r]", "out_total[r]")}
     for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
+      {self._find_next()}
       {self.part.attend_split()}
       for (s64 r = 0; r < {rows}; r++)
         fold(out_sums[r], out_top + r, out_total + r, sums[r], top[r], total[r]);
@@ -128,6 +129,7 @@ class _Decode:
   {self._heads(f'''
     for (s64 split = first / {self.keys}; split * {self.keys} < n; split++) {{
       if (unit++ % {self.schedule.parts} != core_id) continue;
+      const s64 b2 = b, h2 = h, c2 = (split + {self.schedule.parts}) * {self.keys}, n2 = n;
       {self.part.queries()}
       {self.part.attend_split()}
       for (s64 r = 0; r < {self.rows}; r++) {{
@@ -173,17 +175,35 @@ class _Decode:
         """All requests, key heads and blocks of rows, of which `r0` is the first; `n` is a request's length,
         `first` the first key that it sees."""
         spec = self.spec
-        length = {"memory": "lengths[b]", "argument": "length", "most": str(spec.longest)}[spec.length]
-        first = "0" if spec.window is None else f"(n > {spec.reach} ? n - {spec.reach} : 0)"
-        if spec.chunked: first += f" / {spec.window} * {spec.window}"
         return f"""s64 unit = 0;
   for (s64 b = 0; b < {spec.batch}; b++) {{
-    const s64 given = {length}, n = given < 0 ? 0 : given > {spec.longest} ? {spec.longest} : given;
-    const s64 first = {first};
+    const s64 n = {self._length("b")}, first = {self._first("n")};
     for (s64 h = 0; h < {spec.heads}; h++)
     for (s64 r0 = 0; r0 < {spec.rows}; r0 += {self.rows}) {{{unit}
     }}
   }}"""
+
+    def _length(self, b: str) -> str:
+        """Returns C of how many keys a request has."""
+        spec = self.spec
+        given = {"memory": f"lengths[{b}]", "argument": "length", "most": str(spec.longest)}[spec.length]
+        return f"({given} < 0 ? 0 : {given} > {spec.longest} ? {spec.longest} : {given})"
+
+    def _first(self, n: str) -> str:
+        """Returns C of the first key that a request of n keys sees."""
+        spec = self.spec
+        first = "0" if spec.window is None else f"({n} > {spec.reach} ? {n} - {spec.reach} : 0)"
+        return f"{first} / {spec.window} * {spec.window}" if spec.chunked else first
+
+    def _find_next(self) -> str:
+        """Returns C of the split that this thread has next: of this unit, or the first one of another."""
+        spec, blocks = self.spec, self.spec.rows // self.rows
+        return f"""s64 b2 = b, h2 = h, c2 = (split + 1) * {self.keys}, n2 = n;
+      if (c2 >= n) {{
+        const s64 next = unit - 1 + {self.schedule.parts};
+        b2 = next / {spec.heads * blocks}; h2 = next / {blocks} % {spec.heads};
+        n2 = b2 < {spec.batch} ? {self._length("b2")} : 0; c2 = {self._first("n2")};
+      }}"""
 
     def _split_place(self) -> str:
         """Returns C of where a row's split lies in the workspace."""
