@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.gemm.blocked.blocks import SMALL, STACK_BYTES, blocks, in_blocks, words
-from tinygrad_nv.cpu.gemm.blocked.kernel import PARTS, Operands, assemble, pitch, stack_bytes
+from tinygrad_nv.cpu.gemm.blocked.blocks import STACK_BYTES, blocks, count_parts, in_blocks, words
+from tinygrad_nv.cpu.gemm.blocked.kernel import Operands, assemble, pitch, stack_bytes
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
@@ -48,8 +48,7 @@ def default(spec: ConvSpec, target: CPU) -> ImplicitGemm:
     gemm = spec.gemm
     made = blocks(gemm, target, PER[kind_of(gemm, target.isa)])
     tiles = -(-gemm.m // made.block_m) * -(-gemm.n // made.block_n)
-    parts = 1 if gemm.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
-    return ImplicitGemm(**vars(replace(made, parts=parts)))
+    return ImplicitGemm(**vars(replace(made, parts=count_parts(gemm, tiles, target))))
 
 
 def order_schedule(spec: ConvSpec, target: CPU) -> Ordered | None:

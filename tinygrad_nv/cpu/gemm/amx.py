@@ -29,6 +29,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import LanePlace, statements
+from tinygrad_nv.cpu.gemm.blocked.blocks import count_parts
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.gemv.main_loop import apart, at
 from tinygrad_nv.cpu.gemm.layout import PANEL, PER, STRIP, UNITS, for_tiles, tile_kind, tile_multiples
@@ -43,8 +44,6 @@ FEWEST_ROWS = 17         # one row more than a tile: fewer are for gemm/gemv/ker
 STACK_BYTES = 1 << 20    # of sums, of a panel pair of b, and of packed a
 MOST_M, MOST_N = 1024, 128
 PACKED_M = 256           # rows of a tile where all of a is packed
-PARTS = 4                # for each thread, so that one that is held up does less
-SMALL = 1 << 21          # flops below which threads are not worth waking
 
 
 def problems(spec: GemmSpec, s: Amx) -> list[str]:
@@ -85,8 +84,7 @@ def default(spec: GemmSpec, target: CPU) -> Amx:
     while down * across % target.threads and -(-spec.n // across) > step: across += 1
     block_n = up(-(-spec.n // across), step)
     tiles = down * -(-spec.n // block_n)
-    parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
-    return Amx(target.isa, parts, block_m, block_n, block_k * per)
+    return Amx(target.isa, count_parts(spec, tiles, target), block_m, block_n, block_k * per)
 
 
 def in_place(spec: GemmSpec) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinygrad_nv.cpu import expression
-from tinygrad_nv.cpu.gemm.blocked.blocks import SMALL, STACK_BYTES, blocks
-from tinygrad_nv.cpu.gemm.blocked.kernel import PARTS, Operands, assemble, pitch, stack_bytes
+from tinygrad_nv.cpu.gemm.blocked.blocks import STACK_BYTES, blocks, count_parts
+from tinygrad_nv.cpu.gemm.blocked.kernel import Operands, assemble, pitch, stack_bytes
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, up
@@ -40,8 +40,7 @@ def default(spec: QuantGemmSpec, target: CPU) -> QuantGemm:
     gemm = spec.gemm
     made = blocks(gemm, target, PER[kind_of(gemm, target.isa)])
     tiles = -(-gemm.m // made.block_m) * -(-gemm.n // made.block_n)
-    parts = 1 if gemm.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
-    return QuantGemm(**vars(replace(made, parts=parts)))
+    return QuantGemm(**vars(replace(made, parts=count_parts(gemm, tiles, target))))
 
 
 def build(spec: QuantGemmSpec, schedule: QuantGemm) -> CPUKernel:

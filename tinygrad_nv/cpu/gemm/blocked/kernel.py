@@ -26,7 +26,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.expression import LanePlace, statements
-from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, SMALL, STACK_BYTES, blocks
+from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES, blocks, count_parts
 from tinygrad_nv.cpu.gemm.blocked.micro import micro
 from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER, kind_of, orient
@@ -38,7 +38,6 @@ from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.gemm.spec import INT8S, GemmSpec
 
 GROUP = 4  # panels of b packed at once, so that as much of each row is read
-PARTS = 4  # for each thread, so that one that is held up does less
 
 
 def problems(spec: GemmSpec, s: CPUGemm) -> list[str]:
@@ -65,8 +64,7 @@ def default(spec: GemmSpec, target: CPU) -> CPUGemm:
     spec = orient(spec, target.isa)
     made = blocks(spec, target, PER[kind_of(spec, target.isa)])
     tiles = spec.matrices * -(-spec.m // made.block_m) * -(-spec.n // made.block_n)
-    parts = 1 if spec.flops < SMALL or target.threads == 1 else min(tiles, target.threads * PARTS)
-    return replace(made, parts=parts)
+    return replace(made, parts=count_parts(spec, tiles, target))
 
 
 def pitch(block_k: int, per: int, isa: ISA) -> int:
