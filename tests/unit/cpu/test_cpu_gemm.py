@@ -19,7 +19,7 @@ from tests.support.cpu.cpu_gemv_case import LEVELS, run
 from tests.support.tile.gemm_case import GUARD, arguments, near, product, reference
 from tinygrad_nv import explain
 from tinygrad_nv.cpu.gemm.blocked import kernel as gemm
-from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES
+from tinygrad_nv.cpu.gemm.blocked.blocks import MOST_BYTES_K, STACK_BYTES, count_parts
 from tinygrad_nv.cpu.gemm.layout import kind_of, orient
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm, default
 from tinygrad_nv.cpu.isa import AVX2, AVX512, AVX512_BF16, ISA, PORTABLE
@@ -193,6 +193,25 @@ def test_blocks_fit(m: int, n: int, k: int, dtype, level: ISA, threads: int, l2:
     assert made.columns % level.lanes == 0
     assert made.block_m % made.rows == 0
     assert made.block_n % made.columns == 0
+
+
+def finish_time(tiles: int, parts: int, threads: int) -> int:
+    """Returns after how many tiles the last thread is done, where each takes the next part."""
+    busy = [0] * threads
+    for part in range(parts):
+        first = busy.index(min(busy))
+        busy[first] += tiles * (part + 1) // parts - tiles * part // parts
+    return max(busy)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_threads_end_together(threads: int):
+    """12 tiles in 8 parts, as many as two threads may have, take 7 steps, in 6 parts 6."""
+    spec, target = dense(512, 2304, 768, "bf16"), CPU(AVX512, threads)
+    for tiles in range(1, 100):
+        found, least = finish_time(tiles, count_parts(spec, tiles, target), threads), -(-tiles // threads)
+        assert found == least if tiles <= 8 * threads else found <= 1.1 * least, (tiles, found, least)
+    assert finish_time(12, 8, 2) == 7
 
 
 def test_gemv_is_for_few_rows_and_for_fewer_of_bytes():
