@@ -21,7 +21,6 @@ from tinygrad.dtype import DType, dtypes
 from bench.gpu.compare import check_on_emulator, spread_numbers
 from bench.gpu.launch import Submit, bind_sets, device, load_functions, make_launch
 from bench.gpu.parts import (
-    Bursts,
     Column,
     NotMeasured,
     Options,
@@ -36,6 +35,7 @@ from bench.gpu.parts import (
     verdict_row,
     workloads,
 )
+from bench.gpu.turns import Bursts
 from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.choose import choose
 from tinygrad_nv.tile.conv.spec import ConvSpec

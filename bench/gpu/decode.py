@@ -23,7 +23,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.gpu.parts import LEAST_BURSTS, Column, Measure, NotMeasured, Options, Part, Row, Timings, register
+from bench.gpu.parts import Column, Measure, NotMeasured, Options, Part, Row, Timings, register
+from bench.gpu.turns import LEAST_BURSTS
 from bench.lib.measure import table
 from tinygrad_nv.models.config import ModelConfig, parse_config
 from tinygrad_nv.runtime.observe.telemetry import Telemetry

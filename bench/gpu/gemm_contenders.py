@@ -99,7 +99,7 @@ def torch_compiled(shape: Any, buffers: Buffers, options: Options) -> Run:
 @contender("gemm", "Triton")
 def triton(shape: Any, buffers: Buffers, options: Options) -> Run:
     """The quickest of a few tiles, as its own tuner would try."""
-    from bench.gpu.parts import Bursts
+    from bench.gpu.turns import Bursts
     if shape.gated or shape.fp8: raise NotMeasured("its tutorial has no such product")
     runs = triton_runs(shape, buffers, device().properties.arch)
     if not runs: raise NotMeasured("no tile for this product")

@@ -21,7 +21,6 @@ from bench.gpu.gemm import GemmWorkload
 from bench.gpu.gemm_contenders import bind_default
 from bench.gpu.launch import device
 from bench.gpu.parts import (
-    Bursts,
     NotMeasured,
     Options,
     Run,
@@ -31,6 +30,7 @@ from bench.gpu.parts import (
 from bench.gpu.quant_contenders import pack_gptq
 from bench.gpu.quant_data import buffers_of, dequantise, in_tiles
 from bench.gpu.quant_workloads import compare_rows
+from bench.gpu.turns import Bursts
 from bench.lib import kernels_language as kernels
 from bench.lib import specs
 from tinygrad_nv.language.kernels import Kernel

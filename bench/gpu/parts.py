@@ -12,10 +12,9 @@ A part of timings is a list of workloads and of contenders: `@workloads("attenti
 `@contender("attention", "ours")` makes a contender ready for one and returns what runs it, or raises
 `NotMeasured` with the reason. Registering is all that a new one takes.
 
-Timings follow NVIDIA's protocol: inputs in turns that together exceed twice the L2 cache, random values, the
-graphs of all contenders warmed until power is steady (3 s at least, at first), contenders in turns within one
-run, a burst each, another one first in each round. Bursts are CUDA graphs of as many runs as take `BURST_S`,
-so that the host's launches are not what is timed. Clocks are read during each burst, and kept by contender.
+Timings follow NVIDIA's protocol: inputs in turns that together exceed twice the L2 cache, random values,
+contenders in turns within one run, a burst each (turns.py). Clocks are read during each burst, and kept by
+contender.
 
 Results are compared twice (gpu/compare.py): of single runs before, and of one more burst on poisoned memory
 after the timed ones. Each contender has the inputs in common and a record of its own of where results are.
@@ -23,26 +22,22 @@ after the timed ones. Each contender has the inputs in common and a record of it
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from statistics import median
 from typing import Any, Protocol
 
 from bench.gpu.compare import Run, count_sets, differs, poison, wrong
+from bench.gpu.turns import BURST_S, Bursts, in_turns, open_stamps
 from bench.lib.measure import spread, table
-from tinygrad_nv.runtime.observe.telemetry import GPUSample, Samples, Telemetry
 
 Options = argparse.Namespace
 Row = dict[str, Any]            # a row's result
 Measure = Callable[[str, float], Row]   # (name of the row, seconds that it may take)
 
 OUT_OF_TIME = "out of time"
-BURST_S, WARM_S = 0.02, 3.0     # seconds of a burst; of warm-up at least
-AGAIN_S = 0.5                   # of warm-up when the GPU has just been timed
-STEADY = 0.02                   # the last five readings of power are as near as this
-LEAST_BURSTS, MOST_SETS, MOST_RUNS = 5, 64, 2000
+MOST_SETS = 64
 
 
 class NotMeasured(Exception):
@@ -174,61 +169,6 @@ def all_workloads(part: str) -> dict[str, Workload]:
     return {each.name: each for made in WORKLOADS.get(part, []) for each in made()}
 
 
-# **** what is timed ****
-
-warm = False    # whether something was timed in this process
-
-@dataclass
-class Bursts:
-    """A contender's runs, `count` in a row. On a GPU a burst is the replay of a CUDA graph."""
-    run: Run
-    sets: int
-    count: int = 1
-    graph: Any = None
-    stream: Any = None
-    why_eager: str = ""
-
-    def set_size(self, seconds: float) -> Bursts:
-        """So many runs that a burst takes `seconds`, and a graph of them."""
-        import torch
-        self.eager(3)
-        self.count = max(1, min(MOST_RUNS, round(seconds / max(self.eager(10) / 10, 1e-7))))
-        try:
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-            with torch.cuda.stream(stream): self.run(0)  # what a library makes for a stream is made before
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                for i in range(self.count): self.run(i % self.sets)
-            self.graph, self.stream = graph, stream
-        except Exception as error:  # whatever a contender does that cannot be captured
-            self.why_eager = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-            torch.cuda.synchronize()
-        return self
-
-    def eager(self, count: int, meanwhile: Callable[[], Any] = lambda: None) -> float:
-        """Seconds of `count` runs, launched one after the other."""
-        def work() -> None:
-            for i in range(count): self.run(i % self.sets)
-        return time_on_device(work, meanwhile)
-
-    def seconds(self, meanwhile: Callable[[], Any] = lambda: None) -> float:
-        """Returns the seconds of one run, by one burst. The host does `meanwhile` while the device works."""
-        if self.graph is None: return self.eager(self.count, meanwhile) / self.count
-        return time_on_device(self.graph.replay, meanwhile) / self.count
-
-
-def time_on_device(work: Callable[[], Any], meanwhile: Callable[[], Any] = lambda: None) -> float:
-    """Seconds on the device, by events around the work."""
-    import torch
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    meanwhile()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
 @dataclass
 class Entrant:
     """A contender that is right: its runs, and the sets with its results."""
@@ -236,16 +176,20 @@ class Entrant:
     given: list[dict[str, Any]]
 
 
-def compare(part: str, workload: Workload, options: Options, budget_s: float) -> Row:
-    """Every contender on one workload: whether it is right, times in turns, whether it is right still."""
+def compare(part: str, workload: Workload, options: Options, budget_s: float,
+            contenders: Mapping[str, Contender] | None = None) -> Row:
+    """Returns the row of a workload: whether each contender (those of the part, where none are given) is
+    right, times in turns, whether it is right still."""
     import torch
     torch.manual_seed(options.seed)
     given = workload.make_inputs("cuda")
-    entrants, notes, bad = ready(part, workload, given, options)
+    entrants, notes, bad = ready(contenders or CONTENDERS.get(part, {}), workload, given, options)
     row: Row = {"work": workload.work, "nbytes": workload.nbytes, "notes": notes, "sets": len(given)}
     if part in ABOUT: row |= ABOUT[part](workload)
     if entrants:
-        bursts = {name: Bursts(each.run, len(given)).set_size(BURST_S) for name, each in entrants.items()}
+        stamps = open_stamps()
+        bursts = {name: Bursts(each.run, len(given), stamps=stamps).set_size(BURST_S)
+                  for name, each in entrants.items()}
         row |= in_turns(bursts, budget_s)
         for name, found in after_bursts(workload, bursts, entrants).items():
             notes[name] = f"wrong after its bursts: {found}"
@@ -253,7 +197,7 @@ def compare(part: str, workload: Workload, options: Options, budget_s: float) ->
             del row["seconds"][name]
     row["status"] = "disagrees" if bad else "measured"
     if bad: row["why"] = "; ".join(bad)
-    for name, made in ALONE.get(part, {}).items():
+    for name, made in (() if contenders else ALONE.get(part, {}).items()):
         if options.without_tinygrad: notes[name] = "left out: --without-tinygrad"
         else:
             try: row.setdefault("seconds", {})[name] = made(workload, min(budget_s / 2, 2.0))
@@ -261,13 +205,13 @@ def compare(part: str, workload: Workload, options: Options, budget_s: float) ->
     return row
 
 
-def ready(part: str, workload: Workload, given: list[dict[str, Any]],
+def ready(contenders: Mapping[str, Contender], workload: Workload, given: list[dict[str, Any]],
           options: Options) -> tuple[dict[str, Entrant], dict[str, str], list[str]]:
     """Returns the contenders that apply and are right; why the others are not timed; what is wrong."""
     entrants: dict[str, Entrant] = {}
     notes: dict[str, str] = {}
     bad: list[str] = []
-    for name, made in CONTENDERS.get(part, {}).items():
+    for name, made in contenders.items():
         mine = [dict(one) for one in given]
         try:
             run = made(workload, mine, options)
@@ -295,48 +239,6 @@ def after_bursts(workload: Workload, bursts: Mapping[str, Bursts],
         burst.seconds()
         if words := differs(workload, sets): found[name] = words
     return found
-
-
-def warm_up(bursts: Sequence[Bursts], telemetry: Telemetry, most_s: float) -> None:
-    """Bursts of all in turn until power is steady: after WARM_S at the soonest, AGAIN_S where others were
-    timed before; of each once at least."""
-    global warm
-    begun, watts, least_s = time.perf_counter(), [0.0], AGAIN_S if warm else WARM_S
-    while True:
-        for burst in bursts: burst.seconds()
-        watts = [*watts[-4:], telemetry.now().watts or 0.0]
-        spent = time.perf_counter() - begun
-        if spent > most_s or (spent > least_s and max(watts) - min(watts) <= STEADY * max(watts)): break
-    warm = True
-
-
-def in_turns(bursts: dict[str, Bursts], budget_s: float) -> Row:
-    """Bursts of all contenders, one after the other, until time is up, each round from another one on: who
-    comes first meets another temperature. Clocks and power meanwhile, and by contender."""
-    telemetry, names = Telemetry(0), list(bursts)
-    warm_up(list(bursts.values()), telemetry, min(2 * WARM_S, 2 * budget_s))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    readings: dict[str, list[GPUSample]] = {name: [] for name in names}
-    begun = time.perf_counter()
-    with telemetry.sample() as samples:
-        while (turn := len(seconds[names[-1]])) < LEAST_BURSTS or time.perf_counter() - begun < budget_s:
-            for i in range(len(names)):
-                name = names[(turn + i) % len(names)]
-                seconds[name].append(bursts[name].seconds(
-                    lambda into=readings[name]: into.append(telemetry.now())))  # type: ignore[misc]
-    return {"seconds": {name: [float(f"{s:.5g}") for s in done] for name, done in seconds.items()},
-            "count": {name: burst.count for name, burst in bursts.items()},
-            "eager": {name: burst.why_eager for name, burst in bursts.items() if burst.why_eager},
-            "clocks": {name: clocks(done) for name, done in readings.items()},
-            "telemetry": samples.record()}
-
-
-def clocks(readings: list[GPUSample]) -> dict[str, Any]:
-    """Returns the clocks of a contender's bursts: mean, lowest and highest of SM clock, watts and
-    temperature; None where these are not told."""
-    some = Samples(readings)
-    return {name: vars(spread) if (spread := some.spread(name)) else None
-            for name in ("sm_mhz", "watts", "temperature_c")}
 
 
 # **** tables ****

@@ -42,7 +42,9 @@ def section(record: Record | None) -> str:
         lines.append([row["model"], LOADS[row["load"]], clients, *cells])
     parts = [f"Serving in bfloat16 beside vLLM {record['vllm']} for CPUs, both loaded by vLLM's own `vllm "
              f"bench serve` (`bench/serving/against_vllm.py`, {record['machine']}), in turns. tinygrad_nv / "
-             "vLLM = ratio (its range over pairs of runs); for times below 1 is better:",
+             "vLLM = ratio (its range over pairs of runs); for times below 1 is better. vLLM has every core "
+             "and the OpenMP library that it asks for; rows of \"vLLM's cores auto\" have it as it starts by "
+             "itself, which leaves one core to its scheduler:",
              markdown(["model", "load", "clients", *FIGURES.values()], lines)]
     held = [[name, *(f"{found['servers'][side][figure]:g}" for figure in ("start_s", "memory_mb")
                      for side in (OURS, THEIRS))]

@@ -216,7 +216,7 @@ def message_of_another_shape(group: Group) -> None:
 
 
 def hang(group: Group) -> None:
-    """Rank 1 does not come: the watchdog ends both, also where rank 0 drains while its program gets to its end."""
+    """Rank 1 does not come: the watchdog ends both, also where rank 0's program ends while it drains."""
     own = tensor(np.arange(64))
     watchdog = world().watchdog
     assert watchdog is not None

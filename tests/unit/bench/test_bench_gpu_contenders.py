@@ -21,7 +21,8 @@ from bench.gpu import compare as gpu_compare
 from bench.gpu import fa3
 from bench.gpu import parts as gpu_parts
 from bench.gpu.attention import Forward
-from bench.gpu.parts import Bursts, Column, NotMeasured, Timings
+from bench.gpu.parts import Column, NotMeasured, Timings
+from bench.gpu.turns import LEAST_BURSTS, Bursts, in_turns
 from tinygrad_nv.toolchain import find_compiler
 
 
@@ -57,8 +58,13 @@ def contenders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
+def make_ready() -> Any:
+    """Returns what the part's contenders come to on its workload."""
+    return gpu_parts.ready(gpu_parts.CONTENDERS["toy"], Work(), Work().make_inputs("cpu"), Namespace())
+
+
 def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, Any]):
-    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
+    runs, notes, wrong = make_ready()
     assert list(runs) == ["ours", "torch"]
     assert notes == {"Triton": "it has no such thing", "other": "RuntimeError: a library fails"}
     assert wrong == []
@@ -66,7 +72,7 @@ def test_contenders_that_do_not_apply_or_fail_are_named(contenders: dict[str, An
 
 def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
     contenders["torch"] = answers(4)
-    runs, notes, wrong = gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
+    runs, notes, wrong = make_ready()
     assert list(runs) == ["ours"]
     assert wrong == ["torch: set 0: 4, exactly 3"]
     assert notes["torch"] == "wrong: set 0: 4, exactly 3"
@@ -74,17 +80,17 @@ def test_a_contender_that_is_wrong_is_not_timed(contenders: dict[str, Any]):
 
 def test_every_set_is_compared_before_anything_is_timed(contenders: dict[str, Any]):
     contenders["torch"] = answers(3, later=4, sound=1)
-    assert gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())[2] == [
+    assert make_ready()[2] == [
         "torch: set 1: 4, exactly 3"]
     contenders["torch"] = lambda workload, given, options: lambda i: given[0]["out"].fill_(3)
-    assert gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())[2] == [
+    assert make_ready()[2] == [
         "torch: set 1: elements of out were not written"]
 
 
 def test_ours_that_fails_fails_the_row(contenders: dict[str, Any]):
     contenders["ours"] = broken
     with pytest.raises(RuntimeError, match="a library fails"):
-        gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
+        make_ready()
 
 
 def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
@@ -99,8 +105,8 @@ def test_bursts_take_turns(monkeypatch: pytest.MonkeyPatch):
         made.seconds = one  # type: ignore[method-assign]
         return made
 
-    row = gpu_parts.in_turns({"ours": burst("ours", 1.0), "torch": burst("torch", 2.0)}, 0.0)
-    turns = order[-2 * gpu_parts.LEAST_BURSTS:]
+    row = in_turns({"ours": burst("ours", 1.0), "torch": burst("torch", 2.0)}, 0.0)
+    turns = order[-2 * LEAST_BURSTS:]
     assert set(order[:-len(turns)]) == {"ours", "torch"}, "each is warmed"
     assert turns == ["ours", "torch", "torch", "ours"] * 2 + ["ours", "torch"], "each is first by turns"
     assert set(row["clocks"]) == {"ours", "torch"}
@@ -211,7 +217,7 @@ def test_what_goes_wrong_in_the_bursts_alone_is_found(contenders: dict[str, Any]
 def test_a_run_that_computes_nothing_is_not_compared(contenders: dict[str, Any]):
     contenders["torch"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 0)
     contenders["Triton"] = lambda *arguments: gpu_compare.Partly(lambda i: None, 1)
-    runs, _, wrong = gpu_parts.ready("toy", Work(), Work().make_inputs("cpu"), Namespace())
+    runs, _, wrong = make_ready()
     assert list(runs) == ["ours", "torch"]
     assert wrong == ["Triton: set 0: elements of out were not written"]
 

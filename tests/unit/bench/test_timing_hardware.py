@@ -25,8 +25,8 @@ from bench.timing.hardware_rows import FAMILIES, HardwareRow, Predicted, load_ro
 ROWS = load_rows()
 
 
-def make_prediction(us: float, measured: float, spec: str = "a", part: str = "gemm", cost: float | None = None,
-              beside: float = 0.0) -> Predicted:
+def make_prediction(us: float, measured: float, spec: str = "a", part: str = "gemm",
+                    cost: float | None = None, beside: float = 0.0) -> Predicted:
     row = HardwareRow(part, spec, "schedules", {}, measured + beside, "", beside)
     return Predicted(row, us, cost, True, 1755.0, "HBM")
 

@@ -260,7 +260,7 @@ except DistError as error: print(error.found.replace(str(own.poll().pid), "N"), 
 assert time.monotonic() - began < {SOON_S}
 own.close(0)
 """
-    rank = f"if ranks.rank == 2:\n    time.sleep({pause[0]})\n    sys.exit('no such library')\ntime.sleep(200)"
+    rank = f"if ranks.rank == 2:\n    time.sleep({pause[0]})\n    sys.exit('no such library')\ntime.sleep(99)"
     done = local(tmp_path, rank, own)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("rank 2 was lost: process N exited with status 1; its last lines:\n"

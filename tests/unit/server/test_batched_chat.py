@@ -1,6 +1,7 @@
 """Several conversations in one request, requests as SageMaker sends them, and scores of tokens."""
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,10 @@ import pytest
 
 from tests.support.server.serve_case import LENGTH, NAME, FakeEngine, FakeModel, Live, fake_service, live
 from tinygrad_nv.engine.outputs import TokenLogprobs
+from tinygrad_nv.server import batched_chat
 from tinygrad_nv.server.generative_scoring import ScoringRequest, compute_score
 from tinygrad_nv.server.limits import RequestLimits
+from tinygrad_nv.server.workers import INLINE_BYTES
 
 BATCH, CHAT, SCORING, INVOCATIONS = ("/v1/chat/completions/batch", "/v1/chat/completions",
                                      "/generative_scoring", "/invocations")
@@ -57,6 +60,23 @@ def test_fields_of_a_batch(server: Live):
     answer = server.post(asked, BATCH)
     assert answer.headers["x-ignored-fields"] == "prompt_logprobs, stream"
     assert answer.json()["prompt_logprobs"] is None
+
+
+def test_the_event_loop_reads_small_batches_alone(server: Live, monkeypatch: pytest.MonkeyPatch):
+    """The fields are read once for each conversation: what counts is the body's size times their number."""
+    read, in_loop = batched_chat._read_requests, list[bool]()
+
+    def note_loop(*args: Any) -> Any:
+        try: asyncio.get_running_loop()
+        except RuntimeError: in_loop.append(False)
+        else: in_loop.append(True)
+        return read(*args)
+    monkeypatch.setattr(batched_chat, "_read_requests", note_loop)
+    for texts in ("ab", "a" * 64):
+        body = {"messages": said(*texts), "max_tokens": 1, "stop": ["x" * 1000]}
+        assert len(str(body)) < INLINE_BYTES, "by itself small"
+        ask(server, BATCH, **body)
+    assert in_loop == [True, False]
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
