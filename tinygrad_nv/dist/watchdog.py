@@ -259,13 +259,15 @@ class Watchdog:
         if self.closed.is_set() or not self._ending.acquire(blocking=False): return
         with contextlib.suppress(OSError, ValueError):
             print(f"tinygrad-nv: rank {self.store.ranks.rank} ends: {error}", file=sys.stderr, flush=True)
-        drain = threading.Thread(target=self._drain, args=(error,), daemon=True)
-        drain.start()
-        drain.join(DRAIN_S)
-        with contextlib.suppress(OSError, ValueError): sys.stdout.flush()
-        self.store.abort(error.found)
-        self.exit(ENDED)
-        self._ended.set()
+        try:
+            drain = threading.Thread(target=self._drain, args=(error,), daemon=True)
+            drain.start()
+            drain.join(DRAIN_S)
+            with contextlib.suppress(OSError, ValueError): sys.stdout.flush()
+            self.store.abort(error.found)
+        finally:
+            self.exit(ENDED)
+            self._ended.set()
 
     def _wait_for_end(self) -> None:
         """Keeps a program whose last collective was given up from exiting with 0 before it is ended."""

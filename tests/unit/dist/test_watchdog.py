@@ -162,6 +162,24 @@ def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     close(stores)
 
 
+def test_a_rank_ends_where_it_can_start_no_thread(monkeypatch: pytest.MonkeyPatch):
+    """The program waits at its exit for this end, and would wait for ever."""
+    store, end = opened(ranks_of(1))[0], Ended()
+    dog = Watchdog(store, [Calls()], 60.0, end)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("(_drain)"): raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"): dog._end(DistError("a fault"))
+    assert end.status == ENDED
+    dog._wait_for_end()
+    dog.close()
+    close([store])
+
+
 def test_collectives_in_time_and_time_between_them_are_no_fault():
     stores, ends = opened(ranks_of(2)), [Ended() for _ in range(2)]
     records = [Calls() for _ in stores]

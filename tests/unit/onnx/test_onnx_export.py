@@ -11,11 +11,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import numpy_helper
 from tinygrad import Tensor, dtypes, nn
 
 from tinygrad_nv import disabled
 from tinygrad_nv.functional import embedding, scaled_dot_product_attention
 from tinygrad_nv.onnx import OnnxRunner, export
+from tinygrad_nv.onnx.exporting.builder import Builder
 
 RNG = np.random.default_rng(5)
 pytestmark = pytest.mark.usefixtures("cpu_device")
@@ -67,6 +69,19 @@ def test_look_ups_are_gathers(tmp_path: Path, fn: Callable[..., Tensor]):
     ops = checked(tmp_path, fn, Tensor([[1, 2, 3], [4, -1, 49]]).realize())
     assert ops["Gather"] == 1
     assert not ops["ReduceSum"]
+
+
+def test_constants_are_told_apart_by_their_values():
+    """Not by their addresses, which a freed array leaves to the next one."""
+    builder = Builder()
+    names = [builder.constant(np.full(size, i % 4, dtype=kind)) for i in range(8)
+             for size in (1, 100, (4, 25)) for kind in (np.float32, np.int32)]
+    assert len(set(names)) == len(names) // 2
+    assert names[:24] == names[24:]
+    values = [numpy_helper.to_array(builder.initializers[name]) for name in names[:24]]
+    assert [(each.shape, each.dtype, each.max()) for each in values] == [
+        (shape, kind, i) for i in range(4) for shape in ((1,), (100,), (4, 25))
+        for kind in (np.float32, np.int32)]
 
 
 def test_movement(tmp_path: Path):

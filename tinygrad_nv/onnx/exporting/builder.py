@@ -7,6 +7,7 @@ a protobuf could not hold them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Builder:
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: dict[str, onnx.TensorProto] = {}
-        self._known: dict[tuple[object, ...], str] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._number = 0
 
     def fresh(self, stem: str) -> str:
@@ -53,8 +54,8 @@ class Builder:
         return names[0]
 
     def constant(self, array: np.ndarray, stem: str = "constant") -> str:
-        """Adds an initializer; a small one that is there already is not added again."""
-        key = (array.dtype.str, array.shape, array.tobytes()) if array.size <= 64 else (id(array), stem)
+        """Adds an initializer; one of the same dtype, shape and values is not added again."""
+        key = array.dtype.str, array.shape, sha256(np.ascontiguousarray(array).view(np.uint8)).digest()
         if key not in self._known: self._known[key] = self.weight(self.fresh(stem), array)
         return self._known[key]
 
