@@ -43,9 +43,9 @@ def refused(core: EngineCore, words: str, prompt=(1, 2), priority: int = 0, kind
 
 def test_prompts():
     assert refused(engine(), "the prompt has no tokens", ()).expected == "at least one token id"
-    error = refused(engine(), "token id 100 is not in the vocabulary", (1, 100))
+    error = refused(engine(), "token id 100 is out of vocabulary", (1, 100))
     assert (error.expected, error.fix) == ("0 to 99", "use ids of this model's tokenizer")
-    refused(engine(), "token id -1 is not in the vocabulary", (-1,))
+    refused(engine(), "token id -1 is out of vocabulary", (-1,))
     # it would fail a step, and with it the answers of other requests
     refused(engine(), "logit_bias has token id 100, which is not", logit_bias={100: 1.0})
 

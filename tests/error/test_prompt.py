@@ -34,7 +34,7 @@ def test_no_token_ids(command, tiny: Path):
 @pytest.mark.parametrize(("ids", "bad"), [("300", 300), ("5,-1", -1), ("9" * 30, int("9" * 30))])
 def test_a_token_id_out_of_the_vocabulary(command, tiny: Path, ids: str, bad: int):
     command("generate", tiny, "--prompt-ids", ids).refused(
-        f"token id {bad} is not in the vocabulary", "expected: 0 to 299",
+        f"token id {bad} is out of vocabulary", "expected: 0 to 299",
         "to fix:   use ids of this model's tokenizer")
 
 
@@ -193,7 +193,7 @@ def test_more_biases_than_there_may_be():
 def test_a_bias_of_no_token():
     params = SamplingParams(logit_bias={99: 1.0, 100: 1.0})
     params.require_vocabulary(101)
-    with pytest.raises(RequestError, match="token id 100, which is not in the vocabulary") as caught:
+    with pytest.raises(RequestError, match="token id 100, which is out of vocabulary") as caught:
         params.require_vocabulary(100)
     assert caught.value.expected == "0 to 99"
 

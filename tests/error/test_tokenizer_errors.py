@@ -90,7 +90,7 @@ def test_a_tokenizer_of_a_larger_vocabulary(command, spoil, copy: Path):
     rows = {"model.embed_tokens.weight": 290, "lm_head.weight": 290}
     save_file({name: tensor[:rows.get(name)] for name, tensor in tensors.items()}, path)
     command("generate", spoil(vocab_size=290), "Once upon a time").refused(
-        " is not in the vocabulary", "expected: 0 to 289", "to fix:   use ids of this model's tokenizer")
+        " is out of vocabulary", "expected: 0 to 289", "to fix:   use ids of this model's tokenizer")
 
 
 def test_chat_without_a_template(command, spoil):

@@ -121,8 +121,8 @@ def add_lora_options(parser: argparse.ArgumentParser, whole: Callable[[str], int
     group.add_argument("--lora-modules", "--lora", nargs="+", metavar="NAME=PATH", default=[],
                        help='adapters served under names, or JSON: {"name": …, "path": …}; implies '
                        "--enable-lora")
-    group.add_argument("--max-loras", type=whole, default=4, metavar="N",
-                       help="adapters that run at a time (default 4)")
+    group.add_argument("--max-loras", type=whole, metavar="N",
+                       help="adapters that run at a time (default 4, or --max-cpu-loras where that is less)")
     group.add_argument("--max-lora-rank", type=whole, default=16, metavar="N",
                        help="largest rank of an adapter (default 16)")
     group.add_argument("--max-cpu-loras", type=whole, metavar="N",

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.engine_options import add_engine_options, add_lora_options, choose_model, positive, whole
+from tinygrad_nv.cli.model_path import served_names
 from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
@@ -51,7 +52,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     def start(arguments: argparse.Namespace) -> NoReturn:
         arguments.model = choose_model(arguments)
         _require_own_model(arguments)
-        run(arguments, model(arguments.model, arguments.download))
+        directory = model(arguments.model, arguments.download)
+        arguments.served_model_name = served_names(arguments.served_model_name, arguments.model, directory)
+        run(arguments, directory)
     serve.set_defaults(run=start)
 
 
@@ -93,7 +96,7 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
     server.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="required by what "
                         "computes; may be several (default NV_API_KEY, else none)")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
-                        help="(default: the directory's name)")
+                        help="(default: the hub's name, or the directory's name and MODEL)")
     server.add_argument("--max-logprobs", type=_logprobs, default=MAX_LOGPROBS, metavar="N",
                         help="log probabilities that a request may ask for "
                              f"(default {MAX_LOGPROBS}, the most)")

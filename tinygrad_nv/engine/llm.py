@@ -93,20 +93,21 @@ class LLM(GenerationMethods, PoolingMethods):
     ngram:K or draft:DIR:K (speculation/ngram.py), turns on speculative decoding, which does not change the
     output. How weights are quantised says the checkpoint, and `quantization` checks that; weights that are
     not quantised it quantises while they are loaded (fp8, int8). `task` "embed" makes an embedding model of
-    one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests without
-    one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With `enable_lora`
-    requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a time and
-    `max_cpu_loras` stay in host memory, in `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have
-    each layer together, in `pipeline_parallel_size` stages (engine/executor/), with `enable_expert_parallel`
-    whole experts each. `data_parallel_size` replicas of the model, each on ranks of its own, share requests;
-    limits of sequences, tokens and pages are those of each replica. `stage(name)` is called at the end of
-    each stage of loading. `model` may be a bundle (engine/bundled/), whose limits are those it was compiled
-    for; `required_key` is a file with the public key that has to have signed it, `weights` the directory of
-    files that it refers to. `generation_config` and `override_generation_config` say where sampling defaults
-    come from (generation_config.py). `chat_template`, a file, a template or the name of one of the model's,
-    is that of `chat`. Without `disable_log_stats` outputs have `metrics`. Requests may ask for
-    `max_logprobs` log probabilities, at most 20. Other arguments of vLLM's `LLM` are taken, or refused
-    (vllm_arguments.py)."""
+    one that generates (models/embedding_model.py); embedding models `embed` alone. Seeds of requests
+    without one come from `seed`, or are random. `tokenizer` is a directory with another tokenizer. With
+    `enable_lora` requests may have adapters of ranks up to `max_lora_rank`, of which `max_loras` run at a
+    time (4, or `max_cpu_loras` where that is less) and `max_cpu_loras` stay in host memory, in
+    `lora_dtype` (engine/lora/). `tensor_parallel_size` ranks have each layer together, in
+    `pipeline_parallel_size` stages (engine/executor/), with `enable_expert_parallel` whole experts each.
+    `data_parallel_size` replicas of the model, each on ranks of its own, share requests; limits of
+    sequences, tokens and pages are those of each replica. `stage(name)` is called at the end of each
+    stage of loading. `model` may be a bundle (engine/bundled/), whose limits are those it was compiled
+    for; `required_key` is a file with the public key that has to have signed it, `weights` the directory
+    of files that it refers to. `generation_config` and `override_generation_config` say where sampling
+    defaults come from (generation_config.py). `chat_template`, a file, a template or the name of one of
+    the model's, is that of `chat`. Without `disable_log_stats` outputs have `metrics`. Requests may ask
+    for `max_logprobs` log probabilities, at most 20. Other arguments of vLLM's `LLM` are taken, or
+    refused (vllm_arguments.py)."""
 
     def __init__(self, model: str | Path, dtype: str = "auto", max_model_len: int | None = None,
                  device: str | None = None, progress: Callable[[int, int], None] | None = None,
@@ -117,7 +118,8 @@ class LLM(GenerationMethods, PoolingMethods):
                  max_queue: int = 1024, overlap: bool = True, speculative: str | None = None,
                  quantization: str | None = None, task: str | None = "auto",
                  tokenizer: str | Path | None = None, seed: int | None = None, enable_lora: bool = False,
-                 max_loras: int = 4, max_lora_rank: int = 16, max_cpu_loras: int | None = None,
+                 max_loras: int | None = None, max_lora_rank: int = 16,
+                 max_cpu_loras: int | None = None,
                  lora_dtype: str = "auto", tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1,
                  enable_expert_parallel: bool = False, data_parallel_size: int = 1,
                  required_key: Path | None = None, weights: Path | None = None,

@@ -72,7 +72,7 @@ class PromptMethods:
                                "shorten the prompt or raise --max-model-len")
         for bad in (min(ids), max(ids)):
             if 0 <= bad < self.config.vocab_size: continue
-            raise RequestError(f"token id {bad} is not in the vocabulary",
+            raise RequestError(f"token id {bad} is out of vocabulary",
                                f"0 to {self.config.vocab_size - 1}", "use ids of this model's tokenizer")
         return ids
 

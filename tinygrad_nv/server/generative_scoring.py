@@ -53,7 +53,7 @@ async def answer(request: Request, service: Service, record: Record, data: dict[
     name = record.model = service.require_name(asked.model)
     tokenizer = service.require_tokenizer()
     if bad := [each for each in asked.labels if each >= 1 << 31 or tokenizer.unknown(each)]:
-        raise invalid(f"label_token_ids has the id {str(bad[0])[:20]}, which is not in the vocabulary; to "
+        raise invalid(f"label_token_ids has the id {str(bad[0])[:20]}, which is out of vocabulary; to "
                       "fix: send ids of this model's tokenizer", "label_token_ids")
     prompts = await service.aside(record.size, lambda: _make_prompts(service, tokenizer, asked))
     params = SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=[*asked.labels])

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     if arguments.warm_up: warm_up(model, waterfall)
     gc.collect()
     gc.freeze()
-    names = tuple(arguments.served_model_name or (directory.resolve().name,))
+    names = tuple(arguments.served_model_name)
     engine = ImageEngine(model, arguments.max_queue)
     metrics = Metrics(names[0], model.tokenizers[0].length, engine.stats, arguments.metrics_prefix)
     service = Service(ImageEngineClient(engine), ImageModel(model), names, limits(arguments), metrics, keys,

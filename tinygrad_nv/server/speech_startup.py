@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     if arguments.warm_up: warm_up(transcriber, waterfall)
     gc.collect()
     gc.freeze()
-    names = tuple(arguments.served_model_name or (directory.resolve().name,))
+    names = tuple(arguments.served_model_name)
     service = service_of(transcriber, names, arguments, keys)
 
     def ready() -> None:

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     # a text is tokenized in one thread: the others are the engine's (and a fork would complain of them)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     llm = load(arguments, directory, waterfall)
-    names = tuple(arguments.served_model_name or (directory.resolve().name,))
+    names = tuple(arguments.served_model_name)
     adapters = open_adapters(llm, names, arguments)
     if arguments.enable_sleep_mode: llm.sleeper.require_memory()
     if arguments.warm_up: warm_up(llm, waterfall)
@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       sleeping=llm if arguments.enable_sleep_mode else None,
                       vision=None if llm.vision is None else llm,
                       tokenizer_info=arguments.enable_tokenizer_info_endpoint,
-                      prompt_details=arguments.enable_prompt_tokens_details, root=str(directory),
+                      prompt_details=arguments.enable_prompt_tokens_details,
+                      root=arguments.model or str(directory),
                       fingerprint=fingerprint(llm), tracer=tracer,
                       scale_out=arguments.enable_scale_out,
                       strict=arguments.strict_requests)

@@ -87,7 +87,7 @@ class Embedder:
     def _require_ids(self, ids: Sequence[int]) -> None:
         for bad in (min(ids, default=0), max(ids, default=0)):
             if 0 <= bad < self.config.network.vocab_size: continue
-            raise RequestError(f"token id {bad} is not in the vocabulary",
+            raise RequestError(f"token id {bad} is out of vocabulary",
                                f"0 to {self.config.network.vocab_size - 1}",
                                "use ids of this model's tokenizer")
 

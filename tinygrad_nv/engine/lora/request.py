@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.models.config import ModelConfig
 
 MOST_RANK = 512     # vLLM's largest max_lora_rank
+SLOTS = 4           # adapters that run at a time, where max_loras does not say
 DTYPES = {"float32": dtypes.float32, "float16": dtypes.float16, "bfloat16": dtypes.bfloat16}
 
 
@@ -56,7 +57,8 @@ class LoRAConfig:
     def of(config: ModelConfig, model: DType, device: str, *, max_loras: Any, max_lora_rank: Any,
            max_cpu_loras: Any, lora_dtype: Any) -> LoRAConfig:
         """Returns the config of `LLM`'s arguments, for a model of dtype `model`. Raises `ConfigError`."""
-        slots, rank = whole("max_loras", max_loras, 4), whole("max_lora_rank", max_lora_rank, 16)
+        few = min(SLOTS, whole("max_cpu_loras", max_cpu_loras, SLOTS))
+        slots, rank = whole("max_loras", max_loras, few), whole("max_lora_rank", max_lora_rank, 16)
         cached = whole("max_cpu_loras", max_cpu_loras, max(slots, 16))
         if cached < slots:
             raise ConfigError(f"max_cpu_loras is {cached}, and max_loras {slots}", f"at least {slots}",

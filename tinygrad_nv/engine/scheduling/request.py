@@ -205,7 +205,7 @@ def check_request(request: Request, config: EngineConfig, max_len: int, vocab: i
     if not length: raise RequestError("the prompt has no tokens", "at least one token id", "write a prompt")
     for bad in min(request.prompt), max(request.prompt):
         if not 0 <= bad < vocab:
-            raise RequestError(f"token id {bad} is not in the vocabulary", f"0 to {vocab - 1}",
+            raise RequestError(f"token id {bad} is out of vocabulary", f"0 to {vocab - 1}",
                                "use ids of this model's tokenizer")
     request.params.require_vocabulary(vocab)
     if length >= max_len:

@@ -212,7 +212,7 @@ def _choice(service: Service, fields: Fields, whole: bool) -> Choice:
         raise invalid(f"{path} has {len(tokens)} token ids, expected 1 to {service.model.length}", path)
     tokenizer = service.require_tokenizer()
     if bad := [token for token in dict.fromkeys(tokens) if token >= 1 << 31 or tokenizer.unknown(token)]:
-        raise invalid(f"{path} has the id {str(bad[0])[:20]}, which is not in the vocabulary", path)
+        raise invalid(f"{path} has the id {str(bad[0])[:20]}, which is out of vocabulary", path)
     reason, stop, index = fields.text("finish_reason"), fields.take("stop_reason"), fields.whole("index", 0)
     given = fields.object("logprobs")
     logprobs = None if given is None else tuple(
