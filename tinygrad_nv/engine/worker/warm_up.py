@@ -78,10 +78,10 @@ def default_jobs(max_seqs: int, max_batched_tokens: int, largest: BatchShape, ve
     decode = [BatchShape.at_least(1 << i, 0, 0, True) for i in range((max_seqs - 1).bit_length() + 1)]
     whole = -(-max_batched_tokens // GROUP)     # groups of a step without decodes
     chunks = [BatchShape.at_least(0, groups, 1, False)
-              for groups in (1, 2, 4, 8, 16, 32, 64, 128) if groups < whole]
+              for groups in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 128) if groups < whole]
     rows = sorted({min(each, max_seqs) for each in (GROUP, 4 * GROUP, max_seqs)})
     beside = [BatchShape.at_least(count, groups, 2 * count, False)
-              for count in rows for groups in (3, 15) if groups < whole]
+              for count in rows for groups in (4, 16, 32) if groups < whole]
     for count in decode_rows(max_seqs):
         full = BatchShape.at_least(count, 1, min(2 * count, max_seqs), False)
         taken = pad_decodes(count, max_seqs, max_batched_tokens)
