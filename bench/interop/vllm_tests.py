@@ -65,6 +65,7 @@ ADAPTERS = ("charent/self_cognition_Alice", "Jackmin108/Qwen3-0.6B-Meow-LoRA", "
             "peft-internal-testing/opt-125m-dummy-lora")
 RENAMED = {"<gh_stars>": "<think>", "<issue_start>": "</think>", "<issue_comment>": "<tool_call>",
            "<issue_closed>": "</tool_call>"}
+POSITIONS = 40960
 REVISION = "0" * 40
 
 
@@ -79,22 +80,25 @@ def link_model(hub: Path, name: str, target: Path) -> None:
     link.symlink_to(target.resolve())
 
 
-def rename_tokens(model: Path, out: Path) -> None:
-    """Makes a model whose tokenizer has names for reasoning and calls in place of ones that nothing uses."""
+def write_variant(model: Path, out: Path) -> None:
+    """Makes a model whose tokenizer has names for reasoning and calls in place of ones that nothing uses, and
+    whose context is as long as Qwen3's."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     for file in model.iterdir(): (out / file.name).symlink_to(file.resolve())
     text = (model / "tokenizer.json").read_text()
     for before, after in RENAMED.items(): text = text.replace(before, after)
-    (out / "tokenizer.json").unlink()
-    (out / "tokenizer.json").write_text(text)
+    changed = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": POSITIONS}
+    for name, content in (("tokenizer.json", text), ("config.json", json.dumps(changed))):
+        (out / name).unlink()
+        (out / name).write_text(content)
 
 
 def make_hub(models: Path, hub: Path) -> None:
     """Makes the hub's cache that the tests and both servers read."""
     plain = write_model("smollm2-135m", models)
     adapters = list(write_adapters(plain).values())
-    rename_tokens(plain, thinks := hub / "thinks")
+    write_variant(plain, thinks := hub / "thinks")
     for name in QWEN3: link_model(hub, name, thinks)
     for name in OTHERS: link_model(hub, name, plain)
     for i, name in enumerate(ADAPTERS): link_model(hub, name, adapters[i % len(adapters)])
@@ -120,7 +124,7 @@ def start(tests: Path, hub: Path, packages: Path, file: str, side: str
         "HF_HUB_CACHE": str(hub), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(packages)])}
     if side == "ours":
-        env["SERVE"] = json.dumps([sys.executable, "-m", "tinygrad_nv", "serve"])
+        env["SERVE"] = json.dumps([sys.executable, "-m", "tinygrad_nv", "serve", "--metrics-prefix", "vllm"])
         env["SERVE_PYTHONPATH"] = str(Path(__file__).parents[2])
     return [str(python), *PYTEST, "-p", "vllm_server_plugin", "--rootdir", str(tests), file], env, tests
 

@@ -87,10 +87,28 @@ def test_what_llm_is_given():
     assert (str(found.model), found.max_logprobs) == ("DIR", 5)
     assert from_vllm(found.vllm, frozenset()) == {
         "page_size": 32, "task": "embed", "speculative": "ngram:3", "kv_cache_bytes": 1000}
+    assert [parsed("--max-logprobs", each).max_logprobs for each in ("-1", "21", "0")] == [20, 20, 0]
     assert parsed("--api-key", "a", "b", "--api_key", "c").api_key == ["a", "b", "c"]
     assert vllm_options.normal(["serve", "--", "--a_b"]) == ["serve", "--", "--a_b"]
     assert vllm_options.normal(["generate", "--a_b"]) == ["generate", "--a-b"]
     assert vllm_options.normal(["doctor", "--a_b"]) == ["doctor", "--a_b"]
+
+
+def test_a_field_of_an_option():
+    """As vLLM's parser takes them."""
+    assert vllm_options.normal([
+        "serve", "--hf_overrides.rope_scaling.factor", "2", "M", "--port=1.5", "--hf-overrides.a-b=text",
+        "--hf-overrides.rope-scaling.type=yarn", "--x.y", "--z.w", "--", "--a.b"]) == [
+        "serve", "M", "--port=1.5", "--hf-overrides",
+        '{"rope_scaling": {"factor": 2, "type": "yarn"}, "a_b": "text"}', "--x", '{"y": true}',
+        "--z", '{"w": true}', "--", "--a.b"]
+    parsed("--structured-outputs-config.backend", "xgrammar", "--structured-outputs-config.disable_fallback")
+
+
+@pytest.mark.parametrize("given", ['{"backend": "outlines"}', '{"disable_any_whitespace": false}', "{}"])
+def test_which_library_enforces_structure_makes_no_difference(given: str):
+    parsed("--structured-outputs-config", given, "--guided-decoding-backend", "xgrammar")
+    assert from_vllm({"structured_outputs_config": json.loads(given)}, frozenset()) == {}
 
 
 def test_the_model_has_an_option(command):
@@ -106,11 +124,11 @@ def test_the_model_has_an_option(command):
     (["--tensor_paralel_size=2"], "did you mean --tensor-parallel-size?"),
     (["--zzzz"], "unrecognized arguments: --zzzz\n"),
     (["--data-parallel-external-lb"], "--data-parallel-external-lb is true, and rank 0 gives requests to"),
+    (["--structured-outputs-config.disable_any_whitespace", "true"], "llguidance enforces structured output"),
     (["--load-format", "dummy"], '--load-format is "dummy", and weights are safetensors or GGUF files; '),
     (["--no-enable-chunked-prefill"], "--enable-chunked-prefill is false, and long prompts are computed in"),
-    (["--uds", "/tmp/x"], '--uds is "/tmp/x", and --host and --port say where it listens; to fix: '),
     (["--collect-detailed-traces", "all"], '--collect-detailed-traces is "all", and a trace is a span'),
-    (["--max-logprobs", "-1"], "'-1' is not a whole number from 0 to 20")])
+    (["--max-logprobs", "-2"], "'-2' is not a whole number, or -1")])
 def test_others_are_refused(words: list[str], found: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended: cli.main(["serve", *words])
     assert ended.value.code == 2

@@ -82,6 +82,10 @@ def _add_parser_options(serve: argparse.ArgumentParser) -> None:
     parsers.add_argument("--trust-request-chat-template", action=argparse.BooleanOptionalAction,
                          default=False,
                          help="run chat templates of requests, in the sandbox (default off)")
+    for option, words in (("--enable-force-include-usage", "each chunk of a stream has its usage"),
+                          ("--return-tokens-as-token-ids", 'log probabilities have "token_id:5" for texts')):
+        parsers.add_argument(option, action=argparse.BooleanOptionalAction, default=False,
+                             help=f"{words} (default off)")
     parsers.add_argument("--strict-requests", action=argparse.BooleanOptionalAction, default=False,
                          help="refuse fields that have no effect, unknown ones too, which are else named in "
                               "the header x-ignored-fields (default off)")
@@ -97,6 +101,7 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
                         "computes; may be several (default NV_API_KEY, else none)")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="(default: the hub's name, or the directory's name and MODEL)")
+    server.add_argument("--uds", metavar="PATH", help="listen at a Unix socket instead")
     server.add_argument("--max-logprobs", type=_logprobs, default=MAX_LOGPROBS, metavar="N",
                         help="log probabilities that a request may ask for "
                              f"(default {MAX_LOGPROBS}, the most)")
@@ -187,8 +192,10 @@ def _parser_name(kind: str) -> Callable[[str], str]:
 
 
 def _logprobs(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text) <= MAX_LOGPROBS: return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+    """The limit of a request: MAX_LOGPROBS for more, and for -1, vLLM's word for all."""
+    if text == "-1": return MAX_LOGPROBS
+    if text.isascii() and text.isdigit(): return min(int(text[:9]), MAX_LOGPROBS)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or -1")
 
 
 def _port(text: str) -> int:

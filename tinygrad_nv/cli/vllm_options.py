@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import deque
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -17,7 +18,6 @@ from tinygrad_nv.engine import vllm_arguments as engine
 # accepted values, and what holds instead of others
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "api_server_count": ((1,), "one process answers requests"),
-    "enable_force_include_usage": ((False,), "stream_options of a request ask for its usage"),
     "enable_ssl_refresh": ((False,), "certificates are read at the start"),
     "exclude_tools_when_tool_choice_none": ((True,), "templates get no tools then"),
     "headless": ((False,), "one process computes and answers"),
@@ -28,11 +28,9 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "middleware": ((), "no code of others runs in the server"),
     "reasoning_parser_plugin": ((), "no code of others runs in the server"),
     "response_role": (("assistant",), "answers are the assistant's"),
-    "return_tokens_as_token_ids": ((False,), "return_token_ids of a request asks for ids"),
     "ssl_ciphers": ((None, "TLSv1"), "the ciphers are those of Python's ssl module"),
     "tool_parser_plugin": ((), "no code of others runs in the server"),
-    "tool_server": ((), "tools run at the client"),
-    "uds": ((), "--host and --port say where it listens")}
+    "tool_server": ((), "tools run at the client")}
 NO_EFFECT = frozenset({
     "disable_access_log_for_endpoints", "disable_fastapi_docs", "disable_frontend_multiprocessing",
     "disable_log_requests", "disable_uvicorn_access_log", "enable_log_deltas", "enable_log_outputs",
@@ -94,9 +92,7 @@ class _Value(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
-        try: value = json.loads(values)
-        except (ValueError, RecursionError): value = values
-        _take(parser, namespace, self.dest, value)
+        _take(parser, namespace, self.dest, _parse_value(values))
 
 
 class _Flag(argparse.Action):
@@ -114,7 +110,7 @@ def _take(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: 
     option = "--" + name.replace("_", "-")
     if (known := (FIXED | engine.FIXED).get(name)) is not None:
         accepted, why = known
-        if value not in accepted:
+        if engine.without_backends(name, value) not in accepted:
             shown = " or ".join(json.dumps(each) for each in accepted if each is not None)
             parser.error(f"{option} is {json.dumps(value)}, and {why}; "
                          + (f"expected: {shown}" if shown else "to fix: leave it out"))
@@ -122,14 +118,33 @@ def _take(parser: argparse.ArgumentParser, namespace: argparse.Namespace, name: 
 
 
 def normal(argv: Sequence[str]) -> list[str]:
-    """Command-line words with options spelled as they are declared: vLLM and TRL take `_` for `-`."""
-    made = list(argv)
-    if not {*made[:1]} & {*SPELLED}: return made
-    for at, word in enumerate(made):
-        if word == "--": break
-        name, equals, value = word.partition("=")
-        if name.startswith("--"): made[at] = name.replace("_", "-") + equals + value
-    return made
+    """Command-line words with options spelled as they are declared: vLLM and TRL take `_` for `-`, and vLLM
+    `--name.key value` for `--name '{"key": value}'`."""
+    if not {*argv[:1]} & {*SPELLED}: return list(argv)
+    made, folded, words = list[str](), dict[str, dict[str, Any]](), deque(argv)
+    while words and words[0] != "--":
+        name, equals, value = (word := words.popleft()).partition("=")
+        option, dot, keys = name.replace("_", "-").partition(".")
+        if not name.startswith("--"): made.append(word)
+        elif not dot: made.append(option + equals + value)
+        else:
+            if not equals: value = words.popleft() if words and not words[0].startswith("--") else "true"
+            _put(folded.setdefault(option, {}), keys.replace("-", "_").split("."), _parse_value(value))
+    for option, each in folded.items(): made += [option, json.dumps(each)]
+    return [*made, *words]
+
+
+def _put(into: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = into.get(key)
+        into[key] = into = inner if isinstance(inner, dict) else {}
+    into[keys[-1]] = value
+
+
+def _parse_value(text: str) -> Any:
+    """JSON, else the text itself."""
+    try: return json.loads(text)
+    except (ValueError, RecursionError): return text
 
 
 def nearest(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:

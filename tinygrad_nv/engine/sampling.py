@@ -322,7 +322,7 @@ class SamplingParams:
         """Raises `RequestError` for a token outside a vocabulary of `size` tokens."""
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids"):
             if (bad := max(getattr(self, name) or (), default=0)) >= size:
-                raise RequestError(f"{name} has token id {bad}, which is out of vocabulary",
+                raise RequestError(f"{name} has token id {bad}, which is out of vocabulary: {size} tokens",
                                    f"0 to {size - 1}", "use ids of this model's tokenizer")
 
     @property

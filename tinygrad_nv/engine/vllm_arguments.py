@@ -79,9 +79,9 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "override_pooler_config": ((None,), "a model's files say how it pools"),
     "structured_outputs_config": ((None, {}), "llguidance enforces structured output"),
     "otlp_traces_endpoint": ((None,), "the server sends traces, and LLM none"),
-    "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance enforces structured output"),
     "scheduling_policy": (("fcfs", "priority"), "requests run by priority, then in order")}
 SPECULATIVE = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+OF_BACKENDS = frozenset({"backend", "disable_fallback", "disable_additional_properties"})
 GENERATION = ("generation_config", "override_generation_config")
 NO_EFFECT = frozenset({
     "aggregate_engine_logging", "all2all_backend", "allow_deprecated_quantization",
@@ -102,9 +102,9 @@ NO_EFFECT = frozenset({
     "enable_nccl_comm_suspend", "enable_shm_tensor_arena", "enable_sleep_mode",
     "enable_tower_connector_lora", "enforce_eager", "eplb_config", "expert_placement_strategy",
     "fail_on_environ_validation", "fully_sharded_loras", "gdn_prefill_backend",
-    "guided_decoding_disable_additional_properties", "guided_decoding_disable_fallback", "hf_token",
-    "ignore_patterns", "interleave_mm_strings", "ir_op_priority", "jit_monitor_mode",
-    "jit_monitor_verbose", "kda_decode_backend", "kda_prefill_backend", "kernel_config",
+    "guided_decoding_backend", "guided_decoding_disable_additional_properties",
+    "guided_decoding_disable_fallback", "hf_token", "ignore_patterns", "interleave_mm_strings",
+    "ir_op_priority", "jit_monitor_mode", "jit_monitor_verbose", "kda_decode_backend", "kda_prefill_backend", "kernel_config",
     "kv_cache_metrics", "kv_cache_metrics_sample", "language_model_only", "limit_mm_per_prompt",
     "linear_backend", "log_config_file", "log_level", "logging_config", "long_prefill_token_threshold",
     "long_prefill_token_threshold_adaptive", "lora_extra_vocab_size", "mamba_backend", "mamba_block_size",
@@ -190,9 +190,16 @@ def require_no_adapter(lora_request: Any) -> None:
 
 def _require_fixed(name: str, value: Any) -> None:
     accepted, why = FIXED[name]
-    if value in accepted: return
+    if without_backends(name, value) in accepted: return
     raise ConfigError(f"{name} is {value!r}, and {why}", " or ".join(map(repr, accepted)),
                       f"leave {name} out")
+
+
+def without_backends(name: str, value: Any) -> Any:
+    """The value of an argument; of structured_outputs_config without what says which library enforces it."""
+    if name != "structured_outputs_config" or not isinstance(value, dict): return value
+    return {key: each for key, each in value.items()
+            if key not in OF_BACKENDS and each not in (None, "", False)}
 
 
 def _task(runner: Any) -> str:

@@ -33,6 +33,7 @@ NO_PROMPT_FIELDS: Mapping[str, Any] = dict.fromkeys(("prompt_logprobs", "prompt_
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
+    service.add_defaults(data)
     parsed = await service.read(record, lambda: chat(data, service.model.defaults, service.limits))
     conversation = await Conversation.of(service, parsed, record.size)
     shared = {"id": record.answer_id("chatcmpl-", data.get("request_id")),

@@ -31,6 +31,7 @@ from tinygrad_nv.server.workers import checkpoint
 async def answer(request: Request, service: Service, record: Record, data: dict[str, Any]) -> Response:
     """The response to a request with body `data`."""
     service.require_generator()
+    service.add_defaults(data)
     parsed = await service.read(record, lambda: protocol.completion(data, service.model.defaults,
                                                                     service.limits))
     name = record.model = service.require_name(parsed.model)

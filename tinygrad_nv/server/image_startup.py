@@ -26,8 +26,17 @@ from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, bind, serve, url
-from tinygrad_nv.server.startup import Waterfall, api_keys, cors, hosts, http_options, limits, use
+from tinygrad_nv.server.serving import Server, serve, url
+from tinygrad_nv.server.startup import (
+    Waterfall,
+    api_keys,
+    cors,
+    hosts,
+    http_options,
+    limits,
+    open_socket,
+    use,
+)
 
 DTYPES = {"auto": dtypes.float32, "float32": dtypes.float32, "float16": dtypes.float16,
           "bfloat16": dtypes.bfloat16}
@@ -87,7 +96,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     require_pillow()
     options = http_options(arguments)
     options.check()
-    bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
+    bound_socket, keys = open_socket(arguments), api_keys(arguments)
     if arguments.device: use(arguments.device)
     model = load(arguments, directory)
     waterfall.mark("load weights")

@@ -253,10 +253,12 @@ def _bias(fields: Fields) -> dict[int, float] | None:
     if len(data) > MAX_BIASED_TOKENS:
         raise invalid(f"logit_bias has {len(data)} entries, expected at most {MAX_BIASED_TOKENS}",
                       "logit_bias")
+    if wrong := [key for key in data if not (key.isascii() and key.isdigit() and len(key) < 10)]:
+        shown = ", ".join(repr(key[:40]) for key in wrong[:3])
+        raise invalid(f"logit_bias has the key{'s' * (len(wrong) > 1)} {shown}, expected token ids",
+                      "logit_bias")
     entries, out = Fields(data, "logit_bias"), {}
     for key in data:
-        if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise invalid(f"logit_bias has the key {key[:40]!r}, expected token ids", "logit_bias")
         value = entries.number(key)
         if value is not None: out[int(key)] = min(max(value, -BIAS), BIAS)
     return out or None

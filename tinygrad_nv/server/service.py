@@ -184,6 +184,8 @@ class Service:
     root: str | None = None         # the model's path, in /v1/models
     fingerprint: str = f"tinygrad-nv-{__version__}"     # of what computes an answer
     strict: bool = False            # fields without effect are errors
+    force_usage: bool = False       # each chunk of a stream has its usage
+    ids_for_texts: bool = False     # log probabilities have "token_id:5" for texts, unless requests say
     ignored: set[str] = field(default_factory=set)      # such fields that were logged
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     media: MediaBudget = field(default_factory=MediaBudget)     # of all requests
@@ -222,6 +224,13 @@ class Service:
         every = (*self.names, *(self.adapters.names if self.adapters is not None else ()))
         raise APIError(404, f"the model {name[:200]!r} is not served here; expected: {', '.join(every)}",
                        "model_not_found", "model")
+
+    def add_defaults(self, data: dict[str, Any]) -> None:
+        """Gives a request's body the fields that the server was started with."""
+        if self.force_usage and data.get("stream") is True:
+            data["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        if self.ids_for_texts and data.get("return_tokens_as_token_ids") is None:
+            data["return_tokens_as_token_ids"] = True
 
     def require_embedder(self) -> EmbeddingClient:
         """The embedding model. Raises `APIError` 404 for one that generates."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import multiprocessing.util
 import os
 import signal
 import socket
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,8 +95,25 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
+def bind_path(path: str) -> socket.socket:
+    """Binds a Unix socket at a path, in place of one that nothing listens at any more."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            left = stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED
+        if left: os.unlink(path)
+    except OSError: pass        # nothing is there, as it should be
+    try: made.bind(path)
+    except OSError as error:
+        made.close()
+        raise RequestError(f"{path} cannot be served: {error}", "a path for a Unix socket that is not there",
+                           "change --uds") from error
+    return made
+
+
 def url(taken: socket.socket, options: HTTPOptions = HTTP) -> str:
-    """The address of a socket, for a browser."""
+    """The address of a socket, for a browser; the path of a Unix socket."""
+    if taken.family == socket.AF_UNIX: return f"unix:{taken.getsockname()}"
     host, port = taken.getsockname()[:2]
     return f"{options.scheme}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 

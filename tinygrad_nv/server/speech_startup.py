@@ -24,8 +24,17 @@ from tinygrad_nv.runtime.programs import programs_compiled
 from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import Service
-from tinygrad_nv.server.serving import Server, bind, serve, url
-from tinygrad_nv.server.startup import Waterfall, api_keys, cors, hosts, http_options, limits, use
+from tinygrad_nv.server.serving import Server, serve, url
+from tinygrad_nv.server.startup import (
+    Waterfall,
+    api_keys,
+    cors,
+    hosts,
+    http_options,
+    limits,
+    open_socket,
+    use,
+)
 
 AT_ONCE = 16    # recordings that run at a time at most, unless --max-num-seqs says less: each has its window
 
@@ -84,7 +93,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     waterfall.mark("import")
     options = http_options(arguments)
     options.check()
-    bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
+    bound_socket, keys = open_socket(arguments), api_keys(arguments)
     if arguments.device: use(arguments.device)
     transcriber = load(arguments, directory, waterfall)
     if arguments.warm_up: warm_up(transcriber, waterfall)

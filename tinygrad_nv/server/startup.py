@@ -17,6 +17,7 @@ import gc
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,7 @@ from tinygrad_nv.server.log import LOG, line, set_up
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.origins import Hosts
 from tinygrad_nv.server.service import CORS, EmbeddingEngineClient, Parsers, Service
-from tinygrad_nv.server.serving import HTTPOptions, Server, bind, serve, url
+from tinygrad_nv.server.serving import HTTPOptions, Server, bind, bind_path, serve, url
 from tinygrad_nv.server.tracing import Tracer
 from tinygrad_nv.version import __version__
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     options.check()
     endpoint = arguments.otlp_traces_endpoint
     tracer = None if endpoint is None else Tracer.to(endpoint)
-    bound_socket, keys = bind(arguments.host, arguments.port), api_keys(arguments)
+    bound_socket, keys = open_socket(arguments), api_keys(arguments)
     if arguments.device: use(arguments.device)
     # a text is tokenized in one thread: the others are the engine's (and a fork would complain of them)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -86,7 +87,9 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
                       root=arguments.model or str(directory),
                       fingerprint=fingerprint(llm), tracer=tracer,
                       scale_out=arguments.enable_scale_out,
-                      strict=arguments.strict_requests)
+                      strict=arguments.strict_requests,
+                      force_usage=arguments.enable_force_include_usage,
+                      ids_for_texts=arguments.return_tokens_as_token_ids)
     LOG.info(capacity_line(llm))
 
     def ready() -> None:
@@ -137,7 +140,9 @@ def load(arguments: argparse.Namespace, directory: Path, waterfall: Waterfall) -
 def open_adapters(llm: LLM, names: tuple[str, ...], arguments: argparse.Namespace) -> AdapterNames | None:
     """The adapters of --lora-modules, read; None of a model that is served without."""
     if llm.embedder is not None or llm.adapters is None: return None
-    made = AdapterNames(llm.adapters.cache, names, arguments.allow_runtime_lora_updating)
+    # vLLM has no option for it
+    of_environment = os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true")
+    made = AdapterNames(llm.adapters.cache, names, arguments.allow_runtime_lora_updating or of_environment)
     for name, path in lora_modules(arguments, names):
         made.add(name, path)
         LOG.info(line("adapter", name=name, path=path))
@@ -199,8 +204,10 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
-    """The API keys of the command line, else that of NV_API_KEY."""
-    given = arguments.api_key or ([key] if (key := str(config.get("NV_API_KEY"))) else [])
+    """The API keys of the command line, else that of NV_API_KEY, or of VLLM_API_KEY: who guards vLLM with it
+    shall not be without a guard here."""
+    of_environment = str(config.get("NV_API_KEY")) or os.environ.get("VLLM_API_KEY", "")
+    given = arguments.api_key or ([of_environment] if of_environment else [])
     if not all(key and key.isascii() and key.isprintable() and " " not in key for key in given):
         raise RequestError("an API key is empty, or has other than printable ASCII characters",
                            "a key that a header can carry", "change --api-key or NV_API_KEY")
@@ -222,6 +229,11 @@ def cors(arguments: argparse.Namespace) -> CORS:
 def hosts(arguments: argparse.Namespace) -> Hosts:
     """The hosts that requests may be for, as the command line says."""
     return Hosts.of(arguments.host, arguments.allowed_hosts)
+
+
+def open_socket(arguments: argparse.Namespace) -> socket.socket:
+    """The socket that the command line names, bound."""
+    return bind_path(arguments.uds) if arguments.uds else bind(arguments.host, arguments.port)
 
 
 def http_options(arguments: argparse.Namespace) -> HTTPOptions:

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams
+from tinygrad_nv.engine.structured_output.schema import close_objects
 from tinygrad_nv.errors import RequestError
 from tinygrad_nv.server.errors import api_error, invalid
 from tinygrad_nv.server.fields import Fields
@@ -18,9 +19,6 @@ from tinygrad_nv.server.tools import Tool, ToolChoice
 
 # tool calls of an answer with tool_choice "required": a model may repeat a call until max_tokens
 MAX_CALLS = 16
-# keywords that allow or restrict further properties of an object
-COMBINING_KEYWORDS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
-                      "minProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 KINDS = ("json", "regex", "choice", "grammar")
 CONSTRAINTS = (*KINDS, "json_object", "structural_tag")
 
@@ -115,28 +113,13 @@ def call_schema(tools: tuple[Tool, ...], choice: ToolChoice) -> dict[str, Any] |
 
 
 def _arguments(schema: dict[str, Any] | None, path: str) -> dict[str, Any]:
-    """The schema of a tool's arguments: an object, without properties if the tool names no parameters. An
-    object that lists properties allows no others unless it says so: a model that is forced to call would
-    invent them without end."""
+    """The schema of a tool's arguments: an object, without properties if the tool names no parameters."""
     if not schema: return {"type": "object", "properties": {}, "additionalProperties": False}
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         path = f"{path}.function.parameters.type"
         raise invalid(f"{path} is {json.dumps(kind)[:60]}, expected 'object': arguments have names", path)
-    return _close_objects({**schema, "type": "object"}, "allOf" not in json.dumps(schema))
-
-
-def _close_objects(schema: Any, alone: bool) -> Any:
-    """Returns `schema` with additionalProperties false where it lists properties. Schemas that are combined
-    with others stay as they are; so do definitions, unless each is used `alone`."""
-    if not isinstance(schema, dict): return schema
-    out = dict(schema)
-    for key in ("properties", *(("$defs", "definitions") if alone else ())):
-        if isinstance(inner := out.get(key), dict):
-            out[key] = {name: _close_objects(each, alone) for name, each in inner.items()}
-    if isinstance(out.get("items"), dict): out["items"] = _close_objects(out["items"], alone)
-    if "properties" in out and not COMBINING_KEYWORDS & out.keys(): out["additionalProperties"] = False
-    return out
+    return close_objects({**schema, "type": "object"})
 
 
 def _move_references(schema: Any, location: str) -> Any:

@@ -29,7 +29,7 @@ from tinygrad_nv.models.config import read_config
 from tinygrad_nv.server.limits import RequestLimits
 from tinygrad_nv.server.metrics import Metrics
 from tinygrad_nv.server.service import EmbeddingEngineClient, Service
-from tinygrad_nv.server.serving import HTTP, HTTPOptions, Server, bind, serve, url
+from tinygrad_nv.server.serving import HTTP, HTTPOptions, Server, bind, bind_path, serve, url
 
 NAME = "tales"
 LENGTH = 512
@@ -191,15 +191,17 @@ def llm_service(llm: LLM, **more: Any) -> Service:
 
 
 @contextlib.contextmanager
-def live(service: Service, options: HTTPOptions = HTTP) -> Iterator[Live]:
-    """The service, answering."""
-    taken, ready = bind("127.0.0.1", 0), threading.Event()
+def live(service: Service, options: HTTPOptions = HTTP, path: str | None = None) -> Iterator[Live]:
+    """The service, answering; at a Unix socket with `path`."""
+    taken, ready = bind("127.0.0.1", 0) if path is None else bind_path(path), threading.Event()
+    at = "http://localhost" if path is not None else url(taken, options)
+    transport = None if path is None else httpx.HTTPTransport(uds=path)
     box: list[Live] = []
 
     async def main() -> None:
         server = Server(service, options)
-        client = httpx.Client(base_url=url(taken, options), timeout=60, verify=False)  # no certificates: slow
-        box.append(Live(url(taken, options), service, server, asyncio.get_running_loop(), client))
+        client = httpx.Client(base_url=at, timeout=60, verify=False, transport=transport)  # certificates: slow
+        box.append(Live(at, service, server, asyncio.get_running_loop(), client))
         real = service.engine if isinstance(service.engine, AsyncEngine) else None
         if real is not None: await real.start()
         await serve(server, [taken], 3600, ready.set)

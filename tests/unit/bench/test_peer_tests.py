@@ -47,11 +47,12 @@ def test_any_name_of_a_model_is_the_one_that_is_here(tmp_path: Path, monkeypatch
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text("{}")
     (model / "tokenizer.json").write_text(json.dumps({"added": ["<gh_stars>", "<issue_closed>"]}))
-    vllm_tests.rename_tokens(model, thinks := tmp_path / "thinks")
+    vllm_tests.write_variant(model, thinks := tmp_path / "thinks")
     vllm_tests.link_model(tmp_path / "hub", "org/name", thinks)
     found = Path(snapshot_download("org/name", cache_dir=tmp_path / "hub", local_files_only=True))
     assert json.loads((found / "tokenizer.json").read_text()) == {"added": ["<think>", "</tool_call>"]}
-    assert (found / "config.json").read_text() == "{}"
+    assert json.loads((found / "config.json").read_text()) == {"max_position_embeddings": 40960}
+    assert (model / "config.json").read_text() == "{}"
     assert "gh_stars" in (model / "tokenizer.json").read_text()     # of the model itself
 
 

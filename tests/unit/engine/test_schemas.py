@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engine.structured_case import grammars, holds, text, tokenizer, written
 from tinygrad_nv.engine.structured_output.params import StructuredOutputsParams as Structured
-from tinygrad_nv.engine.structured_output.schema import simplify
+from tinygrad_nv.engine.structured_output.schema import close_objects, simplify
 from tinygrad_nv.errors import RequestError
 
 KIND = "byte-level BPE"
@@ -203,6 +203,33 @@ def test_the_texts_are_json():
 def test_none_or_one_blank_or_one_new_line_with_its_indent_wherever_json_allows_it(space: str):
     for at in BETWEEN: assert allows(spaced(space, at)), at
     assert allows("".join(space * (at in BETWEEN) + letter for at, letter in enumerate(WRITTEN)))
+
+
+def test_objects_that_list_properties_are_closed():
+    """A model would add to them without end; vLLM's default allows no more, either."""
+    listed = {"type": "object", "properties": {"a": TEXT, "b": {"properties": {"c": {}}}}}
+    closed = close_objects({**listed, "items": listed, "$defs": {"d": listed}})
+    for each in (closed, closed["items"], closed["$defs"]["d"]):
+        assert each["additionalProperties"] is False
+        assert each["properties"]["b"] == {"properties": {"c": {}}, "additionalProperties": False}
+    assert "additionalProperties" not in listed
+    assert allows('{"a":"x"}', schema=listed)
+    assert not allows('{"a":"x","z":1}', schema=listed)
+    assert allows('{"a":"x","z":1}', schema={**listed, "additionalProperties": True})
+
+
+@pytest.mark.parametrize("more", [
+    {"additionalProperties": TEXT}, {"required": ["a", "z"]}, {"minProperties": 2}, {"allOf": [{}]},
+    {"$ref": "#/$defs/x"}, {"patternProperties": {"^x": TEXT}}, {"enum": [{"z": 1}]}, {"if": {}, "then": {}}])
+def test_objects_that_may_need_more_stay_open(more: dict[str, Any]):
+    schema = {"type": "object", "properties": {"a": TEXT}, **more}
+    assert close_objects(schema) == schema
+
+
+def test_definitions_stay_open_where_schemas_are_combined():
+    """{"allOf": [{"$ref": …}, …]} allows the properties of both."""
+    schema = {"$defs": {"d": {"properties": {"a": TEXT}}}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/d"}]}}}
+    assert close_objects(schema)["$defs"] == schema["$defs"]
 
 
 @pytest.mark.parametrize("space", ["  ", "\t", "\n\n", " \n", "\n" + 17 * " ", "\n" + 9 * "\t", "\n \t",

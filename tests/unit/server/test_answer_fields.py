@@ -95,6 +95,21 @@ def test_tokens_of_the_prefix_cache_are_told_where_the_server_says_so():
     assert chunks[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
+@pytest.mark.parametrize("asked", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_a_server_may_give_requests_usage_and_ids(asked: dict[str, Any]):
+    """vLLM's --enable-force-include-usage and --return-tokens-as-token-ids."""
+    path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+    asked = {**asked, "max_tokens": 2, "logprobs": 1 if "prompt" in asked else True}
+    with live(fake_service(FakeEngine(FakeModel(TEMPLATE)), force_usage=True, ids_for_texts=True)) as served:
+        for options in ({}, {"stream_options": {"include_usage": False}}):
+            chunks = events(served.post({**asked, **options, "stream": True}, path).text)[:-1]
+            assert all(chunk["usage"]["total_tokens"] for chunk in chunks)
+        for given in ({}, {"return_tokens_as_token_ids": None}):
+            assert "token_id:" in json.dumps(served.post({**asked, **given}, path).json()["choices"])
+        made = served.post({**asked, "return_tokens_as_token_ids": False}, path).json()
+        assert "token_id:" not in json.dumps(made["choices"])
+
+
 @pytest.mark.parametrize(("path", "prefix"), [
     ("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")])
 def test_an_answer_has_the_name_that_the_client_gives_it(server: Live, path: str, prefix: str):

@@ -34,7 +34,7 @@ from tinygrad_nv.errors import ConfigError, RequestError
 from tinygrad_nv.server import startup
 from tinygrad_nv.server.log import LOG, periodic
 from tinygrad_nv.server.service import CORS
-from tinygrad_nv.server.serving import HTTPOptions
+from tinygrad_nv.server.serving import HTTPOptions, bind_path
 from tinygrad_nv.server.startup import Waterfall
 
 ORIGIN = "https://page.example"
@@ -148,6 +148,38 @@ def test_a_path_that_a_proxy_takes_off():
         assert done.status_code == 200, done.text
         assert "text/css" in server.http.get("/page.css").headers["content-type"]
         assert "text/html" in server.http.get("/").headers["content-type"]
+
+
+def test_a_path_that_a_proxy_leaves_on():
+    """As vLLM's server, which answers with the root path and without; what is guarded stays so."""
+    with live(fake_service(keys=frozenset({"key"})), HTTPOptions(root_path="/llm")) as server:
+        asked, key = {"prompt": "a", "max_tokens": 1}, {"Authorization": "Bearer key"}
+        for path in ("/v1/completions", "/llm/v1/completions"):
+            assert server.post(asked, path).status_code == 401
+            assert server.post(asked, path, headers=key).status_code == 200
+        for path in ("/llm/llm/v1/completions", "/llmv1/completions"):
+            assert server.post(asked, path, headers=key).status_code == 404
+
+
+def test_a_unix_socket(tmp_path: Path):
+    path = str(tmp_path / "socket")
+    for _ in range(2):      # the second takes the place of what the first has left
+        with live(fake_service(), path=path) as server:
+            assert server.post({"prompt": "a", "max_tokens": 1}).status_code == 200
+            with pytest.raises(RequestError, match="cannot be served: .*in use"): bind_path(path)
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(RequestError, match="change --uds"): bind_path(str(tmp_path / "file"))
+    assert (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(RequestError, match="cannot be served: AF_UNIX path too long"): bind_path(200 * "a")
+
+
+def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+    asked = SimpleNamespace(api_key=None)
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    assert startup.api_keys(asked) == {"theirs"}
+    monkeypatch.setenv("NV_API_KEY", "ours")
+    assert startup.api_keys(asked) == {"ours"}
+    assert startup.api_keys(SimpleNamespace(api_key=["a", "b"])) == {"a", "b"}
 
 
 @pytest.fixture(scope="module")

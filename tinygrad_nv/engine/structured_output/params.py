@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tinygrad_nv.engine.structured_output.schema import simplify
+from tinygrad_nv.engine.structured_output.schema import close_objects, simplify
 from tinygrad_nv.errors import RequestError
 
 # bytes of a constraint's text, and nesting depth of a schema: llguidance reads 128 levels at most, of which
@@ -87,7 +87,7 @@ class StructuredOutputsParams:
 
     @cached_property
     def _schema(self) -> tuple[dict[str, Any], frozenset[str]]:
-        made, formats = simplify(_check_schema(self.json))
+        made, formats = simplify(close_objects(_check_schema(self.json)))
         if isinstance(made, dict): return made, formats
         raise _invalid("JSON schema", "matches no value, or none that ends", "one that some value matches")
 

@@ -7,10 +7,12 @@ is not among `FORMATS` (enforced) or `UNENFORCED` (refused) says how a string is
 since draft 2019-09. A schema that nothing matches, or nothing that ends, because it needs itself, becomes
 `false`: a model could never complete one.
 
-`find_closed_patterns(schema)` finds objects whose names must match patterns, for matcher.py.
+`close_objects` forbids properties that a schema does not name. `find_closed_patterns(schema)` finds objects
+whose names must match patterns, for matcher.py.
 """
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -31,6 +33,33 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
                          "writeOnly", "$schema", "$id", "$anchor", "$dynamicAnchor", "contentEncoding",
                          "contentMediaType"})
+
+# keywords that allow, restrict or need further properties of an object
+COMBINING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
+             "minProperties", "dependentRequired", "dependentSchemas", "dependencies", "allOf", "anyOf",
+             "oneOf", "not", "$ref", "if", "const", "enum"}
+
+
+def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema whose objects that list properties allow no others, unless they say so: a model would
+    invent them without end, and vLLM allows none. Schemas that are combined with others stay as they are."""
+    closed: dict[str, Any] = _close(schema, "allOf" not in json.dumps(schema))
+    return closed
+
+
+def _close(schema: Any, alone: bool) -> Any:
+    """Returns a schema with closed objects, in its definitions where each is used `alone`."""
+    if not isinstance(schema, dict): return schema
+    out = dict(schema)
+    for key in ("properties", *(("$defs", "definitions") if alone else ())):
+        if isinstance(inner := out.get(key), dict):
+            out[key] = {name: _close(each, alone) for name, each in inner.items()}
+    if isinstance(out.get("items"), dict): out["items"] = _close(out["items"], alone)
+    listed, needed = out.get("properties"), out.get("required") or ()
+    if isinstance(listed, dict) and isinstance(needed, list | tuple) and not COMBINING & out.keys() \
+            and all(each in listed for each in needed if isinstance(each, str)):
+        out["additionalProperties"] = False
+    return out
 
 
 def simplify(schema: dict[str, Any]) -> tuple[dict[str, Any] | bool, frozenset[str]]:

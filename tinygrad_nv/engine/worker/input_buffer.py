@@ -42,8 +42,8 @@ from tinygrad_nv.runtime.memory_pool import label_allocations
 
 ALIGN = 64      # words: 256 bytes
 STAGING_BUFFERS = 3     # steps whose uploads may be in flight
-# sizes of a step with prefill, in groups; decodes count as groups of 8. From 8 on, at most a third is padding.
-# 5, 17 and 33: prompts of 32, 128 and 256 tokens beside a few decodes, else 1.4 to 1.6 times as long
+# sizes of a step with prefill, in groups; decodes count as groups of 8. From 8 on, at most a third is
+# padding. 5, 17 and 33: prompts of 32, 128 and 256 tokens beside a few decodes, else 1.4 to 1.6 times as long
 STEP_GROUPS = (1, 2, 4, 5, 8, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 SAMPLER = ("slots", "positions")   # inputs of the sampler, int32 [samples] each
 CAPTURE_AFTER = 8   # uses of a shape before it is captured, if a larger captured shape serves it
