@@ -5,7 +5,8 @@ earlier one; call it while `has_unfinished` is true. Between steps, `abort` ends
 sequence whose text has met a stop string. Tokens that the device still samples for them are dropped.
 
 Scheduling is asynchronous: `step` schedules and launches step k + 1, then waits for step k. The device
-computes while the host processes tokens, and the host waits for the device once a step. Step k is waited for
+computes while the host processes tokens, and the host waits for the device once a step. `spare_s` is how long
+`step` may be put off. Step k is waited for
 first when a sequence in it needs its token on the host (structured output, draft tokens), or when the pool is
 out of pages. In a pipeline of S stages, S steps are under way at a time, of different sequences
 (scheduling/scheduler.py), and the oldest is waited for.
@@ -38,6 +39,7 @@ from tinygrad_nv.engine.scheduling.scheduler_output import (
     SchedulerOutput,
 )
 from tinygrad_nv.engine.scheduling.step_plan import ScheduledStep, TokenMasks
+from tinygrad_nv.engine.scheduling.step_times import StepTimes
 from tinygrad_nv.errors import (
     ConfigError,
     DistError,
@@ -129,6 +131,7 @@ class EngineCore:
         self._in_flight = deque[InFlightStep]()     # in the order of their launches
         self._outputs: list[EngineCoreOutput] = []
         self._num_added = 0
+        self._times = StepTimes()
         self._debug = bool(settings.get("NV_DEBUG"))
         self._num_generated = self._num_steps = self._num_failed_steps = 0
         self._num_draft_tokens, self._accepted_at = 0, [0] * config.num_speculative_tokens
@@ -180,19 +183,30 @@ class EngineCore:
 
     # **** a step ****
 
+    def spare_s(self) -> float:
+        """Seconds for which `step` need not be called yet: the device is busy for longer (step_times.py),
+        nothing waits, and what arrives has room."""
+        alone = self.config.overlap and self.config.stages == 1 and not self._outputs
+        scheduler = self.scheduler
+        room = not scheduler.num_waiting and len(scheduler.running) < self.config.max_seqs
+        return self._times.spare_s() if alone and room else 0.0
+
     def step(self) -> list[EngineCoreOutput]:
         """Launches the next step if there is one, and waits for the previous one (for this one if `overlap`
         is off; in a pipeline for the oldest, once every stage has one). Returns the outputs since the last
         call."""
         under_way, stages = self._in_flight, self.config.stages
         if under_way and under_way[-1].step.needs_sync and stages == 1: self._sync()
+        began_s = self._times.clock()
         try: step = self.scheduler.schedule(not under_way, len(under_way))
         except OutOfPages:
             self._sync()
             step = self.scheduler.schedule(True)
         stuck = step is None and not under_way and self._requests and not self._outputs
         assert not stuck, "requests are left, and none can be scheduled"
-        if step is not None: under_way.append(self._launch(step))
+        if step is not None:
+            under_way.append(self._launch(step))
+            self._times.launched(sum(len(each.tokens) or 1 for each in step.batch.seqs), began_s)
         if under_way and (step is None or len(under_way) > max(1, stages - 1)): self._wait()
         if not self.config.overlap: self._sync()
         if self._debug: self.pool.assert_conserved(self._block_tables())
@@ -225,7 +239,7 @@ class EngineCore:
 
     def _update_from_output(self, in_flight: InFlightStep) -> None:
         """Waits for a step, and appends its tokens to their sequences."""
-        try: sampled = in_flight.sampled.result()
+        try: sampled, _ = in_flight.sampled.result(), self._times.ended()
         except DistError: raise     # ranks that have parted stay apart
         except Exception as error: return self._fail_step(in_flight.step, error)
         tokens, logprobs, at = sampled.tokens.tolist(), sampled.logprobs, 0
@@ -347,6 +361,7 @@ class EngineCore:
         self._num_failed_steps += 1
         for later in self._in_flight: later.sampled.exception()
         self._in_flight.clear()
+        self._times.forget()
         words = error if isinstance(error, NVError) else step_error(error)
         for seq in step.seqs:
             if seq.finished: continue

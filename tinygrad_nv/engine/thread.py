@@ -69,6 +69,7 @@ class EngineThread:
         # used by the core's thread alone
         self._clients, self._pauses = dict[str, Client](), list[Future[None]]()
         self._lock, self._commands = threading.Lock(), deque[Callable[[], None]]()
+        self._arrived = threading.Event()       # a command, since the thread began to run commands
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
@@ -150,6 +151,7 @@ class EngineThread:
         with self._lock:
             if self.failure is not None: return
             self._commands.append(command)
+            self._arrived.set()
             if self._thread is None:
                 # a daemon: process exit does not wait for unread texts
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -160,12 +162,14 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._run_commands():
+                if (spare := self.core.spare_s()) and self._arrived.wait(spare): continue
                 if chosen := self.core.step(): self._deliver(chosen)
         except BaseException as error:  # any exception must reach the callers, or they wait for ever
             self._fail(error)
 
     def _run_commands(self) -> bool:
         """Runs the queued commands. Returns whether the core has work."""
+        self._arrived.clear()
         while True:
             with self._lock:
                 if not self._commands:

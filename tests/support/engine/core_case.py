@@ -27,6 +27,8 @@ class CountingCore:
     @property
     def has_unfinished(self) -> bool: return bool(self.running)
 
+    def spare_s(self) -> float: return 0.0
+
     def stats(self) -> SimpleNamespace: return SimpleNamespace(running=len(self.running))
 
     def add(self, request: Request) -> None:
