@@ -2,8 +2,8 @@
 
 Protocol: `Run` has the two sides, `judged` first, and how a test file is started on a side; `run_files` runs
 what the logs have not, `compare` makes the table and the record. Each file runs in a process of its own, with
-the plugin outcome_plugin. A test that takes longer than the limit, or ends the process, is noted, and the rest
-of its file runs in a new process. Everything is noted as it happens, so that a call can be resumed.
+the plugin outcome_plugin. A test that takes longer than the limit, or ends the process, is noted, and the
+rest of its file runs in a new process. Everything is noted as it happens, so that a call can be resumed.
 """
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.lib.measure import table
 
 POLL_S = 0.2
+END_S = 60      # in which tests that are interrupted end what they have started
 # one process runs the tests of a file: its interpreter, options, variables and folder
 Start = Callable[[str, str], tuple[list[str], dict[str, str], Path]]
 PYTEST = ("-P", "-m", "pytest", "-q", "-p", "outcome_plugin", "-p", "no:cacheprovider", "-c", os.devnull)
@@ -108,7 +109,7 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
     """Ends a process that still runs, first as it ends by itself: it ends servers of its own then."""
     if child.poll() is None:
         child.send_signal(signal.SIGINT)
-        try: child.wait(10)
+        try: child.wait(END_S)
         except subprocess.TimeoutExpired: child.kill()
     child.wait()
 

@@ -36,6 +36,7 @@ from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS, dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
+from tinygrad_nv.tile.known_error import known_error
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tinygrad_nv.tile.tune import Candidate
 
 CPU = "cpu"
+MODEL_OF = {"counted": "cost", "modelled": "timing"}    # by how a time is known
 OF_MATMULS: dict[str, Any] = {"out": "", "majors": "NT", "batch": (), "epilogue": "", "symbolic": False}
 OF_ATTENTION: dict[str, Any] = {"keys": 0, "causal": False, "backward": False, "layout": "BHSD"}
 OF_DECODE: dict[str, Any] = {"kv_dtype": "", "page_size": 16}
@@ -225,6 +227,7 @@ def _tune(arguments: argparse.Namespace) -> None:
             "modelled": f"modelled for {gpu.figures}, not measured"}[best.how]
     print(f"\n{_format_spec(spec, arguments)} on {gpu.arch}: {best.schedule}\n"
           f"{best.seconds * 1e6:.2f} us{rate} {said}; kept in {database.path()}")
+    if (model := MODEL_OF.get(best.how)) is not None: print(f"the {model} model: {known_error(spec, model)}")
 
 
 def _table(tried: Sequence[Candidate]) -> list[str]:

@@ -200,7 +200,7 @@ def live(service: Service, options: HTTPOptions = HTTP, path: str | None = None)
 
     async def main() -> None:
         server = Server(service, options)
-        client = httpx.Client(base_url=at, timeout=60, verify=False, transport=transport)  # certificates: slow
+        client = httpx.Client(base_url=at, timeout=60, verify=False, transport=transport)  # no certificates
         box.append(Live(at, service, server, asyncio.get_running_loop(), client))
         real = service.engine if isinstance(service.engine, AsyncEngine) else None
         if real is not None: await real.start()

@@ -228,7 +228,8 @@ def test_objects_that_may_need_more_stay_open(more: dict[str, Any]):
 
 def test_definitions_stay_open_where_schemas_are_combined():
     """{"allOf": [{"$ref": …}, …]} allows the properties of both."""
-    schema = {"$defs": {"d": {"properties": {"a": TEXT}}}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/d"}]}}}
+    schema = {"$defs": {"d": {"properties": {"a": TEXT}}},
+              "properties": {"x": {"allOf": [{"$ref": "#/$defs/d"}]}}}
     assert close_objects(schema)["$defs"] == schema["$defs"]
 
 

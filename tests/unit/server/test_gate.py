@@ -166,7 +166,7 @@ def test_a_unix_socket(tmp_path: Path):
     for _ in range(2):      # the second takes the place of what the first has left
         with live(fake_service(), path=path) as server:
             assert server.post({"prompt": "a", "max_tokens": 1}).status_code == 200
-            with pytest.raises(RequestError, match="cannot be served: .*in use"): bind_path(path)
+            with pytest.raises(RequestError, match=r"cannot be served: .*in use"): bind_path(path)
     (tmp_path / "file").write_text("kept")
     with pytest.raises(RequestError, match="change --uds"): bind_path(str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "kept"
