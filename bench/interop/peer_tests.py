@@ -36,8 +36,9 @@ PYTEST = ("-P", "-m", "pytest", "-q", "-p", "outcome_plugin", "-p", "no:cachepro
 @dataclass(frozen=True)
 class Run:
     """Settings of a whole call. `start(file, side)` gives command, environment and folder of a process.
-    `start_s` is the time for imports and collection, and for servers, beyond the time of a test. `quick`:
-    the second side runs only what did not pass on the first."""
+    `start_s` is the time for imports and collection, and for servers, beyond the time of a test. The judged
+    side runs first, or the judge with `judge_first`. `quick`: the second side runs only tests that can be
+    differences then."""
     judged: str
     judge: str
     logs: Path
@@ -47,9 +48,15 @@ class Run:
     device: str = "CPU"
     start_s: float = 120
     quick: bool = False
+    judge_first: bool = False
 
     @property
     def sides(self) -> tuple[str, str]: return self.judged, self.judge
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """The sides as they run."""
+        return (self.judge, self.judged) if self.judge_first else self.sides
 
     def log(self, file: str, side: str) -> Path:
         """Returns the path at which the outcomes of a file's tests are noted."""
@@ -118,11 +125,12 @@ def run_file(file: str, run: Run, side: str) -> None:
     """Runs a file to its end, in as many processes as it takes."""
     log = run.log(file, side)
     log.parent.mkdir(parents=True, exist_ok=True)
-    if run.quick and side == run.judge and not log.exists():
-        judged = outcomes(run, file, run.judged)
-        for name, line in judged.items():
-            if line["outcome"] == "passed": note(log, begin=name, passed=True)
-        if count_passed(judged) == len(judged): note(log, end=True)
+    if run.quick and side == run.order[1] and not log.exists():
+        before = outcomes(run, file, run.order[0])
+        settled = [name for name, line in before.items()
+                   if (line["outcome"] == "passed") != run.judge_first]
+        for name in settled: note(log, begin=name, passed=True)
+        if len(settled) == len(before): note(log, end=True)
     if find_unfinished(log) is not None:       # a call before was ended here
         log.write_text("".join(json.dumps(line) + "\n" for line in lines(log)[:-1]))
     while not any("end" in line for line in lines(log)):
@@ -141,7 +149,7 @@ def run_file(file: str, run: Run, side: str) -> None:
 def run_files(run: Run, files: Sequence[str], jobs: int = 1) -> None:
     """Runs all files on both sides, `jobs` at a time."""
     with ThreadPoolExecutor(jobs) as pool:
-        for side in run.sides: list(pool.map(partial(run_file, run=run, side=side), files))
+        for side in run.order: list(pool.map(partial(run_file, run=run, side=side), files))
 
 
 # **** comparing ****

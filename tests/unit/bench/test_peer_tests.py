@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from bench.interop import vllm_server_plugin, vllm_tests
-from bench.interop.peer_tests import Run, compare, run_files
+from bench.interop.peer_tests import PYTEST, Run, compare, run_files
 
 TESTS = '''
 import os
@@ -25,20 +25,23 @@ def test_fails(): assert False
 '''
 
 
-def test_what_passes_on_one_side_is_reported(tmp_path: Path):
+@pytest.mark.parametrize("judge_first", [False, True])
+def test_what_passes_on_one_side_is_reported(tmp_path: Path, judge_first: bool):
+    """With the judge first, the other side does not run what fails there."""
     (tmp_path / "test_all.py").write_text(TESTS)
     interop = Path(vllm_tests.__file__).parent
 
     def start(file: str, side: str) -> tuple[list[str], dict[str, str], Path]:
-        from bench.interop.peer_tests import PYTEST
         paths = ":".join([str(interop), *sys.path[1:]])
         return [sys.executable, *PYTEST, file], {"SIDE": side, "PYTHONPATH": paths}, tmp_path
 
     known = [{"reason": "words", "tests": ["test_all.py::test_of_words"], "says": "other words"}]
-    run = Run("ours", "theirs", tmp_path / "logs", 60, start, known)
+    run = Run("ours", "theirs", tmp_path / "logs", 60, start, known, quick=judge_first,
+              judge_first=judge_first)
     run_files(run, ["test_all.py"])
     text, record = compare(run, ["test_all.py"])
     assert (record["ours"], record["theirs"], record["differ"], record["known"]) == (1, 3, 1, 1), text
+    assert (record["ours_run"], record["theirs_run"]) == (3 if judge_first else 4, 4)
     assert "test_all.py::test_differs: failed: AssertionError: it is ours" in text
     assert "test_all.py::test_of_words: failed: words" in text
 
