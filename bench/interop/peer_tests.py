@@ -7,6 +7,7 @@ rest of its file runs in a new process. Everything is noted as it happens, so th
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.lib.measure import table
 
 POLL_S = 0.2
-END_S = 60      # in which tests that are interrupted end what they have started
 # one process runs the tests of a file: its interpreter, options, variables and folder
 Start = Callable[[str, str], tuple[list[str], dict[str, str], Path]]
 PYTEST = ("-P", "-m", "pytest", "-q", "-p", "outcome_plugin", "-p", "no:cacheprovider", "-c", os.devnull)
@@ -96,7 +96,7 @@ def run_process(run: Run, file: str, side: str, log: Path) -> tuple[str, str]:
     command, env, folder = run.start(file, side)
     with tempfile.TemporaryFile("w+") as out:
         child = subprocess.Popen(command, cwd=folder, env=env | {"OUTCOMES": str(log)}, stdout=out,
-                                 stderr=subprocess.STDOUT, process_group=0)
+                                 stderr=subprocess.STDOUT)
         size, since = -1, time.monotonic()
         try:
             while child.poll() is None:
@@ -105,20 +105,32 @@ def run_process(run: Run, file: str, side: str, log: Path) -> tuple[str, str]:
                 limit_s = run.timeout_s if find_unfinished(log) else run.timeout_s + run.start_s
                 if time.monotonic() - since > limit_s: return "timeout", ""
                 time.sleep(POLL_S)
-        finally: end_group(child)
+        finally: end_all(child)
         out.seek(0)
         said = out.read()[-2000:]
     # 0: passed, 1: some failed, 2: some could not be imported, 5: none left
     return ("", said) if child.returncode in (0, 1, 2, 5) else (f"exit code {child.returncode}", said)
 
 
-def end_group(child: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs, first as it ends by itself: it ends servers of its own then."""
+def end_all(child: subprocess.Popen[bytes]) -> None:
+    """Kills a process that still runs, and what it has started: servers have sessions of their own, and tests
+    that are interrupted go on with those that follow."""
     if child.poll() is None:
-        child.send_signal(signal.SIGINT)
-        try: child.wait(END_S)
-        except subprocess.TimeoutExpired: child.kill()
+        for pid in [*find_descendants(child.pid), child.pid]:
+            with contextlib.suppress(ProcessLookupError): os.kill(pid, signal.SIGKILL)
     child.wait()
+
+
+def find_descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that they have, where there is /proc."""
+    parents = dict[int, int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # "7 (a name) S 1 …": the parent is behind the state
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for each in found: found += [child for child, parent in parents.items() if parent == each]
+    return found[1:]
 
 
 def run_file(file: str, run: Run, side: str) -> None:

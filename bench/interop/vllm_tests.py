@@ -54,7 +54,7 @@ FILES = (
     "scale_out/token_in_token_out/test_serving_tokens", "serve/instrumentator/test_basic",
     "serve/instrumentator/test_metrics", "serve/instrumentator/test_orca_metrics",
     "serve/instrumentator/test_uds", "serve/lora/test_lora_adapters", "serve/tokenize/test_tokenization",
-    "launchers/test_shutdown", "rl/state_transitions/test_sleep")
+    "launchers/test_shutdown")
 QWEN3 = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B")
 OTHERS = ("Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "HuggingFaceTB/SmolLM2-135M-Instruct",
           "HuggingFaceH4/zephyr-7b-beta", "facebook/opt-125m", "openai-community/gpt2",

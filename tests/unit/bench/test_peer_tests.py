@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from bench.interop import vllm_server_plugin, vllm_tests
-from bench.interop.peer_tests import PYTEST, Run, compare, run_files
+from bench.interop.peer_tests import PYTEST, Run, compare, end_all, find_descendants, run_files
 
 TESTS = '''
 import os
@@ -44,6 +44,20 @@ def test_what_passes_on_one_side_is_reported(tmp_path: Path, judge_first: bool):
     assert (record["ours_run"], record["theirs_run"]) == (3 if judge_first else 4, 4)
     assert "test_all.py::test_differs: failed: AssertionError: it is ours" in text
     assert "test_all.py::test_of_words: failed: words" in text
+
+
+def test_what_a_process_has_started_ends_with_it():
+    inner = "import time; time.sleep(100)"
+    text = (f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {inner!r}], "
+            "start_new_session=True); print(1, flush=True); time.sleep(100)")
+    child = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"1\n"
+    [started] = find_descendants(child.pid)
+    end_all(child)
+    assert child.returncode == -9
+    stat = Path(f"/proc/{started}/stat")
+    assert not stat.exists() or ") Z " in stat.read_text()
 
 
 def test_any_name_of_a_model_is_the_one_that_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
