@@ -165,11 +165,12 @@ def _ids(service: Service, parsed: protocol.CompletionRequest, prompt: TextOrTok
 
 
 def _echo(service: Service, parsed: protocol.CompletionRequest, prompts: Sequence[list[int]], at: int) -> str:
-    """The text to prepend to the choices of a prompt; none, as vLLM's, where its token ids are returned."""
+    """The text to prepend to the choices of a prompt; none, as vLLM's, where its token ids are returned. That
+    of ids has the names of special tokens, which a client has put there."""
     if not parsed.echo or parsed.ids: return ""
     prompt = parsed.prompts[at]
-    whole = isinstance(prompt, str) and parsed.params.truncate_prompt_tokens is None
-    return str(prompt) if whole else service.model.require_tokenizer().decode(prompts[at])
+    if isinstance(prompt, str) and parsed.params.truncate_prompt_tokens is None: return prompt
+    return service.model.require_tokenizer().decode(prompts[at], isinstance(prompt, str))
 
 
 def token_name(token: int, text: str, by_id: bool) -> str:

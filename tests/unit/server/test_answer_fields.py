@@ -142,6 +142,16 @@ def test_log_probabilities_of_a_response_are_of_all_its_tokens(server: Live, eng
     assert [streamed[3]["part"]["logprobs"]] == [[]], "nothing is added to an event that was made"
 
 
+def test_an_echo_of_ids_names_special_tokens(server: Live, engine: FakeEngine):
+    """As vLLM's: a client has put them there. Texts are echoed as they are."""
+    [made] = server.post({"prompt": [0, 0, 5], "echo": True, "max_tokens": 1}).json()["choices"]
+    tokenizer = engine.model.tokenizer
+    assert made["text"].startswith(tokenizer.decode([0, 0, 5], skip_special_tokens=False))
+    assert made["text"].startswith("<|bos|><|bos|>")
+    [made] = server.post({"prompt": "Once upon", "echo": True, "max_tokens": 1}).json()["choices"]
+    assert made["text"].startswith("Once upon")
+
+
 def test_an_echo_with_token_ids_has_the_prompt_as_ids_alone(server: Live, engine: FakeEngine):
     """The text is the answer alone: vLLM's was " Paris. …", without "The capital of France is"."""
     engine.pieces = PLAIN

@@ -69,6 +69,11 @@ def test_a_named_call_has_the_arguments_that_are_listed(name: str):
         assert "\n" not in call.arguments
 
 
+@pytest.mark.parametrize("choice", [ToolChoice("named", next(iter(PARAMETERS))), REQUIRED])
+def test_an_answer_that_is_cut_before_it_begins_has_no_call(choice: ToolChoice):
+    assert forced_calls("", choice) == []
+
+
 @pytest.mark.parametrize("choice", [REQUIRED, ONE], ids=["several", "one"])
 def test_required_calls_are_of_tools_there_are(choice: ToolChoice):
     seen: set[str] = set()

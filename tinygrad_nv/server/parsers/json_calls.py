@@ -294,7 +294,7 @@ class NamedCall(ForcedCalls):
         self.name, self.state = name, self._arguments
 
     def _arguments(self) -> bool:
-        if not self.held and not (self.ended and not self.calls): return False
+        if not self.held: return False      # an answer that is cut before its first character has no call
         self.emit(CallDelta(0, self.held, None if self.calls else self.name))
         self.calls, self.held = 1, ""
         return False
