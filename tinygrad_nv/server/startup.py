@@ -227,8 +227,9 @@ def cors(arguments: argparse.Namespace) -> CORS:
 
 
 def hosts(arguments: argparse.Namespace) -> Hosts:
-    """The hosts that requests may be for, as the command line says."""
-    return Hosts.of(arguments.host, arguments.allowed_hosts)
+    """The hosts that requests may be for, as the command line says; every one at a Unix socket, which no page
+    of a browser can reach."""
+    return Hosts.of(arguments.host, arguments.allowed_hosts or (("*",) if arguments.uds else ()))
 
 
 def open_socket(arguments: argparse.Namespace) -> socket.socket:

@@ -173,6 +173,15 @@ def test_a_unix_socket(tmp_path: Path):
     with pytest.raises(RequestError, match="cannot be served: AF_UNIX path too long"): bind_path(200 * "a")
 
 
+def test_a_unix_socket_answers_for_every_host(tmp_path: Path):
+    """Clients name the socket there; a page of a browser, which could lie, reaches none."""
+    given = SimpleNamespace(uds=None, host="127.0.0.1", allowed_hosts=())
+    for uds, status in ((None, 403), (str(tmp_path / "socket"), 200)):
+        given.uds = uds
+        with live(fake_service(hosts=startup.hosts(given)), path=uds) as server:
+            assert server.http.get("/version", headers={"Host": "vllm.sock"}).status_code == status
+
+
 def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch):
     asked = SimpleNamespace(api_key=None)
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
