@@ -59,6 +59,8 @@ REFUSED = {"use_dora": "DoRA normalises whole weights",
            "alora_invocation_tokens": "adapters change all tokens of a request",
            "arrow_config": "adapters are not routed by token", "kasa_config": "it has other matrices",
            "monteclora_config": "it has other matrices"}
+# ways to begin an adapter in which PEFT changes the base model, as often as it loads the adapter
+OF_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ def read_config(directory: Path) -> Mapping[str, Any]:
     if config.get("bias", "none") != "none":
         raise ModelError(f"{path}: bias is {brief(config['bias'])}, and biases are the base model's", "none",
                          f"{MERGE}, or train one with bias='none'")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(OF_OTHER_BASES):
+        raise ModelError(f"{path}: init_lora_weights is {brief(begun)}, and PEFT takes such an adapter's "
+                         "first values off the base model's weights", "an adapter to the model as it is",
+                         "save it with path_initial_model_for_weight_conversion (PEFT)")
     for key, least in (("r", 1), ("lora_alpha", 0)):
         value = config.get(key, 8)
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < MAX_SCALE:

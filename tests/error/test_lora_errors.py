@@ -68,6 +68,8 @@ def test_the_adapters_name_in_names_of_tensors(tmp_path: Path):
 
 @pytest.mark.parametrize(("key", "value", "words"), [
     ("peft_type", "IA3", "peft_type is 'IA3'"), ("use_dora", True, "DoRA normalises whole weights"),
+    ("init_lora_weights", "pissa_niter_4", "first values off the base model's weights"),
+    ("init_lora_weights", "OLoRA", "init_lora_weights is 'OLoRA'"),
     ("bias", "all", "bias is 'all'"), ("lora_bias", True, "biases of adapters"),
     ("modules_to_save", ["lm_head"], "modules that were trained whole"),
     ("target_parameters", ["experts.w"], "parameters of experts"),
