@@ -139,10 +139,10 @@ def run_file(file: str, run: Run, side: str) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     if run.quick and side == run.order[1] and not log.exists():
         before = outcomes(run, file, run.order[0])
-        settled = [name for name, line in before.items()
+        decided = [name for name, line in before.items()
                    if (line["outcome"] == "passed") != run.judge_first]
-        for name in settled: note(log, begin=name, passed=True)
-        if len(settled) == len(before): note(log, end=True)
+        for name in decided: note(log, begin=name, passed=True)
+        if len(decided) == len(before): note(log, end=True)
     if find_unfinished(log) is not None:       # a call before was ended here
         log.write_text("".join(json.dumps(line) + "\n" for line in lines(log)[:-1]))
     while not any("end" in line for line in lines(log)):

@@ -17,7 +17,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from tinygrad_nv import cli
 from tinygrad_nv.cli import console
-from tinygrad_nv.cli.model_path import find_model, served_names
+from tinygrad_nv.cli.model_path import find_model, list_names
 from tinygrad_nv.errors import ModelError
 
 
@@ -167,10 +167,10 @@ def test_a_hub_name_is_found_in_the_cache(hub: Path, monkeypatch: pytest.MonkeyP
 def test_a_server_has_the_names_by_which_it_was_started(hub: Path):
     """Not that of a snapshot's directory, which is a commit's number."""
     snapshot = download(hub)
-    for given in ("org/model", "org/model@main"): assert served_names(None, given, snapshot) == ["org/model"]
-    assert served_names(["a", "b"], "org/model", snapshot) == ["a", "b"]
-    assert served_names(None, None, snapshot) == ["a1b2"]
-    assert served_names(None, str(snapshot), snapshot) == ["a1b2", str(snapshot)]
+    for given in ("org/model", "org/model@main"): assert list_names(None, given, snapshot) == ["org/model"]
+    assert list_names(["a", "b"], "org/model", snapshot) == ["a", "b"]
+    assert list_names(None, None, snapshot) == ["a1b2"]
+    assert list_names(None, str(snapshot), snapshot) == ["a1b2", str(snapshot)]
 
 
 def test_a_directory_comes_before_the_cache(hub: Path):

@@ -3,7 +3,7 @@
 Protocol: `find_model(name)` is a path as it is, or the snapshot that a hub name (`org/model`,
 `org/model@revision`) has in the Hugging Face cache: $HF_HUB_CACHE, else $HF_HOME/hub, else
 ~/.cache/huggingface/hub. Nothing is downloaded unless that is asked for. A path that is no model, or neither
-exists nor is a hub name, is left to the loader, which says what it is. `served_names` are a server's.
+exists nor is a hub name, is left to the loader, which says what it is. `list_names` are a server's.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_model(name: str, download: bool = False) -> Path:
     return _snapshot(repo, revision)
 
 
-def served_names(named: Sequence[str] | None, given: str | None, directory: Path) -> list[str]:
+def list_names(named: Sequence[str] | None, given: str | None, directory: Path) -> list[str]:
     """Returns the names that a server answers to: those of --served-model-name, or the hub name that it was
     started with, or the directory's name and the path as it was `given`."""
     if named: return list(named)

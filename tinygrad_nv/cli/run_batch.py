@@ -27,7 +27,7 @@ from typing import IO, Any
 from tinygrad_nv import files
 from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.engine_options import add_engine_options, choose_model
-from tinygrad_nv.cli.model_path import served_names
+from tinygrad_nv.cli.model_path import list_names
 from tinygrad_nv.errors import NVError, RequestError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> int:
     lines = _lines(arguments.input_file)
     with _open_output(arguments.output_file) as out:
         llm = console.load(directory, arguments)
-        names = tuple(served_names(arguments.served_model_name, choose_model(arguments), directory))
+        names = tuple(list_names(arguments.served_model_name, choose_model(arguments), directory))
         try: failed = asyncio.run(answer_lines(llm, names, lines, out))
         finally: llm.close()
     print(f"[{len(lines)} requests · {failed} failed]", file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from tinygrad_nv.cli import vllm_options
 from tinygrad_nv.cli.engine_options import add_engine_options, add_lora_options, choose_model, positive, whole
-from tinygrad_nv.cli.model_path import served_names
+from tinygrad_nv.cli.model_path import list_names
 from tinygrad_nv.errors import NVError, RequestError
 
 PREFIXES = ("tinygrad_nv", "vllm")
@@ -53,7 +53,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
         arguments.model = choose_model(arguments)
         _require_own_model(arguments)
         directory = model(arguments.model, arguments.download)
-        arguments.served_model_name = served_names(arguments.served_model_name, arguments.model, directory)
+        arguments.served_model_name = list_names(arguments.served_model_name, arguments.model, directory)
         run(arguments, directory)
     serve.set_defaults(run=start)
 

@@ -36,7 +36,7 @@ from tinygrad_nv.tile.gemm.cost import predict
 from tinygrad_nv.tile.gemm.dense import MAJORS, RESULTS, TYPES, WORDS, dense
 from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec
-from tinygrad_nv.tile.known_error import known_error
+from tinygrad_nv.tile.known_error import describe_error
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -227,7 +227,8 @@ def _tune(arguments: argparse.Namespace) -> None:
             "modelled": f"modelled for {gpu.figures}, not measured"}[best.how]
     print(f"\n{_format_spec(spec, arguments)} on {gpu.arch}: {best.schedule}\n"
           f"{best.seconds * 1e6:.2f} us{rate} {said}; kept in {database.path()}")
-    if (model := MODEL_OF.get(best.how)) is not None: print(f"the {model} model: {known_error(spec, model)}")
+    model = MODEL_OF.get(best.how)
+    if model is not None: print(f"the {model} model: {describe_error(spec, model)}")
 
 
 def _table(tried: Sequence[Candidate]) -> list[str]:

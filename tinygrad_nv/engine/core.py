@@ -206,7 +206,7 @@ class EngineCore:
         assert not stuck, "requests are left, and none can be scheduled"
         if step is not None:
             under_way.append(self._launch(step))
-            self._times.launched(sum(len(each.tokens) or 1 for each in step.batch.seqs), began_s)
+            self._times.note_launch(sum(len(each.tokens) or 1 for each in step.batch.seqs), began_s)
         if under_way and (step is None or len(under_way) > max(1, stages - 1)): self._wait()
         if not self.config.overlap: self._sync()
         if self._debug: self.pool.assert_conserved(self._block_tables())
@@ -239,9 +239,10 @@ class EngineCore:
 
     def _update_from_output(self, in_flight: InFlightStep) -> None:
         """Waits for a step, and appends its tokens to their sequences."""
-        try: sampled, _ = in_flight.sampled.result(), self._times.ended()
+        try: sampled = in_flight.sampled.result()
         except DistError: raise     # ranks that have parted stay apart
         except Exception as error: return self._fail_step(in_flight.step, error)
+        self._times.note_end()
         tokens, logprobs, at = sampled.tokens.tolist(), sampled.logprobs, 0
         step, size, drafted = in_flight.step, self.pool.page_size, in_flight.step.drafted
         for seq, work in zip(step.seqs, step.batch.seqs, strict=True):

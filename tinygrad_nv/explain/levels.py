@@ -31,7 +31,7 @@ from tinygrad_nv.tile.gemm.schedules import GemmSchedule
 from tinygrad_nv.tile.gemm.spec import GemmSpec, Operand, Result
 from tinygrad_nv.tile.gpu import gpu_model_for
 from tinygrad_nv.tile.kernel import GemmKernel
-from tinygrad_nv.tile.known_error import known_error
+from tinygrad_nv.tile.known_error import describe_error
 from tinygrad_nv.tile.template import GPU
 
 LEVELS = ("spec", "tile", "ptx", "sass", "c")
@@ -205,7 +205,7 @@ def tile_text(matmul: ScheduledGemm) -> str:
     rows = [*_tiles(matmul), *_launch(kernel, prediction),
             ("predicted", f"{seconds(prediction.seconds)}, {rate}, bound: {prediction.bound}"),
             ("", ", ".join(f"{name} {seconds(part)}" for name, part in prediction.parts.items())),
-            ("", known_error(spec, "cost")),
+            ("", describe_error(spec, "cost")),
             ("at best", f"{seconds(CostModel(spec, gpu_model).roofline(s))}, by peak rates alone"),
             *_memory(kernel)]
     found = resources(matmul)

@@ -1,6 +1,6 @@
 """How far predicted times were from those that an H100 measured, by family of kernels.
 
-Protocol: `known_error(spec, model)` says it in words of the kernels that compute a spec, for the "timing"
+Protocol: `describe_error(spec, model)` says it in words of the kernels that compute a spec, for the "timing"
 model (ptx/timing) and for the "cost" model (cost.py of a template). Errors are means over kernels, in percent
 of the measured time; the rank correlation is that of a spec's schedules by predicted and by measured time, 1
 where a model orders them as the GPU does, and 0 where it might as well draw lots. Figures are those of
@@ -42,13 +42,13 @@ FAMILIES = {"gemm": "gemm", "grouped_gemm": "experts", "attention": "attention f
 
 
 def family_of(spec: Any) -> str | None:
-    """The family of the kernels that compute a spec; None of one that no hardware has judged."""
+    """Returns the family of the kernels that compute a spec; None of one that no hardware has judged."""
     folder, _, module = type(spec).__module__.removeprefix("tinygrad_nv.tile.").partition(".")
     return "attention backward" if module == "backward_spec" else FAMILIES.get(folder)
 
 
-def known_error(spec: Any, model: str) -> str:
-    """What is known of a model's error for a spec, in words. Raises `SpecError` for a model that is none."""
+def describe_error(spec: Any, model: str) -> str:
+    """Returns what is known of a model's error for a spec, in words. Raises `SpecError` for an unknown model."""
     if model not in MODELS: raise SpecError(f"a model {model!r}", f"one of {', '.join(MODELS)}")
     found = MODELS[model].get(family_of(spec) or "")
     return "error not known: no hardware has judged such kernels" if found is None else str(found)

@@ -33,49 +33,49 @@ def steps(*taken: tuple[int, float]) -> tuple[StepTimes, Clock]:
     made = StepTimes(clock)
     for tokens, seconds in taken:
         clock.now += 0.001
-        made.launched(tokens, clock.now - 0.001)
+        made.note_launch(tokens, clock.now - 0.001)
         clock.now += seconds
-        made.ended()
+        made.note_end()
     return made, clock
 
 
 def test_the_next_step_can_wait_for_the_rest_of_this_one():
     times, clock = steps((4, 0.03), (4, 0.02), (4, 0.04), (8, 0.5))
     assert times.spare_s() == 0, "nothing runs"
-    times.launched(4, clock.now - 0.001)
+    times.note_launch(4, clock.now - 0.001)
     # the shortest of its size, less twice a launch and a margin
     assert times.spare_s() == pytest.approx(0.02 - 0.002 - MARGIN_S)
     clock.now += 0.01
     assert times.spare_s() == pytest.approx(0.01 - 0.002 - MARGIN_S)
     clock.now += 0.008
     assert times.spare_s() == 0
-    times.launched(4, clock.now)
+    times.note_launch(4, clock.now)
     assert times.spare_s() == 0, "another is behind it"
 
 
 def test_a_step_begins_when_the_one_before_has_ended():
     times, clock = steps((4, 0.02))
-    times.launched(4, clock.now)
+    times.note_launch(4, clock.now)
     clock.now += 0.015
-    times.launched(4, clock.now)        # behind it
+    times.note_launch(4, clock.now)        # behind it
     clock.now += 0.005
-    times.ended()
+    times.note_end()
     assert times.spare_s() == pytest.approx(0.02 - 0.002 - MARGIN_S)
     clock.now += 0.02
-    times.ended()
-    times.launched(4, clock.now)
+    times.note_end()
+    times.note_launch(4, clock.now)
     assert times.spare_s() == pytest.approx(0.02 - 0.002 - MARGIN_S), "not 25 ms, since its launch"
 
 
 def test_steps_that_nothing_is_known_of_are_not_waited_for():
     times, clock = steps((4, 0.02))
-    times.launched(5, clock.now)
+    times.note_launch(5, clock.now)
     assert times.spare_s() == 0
     times.forget()
-    times.launched(4, clock.now)
+    times.note_launch(4, clock.now)
     assert times.spare_s() > 0
     times, clock = steps(*((size, 0.1) for size in range(MOST_SIZES + 1)))
-    times.launched(0, clock.now)
+    times.note_launch(0, clock.now)
     assert times.spare_s() == 0, "sizes are not kept without a bound"
 
 

@@ -9,7 +9,7 @@ from tests.support import ROOT
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.dense import dense as attention
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.known_error import MODELS, family_of, known_error
+from tinygrad_nv.tile.known_error import MODELS, describe_error, family_of
 
 RECORDED = json.loads((ROOT / "bench" / "results" / "timing_hardware.json").read_text())["families"]
 
@@ -28,10 +28,10 @@ def test_errors_are_those_that_were_recorded(model: str):
 
 def test_families_of_specs():
     assert family_of(dense(64, 64, 64)) == "gemm"
-    assert known_error(dense(64, 64, 64), "cost") == (
+    assert describe_error(dense(64, 64, 64), "cost") == (
         "5.9% off in mean on an H100 (119 kernels), whose schedules it orders with a rank correlation of "
         "-0.02")
     assert family_of(attention(1, 2, 64, 64)) == "attention forward"
     assert family_of(object()) is None
-    assert known_error(object(), "timing") == "error not known: no hardware has judged such kernels"
-    with pytest.raises(SpecError, match="a model 'luck'"): known_error(object(), "luck")
+    assert describe_error(object(), "timing") == "error not known: no hardware has judged such kernels"
+    with pytest.raises(SpecError, match="a model 'luck'"): describe_error(object(), "luck")

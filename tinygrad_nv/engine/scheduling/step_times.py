@@ -1,7 +1,7 @@
 """How long steps take, so that the next one is scheduled no earlier than it has to be.
 
-Protocol: `launched(tokens, began_s)` notes a step of so many tokens, whose scheduling began at `began_s`;
-`ended()`, the end of the oldest one. `spare_s()` is for how long the step that runs keeps the device busy,
+Protocol: `note_launch(tokens, began_s)` notes a step of so many tokens, whose scheduling began at `began_s`;
+`note_end()`, the end of the oldest one. `spare_s()` is for how long the step that runs keeps the device busy,
 less what scheduling and launching the next one take: what arrives meanwhile is in the next step. It would
 else wait for that step, too: 5 ms beside one sequence of a 97M model on two cores, 25 beside a prompt.
 
@@ -30,13 +30,13 @@ class StepTimes:
         self._steps: dict[int, deque[float]] = {}
         self._launches = deque[float](maxlen=KEPT)      # seconds to schedule and launch
 
-    def launched(self, tokens: int, began_s: float) -> None:
+    def note_launch(self, tokens: int, began_s: float) -> None:
         """Notes a step that was launched now."""
         now = self.clock()
         self._launches.append(now - began_s)
         self._under_way.append((tokens, now))
 
-    def ended(self) -> None:
+    def note_end(self) -> None:
         """Notes that the oldest step has ended now."""
         tokens, began = self._under_way.popleft()
         now = self.clock()
