@@ -47,7 +47,8 @@ def test_prompts():
     assert (error.expected, error.fix) == ("0 to 99", "use ids of this model's tokenizer")
     refused(engine(), "token id -1 is out of vocabulary", (-1,))
     # it would fail a step, and with it the answers of other requests
-    refused(engine(), "logit_bias has token id 100, which is out of vocabulary: 100 tokens", logit_bias={100: 1.0})
+    refused(engine(), "logit_bias has token id 100, which is out of vocabulary: 100 tokens",
+            logit_bias={100: 1.0})
 
 
 def test_a_prompt_longer_than_the_context():

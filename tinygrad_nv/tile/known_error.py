@@ -48,7 +48,7 @@ def family_of(spec: Any) -> str | None:
 
 
 def describe_error(spec: Any, model: str) -> str:
-    """Returns what is known of a model's error for a spec, in words. Raises `SpecError` for another one."""
+    """Says what is known of a model's error for a spec. Raises `SpecError` for an unknown model."""
     if model not in MODELS: raise SpecError(f"a model {model!r}", f"one of {', '.join(MODELS)}")
     found = MODELS[model].get(family_of(spec) or "")
     return "error not known: no hardware has judged such kernels" if found is None else str(found)
