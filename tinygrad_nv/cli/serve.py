@@ -194,7 +194,7 @@ def _parser_name(kind: str) -> Callable[[str], str]:
 def _logprobs(text: str) -> int:
     """The limit of a request: MAX_LOGPROBS for more, and for -1, vLLM's word for all."""
     if text == "-1": return MAX_LOGPROBS
-    if text.isascii() and text.isdigit(): return min(int(text[:9]), MAX_LOGPROBS)
+    if text.isascii() and text.isdigit() and len(text) < 100: return min(int(text), MAX_LOGPROBS)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, or -1")
 
 

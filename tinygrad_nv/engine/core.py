@@ -113,6 +113,7 @@ class InFlightStep:
     """A launched step whose output has not been processed."""
     step: ScheduledStep
     sampled: Future[SamplerOutput]
+    ended_s: list[float]        # when its tokens were on the host, by the thread that put them there
 
 
 class EngineCore:
@@ -184,11 +185,9 @@ class EngineCore:
     # **** a step ****
 
     def spare_s(self) -> float:
-        """Seconds for which `step` need not be called yet: the device is busy for longer (step_times.py),
-        nothing waits, and what arrives has room."""
+        """Seconds for which `step` may be put off: the device is busy, and who comes has room."""
+        room = self.scheduler.num_waiting + len(self.scheduler.running) < self.config.max_seqs
         alone = self.config.overlap and self.config.stages == 1 and not self._outputs
-        scheduler = self.scheduler
-        room = not scheduler.num_waiting and len(scheduler.running) < self.config.max_seqs
         return self._times.spare_s() if alone and room else 0.0
 
     def step(self) -> list[EngineCoreOutput]:
@@ -201,12 +200,13 @@ class EngineCore:
         try: step = self.scheduler.schedule(not under_way, len(under_way))
         except OutOfPages:
             self._sync()
-            step = self.scheduler.schedule(True)
+            began_s, step = self._times.clock(), self.scheduler.schedule(True)
         stuck = step is None and not under_way and self._requests and not self._outputs
         assert not stuck, "requests are left, and none can be scheduled"
         if step is not None:
             under_way.append(self._launch(step))
-            self._times.note_launch(sum(len(each.tokens) or 1 for each in step.batch.seqs), began_s)
+            tokens = sum(len(each.tokens) or 1 for each in step.batch.seqs)
+            self._times.note_launch((tokens, len(step.batch.seqs)), began_s)
         if under_way and (step is None or len(under_way) > max(1, stages - 1)): self._wait()
         if not self.config.overlap: self._sync()
         if self._debug: self.pool.assert_conserved(self._block_tables())
@@ -225,7 +225,9 @@ class EngineCore:
         except Exception as error:
             sampled = Future()
             sampled.set_exception(error)
-        return InFlightStep(step, sampled)
+        ended_s, clock = list[float](), self._times.clock
+        sampled.add_done_callback(lambda _: ended_s.append(clock()))
+        return InFlightStep(step, sampled, ended_s)
 
     def _start_slot(self, seq: Seq) -> None:
         request, output = seq.request, seq.tokens[seq.num_prompt_tokens:]
@@ -242,7 +244,7 @@ class EngineCore:
         try: sampled = in_flight.sampled.result()
         except DistError: raise     # ranks that have parted stay apart
         except Exception as error: return self._fail_step(in_flight.step, error)
-        self._times.note_end()
+        self._times.note_end(in_flight.ended_s[0] if in_flight.ended_s else self._times.clock())
         tokens, logprobs, at = sampled.tokens.tolist(), sampled.logprobs, 0
         step, size, drafted = in_flight.step, self.pool.page_size, in_flight.step.drafted
         for seq, work in zip(step.seqs, step.batch.seqs, strict=True):

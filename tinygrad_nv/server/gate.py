@@ -39,9 +39,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http": return await self.app(scope, receive, send)
-        # a proxy may leave --root-path on paths: served is what is behind it, either way
+        # a proxy may leave --root-path on paths: served is what is behind it, unless that begins so, too
         root = scope.get("root_path", "")
-        if root and scope["path"].startswith(f"{root}{root}/"): scope["path"] = scope["path"][len(root):]
+        if root and not root.startswith(("/v1", "/api")) and scope["path"].startswith(f"{root}{root}/"):
+            scope["path"] = scope["path"][len(root):]
         given = client_id(scope)
         record = scope["record"] = Record(secrets.token_hex(12), client_id=given)
         status = 499

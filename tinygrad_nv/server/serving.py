@@ -100,10 +100,13 @@ def bind_path(path: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(1)
             left = stat.S_ISSOCK(os.stat(path).st_mode) and asking.connect_ex(path) == errno.ECONNREFUSED
         if left: os.unlink(path)
     except OSError: pass        # nothing is there, as it should be
-    try: made.bind(path)
+    try:
+        made.bind(path)
+        made.listen()       # from now on: else a second server would take the place of one that still loads
     except OSError as error:
         made.close()
         raise RequestError(f"{path} cannot be served: {error}", "a path for a Unix socket that is not there",

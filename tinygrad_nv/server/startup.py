@@ -210,7 +210,7 @@ def api_keys(arguments: argparse.Namespace) -> frozenset[str]:
     given = arguments.api_key or ([of_environment] if of_environment else [])
     if not all(key and key.isascii() and key.isprintable() and " " not in key for key in given):
         raise RequestError("an API key is empty, or has other than printable ASCII characters",
-                           "a key that a header can carry", "change --api-key or NV_API_KEY")
+                           "a key that a header can carry", "change --api-key, NV_API_KEY or VLLM_API_KEY")
     return frozenset(given)
 
 
@@ -227,9 +227,9 @@ def cors(arguments: argparse.Namespace) -> CORS:
 
 
 def hosts(arguments: argparse.Namespace) -> Hosts:
-    """The hosts that requests may be for, as the command line says; every one at a Unix socket, which no page
-    of a browser can reach."""
-    return Hosts.of(arguments.host, arguments.allowed_hosts or (("*",) if arguments.uds else ()))
+    """The hosts that requests may be for, as the command line says; clients of a Unix socket may name it."""
+    named = (Path(arguments.uds).name,) if arguments.uds else ()
+    return Hosts.of(arguments.host, (*arguments.allowed_hosts, *named))
 
 
 def open_socket(arguments: argparse.Namespace) -> socket.socket:

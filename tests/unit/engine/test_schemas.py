@@ -226,11 +226,26 @@ def test_objects_that_may_need_more_stay_open(more: dict[str, Any]):
     assert close_objects(schema) == schema
 
 
-def test_definitions_stay_open_where_schemas_are_combined():
-    """{"allOf": [{"$ref": …}, …]} allows the properties of both."""
-    schema = {"$defs": {"d": {"properties": {"a": TEXT}}},
-              "properties": {"x": {"allOf": [{"$ref": "#/$defs/d"}]}}}
-    assert close_objects(schema)["$defs"] == schema["$defs"]
+REF: dict[str, Any] = {"$ref": "#/$defs/d"}
+
+
+@pytest.mark.parametrize("schema", [
+    {"properties": {"x": {"allOf": [REF, {"required": ["k"]}]}}},
+    {"properties": {"k": TEXT}, "required": ["k", "a"], "anyOf": [REF]},
+    {"$ref": "#/$defs/d", "properties": {"b": TEXT}, "required": ["b"]},
+    {"properties": {"x": {"if": REF, "then": TEXT}}}, {"properties": {"x": {"not": REF}}},
+    {"dependentSchemas": {"k": REF}}, {"anyOf": [REF], "oneOf": [REF]}])
+def test_schemas_that_are_combined_stay_open(schema: dict[str, Any]):
+    """{"allOf": [{"$ref": …}, …]} allows the properties of both, and so does a reference beside others."""
+    schema = {"$defs": {"d": {"type": "object", "properties": {"a": TEXT}}}, **schema}
+    assert close_objects(schema) == schema
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"x": REF}}, {"anyOf": [REF, {"type": "null"}]},
+                                    {"allOf": [REF], "title": "t"}, {"items": REF}])
+def test_definitions_that_stand_alone_are_closed(schema: dict[str, Any]):
+    made = close_objects({"$defs": {"d": {"type": "object", "properties": {"a": TEXT}}}, **schema})
+    assert made["$defs"]["d"]["additionalProperties"] is False
 
 
 @pytest.mark.parametrize("space", ["  ", "\t", "\n\n", " \n", "\n" + 17 * " ", "\n" + 9 * "\t", "\n \t",

@@ -14,11 +14,11 @@ from tinygrad_nv.engine.engine_config import EngineConfig
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.engine.scheduling.request import Request
 from tinygrad_nv.engine.scheduling.scheduler_output import SamplerOutput, SchedulerOutput
-from tinygrad_nv.engine.scheduling.step_times import MARGIN_S, MOST_SIZES, StepTimes
+from tinygrad_nv.engine.scheduling.step_times import MARGIN_S, MOST_S, MOST_SIZES, StepTimes
 from tinygrad_nv.engine.thread import EngineThread
 from tinygrad_nv.kvcache.pool import PagePool
 
-STEP_S = 0.1
+STEP_S = 0.06
 
 
 class Clock:
@@ -33,50 +33,75 @@ def steps(*taken: tuple[int, float]) -> tuple[StepTimes, Clock]:
     made = StepTimes(clock)
     for tokens, seconds in taken:
         clock.now += 0.001
-        made.note_launch(tokens, clock.now - 0.001)
+        made.note_launch((tokens, 1), clock.now - 0.001)
         clock.now += seconds
-        made.note_end()
+        made.note_end(clock.now)
     return made, clock
 
 
 def test_the_next_step_can_wait_for_the_rest_of_this_one():
     times, clock = steps((4, 0.03), (4, 0.02), (4, 0.04), (8, 0.5))
     assert times.spare_s() == 0, "nothing runs"
-    times.note_launch(4, clock.now - 0.001)
+    times.note_launch((4, 1), clock.now - 0.001)
     # the shortest of its size, less twice a launch and a margin
     assert times.spare_s() == pytest.approx(0.02 - 0.002 - MARGIN_S)
     clock.now += 0.01
     assert times.spare_s() == pytest.approx(0.01 - 0.002 - MARGIN_S)
     clock.now += 0.008
     assert times.spare_s() == 0
-    times.note_launch(4, clock.now)
+    times.note_launch((4, 1), clock.now)
     assert times.spare_s() == 0, "another is behind it"
 
 
 def test_a_step_begins_when_the_one_before_has_ended():
-    times, clock = steps((4, 0.02))
-    times.note_launch(4, clock.now)
+    times, clock = steps((4, 0.02), (4, 0.02))
+    times.note_launch((4, 1), clock.now)
     clock.now += 0.015
-    times.note_launch(4, clock.now)        # behind it
+    times.note_launch((4, 1), clock.now)        # behind it
     clock.now += 0.005
-    times.note_end()
+    times.note_end(clock.now)
     assert times.spare_s() == pytest.approx(0.02 - 0.002 - MARGIN_S)
     clock.now += 0.02
-    times.note_end()
-    times.note_launch(4, clock.now)
+    times.note_end(clock.now)
+    times.note_launch((4, 1), clock.now)
     assert times.spare_s() == pytest.approx(0.02 - 0.002 - MARGIN_S), "not 25 ms, since its launch"
 
 
-def test_steps_that_nothing_is_known_of_are_not_waited_for():
-    times, clock = steps((4, 0.02))
-    times.note_launch(5, clock.now)
-    assert times.spare_s() == 0
-    times.forget()
-    times.note_launch(4, clock.now)
+def test_steps_that_little_is_known_of_are_not_waited_for():
+    times, clock = steps((4, 0.02), (4, 0.02), (6, 0.02))
+    for size in ((5, 1), (4, 4), (6, 1)):       # never seen, of other sequences, seen once
+        times.note_launch(size, clock.now)
+        assert times.spare_s() == 0
+        times.forget()
+    times.note_launch((4, 1), clock.now)
     assert times.spare_s() > 0
-    times, clock = steps(*((size, 0.1) for size in range(MOST_SIZES + 1)))
-    times.note_launch(0, clock.now)
+    times, clock = steps(*((size // 2, 0.1) for size in range(2 * MOST_SIZES + 2)))
+    times.note_launch((0, 1), clock.now)
     assert times.spare_s() == 0, "sizes are not kept without a bound"
+
+
+def test_a_slow_first_step_is_not_waited_for_again():
+    """As one in which a step was captured: the device's ends are noted, not when the host came to look."""
+    times, clock = steps((1, 3.0), (1, 3.0))
+    waits = []
+    for _ in range(4):
+        times.note_launch((1, 1), clock.now)
+        ended = clock.now + 0.005
+        waits.append(times.spare_s())
+        clock.now = max(ended, clock.now + waits[-1])
+        times.note_end(ended)
+    assert waits[0] == MOST_S
+    assert max(waits[1:]) < 0.005
+
+
+def test_a_step_without_samples_tells_nothing_of_the_next():
+    """Its result is there before the device has ended it, and so what follows seems to take longer."""
+    times, clock = steps((4, 0.02), (4, 0.02), (512, 0.0), (4, 0.2), (4, 0.02))
+    times.note_launch((4, 1), clock.now)
+    assert times.spare_s() == pytest.approx(0.02 - MARGIN_S, abs=0.003)
+    times, clock = steps((4, 0.02), (4, 0.02), (512, 0.0))
+    times.note_launch((4, 1), clock.now)
+    assert times.spare_s() == 0
 
 
 class SlowDevice(FakeDevice):

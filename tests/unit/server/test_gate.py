@@ -173,13 +173,21 @@ def test_a_unix_socket(tmp_path: Path):
     with pytest.raises(RequestError, match="cannot be served: AF_UNIX path too long"): bind_path(200 * "a")
 
 
-def test_a_unix_socket_answers_for_every_host(tmp_path: Path):
-    """Clients name the socket there; a page of a browser, which could lie, reaches none."""
+def test_a_unix_socket_answers_for_its_name(tmp_path: Path):
+    """vLLM's clients name it as the host. Others are refused: a proxy may pass on what a page says."""
     given = SimpleNamespace(uds=None, host="127.0.0.1", allowed_hosts=())
-    for uds, status in ((None, 403), (str(tmp_path / "socket"), 200)):
+    for uds, status in ((None, 403), (str(tmp_path / "vllm.sock"), 200)):
         given.uds = uds
         with live(fake_service(hosts=startup.hosts(given)), path=uds) as server:
             assert server.http.get("/version", headers={"Host": "vllm.sock"}).status_code == status
+            assert server.http.get("/version", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_a_unix_socket_of_a_server_that_still_loads_is_not_taken(tmp_path: Path):
+    first = bind_path(path := str(tmp_path / "socket"))
+    with pytest.raises(RequestError, match=r"in use"): bind_path(path)
+    first.close()
+    bind_path(path).close()
 
 
 def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,6 @@ whose names must match patterns, for matcher.py.
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -39,22 +38,37 @@ COMBINING = {"additionalProperties", "patternProperties", "unevaluatedProperties
              "minProperties", "dependentRequired", "dependentSchemas", "dependencies", "allOf", "anyOf",
              "oneOf", "not", "$ref", "if", "const", "enum"}
 
+CHOICES = {"$ref", "anyOf", "oneOf"}
+OF_OBJECTS = {"properties", "required", "patternProperties", "additionalProperties", "unevaluatedProperties"}
+MIXING = {"not", "if", "then", "else", "dependentSchemas", "dependencies"}
+
 
 def close_objects(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns a schema whose objects that list properties allow no others, unless they say so: a model would
-    invent them without end, and vLLM allows none. Schemas that are combined with others stay as they are."""
-    closed: dict[str, Any] = _close(schema, "allOf" not in json.dumps(schema))
+    invent them without end, and vLLM allows none. A schema in which an object has to match several of its
+    parts stays as it is: one may need what another does not name."""
+    closed: dict[str, Any] = schema if _combines(schema) else _close(schema)
     return closed
 
 
-def _close(schema: Any, alone: bool) -> Any:
-    """Returns a schema with closed objects, in its definitions where each is used `alone`."""
+def _combines(schema: Any) -> bool:
+    """Whether a value may have to match several parts of a schema. Names of properties count as keywords."""
+    if isinstance(schema, list | tuple): return any(map(_combines, schema))
+    if not isinstance(schema, dict): return False
+    chosen, alone = CHOICES & schema.keys(), len(schema.get("allOf") or ()) == 1
+    if (chosen or "allOf" in schema) and OF_OBJECTS & schema.keys(): return True
+    if MIXING & schema.keys() or len(chosen) > 1 or ("allOf" in schema and (chosen or not alone)): return True
+    return any(map(_combines, schema.values()))
+
+
+def _close(schema: Any) -> Any:
+    """Returns a schema with closed objects."""
     if not isinstance(schema, dict): return schema
     out = dict(schema)
-    for key in ("properties", *(("$defs", "definitions") if alone else ())):
+    for key in ("properties", "$defs", "definitions"):
         if isinstance(inner := out.get(key), dict):
-            out[key] = {name: _close(each, alone) for name, each in inner.items()}
-    if isinstance(out.get("items"), dict): out["items"] = _close(out["items"], alone)
+            out[key] = {name: _close(each) for name, each in inner.items()}
+    if isinstance(out.get("items"), dict): out["items"] = _close(out["items"])
     listed, needed = out.get("properties"), out.get("required") or ()
     if isinstance(listed, dict) and isinstance(needed, list | tuple) and not COMBINING & out.keys() \
             and all(each in listed for each in needed if isinstance(each, str)):

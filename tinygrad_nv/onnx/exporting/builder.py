@@ -55,7 +55,7 @@ class Builder:
 
     def constant(self, array: np.ndarray, stem: str = "constant") -> str:
         """Adds an initializer; one of the same dtype, shape and values is not added again."""
-        key = array.dtype.str, array.shape, sha256(np.ascontiguousarray(array).view(np.uint8).data).digest()
+        key = array.dtype.name, array.shape, sha256(np.ascontiguousarray(array).view(np.uint8).data).digest()
         if key not in self._known: self._known[key] = self.weight(self.fresh(stem), array)
         return self._known[key]
 
