@@ -64,7 +64,7 @@ def test_params_must_be_as_many_as_prompts(llm: LLM):
 
 def test_a_bad_prompt_is_refused_before_any_runs(llm: LLM):
     steps = llm.core.stats().steps
-    with pytest.raises(RequestError, match="token id 999 is not"): llm.generate([PROMPTS[0], [999]], GREEDY)
+    with pytest.raises(RequestError, match="token id 999 is out"): llm.generate([PROMPTS[0], [999]], GREEDY)
     with pytest.raises(RequestError, match="no tokens"): llm.stream([])
     assert llm.core.stats().steps == steps
 
