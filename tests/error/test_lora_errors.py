@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 from tinygrad import dtypes
 
 from tinygrad_nv import LLM, LoRARequest
+from tinygrad_nv.engine.lora.request import LoRAConfig
 from tinygrad_nv.errors import ConfigError, ModelError, NVError, RequestError, WeightError
 from tinygrad_nv.models.peft import Adapter, read_adapter, targets_of
 
@@ -180,3 +182,12 @@ def test_requests(tiny: Path, tmp_path: Path):
             adapted.generate("x", lora_request=lora)
         with pytest.raises(ModelError, match="by its configuration, of a layer 64 x 64"):
             adapted.generate("x", lora_request=LoRARequest("y", 2, str(saved(tmp_path / "a"))))
+
+
+def test_fewer_adapters_run_where_fewer_are_kept():
+    """vLLM's default is one that runs, so that its users give max_cpu_loras alone."""
+    config: Any = SimpleNamespace(latent=None, moe=None)
+    def slots(**given: Any) -> int:
+        usual = dict.fromkeys(("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"))
+        return LoRAConfig.of(config, dtypes.float32, "CPU", **(usual | given)).slots
+    assert [slots(), slots(max_cpu_loras=2), slots(max_cpu_loras=9), slots(max_loras=7)] == [4, 2, 4, 7]

@@ -95,7 +95,7 @@ def test_what_llm_is_given():
 
 
 def test_a_field_of_an_option():
-    """As vLLM's parser takes them."""
+    """vLLM's parser takes them, too."""
     assert vllm_options.normal([
         "serve", "--hf_overrides.rope_scaling.factor", "2", "M", "--port=1.5", "--hf-overrides.a-b=text",
         "--hf-overrides.rope-scaling.type=yarn", "--x.y", "--z.w", "--", "--a.b"]) == [

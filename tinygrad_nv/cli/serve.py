@@ -98,7 +98,7 @@ def _add_server_options(serve: argparse.ArgumentParser) -> None:
     server.add_argument("--port", type=_port, default=8000, metavar="N",
                         help="0 takes a free one (default 8000)")
     server.add_argument("--api-key", nargs="+", action="extend", metavar="KEY", help="required by what "
-                        "computes; may be several (default NV_API_KEY, else none)")
+                        "computes; may be several (default NV_API_KEY or VLLM_API_KEY, else none)")
     server.add_argument("--served-model-name", nargs="+", metavar="NAME",
                         help="(default: the hub's name, or the directory's name and MODEL)")
     server.add_argument("--uds", metavar="PATH", help="listen at a Unix socket instead")

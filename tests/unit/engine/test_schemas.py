@@ -241,6 +241,14 @@ def test_schemas_that_are_combined_stay_open(schema: dict[str, Any]):
     assert close_objects(schema) == schema
 
 
+@pytest.mark.parametrize("every", [True, 5, None, "x", {}])
+def test_what_is_called_as_a_keyword_is_none(every: Any):
+    """A property may have the name of one, and so no list where a keyword has one."""
+    for schema in ({"properties": {"allOf": every}}, {"allOf": every},
+                   {"properties": every, "required": every}):
+        assert isinstance(close_objects(schema), dict)
+
+
 @pytest.mark.parametrize("schema", [{"properties": {"x": REF}}, {"anyOf": [REF, {"type": "null"}]},
                                     {"allOf": [REF], "title": "t"}, {"items": REF}])
 def test_definitions_that_stand_alone_are_closed(schema: dict[str, Any]):

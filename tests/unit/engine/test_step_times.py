@@ -81,7 +81,7 @@ def test_steps_that_little_is_known_of_are_not_waited_for():
 
 
 def test_a_slow_first_step_is_not_waited_for_again():
-    """As one in which a step was captured: the device's ends are noted, not when the host came to look."""
+    """A step may be captured within it. The device's ends count, not when the host came to look."""
     times, clock = steps((1, 3.0), (1, 3.0))
     waits = []
     for _ in range(4):

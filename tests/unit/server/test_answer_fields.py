@@ -143,7 +143,7 @@ def test_log_probabilities_of_a_response_are_of_all_its_tokens(server: Live, eng
 
 
 def test_an_echo_of_ids_names_special_tokens(server: Live, engine: FakeEngine):
-    """As vLLM's: a client has put them there. Texts are echoed as they are."""
+    """A client has put them there, and vLLM names them, too. Texts are echoed as they are."""
     [made] = server.post({"prompt": [0, 0, 5], "echo": True, "max_tokens": 1}).json()["choices"]
     tokenizer = engine.model.tokenizer
     assert made["text"].startswith(tokenizer.decode([0, 0, 5], skip_special_tokens=False))

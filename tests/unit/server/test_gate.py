@@ -151,7 +151,7 @@ def test_a_path_that_a_proxy_takes_off():
 
 
 def test_a_path_that_a_proxy_leaves_on():
-    """As vLLM's server, which answers with the root path and without; what is guarded stays so."""
+    """vLLM's server answers with the root path and without. What is guarded stays so."""
     with live(fake_service(keys=frozenset({"key"})), HTTPOptions(root_path="/llm")) as server:
         asked, key = {"prompt": "a", "max_tokens": 1}, {"Authorization": "Bearer key"}
         for path in ("/v1/completions", "/llm/v1/completions"):
@@ -188,6 +188,17 @@ def test_a_unix_socket_of_a_server_that_still_loads_is_not_taken(tmp_path: Path)
     with pytest.raises(RequestError, match=r"in use"): bind_path(path)
     first.close()
     bind_path(path).close()
+
+
+@pytest.mark.parametrize(("word", "changes"), [("True", True), ("1", True), ("0", False), ("", False)])
+def test_clients_may_load_adapters_where_vllms_variable_says_so(word: str, changes: bool,
+                                                                monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", word)
+    llm: Any = SimpleNamespace(embedder=None, adapters=SimpleNamespace(cache=None))
+    given: Any = SimpleNamespace(allow_runtime_lora_updating=False, lora_modules=[])
+    made = startup.open_adapters(llm, ("m",), given)
+    assert made is not None
+    assert made.changes is changes
 
 
 def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch):

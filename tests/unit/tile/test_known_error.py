@@ -1,4 +1,4 @@
-"""What is said of the error of predictions is what bench/timing_hardware.py has recorded."""
+"""The error that is told beside a prediction is the one that bench/timing_hardware.py has recorded."""
 from __future__ import annotations
 
 import json

@@ -32,12 +32,10 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "ma
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly",
                          "writeOnly", "$schema", "$id", "$anchor", "$dynamicAnchor", "contentEncoding",
                          "contentMediaType"})
-
 # keywords that allow, restrict or need further properties of an object
 COMBINING = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames",
              "minProperties", "dependentRequired", "dependentSchemas", "dependencies", "allOf", "anyOf",
              "oneOf", "not", "$ref", "if", "const", "enum"}
-
 CHOICES = {"$ref", "anyOf", "oneOf"}
 OF_OBJECTS = {"properties", "required", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 MIXING = {"not", "if", "then", "else", "dependentSchemas", "dependencies"}
@@ -55,7 +53,8 @@ def _combines(schema: Any) -> bool:
     """Whether a value may have to match several parts of a schema. Names of properties count as keywords."""
     if isinstance(schema, list | tuple): return any(map(_combines, schema))
     if not isinstance(schema, dict): return False
-    chosen, alone = CHOICES & schema.keys(), len(schema.get("allOf") or ()) == 1
+    chosen, every = CHOICES & schema.keys(), schema.get("allOf")
+    alone = isinstance(every, list | tuple) and len(every) == 1
     if (chosen or "allOf" in schema) and OF_OBJECTS & schema.keys(): return True
     if MIXING & schema.keys() or len(chosen) > 1 or ("allOf" in schema and (chosen or not alone)): return True
     return any(map(_combines, schema.values()))
