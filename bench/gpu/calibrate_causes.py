@@ -1,8 +1,9 @@
 """Microbenchmarks of what the timing model's errors are put down to: each tests one assumption.
 
-docs/timing.md lists the causes. What an instruction beside wgmmas costs, in their warpgroup or another one;
-hand-overs at mbarriers and named barriers; HBM by the SMs that read, the bytes of a row and those in flight;
-writes that L2 has room for; reductions into L2; unpacking of 4-bit weights; the promotion of scaled fp8.
+docs/timing.md lists the causes. What an instruction beside wgmmas costs, in their warpgroup or another one,
+and a branch before the wait for them; fences beside reads; hand-overs at mbarriers and named barriers; HBM by
+the SMs that read, the bytes of a row and those in flight; writes that L2 has room for; reductions into L2;
+unpacking of 4-bit weights; the promotion of scaled fp8.
 """
 from __future__ import annotations
 
@@ -68,6 +69,28 @@ def beside_wgmma(name: str, other: bool, tensor: bool = True) -> Body:
     return body
 
 
+def pin_exponentials(branch: bool) -> Body:
+    """8 wgmmas a round, and BESIDE exponentials of their warpgroup, which a sleep that never happens keeps
+    before the wait, as attention does; ptxas makes a branch of it. Without `branch` no sleep."""
+    def body(kb: Kernel, memory: Value, tensor_map: Value | None) -> Loop:
+        tile, _ = fill_shared(kb, memory, TILE_BYTES, GROUP)
+        layout = descriptor_bits(0, 8 * 128)
+        a, b = kb.descriptor(tile, layout), kb.descriptor(tile + 64 * 128, layout)
+        sums, values, bits = words(kb, memory, 64, "f32"), words(kb, memory, 4, "f32"), kb.reg("b32")
+        def one_round() -> None:
+            kb.wgmma_fence()
+            for _ in range(8): kb.wgmma("m64n128k16", "f32.bf16.bf16", sums, a, b)
+            kb.wgmma_commit()
+            for _ in range(BESIDE // len(values)):
+                for value in values: INSTRUCTIONS["MUFU"](kb, value)
+            if branch:
+                kb.emit("mov.b32", bits, values[0] + values[1] + values[2] + values[3])
+                kb.emit("nanosleep.u32", 0, guard=bits == 0x3d2b1a47)   # no sum that comes here
+            kb.wgmma_wait(0)
+        return Loop(one_round, [*sums, *values])
+    return body
+
+
 def promote(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
     """Scaled fp8: 4 wgmmas of k 32 into fresh sums, a wait, and 64 multiply-adds of a scale into float32."""
     tile, _ = fill_shared(kb, memory, TILE_BYTES, GROUP)
@@ -93,6 +116,9 @@ def wgmma_probes() -> Iterator[Probe]:
                         needs="sm_90a")
         yield Probe(f"{BESIDE} {name} by themselves", beside_wgmma(name, False, False), threads=GROUP,
                     nbytes=TILE_BYTES, random=True, sass=(name, BESIDE), needs="sm_90a")
+    for words_of, branch in (("no branch", False), ("a branch", True)):
+        yield Probe(f"8 wgmmas, {BESIDE} MUFU, {words_of} and a wait", pin_exponentials(branch),
+                    threads=GROUP, nbytes=TILE_BYTES, random=True, sass=("MUFU", BESIDE), needs="sm_90a")
     yield Probe("scaled fp8 m64n128k128 with its promotion", promote, threads=GROUP, nbytes=TILE_BYTES,
                 random=True, sass=("QGMMA", 4), needs="sm_90a")
 
@@ -169,8 +195,9 @@ def read_rows(row_bytes: int) -> Body:
     return body
 
 
-def read_wide(loads: int) -> Body:
-    """CTAs of WIDE threads that have an SM each read on, `loads` of 16 bytes of a thread under way."""
+def read_wide(loads: int, fence: bool = False) -> Body:
+    """CTAs of WIDE threads that have an SM each read on, `loads` of 16 bytes of a thread under way; `fence`:
+    with one of the GPU's scope beside them."""
     def body(kb: Kernel, memory: Value, tensor: Value | None) -> Loop:
         width = kb.nctaid.x * WIDE
         at, step = memory + ((kb.ctaid.x * WIDE + kb.tid.x) * 16).to("u64"), (width * 16).to("u64")
@@ -180,6 +207,7 @@ def read_wide(loads: int) -> Body:
             for _ in range(loads):
                 fold(whole, kb.ld("global", "b32", here.at(), 4, ".cg"))
                 here += step
+            if fence: kb.emit("fence.acq_rel.gpu")
             at.set(here)
         return Loop(one_round, [whole])
     return body
@@ -246,6 +274,8 @@ def memory_probes() -> Iterator[Probe]:
     for quarters in (1, 2, 3, 4):
         yield whole(f"HBM read by {quarters}/4 of the SMs", read_wide(4), 4 * WIDE * 16 * quarters / 4,
                     threads=WIDE, smem=ALONE_SMEM, share=quarters / 4, rounds=(8, 24), sass=("LDG", 4))
+    yield whole("HBM read, 64 KiB of an SM under way and a fence", read_wide(4, fence=True), 4 * WIDE * 16,
+                threads=WIDE, smem=ALONE_SMEM, rounds=(8, 24), sass=("MEMBAR", 1))
     for loads in (1, 2, 8):
         yield whole(f"HBM read, {loads * WIDE * 16 >> 10} KiB of an SM under way", read_wide(loads),
                     loads * WIDE * 16, threads=WIDE, smem=ALONE_SMEM, rounds=(32 // loads, 96 // loads),

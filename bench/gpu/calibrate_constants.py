@@ -147,7 +147,7 @@ class Constant:
 def watts(hertz: float, gpu: GPUFigures) -> float | None:
     """What, always busy, leaves this clock; None of the highest, which says nothing."""
     if hertz > UNLIMITED * gpu.clock_hz: return None
-    return (gpu.power_w - gpu.static_w) / (hertz / gpu.clock_hz) ** 2.5
+    return (gpu.power_w - gpu.static_w) / (hertz / gpu.clock_hz) ** gpu.power_exponent
 
 
 def same(measured: float, gpu: GPUFigures) -> float: return measured

@@ -1,7 +1,7 @@
 """Half an hour on a GPU: what is worth measuring, the most valuable first, in calls of ten minutes at most.
 
     python3 bench/gpu/campaign.py --minutes 9.5         # a call; the same line again goes on
-    python3 bench/gpu/campaign.py --minutes 30          # all of it in one call
+    python3 bench/gpu/campaign.py --minutes 41          # all of it in one call
     python3 bench/gpu/campaign.py --list                # the steps, their minutes, what each is for
     python3 bench/gpu/campaign.py --emulate --minutes 5 # on the emulated GPU: small, and no times
 
@@ -64,14 +64,19 @@ STEPS = (
     Step("What does softmax cost beside wgmma?", "calibrate.py", (*CALIBRATE, "--only", "beside"), 1.5,
          "SMs"),
     Step("What do other suspected causes of the model's errors cost?", "calibrate.py", CALIBRATE, 5.0, "SMs"),
+    _run("Are kernels right that begin before the one ahead has ended?", "chains", 1.0, "test_group_norm"),
+    _run("How do GEMMs do beside cuBLAS?", "gemm", 2.0, "Llama 8B gate_up M=16"),
+    _run("How does decode attention over pages do?", "paged", 1.5, "batch 1, 512 tokens"),
+    _run("How does decode attention over latents (MLA) do?", "latent", 0.7, "16 heads, batch 1,"),
     _run("The backward pass, without torch's kernels: how many cycles?", "backward", 1.5, "d 128 causal"),
     _run("Are kernels of convolutions right, and how fast?", "conv", 1.5, "1x1"),
     _run("Are fused parts of training right, and how fast?", "train", 1.5, "AdamW GPT-2 124M f32"),
     _run("Are programs of the tile language as fast as templates and Triton?", "language", 2.0, "softmax"),
-    _run("How do quantised matrices do, those of experts too?", "quant", 3.0, "int4 8B gate_up M=16"),
-    _run("How do experts of a router do?", "moe", 2.0, "1 tokens"),
-    _run("Whole steps of training beside torch's", "step", 1.5, ""),
-    _run("Whole steps of decoding beside torch's", "decode", 1.8, ""))
+    _run("How do quantised matrices do?", "quant", 3.0, "int4 8B gate_up M=16"),
+    _run("How do experts of a router do, quantised ones too?", "moe", 2.0, "int4 1 tokens"),
+    _run("How do norms, those of groups too, and softmax do?", "memory", 1.0, "group norm 2x64"),
+    _run("Whole steps of training beside torch's", "step", 2.2, ""),
+    _run("Whole steps of decoding beside torch's, of fp8 and int4 too", "decode", 3.5, "8B int4"))
 
 
 def parse_args(words: list[str] | None = None) -> argparse.Namespace:

@@ -1,5 +1,6 @@
 """The part "decode" of bench/gpu/run.py: whole decode steps of Llama-3.2-1B and Llama-3.1-8B, bfloat16,
-weights by a formula, beside torch (a CUDA graph), torch.compile (another) and tinygrad without us.
+weights by a formula, beside torch (a CUDA graph), torch.compile (another) and tinygrad without us; and of the
+larger with int4 and fp8 matrices, which torch has in bfloat16.
 
 Each side is a process (decode_side.py); they take turns, some steps each. Seconds are the host's, of some
 steps and one wait. The first step's logits must agree. A run's work is the tokens it makes; `nbytes` are the
@@ -43,18 +44,22 @@ START_S = 300.0     # a side makes weights and compiles
 TURN_S = 0.3        # of a side's turn
 UNLIKE = 0.03       # of the largest logit: how far bfloat16 networks may be apart
 LAST_WORDS = 4      # lines
+SAVED_BITS = {"int4": 12, "fp8": 8}     # of each element of a matrix, without scales
 NAMES = ("ours", "torch", "torch.compile", "tinygrad")
 
 
 @dataclass(frozen=True)
 class DecodeWorkload:
-    """A step of a model with `batch` sequences of `context` tokens."""
+    """A step of a model with `batch` sequences of `context` tokens; `weights`: the layers' matrices are int4
+    or fp8 of ours."""
     model: str
     batch: int
     context: int
+    weights: str = ""
 
     @property
-    def name(self) -> str: return f"{self.model} batch {self.batch}, {self.context} tokens"
+    def name(self) -> str:
+        return f"{f'{self.model} {self.weights}'.strip()} batch {self.batch}, {self.context} tokens"
 
     @property
     def config(self) -> ModelConfig: return parse_config(MODELS[self.model])
@@ -65,12 +70,15 @@ class DecodeWorkload:
         c = self.config
         unread = 0 if c.tied else c.vocab_size * c.hidden_size
         cache = 2 * self.batch * c.num_kv_heads * (self.context + 1) * c.head_dim * c.num_layers
-        return 2 * (c.parameters - unread + cache)
+        of_layers = c.parameters - (1 if c.tied else 2) * c.vocab_size * c.hidden_size
+        return 2 * (c.parameters - unread + cache) - of_layers * SAVED_BITS.get(self.weights, 0) // 8
 
 
 def decodes() -> Iterator[DecodeWorkload]:
-    """All rows."""
-    for batch, context in ((1, 1024), (8, 1024), (1, 8192)):
+    """All rows, those first that decide most."""
+    for weights in ("", *SAVED_BITS): yield DecodeWorkload("Llama-3.1-8B", 1, 1024, weights)
+    yield DecodeWorkload("Llama-3.2-1B", 1, 1024)
+    for batch, context in ((8, 1024), (1, 8192)):
         for model in MODELS: yield DecodeWorkload(model, batch, context)
 
 
@@ -150,9 +158,10 @@ def await_sides(sides: dict[str, StepProcess], notes: dict[str, str],
 
 def compare(decode: DecodeWorkload, options: Options, budget_s: float) -> Row:
     """All sides on one step, in turns."""
-    config, notes = json.dumps(MODELS[decode.model]), dict[str, str]()
+    config = json.dumps({**MODELS[decode.model], "weights": decode.weights})
+    notes = dict[str, str]()
     sides = {"ours": StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA")}
-    if not options.without_tinygrad:
+    if not options.without_tinygrad and not decode.weights:
         sides["tinygrad"] = StepProcess("tinygrad", config, decode.batch, decode.context, "CUDA", DEV="CUDA",
                                         NV="0")
     sides["torch"] = StepProcess("torch", config, decode.batch, decode.context, "cuda")
@@ -197,7 +206,8 @@ def per_joule(rows: Mapping[str, Row]) -> str:
 
 def run_emulated(decode: DecodeWorkload, options: Options) -> Row:
     """The tiny model on the emulated device: its logits beside torch's."""
-    batch, context, notes, tiny = min(decode.batch, 2), 5, dict[str, str](), json.dumps(TINY)
+    batch, context, notes = min(decode.batch, 2), 5, dict[str, str]()
+    tiny = json.dumps({**TINY, "weights": decode.weights})
     sides = {"ours": StepProcess("tinygrad", tiny, batch, context, "EMU", DEV="EMU", EMU_ARCH=options.arch),
              "torch": StepProcess("torch", tiny, batch, context, "cpu")}
     try:

@@ -13,7 +13,9 @@ so that every step does the same work.
 "torch" replays a CUDA graph of eager kernels, "torch.compile" one of compiled ones.
 
 Weights are the same numbers everywhere: element i of parameter number p is
-(((i + 7919·p)·2654435761 mod 2^32) >> 16) / 65536 - 1/2, times `SCALE`; weights of norms are 1.
+(((i + 7919·p)·2654435761 mod 2^32) >> 16) / 65536 - 1/2, times `SCALE`; weights of norms are 1. Where the
+config has "weights", int4 or fp8, those of layers' matrices are rounded to codes times `STEP`: "tinygrad" has
+codes and scales, torch the same numbers in bfloat16.
 """
 from __future__ import annotations
 
@@ -34,6 +36,7 @@ from tinygrad_nv.runtime.observe.telemetry import Telemetry
 
 FACTOR, STRIDE, SCALE = 2654435761, 7919, 0.05
 SHOWN = 32      # logits that are compared
+STEP = {"int4": 2.0**-8, "fp8": 2.0**-13}     # the scale of codes: `SCALE` / 2 is 6.4 and 205 of it
 Steps = dict[str, Callable[[int], None]]  # name: runs so many steps and waits for them
 Said = dict[str, Any]
 CACHE_SEED = 1000   # parameter number of the first layer's cache
@@ -41,32 +44,57 @@ CACHE_SEED = 1000   # parameter number of the first layer's cache
 
 # **** tinygrad ****
 
-def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
+def pack(values: Any, weights: str) -> Any:
+    """Returns float32 values [n, k] as a layer's matrix of codes and scales."""
+    from tinygrad import Tensor, dtypes
+
+    from bench.gpu.quant_workloads import TYPES
+    from tinygrad_nv import functional as F
+    from tinygrad_nv.quant.activations import QWeight, e4m3_bits, to_e4m3
+    from tinygrad_nv.quant.tensor import QTensor
+    from tinygrad_nv.quant.types import buffers
+    shape, codes = (int(values.shape[0]), int(values.shape[1])), values / STEP[weights]
+    if weights == "fp8": codes = e4m3_bits(to_e4m3(codes))
+    else:
+        codes = (codes.round() + 8).cast(dtypes.uint8)
+        codes = codes[:, ::2] + codes[:, 1::2] * 16
+    blocks = buffers(TYPES[weights], *shape)["scales"].shape
+    scales = Tensor.full(blocks, STEP[weights], dtype=dtypes.bfloat16, device=values.device).contiguous()
+    made = {"codes": codes.contiguous().realize(), "scales": scales.realize()}
+    return QWeight(F.prepare_matrix(QTensor(TYPES[weights], shape, made)))
+
+
+def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str,
+                   weights: str) -> tuple[Steps, Said]:
     """models/llama.py on a device."""
     from tinygrad import Device, Tensor, TinyJit, Variable, dtypes
 
     from tinygrad_nv.models.dense import DenseKVCache
     from tinygrad_nv.models.llama import Llama
+    from tinygrad_nv.models.quantised.layers import projections
     from tinygrad_nv.models.weights import slots
 
     def fill(shape: tuple[int, ...], number: int) -> Tensor:
         count = 1
         for extent in shape: count *= extent
         i = Tensor.arange(count, dtype=dtypes.uint32).to(device) + STRIDE * number
-        values = ((i * FACTOR).rshift(16).cast(dtypes.float32) / 65536 - 0.5) * SCALE
-        return values.cast(dtypes.bfloat16).reshape(shape)
+        return (((i * FACTOR).rshift(16).cast(dtypes.float32) / 65536 - 0.5) * SCALE).reshape(shape)
 
     capacity = context + 1
     model = Llama(config, dtypes.bfloat16, device, capacity)
     seen: dict[int, Tensor] = {id(slot.tensor): slot.tensor for slot in slots(model).values()}
+    linears = {id(each.linear.weight): each.linear for layer in range(config.num_layers)
+               for each in projections(model, layer)}
     for number, tensor in enumerate(seen.values()):
         shape = tuple(int(s) for s in tensor.shape)
-        made = Tensor.ones(*shape, dtype=dtypes.bfloat16, device=device) if len(shape) == 1 else \
-            fill(shape, number)
-        tensor.assign(made).realize()
+        if weights and id(tensor) in linears:
+            linears[id(tensor)].parts = pack(fill(shape, number), weights),
+            continue
+        made = Tensor.ones(*shape, device=device) if len(shape) == 1 else fill(shape, number)
+        tensor.assign(made.cast(dtypes.bfloat16)).realize()
     cache = DenseKVCache.create(config, capacity, dtypes.bfloat16, batch, device)
     for number, (keys, values) in enumerate(cache.layers):
-        made = fill((2, *(int(s) for s in keys.shape)), CACHE_SEED + number)
+        made = fill((2, *(int(s) for s in keys.shape)), CACHE_SEED + number).cast(dtypes.bfloat16)
         Tensor.realize(keys.assign(made[0]), values.assign(made[1]))
     token = Tensor([[7 + b] for b in range(batch)], dtype=dtypes.int32, device=device).contiguous().realize()
     logits = Tensor.zeros(batch, config.vocab_size, device=device).contiguous().realize()
@@ -90,7 +118,8 @@ def tinygrad_steps(config: ModelConfig, batch: int, context: int, device: str) -
 
 # **** torch ****
 
-def torch_steps(config: ModelConfig, batch: int, context: int, device: str) -> tuple[Steps, Said]:
+def torch_steps(config: ModelConfig, batch: int, context: int, device: str,
+                weights: str) -> tuple[Steps, Said]:
     """The same network in torch."""
     import torch
 
@@ -103,14 +132,19 @@ def torch_steps(config: ModelConfig, batch: int, context: int, device: str) -> t
         shapes += [(c.hidden_size,), (c.hidden_size,), (q + 2 * kv, c.hidden_size), (c.hidden_size, q),
                    (2 * c.intermediate_size, c.hidden_size), (c.hidden_size, c.intermediate_size)]
 
-    def fill(shape: tuple[int, ...], number: int) -> torch.Tensor:
+    def round_matrix(values: torch.Tensor) -> torch.Tensor:
+        codes = values / STEP[weights]
+        return (codes.round() if weights == "int4" else codes.to(torch.float8_e4m3fn).float()) * STEP[weights]
+
+    def fill(shape: tuple[int, ...], number: int, in_layer: bool = False) -> torch.Tensor:
         if len(shape) == 1: return torch.ones(shape, dtype=kind, device=device)
         i = torch.arange(torch.Size(shape).numel(), device=device) + STRIDE * number
-        values = (((i * FACTOR) & 0xffffffff) >> 16).float() / 65536 - 0.5
-        return (values * SCALE).to(kind).view(shape)
+        values = ((((i * FACTOR) & 0xffffffff) >> 16).float() / 65536 - 0.5) * SCALE
+        return (round_matrix(values) if in_layer and weights else values).to(kind).view(shape)
 
-    weights = [fill(shape, number) for number, shape in enumerate(shapes)]
-    embedding, norm, *rest = weights
+    first_of_layers = len(shapes) - 6 * c.num_layers
+    embedding, norm, *rest = [fill(shape, number, number >= first_of_layers)
+                              for number, shape in enumerate(shapes)]
     head = embedding if c.tied else rest.pop(0)
     layers = [rest[i:i + 6] for i in range(0, len(rest), 6)]
     caches = [fill((2, batch, c.num_kv_heads, context + 1, c.head_dim), CACHE_SEED + i)
@@ -184,14 +218,14 @@ def main() -> None:
     """Says the first logits, then times steps as it is asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("side", choices=("tinygrad", "torch"))
-    parser.add_argument("config", type=json.loads, help="the model's config.json, as text")
+    parser.add_argument("config", type=json.loads, help='the model\'s config.json, as text; also "weights"')
     for name in ("batch", "context"): parser.add_argument(name, type=int)
     parser.add_argument("device")
     given = parser.parse_args()
     end_with_parent()
-    device = given.device
+    device, weights = given.device, given.config.pop("weights", "")
     made = tinygrad_steps if given.side == "tinygrad" else torch_steps
-    steps, said = made(parse_config(given.config), given.batch, given.context, device)
+    steps, said = made(parse_config(given.config), given.batch, given.context, device, weights)
     for run in steps.values(): run(3)
     print(json.dumps(said), flush=True)
     gpu = Telemetry(0) if device.lower().startswith("cuda") else None

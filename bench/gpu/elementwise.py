@@ -2,11 +2,13 @@
 torch's.
 
 bfloat16, rows of Llama 3 8B's hidden size and of its feed-forward network, from a decode step's few to those
-of training. GB/s count what must move: operands and result once. "torch" is its own functions as they are
-called, with `torch.compile` where there is a Triton ("compiled"); "copy" moves as many bytes, half of them
-read and half written: ours over it is the share of the bandwidth that a copy reaches.
+of training; group norms of Stable Diffusion's UNet and VAE, channels last. GB/s count what must move:
+operands and result once. "torch" is its own functions as they are called, with `torch.compile` where there is
+a Triton ("compiled"); "copy" moves as many bytes, half of them read and half written: ours over it is the
+share of the bandwidth that a copy reaches.
 
-With --emulate: at most 8 rows of 512 elements, two sets in turns, whose results must be right.
+With --emulate: at most 8 rows of 512 elements, images of 8 x 8 positions, two sets in turns, whose results
+must be right.
 """
 from __future__ import annotations
 
@@ -38,13 +40,14 @@ from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.tile.embedding.spec import EmbeddingSpec, Tokens
 from tinygrad_nv.tile.expression import Apply, Load, Sum, silu
 from tinygrad_nv.tile.gemm.spec import Result
-from tinygrad_nv.tile.kernel import TileKernel
+from tinygrad_nv.tile.group_norm.spec import GroupNormSpec
+from tinygrad_nv.tile.group_norm.templates import GroupNorm
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
 from tinygrad_nv.tile.norm.templates import Norm
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
-HIDDEN, WIDE, VOCAB, EPS = 4096, 14336, 128256, 1e-5
+HIDDEN, WIDE, VOCAB, EPS, GROUPS = 4096, 14336, 128256, 1e-5, 32
 KIND, F32 = dtypes.bfloat16, dtypes.float32
 Sets = Sequence[dict[str, Any]]
 # elements of a row of each operand, in rows' lengths; m: of every row
@@ -109,7 +112,17 @@ class ElementwiseWorkload:
         return f"{self.form} {self.m}x{self.n}"
 
     @property
-    def spec(self) -> NormSpec | EmbeddingSpec:
+    def rows(self) -> int:
+        """Rows of the result."""
+        return self.m
+
+    @property
+    def operands(self) -> dict[str, str]:
+        """Operands by name, in the kernel's order, as of OPERANDS."""
+        return OPERANDS[self.form]
+
+    @property
+    def spec(self) -> NormSpec | EmbeddingSpec | GroupNormSpec:
         """Spec of the kernel."""
         if self.form != "embedding": return SPECS[self.form](self.m, self.n)
         return EmbeddingSpec(self.table, self.n, KIND, Tokens(dtypes.int32, (self.m,), (1,)))
@@ -117,27 +130,31 @@ class ElementwiseWorkload:
     @property
     def work(self) -> float:
         """Elements of the result."""
-        return float(self.m * self.n)
+        return float(self.rows * self.n)
 
     @property
     def nbytes(self) -> float:
         """Operands and result, each once; of an embedding the rows that are asked for."""
         if self.form == "embedding": return 4.0 * self.work + 4 * self.m
-        rows = sum(self.m * len(of) if of else 1 for of in OPERANDS[self.form].values())
-        return 2.0 * self.n * (rows + self.m)
-
-    def kernel(self, arch: str) -> TileKernel:
-        """Ours."""
-        made: TileKernel = TABLE.build(self.spec, TABLE.choose(self.spec, GPU(arch)), GPU(arch))
-        return made
+        rows = sum(self.rows * len(of) if of else 1 for of in self.operands.values())
+        return 2.0 * self.n * (rows + self.rows)
 
     def plan(self) -> str:
         """Ours in words."""
-        return "copy" if isinstance(self.spec, EmbeddingSpec) else str(Norm.of(self.spec))
+        return str(Norm.of(self.spec)) if isinstance(self.spec, NormSpec) else "copy"
+
+    def in_torch(self, one: dict[str, Any]) -> Any:
+        """The result by torch's own functions."""
+        return theirs(self.form, one)
 
     def scale_down(self) -> ElementwiseWorkload:
         """Smaller, for the emulator."""
         return replace(self, m=min(self.m, 8), n=min(self.n, 512), table=50)
+
+    @property
+    def most_sets(self) -> int:
+        """How many sets take turns at most: each of an embedding has a table."""
+        return 4 if self.form == "embedding" else MOST_SETS
 
     def make_inputs(self, device: str) -> list[dict[str, Any]]:
         """Operands by name, as many sets as exceed twice the L2 cache."""
@@ -145,19 +162,17 @@ class ElementwiseWorkload:
 
         def operand(of: str) -> Any:
             if of == "t": return torch.randint(self.table, (self.m,), device=device, dtype=torch.int32)
-            shape = {"": (self.n,), "v": (self.table, self.n)}.get(of, (self.m, self.n * len(of)))
+            shape = {"": (self.n,), "v": (self.table, self.n)}.get(of, (self.rows, self.n * len(of)))
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
         def one() -> dict[str, Any]:
-            out = torch.empty(self.m, self.n, device=device, dtype=torch.bfloat16)
-            return {"out": out, **{name: operand(of) for name, of in OPERANDS[self.form].items()}}
-        most = 4 if self.form == "embedding" else MOST_SETS
-        return [one() for _ in range(set_count(device, self.nbytes, most))]
+            out = torch.empty(self.rows, self.n, device=device, dtype=torch.bfloat16)
+            return {"out": out, **{name: operand(of) for name, of in self.operands.items()}}
+        return [one() for _ in range(set_count(device, self.nbytes, self.most_sets))]
 
     def unlike(self, one: dict[str, Any]) -> str:
         """How the result in these storages is not what it must be; "" when it is."""
-        exact = theirs(self.form, {name: x.double() if x.is_floating_point() else x
-                                   for name, x in one.items()})
+        exact = self.in_torch({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
         off = (one["out"].double() - exact).abs()
         # three roundings to bfloat16 on the way, some of them before a bias was added
         size = exact.abs() + one["b"].abs().double() if "b" in one else exact.abs()
@@ -167,6 +182,47 @@ class ElementwiseWorkload:
         row, column = divmod(at, self.n)
         return (f"{one['out'][row, column].item():g} in row {row}, column {column}, exactly "
                 f"{exact[row, column].item():g}; {int((~(off <= bound)).sum())} elements are off")
+
+
+@dataclass(frozen=True)
+class GroupNormWorkload(ElementwiseWorkload):
+    """Group norm of `m` channels-last images of `side` x `side` positions, `n` channels in `GROUPS` groups;
+    silu of it, where the form says so."""
+    side: int = 64
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        group, comma, silu_word = self.form.partition(",")
+        return f"{group} {self.m}x{self.side}x{self.side}x{self.n}{comma}{silu_word}"
+
+    @property
+    def rows(self) -> int:
+        """Positions of all images."""
+        return self.m * self.side**2
+
+    @property
+    def operands(self) -> dict[str, str]: return OPERANDS["layer"]
+
+    @property
+    def spec(self) -> GroupNormSpec:
+        """Spec of the kernels."""
+        return GroupNormSpec(self.m, self.side**2, self.n, GROUPS, EPS, "silu" in self.form, KIND, KIND)
+
+    def plan(self) -> str:
+        """Ours in words."""
+        return str(GroupNorm.of(self.spec))
+
+    def scale_down(self) -> GroupNormWorkload:
+        """Smaller, for the emulator."""
+        return replace(self, n=min(self.n, 320), side=min(self.side, 8))
+
+    def in_torch(self, one: dict[str, Any]) -> Any:
+        """Returns images as torch has them in its channels_last format."""
+        from torch.nn import functional as f
+        x = one["x"].view(self.m, self.side, self.side, self.n).permute(0, 3, 1, 2)
+        y = f.group_norm(x, GROUPS, one["w"], one["b"], EPS)
+        return (f.silu(y) if self.spec.silu else y).permute(0, 2, 3, 1).reshape(self.rows, self.n)
 
 
 def theirs(form: str, x: dict[str, Any]) -> Any:
@@ -184,6 +240,9 @@ def theirs(form: str, x: dict[str, Any]) -> Any:
 @workloads("memory")
 def shapes() -> Iterator[ElementwiseWorkload]:
     """All rows."""
+    yield GroupNormWorkload("group norm", 2, 320, side=64)
+    for m, n, side in ((2, 320, 64), (2, 1280, 16), (1, 128, 512)):
+        yield GroupNormWorkload("group norm, silu", m, n, side=side)
     for form in ("rms", "residual", "layer", "softmax"):
         for m in (1, 64, 1024, 16384): yield ElementwiseWorkload(form, m, HIDDEN)
     yield ElementwiseWorkload("rms", 1 << 19, 128)
@@ -195,10 +254,12 @@ def shapes() -> Iterator[ElementwiseWorkload]:
 # **** ours ****
 
 def bind_launch(driver: Driver, workload: ElementwiseWorkload, addresses: Mapping[str, int]) -> Any:
-    """A launch of ours on memory by name: the result, then operands in their order."""
-    kernel = workload.kernel(driver.properties.arch)
-    pointers = [addresses[name] for name in ("out", *OPERANDS[workload.form])]
-    return make_launch(driver, [kernel], pointers, rows=workload.m)
+    """A launch of ours on memory by name, and on a workspace of its own."""
+    spec, gpu = workload.spec, GPU(driver.properties.arch)
+    made = TABLE.build(spec, TABLE.choose(spec, gpu), gpu)
+    space = [driver.alloc(each.nbytes) for each in made.scratch]
+    pointers = [addresses["out"], *space, *(addresses[name] for name in workload.operands)]
+    return make_launch(driver, made.kernels, pointers, rows=workload.m)
 
 
 @contender("memory", "ours")
@@ -225,22 +286,22 @@ def run_emulated(workload: Any, options: Options) -> Row:
 
 # **** the others ****
 
-def bind_torch(workload: ElementwiseWorkload, given: Sets, function: Callable[..., Any]) -> Run:
+def bind_torch(given: Sets, function: Callable[..., Any]) -> Run:
     """A function of torch, on each set in turn."""
-    def run(i: int) -> None: given[i]["out"] = function(workload.form, given[i])
+    def run(i: int) -> None: given[i]["out"] = function(given[i])
     return run
 
 
 @contender("memory", "torch")
 def torch_eager(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """torch's own functions."""
-    return bind_torch(workload, given, theirs)
+    return bind_torch(given, workload.in_torch)
 
 
 @contender("memory", "compiled")
 def torch_compiled(workload: ElementwiseWorkload, given: Sets, options: Options) -> Run:
     """The same by torch.compile."""
-    return bind_torch(workload, given, torch_compile(theirs))
+    return bind_torch(given, torch_compile(workload.in_torch))
 
 
 @contender("memory", "copy")

@@ -8,7 +8,11 @@ from typing import Any
 from tinygrad.dtype import dtypes
 
 from bench.gpu.compare import spread_numbers
+from bench.gpu.quant_data import buffers_of, dequantise
+from tinygrad_nv.quant.types import QType
+from tinygrad_nv.quant.types import nbytes as nbytes_of
 from tinygrad_nv.tile.grouped_gemm.spec import GroupedGemmSpec
+from tinygrad_nv.tile.quant_grouped.spec import QuantGroupedSpec
 
 SETS = 4                # routings, over the same matrices: what one reads exceeds twice the L2 cache
 CHECKED = 32            # rows that are compared with float64
@@ -66,7 +70,7 @@ class MoEWorkload:
                                weighted=True)
 
     @property
-    def stages(self) -> tuple[tuple[GroupedGemmSpec, dict[str, str]], ...]:
+    def stages(self) -> tuple[tuple[Any, dict[str, str]], ...]:
         """Specs, and which storage each of their arguments is."""
         same = {name: name for name in ("offsets", "order", "weights")}
         first = self.gate_up, {**same, "out": "inner", "x": "x", "w": "gate_up"}
@@ -79,10 +83,14 @@ class MoEWorkload:
         return float(sum(spec.flops for spec, _ in self.stages))
 
     @property
+    def distinct(self) -> float:
+        """Number of experts that even routing is expected to have."""
+        return self.shape.experts * (1 - (1 - self.shape.k / self.shape.experts) ** self.tokens)
+
+    @property
     def nbytes(self) -> float:
         """Bytes of the matrices of as many experts as even routing is expected to have, and of rows once."""
-        distinct = self.shape.experts * (1 - (1 - self.shape.k / self.shape.experts) ** self.tokens)
-        return sum(2 * (distinct * spec.n * spec.k + spec.x_rows * spec.k + spec.rows * spec.columns)
+        return sum(2 * (self.distinct * spec.n * spec.k + spec.x_rows * spec.k + spec.rows * spec.columns)
                    for spec, _ in self.stages)
 
     def scale_down(self) -> MoEWorkload:
@@ -90,17 +98,25 @@ class MoEWorkload:
         small = Shape(128, 64, min(self.shape.experts, 8), min(self.shape.k, 4))
         return replace(self, shape=small, tokens=min(self.tokens, 24))
 
-    def make_inputs(self, device: str) -> list[dict[str, Any]]:
-        """Storages by name; matrices are the same in all sets."""
+    def make_matrices(self, device: str) -> dict[str, Any]:
+        """Matrices of all experts."""
         import torch
-        s, kind = self.shape, {"device": device, "dtype": torch.bfloat16}
+        s = self.shape
+
         def matrix(n: int, k: int) -> Any:
-            made = torch.empty(s.experts, n, k, **kind)
+            made = torch.empty(s.experts, n, k, device=device, dtype=torch.bfloat16)
             for each in made: each.uniform_(-(3 / k) ** 0.5, (3 / k) ** 0.5)    # results of variance 1
             return made
         matrices = {}
         if self.part != "down": matrices["gate_up"] = matrix(2 * s.width, s.hidden)
         if self.part != "gate_up": matrices["down"] = matrix(s.hidden, s.width)
+        return matrices
+
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
+        """Storages by name; matrices are the same in all sets."""
+        import torch
+        s, kind = self.shape, {"device": device, "dtype": torch.bfloat16}
+        matrices = self.make_matrices(device)
 
         def one() -> dict[str, Any]:
             weights, experts = torch.rand(self.tokens, s.experts, device=device).topk(s.k)
@@ -150,6 +166,51 @@ class MoEWorkload:
     def _down(self, one: dict[str, Any], slot: int, inner: Any, kept: Kept) -> Any:
         made = kept(one["down"][one["experts"].flatten()[slot]].double() @ inner)
         return kept(one["weights"][slot].double() * made)
+
+
+@dataclass(frozen=True)
+class QuantMoEWorkload(MoEWorkload):
+    """gate_up with matrices of a type. Contenders have them in bfloat16, as "gate_up"."""
+    type: QType
+
+    @property
+    def kernel_type(self) -> QType:
+        """The type, laid out as kernels take it."""
+        return replace(self.type, layout="fragments")
+
+    @property
+    def stages(self) -> tuple[tuple[Any, dict[str, str]], ...]:
+        spec = QuantGroupedSpec(self.gate_up, self.kernel_type)
+        names = "x", "offsets", "order", *spec.buffers
+        return (spec, {**{name: name for name in names}, "out": "inner"}),
+
+    @property
+    def nbytes(self) -> float:
+        one = self.gate_up
+        return (self.distinct * nbytes_of(self.kernel_type, one.n, one.k)
+                + 2 * (one.x_rows * one.k + one.rows * one.columns))
+
+    def make_matrices(self, device: str) -> dict[str, Any]:
+        """The stack's buffers, matrix behind matrix, and what they stand for: "exact", and rounded."""
+        import torch
+        one = self.gate_up
+        made = [buffers_of(self.type, one.n, one.k, device) for _ in range(one.groups)]
+        stack = {name: torch.cat([laid[name] for laid, _ in made]) for name in made[0][0]}
+        exact = torch.stack([
+            dequantise(self.type, {f"rows {name}": data for name, data in rows.items()}, one.k)
+            for _, rows in made])
+        return {**stack, "exact": exact, "gate_up": exact.bfloat16()}
+
+    def make_inputs(self, device: str) -> list[dict[str, Any]]:
+        """Storages by name, rows such that results have a variance of 1."""
+        given = super().make_inputs(device)
+        for one in given: one["x"] /= one["exact"][0].std() * self.shape.hidden**0.5
+        return given
+
+    def _gate_up(self, one: dict[str, Any], slot: int, kept: Kept) -> Any:
+        """Kernels may round what they dequantise, or not."""
+        name = "exact" if kept is _exactly else "gate_up"
+        return super()._gate_up({**one, "gate_up": one[name]}, slot, kept)
 
 
 def _exactly(x: Any) -> Any: return x

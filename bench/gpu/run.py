@@ -40,13 +40,15 @@ from tinygrad_nv.runtime.observe import telemetry
 
 # registers the parts in the order in which they run: of the last two a row takes minutes
 for file in ("smoke", "correct", "chains", "gemm", "quant", "moe", "attention", "backward", "paged",
-             "elementwise", "all_reduce", "train", "conv", "tile_language", "sweep", "decode", "step"):
+             "latent", "elementwise", "all_reduce", "train", "conv", "tile_language", "sweep", "decode",
+             "step"):
     import_module(f"bench.gpu.{file}")
 
 # parts of a call and when each is to end, in minutes from the call's beginning: estimates. What a part leaves
 # the next one has; rows that do not fit are left to a later call
 CALLS = {"first": {"smoke": 1.0, "correctness": 4.5, "chains": 6.0, "gemm": 9.5},
-         "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "memory": 7.0, "decode": 9.5},
+         "second": {"attention": 3.5, "backward": 5.0, "paged": 6.0, "latent": 6.4, "memory": 7.2,
+                    "decode": 9.5},
          "third": {"quant": 9.5}, "fourth": {"moe": 9.5}, "fifth": {"all_reduce": 9.5},
          "sixth": {"train": 2.0, "conv": 3.5, "language": 5.0, "sweep": 8.0, "step": 9.5}}
 SECONDS, CALL_SECONDS = 2.5, 1.0        # of a row of timings

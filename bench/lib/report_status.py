@@ -48,7 +48,7 @@ SUBJECTS = {
     "backward": Subject("attention, backward", "attention.md",
                         "test_(flash_backward|attention_gradients|attention_training)", "backward"),
     "paged": Subject("decode attention over pages", "kvcache.md", "test_(decode|paged_attention)", "paged"),
-    "latent": Subject("latent attention (MLA)", "attention.md", "test_latent"),
+    "latent": Subject("latent attention (MLA)", "attention.md", "test_latent", "latent"),
     "kv_append": Subject("appending to pages", "kvcache.md", "test_kv_append"),
     "norm": Subject("norms, softmax, gated activations, embeddings", "norm.md", "test_(norm|embedding)",
                     "memory"),

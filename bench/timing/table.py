@@ -34,6 +34,7 @@ from bench.timing import rows_memory as timing_rows_memory
 from bench.timing import rows_moe as timing_rows_moe
 from bench.timing import rows_step as timing_rows_step
 from bench.timing.gate_cases import GPU_NAME
+from bench.timing.measured import read_measured_ratio
 from bench.timing.rows import Checkout, Checkouts, Row, ours, total_seconds
 from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import figures
@@ -47,6 +48,7 @@ CHECKOUTS = {"fast_cu": "github.com/pranjalssh/fast.cu", "cutlass": "github.com/
              "flash_attention": "github.com/Dao-AILab/flash-attention at 74b0761f",
              "flash_attention_2025": "the same repository, later"}
 MARK = "<!-- timing_table -->"
+EARLIER = " †"
 Record = dict[str, Any]
 
 
@@ -85,20 +87,23 @@ def predict(row: Row, checkouts: Checkouts, old: Record) -> Record:
     return found
 
 
-def lines(found: Sequence[Record]) -> Iterator[tuple[str, ...]]:
-    """The table: a ratio above 1 says that ours takes less time."""
+def lines(found: Sequence[Record], newest: str) -> Iterator[tuple[str, ...]]:
+    """The table: a ratio above 1 says that ours takes less time, modelled, and then as an H100 measured. Rows
+    of another state of the model than the `newest` are marked."""
     for row in found:
+        mark = EARLIER if row.get("model") != newest else ""
         rate = f"{row['tflops']:.0f} TFLOP/s" if row["tflops"] else \
             f"{row['gbytes_per_s']:.0f} GB/s, {row['gbytes_per_s'] / HBM:.0%}"
         best = row.get("best", "")
         theirs = (f"{row['peers'][best]:.1f}", f"{row['ratio']:.3f}", best) if best else ("", "", "no peer")
-        yield row["row"], f"{row['us']:.1f}", rate, row["limiter"], *theirs
+        yield (row["row"] + mark, f"{row['us']:.1f}", rate, row["limiter"], *theirs,
+               read_measured_ratio(row["row"]))
 
 
-def markdown(found: Sequence[Record]) -> str:
+def markdown(found: Sequence[Record], newest: str) -> str:
     """The same for a page."""
-    head = ("", "us", "rate", "limiter", "best peer, us", "ratio", "best peer")
-    cells = [head, ("---",) * len(head), *lines(found)]
+    head = ("", "us", "rate", "limiter", "best peer, us", "ratio, modelled", "best peer", "ratio, measured")
+    cells = [head, ("---",) * len(head), *lines(found, newest)]
     return "\n".join(f"| {' | '.join(each)} |" for each in cells)
 
 
@@ -125,15 +130,16 @@ def main() -> int:
     known, order = load_records(), [str(row) for row in rows]
     wanted = [row for row in rows if not given.patterns or any(p in str(row) for p in given.patterns)]
     found = [predict(row, checkouts, known.get(str(row), {})) for row in each(wanted)]
-    print(table(("row", "us", "rate", "limiter", "us", "ratio", "best peer"), list(lines(found))))
+    columns = "row", "us", "rate", "limiter", "us", "ratio", "best peer", "measured"
+    print(table(columns, list(lines(found, model()))))
     for row in found:
         for name, why in row["failed"].items(): print(f"{row['row']}: {name}: {why}", file=sys.stderr)
     known |= {row["row"]: row for row in found}
     all_rows = sorted((row for name, row in known.items() if name in order),
                       key=lambda row: order.index(row["row"]))
-    if given.page: put_between(given.page, MARK, markdown(all_rows))
+    if given.page: put_between(given.page, MARK, markdown(all_rows, model()))
     if not given.dry:
-        save(RECORD, {"gpu": GPU_NAME, "rows": all_rows})
+        save(RECORD, {"gpu": GPU_NAME, "model": model(), "rows": all_rows})
     return 0
 
 

@@ -25,7 +25,7 @@ TRAIN = ("--train", "--zero", "1", "--recompute", "none", "--microbatch", "1")
     ((*EIGHT, "--nodes", "0"), ("--nodes 0", "expected: 1 or more")),
     ((*EIGHT, "--net", "fast"), ("--net fast", "the rate of a GPU's adapter, such as 400G (NDR)",
                                  "to fix:   --net 400G")),
-    ((*EIGHT, "--power", "900"), ("--power 900 of a H100 SXM", "more than 120 W, at most 700 W")),
+    ((*EIGHT, "--power", "900"), ("--power 900 of a H100 SXM", "more than 142 W, at most 700 W")),
     (("--gpus", "8xH100-PCIe", "--power", "300"), ("--power of a H100 PCIe", "with figures of its power")),
     # numbers that do not divide
     ((*EIGHT, "--tp", "3", "--pp", "1", "--dp", "2"), ("tp 3 x pp 1 x dp 2 are 6 GPUs, of 8",

@@ -12,8 +12,6 @@ returns a `CPUKernel`.
   kv_append   new keys and values into pages
   norm        norms, softmax, argmax
   group_norm  group norm of images
-  column_sum  gradients of the weights of norms, and of biases
-  rope        rotary positions of whole sequences
   sampling/   filters, choices and counts of tokens
   embedding   rows of a table, and the sums of its gradient
   cross_entropy  of rows of logits; distillation
@@ -24,7 +22,7 @@ returns a `CPUKernel`.
   lora/       the terms that adapters add to a linear layer
   grouped_gemm/  rows times the matrix of their group
   quant_grouped/  the same with quantised matrices
-  language/   programs of the tile language
+  language/   programs of the tile language; programs.py: templates that are such
 
 measure.py measures the rates of this machine, for predictions. patterns/ make the calls, as they do for
 GPUs.

@@ -59,6 +59,13 @@ S = TypeVar("S")
 C = TypeVar("C", bound=CPUSchedule)
 
 
+def check_parts(s: CPUSchedule) -> list[str]:
+    """Why a schedule's numbers cannot be, in words; empty when they can."""
+    out = [] if 1 <= s.parts <= MOST_PARTS else [f"{s.parts} parts, 1 to {MOST_PARTS}"]
+    return out + [f"{name} {value}" for name, value in vars(s).items()
+                  if name != "parts" and type(value) is int and not 0 <= value <= MOST]
+
+
 def template(spec: type[S], schedule: type[C], default: Callable[[S, CPU], C],
              problems: Callable[[S, C], Sequence[str]] | None, module: str,
              build: str = "build") -> Template[S, C, CPU]:
@@ -67,10 +74,7 @@ def template(spec: type[S], schedule: type[C], default: Callable[[S, CPU], C],
     kernel computes from the variables of its launch as well, where a spec has such."""
     @lru_cache(4096)
     def find_problems(one: S, s: C) -> tuple[str, ...]:
-        out = [] if 1 <= s.parts <= MOST_PARTS else [f"{s.parts} parts, 1 to {MOST_PARTS}"]
-        out += [f"{name} {value}" for name, value in vars(s).items()
-                if name != "parts" and type(value) is int and not 0 <= value <= MOST]
-        return tuple(out or ([] if problems is None else problems(one, s)))
+        return tuple(check_parts(s) or ([] if problems is None else problems(one, s)))
 
     def all_problems(one: S, s: C, target: CPU) -> Sequence[str]:
         return find_problems(one, s) if s.isa == target.isa else [f"for {s.isa}, here is {target.isa}"]

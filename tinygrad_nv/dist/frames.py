@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -106,6 +107,13 @@ def pack_error(error: DistError) -> bytes:
 def unpack_error(data: bytes) -> DistError:
     late, found, expected, fix, ranks = json.loads(data)
     return (DistTimeout if late else DistError)(found, expected, fix, tuple(ranks))
+
+
+def first_loss(lost: Mapping[int, str]) -> DistError:
+    """Returns the error of the rank that was lost first, of ranks and why in their order: the others ended
+    because of it."""
+    rank, why = next(iter(lost.items()))
+    return DistError(f"rank {rank} was lost: {why}", ranks=(rank,))
 
 
 def name_ranks(ranks: list[int] | tuple[int, ...]) -> str:

@@ -35,6 +35,7 @@ from tinygrad_nv.dist.frames import (
     BadFrame,
     Frame,
     Kind,
+    first_loss,
     take,
     unpack_error,
     unpack_list,
@@ -185,7 +186,7 @@ class Store:
                             f"at most {KEY_BYTES} and {VALUE_BYTES} bytes", "set large values in parts")
         with self._lock:
             if self._closed: raise DistError("the store is closed")
-            if 0 in self.lost: raise DistError(f"rank 0 was lost: {self.lost[0]}", ranks=(0,))
+            if 0 in self.lost: raise first_loss(self.lost)
             self._request += 1
             number, answer = self._request, _Answer()
             self._answers[number] = answer
@@ -217,7 +218,7 @@ class Store:
         if self._closed or 0 in self.left: why = "it closed the store"
         else: self._lose(0, why)
         for answer in list(self._answers.values()):
-            answer.fail(DistError(f"rank 0 was lost: {why}", ranks=(0,)))
+            answer.fail(first_loss(self.lost or {0: why}))
 
     def _came(self, frame: Frame) -> None:
         if frame.kind is Kind.LOST: self._lose(int(frame.key), frame.value.decode())

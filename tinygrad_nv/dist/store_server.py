@@ -32,6 +32,7 @@ from tinygrad_nv.dist.frames import (
     BadFrame,
     Frame,
     Kind,
+    first_loss,
     mac,
     name_ranks,
     pack_error,
@@ -244,13 +245,14 @@ class Server:
         if rank in self.lost: return
         self.lost[rank] = why
         for peer in list(self.of_rank.values()):
-            if peer.rank != rank: self._send(peer, Frame(Kind.LOST, 0, str(rank), why.encode()))
+            if peer.rank != rank: self._tell_loss(peer, rank, why)
         waits, self.waits = self.waits, []
         for wait in waits: self._fail(wait.peer, wait.frame, self._loss())
 
-    def _loss(self) -> DistError:
-        (rank, why), *_ = self.lost.items()
-        return DistError(f"rank {rank} was lost: {why}", ranks=(rank,))
+    def _tell_loss(self, peer: Peer, rank: int, why: str) -> None:
+        self._send(peer, Frame(Kind.LOST, 0, str(rank), why.encode()))
+
+    def _loss(self) -> DistError: return first_loss(self.lost)
 
     # **** the handshake ****
 
@@ -264,11 +266,13 @@ class Server:
         rank, peer.who = int(said["rank"]), f"process {said['pid']} on {said['host']}"
         if (problem := self._problem(rank, int(said["world_size"]), peer.who)) is not None:
             self._refuse(peer, problem)
+            # the process that has this number hears it, too: else only rank 0's end would tell it, of rank 0
+            if (other := self.of_rank.get(rank)) is not None: self._tell_loss(other, rank, problem.found)
             return self._lose(rank, problem.found)
         peer.rank = rank
         self.of_rank[rank] = peer
         self._send(peer, Frame(Kind.WELCOME, 0, "", mac(self.token, b"store", nonce)))
-        for lost, why in self.lost.items(): self._send(peer, Frame(Kind.LOST, 0, str(lost), why.encode()))
+        for lost, why in self.lost.items(): self._tell_loss(peer, lost, why)
         for left in self.left: self._send(peer, Frame(Kind.LEFT, 0, str(left), b""))
 
     def _problem(self, rank: int, world_size: int, who: str) -> DistError | None:
@@ -360,8 +364,9 @@ class Server:
         return waits
 
     def _abort(self, peer: Peer, frame: Frame) -> None:
-        self._answer(peer, frame)
+        # the answer comes last: rank 0 exits when it has it, and this thread with it
         self._lose(peer.rank, f"{frame.value.decode(errors='replace')} ({peer.who})")
+        self._answer(peer, frame)
 
     def _bye(self, peer: Peer, frame: Frame) -> None:
         rank = peer.rank

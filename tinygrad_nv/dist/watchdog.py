@@ -228,8 +228,19 @@ class Watchdog:
             self.store.get(ASK, FOREVER_S)
             try:
                 self.store.set(f"{ASK}/{self.store.ranks.rank}", pack(list(self.groups)))
-                self._end(unpack_error(self.store.get(VERDICT, 2 * ANSWER_S)))
-            except DistTimeout as error: self._end(error)
+                error = unpack_error(self.store.get(VERDICT, 2 * ANSWER_S))
+            except DistTimeout as late: error = late
+            else: self._confirm_verdict()
+            self._end(error)
+
+    def _confirm_verdict(self) -> None:
+        """Says that this rank has the verdict. Rank 0, with which the store ends, waits until all others say
+        so, for `LEFT_S` at most: one that is stopped never does."""
+        ranks, end = self.store.ranks, time.monotonic() + LEFT_S
+        with contextlib.suppress(DistError):
+            if ranks.rank: return self.store.set(f"{VERDICT}/{ranks.rank}", b"")
+            for rank in range(1, ranks.world_size):
+                self.store.get(f"{VERDICT}/{rank}", max(0.01, end - time.monotonic()))
 
     def _judge(self, group: Group, stuck: Operation) -> None:
         self.store.set(ASK, b"")

@@ -128,7 +128,7 @@ class Autotuned(Kernel):
                                 f"first: {refused}", "a space with one that can",
                                 "add smaller blocks to the space")
         took, how, found = best
-        gpu = getattr(target, "figures", "") if how == "modelled" else ""
+        gpu = "" if how == "counted" else getattr(target, "figures", "")
         return Entry(spec, target.arch, database.toolchain(target.kind), found, took, how, gpu,
                      database.origin())
 

@@ -26,7 +26,7 @@ from tinygrad_nv.runtime.driver import Driver
 from tinygrad_nv.runtime.note import Note
 from tinygrad_nv.runtime.renderers import renderer_of
 from tinygrad_nv.tile import database, order
-from tinygrad_nv.tile.clock import figures_of
+from tinygrad_nv.tile.clock import Clock, figures_of
 from tinygrad_nv.tile.launch import Integer
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
@@ -95,11 +95,16 @@ def _arch(name: str) -> tuple[str, str]:
 def _gpu(name: str) -> GPU | None:
     driver: Driver | None = getattr(Device[name], "driver", None)
     if driver is None: return None
-    from tinygrad_nv.runtime.clock import DriverClock  # numpy
-    emulated = kind_of(name) == "EMU"
-    there = driver.properties
-    return GPU(there.arch, there.sm_count, driver.clusters, None if emulated else DriverClock(driver),
+    there, clock = driver.properties, None if kind_of(name) == "EMU" else _clock(driver)
+    return GPU(there.arch, there.sm_count, driver.clusters, clock,
                figures_of(there.arch, there.sm_count, there.name))
+
+
+def _clock(driver: Driver) -> Clock:
+    from tinygrad_nv.runtime.clock import DriverClock  # numpy
+    from tinygrad_nv.runtime.observe.telemetry import Telemetry
+    ordinal = getattr(driver, "ordinal", None)
+    return DriverClock(driver, None if ordinal is None else lambda: Telemetry(int(ordinal)))
 
 
 # **** kernels ****

@@ -48,11 +48,17 @@ class SASSInstruction:
     target: int | None = None
 
     @property
+    def tensor_shape(self) -> tuple[int, int, int]:
+        """Rows, columns and length of sums of the product that a tensor core makes; zeros for others."""
+        found = SHAPE.search(self.modifiers) if self.opcode in TENSOR else None
+        if found is None: return 0, 0, 0
+        m, n, k = (int(extent) for extent in found.groups() if extent)
+        return m, n, k
+
+    @property
     def tensor_flops(self) -> int:
         """Operations that the tensor core does for one warp, 2 for a multiply-add; 0 for others."""
-        if self.opcode not in TENSOR: return 0
-        if (found := SHAPE.search(self.modifiers)) is None: return 0
-        m, n, k = (int(extent) for extent in found.groups() if extent)
+        m, n, k = self.tensor_shape
         return 2 * m * n * k // (4 if m == 64 else 1)
 
     @property

@@ -7,7 +7,8 @@ template. What families share is here. Read in this order:
   operations.py      element operations, a row each: value, slope, PTX and C
   expression.py      epilogues and scores as expressions
   schedule.py        the base of schedules, and the fields that several have
-  template.py        the record of a template; templates.py: the table of them
+  template.py        the record of a template; templates.py: the table of them; programs.py: those that are
+                     programs of the tile language, for every target
   kernel.py          a finished kernel: PTX and, by launch.py, how it is launched
   layout.py          tiles in shared memory, with swizzle; operands of wgmma there
   ops.py             a CTA's copies to shared memory (cp.async); fragments.py: a warp's operands of mma.sync

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from tinygrad_nv import config
 from tinygrad_nv.ptx.gpcs import Clusters
@@ -21,6 +21,12 @@ How = Literal["counted", "modelled", "measured"]
 HOWS: tuple[How, ...] = ("counted", "modelled", "measured")
 
 
+class Conditions(TypedDict, total=False):
+    """Conditions of a measurement: the driver's version, and whether power or heat kept the clock down."""
+    driver: str
+    throttled: bool
+
+
 class Clock(Protocol):
     """A GPU that launches kernels. `clusters` are those that it has room for at once."""
     @property
@@ -28,6 +34,9 @@ class Clock(Protocol):
 
     @property
     def clusters(self) -> Clusters: ...
+
+    def conditions(self) -> Conditions:
+        """Returns under which conditions it measured since this was asked last."""
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
         """Returns the seconds of a call of what a template built. `assembled`: its kernels, in the order of

@@ -1,12 +1,14 @@
 """Schedules that were found by trying: a file that outlives the process.
 
 Protocol: an `Entry` is keyed by spec, architecture and toolchain version (`toolchain()`): another ptxas makes
-other code; and by how its time is known: measured, modelled for a GPU, or counted (clock.py). `find_winner`
-takes the first of these that there is, and nothing that was modelled for another GPU; then, where
-NV_SCHEDULES names no file, what comes with the package (shipped.json), modelled for the GPU. The architecture
-of a CPU is its instruction set and threads, its toolchain what identifies the C compiler. The file is JSON
-(`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever it changed,
-and replaced as a whole under a lock, merged with what others wrote since, so that several processes may tune.
+other code; and by its provenance: measured on a GPU, modelled for one, or counted (clock.py). `find_winner`
+takes the one whose time says most of the target (`rank`): measured on the same GPU, on another one of the
+architecture, modelled for the GPU, counted; nothing that was modelled for another. Where NV_SCHEDULES names
+no file, what comes with the package (shipped.json) takes part, after entries of the same rank. The
+architecture of a CPU is its instruction set and threads, its toolchain what identifies the C compiler. The
+file is JSON (`FORMAT`), at NV_SCHEDULES, or schedules.json in the cache directory. It is read again whenever
+it changed, and replaced as a whole under a lock, merged with what others wrote since, so that several
+processes may tune.
 A file that cannot be read is renamed to *.corrupt-N with a warning and an empty one takes its place; an entry
 that cannot be read, or that legality no longer accepts, is ignored with a note.
 """
@@ -19,7 +21,7 @@ import os
 import re
 import subprocess
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,10 @@ SHIPPED = Path(__file__).parent / "shipped.json"
 ORIGIN_CHARACTERS = 200
 MOST_BYTES = 64 << 20       # limit: bytes of a file of schedules (an entry has less than 4 KB)
 CPU_NAMES = re.compile(r"cpu \S+, [1-9]\d{0,4} threads")
-Key = tuple[str, str, str, How, str]     # a spec's JSON, architecture, toolchain; of what is modelled the GPU
+Key = tuple[str, str, str, How, str]     # a spec's JSON, architecture, toolchain, how, GPU
+OPTIONAL: dict[str, type[str] | type[bool]] = {"gpu": str, "origin": str, "driver": str, "commit": str,
+                                               "throttled": bool}
+MEASURED, THROTTLED, SIBLING, MODELLED, COUNTED = range(5)      # what a time says of a GPU (`Entry.rank`)
 
 
 class ScheduleWarning(UserWarning):
@@ -57,8 +62,10 @@ def _kind(arch: str) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A winner. `seconds` are known as `how` says: "measured" on a device, "modelled" for the GPU of that
-    name (ptx/timing/gpus), or "counted" by the emulator. `origin` says what found it."""
+    """A winner. `seconds` are known as `how` says: "measured" on a device, "modelled" for a GPU, or "counted"
+    by the emulator. `gpu`: which, by its name in ptx/timing/gpus, "" for one without figures. Of what was
+    measured: `driver` is the driver's version, `throttled` whether power or heat kept the clock down, and
+    `commit` the project's, "" for what its version says (`origin`)."""
     spec: Any
     arch: str
     toolchain: str
@@ -67,6 +74,9 @@ class Entry:
     how: How = "counted"
     gpu: str = ""
     origin: str = ""
+    driver: str = ""
+    commit: str = ""
+    throttled: bool = False
 
     @property
     def key(self) -> Key: return _text(self.spec), self.arch, self.toolchain, self.how, self.gpu
@@ -74,14 +84,23 @@ class Entry:
     @property
     def provenance(self) -> str:
         """How its seconds are known, for a reader."""
-        return f"{self.how} for {self.gpu}" if self.gpu else self.how
+        if not self.gpu: return self.how
+        where = f"{self.how} {'on' if self.how == 'measured' else 'for'} {self.gpu}"
+        return where + (", throttled" if self.throttled else "")
+
+    def rank(self, gpu: str) -> int | None:
+        """How much its time says of a GPU, 0 the most; None for nothing."""
+        if self.how == "measured":
+            if self.gpu not in ("", gpu): return SIBLING
+            return THROTTLED if self.throttled else MEASURED
+        if self.how == "modelled": return MODELLED if self.gpu == gpu else None
+        return COUNTED
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as plain data."""
         return {"spec": spec_to_json(self.spec), "arch": self.arch, "toolchain": self.toolchain,
                 "schedule": self.schedule.to_json(), "seconds": self.seconds, "how": self.how,
-                **({"gpu": self.gpu} if self.gpu else {}),
-                **({"origin": self.origin} if self.origin else {})}
+                **{name: value for name in OPTIONAL if (value := getattr(self, name))}}
 
     @staticmethod
     def from_json(data: Any) -> Entry:
@@ -90,22 +109,23 @@ class Entry:
         except (KeyError, TypeError) as error:
             raise ScheduleError(f"{str(data)[:200]} is no entry: {error} is missing",
                                 "an entry that --export wrote") from error
-        kind, gpu = _kind(arch) if type(arch) is str else None, data.get("gpu", "")
-        origin = data.get("origin", "")
+        kind = _kind(arch) if type(arch) is str else None
+        more = {name: data.get(name, kind_of()) for name, kind_of in OPTIONAL.items()}
         if kind is None or type(toolchain) is not str \
                 or type(seconds) not in (int, float) \
-                or not 0 < seconds < 1e9 or how not in HOWS or type(gpu) is not str \
-                or type(origin) is not str or len(origin) > ORIGIN_CHARACTERS \
-                or (how == "modelled") == (not gpu):
+                or not 0 < seconds < 1e9 or how not in HOWS \
+                or any(type(more[name]) is not kind_of for name, kind_of in OPTIONAL.items()) \
+                or any(len(str(value)) > ORIGIN_CHARACTERS for value in more.values()) \
+                or not {"modelled": more["gpu"], "counted": not more["gpu"]}.get(how, True):
             raise ScheduleError(f"an entry of {arch!r:.99}, {toolchain!r:.99}, {seconds!r:.99}, {how!r:.99}, "
-                                f"{gpu!r:.99}",
-                                f"one of {', '.join(SMEM_BYTES)}, a version, seconds, measured or counted, "
-                                "or modelled and a GPU")
+                                f"{more['gpu']!r:.99}",
+                                f"one of {', '.join(SMEM_BYTES)}, a version, seconds, and counted, measured "
+                                "on some GPU, or modelled for one")
         spec = spec_from_json(data.get("spec"))
         schedule = (spec.schedule_of(data.get("schedule")) if _is_of_user(spec)
                     else TABLE.read(kind, data.get("schedule")))
         if not schedule.on(arch): raise ScheduleError(f"{schedule} in an entry of {arch!r}")
-        return Entry(spec, arch, toolchain, schedule, float(seconds), how, gpu, origin)
+        return Entry(spec, arch, toolchain, schedule, float(seconds), how, **more)
 
 
 def toolchain(kind: str = "gpu") -> str:
@@ -185,38 +205,44 @@ def find_winner(spec: Any, arch: str, target: Any, file: Path | None = None) -> 
     What compiles is asked for where there is a file. `file`: another than the database's, without those that
     come with the package."""
     if not is_tuned(spec): return None
-    if (own := _own(spec, arch, target, file or path())) is not None: return own
-    return find_shipped(spec, arch, target) if file is None and not config.get("NV_SCHEDULES") else None
-
-
-def find_shipped(spec: Any, arch: str, target: Any) -> Entry | None:
-    """Returns the entry that comes with the package for a spec on a GPU: modelled for it, with some version
-    of ptxas."""
+    own = _group(file or path())
     gpu = getattr(target, "figures", "")
-    found = _load_shipped().get((_text(tuning_key(spec)), arch,
-                                 gpu)) if gpu and arch in _load_shipped_archs() else None
-    return None if found is None or problems(spec, found.schedule, target) else found
-
-
-@functools.cache
-def _load_shipped() -> dict[tuple[str, str, str], Entry]:
-    return {(_text(each.spec), each.arch, each.gpu): each for each in parse(SHIPPED.read_text(), SHIPPED)}
-
-
-@functools.cache
-def _load_shipped_archs() -> frozenset[str]: return frozenset(arch for _, arch, _ in _load_shipped())
-
-
-def _own(spec: Any, arch: str, target: Any, file: Path) -> Entry | None:
-    """Returns the entry that the database has."""
-    if not (found := _read(file)): return None
-    text, compiler = _text(tuning_key(spec)), toolchain(_kind(arch) or "gpu")
-    for how in reversed(HOWS):
-        gpu = getattr(target, "figures", "") if how == "modelled" else ""
-        if (entry := found.get((text, arch, compiler, how, gpu))) is None: continue
+    # of no CPU, and of no GPU that is unknown: reading them imports the templates' schedules
+    shipped = _load_shipped() if gpu and file is None and not config.get("NV_SCHEDULES") else {}
+    if arch not in own and arch not in shipped: return None
+    text = _text(tuning_key(spec))
+    here, there = (each.get(arch, {}).get(text, ()) for each in (own, shipped))
+    if here: here = [each for each in here if each.toolchain == toolchain(_kind(arch) or "gpu")]
+    found = [(rank, each.gpu != gpu, each) for each in (*here, *there)
+             if (rank := each.rank(gpu)) is not None]
+    for _, _, entry in sorted(found, key=lambda one: one[:2]):
         if not (wrong := problems(spec, entry.schedule, target)): return entry
-        note(f"{entry.schedule} of {file} is ignored for {spec}: {'; '.join(wrong)}")
+        if entry in here:
+            note(f"{entry.schedule} of {file or path()} is ignored for {spec}: {'; '.join(wrong)}")
     return None
+
+
+Groups = Mapping[str, Mapping[str, Sequence[Entry]]]    # by architecture and a spec's JSON
+
+
+def _group_entries(some: Iterable[Entry]) -> Groups:
+    made: dict[str, dict[str, list[Entry]]] = {}
+    for each in some: made.setdefault(each.arch, {}).setdefault(_text(each.spec), []).append(each)
+    return made
+
+
+@functools.cache
+def _load_shipped() -> Groups:
+    """Schedules that come with the package, made with some version of ptxas."""
+    return _group_entries(parse(SHIPPED.read_text(), SHIPPED))
+
+
+def _group(file: Path) -> Groups:
+    """The entries of a file, as they are looked up."""
+    found = _read(file)
+    if file not in _groups or _groups[file][0] is not found:
+        _groups[file] = found, _group_entries(found.values())
+    return _groups[file][1]
 
 
 def entries(file: Path | None = None) -> list[Entry]:
@@ -225,6 +251,7 @@ def entries(file: Path | None = None) -> list[Entry]:
 
 
 _known: dict[Path, tuple[tuple[int, ...], dict[Key, Entry]]] = {}
+_groups: dict[Path, tuple[dict[Key, Entry], Groups]] = {}
 _noted: set[str] = set()
 
 
@@ -299,13 +326,13 @@ def store(new: Iterable[Entry], file: Path | None = None) -> None:
 
 
 def merge(new: Iterable[Entry], file: Path | None = None) -> tuple[int, int]:
-    """Adds entries whose key there is not, and puts those that are faster in place of others. How many were
-    added, and replaced."""
+    """Adds entries whose key there is not, and puts those that are faster in place of others, and what was
+    not throttled in place of what was. How many were added, and replaced."""
     before = {entry.key: entry for entry in entries(file)}
     added, faster = [], []
     for each in new:
         if (old := before.get(each.key)) is None: added.append(each)
-        elif each.seconds < old.seconds: faster.append(each)
+        elif (each.throttled, each.seconds) < (old.throttled, old.seconds): faster.append(each)
     store([*added, *faster], file)
     return len(added), len(faster)
 

@@ -22,11 +22,11 @@ from tinygrad_nv.ptx.emulator import Buffer, Emulator, TensorMap
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.ptx.gpcs import Clusters
 from tinygrad_nv.ptx.sass import disassembler
-from tinygrad_nv.ptx.timing.gpu import figures
+from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
 from tinygrad_nv.ptx.timing.model import Timing
 from tinygrad_nv.ptx.timing.sequence import in_row, seconds
 from tinygrad_nv.tile.arguments import NOTHING, Contents, integers, launches
-from tinygrad_nv.tile.clock import How
+from tinygrad_nv.tile.clock import Conditions, How
 from tinygrad_nv.tile.launch import MapArgument
 from tinygrad_nv.tile.template import GPU
 
@@ -52,9 +52,11 @@ def launch_all(made: Any, spec: Any, arch: str, given: Contents = NOTHING, **opt
     return reports
 
 
-def timings(made: Any, spec: Any, gpu: str, log: int = 0, given: Contents = NOTHING) -> list[Timing]:
+def timings(made: Any, spec: Any, gpu: str | GPUFigures, log: int = 0,
+            given: Contents = NOTHING) -> list[Timing]:
     """A prediction for each launch, with `log` issues. Raises `ConfigError` for a GPU without figures."""
-    found = launch_all(made, spec, figures(gpu).arch, given, timing=gpu, log=log, keep=False)
+    arch = (figures(gpu) if isinstance(gpu, str) else gpu).arch
+    found = launch_all(made, spec, arch, given, timing=gpu, log=log, keep=False)
     return [each.timing for each in found if each.timing is not None]
 
 
@@ -76,6 +78,10 @@ class ModelledClock:
     gpu: str
     clusters: Clusters = ()
     how: ClassVar[How] = "modelled"
+
+    def conditions(self) -> Conditions:
+        """None: nothing is measured."""
+        return {}
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Assembly] = ()) -> float:
         """Returns the seconds of a call's launches in a row. Raises `PTXError` where ptxas or the model

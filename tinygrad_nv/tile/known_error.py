@@ -28,12 +28,15 @@ class KnownError:
         return f"{words}, whose schedules it orders with a rank correlation of {self.rank:.2f}"
 
 
-TIMING = {"gemm": KnownError(9.6, 119, 0.06), "experts": KnownError(6.5, 87, -0.06),
-          "attention forward": KnownError(10.0, 29, 0.93), "attention backward": KnownError(15.6, 10),
-          "paged": KnownError(6.4, 56, 0.78), "quantised": KnownError(21.6, 58, 0.34),
-          "norms": KnownError(19.8, 14)}
+TIMING: dict[str, KnownError] = {
+    "gemm": KnownError(4.8, 119, 0.61), "experts": KnownError(5.2, 87, -0.15),
+    "attention forward": KnownError(4.9, 29, 0.97), "attention backward": KnownError(5.6, 10),
+    "paged": KnownError(3.5, 56, 0.40), "quantised": KnownError(10.1, 58, 0.64),
+    "norms": KnownError(5.8, 14)}
 COST = {"gemm": KnownError(5.9, 119, -0.02), "experts": KnownError(6.1, 87, 0.44),
         "quantised": KnownError(7.2, 7, -0.19)}
+TIE = 1.01      # of modelled times: nearer ones are the same
+ORDERS = 0.7    # rank correlation from which on a model orders schedules
 MODELS: Mapping[str, Mapping[str, KnownError]] = {"timing": TIMING, "cost": COST}
 # by the folder of tile/ that a spec's class is in; attention's gradients have a module of their own
 FAMILIES = {"gemm": "gemm", "grouped_gemm": "experts", "attention": "attention forward", "decode": "paged",
@@ -45,6 +48,14 @@ def family_of(spec: Any) -> str | None:
     """Returns the family of the kernels that compute a spec; None of one that no hardware has judged."""
     folder, _, module = type(spec).__module__.removeprefix("tinygrad_nv.tile.").partition(".")
     return "attention backward" if module == "backward_spec" else FAMILIES.get(folder)
+
+
+def find_least_ratio(spec: Any) -> float:
+    """Returns the ratio of two modelled times of a spec from which on the longer one says that its schedule
+    is slower: the model's mean error where it orders such schedules badly, else `TIE`."""
+    found = TIMING.get(family_of(spec) or "")
+    if found is None or found.rank is None or found.rank >= ORDERS: return TIE
+    return 1 + found.percent / 100
 
 
 def describe_error(spec: Any, model: str) -> str:

@@ -190,6 +190,8 @@ _LANGUAGE_ONLY = (
               c_integer="shift_right_i({0}, {1})", c_unsigned="(vi)shift_right_u((vu){0}, (vu){1})"),
     Operation("mul_high", 2, lambda a, b: int(a) * int(b) >> 32, cost=4, ptx_integer="mul.hi.{kind}",
               c_integer="mul_high_i({0}, {1})", c_unsigned="(vi)mul_high_u((vu){0}, (vu){1})"),
+    # rounded once, where there is an instruction
+    Operation("fma", 3, ptx_f32="fma.rn.f32", c_float="fma_({0}, {1}, {2})"),
     # of numbers that are at most about 1, as in a softmax: results below 2^-126 are 0
     Operation("exp2_small", 1, lambda x: 2.0**x, cost=8, series=True, ptx_f32="ex2.approx.f32",
               c_float="exp2_small({0})"),

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tinygrad_nv.quant.types import Layout
     from tinygrad_nv.tile.reference import Argument, Given, Results
 
+# of families whose templates are programs of the tile language: what makes one for a kind of target
+MAKERS = {"gpu": "tinygrad_nv.tile.programs", "cpu": "tinygrad_nv.cpu.programs"}
 PARAMETER_BYTES = 32764     # of a kernel from PTX 8.1 on; 4352 before
 MAP_BYTES = 128             # a tensor map, which lies at a multiple of 64
 
@@ -186,9 +188,9 @@ def lazy_build(module: str, name: str) -> Callable[..., Any]:
 
 
 class Table:
-    """Families, by kind of target ("gpu", "cpu") and name: `rows` are modules that have a `FAMILY`, or
-    folders whose `templates` have it, `specs` the names of families by those of their types of specs. A row
-    is imported when a spec of its family is asked for."""
+    """Families, by kind of target ("gpu", "cpu") and name: `rows` are modules that have a `FAMILY`, folders
+    whose `templates` have it, or modules of `PROGRAMS` for every kind (programs.py), `specs` the names of
+    families by those of their types of specs. A row is imported when a spec of its family is asked for."""
 
     def __init__(self, specs: Mapping[str, str], rows: Mapping[tuple[str, str], str]) -> None:
         self.specs, self.rows = dict(specs), dict(rows)
@@ -200,7 +202,8 @@ class Table:
         if (found := self._loaded.get((kind, name))) is None:
             module = import_module(row := self.rows[kind, name])
             if hasattr(module, "__path__"): module = import_module(f"{row}.templates")
-            found = self._loaded[kind, name] = module.FAMILY
+            found = self._loaded[kind, name] = module.FAMILY if hasattr(module, "FAMILY") else \
+                import_module(MAKERS[kind]).make_family(name, module.PROGRAMS, module.DETERMINISM_CLASS)
             self._named.update({(kind, each.name): each for each in found.templates})
         return found
 

@@ -25,14 +25,14 @@ from tinygrad_nv.progress import Progress, bar
 from tinygrad_nv.ptx.assemble import Assembly, assemble, find_program
 from tinygrad_nv.ptx.timing.listing import LINES
 from tinygrad_nv.tile import database, emulated
-from tinygrad_nv.tile.clock import HOWS, Clock, How
+from tinygrad_nv.tile.clock import Clock, How
 from tinygrad_nv.tile.kernel import Chain, TileKernel
+from tinygrad_nv.tile.known_error import find_least_ratio
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU, Family
 from tinygrad_nv.tile.templates import TABLE
 
 PER_BEAM, WIDER = 4, 2
-TIE = 1.01      # of modelled times: nearer ones are the same, and what was liked better is taken
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,15 @@ def tune(spec: Any, gpu: GPU, beam: int = 1,
             progress(len(tried), steps)
     finally: pool.shutdown(cancel_futures=True)
     if both: tried = [*_measure(tried, spec, gpu, family, count, lambda n: progress(len(wanted) + n, steps))]
-    found = _rank([replace(each.candidate, how=how) for each in tried], TIE if how == "modelled" else 1.0)
+    # of modelled times that tell nothing apart what was liked better is taken
+    tie = find_least_ratio(spec) if how == "modelled" else 1.0
+    found = _rank([replace(each.candidate, how=how) for each in tried], tie)
     if found and (best := found[0]).seconds is not None:
+        conditions = gpu.clock.conditions() if gpu.clock is not None and how == "measured" else {}
+        named = "" if how == "counted" else gpu.figures
         database.store([database.Entry(database.tuning_key(spec), gpu.arch, database.toolchain(),
-                                       best.schedule,
-                                       best.seconds, how, gpu.figures if how == "modelled" else "",
-                                       database.origin())])
+                                       best.schedule, best.seconds, how, named, database.origin(),
+                                       **conditions)])
     return found
 
 
@@ -101,7 +104,9 @@ def search(spec: Any, gpu: GPU, beam: int, known: database.Entry | None = None) 
     family = TABLE.family(gpu.kind, type(spec))
     try:
         how = "counted" if family is None else _how(gpu, family, emulated.clock_of(gpu))
-        if known is not None and HOWS.index(known.how) >= HOWS.index(how): return known.schedule
+        tells = {"measured": database.THROTTLED, "modelled": database.MODELLED}.get(how, database.COUNTED)
+        rank = None if known is None else known.rank(gpu.figures)
+        if known is not None and rank is not None and rank <= tells: return known.schedule
         with bar(f"trying schedules of {spec}") as progress: tried = tune(spec, gpu, beam, progress)
     except ToolchainError: tried = []
     except OSError as error:

@@ -17,10 +17,12 @@ from bench.gpu import attention as gpu_attention
 from bench.gpu import backward as gpu_backward
 from bench.gpu import decode as gpu_decode
 from bench.gpu import elementwise as gpu_elementwise
+from bench.gpu import latent as gpu_latent
 from bench.gpu import moe as gpu_moe
 from bench.gpu import paged as gpu_paged
+from bench.gpu.compare import differs, wrong
 from bench.gpu.decode import TINY, DecodeWorkload, StepProcess
-from bench.gpu.elementwise import OPERANDS, ElementwiseWorkload
+from bench.gpu.elementwise import OPERANDS, ElementwiseWorkload, GroupNormWorkload
 from bench.gpu.moe_contenders import deep_gemm, pad_groups, torch_grouped_mm, vllm_experts
 from bench.gpu.parts import NotMeasured
 from tinygrad_nv.tile.choose import choose
@@ -49,6 +51,23 @@ def test_paged(options: Namespace):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", BOTH, ids=lambda options: options.arch)
+def test_latent(options: Namespace):
+    row = gpu_latent.run_emulated(gpu_latent.LatentWorkload(128, 4, 150), options)
+    assert row["status"] == "emulated", row["why"]
+    assert row["schedule"].startswith("latent_wgmma" if options.arch == "sm_90a" else "decode")
+
+
+def test_latent_attention_of_torch_is_right():
+    torch.manual_seed(0)
+    workload = gpu_latent.LatentWorkload(16, 2, 100)
+    given = workload.make_inputs("cpu")
+    assert wrong(workload, given, gpu_latent.torch_matmuls(workload, given, Namespace())) == ""
+    given[1]["out"][1, 3, 7] += 1
+    assert differs(workload, given).startswith("set 1: request 1: off by ")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", BOTH, ids=lambda options: options.arch)
 @pytest.mark.parametrize("workload", [
     gpu_backward.Backward(gpu_attention.Forward(2, 4, 512, 64, True, 2)),
     gpu_backward.Backward(gpu_attention.Forward(1, 2, 100, 128, False), True)], ids=lambda w: w.name)
@@ -70,8 +89,9 @@ def test_wrong_gradients_are_said():
         assert workload.unlike({**one, name: one[name] * 1.1}).startswith(f"{name}: sequence 0")
 
 
-@pytest.mark.parametrize("workload", [gpu_attention.Forward(1, 2, 64, 64, True), gpu_paged.Paged(2, 100)],
-                         ids=["attention", "paged"])
+@pytest.mark.parametrize("workload", [gpu_attention.Forward(1, 2, 64, 64, True), gpu_paged.Paged(2, 100),
+                                      gpu_latent.LatentWorkload(16, 2, 100)],
+                         ids=["attention", "paged", "latent"])
 def test_what_is_wrong_is_said(workload: Any):
     one = workload.make_inputs("cpu")[0]
     one["out"].zero_()
@@ -79,13 +99,15 @@ def test_what_is_wrong_is_said(workload: Any):
 
 
 def test_names_differ_and_work_is_counted():
-    for shapes in (list(gpu_attention.shapes()), list(gpu_backward.shapes()), list(gpu_paged.shapes())):
+    for shapes in (list(gpu_attention.shapes()), list(gpu_backward.shapes()), list(gpu_paged.shapes()),
+                   list(gpu_latent.shapes())):
         assert len({each.name for each in shapes}) == len(shapes)
     full = gpu_attention.Forward(1, 1, 64, 64, False)
     assert full.work == full.spec.flops
     causal = gpu_attention.Forward(1, 1, 64, 64, True)
     assert abs(causal.work / causal.spec.flops - 1) < 0.02
     assert gpu_paged.Paged(1, 512).nbytes == 2 * 512 * 8 * 128 * 2
+    assert gpu_latent.LatentWorkload(128, 1, 512).nbytes == 2 * 512 * 576
 
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -135,6 +157,18 @@ def test_each_form(form: str, arch: str):
     assert row["status"] == "emulated", row["why"]
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("form", ["group norm", "group norm, silu"])
+def test_group_norm(form: str, arch: str):
+    row = gpu_elementwise.run_emulated(GroupNormWorkload(form, 2, 320), Namespace(arch=arch, seed=1))
+    assert row["status"] == "emulated", row["why"]
+    small = GroupNormWorkload(form, 2, 64, side=8)
+    given = small.make_inputs("cpu")
+    assert wrong(small, given, gpu_elementwise.torch_eager(small, given, Namespace())) == ""
+    given[1]["out"][70, 3] += 1
+    assert differs(small, given).startswith("set 1: ")
+
+
 def test_wrong_memory_is_said():
     workload = ElementwiseWorkload("rms", 4, 64)
     one = workload.make_inputs("cpu")[0]
@@ -150,28 +184,31 @@ def test_names_differ_and_bytes_are_counted():
     assert ElementwiseWorkload("residual", 10, 64).nbytes == 2 * 64 * (10 * 3 + 1)
     assert ElementwiseWorkload("silu·mul", 10, 64).nbytes == 2 * 64 * 10 * 3
     assert ElementwiseWorkload("embedding", 10, 64).nbytes == 2 * 2 * 64 * 10 + 4 * 10
+    assert GroupNormWorkload("group norm", 2, 64, side=8).nbytes == 2 * 64 * (2 * 2 * 64 + 2)
 
 
 MOE = Namespace(arch="sm_90a", seed=0, emulate=True)
 EVERY = {each.name: each for each in gpu_moe.shapes()}
 
 
-@pytest.mark.parametrize("name", ["layer Qwen3-235B 16 tokens", "down gpt-oss-20b 64 tokens"])
+@pytest.mark.parametrize("name", ["layer Qwen3-235B 16 tokens", "down gpt-oss-20b 64 tokens",
+                                  "gate_up Qwen3-235B int4 16 tokens", "gate_up gpt-oss-20b MXFP4 64 tokens"])
 def test_rows_are_right_on_the_emulated_device(name: str):
     row = gpu_moe.run_emulated(EVERY[name], MOE)
     assert row["status"] == "emulated", row
 
 
 def test_every_row_has_a_kernel_and_a_name_of_its_own():
-    assert len(EVERY) == len(list(gpu_moe.shapes())) == 60
+    assert len(EVERY) == len(list(gpu_moe.shapes())) == 66
     for each in EVERY.values():
         for spec, _ in each.stages: assert choose(spec, GPU("sm_90a", 132)) is not None, each.name
 
 
-@pytest.mark.parametrize("part", gpu_moe.PARTS)
-def test_a_grouped_matmul_of_torch_is_right_and_another_is_found(part: str):
+@pytest.mark.parametrize("name", [*(f"{part} Mixtral 16 tokens" for part in gpu_moe.PARTS),
+                                  "gate_up Qwen3-235B int4 16 tokens"])
+def test_a_grouped_matmul_of_torch_is_right_and_another_is_found(name: str):
     torch.manual_seed(0)
-    workload = EVERY[f"{part} Mixtral 16 tokens"].scale_down()
+    workload = EVERY[name].scale_down()
     given = workload.make_inputs("cpu")
     run = torch_grouped_mm(workload, given, MOE)
     for i, one in enumerate(given):
@@ -186,6 +223,9 @@ def test_work_and_bytes():
     one = EVERY["layer Mixtral 1 tokens"]
     assert one.work == 2 * 2 * 3 * 4096 * 14336
     assert one.nbytes == pytest.approx(2 * 2 * 3 * 4096 * 14336, rel=1e-3)
+    quantised = EVERY["gate_up Qwen3-235B int4 1 tokens"]
+    assert quantised.work == EVERY["gate_up Qwen3-235B 1 tokens"].work
+    assert quantised.nbytes == pytest.approx(8 * 2 * 1536 * 4096 * (1 / 2 + 2 / 128), rel=1e-2)
     assert EVERY["layer Mixtral 4096 tokens"].nbytes > 8 * 2 * 3 * 4096 * 14336
 
 
@@ -201,9 +241,10 @@ def test_peers_say_why_they_do_not_run():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int):
-    row = gpu_decode.run_emulated(DecodeWorkload("Llama-3.2-1B", batch, 1024), Namespace(arch="sm_90a"))
+@pytest.mark.parametrize(("batch", "weights"), [(1, ""), (2, ""), (1, "int4"), (1, "fp8")])
+def test_a_step_on_the_emulated_device_gives_the_logits_of_torch(batch: int, weights: str):
+    workload = DecodeWorkload("Llama-3.2-1B", batch, 1024, weights)
+    row = gpu_decode.run_emulated(workload, Namespace(arch="sm_90a"))
     assert row["status"] == "emulated", row
     ours, theirs = row["logits"]["ours"], row["logits"]["torch"]
     assert len(ours) == len(theirs) == 32
@@ -267,6 +308,9 @@ def test_bytes_of_a_step():
     step = DecodeWorkload("Llama-3.2-1B", 1, 1024)
     assert abs(step.config.parameters - 1.236e9) < 1e6
     assert step.nbytes == 2 * step.config.parameters + 2 * 2 * 16 * 8 * 64 * 1025
+    fewer = DecodeWorkload("Llama-3.2-1B", 1, 1024, "fp8")
+    assert fewer.name == "Llama-3.2-1B fp8 batch 1, 1024 tokens"
+    assert step.nbytes - fewer.nbytes == step.config.parameters - 128256 * 2048
     whole = DecodeWorkload("Llama-3.1-8B", 8, 1024)
     assert abs(whole.config.parameters - 8.03e9) < 1e7
     assert whole.nbytes == 2 * (whole.config.parameters - 128256 * 4096) + 8 * 2 * 2 * 32 * 8 * 128 * 1025

@@ -98,6 +98,7 @@ def test_a_step_asks_for_what_there_is(step: campaign.Step):
     options = run.parse_args(command[2:])
     assert (options.minutes, options.resume, options.emulate) == (2.0, True, True)
     part = PARTS[options.part]
+    assert 60 * step.minutes >= 2 * part.expected_s, "no row is begun with less time left"
     assert part.absent or options.part in ("correctness", "chains") or run.list_rows(part, options), "no row"
 
 

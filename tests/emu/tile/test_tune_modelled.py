@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from tinygrad.helpers import Context
 
 from bench.lib.specs import decode as paged
 from tinygrad_nv import Tensor, dtypes, explain
-from tinygrad_nv.errors import ConfigError, PTXError, ToolchainError
+from tinygrad_nv.errors import ConfigError, DriverError, PTXError, ToolchainError
 from tinygrad_nv.runtime.clock import DriverClock
 from tinygrad_nv.runtime.emulated.driver import EmulatedDriver
 from tinygrad_nv.tile import database, emulated, tune
@@ -21,7 +22,7 @@ from tinygrad_nv.tile.arguments import integers, launches
 from tinygrad_nv.tile.attention.dense import dense as attention
 from tinygrad_nv.tile.attention.dense import gradient
 from tinygrad_nv.tile.choose import choose
-from tinygrad_nv.tile.clock import How, figures_of
+from tinygrad_nv.tile.clock import Conditions, How, figures_of
 from tinygrad_nv.tile.decode.dense import dense as decode
 from tinygrad_nv.tile.emulated import ModelledClock, clock_of, launch_all, timings
 from tinygrad_nv.tile.gemm.dense import dense as matmul
@@ -48,6 +49,8 @@ class FakeGPU:
     asked: list[Any]
     clusters: ClassVar[tuple[()]] = ()
     how: ClassVar[How] = "measured"
+
+    def conditions(self) -> Conditions: return {"driver": "580.1", "throttled": True}
 
     def seconds(self, made: Any, spec: Any, assembled: Sequence[Any] = ()) -> float:
         self.asked.append(assembled)
@@ -184,7 +187,9 @@ def test_the_best_by_the_model_are_measured(monkeypatch: pytest.MonkeyPatch):
         [(2e-6, 7e-6), (1e-6, 9e-6), (3e-6, None), (4e-6, None), (5e-6, None)]
     assert {each.how for each in tried} == {"measured"}
     assert {each.why for each in tried[2:]} == {"modelled slower than what was measured"}
-    assert [(each.how, each.gpu, each.seconds) for each in database.entries()] == [("measured", "", 7e-6)]
+    kept, = database.entries()
+    assert (kept.how, kept.gpu, kept.seconds, kept.driver, kept.throttled) == \
+        ("measured", "h100", 7e-6, "580.1", True)
     assert told == [*((n, 7) for n in range(1, 8))]
 
 
@@ -205,10 +210,25 @@ def test_what_was_modelled_is_measured_once_there_is_a_gpu(monkeypatch: pytest.M
         gpu = FakeGPU((9e-6, 7e-6), [])
         there = replace(HOPPER, clock=gpu)
         found = choose(spec, there)
-        assert choose(spec, there) == found
         assert len(gpu.asked) == tune.PER_BEAM
         assert choose(spec, HOPPER) == found       # and is not modelled again without one
     assert [each.how for each in database.entries()] == ["modelled", "measured"]
+
+
+def test_what_a_sibling_measured_is_worth_more_than_a_model_and_less_than_a_measurement(
+        monkeypatch: pytest.MonkeyPatch):
+    spec = SPECS["attention"]
+    by_the_model(monkeypatch, lambda n: 1e-6 * (1 + n % 5))
+    last = tune.schedules(spec, HOPPER, 8)[-1]
+    database.store([database.Entry(database.tuning_key(spec), HOPPER.arch, database.toolchain(), last, 1e-6,
+                                   "measured", "h800")])
+    gpu = FakeGPU((9e-6, 7e-6), [])
+    with Context(BEAM=1):
+        assert choose(spec, HOPPER) == last
+        assert choose(spec, replace(HOPPER, clock=gpu)) != last
+    assert len(gpu.asked) == tune.PER_BEAM
+    kept = [(each.how, each.gpu) for each in database.entries()]
+    assert kept == [("measured", "h800"), ("measured", "h100")]
 
 
 @pytest.mark.sampled(2)
@@ -217,7 +237,24 @@ def test_a_driver_times_each_family(name: str):
     driver = EmulatedDriver("sm_90a", check=False)
     spec = SPECS[name]
     assert DriverClock(driver).seconds(TABLE.build(spec, TABLE.choose(spec, HOPPER), HOPPER), spec) > 0
-    assert driver.used_bytes == 0
+
+
+@pytest.mark.parametrize(("reasons", "throttled"), [(("idle",), False), (("idle", "power cap"), True)])
+def test_a_clock_tells_the_driver_and_what_held_clocks_back(reasons: tuple[str, ...], throttled: bool):
+    watched: Any = SimpleNamespace(available=True, driver_version="580.1", throttle_reasons=lambda: reasons)
+    clock, spec = DriverClock(EmulatedDriver("sm_90a"), lambda: watched), SPECS["decode"]
+    assert clock.conditions() == {"driver": "580.1", "throttled": False}
+    clock.seconds(TABLE.build(spec, TABLE.choose(spec, HOPPER), HOPPER), spec)
+    assert clock.conditions() == {"driver": "580.1", "throttled": throttled}
+    assert clock.conditions() == {"driver": "580.1", "throttled": False}    # of what was timed since
+
+
+def test_a_gpu_that_telemetry_cannot_name_is_timed_all_the_same():
+    """As in some containers, where NVML counts other GPUs than CUDA."""
+    def watch() -> Any: raise DriverError("telemetry of GPU 7")
+    clock, spec = DriverClock(EmulatedDriver("sm_90a"), watch), SPECS["decode"]
+    assert clock.seconds(TABLE.build(spec, TABLE.choose(spec, HOPPER), HOPPER), spec) > 0
+    assert clock.conditions() == DriverClock(EmulatedDriver("sm_90a")).conditions() == {}
 
 
 # **** what a call is given ****

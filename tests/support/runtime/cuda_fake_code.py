@@ -44,7 +44,7 @@ def module_load_data_ex(fake: Fake, image: bytes, count: int, options: list[Any]
 def module_unload(fake: Fake, module: Any) -> Any:
     made = fake.drop(module, Module)
     assert made.device is fake.here(), "a module of another context"
-    for number, each in tuple(fake.handles.items()):
+    for number, each in fake.handles.copy().items():    # a collection of garbage may drop handles
         if isinstance(each, Function) and each.module is made: fake.drop(number, Function)
     made.emu.unload()
     return OK

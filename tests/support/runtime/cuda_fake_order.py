@@ -130,7 +130,7 @@ def graph_create(fake: Fake, flags: int) -> Any:
 
 def graph_destroy(fake: Fake, graph: Any) -> Any:
     made = fake.drop(graph, FakeGraph)
-    for number, each in tuple(fake.handles.items()):
+    for number, each in fake.handles.copy().items():    # a collection of garbage may drop handles
         if isinstance(each, FakeNode) and each.graph is made: fake.drop(number, FakeNode)
     return OK
 

@@ -15,11 +15,11 @@ from bench.lib.specs import bias_sum, norm_weight
 from tests.support.tile.reference_case import right, run, same, storages
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.column_sum import default
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.column_sum.spec import ColumnSumSpec
 from tinygrad_nv.tile.expression import Load, Position, Sum
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16 = dtypes.float32, dtypes.bfloat16
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
@@ -36,7 +36,7 @@ def test_against_float64_by_any_parts(dtype: DType, level: isa.ISA):
     for m, n in ((67, 133), (3, 700)):
         x = Load(0, dtype, n + 5, 1, (), 2)
         spec = ColumnSumSpec(m, n, x.cast(F32) * Load(1, F32, 3, 0) + Load(2, dtype, 0, 1).cast(F32), dtype)
-        given, schedule = storages(spec, seed=m), default(spec, target)
+        given, schedule = storages(spec, seed=m), TABLE.choose(spec, target)
         found = [run(spec, replace(schedule, parts=parts), target, given) for parts in (1, 2, 3)]
         assert all(torch.equal(each["out"], found[0]["out"]) for each in found)
         right(spec, given, found[0])
@@ -49,7 +49,7 @@ def test_whole_numbers_are_exact(level: isa.ISA):
     for spec in (bias_sum(50, 77, F32), norm_weight(40, 64, F32)):
         given = storages(spec, integers=True)
         if spec.parameters[-1] == F32 and len(spec.parameters) == 3: given["x2"].zero_()
-        got = run(spec, default(spec, target), target, given)
+        got = run(spec, TABLE.choose(spec, target), target, given)
         if len(spec.parameters) == 1: same(spec, given, got)
         else: right(spec, given, got)
 

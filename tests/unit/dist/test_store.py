@@ -13,7 +13,7 @@ from tinygrad_nv.dist.frames import HEADER, MAGIC, BadFrame, Frame, Kind, name_r
 from tinygrad_nv.dist.ranks import Ranks
 from tinygrad_nv.dist.rendezvous import ports
 from tinygrad_nv.dist.store import Store
-from tinygrad_nv.dist.store_server import HELLO_S
+from tinygrad_nv.dist.store_server import HELLO_S, Server
 from tinygrad_nv.errors import DistError, DistTimeout
 
 
@@ -166,6 +166,21 @@ def test_two_ranks_of_one_number():
         assert error.ranks == (1,)
 
 
+def test_a_slow_rank_hears_why_its_group_ended(monkeypatch: pytest.MonkeyPatch):
+    """It asks for the first time when rank 0 has ended, which is not the cause."""
+    begin = Store.barrier
+    def wait_for_rank_0(store: Store, *given: object) -> None:
+        end = time.monotonic() + SOON_S
+        while store.ranks.rank and 0 not in store.lost and time.monotonic() < end: time.sleep(0.001)
+        begin(store, *given)
+    monkeypatch.setattr(Store, "barrier", wait_for_rank_0)
+    ranks = ranks_of(3)
+    for error in opened([ranks[0], ranks[1], ranks[1]]):
+        assert isinstance(error, DistError), error
+        assert "two processes say that they are rank 1: process" in str(error)
+        assert error.ranks == (1,)
+
+
 def test_another_world_size():
     first, second = ranks_of(2)
     found = opened([first, replace(second, world_size=3, local_world_size=3)])
@@ -259,6 +274,17 @@ def test_what_a_stranger_sends_harms_none(stores, text: bytes):
     stores[0].set("a", b"1")
     assert stores[1].get("a", 1) == b"1"
     assert stores[1].lost == {}
+
+
+def test_all_are_told_before_a_rank_that_ends_is_answered(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 exits with the answer, and the store with it."""
+    told, tell = [], Server._tell_loss
+    monkeypatch.setattr(Server, "_tell_loss",
+                        lambda *args: (time.sleep(0.1), tell(*args), told.append(args[2]))[1])
+    stores = opened(ranks_of(2))
+    stores[0].abort("it is tired")
+    assert told == [0]
+    close(stores)
 
 
 def take_all(connection: socket.socket) -> bytes:

@@ -259,6 +259,15 @@ def test_a_rank_that_hangs_is_named_and_ends_with_the_others(tmp_path: Path):
                 "a, in its own code)") in err
 
 
+def test_a_rank_that_asks_late_hears_the_verdict(tmp_path: Path):
+    """The store ends with rank 0, and waits for the others."""
+    late = ("get = store.get; store.get = lambda key, *more: "
+            "(time.sleep(0.4 * (key == watchdog.VERDICT)), get(key, *more))[1]; time.sleep(300)")
+    for rank, (status, _, err) in enumerate(faulty(tmp_path, late)):
+        assert status == ENDED
+        assert f"rank {rank} ends: rank 1 has not reached all_reduce #2 of b" in err
+
+
 def test_another_shape_is_named(tmp_path: Path):
     text = "calls.begin('b5'); time.sleep(300)"
     for status, _, err in faulty(tmp_path, text):

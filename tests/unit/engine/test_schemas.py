@@ -251,7 +251,7 @@ def test_what_is_called_as_a_keyword_is_none(every: Any):
 
 @pytest.mark.parametrize("schema", [{"properties": {"x": REF}}, {"anyOf": [REF, {"type": "null"}]},
                                     {"allOf": [REF], "title": "t"}, {"items": REF}])
-def test_definitions_that_stand_alone_are_closed(schema: dict[str, Any]):
+def test_close_objects_reaches_definitions_that_stand_alone(schema: dict[str, Any]):
     made = close_objects({"$defs": {"d": {"type": "object", "properties": {"a": TEXT}}}, **schema})
     assert made["$defs"]["d"]["additionalProperties"] is False
 

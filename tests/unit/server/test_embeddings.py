@@ -110,7 +110,7 @@ def test_the_openai_client(server: Live):
 @pytest.mark.parametrize(("fields", "param", "words"), [
     ({}, "input", "input is missing"), ({"input": []}, "input", "input is an empty list"),
     ({"input": [1, "a"]}, "input", "a list of mixed types"),
-    ({"input": [[]]}, None, "the prompt has no tokens"), ({"input": [400]}, None, "token id 400 is not in"),
+    ({"input": [[]]}, None, "the prompt has no tokens"), ({"input": [400]}, None, "token id 400 is out"),
     ({"input": ["a"] * 2049}, "input", "2049 texts, expected at most 2048"),
     ({"input": [3] * 65}, None, "the prompt has 65 tokens, the context holds 64"),
     ({"input": "a", "dimensions": 5}, "dimensions", "dimensions is 5; expected: 1 to 4"),

@@ -226,8 +226,11 @@ def test_what_is_measured_is_taken_before_what_is_modelled_and_that_before_what_
     database.store([known("measured", FAST.stages(2))])
     database.store([known("modelled", FAST.stages(4), "h100"), known("counted", FAST)])
     for gpu in (h100, h200, GPU("sm_90a")): assert database.lookup(SPEC, "sm_90a", gpu) == FAST.stages(2)
+    database.store([known("measured", FAST.stages(6), "h200"), known("measured", FAST.stages(3), "h800")])
+    assert database.lookup(SPEC, "sm_90a", h200) == FAST.stages(6)      # the GPU by its name first
     assert [each.provenance for each in database.entries()] == ["counted", "modelled for h100",
-                                                              "modelled for h200", "measured"]
+                                                              "modelled for h200", "measured",
+                                                              "measured on h200", "measured on h800"]
     assert database.parse(database.dump(database.entries()), Path("x")) == database.entries()
 
 
@@ -238,12 +241,30 @@ def test_one_that_is_not_legal_leaves_its_place_to_the_next(monkeypatch):
         assert database.lookup(SPEC, "sm_90a") == FAST
 
 
-def test_a_modelled_entry_names_its_gpu_and_no_other_does():
+def test_a_modelled_entry_names_its_gpu_and_a_counted_one_has_none():
     data = known("modelled", FAST, "h100").to_json()
     assert data["gpu"] == "h100"
     assert "gpu" not in known("measured", FAST).to_json()
-    for spoiled in ({**data, "gpu": ""}, {**data, "gpu": 3}, {**data, "how": "measured"}):
+    for spoiled in ({**data, "gpu": ""}, {**data, "gpu": 3}, {**data, "how": "counted"},
+                    {**data, "throttled": 1}, {**data, "driver": None}, {**data, "commit": "x" * 300}):
         with pytest.raises(ScheduleError): Entry.from_json(spoiled)
+
+
+def test_a_measurement_is_taken_on_the_same_gpu_then_on_a_sibling_then_the_model():
+    h100, h200 = (GPU("sm_90a", 132, model=name) for name in ("h100", "h200"))
+    own = replace(known("measured", FAST.stages(2), "h100"), driver="580.1", commit="abc", throttled=True)
+    sibling = known("measured", FAST.stages(5), "h800")
+    database.store([known("modelled", FAST.stages(3), "h200"), sibling, known("modelled", FAST, "h100")])
+    assert [database.lookup(SPEC, "sm_90a", gpu) for gpu in (h100, h200)] == [FAST.stages(5)] * 2
+    database.store([own])
+    assert database.find_winner(SPEC, "sm_90a", h100) == own == Entry.from_json(own.to_json())
+    assert own.provenance == "measured on h100, throttled"
+    database.clear()
+    database.store([own, known("modelled", FAST, "h200")])
+    assert database.lookup(SPEC, "sm_90a", h200) == FAST.stages(2)
+    free = replace(own, throttled=False, seconds=2 * own.seconds)
+    assert database.merge([free]) == (0, 1)         # what was not throttled counts, though it is slower
+    assert database.merge([own]) == (0, 0)
 
 
 def test_a_decode_has_one_winner_for_any_number_of_requests():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.timing.hardware_rows import load_rows, spec_of
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.tile import database
 from tinygrad_nv.tile.database import Entry
@@ -26,9 +27,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shipped = Entry(SPEC, "sm_80", "ptxas 99.9", FAST, 1e-5, "modelled", "a100", "tinygrad_nv 9")
     (tmp_path / "shipped.json").write_text(database.dump([shipped]))
     monkeypatch.setattr(database, "SHIPPED", tmp_path / "shipped.json")
-    for each in (database._load_shipped, database._load_shipped_archs): each.cache_clear()
+    database._load_shipped.cache_clear()
     yield tmp_path
-    for each in (database._load_shipped, database._load_shipped_archs): each.cache_clear()
+    database._load_shipped.cache_clear()
 
 
 def test_a_shipped_schedule_is_known_where_nothing_better_is(places: Path,
@@ -46,12 +47,29 @@ def test_a_shipped_schedule_is_known_where_nothing_better_is(places: Path,
     assert database.find_winner(SPEC, "sm_80", A100) is None      # a file that is named is all there is
 
 
-def test_what_is_shipped_is_legal_and_marked() -> None:
-    for each in database.parse(database.SHIPPED.read_text(), database.SHIPPED):
+def test_what_is_shipped_is_legal_and_was_measured() -> None:
+    """On an H100; an H200, which measured nothing, takes it too."""
+    shipped = database.parse(database.SHIPPED.read_text(), database.SHIPPED)
+    assert len(shipped) >= 15
+    for each in shipped:
         gpu = GPU(each.arch, figures(each.gpu).sms, model=each.gpu)
-        assert each.how == "modelled"
+        assert (each.how, each.gpu, each.throttled) == ("measured", "h100", False)
         assert each.origin.startswith("tinygrad_nv ")
+        assert each.driver
+        assert each.commit
         assert not database.problems(each.spec, each.schedule, gpu)
+        sibling = database.find_winner(each.spec, each.arch, replace(gpu, model="h200"))
+        assert sibling is not None
+        assert sibling.schedule == each.schedule
+
+
+def test_shipped_schedules_are_the_fastest_that_were_timed() -> None:
+    """Of each spec's sweep; of a power-limited one only where schedules took turns."""
+    rows = [row for row in load_rows() if row.sweep.startswith("schedules ")]
+    for each in database.parse(database.SHIPPED.read_text(), database.SHIPPED):
+        sweep = [row.us for row in rows if row.sweep.endswith(each.commit)
+                 and database.tuning_key(spec_of(row)) == each.spec]
+        assert each.seconds * 1e6 == pytest.approx(min(sweep))
 
 
 def test_merging_takes_what_is_new_or_faster(places: Path) -> None:

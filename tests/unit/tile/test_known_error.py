@@ -9,7 +9,14 @@ from tests.support import ROOT
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.tile.attention.dense import dense as attention
 from tinygrad_nv.tile.gemm.dense import dense
-from tinygrad_nv.tile.known_error import MODELS, describe_error, family_of
+from tinygrad_nv.tile.known_error import (
+    MODELS,
+    TIMING,
+    KnownError,
+    describe_error,
+    family_of,
+    find_least_ratio,
+)
 
 RECORDED = json.loads((ROOT / "bench" / "results" / "timing_hardware.json").read_text())["families"]
 
@@ -35,3 +42,12 @@ def test_families_of_specs():
     assert family_of(object()) is None
     assert describe_error(object(), "timing") == "error not known: no hardware has judged such kernels"
     with pytest.raises(SpecError, match="a model 'luck'"): describe_error(object(), "luck")
+
+
+def test_modelled_times_tell_schedules_apart_where_the_model_orders_them(monkeypatch: pytest.MonkeyPatch):
+    """Else by more than its mean error."""
+    spec = dense(64, 64, 64)
+    for rank, ratio in ((0.5, 1.05), (0.9, 1.01), (None, 1.01)):
+        monkeypatch.setitem(TIMING, "gemm", KnownError(5.0, 10, rank))
+        assert find_least_ratio(spec) == pytest.approx(ratio)
+    assert find_least_ratio(object()) == pytest.approx(1.01)

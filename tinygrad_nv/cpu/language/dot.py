@@ -1,7 +1,7 @@
 """Products of tiles in C: operands packed as the blocked GEMM packs them, sums in its block of registers.
 
-Protocol: an operand is packed from where it lies: from an array, or, where nothing else reads a block that a
-load gives, from the tensor itself. The accumulator is an array of float32 or int32 that the sums are added to
+Protocol: an operand is packed from where it lies: from an array, or, of a block that a load gives, from the
+tensor itself. The accumulator is an array of float32 or int32 that the sums are added to
 (cpu/gemm/blocked/micro.py).
 """
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 Protocol. A value has one of three forms: a C variable that holds a scalar in all lanes (`str`), a `View` of
 elements in memory, or an operation that is computed where it is used (`Op`). The last is the form of element
-operations, conversions and loads that have one use in the region they are in, and of what costs next to
-nothing. Others are written to an array, a loop over whole vectors of the last axis. `vector(value, outer,
-column)` emits what is needed to have a vector of a value at outer indices and from a column on.
+operations, conversions and loads that have one use in the region they are in, or uses in one loop of stores,
+of reductions and transposes that keep vectors, and of what costs next to nothing. Others are written to an
+array, a loop over whole vectors of the last axis. `vector(value, outer, column)` emits what is needed to have
+a vector of a value at outer indices and from a column on. Stores of blocks of one shape that nothing lies
+between are one loop (`groups`).
 
 What a loop carries lies in an array that the body writes at its end; where an element operation or a dot is
 the only reader of what it replaces, it is written in place.
@@ -20,14 +22,16 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import cast_text, constant_text
 from tinygrad_nv.cpu.isa import ISA
+from tinygrad_nv.cpu.language.grouping import keeps_columns
 from tinygrad_nv.cpu.language.views import View, array, vector
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.language.bounds import Facts
 from tinygrad_nv.tile.language.ir import STORES, Op, Program, Region, TensorParameter, Value
+from tinygrad_nv.tile.language.ranges import Ranges, uses
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 Form = str | View | Op
-LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
+UNROLLED = 4         # vectors of a row
 CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
 
 
@@ -48,7 +52,9 @@ class Emitter:
         self.count = 0
         self.written = {op.attributes["tensor"] for op in program.body.walk() if op.name in STORES}
         self.region_now = program.body
-        self.facts = Facts(program)
+        self.facts, self.ranges, self.users = Facts(program), Ranges(program), uses(program.body)
+        self.flags: dict[Op, str] = {}
+        self.groups: dict[Op, list[Op]] = {}     # stores that are one loop, of the region that is written
         self._count(program.body)
 
     def _count(self, region: Region) -> None:
@@ -105,6 +111,9 @@ class Emitter:
             if shape[-1] <= self.lanes:
                 with self.braces(""): yield outer, "0"
             else:
+                # the end of a short row is known where the loop is unrolled
+                if shape[-1] % self.lanes and shape[-1] < UNROLLED * self.lanes:
+                    self.line('_Pragma("clang loop unroll(full)")')
                 head = f"for (s64 {column} = 0; {column} < {shape[-1]}; {column} += W)"
                 with self.braces(head): yield outer, column
 
@@ -142,6 +151,8 @@ class Emitter:
         """Returns C of an element operation."""
         row, source, to = LANGUAGE_OPERATIONS[op.attributes["fn"]], op.operands[-1].dtype, op.results[0].dtype
         text = row.c(source).format(*args)
+        if row.name in ("quotient", "remainder") and not op.result.shape:     # of one lane: division is slow
+            text = f"(vi)one_{text[text.index(row.name):]}" if text.startswith("(vi)") else f"(vi)one_{text}"
         exact = row.exact or row.compares or source == dtypes.bool or to == dtypes.float32
         return text if exact else f"round_{short(to)}({text})"
 
@@ -174,6 +185,12 @@ class Emitter:
         if not source.shape: return self.vector(source, (), "0", True)
         return self.vector(source, at[:-1], at[-1], uniform or not along)
 
+    def _lazy_transpose(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        """The last axis stays: others do not share vectors."""
+        order, at = op.attributes["permutation"], [""] * len(outer)
+        for axis, place in zip(order, outer, strict=False): at[axis] = place
+        return self.vector(op.operands[0], at, column, uniform)
+
     # **** memory ****
 
     def row_pointer(self, op: Op, starts: Sequence[Value], outer: Sequence[str]) -> tuple[str, str, str, int]:
@@ -187,7 +204,7 @@ class Emitter:
             if axis == last: continue
             index = f"((s64){self.scalar(start)} + {left.pop(0) if size else '0'})"
             terms.append(f"{index} * {stride}ll")
-            inside.append(f"(u64){index} < {extent}")
+            if not self.within(start, size, extent): inside.append(f"(u64){index} < {extent}")
         first = f"(s64){self.scalar(starts[last])}" if last >= 0 else "0"
         return " + ".join(terms), first, " && ".join(inside) or "1", last
 
@@ -197,14 +214,41 @@ class Emitter:
         other = constant_text(Constant(op.attributes["other"], tensor.dtype))
         kind, name = vector(tensor.dtype), short(tensor.dtype)
         if last < 0: return f"({inside}) ? ({kind})one_{name}({row}) : {other}"
-        extent, stride = tensor.shape[last], tensor.strides[last]
-        place = f"{first} + ({column})"
+        extent, stride, size = tensor.shape[last], tensor.strides[last], op.attributes["sizes"][last]
+        place, within = f"{first} + ({column})", self.within(op.operands[last], size, extent)
         if uniform:
             one = f"({kind})one_{name}({row} + ({place}) * {stride}ll)"
-            return f"({inside} && (u64)({place}) < {extent}) ? {one} : {other}"
-        if stride == 1: return f"({inside}) ? window_{name}({row}, {place}, {extent}, {other}) : {other}"
+            if not within: inside += f" && (u64)({place}) < {extent}"
+            return one if inside == "1" else f"({inside}) ? {one} : {other}"
+        if stride == 1:
+            made = self._load_inside(name, f"{row} + {place}", column, size)
+            beside = f"window_{name}({row}, {place}, {extent}, {other})"
+            if not within: made = f"{self.flags[op]} ? {made} : {beside}"
+            return made if inside == "1" else f"({inside}) ? {made} : {other}"
         return self._lanes(op.result.dtype, other, inside, f"{row} + ({place} + l) * {stride}ll",
                            f"(u64)({place} + l) < {extent}", name)
+
+    def within(self, start: Value, size: int, extent: int) -> bool:
+        """Whether a block along an axis, or an index, is known to lie inside of the tensor."""
+        known = self.ranges.of(start)
+        return known.low >= 0 and known.high + max(size, 1) <= extent
+
+    def flag(self, op: Op) -> None:
+        """Says before all loops whether a block lies inside along the last axis, where that is not known:
+        loops are compiled for either."""
+        tensor, sizes = self.tensor(op), op.attributes["sizes"]
+        last = max((axis for axis, size in enumerate(sizes) if size), default=-1)
+        if last < 0 or self.within(op.operands[last], sizes[last], tensor.shape[last]): return
+        first, end = self.scalar(op.operands[last]), tensor.shape[last] - sizes[last]
+        self.flags[op] = self.name("in")
+        self.line(f"const int {self.flags[op]} = {first} >= 0 && {first} <= {end};")
+
+    def _load_inside(self, name: str, address: str, column: str, size: int) -> str:
+        """A vector from a column on of a row that lies inside; of its end the lanes that there are."""
+        whole = f"load_{name}({address})"
+        if not size % self.lanes: return whole
+        rest = f"load_n_{name}({address}, {size} - ({column}))"
+        return rest if size < self.lanes else f"({column}) + W <= {size} ? {whole} : {rest}"
 
     def _lanes(self, dtype: DType, other: str, head: str, address: str, inside: str, name: str) -> str:
         made = self.name()
@@ -256,6 +300,7 @@ class Emitter:
             self.forms[value] = self.variable(made, value.dtype)
             return
         self.forms[value] = op
+        if op.name == "load_block": self.flag(op)
         if not self.stays(op): self.view(value)
 
     def stays(self, op: Op) -> bool:
@@ -263,20 +308,34 @@ class Emitter:
         value = op.result
         if op.name == "broadcast": return self._broadcast_stays(op)
         if op.name == "reshape": return self._reshape_stays(op)
-        if op.name == "iota" or self._cheap(value): return True
         if op.name in ("load_block", "load") and op.attributes["tensor"] in self.written: return False
-        return self._once(value)
+        return op.name == "iota" or self._cheap(value) or self.once(value) or self._of_one_loop(value)
 
-    def _once(self, value: Value) -> bool:
+    def once(self, value: Value) -> bool:
         """Whether a value has one use, in the region that is written now."""
         return self.uses[value] <= 1 and self.home.get(value) is self.region_now
+
+    def _of_one_loop(self, value: Value) -> bool:
+        """Whether all uses of a value are in one loop of stores of the region that is written now."""
+        group, left, seen = None, [value], set[Value]()
+        while left:
+            if (one := left.pop()) in seen: continue
+            seen.add(one)
+            for op in self.users.get(one, ()):
+                if op.name in ("apply", "cast", "bitcast") or keeps_columns(op):
+                    left.append(op.result)
+                    continue
+                own = self.groups.get(op) if op.name == "store_block" and op.operands[-1] is one else None
+                if own is None or group not in (None, own): return False
+                group = own
+        return group is not None
 
     def _broadcast_stays(self, op: Op) -> bool:
         source = op.operands[0]
         form = self.forms[source]
         if isinstance(form, Op) and source.shape != op.result.shape and not self._cheap(source):
             self.view(source)
-        return self._once(op.result) or self._cheap(op.result)
+        return self.once(op.result) or self._cheap(op.result)
 
     def _reshape_stays(self, op: Op) -> bool:
         source, value = op.operands[0], op.result
@@ -292,7 +351,7 @@ class Emitter:
                 assert made is not None
             self.forms[value] = made
             return True
-        return self._once(value) or self._cheap(value)
+        return self.once(value) or self._cheap(value)
 
     def _dense(self, view: View) -> View:
         """A copy whose rows follow each other without padding."""
@@ -308,13 +367,23 @@ class Emitter:
     def _cheap(self, value: Value) -> bool:
         return self._nodes(value) <= CHEAP_NODES
 
-    def _nodes(self, value: Value) -> int:
+    def _nodes(self, value: Value, most: int = CHEAP_NODES) -> int:
+        """Operations of a value that is computed where it is used; of more than `most` some."""
         form = self.forms.get(value)
         if not isinstance(form, Op): return 0
-        if form.name in ("load_block", "load"): return CHEAP_NODES + 1
+        if form.name == "load_block" and self._is_plain(form): return 1
+        if form.name in ("load_block", "load", "reduce"): return CHEAP_NODES + 1
         if form.name == "apply" and LANGUAGE_OPERATIONS[form.attributes["fn"]].cost > 1:
             return CHEAP_NODES + 1
-        return (form.name in ("apply", "cast")) + sum(map(self._nodes, form.operands))
+        made = int(form.name in ("apply", "cast"))
+        for each in form.operands:
+            if made <= most: made += self._nodes(each, most - made)
+        return made
+
+    def _is_plain(self, op: Op) -> bool:
+        """Whether a block is read by whole vectors from where it lies."""
+        sizes = op.attributes["sizes"]
+        return bool(sizes) and sizes[-1] > 0
 
     def tensor(self, op: Op) -> TensorParameter:
         """The tensor of an access."""

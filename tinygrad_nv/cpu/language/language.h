@@ -12,6 +12,11 @@ INLINE vu quotient_u(vu a, vu b) {
 }
 INLINE vi remainder_i(vi a, vi b) { return pick_i(b == 0, (vi)0, a - quotient_i(a, b) * b); }
 INLINE vu remainder_u(vu a, vu b) { return (vu)(b != 0u) & (a - quotient_u(a, b) * b); }
+// of a scalar, which all lanes have
+INLINE s32 one_quotient_i(vi a, vi b) { return b[0] == 0 ? 0 : b[0] == -1 ? (s32)(0u - (u32)a[0]) : a[0] / b[0]; }
+INLINE s32 one_quotient_u(vu a, vu b) { return b[0] == 0 ? 0 : (s32)(a[0] / b[0]); }
+INLINE s32 one_remainder_i(vi a, vi b) { return b[0] == 0 ? 0 : b[0] == -1 ? 0 : a[0] % b[0]; }
+INLINE s32 one_remainder_u(vu a, vu b) { return b[0] == 0 ? 0 : (s32)(a[0] % b[0]); }
 INLINE vi shift_left_i(vi a, vi b) { return ((vu)b < 32u) & (a << (b & 31)); }
 INLINE vi shift_right_i(vi a, vi b) { return a >> pick_i((vi)((vu)b < 32u), b, (vi)31); }
 INLINE vu shift_right_u(vu a, vu b) { return (vu)((vu)b < 32u) & (a >> (b & 31u)); }
@@ -37,22 +42,28 @@ INLINE vf sin_(vf x) {
 }
 
 // A row's elements first, first + 1, … below extent, `other` where there is none
-#define WINDOW(name, wide, element) \
+#define WINDOW(name, wide, element, choose) \
 INLINE wide window_##name(const element *row, s64 first, s64 extent, wide other) { \
-  if (first >= 0 && first + W <= extent) return load_##name(row + first); \
+  if (first >= 0) { \
+    if (first + W <= extent) return load_##name(row + first); \
+    if (first >= extent) return other; \
+    return choose(iota_() < (s32)(extent - first), load_n_##name(row + first, extent - first), other); \
+  } \
   wide x = other; \
   for (s64 l = 0; l < W; l++) if (first + l >= 0 && first + l < extent) x[l] = one_##name(row + first + l); \
   return x; \
 } \
 INLINE void put_window_##name(element *row, s64 first, s64 extent, wide x, s64 count) { \
-  if (first >= 0 && first + count <= extent) { store_n_##name(row + first, x, count); return; } \
+  if (first >= extent) return; \
+  if (first >= 0) { store_n_##name(row + first, x, first + count <= extent ? count : extent - first); return; } \
   element y[W]; \
   store_##name(y, x); \
   for (s64 l = 0; l < count; l++) if (first + l >= 0 && first + l < extent) row[first + l] = y[l]; \
 }
-WINDOW(f32, vf, float) WINDOW(bf16, vf, u16) WINDOW(f16, vf, u16) WINDOW(e4m3, vf, u8) WINDOW(e5m2, vf, u8)
-WINDOW(s32, vi, s32) WINDOW(u32, vi, u32) WINDOW(s16, vi, s16) WINDOW(u16, vi, u16) WINDOW(s8, vi, s8)
-WINDOW(u8, vi, u8) WINDOW(bool, vi, u8)
+#define FLOATS(name, element) WINDOW(name, vf, element, pick)
+#define WHOLES(name, element) WINDOW(name, vi, element, pick_i)
+FLOATS(f32, float) FLOATS(bf16, u16) FLOATS(f16, u16) FLOATS(e4m3, u8) FLOATS(e5m2, u8)
+WHOLES(s32, s32) WHOLES(u32, u32) WHOLES(s16, s16) WHOLES(u16, u16) WHOLES(s8, s8) WHOLES(u8, u8) WHOLES(bool, u8)
 
 // **** atomics: the element before ****
 

@@ -11,7 +11,7 @@ from typing import Any
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.language.dot import DotEmitter
-from tinygrad_nv.cpu.language.emitter import LAZY
+from tinygrad_nv.cpu.language.grouping import LAZY, group_stores
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 
@@ -21,11 +21,12 @@ class LoopEmitter(DotEmitter):
 
     def region(self, region: Region) -> None:
         """All operations of a region."""
-        outer, self.region_now = self.region_now, region
+        before = self.region_now, self.groups
+        self.region_now, self.groups = region, group_stores(region, self.ranges, self.written)
         for op in region.ops:
             if op.name in LAZY: self.place(op)
             else: getattr(self, f"do_{op.name}")(op)
-        self.region_now = outer
+        self.region_now, self.groups = before
 
     def do_for(self, op: Op) -> None:
         start, stop, step, *initial = op.operands
@@ -87,8 +88,22 @@ class LoopEmitter(DotEmitter):
         moved = [(place, value) for place, value in zip(places, region.yields, strict=True)
                  if self.forms[value] is not place]
         bases = {place.base for place in places if isinstance(place, View)}
-        if len(moved) > 1: moved = [(place, self._keep_value(value, bases)) for place, value in moved]
+        if len(moved) > 1 or any(self._reads_others(value) for _, value in moved):
+            moved = [(place, self._keep_value(value, bases)) for place, value in moved]
         for place, value in moved: self._assign(place, value)
+
+    def _reads_others(self, value: Value) -> bool:
+        """Whether an element of a value that is computed where it is used is made of others than those at its
+        place: these may be written already."""
+        left, seen = [value], set[Value]()
+        while left:
+            if (one := left.pop()) in seen: continue
+            seen.add(one)
+            form = self.forms[one]
+            if not isinstance(form, Op): continue
+            if form.name in ("reduce", "transpose"): return True
+            left += form.operands
+        return False
 
     def _keep_value(self, value: Value, bases: set[str]) -> Value:
         """A value that does not change when what a loop carries is assigned."""

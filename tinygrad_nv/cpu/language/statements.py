@@ -17,10 +17,12 @@ from tinygrad_nv.cpu.expression import constant_text
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import C_TYPES, CPUKernel, c_type, header, kernel
 from tinygrad_nv.cpu.language.emitter import c_name
+from tinygrad_nv.cpu.language.grouping import keeps_columns
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.expression import Constant, short
+from tinygrad_nv.tile.gemm.spec import FLOAT16S
 from tinygrad_nv.tile.language.ir import Op, Program, TileType, Value
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
@@ -62,12 +64,15 @@ class Statements(LoopEmitter):
 
     def do_transpose(self, op: Op) -> None:
         source, order = op.operands[0], op.attributes["permutation"]
-        view = self.direct(source) or self.view(source)
+        if keeps_columns(op) and isinstance(self.forms[source], Op): return self.place(op)
+        feeds = self.uses[op.result] == 1 and self._feeds_dot(op.result)
+        view = (self.direct(source) if feeds else None) or self.view(source)
         self.forms[op.result] = made = view.transpose(order)
-        if self.uses[op.result] == 1 and self._feeds_dot(op.result): return
+        if feeds: return None
         target = self.allocate(op.result.dtype, op.result.shape)
         self.store_to(target, op.result) if made.strides[-1] == 1 else self._copy_elements(target, made)
         self.forms[op.result] = target
+        return None
 
     def do_halves(self, op: Op) -> None:
         words, word = self.view(op.operands[0]), self.name("w")
@@ -86,10 +91,13 @@ class Statements(LoopEmitter):
         if op.regions: return self._combine(op)
         axis, shape = op.attributes["axis"], op.operands[0].shape
         if not op.result.shape: return self._reduce_row(op, None, [])
+        if axis < len(shape) - 1 and self.once(op.result) and op.result not in self.targets:
+            self.forms[op.result] = op
+            return None
         target = self.targets.get(op.result) or self.allocate(op.result.dtype, op.result.shape)
         if axis == len(shape) - 1:
             with self.outer_loops(shape[:-1]) as outer: self._reduce_row(op, target, outer)
-        else: self._reduce_column(op, target, axis)
+        else: self._reduce_column(op, target)
         self.forms[op.result] = target
         return None
 
@@ -146,16 +154,19 @@ class Statements(LoopEmitter):
             self._accumulate(made, fn, dtype, other)
         return f"{made}[0]"
 
-    def _reduce_column(self, op: Op, target: View, axis: int) -> None:
-        source, fn = op.operands[0], op.attributes["fn"]
-        dtype, kind = source.dtype, vector(source.dtype)
+    def _reduce_column(self, op: Op, target: View) -> None:
         with self.loops(op.result.shape) as (outer, column):
-            total, index = self.name("r"), self.name("i")
-            self.line(f"{kind} {total} = {constant_text(Constant(neutral(fn, dtype), dtype))};")
-            with self.braces(f"for (s64 {index} = 0; {index} < {source.shape[axis]}; {index}++)"):
-                at = [*outer[:axis], index, *outer[axis:]]
-                self._accumulate(total, fn, dtype, self.vector(source, at, column))
-            self.line(target.write(outer, column, total))
+            self.line(target.write(outer, column, self._lazy_reduce(op, outer, column, False)))
+
+    def _lazy_reduce(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
+        """Along another axis than the last."""
+        source, fn, axis = op.operands[0], op.attributes["fn"], op.attributes["axis"]
+        dtype, total, index = source.dtype, self.name("r"), self.name("i")
+        self.line(f"{vector(dtype)} {total} = {constant_text(Constant(neutral(fn, dtype), dtype))};")
+        with self.braces(f"for (s64 {index} = 0; {index} < {source.shape[axis]}; {index}++)"):
+            at = [*outer[:axis], index, *outer[axis:]]
+            self._accumulate(total, fn, dtype, self.vector(source, at, column, uniform))
+        return total
 
     def do_scan(self, op: Op) -> None:
         targets = [self.allocate(each.dtype, each.shape) for each in op.results]
@@ -273,18 +284,37 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
     # **** stores ****
 
     def do_store_block(self, op: Op) -> None:
-        *starts, value = op.operands
-        tensor, name = self.tensor(op), short(value.dtype)
-        shape = tuple(size for size in op.attributes["sizes"] if size)
+        if (group := self.groups[op])[-1] is not op: return
+        shape = op.operands[-1].shape
+        for each in group: self.flag(each)
         with self.loops(shape or (1,)) as (outer, column):
-            row, first, inside, last = self.row_pointer(op, starts, outer if shape else ())
-            made = self.vector(value, outer if shape else (), column, not shape)
-            if last < 0: self.line(f"if ({inside}) store_n_{name}({row}, {made}, 1);")
-            elif tensor.strides[last] == 1:
-                count = f"{shape[-1]} - ({column}) < W ? {shape[-1]} - ({column}) : W"
-                place = f"{row}, {first} + {column}, {tensor.shape[last]}"
-                self.line(f"if ({inside}) put_window_{name}({place}, {made}, {count});")
-            else: self._scatter(op, row, first, inside, last, made, column, shape[-1])
+            for each in group: self._store_vector(each, outer if shape else [], column)
+
+    def _store_vector(self, op: Op, outer: Sequence[str], column: str) -> None:
+        *starts, value = op.operands
+        tensor, name, shape = self.tensor(op), short(value.dtype), value.shape
+        row, first, inside, last = self.row_pointer(op, starts, outer)
+        made = self.vector(self._skip_rounding(value), outer, column, not shape)
+        head = "" if inside == "1" else f"if ({inside}) "
+        if last < 0: return self.line(f"{head}store_n_{name}({row}, {made}, 1);")
+        if tensor.strides[last] != 1:
+            return self._scatter(op, row, first, inside, last, made, column, shape[-1])
+        count = f"{shape[-1]} - ({column}) < W ? {shape[-1]} - ({column}) : W"
+        where = f"{row} + {first} + ({column}), {made}"
+        inside, size = f"store_{name}({where})", shape[-1]
+        if size % self.lanes:
+            rest = f"store_n_{name}({where}, {size} - ({column}))"
+            inside = rest if size < self.lanes else f"if (({column}) + W <= {size}) {inside}; else {rest}"
+        if op in self.flags:
+            beside = f"put_window_{name}({row}, {first} + {column}, {tensor.shape[last]}, {made}, {count})"
+            inside = f"if ({self.flags[op]}) {{ {inside}; }} else {beside}"
+        return self.line(f"{head}{{ {inside}; }}")
+
+    def _skip_rounding(self, value: Value) -> Value:
+        """Returns what a store of 16 bits rounds to the value."""
+        form = self.forms[value]
+        if not isinstance(form, Op) or form.name != "cast" or value.dtype not in FLOAT16S: return value
+        return form.operands[0] if form.operands[0].dtype == dtypes.float32 else value
 
     def _scatter(self, op: Op, row: str, first: str, inside: str, last: int, made: str, column: str,
                  size: int) -> None:
@@ -334,8 +364,11 @@ STACK_BYTES = 4 << 20    # what a program may keep on a thread's stack, of 8 MB
 PARTS = 4                # for each thread, so that one that is held up does less
 
 
-def build(program: Program, isa: ISA, threads: int) -> CPUKernel:
-    """The kernel. Raises `ScheduleError` for a program whose tiles do not fit on a stack."""
+def build(program: Program, isa: ISA, threads: int = 1, parts: int = 0,
+          by_columns: bool = False) -> CPUKernel:
+    """The kernel, called in `parts`; 0: as many as so many threads can share. Programs that follow each other
+    are neighbours along x, or along y with `by_columns`. Raises `ScheduleError` for a program whose tiles do
+    not fit on a stack."""
     emitter = Statements(program, isa)
     text = emitter.run()
     if emitter.stack_bytes > STACK_BYTES:
@@ -344,15 +377,17 @@ def build(program: Program, isa: ISA, threads: int) -> CPUKernel:
                             "smaller blocks: kernel.schedule(block=…)")
     x, y, z = program.grid
     total = x * y * z
-    parts = max(1, min(total, threads * PARTS)) if threads > 1 else 1
+    places = (f"t / {y} % {x}", f"t % {y}") if by_columns else (f"t % {x}", f"t / {x} % {y}")
+    parts = parts or (max(1, min(total, threads * PARTS)) if threads > 1 else 1)
     pointers = [f"{'' if each.output else 'const '}{c_type(each.dtype)} *p_{c_name(each.name)}"
-                for each in program.tensors]
-    given = [f"p_{c_name(each.name)}" for each in program.tensors]
+                for each in (*program.tensors, *program.views)]
+    given = [f"p_{c_name(each.of or each.name)}" + f" + {each.offset}" * bool(each.offset)
+             for each in (*program.tensors, *program.views)]
     parameters = ", ".join([*pointers, "int pid0", "int pid1", "int pid2"])
     before = [header("gemm.h"), header("language/language.h"), *emitter.functions,
               f"NOINLINE void body({parameters}) {{\n{text}\n}}"]
     loop = (f"  for (s64 t = {total}ll * core_id / {parts}; t < {total}ll * (core_id + 1) / {parts}; t++)\n"
-            f"    body({', '.join([*given, f't % {x}', f't / {x} % {y}', f't / {x * y}'])});")
+            f"    body({', '.join([*given, *places, f't / {x * y}'])});")
     outputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if each.output]
     inputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if not each.output]
     return kernel(f"tile_{program.name}", isa, loop, outputs, inputs, parts=parts, before="\n".join(before))

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 from tinygrad_nv.errors import PlanError
+from tinygrad_nv.ptx.timing.gpu import clock_under_load
 from tinygrad_nv.ptx.timing.gpu import figures as timing_figures
 from tinygrad_nv.tile.gpu import GPU_MODELS, GPUModel
 
@@ -71,9 +72,9 @@ class Device:
         if not known.static_w < watts <= known.power_w:
             raise PlanError(f"--power {watts:g} of a {self.name}",
                             f"more than {known.static_w:g} W, at most {known.power_w:g} W")
-        def clock(limit: float) -> float:
-            return min(1.0, ((limit - known.static_w) / known.tensor_w) ** 0.4)
-        hz = self.model.clock_hz * clock(watts) / clock(known.power_w)
+        limited, full = (clock_under_load(replace(known, power_w=limit), 1.0, 0.0, 0.0)
+                         for limit in (watts, known.power_w))
+        hz = self.model.clock_hz * limited / full
         return replace(self, model=replace(self.model, clock_hz=hz), name=f"{self.name} at {watts:g} W")
 
 

@@ -34,7 +34,7 @@ from tinygrad_nv.ptx.emulator.trace import Trace, Tracer
 
 SLICE = 4_000_000    # warp-instructions between looks at the keyboard at most: about half a second
 FIRST_SLICE = 1 << 14
-MOST_TAPED = 1 << 24  # limit: warp-instructions that are recorded to predict a time: 0.5 GB
+MOST_TAPED_BYTES = 1 << 29  # limit: bytes of steps and notes that are recorded to predict a time
 LOOK_SECONDS = 0.1   # a slice that took less is followed by a larger one
 MORE, DONE, STUCK, LIMIT = range(4)
 LATE = "late"        # the seed that is no number
@@ -157,7 +157,7 @@ class Run:
 
     def _limit_passed(self, seconds: float) -> bytes:
         """The limit that a launch has passed of which no CTA has ended for so many seconds; empty: none."""
-        if self.tapes is not None and self.library.c.machine_steps(self.machine) > MOST_TAPED:
+        if self.tapes is not None and self.library.c.machine_taped_bytes(self.machine) > MOST_TAPED_BYTES:
             return b"the most that are recorded"
         if self.max_seconds is None or seconds <= self.max_seconds: return b""
         return b"and no CTA has ended for %g s of computing" % self.max_seconds

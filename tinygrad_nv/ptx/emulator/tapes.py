@@ -54,9 +54,10 @@ class Tape:
 
 @dataclass
 class Tapes:
-    """Tapes of the clusters that run and are recorded, and what they did. `idle`: tensor cores compute
-    nothing. Of `others` only what they read is recorded, in the first `brief` warp-instructions of each:
-    `reads`, the notes of each warp; `draws`: how often a warp drew a work tile from a counter."""
+    """Tapes of the clusters that run and are recorded, and what they did. `idle`: tensor cores add random
+    numbers instead of products, to save time. Of `others` only what they read is recorded, in the first
+    `brief` warp-instructions of each: `reads`, the notes of each warp; `draws`: how often a warp drew a work
+    tile from a counter."""
     clusters: Sequence[int] = (0,)
     idle: bool = False
     others: Sequence[int] = ()
@@ -82,9 +83,9 @@ def _tape(raw: Any) -> Tape:
     notes = _notes(raw)
     noted = steps >> 31 == 1
     ends = np.flatnonzero(last) + 1
-    end = np.zeros(len(steps), np.int64)
+    end = np.zeros(len(steps), np.int32)
     end[noted] = ends[:int(noted.sum())]
-    first = np.zeros(len(steps), np.int64)
+    first = np.zeros(len(steps), np.int32)
     first[noted] = np.concatenate(([0], ends))[:int(noted.sum())]
     sources = (steps & (1 << SOURCE_BITS) - 1).astype(np.int32)
     keep = _without_failures(sources, noted, first, notes)

@@ -28,7 +28,7 @@ def chrome(timing: Timing) -> dict[str, object]:
 
 def _warps(timing: Timing, job: Job, run: Run, per_cycle: float) -> Iterator[dict[str, object]]:
     warps, instructions = job.warps.tolist(), timing.code.instructions
-    for number, (_, _, sm, _, cta, _) in enumerate(warps):
+    for number, (_, _, sm, _, cta, _, _) in enumerate(warps):
         yield _name_thread(sm, number, f"CTA {cta} warp {number}")
     for number, instr, issue, waited in run.log.tolist():
         if instr >= len(instructions): continue

@@ -69,12 +69,13 @@ def makespan(tiles: DrawnTiles, clusters: int) -> float:
     if not len(tiles.known): return float(first[:, 1].max())
     if max(tiles.beyond, tiles.known[:, 0].max()) > MOST:
         return float(np.mean([steps for _, _, steps in tiles.drawing]))
-    both = np.concatenate([first, tiles.known])
+    begun = _steps_before(first, tiles.known)
+    both = np.concatenate([first - [0, begun], tiles.known])
     # a warp that draws its first tile, too, has done nothing before
     known, begin = (both, -warps) if row_of(both) else (tiles.known, 0)
     row, end = row_of(known), int(tiles.known[:, 0].max()) + 1
-    every = lengths(known, np.arange(begin, max(end, tiles.beyond)), row)
-    ends = every[:-begin].tolist() if begin else np.resize(first[:, 1], warps).tolist()
+    every = lengths(known, np.arange(begin, max(end, tiles.beyond)), row, begin or None)
+    ends = (every[:-begin] + begun).tolist() if begin else np.resize(first[:, 1], warps).tolist()
     ends = deal(ends, every[-begin:end - begin].tolist())
     found = {end: max(ends)}
     for number in range(end, tiles.beyond):
@@ -82,6 +83,12 @@ def makespan(tiles: DrawnTiles, clusters: int) -> float:
         found[number + 1] = max(ends)
     whole = [steps for number, steps in found.items() if row and (number - begin) % row == 0]
     return float(np.mean(whole or list(found.values())))
+
+
+def _steps_before(first: np.ndarray, known: np.ndarray) -> int:
+    """Returns the steps of first tiles that are a warp's beginning, where lengths of further ones repeat."""
+    if not (row := row_of(known)): return 0
+    return max(0, round(float(np.median(first[:, 1] - lengths(known, first[:, 0], row, int(first[0, 0]))))))
 
 
 def deal(ends: Sequence[float], lengths: Sequence[float]) -> list[float]:
@@ -94,23 +101,29 @@ def deal(ends: Sequence[float], lengths: Sequence[float]) -> list[float]:
 
 
 def row_of(known: np.ndarray, rows: Sequence[int] = ()) -> int:
-    """Tiles after which lengths repeat, rising or falling once in between: of `rows`, or of all there may be;
-    0 where they do not."""
+    """Tiles after which lengths repeat, rising or falling once in between: of `rows`, or of all there may be
+    the one after which they repeat best; 0 where they do not."""
     if len(known) < LEAST: return 0
     numbers, steps = known.T
-    spread = int(np.ptp(steps))
-    for row in rows or range(2, int(np.ptp(numbers)) // 2):
+
+    def variation(row: int) -> tuple[int, int]:
         found = steps[np.argsort(numbers % row, kind="stable")]
-        if np.abs(np.diff(found, append=found[0])).sum() <= RISES * spread: return row
-    return 0
+        # of those that fit alike the one with most factors of two: rows are heads times tiles
+        return int(np.abs(np.diff(found, append=found[0])).sum()), -(row & -row)
+    best = min(rows or range(2, int(np.ptp(numbers)) // 2), key=variation, default=0)
+    return best if best and variation(best)[0] <= RISES * int(np.ptp(steps)) else 0
 
 
-def lengths(known: np.ndarray, numbers: np.ndarray, row: int) -> np.ndarray:
-    """Steps of each tile."""
+def lengths(known: np.ndarray, numbers: np.ndarray, row: int, begin: int | None = None) -> np.ndarray:
+    """Steps of each tile. A row begins at the tile `begin`; None: where lengths change most."""
     if not row:
         at = np.argsort(known[:, 0], kind="stable")
         halves = (known[at[1:], 0] + known[at[:-1], 0] + 1) // 2
         return known[at, 1][np.searchsorted(halves, numbers, "right")].astype(float)
-    places, where = np.unique(known[:, 0] % row, return_inverse=True)
+    places, where = np.unique((known[:, 0] - (begin or 0)) % row, return_inverse=True)
     means = np.bincount(where, known[:, 1]) / np.bincount(where)
-    return np.interp(numbers % row, places, means)
+    if begin is not None: return np.interp((numbers - begin) % row, places, means)
+    # not from the end of a row to the beginning of the next
+    first = int(np.abs(np.diff(means, prepend=means[-1])).argmax())
+    return np.interp((numbers - places[first]) % row, (np.roll(places, -first) - places[first]) % row,
+                     np.roll(means, -first))

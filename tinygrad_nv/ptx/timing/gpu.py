@@ -21,6 +21,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sms": (1, 4096), "threads_of_sm": (32, 65536), "shared_bytes_of_sm": (1024, 1 << 24),
     "mma_macs": (1, 1e6), "fp32_cycles": (1, 1000), "clock_hz": (1e6, 1e12), "l2_bytes": (1, 1 << 48),
     "hbm_bytes_per_s": (1e6, 1e18), "l2_bytes_per_cycle": (1e-3, 1e9), "coalesced": (0, 1),
+    "hbm_crowding": (0, 1e-3), "power_exponent": (0.1, 10),
     "shared_bytes_per_cycle": (1e-3, 1e6)}
 _FOLDER = resources.files("tinygrad_nv.ptx.timing") / "gpus"
 
@@ -29,15 +30,19 @@ _FOLDER = resources.files("tinygrad_nv.ptx.timing") / "gpus"
 class GPUFigures:
     """Rates and latencies; latencies in cycles of an SM, rates of the whole GPU unless they are an SM's.
     `mma_macs`: 16-bit multiply-adds by mma.sync, of a scheduler in a cycle; `fp32_cycles`: of a scheduler for
-    one float32 instruction of a warp; `beside_wgmma`, `xu_beside_wgmma`: for one that reads registers, or one
-    of the SFU, while wgmmas run, of whose cycles each takes `wgmma_yield`. `coalesced`: of what another SM of
-    the GPC reads at about the same time, the share that L2 serves once. `clock_hz` is the highest; `power_w`
-    what the board may take; at that clock tensor cores that are always busy, on random numbers, take
-    `tensor_w`, L2 and what is behind it `memory_w`, and everything else `static_w`. A launch by itself takes
-    `launch_s` more than it runs; in a row a kernel begins `gap_s` after the one before it, with PDL
-    `pdl_gap_s` after that lets it, and goes on after griddepcontrol.wait as long after it; the host submits
-    one in `submit_s`. `model_spread`: how far off predictions are where all figures are right, one
-    standard deviation."""
+    one float32 instruction of a warp; `beside_wgmma`: for each register that an instruction reads while
+    wgmmas run, `xu_beside_wgmma` more for one of the SFU. `coalesced`: of what another SM of the GPC reads at
+    about the same time, the share that L2 serves once. A request to HBM that is busy for a share r of the
+    time waits `hbm_crowding` seconds times r / (1 - r); a reduction takes L2 as long as `reduction_cost`
+    times its bytes. A fence of the GPU's scope holds a warp for `fence_latency`, one that issues wgmmas and
+    meets again after a branch for `reconverge_latency`.
+
+    `clock_hz` is the highest; `power_w` what the board may take; at that clock tensor cores that are always
+    busy, on random numbers, take `tensor_w`, L2 `memory_w`, HBM `hbm_w`, and everything else `static_w`; what
+    SMs and L2 take goes with the clock to the power of `power_exponent`. A launch by itself takes `launch_s`
+    more than it runs; in a row a kernel begins `gap_s` after the one before it, with PDL `pdl_gap_s` after
+    that lets it, and goes on after griddepcontrol.wait as long after it; the host submits one in `submit_s`.
+    `model_spread`: how far off predictions are where all figures are right, one standard deviation."""
     name: str
     arch: str
     sms: int
@@ -50,22 +55,27 @@ class GPUFigures:
     static_w: float
     tensor_w: float
     memory_w: float
+    hbm_w: float
+    power_exponent: float
     l2_bytes: int
     hbm_bytes_per_s: float
     hbm_latency: int
+    hbm_crowding: float
     l2_bytes_per_cycle: float
     coalesced: float
+    reduction_cost: float
     l2_latency: int
     tma_latency: int
     tma_issue: int
     write_latency: int
+    fence_latency: int
+    reconverge_latency: int
     shared_bytes_per_cycle: float
     shared_latency: int
     wgmma_latency: int
     wgmma_ahead: int
     beside_wgmma: float
     xu_beside_wgmma: float
-    wgmma_yield: float
     mma_latency: int
     arrive_latency: int
     wait_latency: int
@@ -77,17 +87,18 @@ class GPUFigures:
     model_spread: float
 
 
-def clock_under_load(gpu: GPUFigures, tensor: float, l2: float) -> float:
-    """The clock that power leaves, with tensor cores and L2 busy for shares of the time. Dynamic power goes
-    with clock and voltage squared, which rises with the clock: with its power of 2.5 (assumed)."""
+def clock_under_load(gpu: GPUFigures, tensor: float, l2: float, hbm: float) -> float:
+    """The clock that power leaves, with tensor cores, L2 and HBM busy for shares of the time. HBM's power is
+    that of its own clock."""
     asked = gpu.tensor_w * tensor + gpu.memory_w * l2
-    return gpu.clock_hz * min(1.0, ((gpu.power_w - gpu.static_w) / max(asked, 1.0)) ** 0.4)
+    left = max(0.1 * gpu.power_w, gpu.power_w - gpu.static_w - gpu.hbm_w * hbm)
+    return gpu.clock_hz * min(1.0, (left / max(asked, 1.0)) ** (1 / gpu.power_exponent))
 
 
 def slow_down(gpu: GPUFigures, clock_hz: float) -> GPUFigures:
     """Returns figures as SMs count them at a lower clock: L2 and HBM have clocks of their own."""
     faster = gpu.clock_hz / clock_hz
-    return replace(gpu, hbm_bytes_per_s=gpu.hbm_bytes_per_s * faster,
+    return replace(gpu, hbm_bytes_per_s=gpu.hbm_bytes_per_s * faster, hbm_crowding=gpu.hbm_crowding / faster,
                    l2_bytes_per_cycle=gpu.l2_bytes_per_cycle * faster)
 
 

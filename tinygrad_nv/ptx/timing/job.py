@@ -22,18 +22,19 @@ from tinygrad_nv.ptx.timing.units import Cost, Kind, Unit, cost_of
 
 INSTR = np.dtype([("unit", "u1"), ("kind", "u1"), ("stall", "u1"), ("wait_mask", "u1"), ("write_board", "i1"),
                   ("read_board", "i1"), ("busy", "<u2"), ("latency", "<u2"), ("tensor", "<u2"),
-                  ("shared", "<u2"), ("number", "<u2")])
+                  ("shared", "<u2"), ("registers", "<u2"), ("number", "<u2")])
 STEP = np.dtype([("instr", "<i4"), ("note", "<i4"), ("notes", "<u2"), ("passes", "<u2")])
 EFFECT = np.dtype([("event", "<i4"), ("bytes", "<u4"), ("near", "<u4"), ("far", "<u4"), ("delay", "<u2"),
                    ("waits", "u1"), ("signals", "u1"), ("late", "u1"), ("unused", "u1", 3)])
-WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta", "after")])
+WARP = np.dtype([(name, "<i4") for name in ("first", "end", "sm", "scheduler", "cta", "after",
+                                         "group")])
 SCHEDULERS = 4
 GLOBAL = ("LDG", "LD", "STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "LDGSTS")
 BAR_DELAY, REMOTE_DELAY, CLUSTER_DELAY = 9, 180, 190  # HOPPER_TIMING.md 7.5: bar.sync 20.7 in all; DSMEM 181
 # what a note is of: an mbarrier, a named barrier, a cluster's barrier
 _CLASSES = {Note.WAITED: 0, Note.ARRIVED: 0, Note.LOADS: 0, Note.FOLLOWS: 0, Note.MEETS: 1, Note.JOINS: 2}
 # a step that no SASS does
-_PLAIN = np.array((0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0), INSTR)
+_PLAIN = np.array((0, 0, 1, 0, -1, -1, 1, 1, 0, 0, 0, 0), INSTR)
 _REST = Cost(Unit.CONTROL, 1, 1)
 _NOTED = (Kind.GLOBAL_READ, Kind.GLOBAL_WRITE, Kind.TMA_READ, Kind.TMA_WRITE, Kind.COPY_ASYNC,
           Kind.SHARED_ACCESS)
@@ -124,26 +125,40 @@ def make_job(code: Code, tapes: Sequence[Tape], gpu: GPUFigures, shares: Sequenc
     for tape, sm in zip(tapes, sms, strict=True):
         if number[tape.cta] not in (mates := of_sm.setdefault(sm, [])): mates.append(number[tape.cta])
     for mates in of_sm.values(): mates.sort()
+    warps_of_cta = 1 + max((tape.warp for tape in tapes), default=0)
     for tape, sm in zip(tapes, sms, strict=True):
         place = of_sm[sm].index(number[tape.cta])
+        # warps go to the schedulers in turn, whatever CTA they are of
+        scheduler = (place * warps_of_cta + tape.warp) % SCHEDULERS
         after = of_sm[sm][place - first] if place >= first else -1
         mine = _stream(code, tape)
         mine["note"] += count
         steps.append(mine)
         notes.append(tape.notes)
-        warps.append((begin, begin + len(mine), sm, tape.warp % SCHEDULERS, number[tape.cta], after))
+        warps.append((begin, begin + len(mine), sm, scheduler, number[tape.cta], after, -1))
         begin, count = begin + len(mine), count + len(tape.notes)
     every = np.concatenate(notes) if notes else np.zeros(0, NOTE)
     owner = np.concatenate([np.full(len(tape.notes), tape.cta, np.int64) for tape in tapes])
     effects, need = _effects(every, owner, np.concatenate(shares), gpu)
-    return Job(_instrs(code), np.concatenate(steps), effects, np.array(warps, WARP), need,
+    made = np.array(warps, WARP)
+    made["group"] = _warpgroups(tapes)
+    return Job(_instrs(code), np.concatenate(steps), effects, made, need,
                max(sms) + 1, len(number), 1 + max(tape.rank for tape in tapes))
+
+
+def _warpgroups(tapes: Sequence[Tape]) -> list[int]:
+    """The number of the first tape of each one's warpgroup, whose four follow each other; -1 of others."""
+    whole = [at for at, tape in enumerate(tapes[:-3]) if tape.warp % 4 == 0 and all(
+        (other.cta, other.warp) == (tape.cta, tape.warp + i) for i, other in enumerate(tapes[at:at + 4]))]
+    found = [-1] * len(tapes)
+    for at in whole: found[at:at + 4] = [at] * 4
+    return found
 
 
 def _instrs(code: Code) -> np.ndarray:
     out = np.append(code.control, _PLAIN)
     for i, cost in enumerate((*code.costs, _REST)):
-        for name in ("unit", "kind", "busy", "latency", "tensor", "shared", "number"):
+        for name in ("unit", "kind", "busy", "latency", "tensor", "shared", "registers", "number"):
             out[name][i] = getattr(cost, name)
     return out
 
@@ -253,6 +268,8 @@ def _effects(notes: np.ndarray, owner: np.ndarray, shares: np.ndarray,
     nbytes = np.where(rows, notes["count"].astype(np.int64) * notes["a"].astype(np.int64),
                       np.where(where(Note.SECTORS), notes["count"].astype(np.int64) * 32, 0))
     moved = (nbytes[:, None] * shares).astype(np.int64)
+    reduced = where(Note.REDUCED) | where(Note.SECTORS) & (notes["b"] == 2)
+    moved[reduced, 1] = (gpu.reduction_cost * moved[reduced, 1]).astype(np.int64)
     out["bytes"], out["far"], out["near"] = nbytes, moved[:, 0], moved[:, 1]
     out["late"] = (shares[:, 0] > 0) & (nbytes > 0)
     need = np.bincount(events[signals[timed]], minlength=int(events.max()) + 1 if len(events) else 0)

@@ -12,7 +12,8 @@ Compute's "lrc"), though each SM gets its own copy.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,6 +50,19 @@ def last_shares(notes: np.ndarray, memory: Sequence[tuple[int, int]], times: flo
     return shares
 
 
+@dataclass(frozen=True)
+class Reads:
+    """Reads of clusters that run at once: `nbytes` in all; `first`: by instruction, the share of its bytes
+    that no warp has read before."""
+    nbytes: int
+    first: Mapping[int, float]
+
+
+def summarize_reads(reads: Sequence[np.ndarray]) -> Reads:
+    """Returns what the warps read whose notes these are."""
+    return Reads(sum(int(read_bytes(each).sum()) for each in reads), first_shares(reads))
+
+
 def first_shares(reads: Sequence[np.ndarray]) -> dict[int, float]:
     """Returns the share of the bytes that each instruction reads that no warp has read before."""
     if not sum(map(len, reads)): return {}
@@ -64,12 +78,12 @@ def first_shares(reads: Sequence[np.ndarray]) -> dict[int, float]:
             for each in sources}
 
 
-def shares_of(reads: Sequence[np.ndarray], memory: Sequence[tuple[int, int]], recorded: np.ndarray,
+def shares_of(known: Mapping[int, float], memory: Sequence[tuple[int, int]], recorded: np.ndarray,
               times: float, together: int, gpu: GPUFigures) -> np.ndarray:
-    """Returns for each recorded note [share of its bytes that comes from HBM, share that L2 serves]. `reads`:
-    of clusters that run at once, of each warp; `memory`: addresses and sizes of buffers; the whole launch has
-    `times` as many notes; an SM has `together` CTAs, of which one at a time reads in step with other SMs."""
-    known = first_shares(reads)
+    """Returns for each recorded note [share of its bytes that comes from HBM, share that L2 serves]. `known`:
+    of `first_shares`, of clusters that run at once; `memory`: addresses and sizes of buffers; the whole
+    launch has `times` as many notes; an SM has `together` CTAs, of which one at a time reads in step with
+    other SMs."""
     nbytes = read_bytes(recorded)
     # an instruction that none of them came to reads like the others
     shares = np.full(len(recorded), float(np.mean([*known.values()])) if known else 1.0)

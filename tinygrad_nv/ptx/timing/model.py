@@ -28,7 +28,7 @@ from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.drawn import deal, find_drawn_tiles, lengths, makespan, row_of
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, clock_under_load, figures, slow_down
 from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, make_job
-from tinygrad_nv.ptx.timing.l2 import shares_of
+from tinygrad_nv.ptx.timing.l2 import Reads, read_bytes, shares_of, summarize_reads
 from tinygrad_nv.ptx.timing.listing import Listing, listing
 from tinygrad_nv.ptx.timing.shape import MANY_PLACES, Shape, clusters_to_record, places
 from tinygrad_nv.ptx.timing.simulator import REASONS, Cause, Run, run
@@ -37,6 +37,7 @@ from tinygrad_nv.ptx.timing.units import Unit
 UNEVEN = 0.1                # of the mean: the least that lengths of CTAs differ by to be told apart
 RATES_MATTER = 0.01         # of the critical path: the share of L2 and HBM from which on their clocks matter
 BRIEF = 40000                # warp-instructions of a CTA of which only reads are kept: some tiles
+WHOLE = 200000               # the same of a grid that runs at once, whose CTAs may have more tiles or fewer
 SHOWN = {Unit.TENSOR: "tensor cores", Unit.FMA: "FP32", Unit.ALU: "ALU", Unit.XU: "SFU",
          Unit.SHARED: "shared memory", Unit.COPY: "TMA"}
 
@@ -79,32 +80,62 @@ class Timing:
     recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
 
 
-def predict_tapes(code_list: Listing, entry: str, shape: Shape, tapes: Tapes, gpu: GPUFigures,
-          memory: Sequence[tuple[int, int]], begins: Sequence[int], log: int = 0) -> Timing:
-    """Returns the prediction of the tapes of `clusters_to_record` clusters. `memory`: addresses and sizes of
-    buffers; `begins`: places where recording begins; `log`: issues to keep of the first place."""
-    code, more = code_of(code_list, entry, gpu), 1.0
-    if tapes.draws and shape.clusters <= shape.at_once(gpu):
-        begins, more = _typical(shape, gpu, tapes, begins)
-    jobs = _jobs(code, shape, tapes, gpu, memory, begins)
-    code = as_given(code, code_list.origins)
-    found = _predict_jobs(code, shape, gpu, jobs, more, log)
+@dataclass(frozen=True)
+class Recording:
+    """An entry function of a listing and the tapes of its `clusters_to_record`. `reads`: what all clusters
+    that run at once read; `memory`: addresses and sizes of buffers; `begins`: where recording begins."""
+    listing: Listing
+    entry: str
+    shape: Shape
+    tapes: Tapes
+    reads: Reads
+    memory: Sequence[tuple[int, int]]
+    begins: Sequence[int]
+
+
+def predict_recording(recording: Recording, gpu: GPUFigures, log: int = 0) -> Timing:
+    """Returns the prediction of a launch that was recorded; `log`: issues to keep of the first place."""
+    code, more = code_of(recording.listing, recording.entry, gpu), 1.0
+    shape, tapes, begins = recording.shape, recording.tapes, recording.begins
+    sms = float(shape.busy_sms(gpu))
+    if shape.clusters <= shape.at_once(gpu):
+        if tapes.draws: begins, more = _typical(shape, gpu, tapes, begins)
+        else: sms = _sharing_sms(recording, gpu)
+    jobs = _jobs(code, recording, gpu, begins)
+    code = as_given(code, recording.listing.origins)
+    found = _predict_jobs(code, shape, gpu, jobs, more, sms, log)
     if found.clock_hz == gpu.clock_hz or found.path["L2"] + found.path["HBM"] < RATES_MATTER: return found
-    return _predict_jobs(code, shape, slow_down(gpu, found.clock_hz), jobs, more, log)
+    return _predict_jobs(code, shape, slow_down(gpu, found.clock_hz), jobs, more, sms, log)
+
+
+def _sharing_sms(recording: Recording, gpu: GPUFigures) -> float:
+    """Returns how many SMs as busy as the recorded ones share L2 and HBM, of a grid that runs at once. The
+    first have the most CTAs, and their CTAs the most tiles: the others move less, or are done sooner."""
+    shape, warps = recording.shape, recording.tapes.warps
+    sms = min(shape.busy_sms(gpu), shape.clusters * shape.ctas / shape.ctas_of_sm(gpu))
+    clusters = len({tape.cluster for tape in warps})
+    if sum(len(tape.sources) for tape in warps) > WHOLE * shape.ctas * clusters: return sms
+    mine = sum(int(read_bytes(tape.notes).sum()) for tape in warps) / clusters
+    mean_of_all = recording.reads.nbytes / shape.clusters
+    return sms * min(1.0, mean_of_all / mine) if mine and mean_of_all else sms
 
 
 def _predict_jobs(code: Code, shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job], more: float,
-           log: int) -> Timing:
-    """Returns the prediction of what runs at each place; the grid takes `more` times as long."""
+                  sms: float, log: int) -> Timing:
+    """Returns the prediction of what runs at each place; the grid takes `more` times as long, and as much of
+    L2 and HBM as `sms` SMs like the recorded ones."""
     begin = min(jobs)
-    runs = {at: run(job, gpu, shape.busy_sms(gpu), log if at == begin else 0) for at, job in jobs.items()}
+    runs = {at: run(job, gpu, sms, log if at == begin else 0) for at, job in jobs.items()}
     both = [(jobs[at], runs[at]) for at in jobs]
     cycles, idle = _uneven(shape, gpu, jobs, runs) or _cycles(shape, gpu, jobs, runs)
     units, path = _units(list(runs.values())), critical.parts(list(runs.values()))
+    # where the last clusters run, the SMs that are done leave them their parts of L2 and HBM
+    if shape.clusters > shape.at_once(gpu):
+        cycles = round(cycles * (1 - idle * (path[Cause.L2_RATE] + path[Cause.HBM_RATE])))
     over = _drain_factor(_moving(shape, gpu, jobs, runs, cycles), path)
     cycles = ceil(cycles * more * over)
     units = {name: min(1.0, share / over) for name, share in units.items()}
-    clock_hz = clock_under_load(gpu, units[SHOWN[Unit.TENSOR]], units["L2"])
+    clock_hz = clock_under_load(gpu, units[SHOWN[Unit.TENSOR]], units["L2"], units["HBM"])
     seconds = gpu.launch_s + cycles / clock_hz
     flops, nbytes = (more * _whole(shape, gpu, code, jobs, work) for work in (_flops, _bytes))
     limiter = max(units, key=lambda name: units[name])
@@ -130,14 +161,14 @@ def _typical(shape: Shape, gpu: GPUFigures, tapes: Tapes,
     return [chosen], makespan(tiles, shape.clusters) / executed[chosen]
 
 
-def _jobs(code: Code, shape: Shape, tapes: Tapes, gpu: GPUFigures,
-          memory: Sequence[tuple[int, int]], begins: Sequence[int]) -> dict[int, Job]:
+def _jobs(code: Code, recording: Recording, gpu: GPUFigures, begins: Sequence[int]) -> dict[int, Job]:
     """Returns what runs at each place. Rank r of each of its clusters lies on SM r."""
+    shape, tapes = recording.shape, recording.tapes
     chosen = set(clusters_to_record(shape, gpu, begins))
     warps = [tape for tape in tapes.warps if tape.cluster in chosen]
     notes = np.concatenate([tape.notes for tape in warps])
-    shares = shares_of(tapes.reads, memory, notes, shape.clusters / len({tape.cluster for tape in warps}),
-                       shape.ctas_of_sm(gpu), gpu)
+    shares = shares_of(recording.reads.first, recording.memory, notes,
+                       shape.clusters / len({tape.cluster for tape in warps}), shape.ctas_of_sm(gpu), gpu)
     ends = np.cumsum([len(tape.notes) for tape in warps])
     by_place: dict[int, list[tuple[Tape, np.ndarray]]] = {}
     for tape, share in zip(warps, np.split(shares, ends[:-1]), strict=True):
@@ -279,8 +310,8 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 # **** launches ****
 
 def predict(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
-              name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
-              log: int = 0, strict: bool = True) -> Timing:
+            name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
+            log: int = 0, strict: bool = True) -> Timing:
     """Predicts a launch of an entry function on the GPU `name`, or on one of these figures. `record` runs
     chosen clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises
     `ConfigError` for a GPU without figures, or of another architecture, `ToolchainError` without ptxas or
@@ -290,17 +321,25 @@ def predict(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape
         called = name if isinstance(name, str) else gpu.name
         raise ConfigError(f"{called} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
+    return predict_recording(record_launch(text, entry, shape, gpu, record, memory, strict), gpu, log)
+
+
+def record_launch(text: str, entry: str, shape: Callable[[Resources], Shape], gpu: GPUFigures,
+                  record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
+                  strict: bool = True) -> Recording:
+    """Records the clusters of a launch that tell its time on a GPU; as `predict`."""
     listed = listing(text, gpu.arch, entry, strict)
     found = shape(listed.resources[entry])
     at_once = min(found.clusters, found.at_once(gpu))
 
     def record_tapes(begins: Sequence[int]) -> Tapes:
         tapes = Tapes(clusters_to_record(found, gpu, begins), idle=True, others=range(at_once),
-                      brief=BRIEF * found.ctas)
+                      brief=(WHOLE if at_once == found.clusters else BRIEF) * found.ctas)
         record(tapes)
         return tapes
     tapes = record_tapes(begins := places(found, gpu))
     if at_once == found.clusters:
         if tapes.draws: tapes = record_tapes(begins := places(found, gpu, drawn=True))
     elif _uneven_tapes(tapes): tapes = record_tapes(begins := places(found, gpu, count=MANY_PLACES))
-    return predict_tapes(listed, entry, found, tapes, gpu, memory, begins, log)
+    reads, tapes.reads = summarize_reads(tapes.reads), []
+    return Recording(listed, entry, found, tapes, reads, memory, begins)

@@ -33,8 +33,8 @@ i32, i64, f64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_double, ctypes
 
 class FiguresStruct(ctypes.Structure):
     """moments.h: Figures."""
-    _fields_ = (*((name, f64) for name in ("beside_wgmma", "xu_beside_wgmma", "wgmma_yield", "l2_bytes",
-                                           "hbm_bytes", "port_bytes")), *((name, i32) for name in (
+    _fields_ = (*((name, f64) for name in ("beside_wgmma", "xu_beside_wgmma", "l2_bytes", "hbm_bytes",
+                                           "hbm_crowding", "port_bytes")), *((name, i32) for name in (
         "begin_latency", "l2_latency", "hbm_latency", "tma_latency", "tma_issue", "write_latency",
         "wgmma_latency", "wgmma_ahead", "shared_ahead")))
 
@@ -90,9 +90,9 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(build_shared_library(SOURCES, "sm.c", FLAGS, "timing", "the timing model")))
 
 
-def run(job: Job, gpu: GPUFigures, sms: int = 0, log: int = 0) -> Run:
-    """Runs a job. `sms`: that share L2 and HBM, 0 for all of the GPU's; `log`: issues to keep. Raises
-    `PTXError` where warps wait for what no tape has."""
+def run(job: Job, gpu: GPUFigures, sms: float = 0, log: int = 0) -> Run:
+    """Runs a job. `sms`: that share L2 and HBM, in equal parts, 0 for all of the GPU's; `log`: issues to
+    keep. Raises `PTXError` where warps wait for what no tape has."""
     waited = np.zeros((len(job.instrs), len(REASONS)), np.int64)
     busy = np.zeros((job.sms, len(Unit)), np.int64)
     ends, happened = np.zeros(len(job.warps), np.int64), np.zeros(len(job.need) + 1, np.int64)
@@ -122,10 +122,11 @@ def _path(struct: JobStruct) -> np.ndarray:
     return rows[::-1]
 
 
-def _figures(gpu: GPUFigures, sms: int) -> FiguresStruct:
+def _figures(gpu: GPUFigures, sms: float) -> FiguresStruct:
     hbm = gpu.hbm_bytes_per_s / gpu.clock_hz
     return FiguresStruct(
-        gpu.beside_wgmma, gpu.xu_beside_wgmma, gpu.wgmma_yield,
-        min(L2_BYTES_OF_SM, gpu.l2_bytes_per_cycle / sms), min(L2_BYTES_OF_SM, hbm / sms), L2_BYTES_OF_SM,
+        gpu.beside_wgmma, gpu.xu_beside_wgmma,
+        min(L2_BYTES_OF_SM, gpu.l2_bytes_per_cycle / sms), min(L2_BYTES_OF_SM, hbm / sms),
+        gpu.hbm_crowding * gpu.clock_hz, L2_BYTES_OF_SM,
         gpu.begin_latency, gpu.l2_latency, gpu.hbm_latency, gpu.tma_latency, gpu.tma_issue,
         gpu.write_latency, gpu.wgmma_latency, gpu.wgmma_ahead, SHARED_AHEAD)

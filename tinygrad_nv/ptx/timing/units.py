@@ -50,22 +50,27 @@ class Kind(IntEnum):
     COPY_ASYNC = 10
     COPY_COMMIT = 11
     COPY_WAIT = 12
+    HOLD = 13
+    WGMMA_ARRIVE = 14
 
 
 @dataclass(frozen=True)
 class Cost:
     """`busy`: cycles for which the unit takes nothing else of the scheduler. `latency`: cycles from issue to
-    the result. `tensor`, `shared`: of tensor cores and shared memory. `number`: csrc/sm.c."""
+    the result. `tensor`, `shared`: of tensor cores and shared memory. `registers`: that it reads, of sums of
+    tensor cores also those that it writes. `number`: csrc/sm.c."""
     unit: Unit
     busy: int = 1
     latency: int = 6
     kind: Kind = Kind.PLAIN
     tensor: int = 0
     shared: int = 0
+    registers: int = 0
     number: int = 0
     known: bool = True
 
 
+DSMEM_LATENCY = 200     # cycles [hopper 7.5]: 181 in a TPC, 201 to 211 across
 _VARIABLE = 20      # cycles of results that ptxas waits for and nothing is published of: assumed
 # beginnings of opcode and modifiers, and their cost; the first that fits
 _GROUPS: tuple[tuple[str, Cost], ...] = (
@@ -77,6 +82,7 @@ _GROUPS: tuple[tuple[str, Cost], ...] = (
     ("IMAD IDP", Cost(Unit.WIDE, 2)),
     ("HMMA IMMA QMMA BMMA DMMA", Cost(Unit.TENSOR, kind=Kind.MMA)),
     ("WARPGROUP.DEPBAR", Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT)),
+    ("WARPGROUP.ARRIVE", Cost(Unit.CONTROL, kind=Kind.WGMMA_ARRIVE)),
     ("LDS", Cost(Unit.SHARED, 1, 0, Kind.SHARED_ACCESS)),  # LDSM too; its latency is the GPU's
     ("STS", Cost(Unit.SHARED, 1, _VARIABLE, Kind.SHARED_ACCESS)),
     ("ATOMS", Cost(Unit.SHARED, 1, 40, Kind.SHARED_ACCESS)),
@@ -84,17 +90,22 @@ _GROUPS: tuple[tuple[str, Cost], ...] = (
     ("REDUX MATCH", Cost(Unit.ALU, 2, _VARIABLE)), ("VOTE. R2UR ELECT", Cost(Unit.ALU, 2, 12)),
     ("LDGSTS ARRIVES.LDGSTSBAR", Cost(Unit.MEMORY, 4, 30, Kind.COPY_ASYNC)),
     ("LDGDEPBAR", Cost(Unit.CONTROL, kind=Kind.COPY_COMMIT)),
-    ("LDG LD.", Cost(Unit.MEMORY, 4, 0, Kind.GLOBAL_READ)), ("LDL STL", Cost(Unit.MEMORY, 4, 40)),
+    ("LDG", Cost(Unit.MEMORY, 4, 0, Kind.GLOBAL_READ)),
+    ("LD.", Cost(Unit.MEMORY, 4, DSMEM_LATENCY, Kind.GLOBAL_READ)),     # or of global memory: noted then
+    ("LDL STL", Cost(Unit.MEMORY, 4, 40)),
     ("STG ST. REDG RED.", Cost(Unit.MEMORY, 4, _VARIABLE, Kind.GLOBAL_WRITE)),
     ("ATOMG ATOM", Cost(Unit.MEMORY, 4, 300, Kind.GLOBAL_READ)),
     ("LDC S2UR S2R", Cost(Unit.MEMORY, 2, 25)),
-    ("CCTL MEMBAR FENCE ERRBAR CGAERRBAR", Cost(Unit.MEMORY, 2, _VARIABLE)),
+    ("MEMBAR.ALL.CTA MEMBAR.SC.CTA", Cost(Unit.MEMORY, 2, _VARIABLE)),
+    ("MEMBAR", Cost(Unit.MEMORY, 2, kind=Kind.HOLD)),    # its latency is the GPU's
+    ("CCTL FENCE ERRBAR CGAERRBAR", Cost(Unit.MEMORY, 2, _VARIABLE)),
     ("CS2R", Cost(Unit.ALU, 2, 12)), ("ULDC", Cost(Unit.UNIFORM, 2, 12)),
     ("UTMALDG UBLKCP", Cost(Unit.COPY, 2, _VARIABLE, Kind.TMA_READ)),
     ("UTMASTG UTMAREDG UBLKRED", Cost(Unit.COPY, 2, _VARIABLE, Kind.TMA_WRITE)),
     ("UTMACMDFLUSH", Cost(Unit.COPY, 2, kind=Kind.BULK_COMMIT)),
     ("UTMACCTL UTMAPF UBLKPF", Cost(Unit.COPY, 2, _VARIABLE)),
     ("BAR. UCGABAR NANOSLEEP ACQBULK PREEXIT USETMAXREG", Cost(Unit.CONTROL, 2, _VARIABLE)),
+    ("WARPSYNC.ALL", Cost(Unit.CONTROL, kind=Kind.HOLD)),   # after a branch; of warps with wgmmas alone
     ("BRA BRX JMX JMP EXIT RET CALL BSSY BSYNC BREAK NOP YIELD WARPSYNC WARPGROUP KILL BPT BMOV PMTRIG "
      "RPCMOV LEPC GETLMEMBASE ENDCOLLECTIVE", Cost(Unit.CONTROL)),
     ("IADD LOP PLOP3 ISETP SEL SHF LEA PRMT IABS IMNMX VIMNMX VIADD MOV P2R R2P SGXT BMSK VABSDIFF I2I ICMP "
@@ -103,26 +114,41 @@ _GROUPS: tuple[tuple[str, Cost], ...] = (
      "VOTEU UVIADD UVIMNMX UF2FP UCLEA UIABS", Cost(Unit.UNIFORM, 2)),
 )
 _ROWS = tuple((name, cost) for names, cost in _GROUPS for name in names.split())
+_NEVER = Cost(Unit.CONTROL, 1, 1)
 UNKNOWN = Cost(Unit.ALU, 2, _VARIABLE, known=False)
 _ASYNC = re.compile(r"[HIQB]GMMA")
+_REGISTER = re.compile(r"\bR\d+")
 _SHAPE = re.compile(r"\.64x(\d+)x(\d+)")
 
 
 def cost_of(each: SASSInstruction, gpu: GPUFigures) -> Cost:
     """Returns what an instruction takes on a GPU. One without a row is taken for an integer operation whose
     result is variable, and is not `known`."""
+    if each.guard == "@!PT": return _NEVER     # ptxas keeps some that never happen, as LDS beside barriers
     whole = each.opcode + each.modifiers + "."
     if _ASYNC.match(each.opcode): return _wgmma(each, gpu)
     if each.opcode == "DEPBAR": return Cost(Unit.CONTROL, kind=Kind.COPY_WAIT, number=pending(each))
     found = next((cost for name, cost in _ROWS if whole.startswith(name)), UNKNOWN)
     if found.kind is Kind.MMA:
-        return replace(found, latency=gpu.mma_latency, tensor=_mma_cycles(each, gpu))
+        return replace(found, latency=gpu.mma_latency, tensor=_mma_cycles(each, gpu),
+                       registers=_mma_registers(each))
+    if found.kind is Kind.HOLD:
+        fence = found.unit is Unit.MEMORY
+        return replace(found, latency=gpu.fence_latency if fence else gpu.reconverge_latency)
     if found.kind is Kind.SHARED_ACCESS and not found.latency:
         return replace(found, latency=gpu.shared_latency)
     if found.kind is Kind.WGMMA_WAIT:
         return Cost(Unit.CONTROL, kind=Kind.WGMMA_WAIT, number=pending(each))
+    if Unit.FMA <= found.unit <= Unit.XU: found = replace(found, registers=count_registers(each))
     if found.unit is Unit.FMA: return replace(found, busy=gpu.fp32_cycles)
     return found
+
+
+def count_registers(each: SASSInstruction) -> int:
+    """Returns how many registers an instruction of arithmetic reads: all it names but the first operand."""
+    first, _, others = each.operands.partition(",")
+    result = _REGISTER.match(first.strip()) or "RZ" in first
+    return len(_REGISTER.findall(others if result else each.operands))
 
 
 def pending(each: SASSInstruction) -> int:
@@ -139,11 +165,20 @@ def _wgmma(each: SASSInstruction, gpu: GPUFigures) -> Cost:
     shared = 32 * n + (0 if of_registers else 2048)
     serving = math.ceil(shared / gpu.shared_bytes_per_cycle)
     cycles = max(n // 2, serving) + 1
-    return Cost(Unit.TENSOR, 2, 6, Kind.WGMMA, cycles, serving,
-                int("gsb0" in each.operands))
+    return Cost(Unit.TENSOR, 2, 6, Kind.WGMMA, cycles, serving, number=int("gsb0" in each.operands))
+
+
+def _element_bits(each: SASSInstruction) -> int:
+    return 8 if each.opcode in ("IMMA", "QMMA") else 32 if "TF32" in each.modifiers else 16
 
 
 def _mma_cycles(each: SASSInstruction, gpu: GPUFigures) -> int:
     """Returns the cycles of a scheduler's quarter of the tensor cores."""
-    bits = 8 if each.opcode in ("IMMA", "QMMA") else 32 if "TF32" in each.modifiers else 16
-    return max(1, round(each.tensor_flops / 2 * bits / 16 / gpu.mma_macs))
+    return max(1, round(each.tensor_flops / 2 * _element_bits(each) / 16 / gpu.mma_macs))
+
+
+def _mma_registers(each: SASSInstruction) -> int:
+    """Returns the registers of operands and sums, which are read and written."""
+    m, n, k = each.tensor_shape
+    sums = 2 * m * n * (16 if ".F16" in each.modifiers and ".F32" not in each.modifiers else 32)
+    return ((m + n) * k * _element_bits(each) + sums) // 1024

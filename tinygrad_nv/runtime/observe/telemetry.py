@@ -156,6 +156,16 @@ class Telemetry:
         """The GPU's own name, the same in every order of devices."""
         return self._ask(lambda nvml, gpu: _text(nvml.nvmlDeviceGetUUID(gpu))) or ""
 
+    @property
+    def driver_version(self) -> str:
+        """The NVIDIA driver's version, as nvidia-smi shows it; "" where that is not known."""
+        return self._ask(lambda nvml, gpu: _text(nvml.nvmlSystemGetDriverVersion())) or ""
+
+    def throttle_reasons(self) -> tuple[str, ...]:
+        """Returns what holds the clocks back now; nothing where that is not known."""
+        return self._ask(
+            lambda nvml, gpu: _reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))) or ()
+
     def now(self) -> GPUSample:
         """One look. Takes from 10 µs to some milliseconds, by driver."""
         seconds = time.perf_counter()

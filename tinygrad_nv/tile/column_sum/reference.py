@@ -8,8 +8,9 @@ from tinygrad_nv.tile.reference import Argument, Given, dense, evaluate, paramet
 
 
 def arguments(spec: ColumnSumSpec) -> tuple[Argument, ...]:
-    """out [n], x0, x1, …"""
-    return Argument("out", spec.dtype, (dense(spec.n),), "out"), *parameters((spec.m, spec.n), spec.term)
+    """out [n], or of groups [groups, n], x0, x1, …"""
+    out = (spec.n,) if spec.groups == 1 else (spec.groups, spec.n)
+    return Argument("out", spec.dtype, (dense(*out),), "out"), *parameters((spec.m, spec.n), spec.term)
 
 
 def reference(spec: ColumnSumSpec, given: Given, exact: bool = False) -> tuple[Tensor, ...]:

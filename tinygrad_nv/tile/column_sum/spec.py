@@ -21,11 +21,14 @@ from tinygrad_nv.tile.gemm.spec import FLOAT16S
 
 @dataclass(frozen=True)
 class ColumnSumSpec:
-    """`n` sums of `m` terms each, stored side by side as `dtype`. Raises `SpecError` for what cannot be."""
+    """`n` sums of `m` terms each, stored side by side as `dtype`. Of several `groups` of rows, of one size
+    and the last of what is left, each has its own sums, [groups, n]. Raises `SpecError` for what cannot
+    be."""
     m: int
     n: int
     term: Expression
     dtype: DType = dtypes.float32
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if min(self.m, self.n) < 1: raise SpecError(f"{self.m} rows of {self.n}", "extents ≥ 1")
@@ -51,4 +54,5 @@ class ColumnSumSpec:
         return self.m * self.n * (each + 1)
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}: {short(self.dtype)} sums of columns of {show(self.term)}"
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        return f"{self.m}x{self.n}{groups}: {short(self.dtype)} sums of columns of {show(self.term)}"

@@ -57,6 +57,12 @@ def where(condition: Operand, x: Operand, y: Operand) -> Tile:
     return apply("where", test, a, b)
 
 
+def fma(x: Operand, y: Operand, z: Operand) -> Tile:
+    """x · y + z in float32, rounded once; twice by CPUs without such an instruction."""
+    wide = (cast(scalar(each, dtypes.float32), dtypes.float32) for each in (x, y, z))
+    return apply("fma", *broadcast(*wide))
+
+
 def maximum(x: Operand, y: Operand) -> Tile:
     """The larger of two, element by element."""
     return binary("max", x, y)

@@ -278,7 +278,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "log2": np.log2, "sqrt": np.sqrt, "sin": np.sin, "floor": np.floor, "abs": np.abs,
     "less": np.less, "not_equal": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "where": np.where, "quotient": _quotient, "remainder": _remainder,
-    "shift_left": _shift(True), "shift_right": _shift(False), "mul_high": _mul_high}
+    "shift_left": _shift(True), "shift_right": _shift(False), "mul_high": _mul_high,
+    "fma": lambda a, b, c: np.float64(a) * np.float64(b) + np.float64(c)}
 REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda x, axis: np.sum(x, axis, dtype=_wide(x)),
     "mul": lambda x, axis: np.prod(x, axis, dtype=_wide(x)),

@@ -41,7 +41,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tinygrad.dtype import DType
@@ -117,18 +117,23 @@ class Region:
 
 @dataclass(frozen=True)
 class TensorParameter:
-    """A tensor of a program: contiguous, row-major. `output`: the program writes it; `saturate` and
-    `stochastic`, a seed: how stores round (rounding.py)."""
+    """A tensor of a program: contiguous, row-major, or as `steps` say from one index of an axis to the next,
+    the last of which is 1; its elements begin at `offset`. `output`: the program writes it; `saturate` and
+    `stochastic`, a seed: how stores round (rounding.py). `of`: the tensor whose memory this is a view of."""
     name: str
     dtype: DType
     shape: tuple[int, ...]
     output: bool = False
     saturate: bool = False
     stochastic: int | None = None
+    steps: tuple[int, ...] | None = None
+    offset: int = 0
+    of: str = ""
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Elements from one index of an axis to the next."""
+        if self.steps is not None: return self.steps
         made = [1]
         for extent in reversed(self.shape[1:]): made.append(made[-1] * extent)
         return tuple(reversed(made)) if self.shape else ()
@@ -138,8 +143,20 @@ class TensorParameter:
         """How many elements it has."""
         return math.prod(self.shape)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is a whole storage in rows."""
+        return not self.offset and self.strides == replace(self, steps=None).strides
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        return sum((e - 1) * s for e, s in zip(self.shape, self.strides, strict=True)) + 1
+
     def __str__(self) -> str:
         words = [str(TileType(self.dtype, self.shape)), *["out"] * self.output, *["saturate"] * self.saturate]
+        if self.of: words.append(f"of {self.of}")
+        if not self.is_dense: words.append(f"at {self.offset}, steps {'x'.join(map(str, self.strides))}")
         if self.stochastic is not None: words.append(f"stochastic_round({self.stochastic})")
         return f"{self.name}: {' '.join(words)}"
 
@@ -147,15 +164,17 @@ class TensorParameter:
 @dataclass(eq=False)
 class Program:
     """A kernel in tiles, which stays as it is. `tensors`: outputs, then inputs, in the order of the kernel's
-    pointers. `grid` is how many programs there are along x, y, z."""
+    pointers; `views` are of their memory, and read alone. `grid` is how many programs there are along x, y,
+    z."""
     name: str
     tensors: tuple[TensorParameter, ...]
     grid: tuple[int, int, int]
     body: Region
+    views: tuple[TensorParameter, ...] = ()
 
     def tensor(self, name: str) -> TensorParameter:
-        """The tensor of a name."""
-        return next(each for each in self.tensors if each.name == name)
+        """The tensor, or the view, of a name."""
+        return next(each for each in (*self.tensors, *self.views) if each.name == name)
 
     def __str__(self) -> str: return self._text
 
@@ -165,10 +184,10 @@ class Program:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """The pointers of its kernels (tile/reference.py)."""
-        from tinygrad_nv.tile.reference import Argument, dense
-        return tuple(Argument(each.name, each.dtype, (dense(*each.shape or (1,)),), "out" if each.output
-                              else "in")
-                     for each in self.tensors)
+        from tinygrad_nv.tile.reference import Argument, Place
+        places = [Place(each.offset, each.shape or (1,), each.strides or (1,)) for each in self.tensors]
+        return tuple(Argument(each.name, each.dtype, (place,), "out" if each.output else "in")
+                     for each, place in zip(self.tensors, places, strict=True))
 
     @functools.cached_property
     def key(self) -> str:
@@ -189,7 +208,7 @@ class _Printer:
         return ", ".join(f"{self.name(each)}: {each.type}" for each in values)
 
     def program(self, program: Program) -> list[str]:
-        tensors = ", ".join(map(str, program.tensors))
+        tensors = ", ".join(map(str, (*program.tensors, *program.views)))
         lines = [f"program {program.name}({tensors}) grid {'x'.join(map(str, program.grid))}"]
         return [*lines, *self.region(program.body, "  ")]
 

@@ -16,7 +16,7 @@ _MODULES = {
     "elements": ("zeros", "ones", "where", "maximum", "minimum", "clamp", "exp", "exp2",
                  "exp2_nonpositive", "log", "log2",
                  "sqrt", "rsqrt", "reciprocal", "sin", "cos", "sigmoid", "tanh", "erf", "silu", "relu",
-                 "gelu", "floor", "ceil", "bitcast", "mul_high", "cdiv", "INF"),
+                 "gelu", "floor", "ceil", "bitcast", "mul_high", "fma", "cdiv", "INF"),
     "reductions": ("prod", "mean", "argmax", "argmin", "reduce", "scan", "cumsum", "cumprod", "cummax",
                    "gather", "sort", "histogram", "softmax"),
     "linear": ("dot", "dot_dequant_i8", "load_qint8"),

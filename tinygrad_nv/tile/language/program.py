@@ -30,10 +30,12 @@ LIMITS = (2**31 - 1, 65535, 65535)
 
 def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Sequence[TensorParameter],
             schedule: TileSchedule, grid: tuple[int, ...] | None,
-            result: TensorParameter | None) -> Program:
+            result: TensorParameter | None, views: Sequence[TensorParameter] = ()) -> Program:
     """The program of a function. `arguments` by name, tensors as `TensorRef`s; `grid` None: programs follow
     the result, of a shape and a dtype; by default the shape is that of the first tensor where a tile is
-    returned or there are no outputs, else that of the output with most axes. Raises `LanguageError`."""
+    returned or there are no outputs, else that of the output with most axes. `views` of inputs are tensors
+    that the function may read, too. Raises `LanguageError`."""
+    assert not {each.of for each in views} & {each.name for each in tensors if each.output}, "views are read"
     if not tensors: raise LanguageError(f"kernel {fn.__name__} without a tensor", "one tensor at least")
     if fn.__code__.co_flags & NO_KERNELS:
         at = Line(fn.__code__.co_filename, fn.__code__.co_firstlineno)
@@ -44,7 +46,7 @@ def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Seque
     first = not outputs or returns_value(fn.__code__, fn.__code__.co_filename)
     like = tensors[0] if first else max(outputs, key=lambda each: len(each.shape))
     out = result or TensorParameter(RESULT, like.dtype, like.shape, output=True)
-    trace = Trace([*tensors, out], {fn.__code__.co_filename})
+    trace = Trace([*tensors, *views, out], {fn.__code__.co_filename})
     made = None if grid is not None else Context(TensorRef(tensors[0]), out.shape, schedule,
                                                  supposed=result is None and first)
     trace.context = made
@@ -58,9 +60,8 @@ def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Seque
         if made is not None: made.check()
         counts = _grid(made.grid if made is not None else grid or (1,), fn)
     results = [*([out] if returned is not None else []), *outputs]
-    return clamp_masks(Program(fn.__name__, (*results, *(each for each in tensors if not each.output)),
-                               counts,
-                           trace.body))
+    inputs = [each for each in tensors if not each.output]
+    return clamp_masks(Program(fn.__name__, (*results, *inputs), counts, trace.body, tuple(views)))
 
 
 def _store_result(returned: Any, out: TensorParameter, context: Context | None,

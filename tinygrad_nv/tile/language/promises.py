@@ -41,7 +41,7 @@ def _tiles(out: Any, place: str = "") -> Iterator[tuple[str, Tile]]:
 def without(program: Program) -> Program:
     """A program that promises nothing; itself where it does not."""
     if not any(op.name == NAME for op in program.body.walk()): return program
-    return Program(program.name, program.tensors, program.grid, _without(program.body))
+    return replace(program, body=_without(program.body))
 
 
 def _without(region: Region) -> Region:

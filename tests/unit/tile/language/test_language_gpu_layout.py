@@ -26,11 +26,11 @@ from tinygrad_nv.tile.language.gpu.layout import (
     spread,
     transpose_bits,
 )
-from tinygrad_nv.tile.language.gpu.ranges import MOST, Ranges
 from tinygrad_nv.tile.language.interpret import _Run
 from tinygrad_nv.tile.language.ir import TensorParameter
 from tinygrad_nv.tile.language.memory import TensorRef
 from tinygrad_nv.tile.language.program import trace_program
+from tinygrad_nv.tile.language.ranges import MOST, Ranges
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 

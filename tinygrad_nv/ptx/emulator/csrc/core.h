@@ -275,7 +275,7 @@ typedef struct {
     const i32 *taped;      /* the clusters that run, in their order, and have tapes; NULL: all run, without */
     i32 taped_count, whole;  /* those from `whole` on end after `brief` instructions, and tell only what they read */
     u64 brief;
-    i32 idle;              /* tensor cores compute nothing: only time is asked for */
+    i32 idle;              /* tensor cores add random numbers: only time is asked for */
     Peers *peers;          /* GPUs that run beside this one, NULL: none (peers.c) */
     i32 gpu;               /* which of them it is */
     const char *name;      /* of the kernel */
@@ -520,6 +520,7 @@ Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64
 /* **** tape.c **** */
 
 void tape_note(const Warp *w, u32 kind, u32 count, u64 key, u64 a, u64 b);
+void add_random_sums(Warp *w, int rows, int n, int k, f32 *c, int ldc);
 
 /* **** lifetimes: each part makes and frees what it keeps in a warp or a CTA **** */
 void tensor_free(Machine *m, Warp *w);

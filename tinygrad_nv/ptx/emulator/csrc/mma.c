@@ -116,13 +116,17 @@ HANDLER(mma) {
              .n = mma_n(op),
              .k = mma_k(op), .saturate = op->flags & MMA_SATURATE, .c = c, .ldc = 16};
     m->launch.counters[op->source].flops += 2ull * (u64)d.rows * (u64)d.n * (u64)d.k;
-    if (m->launch.idle) return NEXT;
     const i32 *places = m->launch.lists + op->list;
     int nd = d.rows * d.n / LANES / (d.result == RESULT_F16 ? 2 : 1), stored = sparse ? d.k / 2 : d.k;
     int na = d.rows * stored * element_bits[d.a] / 1024, nb = d.n * d.k * element_bits[d.b] / 1024;
+    load_accumulators(w, places + nd + na + nb, d.rows, d.n, d.result, c, 16);
+    if (m->launch.idle) {
+        if (d.result != RESULT_S32) add_random_sums(w, d.rows, d.n, d.k, (f32 *)c, 16);
+        store_accumulators(w, places, d.rows, d.n, d.result, c, 16, mask);
+        return NEXT;
+    }
     mma_load_a(w, places + nd, na, d.a, d.rows);
     mma_load_b(w, places + nd + na, nb, d.b);
-    load_accumulators(w, places + nd + na + nb, d.rows, d.n, d.result, c, 16);
     if (sparse) {
         u64 metadata[DOT_ROWS];
         sparse_metadata(d.a, d.k, r32(w, places[2 * nd + na + nb]), op->flags >> MMA_SELECTOR_SHIFT & 3,

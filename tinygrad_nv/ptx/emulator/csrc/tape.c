@@ -4,6 +4,8 @@
  * in the next 11, and whether notes belong to it in the last. Its notes are the warp's next ones, up to the one
  * without MORE. What a blocked instruction noted before it could go on is forgotten. */
 
+#include <math.h>
+
 #include "core.h"
 
 enum { KIND_BITS = 8, SOURCE_BITS = 20, PASSES_BITS = 11, NOTED = 1u << 31, MORE_NOTES = 1u << 31 };
@@ -33,6 +35,7 @@ struct Tape {
     u64 step_count, note_count, step_room, note_room;
     u64 noted, passes;  /* notes at the end of the last step; passes since */
     i32 cluster, rank, cta, warp, brief;  /* brief: no steps, and only notes of reads */
+    u64 random;         /* of add_random_sums */
 };
 
 static void tape_start(Machine *m, Warp *w) {
@@ -44,6 +47,7 @@ static void tape_start(Machine *m, Warp *w) {
     Tape *t = take_zeros(1, sizeof *t);
     t->cluster = (i32)w->cta->cluster->number, t->rank = w->cta->rank;
     t->cta = cta_number(m, w->cta), t->warp = w->id, t->brief = w->cta->cluster->most > 0;
+    t->random = ((u64)t->cta << 6 | (u64)t->warp) << 32;    /* warps differ: one may rescale where another does not */
     m->tapes[m->tape_count++] = w->tape = t;
 }
 
@@ -80,6 +84,29 @@ static void tapes_free(Machine *m) {
         give(t->steps), give(t->notes), give(t);
     }
     give(m->tapes);
+}
+
+/* Adds to [rows][n] sums, where tensor cores are idle, what k products of random normal numbers add up to: were all
+ * scores equal, no softmax would ever find a new maximum, nor rescale. splitmix64; four bytes are nearly normal. */
+void add_random_sums(Warp *w, int rows, int n, int k, f32 *c, int ldc) {
+    Tape *t = w->tape;
+    if (!t || t->brief) return;
+    f32 unit = sqrtf((f32)k) / 147.8f;  /* 510 and 147.8: mean and standard deviation of the sum of four bytes */
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < n; j++) {
+            u64 z = t->random += 0x9e3779b97f4a7c15ull;
+            z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+            z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+            c[i * ldc + j] += unit * (f32)((i32)((z >> 56) + (z >> 48 & 255) + (z >> 40 & 255) + (z >> 32 & 255)) - 510);
+        }
+}
+
+/* Bytes of steps and notes that are kept: brief tapes have no steps. */
+u64 machine_taped_bytes(const Machine *m) {
+    u64 bytes = 0;
+    for (i32 i = 0; i < m->tape_count; i++)
+        bytes += m->tapes[i]->step_count * sizeof(u32) + m->tapes[i]->note_count * sizeof(Note);
+    return bytes;
 }
 
 i32 machine_tape_count(const Machine *m) { return m->tape_count; }

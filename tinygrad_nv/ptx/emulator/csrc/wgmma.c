@@ -77,10 +77,14 @@ static void load_operand(const Warp *w, const Product *p, bool is_b) {
 static void product_run(Machine *m, Warp *w, Product *p) {
     const Op *op = p->op;
     Accumulator *c = p->accumulator;
-    if (m->launch.idle) { p->done = true; return; }
+    if (!p->scale) memset(c->matrix, 0, sizeof(u32) * DOT_ROWS * (size_t)c->ldc);
+    if (m->launch.idle) {
+        if (c->result != RESULT_S32) add_random_sums(w, 16, c->n, mma_k(op), (f32 *)c->matrix, c->ldc);
+        p->done = true;
+        return;
+    }
     bool sparse = op->flags & MMA_SPARSE, eight = op->width == E4M3 || op->width == E5M2;
     int k = mma_k(op);
-    if (!p->scale) memset(c->matrix, 0, sizeof(u32) * DOT_ROWS * (size_t)c->ldc);
     if (op->a < 0) mma_load_a(w, m->launch.lists + op->list + wgmma_result_words(op), 4, op->width, 16);
     else load_operand(w, p, false);
     if (sparse) sparse_expand(op->width, p->metadata, k);

@@ -16,10 +16,10 @@ typedef uint32_t u32;
 typedef int64_t i64;
 typedef double f64;
 
-enum { SCHEDULERS = 4, SCOREBOARDS = 6, GROUPS = 64 };
+enum { SCHEDULERS = 4, SCOREBOARDS = 6, GROUPS = 64, PORTS = 3, WARPGROUP = 4 };
 enum Unit { CONTROL, FMA, ALU, HALF, WIDE, XU, UNIFORM, DOUBLE, SHARED, MEMORY, TENSOR, COPY, UNITS };
 enum Kind { PLAIN, WGMMA, WGMMA_WAIT, MMA, SHARED_ACCESS, GLOBAL_READ, GLOBAL_WRITE, TMA_READ,
-            TMA_WRITE, BULK_COMMIT, COPY_ASYNC, COPY_COMMIT, COPY_WAIT };
+            TMA_WRITE, BULK_COMMIT, COPY_ASYNC, COPY_COMMIT, COPY_WAIT, HOLD, WGMMA_ARRIVE };
 /* What a warp waits for: STALL its own last instruction, BOARD a result, UNIT_BUSY, EVENT, GROUP wgmmas and
  * copies, TURN another warp that issues */
 enum Reason { ISSUED, STALL, BOARD, UNIT_BUSY, EVENT, GROUP, TURN, REASONS };
@@ -34,6 +34,7 @@ typedef struct {
     u16 busy;                    /* cycles for which its unit takes no other of the scheduler (or of the SM) */
     u16 latency;                 /* from issue to the result */
     u16 tensor, shared;          /* WGMMA: cycles of the tensor core, and of shared memory; MMA: of the former */
+    u16 registers;               /* that it reads */
     u16 number;                  /* of a wait: groups that may be under way; WGMMA: 1 for the last of a group */
 } Instr;
 
@@ -45,23 +46,26 @@ typedef struct { i32 instr, note; u16 notes, passes; } Step;
  * the event, `delay` cycles later; it waits until `delay` after it; or both. `late`: HBM's latency, not L2's. */
 typedef struct { i32 event; u32 bytes, near, far; u16 delay; u8 waits, signals, late; u8 unused[3]; } Effect;
 
-/* `cta` counts those of the job. The warps of one begin when those of CTA `after` have ended, -1: at once. */
-typedef struct { i32 first, end, sm, scheduler, cta, after; } WarpJob;
+/* `cta` counts those of the job. The warps of one begin when those of CTA `after` have ended, -1: at once. `group`:
+ * the first warp of its warpgroup, -1: of none. */
+typedef struct { i32 first, end, sm, scheduler, cta, after, group; } WarpJob;
 
 /* A moment of a step, number step * MOMENTS + Moment. by: the moment it followed, -1: none. */
 typedef struct { i64 at; i32 by, cause; } Node;
 
 typedef struct {
-    /* beside wgmmas a scheduler issues an instruction that reads registers, or one of the SFU, in so many cycles, and
-     * each takes some of the tensor core */
-    f64 beside_wgmma, xu_beside_wgmma, wgmma_yield;
-    f64 l2_bytes, hbm_bytes, port_bytes;    /* a cycle, of one SM: its part, and the most it gets of L2 */
+    /* beside wgmmas an instruction takes a scheduler so many cycles for each register that it reads, and so many
+     * more for one of the SFU */
+    f64 beside_wgmma, xu_beside_wgmma;
+    f64 l2_bytes, hbm_bytes;        /* a cycle, of one SM: its part */
+    f64 hbm_crowding, port_bytes;   /* cycles (see `crowded`); a cycle, the most that an SM gets of L2 */
     i32 begin_latency, l2_latency, hbm_latency, tma_latency, tma_issue, write_latency;
     i32 wgmma_latency, wgmma_ahead, shared_ahead;
 } Figures;
 
-/* Something that moves bytes, one after the other: when it is free, and the moment of its last user. */
-typedef struct { f64 free; i32 user; } Queue;
+/* Something that moves bytes, one after the other: when it is free, and the moment of its last user; at `since` it
+ * had `waiting` bytes to move. */
+typedef struct { f64 free, since, waiting; i32 user; } Queue;
 
 typedef struct {
     const Instr *instrs;
@@ -91,6 +95,7 @@ typedef struct {
     i32 board_by[SCOREBOARDS], at, before;  /* before: the moment of its last step */
     int why;                         /* what it waited for last, since then */
     Groups wgmma, bulk, copies;      /* bulk: until sources are read */
+    i32 arrived, arrived_by;         /* WARPGROUP.ARRIVE: how often, and the moment of the last */
     bool gone, posted;               /* posted: it has signalled what it now waits for */
 } Warp;
 
@@ -98,7 +103,7 @@ typedef struct {
     i64 free[SCHEDULERS][UNITS], shared_free, tma_free;
     Queue port, l2, hbm;        /* l2, hbm: those of a cluster's first SM are all of its SMs' */
     i64 tensor_free[SCHEDULERS], wgmma_end[SCHEDULERS];
-    f64 registers_free[SCHEDULERS], yielded[SCHEDULERS];    /* yielded: parts of a cycle */
+    f64 registers_free[SCHEDULERS];
     i32 number;
     /* the moments of those who had them last */
     i32 user[SCHEDULERS][UNITS], issuer[SCHEDULERS], tensor_user[SCHEDULERS], shared_user, tma_user;

@@ -10,6 +10,7 @@
  * Results of a fixed latency need nothing else: ptxas has put stalls there. Others clear a scoreboard when they
  * are done. wgmma, TMA, copies and barriers work by themselves, and steps wait for them.
  * What each of them waited for last is kept for the critical path (moments.h). */
+#include <math.h>
 #include "moments.h"
 
 /* A moment as a whole number; those beyond all that is simulated are the same. */
@@ -25,6 +26,19 @@ static i64 queued(Queue *q, f64 bytes, f64 rate, i64 now, i32 by, i32 *before) {
     return whole(q->free);
 }
 
+/* HBM's rate with so many bytes waiting. A request waits c r / (1 - r) cycles where HBM is busy for a share r of the
+ * time, as banks and turns from reads to writes have it; by Little's law as many bytes wait as come in that time,
+ * waiting = c rate r^2 / (1 - r). */
+static f64 crowded(const Figures *f, f64 waiting, f64 rate) {
+    f64 whole = f->hbm_crowding * rate;
+    return whole > 0 ? rate * (sqrt(waiting * waiting + 4 * whole * waiting) - waiting) / (2 * whole) : rate;
+}
+
+/* Bytes to move that were not yet moved at `now`. */
+static f64 waiting_at(const Queue *q, i64 now) {
+    return q->free > (f64)now ? q->waiting * (q->free - (f64)now) / (q->free - q->since) : 0;
+}
+
 /* When an effect's bytes have been moved for an SM by a step, after the moment `by`. The SMs of a cluster have
  * their part of L2 and HBM together: one may ask for more than another. */
 static i64 moved(Job *j, Sm *s, i64 step, i64 now, i32 by, const Effect *e, i32 latency) {
@@ -37,7 +51,10 @@ static i64 moved(Job *j, Sm *s, i64 step, i64 now, i32 by, const Effect *e, i32 
     if (port > end) end = port, before = other;
     j->l2_busy += e->near / l2_rate, j->hbm_busy += e->far / hbm_rate;
     if (e->far) {
-        i64 hbm = queued(&first->hbm, e->far, hbm_rate, now, by, &other);
+        Queue *q = &first->hbm;
+        f64 waiting = waiting_at(q, now) + e->far;
+        i64 hbm = queued(q, e->far, crowded(&j->f, waiting, hbm_rate), now, by, &other);
+        q->waiting = waiting, q->since = (f64)now;
         if (hbm > end) end = hbm, before = other, cause = HBM_RATE;
         first->hbm.user = n;
     }
@@ -61,10 +78,22 @@ static i64 wait_end(const Job *j, const Effect *e) {
 
 /* **** a warp's next step **** */
 
-static bool reads_registers(const Instr *i) { return i->unit >= FMA && i->unit <= XU; }
+static bool reads_registers(const Instr *i) { return (i->unit >= FMA && i->unit <= XU) || i->kind == MMA; }
+
+/* How many cycles of work a busy tensor core takes ahead: of wgmma many, of mma.sync what its warp may wait for. */
+static i32 ahead(const Job *j, const Instr *i) { return i->kind == MMA ? j->f.shared_ahead : j->f.wgmma_ahead; }
+
+/* The warp of its warpgroup that a wgmma of this warp waits for: tensor cores begin when all four have arrived. NULL:
+ * for none. */
+static const Warp *absent(const Warp *warps, const Warp *w, const WarpJob *where) {
+    if (where->group >= 0)
+        for (const Warp *each = warps + where->group; each < warps + where->group + WARPGROUP; each++)
+            if (each->arrived < w->arrived) return each;
+    return NULL;
+}
 
 /* Why the warp cannot issue now; ISSUED: it can. */
-static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, i64 now) {
+static int held(const Job *j, const Warp *warps, const Warp *w, const WarpJob *where, const Sm *s, i64 now) {
     const Step *step = &j->steps[w->at];
     const Instr *i = &j->instrs[step->instr];
     if (now < w->next) return STALL;
@@ -73,8 +102,11 @@ static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, 
     if (s->free[where->scheduler][i->unit] > now) return UNIT_BUSY;
     if (reads_registers(i) && s->registers_free[where->scheduler] >= (f64)(now + 1)) return UNIT_BUSY;
     switch (i->kind) {
-    case WGMMA: case MMA:
-        if (s->tensor_free[where->scheduler] > now + j->f.wgmma_ahead) return UNIT_BUSY;
+    case WGMMA:
+        if (absent(warps, w, where)) return GROUP;
+        /* fall through */
+    case MMA:
+        if (s->tensor_free[where->scheduler] > now + ahead(j, i)) return UNIT_BUSY;
         break;
     case SHARED_ACCESS: if (s->shared_free > now + j->f.shared_ahead) return UNIT_BUSY; break;
     case WGMMA_WAIT: if (group_end(&w->wgmma, i->number) > now) return GROUP; break;
@@ -89,7 +121,7 @@ static int held(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, 
 }
 
 /* The moment that a step followed when it stopped waiting, and what had taken the time. */
-static i32 cause_of(const Job *j, const Warp *w, const WarpJob *where, const Sm *s, i64 now, int *cause) {
+static i32 cause_of(const Job *j, const Warp *warps, const Warp *w, const WarpJob *where, const Sm *s, i64 now, int *cause) {
     const Step *step = &j->steps[w->at];
     const Instr *i = &j->instrs[step->instr];
     i32 by = w->before;
@@ -103,7 +135,7 @@ static i32 cause_of(const Job *j, const Warp *w, const WarpJob *where, const Sm 
     case UNIT_BUSY:
         if (i->kind == SHARED_ACCESS && s->shared_free + 1 >= now + j->f.shared_ahead)
             return *cause = SHARED_RATE, s->shared_user;
-        if ((i->kind == WGMMA || i->kind == MMA) && s->tensor_free[where->scheduler] + 1 >= now + j->f.wgmma_ahead)
+        if ((i->kind == WGMMA || i->kind == MMA) && s->tensor_free[where->scheduler] + 1 >= now + ahead(j, i))
             return *cause = TENSOR_RATE, s->tensor_user[where->scheduler];
         return *cause = PIPE, s->user[where->scheduler][i->unit];
     case EVENT:
@@ -113,6 +145,12 @@ static i32 cause_of(const Job *j, const Warp *w, const WarpJob *where, const Sm 
         }
         return *cause = SYNC, by;
     case GROUP:
+        if (i->kind == WGMMA) {
+            for (i32 n = where->group; n < where->group + WARPGROUP; n++)
+                if (warps[n].arrived_by > 0 && j->nodes[warps[n].arrived_by].at > last)
+                    last = j->nodes[warps[n].arrived_by].at, by = warps[n].arrived_by;
+            return *cause = SYNC, by;
+        }
         if (i->kind == WGMMA_WAIT) by = group_by(&w->wgmma, i->number);
         else by = group_by(group_end(&w->copies, i->number) > group_end(&w->bulk, i->number) ? &w->copies : &w->bulk,
                            i->number);
@@ -145,10 +183,10 @@ static i64 multiply(Job *j, Sm *s, i64 step, i64 now, int scheduler, const Instr
 }
 
 /* A barrier that is also waited for: signalled first; true: the step is not over. */
-static bool meets(Job *j, const Step *step, Warp *w, const WarpJob *where, const Sm *s, i64 now) {
+static bool meets(Job *j, const Warp *warps, const Step *step, Warp *w, const WarpJob *where, const Sm *s, i64 now) {
     if (w->posted) { w->posted = false; return false; }
     int cause;
-    i32 posted = moment(w->at, AT_POST), by = cause_of(j, w, where, s, now, &cause);
+    i32 posted = moment(w->at, AT_POST), by = cause_of(j, warps, w, where, s, now, &cause);
     for (i32 n = step->note; n < step->note + step->notes; n++) {
         const Effect *e = &j->effects[n];
         if (!e->waits || !e->signals) continue;
@@ -179,6 +217,12 @@ static i64 transfer(Job *j, Warp *w, Sm *s, const Instr *i, const Effect *e, i64
     return end;
 }
 
+/* Whether an instruction holds its warp for its latency: a fence does, and so does meeting again after a branch in a
+ * warp that issues wgmmas; in others a __syncwarp takes 2 cycles (HOPPER_TIMING.md 7.5). */
+static bool holds(const Warp *w, const Instr *i) {
+    return i->kind == HOLD && (i->unit == MEMORY || w->wgmma.open > 0);
+}
+
 /* A step's signal: of copies when they have ended. */
 static void signals(Job *j, const Warp *w, const Instr *i, const Effect *e, i64 now, i64 end) {
     i32 by = moment(w->at, AT_ISSUE);
@@ -188,30 +232,29 @@ static void signals(Job *j, const Warp *w, const Instr *i, const Effect *e, i64 
     signal(j, e->event, when + e->delay, by);
 }
 
-/* Tensor cores keep sums in registers: while wgmmas run, what else reads registers is issued less often, and takes
- * cycles of theirs. */
-static void beside_wgmma(const Job *j, Sm *s, int scheduler, const Instr *i, i64 now) {
-    if (s->wgmma_end[scheduler] <= now || !reads_registers(i)) return;
-    f64 cycles = i->unit == XU ? j->f.xu_beside_wgmma : j->f.beside_wgmma, *free = &s->registers_free[scheduler];
+/* A scheduler's registers give three a cycle, what an FFMA takes: an mma with many leaves few to others. wgmmas keep
+ * their sums in registers: while they run, what else reads registers is issued less often. */
+static void read_registers(const Job *j, Sm *s, int scheduler, const Instr *i, i64 now) {
+    if (!reads_registers(i)) return;
+    f64 cycles = i->registers / (f64)PORTS, *free = &s->registers_free[scheduler];
+    if (s->wgmma_end[scheduler] > now)
+        cycles = j->f.beside_wgmma * i->registers + (i->unit == XU ? j->f.xu_beside_wgmma : 0);
     *free = (*free > (f64)now ? *free : (f64)now) + cycles;
-    s->yielded[scheduler] += j->f.wgmma_yield;
-    i64 lost = whole(s->yielded[scheduler]);
-    s->wgmma_end[scheduler] += lost, s->tensor_free[scheduler] += lost, s->yielded[scheduler] -= (f64)lost;
 }
 
-static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
+static void issue(Job *j, const Warp *warps, Warp *w, const WarpJob *where, Sm *s, i64 now) {
     const Step *step = &j->steps[w->at];
     const Instr *i = &j->instrs[step->instr];
     i64 *busy = j->busy + where->sm * UNITS, done = now + i->latency, end = now;
-    if (meets(j, step, w, where, s, now)) return;
+    if (meets(j, warps, step, w, where, s, now)) return;
     int cause;
-    i32 self = moment(w->at, AT_ISSUE), by = cause_of(j, w, where, s, now, &cause);
+    i32 self = moment(w->at, AT_ISSUE), by = cause_of(j, warps, w, where, s, now, &cause);
     follows(j, self, now, by, cause);
     follows(j, moment(w->at, AT_END), done, self, RESULT);
     s->user[where->scheduler][i->unit] = s->issuer[where->scheduler] = self;
     s->free[where->scheduler][i->unit] = now + i->busy;
     busy[i->unit] += i->busy;
-    beside_wgmma(j, s, where->scheduler, i, now);
+    read_registers(j, s, where->scheduler, i, now);
     switch (i->kind) {
     case WGMMA: {
         i64 begin = multiply(j, s, w->at, now, where->scheduler, i);
@@ -227,6 +270,7 @@ static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
         done = multiply(j, s, w->at, now, where->scheduler, i) + i->latency;
         busy[TENSOR] += i->tensor;
         break;
+    case WGMMA_ARRIVE: w->arrived++, w->arrived_by = self; break;
     case BULK_COMMIT: group_commit(&w->bulk); break;
     case COPY_COMMIT: group_commit(&w->copies); break;
     case SHARED_ACCESS:
@@ -246,7 +290,7 @@ static void issue(Job *j, Warp *w, const WarpJob *where, Sm *s, i64 now) {
     i64 read = now + (i->kind == PLAIN ? 8 : 20);
     if (i->read_board >= 0 && read > w->board[i->read_board])
         w->board[i->read_board] = read, w->board_by[i->read_board] = self;
-    w->next = now + (i->stall ? i->stall : 1);
+    w->next = now + (holds(w, i) ? i->latency : i->stall ? i->stall : 1);
     w->since = now, w->before = self, w->why = STALL;
     if (++w->at == where->end) w->gone = true;
 }
@@ -262,6 +306,7 @@ static i64 wakes(const Job *j, const Warp *w, const WarpJob *where, const Sm *s,
     if (reason == UNIT_BUSY && reads_registers(i))
         at = later(at, whole(s->registers_free[where->scheduler]));
     if (reason == UNIT_BUSY && s->free[where->scheduler][i->unit] > at) at = s->free[where->scheduler][i->unit];
+    if (reason == GROUP && i->kind == WGMMA) return INT64_MAX;     /* until a warp arrives */
     if (reason == GROUP)
         at = later(at, i->kind == WGMMA_WAIT ? group_end(&w->wgmma, i->number) : copies_end(w, i->number));
     if (reason == EVENT)
@@ -304,7 +349,7 @@ int sm_run(Job *j) {
         for (i32 i = 0; i < j->warp_count; i++) {
             if (warps[i].gone || warps[i].next == INT64_MAX) continue;
             const WarpJob *where = &j->warps[i];
-            reasons[i] = held(j, &warps[i], where, &sms[where->sm], now);
+            reasons[i] = held(j, warps, &warps[i], where, &sms[where->sm], now);
             if (reasons[i] == ISSUED) {
                 i32 *c = &chosen[where->sm * SCHEDULERS + where->scheduler];
                 if (*c < 0 || warps[i].since < warps[*c].since) *c = i;
@@ -328,7 +373,7 @@ int sm_run(Job *j) {
                 i64 *row = j->log + 4 * j->log_count++;
                 row[0] = i, row[1] = instr, row[2] = now, row[3] = now - warps[i].since;
             }
-            issue(j, &warps[i], where, &sms[where->sm], now);
+            issue(j, warps, &warps[i], where, &sms[where->sm], now);
             if (!warps[i].gone) continue;
             j->ends[i] = now, left--;
             if (!--live[where->cta]) begin_others(j, warps, where->cta, now, warps[i].before);

@@ -29,8 +29,8 @@ from tinygrad_nv.tile.language.gpu.layout import (
     keeps_order,
     transpose_bits,
 )
-from tinygrad_nv.tile.language.gpu.ranges import uses
 from tinygrad_nv.tile.language.ir import Op, Program, Region, TileType, Value
+from tinygrad_nv.tile.language.ranges import uses
 
 ELEMENTS = ("apply", "cast", "bitcast")
 VECTOR_BYTES = 16

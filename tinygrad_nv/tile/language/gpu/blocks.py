@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.language.gpu.layout import Layout, extents
-from tinygrad_nv.tile.language.gpu.ranges import Known
 from tinygrad_nv.tile.language.ir import TensorParameter, Value
+from tinygrad_nv.tile.language.ranges import Known
 
 if TYPE_CHECKING:
     from tinygrad_nv.tile.language.gpu.values import Values
@@ -76,9 +76,7 @@ class BlockPlace:
 
     @property
     def _small(self) -> bool:
-        count = 1
-        for extent in self.tensor.shape: count *= extent
-        return count * 2 < SMALL    # starts may be beyond by a block
+        return self.tensor.span * 2 < SMALL     # starts may be beyond by a block
 
     def _add_offset(self, pointer: Register, offset: Register | int, size: int) -> Register:
         made = self.kb.reg("u64")
@@ -115,7 +113,7 @@ class BlockPlace:
         return made
 
     def _is_aligned(self, count: int, strides: Sequence[int], last: int) -> bool:
-        if self.known[last].multiple % count: return False
+        if self.known[last].multiple % count or self.tensor.offset % count: return False
         if self.bounded[last] and self.tensor.shape[last] % count: return False
         if self.whole and self.sizes[last] % count: return False
         return all(stride % count == 0 for axis, stride in enumerate(strides)

@@ -28,10 +28,10 @@ from tinygrad_nv.tile.language.gpu.layout import absent
 from tinygrad_nv.tile.language.gpu.memory import Memory
 from tinygrad_nv.tile.language.gpu.pipelines import Depth
 from tinygrad_nv.tile.language.gpu.produced import find_produced_loops, inner_loops
-from tinygrad_nv.tile.language.gpu.ranges import Ranges
 from tinygrad_nv.tile.language.gpu.sorting import Sorting
 from tinygrad_nv.tile.language.gpu.specialised import PRODUCERS, Production, Specialised, alone, registers_of
 from tinygrad_nv.tile.language.ir import Op, Program
+from tinygrad_nv.tile.language.ranges import Ranges
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
 
@@ -46,15 +46,16 @@ class _Written:
     problems: tuple[str, ...]
 
 
-def problems(program: Program, schedule: TileSchedule, gpu: GPU) -> list[str]:
+def problems(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> list[str]:
     """Why a program cannot be a kernel with a schedule on a GPU, in words; empty when it can."""
-    return list(_write(_Key(program), schedule, gpu.arch, gpu.sm_count).problems)
+    return list(_write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl).problems)
 
 
-def build(program: Program, schedule: TileSchedule, gpu: GPU) -> TileKernel:
-    """The kernel of a program without problems; parameters are its tensors in their order. Raises
+def build(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> TileKernel:
+    """The kernel of a program without problems; parameters are its tensors in their order. `pdl`: on Hopper
+    it may be launched before the kernel ahead of it has ended, for which it waits itself. Raises
     `ScheduleError` with the problems of one that has some."""
-    made = _write(_Key(program), schedule, gpu.arch, gpu.sm_count)
+    made = _write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl)
     if made.kernel is None:
         raise ScheduleError("; ".join(made.problems), "a schedule that the GPU has room for",
                             "use smaller blocks, fewer stages, or another number of warps")
@@ -70,7 +71,7 @@ class _Key:
 
 
 @functools.lru_cache(256)
-def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int) -> _Written:
+def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int, pdl: bool = False) -> _Written:
     program = key.program
     if found := _before(program, schedule, arch): return _Written(None, tuple(found))
     assignment = Assignment(program, schedule.warp_count, schedule.vector_width, arch)
@@ -79,10 +80,10 @@ def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int) -> _Writ
         return _Written(None, tuple(found))
     refused: list[str] = []
     for most, production in _attempts(program, loops, sm_count):
-        emitter = _emit_program(program, assignment, schedule, arch, most, production)
+        emitter = _emit_program(program, assignment, schedule, arch, most, production, pdl)
         found = _too_large(emitter, arch)
         if not found and production.ctas and not _alone(emitter, schedule, arch): continue
-        if not found: return _Written(_kernel(emitter), ())
+        if not found: return _Written(_kernel(emitter, pdl), ())
         refused = refused or found
     return _Written(None, tuple(refused))
 
@@ -113,20 +114,23 @@ def _alone(emitter: Emitter, schedule: TileSchedule, arch: str) -> bool:
 
 
 def _emit_program(program: Program, assignment: Assignment, schedule: TileSchedule, arch: str, most: int,
-             production: Production) -> Emitter:
+             production: Production, pdl: bool) -> Emitter:
     """The program, written with at most so many stages of loops that say how far ahead they may begin."""
     warps = schedule.warp_count + (PRODUCERS if production.loops else 0)
     kb = Kernel(_name(program.name), arch=arch, threads=32 * warps, min_ctas=int(bool(production.loops)))
     emitter = Emitter(kb, program, assignment, Depth(schedule.depth, most), production)
+    if pdl and kb.hopper:
+        kb.wait_for_previous_grid()
+        kb.launch_dependents()
     emitter.write()
     return emitter
 
 
-def _kernel(emitter: Emitter) -> TileKernel:
+def _kernel(emitter: Emitter, pdl: bool) -> TileKernel:
     kb = emitter.kb
     grid = (emitter.ctas, 1, 1) if emitter.ctas else emitter.program.grid
     return TileKernel(kb.name, kb.ptx(), grid, kb.threads[0], kb.dynamic_smem,
-                      maps=tuple(emitter.maps))
+                      maps=tuple(emitter.maps), pdl=pdl and kb.hopper)
 
 
 def _name(name: str) -> str: return "".join(each if each.isalnum() or each == "_" else "_" for each in name)

@@ -79,6 +79,7 @@ class _Search:
         tensor, value = self.program.tensor(op.attributes["tensor"]), op.result
         size, sizes = tensor.dtype.itemsize, op.attributes["sizes"]
         if tensor.dtype not in MAP_DTYPES or not 2 <= len(sizes) <= MOST_RANK: return False
+        if tensor.of or not tensor.is_dense: return False
         if any(stride * size % 16 for stride in tensor.strides[:-1]): return False
         tile = tile_in_smem(*self.assignment.smem_extents(value), value.dtype)
         if value.shape != (tile.rows, tile.row_bytes // size): return False

@@ -18,8 +18,8 @@ from tinygrad_nv.tile.language.gpu.access import store
 from tinygrad_nv.tile.language.gpu.convert import Writer, inside
 from tinygrad_nv.tile.language.gpu.held import Held
 from tinygrad_nv.tile.language.gpu.layout import absent, extents
-from tinygrad_nv.tile.language.gpu.ranges import Known
 from tinygrad_nv.tile.language.ir import TensorParameter
+from tinygrad_nv.tile.language.ranges import Known
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, Places, join_elements, swizzle_offset, swizzle_plain
 
@@ -125,7 +125,7 @@ class BlockCopy:
         """Bytes of a copy."""
         last, width = len(self.sizes) - 1, CHUNK
         strides = self.tensor.strides
-        lengths = [self.known[last].multiple, self.sizes[last]]
+        lengths = [self.known[last].multiple, self.sizes[last], self.tensor.offset]
         if self.needs_bounds(last): lengths.append(self.tensor.shape[last])
         lengths += [stride for axis, stride in enumerate(strides) if axis != last and self._varies(axis)]
         while width > self.size and any(length * self.size % width for length in lengths): width //= 2

@@ -26,9 +26,9 @@ from tinygrad_nv.tile.language.gpu.layout import (
     keeps_order,
     transpose_bits,
 )
-from tinygrad_nv.tile.language.gpu.ranges import Ranges
 from tinygrad_nv.tile.language.gpu.threads import Threads
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
+from tinygrad_nv.tile.language.ranges import Ranges
 
 
 class Values:
@@ -38,6 +38,9 @@ class Values:
         self.kb, self.program, self.assignment = kb, program, assignment
         self.pointers = {each.name: kb.pointer(f"p{i}_{_identifier(each.name)}")
                          for i, each in enumerate(program.tensors)}
+        for each in (*program.views, *program.tensors):
+            begin = self.pointers[each.of or each.name]
+            self.pointers[each.name] = begin + each.offset * each.dtype.itemsize if each.offset else begin
         self.ranges = Ranges(program)
         self.threads = Threads(kb, assignment.thread_bits)
         self.arena = Arena(kb)

@@ -12,12 +12,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tinygrad.dtype import dtypes
+from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
 
 MOST = 1 << 30
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
+LIMITS = {dtypes.int8: (-128, 127), dtypes.uint8: (0, 255), dtypes.int16: (-1 << 15, (1 << 15) - 1),
+          dtypes.uint16: (0, (1 << 16) - 1), dtypes.uint32: (0, (1 << 32) - 1), dtypes.bool: (0, 1)}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Ranges:
 
     def of(self, value: Value) -> Known:
         """Returns what is known of a value."""
-        return self.known.get(value, NOTHING)
+        return self.known.get(value) or _clip_range(NOTHING, value.dtype)
 
     def _region(self, region: Region) -> None:
         for op in region.ops:
@@ -61,7 +63,8 @@ class Ranges:
             for inner in op.regions: self._region(inner)
             if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
                 rule = getattr(self, f"_{op.name}", None)
-                if rule is not None and op.name != "for": self.known[op.result] = _clip_range(rule(op))
+                if rule is None or op.name == "for": continue
+                self.known[op.result] = _clip_range(rule(op), op.result.dtype)
 
     def _loop(self, op: Op) -> None:
         start, stop, step = map(self.of, op.operands[:3])
@@ -100,7 +103,8 @@ class Ranges:
         if dtypes.is_float(source): return NOTHING
         found = self.of(op.operands[0])
         if target in (dtypes.int32, dtypes.uint32):
-            return found if found.low >= 0 else replace(NOTHING, same=found.same)
+            inside = found.low >= 0 and found.high <= HIGH
+            return found if inside else replace(NOTHING, same=found.same)
         return replace(NOTHING, same=found.same)
 
     def _where(self, a: Known, b: Known, test: Known) -> Known:
@@ -157,8 +161,10 @@ def _equal_run(a: Known, b: Known, same: int) -> int:
     return max(same, math.gcd(math.gcd(group, a.group_multiple(group)), b.group_multiple(group)))
 
 
-def _clip_range(x: Known) -> Known:
-    return x if x.low >= LOW and x.high <= HIGH else replace(x, low=LOW, high=HIGH, multiple=1)
+def _clip_range(x: Known, dtype: DType) -> Known:
+    """Returns what is known of a number that wraps around: all of its dtype, where it may be beyond."""
+    low, high = LIMITS.get(dtype, (LOW, HIGH))
+    return x if x.low >= low and x.high <= high else replace(x, low=low, high=high, multiple=1)
 
 
 def uses(region: Region) -> Mapping[Value, list[Op]]:

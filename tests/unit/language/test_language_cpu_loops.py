@@ -1,0 +1,205 @@
+"""Programs in C: what is computed where it is used, which stores are one loop, and which blocks are read as
+they lie. Results are the interpreter's."""
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from tinygrad_nv.language import *
+
+RANDOM = np.random.default_rng(3)
+X = RANDOM.standard_normal((6, 40)).astype(np.float32)
+
+
+def run(made: Any, *arrays: np.ndarray) -> tuple[list[np.ndarray], str]:
+    """The results, and the C of one program."""
+    given = [Tensor(x).cast(bf16).realize() if made is narrow else Tensor(x).realize() for x in arrays]
+    results, seen = made(*given), made.interpret(*given)
+    results, seen = ((each if isinstance(each, tuple) else (each,)) for each in (results, seen))
+    found = [each.float().numpy() for each in results]
+    for got, want in zip(found, seen, strict=True): np.testing.assert_array_equal(got, want)
+    return found, made.source(*given).rpartition("NOINLINE void body")[2]
+
+
+def count_loops(text: str) -> int:
+    """Loops of a program: that over programs is of t."""
+    return len(re.findall(r"for \(s64 [ij]", text))
+
+
+@kernel(grid=(6,))
+def halves(x: KTile["R", "N", f32], low: OTile["R", "N", f32], high: OTile["R", "N", f32]):
+    row = tile.program_id(0)
+    value = tile.sqrt(x[row, :] * x[row, :])
+    low[row, :] = value * 2.0
+    high[row, :] = value * 3.0
+
+
+def test_stores_of_one_shape_are_one_loop():
+    """What both store is computed once, and lies in no array."""
+    found, text = run(halves, X)
+    np.testing.assert_allclose(found[1], 1.5 * found[0], rtol=1e-6)
+    assert count_loops(text) == 1
+    assert "aligned" not in text
+
+
+@kernel(grid=(6,))
+def apart(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
+    row = tile.program_id(0)
+    out[row, tile.block(0, 20)] = x[row, tile.block(20, 20)]
+    out[row, tile.block(20, 20)] = x[row, tile.block(0, 20)]
+
+
+@kernel(grid=(6,))
+def over(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
+    row = tile.program_id(0)
+    out[row, tile.block(0, 24)] = x[row, tile.block(0, 24)]
+    out[row, tile.block(16, 24)] = x[row, tile.block(16, 24)] * 2.0
+
+
+def test_stores_that_overlap_are_not():
+    found, text = run(over, X)
+    np.testing.assert_array_equal(found[0], np.concatenate([X[:, :16], 2 * X[:, 16:]], 1))
+    assert count_loops(text) == 2
+    found, text = run(apart, X)
+    np.testing.assert_array_equal(found[0], np.roll(X, 20, 1))
+    assert count_loops(text) == 1
+
+
+@kernel(grid=(6,))
+def swapped(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
+    row, low, high = tile.program_id(0), tile.block(0, 20), tile.block(20, 20)
+    out[row, :] = x[row, :]
+    left, right = out[row, low], out[row, high]
+    out[row, low] = right
+    out[row, high] = left
+
+
+def test_what_is_read_of_an_output_is_what_was_there():
+    found, _ = run(swapped, X)
+    np.testing.assert_array_equal(found[0], np.roll(X, 20, 1))
+
+
+@kernel(grid=(2,))
+def turned(x: KTile["A", "B", "N", f32], out: OTile["B", "A", "N", f32]):
+    column = tile.block(tile.program_id(0) * 32, 32)
+    out[:, :, column] = tile.transpose(x[:, :, column], 1, 0, 2) + 1.0
+
+
+def test_outer_axes_are_transposed_as_they_are_read():
+    x = RANDOM.standard_normal((3, 5, 40)).astype(np.float32)       # the second block reaches beyond
+    found, text = run(turned, x)
+    np.testing.assert_array_equal(found[0], x.transpose(1, 0, 2) + 1)
+    assert "aligned" not in text
+
+
+@kernel(grid=(6,))
+def narrow(x: KTile["R", "N", bf16], out: OTile["R", "N", bf16], rest: OTile["R", "N", bf16]):
+    row = tile.program_id(0)
+    value = tile.cast(x[row, :], f32)
+    out[row, :] = tile.cast(value * 1.00390625, bf16)
+    rest[row, :] = tile.cast(tile.cast(value * 3.0, bf16) * 5.0, bf16)
+
+
+def test_stores_round_once():
+    """Ties included: 1 + 2⁻⁸ times a number of eight bits lies between two others."""
+    _, text = run(narrow, np.concatenate([X, np.arange(1, 241, dtype=np.float32).reshape(6, 40)], 1))
+    assert text.count("round_bf16") == 2        # of the product that is multiplied again
+
+
+@kernel(grid=lambda N: (cdiv(N, 32),))
+def windows(x: KTile["N", f32], out: OTile["N", f32]):
+    column = tile.block(tile.program_id(0) * 32, 32)
+    out[column] = x[column] * 2.0
+
+
+def test_blocks_that_lie_inside_are_read_as_they_lie():
+    for count, inside in ((96, True), (100, False)):
+        x = RANDOM.standard_normal(count).astype(np.float32)
+        found, text = run(windows, x)
+        np.testing.assert_array_equal(found[0], 2 * x)
+        assert ("window_" in text) is not inside
+
+
+@kernel(grid=lambda N: (cdiv(N, 32),))
+def fused(x: KTile["N", f32], y: KTile["N", f32], z: KTile["N", f32], out: OTile["N", f32]):
+    n = tile.block(tile.program_id(0) * 32, 32)
+    out[n] = tile.fma(x[n], y[n], z[n])
+
+
+def test_fma_rounds_once():
+    """x · x − rounded(x · x) is what a product loses."""
+    x = RANDOM.standard_normal(100).astype(np.float32)
+    lost = np.float64(x) * x - x * x
+    found, _ = run(fused, x, x, -x * x)
+    np.testing.assert_array_equal(found[0], lost.astype(np.float32))
+    assert np.count_nonzero(lost) > 50
+
+
+@kernel(grid=(1,))
+def powers(x: KTile["N", f32], a: KTile["N", "N", f32], b: KTile["N", f32], out: OTile["N", f32],
+           rest: OTile["N", f32]):
+    h = x[:]
+    for _ in tile.range(3): h = tile.sum(h[:, None] * a[:, :], 0)
+    out[:] = h
+    h = x[:]
+    for _ in tile.range(3): h = b[:] + tile.sum(h[:, None] * a[:, :], 0)
+    rest[:] = h
+
+
+@kernel(grid=(1,))
+def turning(x: KTile["A", "A", "N", f32], out: OTile["A", "A", "N", f32]):
+    s = x[:, :, :]
+    for _ in tile.range(3): s = tile.transpose(s + 1.0, 1, 0, 2)
+    out[:, :, :] = s
+
+
+def test_what_a_loop_carries_is_read_before_it_is_written():
+    n = 64
+    run(powers, *(RANDOM.integers(-2, 3, shape).astype(np.float32) for shape in ((n,), (n, n), (n,))))
+    run(turning, RANDOM.standard_normal((3, 3, 40)).astype(np.float32))
+
+
+@kernel(grid=(1,))
+def deep(x: KTile["N", f32], z: KTile["N", f32], out: OTile["N", f32], rest: OTile["N", f32]):
+    y, c = x[:], z[:]
+    for _ in range(40): y = y * y + c
+    out[:] = y
+    rest[:] = y * 2.0
+
+
+def test_what_is_used_many_times_is_looked_at_once():
+    """Two uses of each of 40 values are 2⁴⁰ paths."""
+    x = RANDOM.uniform(-0.5, 0.5, 40).astype(np.float32)
+    run(deep, x, x)
+
+
+@kernel(grid=(2,))
+def beyond(x: KTile["M", "N", f32], sums: OTile["G", "N", f32], most: OTile["G", "N", f32]):
+    program = tile.program_id(0)
+    a = x[tile.block(program * 32, 32), :]
+    sums[program, :] = tile.sum(tile.transpose(a), 1)
+    most[program, :] = tile.max(a, 0)
+
+
+def test_what_lies_beyond_is_nothing_where_it_is_transposed():
+    x = RANDOM.integers(1, 5, (40, 64)).astype(np.float32)
+    found = beyond(Tensor(x), Tensor.zeros(2, 64), Tensor.zeros(2, 64))
+    parts = x[:32], np.concatenate([x[32:], np.zeros((24, 64), np.float32)])
+    np.testing.assert_array_equal(found[0].numpy(), np.stack([part.sum(0) for part in parts]))
+    np.testing.assert_array_equal(found[1].numpy(), np.stack([part.max(0) for part in parts]))
+
+
+@kernel(grid=(3,))
+def wrapped(x: KTile["N", f32], out: OTile["N", f32]):
+    below = tile.cast(tile.program_id(0), uint32) - 1           # 2³² − 1 in the first program
+    i = tile.cast(tile.maximum(below, 0), int32)
+    out[i] = x[tile.program_id(0)]
+
+
+def test_indices_that_wrap_around_lie_outside():
+    given = Tensor([1.0, 2.0, 3.0]), Tensor.zeros(3)
+    np.testing.assert_array_equal(wrapped(*given).numpy(), [2, 3, 0])
+    store = next(line for line in wrapped.source(*given).splitlines() if "store_n_f32(p_out" in line)
+    assert store.startswith("if ((u64)")

@@ -1,0 +1,43 @@
+"""Stores of blocks that are one loop.
+
+Protocol: `group_stores(region, ranges, written)` has, of each store of a block in a region, the stores whose
+loop it shares, itself among them. They have one shape, nothing lies between them but what is computed where
+it is used, and no two of them write the same element. `written` are the tensors that the program writes.
+"""
+from __future__ import annotations
+
+from collections.abc import Set
+
+from tinygrad_nv.tile.language.ir import Op, Region
+from tinygrad_nv.tile.language.ranges import Ranges
+
+LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
+
+
+def group_stores(region: Region, ranges: Ranges, written: Set[str]) -> dict[Op, list[Op]]:
+    """The group of each store of a block."""
+    made, now = dict[Op, list[Op]](), list[Op]()
+    for op in region.ops:
+        if op.name == "store_block":
+            if not now or not all(_may_share(op, each, ranges) for each in now): now = []
+            now.append(op)
+            made[op] = now
+            continue
+        simple = op.name in LAZY or op.name == "constant" or keeps_columns(op)
+        if not simple or op.attributes.get("tensor") in written: now = []
+    return made
+
+
+def _may_share(a: Op, b: Op, ranges: Ranges) -> bool:
+    """Whether two stores of blocks may be one loop."""
+    if a.operands[-1].shape != b.operands[-1].shape: return False
+    if a.attributes["tensor"] != b.attributes["tensor"]: return True
+    for size, x, y in zip(a.attributes["sizes"], a.operands[:-1], b.operands[:-1], strict=True):
+        one, other = ranges.of(x), ranges.of(y)
+        if one.high + max(size, 1) <= other.low or other.high + max(size, 1) <= one.low: return True
+    return False
+
+
+def keeps_columns(op: Op) -> bool:
+    """Whether an operation is a transpose of other axes than the last."""
+    return op.name == "transpose" and op.attributes["permutation"][-1] == len(op.result.shape) - 1
