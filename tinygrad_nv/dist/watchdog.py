@@ -237,10 +237,14 @@ class Watchdog:
         """Says that this rank has the verdict. Rank 0, with which the store ends, waits until all others say
         so, for `LEFT_S` at most: one that is stopped never does."""
         ranks, end = self.store.ranks, time.monotonic() + LEFT_S
-        with contextlib.suppress(DistError):
-            if ranks.rank: return self.store.set(f"{VERDICT}/{ranks.rank}", b"")
-            for rank in range(1, ranks.world_size):
-                self.store.get(f"{VERDICT}/{rank}", max(0.01, end - time.monotonic()))
+        if ranks.rank:
+            with contextlib.suppress(DistError): self.store.set(f"{VERDICT}/{ranks.rank}", b"")
+            return
+        for rank in range(1, ranks.world_size):
+            while rank not in self.store.lost and (left := end - time.monotonic()) > 0:
+                try: self.store.get(f"{VERDICT}/{rank}", left)
+                except DistError: time.sleep(0.01)    # the end of a quicker rank fails what waits
+                else: break
 
     def _judge(self, group: Group, stuck: Operation) -> None:
         self.store.set(ASK, b"")

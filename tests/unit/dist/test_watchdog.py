@@ -12,7 +12,7 @@ import pytest
 from tests.support.dist.dist_case import SOON_S, close, ended, opened, program, ranks_of, spawned
 from tinygrad_nv.dist.launcher import Launch, launch
 from tinygrad_nv.dist.processes import ENDED
-from tinygrad_nv.dist.watchdog import Position, Progress, Watchdog, keys, pack, unpack, verdict
+from tinygrad_nv.dist.watchdog import VERDICT, Position, Progress, Watchdog, keys, pack, unpack, verdict
 from tinygrad_nv.errors import DistError
 
 
@@ -132,6 +132,28 @@ def test_a_rank_that_is_behind_ends_all(capsys: pytest.CaptureFixture[str]):
     for rank in range(3):
         assert (f"tinygrad-nv: rank {rank} ends: rank 1 has not reached all_reduce #2 of b in 0.2 "
                 "s (it is behind all_reduce #1 of a, in its own code)") in said
+    close(stores)
+
+
+def test_rank_0_waits_for_a_rank_that_asks_late_for_the_verdict():
+    """Another rank has ended by then, and the store ends with rank 0."""
+    stores, ends, drained = opened(ranks_of(3)), [Ended() for _ in range(3)], []
+    get = stores[1].get
+
+    def get_late(key: str, timeout_s: float) -> bytes:
+        if key == VERDICT:
+            while 2 not in stores[1].lost: time.sleep(0.01)
+            time.sleep(0.2)
+        return get(key, timeout_s)
+
+    stores[1].get = get_late
+    records = [Calls() for _ in range(3)]
+    for store, record, end in zip(stores, records, ends, strict=True):
+        dog = Watchdog(store, [record], 0.2, end)
+        dog.before_end(lambda error, store=store: drained.append((store.ranks.rank, error.ranks)))
+    for record in records[::2]: record.begin("a")
+    assert all(end.came.wait(SOON_S) for end in ends)
+    assert sorted(drained) == [(rank, (1,)) for rank in range(3)]
     close(stores)
 
 
