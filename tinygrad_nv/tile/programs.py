@@ -86,10 +86,10 @@ class TileProgram:
 
     def build(self, spec: Any, blocks: Blocks, build_one: Callable[[Program], Any]) -> Any:
         """The kernel of a spec, or both."""
-        first, *others = [(one, trace_spec(self, one, its)) for one, its in self.steps(spec, blocks)]
-        if not others: return build_one(first[1])
-        between = first[1].tensors[0]
-        return Chain(build_one(first[1]), build_one(others[0][1]), Scratch(between.dtype, between.numel))
+        first, *others = [trace_spec(self, one, its) for one, its in self.steps(spec, blocks)]
+        if not others: return build_one(first)
+        between = first.tensors[0]
+        return Chain(build_one(first), build_one(others[0]), Scratch(between.dtype, between.numel))
 
 
 @functools.lru_cache(256)

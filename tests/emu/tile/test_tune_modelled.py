@@ -250,7 +250,7 @@ def test_a_clock_tells_the_driver_and_what_held_clocks_back(reasons: tuple[str, 
 
 
 def test_a_gpu_that_telemetry_cannot_name_is_timed_all_the_same():
-    """As in some containers, where NVML counts other GPUs than CUDA."""
+    """In some containers NVML counts other GPUs than CUDA."""
     def watch() -> Any: raise DriverError("telemetry of GPU 7")
     clock, spec = DriverClock(EmulatedDriver("sm_90a"), watch), SPECS["decode"]
     assert clock.seconds(TABLE.build(spec, TABLE.choose(spec, HOPPER), HOPPER), spec) > 0

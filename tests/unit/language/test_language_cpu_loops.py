@@ -68,7 +68,7 @@ def test_stores_that_overlap_are_not():
 
 
 @kernel(grid=(6,))
-def swapped(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
+def swap_halves(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
     row, low, high = tile.program_id(0), tile.block(0, 20), tile.block(20, 20)
     out[row, :] = x[row, :]
     left, right = out[row, low], out[row, high]
@@ -77,19 +77,19 @@ def swapped(x: KTile["R", "N", f32], out: OTile["R", "N", f32]):
 
 
 def test_what_is_read_of_an_output_is_what_was_there():
-    found, _ = run(swapped, X)
+    found, _ = run(swap_halves, X)
     np.testing.assert_array_equal(found[0], np.roll(X, 20, 1))
 
 
 @kernel(grid=(2,))
-def turned(x: KTile["A", "B", "N", f32], out: OTile["B", "A", "N", f32]):
+def swap_axes(x: KTile["A", "B", "N", f32], out: OTile["B", "A", "N", f32]):
     column = tile.block(tile.program_id(0) * 32, 32)
     out[:, :, column] = tile.transpose(x[:, :, column], 1, 0, 2) + 1.0
 
 
 def test_outer_axes_are_transposed_as_they_are_read():
     x = RANDOM.standard_normal((3, 5, 40)).astype(np.float32)       # the second block reaches beyond
-    found, text = run(turned, x)
+    found, text = run(swap_axes, x)
     np.testing.assert_array_equal(found[0], x.transpose(1, 0, 2) + 1)
     assert "aligned" not in text
 
@@ -123,7 +123,7 @@ def test_blocks_that_lie_inside_are_read_as_they_lie():
 
 
 @kernel(grid=lambda N: (cdiv(N, 32),))
-def fused(x: KTile["N", f32], y: KTile["N", f32], z: KTile["N", f32], out: OTile["N", f32]):
+def multiply_add(x: KTile["N", f32], y: KTile["N", f32], z: KTile["N", f32], out: OTile["N", f32]):
     n = tile.block(tile.program_id(0) * 32, 32)
     out[n] = tile.fma(x[n], y[n], z[n])
 
@@ -132,7 +132,7 @@ def test_fma_rounds_once():
     """x · x − rounded(x · x) is what a product loses."""
     x = RANDOM.standard_normal(100).astype(np.float32)
     lost = np.float64(x) * x - x * x
-    found, _ = run(fused, x, x, -x * x)
+    found, _ = run(multiply_add, x, x, -x * x)
     np.testing.assert_array_equal(found[0], lost.astype(np.float32))
     assert np.count_nonzero(lost) > 50
 
@@ -183,7 +183,7 @@ def beyond(x: KTile["M", "N", f32], sums: OTile["G", "N", f32], most: OTile["G",
     most[program, :] = tile.max(a, 0)
 
 
-def test_what_lies_beyond_is_nothing_where_it_is_transposed():
+def test_a_transpose_reads_nothing_beyond_the_tensor():
     x = RANDOM.integers(1, 5, (40, 64)).astype(np.float32)
     found = beyond(Tensor(x), Tensor.zeros(2, 64), Tensor.zeros(2, 64))
     parts = x[:32], np.concatenate([x[32:], np.zeros((24, 64), np.float32)])
@@ -192,7 +192,7 @@ def test_what_lies_beyond_is_nothing_where_it_is_transposed():
 
 
 @kernel(grid=(3,))
-def wrapped(x: KTile["N", f32], out: OTile["N", f32]):
+def store_below(x: KTile["N", f32], out: OTile["N", f32]):
     below = tile.cast(tile.program_id(0), uint32) - 1           # 2³² − 1 in the first program
     i = tile.cast(tile.maximum(below, 0), int32)
     out[i] = x[tile.program_id(0)]
@@ -200,6 +200,6 @@ def wrapped(x: KTile["N", f32], out: OTile["N", f32]):
 
 def test_indices_that_wrap_around_lie_outside():
     given = Tensor([1.0, 2.0, 3.0]), Tensor.zeros(3)
-    np.testing.assert_array_equal(wrapped(*given).numpy(), [2, 3, 0])
-    store = next(line for line in wrapped.source(*given).splitlines() if "store_n_f32(p_out" in line)
+    np.testing.assert_array_equal(store_below(*given).numpy(), [2, 3, 0])
+    store = next(line for line in store_below.source(*given).splitlines() if "store_n_f32(p_out" in line)
     assert store.startswith("if ((u64)")

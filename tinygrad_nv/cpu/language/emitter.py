@@ -151,8 +151,6 @@ class Emitter:
         """Returns C of an element operation."""
         row, source, to = LANGUAGE_OPERATIONS[op.attributes["fn"]], op.operands[-1].dtype, op.results[0].dtype
         text = row.c(source).format(*args)
-        if row.name in ("quotient", "remainder") and not op.result.shape:     # of one lane: division is slow
-            text = f"(vi)one_{text[text.index(row.name):]}" if text.startswith("(vi)") else f"(vi)one_{text}"
         exact = row.exact or row.compares or source == dtypes.bool or to == dtypes.float32
         return text if exact else f"round_{short(to)}({text})"
 

@@ -12,11 +12,6 @@ INLINE vu quotient_u(vu a, vu b) {
 }
 INLINE vi remainder_i(vi a, vi b) { return pick_i(b == 0, (vi)0, a - quotient_i(a, b) * b); }
 INLINE vu remainder_u(vu a, vu b) { return (vu)(b != 0u) & (a - quotient_u(a, b) * b); }
-// of a scalar, which all lanes have
-INLINE s32 one_quotient_i(vi a, vi b) { return b[0] == 0 ? 0 : b[0] == -1 ? (s32)(0u - (u32)a[0]) : a[0] / b[0]; }
-INLINE s32 one_quotient_u(vu a, vu b) { return b[0] == 0 ? 0 : (s32)(a[0] / b[0]); }
-INLINE s32 one_remainder_i(vi a, vi b) { return b[0] == 0 ? 0 : b[0] == -1 ? 0 : a[0] % b[0]; }
-INLINE s32 one_remainder_u(vu a, vu b) { return b[0] == 0 ? 0 : (s32)(a[0] % b[0]); }
 INLINE vi shift_left_i(vi a, vi b) { return ((vu)b < 32u) & (a << (b & 31)); }
 INLINE vi shift_right_i(vi a, vi b) { return a >> pick_i((vi)((vu)b < 32u), b, (vi)31); }
 INLINE vu shift_right_u(vu a, vu b) { return (vu)((vu)b < 32u) & (a >> (b & 31u)); }
