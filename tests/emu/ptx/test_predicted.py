@@ -15,7 +15,7 @@ from bench.lib.specs import BF16, E4M3, attention, matmul, rms
 from tinygrad_nv.cli import main
 from tinygrad_nv.errors import ConfigError
 from tinygrad_nv.ptx.emulator import Emulator
-from tinygrad_nv.ptx.timing import model, units
+from tinygrad_nv.ptx.timing import model, recording, units
 from tinygrad_nv.ptx.timing.gpu import figures
 from tinygrad_nv.ptx.timing.job import code_of, make_job
 from tinygrad_nv.ptx.timing.l2 import shares_of
@@ -101,7 +101,7 @@ def test_a_prediction_takes_seconds_whatever_the_size():
     predicted(square(512))                     # what is compiled once
     begun = time.process_time()
     predicted(square(8192))
-    assert time.process_time() - begun < 15    # measured 3: the goal of 5 s has room for a loaded machine
+    assert time.process_time() - begun < 12    # measured 4: the goal of 5 s has room for a loaded machine
 
 
 @pytest.mark.slow
@@ -281,13 +281,13 @@ CASES = {
 }
 
 
-def whole(recording, gpu, log=0):
+def whole(recorded, gpu, log=0):
     """Cycles of all clusters, each on the SM that is its turn: what `model.predict_recording` is called
     with."""
-    shape, tapes = recording.shape, recording.tapes
-    code, first = code_of(recording.listing, recording.entry, gpu), shape.ctas_of_sm(gpu)
+    shape, tapes = recorded.shape, recorded.tapes
+    code, first = code_of(recorded.listing, recorded.entry, gpu), shape.ctas_of_sm(gpu)
     notes = np.concatenate([tape.notes for tape in tapes.warps])
-    shares = shares_of(recording.reads.first, recording.memory, notes, 1.0, first, gpu)
+    shares = shares_of(recorded.reads.first, recorded.memory, notes, 1.0, first, gpu)
     ends = np.cumsum([len(tape.notes) for tape in tapes.warps])[:-1]
     sms = [tape.cluster * shape.ctas % SMS + tape.rank for tape in tapes.warps]
     job = make_job(code, tapes.warps, gpu, np.split(shares, ends), sms, first)
@@ -330,7 +330,8 @@ def test_some_clusters_say_what_all_take(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model, "figures", lambda _: SMALL)
     target = GPU("sm_90a", SMS)
     few = predicted(spec, schedule, target=target)
-    monkeypatch.setattr(model, "clusters_to_record", lambda shape, *_: list(range(shape.clusters)))
+    for each in (model, recording):
+        monkeypatch.setattr(each, "clusters_to_record", lambda shape, *_: list(range(shape.clusters)))
     found: list[int] = []
 
     def all_of_them(*words):

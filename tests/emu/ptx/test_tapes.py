@@ -121,7 +121,7 @@ def test_what_is_kept_is_limited_not_what_runs(limit: int, kinds: list[str],
     passed = [each.kind for each in report.findings if each.kind == "instruction-limit"]
     assert passed[:1] == kinds
     if not kinds:
-        notes = [*(tape.notes for tape in tapes.warps), *tapes.reads]
+        notes = [*(tape.notes for tape in tapes.warps), *tapes.reads.values()]
         kept = 4 * sum(len(tape.sources) for tape in tapes.warps) + NOTE.itemsize * sum(map(len, notes))
         assert kept < limit < report.stats.warp_instructions
 

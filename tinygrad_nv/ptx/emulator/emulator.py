@@ -33,7 +33,7 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint
 from tinygrad_nv.ptx.emulator.lowering import WORKSPACE, WORKSPACE_BYTES
 from tinygrad_nv.ptx.emulator.native import library
 from tinygrad_nv.ptx.emulator.program import Program, lower
-from tinygrad_nv.ptx.emulator.report import LIMIT_KIND, Report
+from tinygrad_nv.ptx.emulator.report import DEADLOCK_KIND, LIMIT_KIND, Report
 from tinygrad_nv.ptx.emulator.running import LATE, Run
 from tinygrad_nv.ptx.emulator.tapes import Tapes
 from tinygrad_nv.ptx.emulator.trace import Trace
@@ -212,7 +212,7 @@ class Emulator:
         from tinygrad_nv.ptx.timing.model import predict
         from tinygrad_nv.ptx.timing.shape import Shape
 
-        def record(tapes: Tapes) -> None:
+        def record(tapes: Tapes) -> bool:
             kept = [(buffer, buffer.data) for buffer in self.buffers.values() if keep]
             for buffer, _ in kept: buffer.data = buffer.copy_data()
             check, self.check = self.check, False
@@ -221,8 +221,9 @@ class Emulator:
                 self.check = check
                 for buffer, data in kept: buffer.data = data
             for said in report.findings:
-                if said.kind == LIMIT_KIND:
+                if said.kind == LIMIT_KIND and not tapes.limit:
                     raise PTXError(f"PTX line {said.ptx_line}: {said}", said.ptx_line, "a launch that ends")
+            return not any(said.kind in (LIMIT_KIND, DEADLOCK_KIND) for said in report.findings)
         began, one = time.perf_counter(), made()
         found = predict(one.text, self.arch, one.program.name,
                           lambda uses: Shape(*one.shape, one.shared, uses), gpu, record,

@@ -64,7 +64,7 @@ class LaunchStruct(ctypes.Structure):
         ("late", i32), ("trace", TRACE),
         ("trace_cta", i64), ("trace_warps", u64), ("footprint", i32), ("pdl", i32),
         ("ahead", ctypes.c_char_p), ("taped", ctypes.c_void_p), ("taped_count", i32), ("whole", i32),
-        ("brief", u64), ("idle", i32), ("peers", ctypes.c_void_p), ("gpu", i32),
+        ("brief", u64), ("idle", i32), ("readers", u32), ("peers", ctypes.c_void_p), ("gpu", i32),
         ("name", ctypes.c_char_p), ("multicasts", ctypes.c_void_p), ("multicast_count", i32))
 
 

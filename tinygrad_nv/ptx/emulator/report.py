@@ -15,8 +15,8 @@ from tinygrad_nv.ptx.emulator.footprint import Footprint
 if TYPE_CHECKING:
     from tinygrad_nv.ptx.timing.model import Timing
 
-LIMIT_KIND = "instruction-limit"
-KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", "deadlock",
+LIMIT_KIND, DEADLOCK_KIND = "instruction-limit", "deadlock"
+KINDS = ("race", "proxy-fence", "uninitialized", "out-of-bounds", "misaligned", "barrier", DEADLOCK_KIND,
          "wgmma-hazard", "async-hazard", LIMIT_KIND)
 NOTE = "note"  # the kind after them
 

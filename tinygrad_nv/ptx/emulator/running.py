@@ -109,13 +109,13 @@ class Run:
             emu.check, emu.exact,
             program.uses_wgmma, entry_registers(program.function),
             min(emu.resident, resident_clusters(emu.arch, block, cluster, shared)),
-            program.narrow, program.remote, seed, emu.step_limit,
+            program.narrow, program.remote, seed, (tapes and tapes.limit) or emu.step_limit,
             (1 << 63) - 1 if emu.max_memory is None else emu.max_memory,
             emu.seed == LATE,
             TRACE(self.tracer.call), self.tracer.cta, self.tracer.warps, self.footprint is not None,
             ahead is not None, _names(ahead or ()), None if tapes is None else tapes.numbers.ctypes.data,
-            *((0, 0, 0, False) if tapes is None else
-              (len(tapes.numbers), len(tapes.clusters), tapes.brief, tapes.idle)),
+            *((0, 0, 0, False, 0) if tapes is None else
+              (len(tapes.numbers), len(tapes.clusters), tapes.brief, tapes.idle, tapes.readers)),
             *((None, 0) if among is None else (among.handle, among.gpu)), program.name.encode(),
             ctypes.addressof(self.multicasts), len(emu.multicasts))
         self.limit = b"the launch's limit"

@@ -56,14 +56,17 @@ class Tape:
 class Tapes:
     """Tapes of the clusters that run and are recorded, and what they did. `idle`: tensor cores add random
     numbers instead of products, to save time. Of `others` only what they read is recorded, in the first
-    `brief` warp-instructions of each: `reads`, the notes of each warp; `draws`: how often a warp drew a work
-    tile from a counter."""
+    `brief` warp-instructions of each: `reads`, the notes of each CTA's warps; `readers`, a mask, has the
+    warps of theirs that run, alone, so that none of them waits (0: all run). `draws`: how often a warp drew
+    a work tile from a counter. `limit`: warp-instructions after which nothing runs on (0: the emulator's)."""
     clusters: Sequence[int] = (0,)
     idle: bool = False
     others: Sequence[int] = ()
     brief: int = 0
+    readers: int = 0
+    limit: int = 0
     warps: list[Tape] = field(default_factory=list)
-    reads: list[np.ndarray] = field(default_factory=list)
+    reads: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     draws: int = 0
 
     def __post_init__(self) -> None: self.numbers = np.array([*self.clusters, *self.others], np.int32)
@@ -74,7 +77,7 @@ class Tapes:
         for number in range(library.c.machine_tape_count(machine)):
             raw = library.c.machine_tape(machine, ctypes.c_int32(number)).contents
             if not raw.brief: self.warps.append(_tape(raw))
-            elif raw.note_count: self.reads.append(_notes(raw))
+            elif raw.note_count: self.reads[raw.cta, raw.warp] = _notes(raw)
 
 
 def _tape(raw: Any) -> Tape:

@@ -9,6 +9,7 @@ Read in this order:
   simulator.py     csrc/sm.c, which runs them in cycles
   critical.py      the critical path of a run, and how uncertain that makes a prediction
   shape.py         a launch's extents, and which clusters are recorded
+  recording.py     a launch that is recorded: chosen clusters whole, of the others what they read
   model.py         a launch: what the cycles of recorded clusters say of the whole grid
   sequence.py      launches in a row, as a stream, a graph, with PDL
   report.py        a prediction as a table, and as JSON; chrome.py: as a trace

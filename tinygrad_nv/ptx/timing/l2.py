@@ -12,7 +12,7 @@ Compute's "lrc"), though each SM gets its own copy.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +58,9 @@ class Reads:
     first: Mapping[int, float]
 
 
-def summarize_reads(reads: Sequence[np.ndarray]) -> Reads:
+def summarize_reads(notes: Iterable[np.ndarray]) -> Reads:
     """Returns what the warps read whose notes these are."""
+    reads = list(notes)
     return Reads(sum(int(read_bytes(each).sum()) for each in reads), first_shares(reads))
 
 

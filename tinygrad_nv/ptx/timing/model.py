@@ -28,16 +28,13 @@ from tinygrad_nv.ptx.timing import critical
 from tinygrad_nv.ptx.timing.drawn import deal, find_drawn_tiles, lengths, makespan, row_of
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, clock_under_load, figures, slow_down
 from tinygrad_nv.ptx.timing.job import Code, Job, as_given, code_of, make_job
-from tinygrad_nv.ptx.timing.l2 import Reads, read_bytes, shares_of, summarize_reads
-from tinygrad_nv.ptx.timing.listing import Listing, listing
-from tinygrad_nv.ptx.timing.shape import MANY_PLACES, Shape, clusters_to_record, places
+from tinygrad_nv.ptx.timing.l2 import read_bytes, shares_of
+from tinygrad_nv.ptx.timing.recording import WHOLE, Recording, counted, differ, record_launch
+from tinygrad_nv.ptx.timing.shape import Shape, clusters_to_record
 from tinygrad_nv.ptx.timing.simulator import REASONS, Cause, Run, run
 from tinygrad_nv.ptx.timing.units import Unit
 
-UNEVEN = 0.1                # of the mean: the least that lengths of CTAs differ by to be told apart
 RATES_MATTER = 0.01         # of the critical path: the share of L2 and HBM from which on their clocks matter
-BRIEF = 40000                # warp-instructions of a CTA of which only reads are kept: some tiles
-WHOLE = 200000               # the same of a grid that runs at once, whose CTAs may have more tiles or fewer
 SHOWN = {Unit.TENSOR: "tensor cores", Unit.FMA: "FP32", Unit.ALU: "ALU", Unit.XU: "SFU",
          Unit.SHARED: "shared memory", Unit.COPY: "TMA"}
 
@@ -80,19 +77,6 @@ class Timing:
     recorded: tuple[tuple[Job, Run], ...] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """An entry function of a listing and the tapes of its `clusters_to_record`. `reads`: what all clusters
-    that run at once read; `memory`: addresses and sizes of buffers; `begins`: where recording begins."""
-    listing: Listing
-    entry: str
-    shape: Shape
-    tapes: Tapes
-    reads: Reads
-    memory: Sequence[tuple[int, int]]
-    begins: Sequence[int]
-
-
 def predict_recording(recording: Recording, gpu: GPUFigures, log: int = 0) -> Timing:
     """Returns the prediction of a launch that was recorded; `log`: issues to keep of the first place."""
     code, more = code_of(recording.listing, recording.entry, gpu), 1.0
@@ -114,7 +98,7 @@ def _sharing_sms(recording: Recording, gpu: GPUFigures) -> float:
     shape, warps = recording.shape, recording.tapes.warps
     sms = min(shape.busy_sms(gpu), shape.clusters * shape.ctas / shape.ctas_of_sm(gpu))
     clusters = len({tape.cluster for tape in warps})
-    if sum(len(tape.sources) for tape in warps) > WHOLE * shape.ctas * clusters: return sms
+    if sum(len(tape.sources) for tape in counted(recording.tapes)) > WHOLE * shape.ctas * clusters: return sms
     mine = sum(int(read_bytes(tape.notes).sum()) for tape in warps) / clusters
     mean_of_all = recording.reads.nbytes / shape.clusters
     return sms * min(1.0, mean_of_all / mine) if mine and mean_of_all else sms
@@ -229,22 +213,10 @@ def _uneven(shape: Shape, gpu: GPUFigures, jobs: Mapping[int, Job],
     return round(max(ends)), 1 - float(every.sum()) / at_once / max(ends) * busy
 
 
-def _differ(known: np.ndarray) -> bool:
-    """Whether clusters are not all about as long, by numbers and steps of some."""
-    return bool(np.ptp(known[:, 1]) >= UNEVEN * known[:, 1].mean())
-
-
 def _row(shape: Shape, known: np.ndarray) -> int:
     """After how many clusters their lengths repeat, of many that are known; 0 where they do not, or all are
     about as long."""
-    return _differ(known) and (row_of(known, shape.rows) or row_of(known))
-
-
-def _uneven_tapes(tapes: Tapes) -> bool:
-    """Whether clusters differ."""
-    steps: dict[int, int] = {}
-    for tape in tapes.warps: steps[tape.cluster] = steps.get(tape.cluster, 0) + len(tape.sources)
-    return _differ(np.array([*steps.items()]))
+    return differ(known) and (row_of(known, shape.rows) or row_of(known))
 
 
 def _steps(job: Job, ctas: int) -> list[int]:
@@ -310,36 +282,15 @@ def _waits(code: Code, runs: Sequence[Run], most: int = 12) -> tuple[Wait, ...]:
 # **** launches ****
 
 def predict(text: str, arch: str, entry: str, shape: Callable[[Resources], Shape],
-            name: str | GPUFigures, record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
+            name: str | GPUFigures, record: Callable[[Tapes], bool], memory: Sequence[tuple[int, int]],
             log: int = 0, strict: bool = True) -> Timing:
     """Predicts a launch of an entry function on the GPU `name`, or on one of these figures. `record` runs
-    chosen clusters on the emulator, `memory` has the addresses and sizes of its buffers. Raises
-    `ConfigError` for a GPU without figures, or of another architecture, `ToolchainError` without ptxas or
-    a disassembler."""
+    chosen clusters on the emulator, and says whether they ended; `memory` has the addresses and sizes of its
+    buffers. Raises `ConfigError` for a GPU without figures, or of another architecture, `ToolchainError`
+    without ptxas or a disassembler."""
     gpu = figures(name) if isinstance(name, str) else name
     if arch[:5] != gpu.arch[:5]:
         called = name if isinstance(name, str) else gpu.name
         raise ConfigError(f"{called} is of {gpu.arch}, the emulator of {arch}", f"an emulator of {gpu.arch}",
                           "choose another GPU, or another architecture")
     return predict_recording(record_launch(text, entry, shape, gpu, record, memory, strict), gpu, log)
-
-
-def record_launch(text: str, entry: str, shape: Callable[[Resources], Shape], gpu: GPUFigures,
-                  record: Callable[[Tapes], None], memory: Sequence[tuple[int, int]],
-                  strict: bool = True) -> Recording:
-    """Records the clusters of a launch that tell its time on a GPU; as `predict`."""
-    listed = listing(text, gpu.arch, entry, strict)
-    found = shape(listed.resources[entry])
-    at_once = min(found.clusters, found.at_once(gpu))
-
-    def record_tapes(begins: Sequence[int]) -> Tapes:
-        tapes = Tapes(clusters_to_record(found, gpu, begins), idle=True, others=range(at_once),
-                      brief=(WHOLE if at_once == found.clusters else BRIEF) * found.ctas)
-        record(tapes)
-        return tapes
-    tapes = record_tapes(begins := places(found, gpu))
-    if at_once == found.clusters:
-        if tapes.draws: tapes = record_tapes(begins := places(found, gpu, drawn=True))
-    elif _uneven_tapes(tapes): tapes = record_tapes(begins := places(found, gpu, count=MANY_PLACES))
-    reads, tapes.reads = summarize_reads(tapes.reads), []
-    return Recording(listed, entry, found, tapes, reads, memory, begins)

@@ -89,6 +89,7 @@ static void put_reduction(Warp *w, const Op *op, u32 mask, const Named *n) {
 /* bar and barrier: .sync, .arrive, .red. */
 HANDLER(bar) {
     Group *g = group_of(w);
+    if (w->cta->cluster->alone) { lanes_sync(m, w, mask); return NEXT; }
     u32 id = r32(w, op->a)[lowest(mask)];
     if (id >= NAMED_BARRIERS) {
         report(m, BARRIER, op, w, lowest(mask), "barrier %u: there are 0 to 15", id);
@@ -139,6 +140,7 @@ static void cluster_check(Machine *m, Cluster *k) {
 /* barrier.cluster.arrive{.release, .relaxed}. */
 HANDLER(cluster_arrive) {
     Cluster *k = w->cta->cluster;
+    if (k->alone) return NEXT;
     u32 twice = mask & w->cluster_pending;
     if (twice)
         report(m, BARRIER, op, w, lowest(twice), "barrier.cluster.arrive again, before barrier.cluster.wait");
@@ -154,6 +156,7 @@ HANDLER(cluster_arrive) {
 /* barrier.cluster.wait{.acquire}. */
 HANDLER(cluster_wait) {
     Cluster *k = w->cta->cluster;
+    if (k->alone) return NEXT;
     u32 never = mask & ~w->cluster_pending;
     if (never) {
         report(m, BARRIER, op, w, lowest(never), "barrier.cluster.wait without barrier.cluster.arrive");
@@ -192,7 +195,7 @@ HANDLER(fence) {
  * known count at entry ptxas ignores it. */
 HANDLER(setmaxnreg) {
     i32 now = w->registers ? w->registers : m->launch.registers, wanted = (i32)op->imm, more = wanted - now;
-    if (!now) return NEXT;
+    if (!now || w->cta->cluster->alone) return NEXT;
     if (op->flags ? more < 0 : more > 0)
         report(m, BARRIER, op, w, lowest(mask), "setmaxnreg.%s to %d registers from %d",
                op->flags ? "inc" : "dec", wanted, now);

@@ -53,6 +53,7 @@ static void start_warp(Machine *m, Cta *c, i32 id, u32 threads) {
         w->written_at = take_zeros(2 * places, sizeof *w->written_at), w->read_at = w->written_at + places;
     }
     clock_begin(w, m);
+    if (c->cluster->alone && !(c->cluster->alone >> id & 1)) { w->alive = 0, c->exited++; return; }
     set_specials(m, w);
     add_group(w, w->alive, 0, -1);
     tape_start(m, w);
@@ -86,7 +87,7 @@ static void start_cluster(Machine *m) {
     k->number = number, k->events = 1;
     k->peers = a->peers, k->launch = m->peer_launch + 1;
     k->sequence = a->peers ? peers_cluster(m, number) : 1 + number % CLUSTERS_TOLD_APART;
-    if (a->taped && (i32)at >= a->whole) k->most = a->brief;
+    if (a->taped && (i32)at >= a->whole) k->most = a->brief, k->alone = a->readers;
     k->size = k->live = (i32)(a->cluster[0] * a->cluster[1] * a->cluster[2]);
     k->ctas = take_zeros((size_t)k->size, sizeof *k->ctas);
     k->clock[0] = clock_new(m), k->clock[1] = clock_new(m);

@@ -203,6 +203,7 @@ struct Cluster {
     i32 live;           /* CTAs not gone */
     i32 pending;        /* asynchronous operations of its CTAs */
     u64 most;           /* instructions after which it ends; 0: it runs to its end */
+    u32 alone;          /* the warps that run, and wait for nothing; 0: all run */
     u32 arrived, phase; /* barrier.cluster: threads arrived */
     u64 events;         /* changes that may let something of it go on: nothing that blocks is of another cluster */
     Clock *clock[2];
@@ -276,6 +277,7 @@ typedef struct {
     i32 taped_count, whole;  /* those from `whole` on end after `brief` instructions, and tell only what they read */
     u64 brief;
     i32 idle;              /* tensor cores add random numbers: only time is asked for */
+    u32 readers;           /* the warps that run of clusters that tell only what they read: Cluster.alone */
     Peers *peers;          /* GPUs that run beside this one, NULL: none (peers.c) */
     i32 gpu;               /* which of them it is */
     const char *name;      /* of the kernel */

@@ -47,7 +47,9 @@ static Mbarrier *mbarrier_find(const Cta *cta, u64 offset) {
     return NULL;
 }
 
+/* NULL: there is none, as reported, or nothing waits in the cluster. */
 Mbarrier *mbarrier_at(Machine *m, Warp *w, const Op *op, int lane, Cta *cta, u64 offset) {
+    if (cta->cluster->alone) return NULL;
     Mbarrier *b = mbarrier_find(cta, offset);
     ull address = cta->shared.base + offset;
     if (!b || !b->live) {
