@@ -13,7 +13,7 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import CPUSchedule, check_parts
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.programs import Blocks, TileProgram, make_schedule
+from tinygrad_nv.tile.programs import Blocks, TileProgram, make_schedule, trace_spec
 from tinygrad_nv.tile.template import Family, Template
 
 PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
@@ -36,13 +36,16 @@ def _template(program: TileProgram) -> Template[Any, Any, CPU]:
 
     def problems(spec: Any, s: CPUProgramSchedule, target: CPU) -> Sequence[str]:
         if s.isa != target.isa: return [f"for {s.isa}, here is {target.isa}"]
-        found = [*check_parts(s), *program.refuse(spec, s.blocks)]
-        return found + [each for root in program.expressions(spec) for each in expression.problems(root)]
+        found = [*check_parts(s), *program.refuse(spec, s.blocks, "cpu"), *["clusters"] * (s.cluster > 1)]
+        found += [each for root in program.expressions(spec) for each in expression.problems(root)]
+        from tinygrad_nv.cpu.language import statements
+        return found or [each for one, blocks in program.steps(spec, s.blocks)
+                         for each in statements.problems(trace_spec(program, one, blocks), s.isa)]
 
     def build(spec: Any, s: CPUProgramSchedule, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
-        from tinygrad_nv.cpu.language.statements import build as build_kernel
-        return program.build(spec, s.blocks, lambda one: build_kernel(one, s.isa, parts=s.parts,
-                                                                      by_columns=True))
+        from tinygrad_nv.cpu.language import statements
+        return program.build(spec, s.blocks, lambda one: statements.build(one, s.isa, parts=s.parts,
+                                                                          by_columns=True))
 
     def candidates(spec: Any, target: CPU) -> Sequence[CPUProgramSchedule]:
         made = []

@@ -35,20 +35,22 @@ Grid = tuple[int, int, int]
 class Blocks:
     """Parts that programs of the grid compute: `rows` and `columns` are what the function says. `groups` of
     rows have results of their own, which another launch joins; `lanes` of a block's rows are joined at its
-    end."""
+    end. Programs along z are `cluster`s of so many, on Hopper."""
     rows: int = 16
     columns: int = 1
     groups: int = 1
     lanes: int = 1
+    cluster: int = 1
 
     @property
     def blocks(self) -> Blocks:
         """Itself, without what a schedule has besides."""
-        return Blocks(self.rows, self.columns, self.groups, self.lanes)
+        return Blocks(self.rows, self.columns, self.groups, self.lanes, self.cluster)
 
     def block_words(self) -> list[str]:
         """The blocks as a schedule shows them."""
-        return [f"blocks of {self.rows}x{self.columns}", *[f"{self.groups} groups"] * (self.groups > 1)]
+        return [f"blocks of {self.rows}x{self.columns}", *[f"{self.groups} groups"] * (self.groups > 1),
+                *[f"clusters of {self.cluster}"] * (self.cluster > 1)]
 
 
 @dataclass(frozen=True)
@@ -64,25 +66,34 @@ class TileProgram:
     """A program for specs of a type. `grid` is how many programs there are, `cut` the blocks by which it is
     computed on a target and the warps of each, those liked best first; `problems`: why no kernel can
     be. `elements`: how many there are to compute. `expressions` are those of the spec that load parameters.
-    `steps`: specs and blocks of the launches, of two the first writes float32 that the second reads."""
+    `steps`: specs and blocks of the launches, of two the first writes float32 that the second reads. `fixed`:
+    a GPU's blocks are those of `cut` alone, as others would add up in another order."""
     name: str
     spec: type
     function: Callable[..., None]
     grid: Callable[[Any, Blocks], Grid]
     cut: Callable[[Any, Any], Sequence[tuple[Blocks, int]]]
     elements: Callable[[Any], int]
-    problems: Callable[[Any], list[str]] = lambda spec: []
+    problems: Callable[[Any, str], list[str]] = lambda spec, kind: []
     expressions: Callable[[Any], tuple[Expression, ...]] = lambda spec: ()
     steps: Callable[[Any, Blocks], Sequence[tuple[Any, Blocks]]] = lambda spec, blocks: [(spec, blocks)]
+    fixed: bool = False
 
-    def refuse(self, spec: Any, blocks: Blocks) -> list[str]:
-        """Why no kernel can be, in words; empty when one can."""
+    def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
+        """Why no kernel can be for a kind of target, in words; empty when one can."""
         out = [f"{name} {value}" for name, value in vars(blocks).items() if value < 1]
         if not out and blocks.rows % blocks.lanes: out = [f"{blocks.rows} rows in {blocks.lanes} lanes"]
-        if out: return out
-        grid = zip(self.grid(spec, blocks), LIMITS, "xyz", strict=True)
-        return self.problems(spec) + [f"{count} programs along {axis}, at most {most}"
-                                      for count, most, axis in grid if count > most]
+        return out or self.problems(spec, kind)
+
+    def refuse_on_gpu(self, spec: Any, s: ProgramSchedule, gpu: GPU) -> list[str]:
+        """The same of a schedule on a GPU."""
+        if found := self.refuse(spec, s.blocks, gpu.kind): return found
+        for root in self.expressions(spec): found += epilogue.problems(root, gpu.arch)
+        for count, most, axis in zip(self.grid(spec, s.blocks), LIMITS, "xyz", strict=True):
+            if count > most: found.append(f"{count} programs along {axis}, at most {most}")
+        if self.fixed and (s.blocks, s.warps) not in (own := self.cut(spec, gpu)):
+            found.append(f"{s} is not one of {own[0][0]} by {count_words(own[0][1], 'warp')}")
+        return found
 
     def build(self, spec: Any, blocks: Blocks, build_one: Callable[[Program], Any]) -> Any:
         """The kernel of a spec, or both."""
@@ -98,29 +109,36 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     from tinygrad_nv.tile.templates import TABLE
     roots = program.expressions(spec)
     reads = list(dict.fromkeys(load for root in roots for load in loads(root)))
-    tensors = [_tensor(each, bool(roots)) for each in TABLE.arguments(spec)]
+    batch, rows = (getattr(spec, "batch", ()), getattr(spec, "symbolic", False)) if roots else ((), False)
+    tensors = [_tensor(each, bool(roots), len(batch) if rows else None) for each in TABLE.arguments(spec)]
     given: dict[str, Any] = {each.name: TensorRef(each) for each in tensors if each.output or not roots}
-    views = {load: _view(load, number, spec) for number, load in enumerate(reads)}
+    views = {load: _view(load, number, spec, batch) for number, load in enumerate(reads)}
     if roots: given["loads"] = {load: TensorRef(view) for load, view in views.items()}
     assert isinstance(program.function, FunctionType)
     made = trace_program(program.function, {**given, "spec": spec, "blocks": blocks}, tensors, TileSchedule(),
                          program.grid(spec, blocks), None, tuple(views.values()))
-    return replace(made, name=program.name)
+    return replace(made, name=program.name, rows=blocks.rows if rows else 0, cluster=blocks.cluster)
 
 
-def _tensor(argument: Argument, viewed: bool) -> TensorParameter:
+def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:
     """An argument as it lies; of one that is read by views alone, the pointer."""
     output, place = argument.role == "out", argument.places[0]
     if viewed and not output: return TensorParameter(argument.name, argument.dtype, (1,))
-    return TensorParameter(argument.name, argument.dtype, place.extents, output, steps=place.strides,
-                           offset=place.offset)
+    extents, steps = place.extents, place.strides
+    if extents[-1] == 1: steps = (*steps[:-1], 1)
+    elif steps[-1] != 1: extents, steps = (*extents, 1), (*steps, 1)    # elements of a row that lie apart
+    return TensorParameter(argument.name, argument.dtype, extents, output, steps=steps, offset=place.offset,
+                           symbolic=symbolic)
 
 
-def _view(load: Load, number: int, spec: Any) -> TensorParameter:
-    """The tensor that a Load reads: [m, n], 1 along an axis that it does not depend on."""
-    shape = spec.m if load.m else 1, spec.n if load.n else 1
-    return TensorParameter(f"load{number}", load.dtype, shape, steps=(load.m, 1), offset=load.offset,
-                           of=f"x{load.parameter}")
+def _view(load: Load, number: int, spec: Any, batch: Sequence[int]) -> TensorParameter:
+    """The tensor that a Load reads: [*batch, m, n], 1 along an axis that it does not depend on."""
+    steps = *(load.batch or (0,) * len(batch)), load.m, 1
+    extents = zip((*batch, spec.m, spec.n), (*steps[:-1], load.n), strict=True)
+    symbolic = len(batch) if load.m and getattr(spec, "symbolic", False) else None
+    shape = tuple(extent if step else 1 for extent, step in extents)
+    return TensorParameter(f"load{number}", load.dtype, shape, steps=steps, offset=load.offset,
+                           of=f"x{load.parameter}", symbolic=symbolic)
 
 
 def make_family(name: str, programs: Sequence[TileProgram], determinism_class: str) -> Family:
@@ -145,8 +163,7 @@ def _template(program: TileProgram) -> Template[Any, Any, GPU]:
 
     def problems(spec: Any, s: ProgramSchedule, gpu: GPU) -> Sequence[str]:
         from tinygrad_nv.tile.language import gpu as target
-        found = program.refuse(spec, s.blocks)
-        for root in program.expressions(spec): found += epilogue.problems(root, gpu.arch)
+        found = program.refuse_on_gpu(spec, s, gpu)
         return found or [each for one, blocks in program.steps(spec, s.blocks) for each in target.problems(
             trace_spec(program, one, blocks), TileSchedule(warps=s.warps), gpu, pdl=True)]
 

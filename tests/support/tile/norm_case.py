@@ -19,8 +19,9 @@ from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
 from tinygrad_nv.tile.expression import Apply, Constant, Expression, Load, Position, Sum, loads, walk
 from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.norm.templates import Norm
+from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -138,11 +139,21 @@ def _widened(node: Expression, known: dict[Expression, Expression]) -> Expressio
 
 # **** the kernel ****
 
+def plan(spec: NormSpec, arch: str) -> Schedule:
+    """The schedule, of rows that have a kernel."""
+    schedule = TABLE.choose(spec, GPU(arch))
+    assert schedule is not None
+    return schedule
+
+
+def built(spec: NormSpec, arch: str) -> TileKernel: return TABLE.build(spec, plan(spec, arch), GPU(arch))
+
+
 def launched(spec: NormSpec, given: Given, arch: str, seed: int = 0, m: int | None = None,
              spoilt: tuple[str, str] = ("", "")) -> tuple[list[torch.Tensor], Report]:
     """Results [*batch, m, n or 1] in float64, and the report. Nothing may be found, nothing else written.
     `spoilt`: something of the text, and what takes its place."""
-    made, emu = TABLE.build(spec, Norm.of(spec, arch), GPU(arch)), Emulator(arch, seed=seed)
+    made, emu = built(spec, arch), Emulator(arch, seed=seed)
     rows = spec.m if m is None else m
     if spoilt[0]:
         assert spoilt[0] in made.ptx

@@ -11,13 +11,15 @@ import torch
 from tinygrad import Tensor, Variable, dtypes, nn
 
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa, norm
+from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.programs import CPUProgramSchedule
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.expression import Apply, Constant, Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.templates import TABLE
 
 F32, S32 = dtypes.float32, dtypes.int32
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
@@ -49,11 +51,12 @@ def argmax(m: int, n: int, pitch: int) -> NormSpec:
 
 def run(spec: NormSpec, level: isa.ISA, outs: list[np.ndarray], *given: np.ndarray | int) -> list[np.ndarray]:
     """The results of a spec, the same bits by 1 to 3 parts in any order."""
-    made = []
+    made, target = [], replace(host(), isa=level)
+    chosen = TABLE.choose(spec, target)
+    assert isinstance(chosen, CPUProgramSchedule)
     for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
-        schedule = replace(norm.default(spec, replace(host(), isa=level)), parts=parts)
         fresh = [np.full_like(out, 77) for out in outs]
-        load(norm.build(spec, schedule))(*fresh, *given, order=order)
+        load(TABLE.build(spec, replace(chosen, parts=parts), target))(*fresh, *given, order=order)
         made.append(fresh)
     for other in made[1:]:
         for a, b in zip(made[0], other, strict=True): np.testing.assert_array_equal(a, b)

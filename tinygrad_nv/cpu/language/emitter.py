@@ -31,6 +31,7 @@ from tinygrad_nv.tile.language.ranges import Ranges, uses
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 Form = str | View | Op
+ROWS = "m"           # the kernel's last integer, where rows are symbolic
 UNROLLED = 4         # vectors of a row
 CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
 
@@ -202,7 +203,8 @@ class Emitter:
             if axis == last: continue
             index = f"((s64){self.scalar(start)} + {left.pop(0) if size else '0'})"
             terms.append(f"{index} * {stride}ll")
-            if not self.within(start, size, extent): inside.append(f"(u64){index} < {extent}")
+            if axis == tensor.symbolic and size > 1: inside.append(f"(u64){index} < (u64){ROWS}")
+            elif not self.within(start, size, extent): inside.append(f"(u64){index} < {extent}")
         first = f"(s64){self.scalar(starts[last])}" if last >= 0 else "0"
         return " + ".join(terms), first, " && ".join(inside) or "1", last
 

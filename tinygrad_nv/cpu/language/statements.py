@@ -8,6 +8,8 @@ part of them. Parameters are the program's tensors in their order.
 """
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.cpu.expression import constant_text
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import C_TYPES, CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.language.emitter import c_name
+from tinygrad_nv.cpu.language.emitter import ROWS, c_name
 from tinygrad_nv.cpu.language.grouping import keeps_columns
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
@@ -360,8 +362,22 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
 def _with_shape(value: Value, shape: tuple[int, ...]) -> TileType: return TileType(value.dtype, shape)
 
 
+PLACES = ("int pid0", "int pid1", "int pid2")
 STACK_BYTES = 4 << 20    # what a program may keep on a thread's stack, of 8 MB
 PARTS = 4                # for each thread, so that one that is held up does less
+
+
+@functools.lru_cache(64)
+def _emit(program: Program, isa: ISA) -> tuple[str, tuple[str, ...], int]:
+    """The body of a program, the functions that it calls, and its bytes on a thread's stack."""
+    emitter = Statements(program, isa)
+    return emitter.run(), tuple(emitter.functions), emitter.stack_bytes
+
+
+def problems(program: Program, isa: ISA) -> list[str]:
+    """Why a program cannot be a kernel, in words; empty when it can."""
+    nbytes = _emit(program, isa)[2]
+    return [f"tiles of {nbytes} bytes, at most {STACK_BYTES} on a thread's stack"] * (nbytes > STACK_BYTES)
 
 
 def build(program: Program, isa: ISA, threads: int = 1, parts: int = 0,
@@ -369,25 +385,28 @@ def build(program: Program, isa: ISA, threads: int = 1, parts: int = 0,
     """The kernel, called in `parts`; 0: as many as so many threads can share. Programs that follow each other
     are neighbours along x, or along y with `by_columns`. Raises `ScheduleError` for a program whose tiles do
     not fit on a stack."""
-    emitter = Statements(program, isa)
-    text = emitter.run()
-    if emitter.stack_bytes > STACK_BYTES:
-        raise ScheduleError(f"the tiles of {program.name} take {emitter.stack_bytes} bytes",
+    text, functions, nbytes = _emit(program, isa)
+    if nbytes > STACK_BYTES:
+        raise ScheduleError(f"the tiles of {program.name} take {nbytes} bytes",
                             f"at most {STACK_BYTES}, on a thread's stack",
                             "smaller blocks: kernel.schedule(block=…)")
-    x, y, z = program.grid
-    total = x * y * z
+    _, y, z = program.grid
+    x: int | str = f"(({ROWS} + {program.rows - 1}) / {program.rows})" if program.rows else program.grid[0]
+    total = math.prod(program.grid)
     places = (f"t / {y} % {x}", f"t % {y}") if by_columns else (f"t % {x}", f"t / {x} % {y}")
     parts = parts or (max(1, min(total, threads * PARTS)) if threads > 1 else 1)
     pointers = [f"{'' if each.output else 'const '}{c_type(each.dtype)} *p_{c_name(each.name)}"
                 for each in (*program.tensors, *program.views)]
     given = [f"p_{c_name(each.of or each.name)}" + f" + {each.offset}" * bool(each.offset)
              for each in (*program.tensors, *program.views)]
-    parameters = ", ".join([*pointers, "int pid0", "int pid1", "int pid2"])
-    before = [header("gemm.h"), header("language/language.h"), *emitter.functions,
+    integers = [ROWS] * bool(program.rows)
+    parameters = ", ".join([*pointers, *(f"int {each}" for each in integers), *PLACES])
+    before = [header("gemm.h"), header("language/language.h"), *functions,
               f"NOINLINE void body({parameters}) {{\n{text}\n}}"]
-    loop = (f"  for (s64 t = {total}ll * core_id / {parts}; t < {total}ll * (core_id + 1) / {parts}; t++)\n"
-            f"    body({', '.join([*given, *places, f't / {x * y}'])});")
+    loop = (f"  const s64 total = (s64){x} * {y * z};\n"
+            f"  for (s64 t = total * core_id / {parts}; t < total * (core_id + 1) / {parts}; t++)\n"
+            f"    body({', '.join([*given, *integers, *places, f't / ({x} * {y})'])});")
     outputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if each.output]
     inputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if not each.output]
-    return kernel(f"tile_{program.name}", isa, loop, outputs, inputs, parts=parts, before="\n".join(before))
+    return kernel(f"tile_{program.name}", isa, loop, outputs, inputs, integers, parts,
+                  before="\n".join(before))

@@ -12,7 +12,7 @@ silu(g) · u that no product can have taken, in training. On a CPU tinygrad's co
 19 ms for 512 rows of 8192 float32, 2.4 ms here.
 
 A single sum or maximum of a row, without elements made of it, stays tinygrad's, as on a GPU what its template
-does not take (tile/norm/templates.py: elements that lie apart, and rows for more than one CTA).
+does not take (tile/norm/program.py: elements that lie apart, and rows for more than one CTA).
 NV_NORM=0 leaves everything to tinygrad.
 """
 from __future__ import annotations

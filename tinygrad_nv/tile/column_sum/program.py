@@ -93,7 +93,7 @@ def cut(spec: ColumnSumSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     return [(Blocks(rows, columns, max(1, min(most, spec.m // rows)), WARPS), WARPS)]
 
 
-def problems(spec: ColumnSumSpec) -> list[str]:
+def problems(spec: ColumnSumSpec, kind: str) -> list[str]:
     """Why no kernel can be; empty when one can."""
     out = ["elements of a row lie apart"] * any(each.n not in (0, 1) for each in loads(spec.term))
     out += ["sums of groups of rows"] * (spec.groups > 1)

@@ -1,8 +1,8 @@
 """Expressions (tile/expression.py) in tiles: what the matched graph computes of an element.
 
 Protocol: `evaluate(expression, leaf)` is a tile of the expression's dtype. `leaf` gives the tiles of loads,
-of positions and of sums; they are broadcast where they meet. `read_leaf` is one of a block of rows and
-columns.
+of positions and of sums; they are broadcast where they meet. What is computed goes into `made`, which
+expressions of the same elements may share. `read_leaf` is one of a block of rows and columns.
 """
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tinygrad_nv.tile.language.memory import Block, TensorRef
 from tinygrad_nv.tile.language.values import Tile, apply, broadcast, cast, full
 
 
-def evaluate(expression: Expression, leaf: Callable[[Expression], Tile]) -> Tile:
+def evaluate(expression: Expression, leaf: Callable[[Expression], Tile],
+             made: dict[Expression, Tile] | None = None) -> Tile:
     """The tile of an expression. Each node is rounded to its dtype."""
-    made: dict[Expression, Tile] = {}
+    made = {} if made is None else made
 
     def of(node: Expression) -> Tile:
         if node not in made: made[node] = find(node)

@@ -16,6 +16,7 @@ arguments and yields carry what changes. Operations, with operands → results a
     transpose    x      → tile                      [permutation]
     reduce       x …    → tile …                    [axis, fn], or a region (2 n scalars → n) that combines
     scan         x …    → tile …                    [axis, fn, reverse], or a region; inclusive
+    across       x      → scalar                    [fn]: of the programs of a cluster, in their order
     gather       x i    → tile                      [axis]: x taken at i along an axis; i has the result's
                                                     shape
     sort         x      → tile                      [axis, descending]
@@ -119,7 +120,9 @@ class Region:
 class TensorParameter:
     """A tensor of a program: contiguous, row-major, or as `steps` say from one index of an axis to the next,
     the last of which is 1; its elements begin at `offset`. `output`: the program writes it; `saturate` and
-    `stochastic`, a seed: how stores round (rounding.py). `of`: the tensor whose memory this is a view of."""
+    `stochastic`, a seed: how stores round (rounding.py). `of`: the tensor whose memory this is a view of.
+    `symbolic`: the axis of which the kernel's last integer says how many elements there are, `shape`'s at
+    most."""
     name: str
     dtype: DType
     shape: tuple[int, ...]
@@ -129,6 +132,7 @@ class TensorParameter:
     steps: tuple[int, ...] | None = None
     offset: int = 0
     of: str = ""
+    symbolic: int | None = None
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -158,6 +162,7 @@ class TensorParameter:
         if self.of: words.append(f"of {self.of}")
         if not self.is_dense: words.append(f"at {self.offset}, steps {'x'.join(map(str, self.strides))}")
         if self.stochastic is not None: words.append(f"stochastic_round({self.stochastic})")
+        if self.symbolic is not None: words.append(f"symbolic along {self.symbolic}")
         return f"{self.name}: {' '.join(words)}"
 
 
@@ -165,12 +170,15 @@ class TensorParameter:
 class Program:
     """A kernel in tiles, which stays as it is. `tensors`: outputs, then inputs, in the order of the kernel's
     pointers; `views` are of their memory, and read alone. `grid` is how many programs there are along x, y,
-    z."""
+    z. Where `rows` is not 0, the kernel's last integer is a number of rows, and x is one for so many of
+    them. `cluster`: neighbours along z that may ask each other (`across`), on sm_90a."""
     name: str
     tensors: tuple[TensorParameter, ...]
     grid: tuple[int, int, int]
     body: Region
     views: tuple[TensorParameter, ...] = ()
+    rows: int = 0
+    cluster: int = 1
 
     def tensor(self, name: str) -> TensorParameter:
         """The tensor, or the view, of a name."""
@@ -209,7 +217,9 @@ class _Printer:
 
     def program(self, program: Program) -> list[str]:
         tensors = ", ".join(map(str, (*program.tensors, *program.views)))
-        lines = [f"program {program.name}({tensors}) grid {'x'.join(map(str, program.grid))}"]
+        rows = f", {program.rows} rows each" if program.rows else ""
+        cluster = f", clusters of {program.cluster}" if program.cluster > 1 else ""
+        lines = [f"program {program.name}({tensors}) grid {'x'.join(map(str, program.grid))}{rows}{cluster}"]
         return [*lines, *self.region(program.body, "  ")]
 
     def region(self, region: Region, indent: str) -> list[str]:

@@ -124,6 +124,14 @@ def _extreme(x: Tile, axis: int, better: Callable[[Tile, Tile], Tile]) -> Tile:
     return reduce((x, index.broadcast_to(*x.shape)), at, combine)[1]
 
 
+def across_cluster(x: Tile, fn: str) -> Tile:
+    """The one number of a tile of floats or of int32, `add`ed up over the programs of a cluster, or the
+    largest of theirs (`max`): in all of them."""
+    one = cast(x, dtypes.float32 if dtypes.is_float(x.dtype) else dtypes.int32).reshape()
+    made = Tile(current().emit("across", [one.value], [TileType(one.dtype)], {"fn": fn})[0])
+    return cast(made.reshape(*x.shape), x.dtype)
+
+
 def reduce(x: Any, axis: int, combine: Combine) -> Any:
     """Tiles combined along an axis: combine(a, b) of scalars; of several tiles combine(a0, a1, …, b0, b1, …)
     gives as many results."""

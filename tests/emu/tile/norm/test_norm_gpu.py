@@ -1,4 +1,4 @@
-"""The template of rows on the emulated GPU, checks on: against float64, whole numbers to the bit, NaN,
+"""The program of rows on the emulated GPU, checks on: against float64, whole numbers to the bit, NaN,
 edges, odd sizes and alignments, rows that do not fit in registers; and checkers that fail. What kernels
 take: registers, accesses, sectors, one barrier a statistic."""
 from __future__ import annotations
@@ -18,12 +18,14 @@ from tests.support.tile.norm_case import (
     S32,
     argmax,
     arguments,
+    built,
     checked,
     gated,
     launched,
     layer,
     lies,
     of,
+    plan,
     reference,
     rms,
     softmax,
@@ -33,7 +35,6 @@ from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
-from tinygrad_nv.tile.norm.templates import MOST_ELEMENTS, Norm
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -127,23 +128,33 @@ def test_nan_and_infinity(dtype: DType, arch: str):
     assert nans == [False, True, True, True, True, False]  # inf − inf, and as in a sum
 
 
-LONG = (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 20000, F32, residual=True), argmax(3, 50001),
-        softmax(2, 128256))
+LONG = (softmax(1, 4 * 2048 * 4 + 2048 + 12), rms(2, 40000, F32, residual=True), argmax(3, 50001),
+        softmax(2, 128256), layer(1, 20000, BF16))
 
 
 def test_rows_that_do_not_fit_are_read_again():
     """A loop over whole groups of chunks, and what is left, some of it guarded."""
     for spec in LONG:
-        assert not Norm.of(spec).held
+        assert plan(spec, "sm_80").columns < spec.n
         checked(spec, "sm_80")
     one = lies(F32, 40000)
     spec = of(1, 40000, (Statistic("add", one),), one + Sum())
     checked(spec, "sm_80", exact=True)
 
 
-def test_long_rows_lie_in_the_registers_of_a_cluster():
-    assert [Norm.of(spec, "sm_90a").blocks for spec in LONG] == [2, 4, 4, 8]
-    for spec in LONG: checked(spec, "sm_90a", exact=spec.statistics[-1].op == "max")
+def test_a_few_long_rows_whose_statistics_are_exact_lie_in_the_registers_of_a_cluster():
+    assert [plan(spec, "sm_90a").cluster for spec in LONG] == [1, 1, 8, 1, 1]
+    assert plan(argmax(17, 50001), "sm_90a").cluster == 1
+    for spec in (argmax(3, 50001), argmax(2, 128256, BF16), batched_argmax(3, 2, 40002)):
+        checked(spec, "sm_90a", exact=True)
+
+
+def batched_argmax(batch: int, m: int, n: int) -> NormSpec:
+    """The largest and its place, numbers of a row beside elements."""
+    x = Load(0, F32, n, 1, (m * n,))
+    most, elements = Result(F32, 1, 0, (m,)), Result(F32, n, 1, (m * n,))
+    results = Computed(most, Sum()), Computed(elements, x - Sum())
+    return NormSpec(m, n, (Statistic("max", x),), results, (batch,))
 
 
 @pytest.mark.parametrize("spoilt", [("barrier.cluster.wait.aligned;", ""), ("max.f32", "min.f32")])
@@ -168,15 +179,16 @@ def test_a_row_has_the_same_bits_beside_any_others(form: str):
 def test_what_has_no_kernel_is_refused_in_words():
     apart = Load(0, F32, 1, 64)
     for spec, words in ((of(4, 64, (Statistic("add", apart),), apart + Sum()), "elements of x0 lie apart"),
-                        (rms(1, MOST_ELEMENTS + 4), "several CTAs are faster")):
-        with pytest.raises(ScheduleError, match=words): TABLE.build(spec, Norm.of(spec), GPU("sm_80"))
+                        (rms(1, (1 << 17) + 4), "several programs are faster")):
+        schedule = plan(rms(4, 64), "sm_80")
+        with pytest.raises(ScheduleError, match=words): TABLE.build(spec, schedule, GPU("sm_80"))
         assert TABLE.choose(spec, GPU("sm_80")) is None
 
 
 def test_a_schedule_of_other_rows_is_refused():
     """Its sums would have another order."""
-    with pytest.raises(ScheduleError, match=r"norm 32 threads a row, .* is not norm 16 threads a row"):
-        TABLE.build(rms(9, 64), Norm.of(rms(9, 128)), GPU("sm_80"))
+    with pytest.raises(ScheduleError, match="norm blocks of 4x128, 4 warps is not one of"):
+        TABLE.build(rms(9, 64), plan(rms(9, 128), "sm_80"), GPU("sm_80"))
 
 
 @pytest.mark.parametrize("spoilt", [("bar.sync 0;", ""), ("max.f32", "min.f32"), ("add.f32", "sub.f32")])
@@ -210,7 +222,7 @@ REGISTERS, THREADS = 65536, 2048  # of an SM
 def test_nothing_spills_and_enough_threads_have_room(form: str, dtype: DType, arch: str, m: int, n: int):
     """A third of an SM's threads, or one CTA of the largest."""
     spec = KINDS[form](m, n, dtype)
-    made = TABLE.build(spec, Norm.of(spec, arch), GPU(arch))
+    made = built(spec, arch)
     found = assemble(made.ptx, arch).kernels[made.name]
     assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
     ctas = REGISTERS // (-(-found.registers // 8) * 8 * made.threads)
@@ -219,7 +231,7 @@ def test_nothing_spills_and_enough_threads_have_room(form: str, dtype: DType, ar
 
 
 def lines(spec: NormSpec, words: str, arch: str = "sm_90a") -> list[str]:
-    made = TABLE.build(spec, Norm.of(spec, arch), GPU(arch))
+    made = built(spec, arch)
     return [line for line in made.ptx.splitlines() if words in line]
 
 
@@ -257,7 +269,7 @@ def test_a_statistic_takes_one_barrier():
 def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
     """By the one thread of a line, where rows are few."""
     spec = layer(3, 4096, BF16)
-    text = TABLE.build(spec, Norm.of(spec, "sm_90a"), GPU("sm_90a")).ptx
+    text = built(spec, "sm_90a").ptx
     assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait") < text.index("ld.global")
     asked = [site for site in checked(spec, "sm_90a").stats.sites if site.opcode == "prefetch.global.L2"]
     assert sum(site.threads for site in asked) == 3 * 2 * 4096 * 2 // 128
@@ -265,8 +277,7 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
 
 
 def test_a_plan_in_words():
-    assert str(Norm.of(rms(4096, 4096, BF16))) == "norm 256 threads a row, 2 x 8 elements a thread"
-    assert str(Norm.of(rms(9, 64))) == "norm 16 threads a row, 1 x 4 elements a thread, 8 rows a CTA"
-    assert str(Norm.of(gated(1, 14336, BF16))) == \
-        "norm 256 threads a row, 1 x 8 elements a thread, 7 CTAs a row"
-    assert str(Norm.of(softmax(1, 100000))).endswith("read again")
+    assert [str(plan(spec, "sm_90a")) for spec in (rms(4096, 4096, BF16), rms(9, 64), gated(1, 14336, BF16),
+                                                   softmax(1, 100000), argmax(1, 100000))] == [
+        "norm blocks of 1x4096, 8 warps", "norm blocks of 8x64, 4 warps", "norm blocks of 1x2048, 8 warps",
+        "norm blocks of 1x16384, 32 warps", "norm blocks of 1x12500, clusters of 8, 8 warps"]

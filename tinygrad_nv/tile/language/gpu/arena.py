@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 
+FEW = 1024          # bytes that need no barrier before they are written
 HUGE = 1 << 30      # until it is known how much is needed
 ALIGN = 1024
 
@@ -67,9 +68,11 @@ class Arena:
     # **** allocation ****
 
     def take(self, nbytes: int, align: int = 16) -> int:
-        """The first byte of so many."""
-        at = 0
-        for start, end in sorted(self.used):
+        """The first byte of so many. A few are taken where nothing has been accessed since the last barrier:
+        a barrier costs more than bytes."""
+        at, busy = 0, list(self.used)
+        if nbytes <= FEW: busy += [(each.start, each.end) for each in self.pending if each.space == "shared"]
+        for start, end in sorted(busy):
             if at + nbytes <= start: break
             at = max(at, -(-end // align) * align)
         self.used.append((at, at + nbytes))

@@ -43,6 +43,7 @@ class BlockPlace:
         """Whether indices of an axis may lie outside of the tensor."""
         size = self.sizes[axis]
         beyond = (1 << self.of.widths[self.axes.index(axis)]) if size else 1
+        if axis == self.tensor.symbolic and beyond > 1: return True
         return known.low < 0 or known.high + beyond > self.tensor.shape[axis]
 
     # **** addresses ****
@@ -143,7 +144,8 @@ class BlockPlace:
             made.append(self._below(own, i, self.sizes[axis] - place, -1))
         if self.bounded[axis]:
             index = self._index(i, axis, own)
-            made.append(self._below(index, i, self.tensor.shape[axis] - place, 0))
+            if axis == self.tensor.symbolic: made.append(self._below_rows(index, i, place))
+            else: made.append(self._below(index, i, self.tensor.shape[axis] - place, 0))
             if self.known[axis].low < 0: made.append(self._not_below(index, i, -place))
         return [each for each in made if each is not None]
 
@@ -166,6 +168,15 @@ class BlockPlace:
                 self._compared[key] = None if value < bound else self.kb.reg("pred", 0)
             else: self._compared[key] = value < bound
         return self._compared[key]
+
+    def _below_rows(self, value: Register | int, i: int, place: int) -> Register:
+        """Whether an element of a symbolic axis is one."""
+        key, rows = (i, place, 2), self.writer.row_count
+        assert rows is not None, "a program with symbolic rows"
+        if key not in self._compared: self._compared[key] = rows > value + place
+        found = self._compared[key]
+        assert found is not None
+        return found
 
     def _not_below(self, value: Register | int, i: int, bound: int) -> Register | None:
         key = (i, bound, 1)

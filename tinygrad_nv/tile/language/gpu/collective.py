@@ -30,6 +30,7 @@ from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 
+KINDS = {dtypes.float32: "f32", dtypes.int32: "s32"}
 Elements = list[Part]                       # single elements, by register
 Combine = Callable[[Sequence[Part], Sequence[Part]], list[Part]]    # of operands: earlier, later
 
@@ -46,8 +47,26 @@ def neutral(fn: str, dtype: DType) -> float:
 
 
 class Collective(Values):
-    """Reductions and scans. `partial`: reductions of which each thread keeps its own part (control.py)."""
+    """Reductions and scans. `partial`: reductions of which each thread keeps its own part (control.py).
+    `arrived`: operations across the cluster that are written, of `acrosses`."""
     partial: set[Op]
+    arrived: list[Op]
+    acrosses: int
+
+    def do_across(self, op: Op) -> None:
+        """A number of all CTAs of a cluster, through the shared memory of each."""
+        kb, dtype, value = self.kb, op.result.dtype, self.number(op.operands[0])
+        kind, found = KINDS[dtype], kb.shared(f"across{len(self.arrived)}", 4).address()
+        self.arrived.append(op)
+        kb.emit("st.shared.b32", found.at(), value, guard=kb.tid.x == 0)
+        kb.cluster_arrive()
+        kb.cluster_wait()
+        each = kb.regs(kind, self.program.cluster)
+        for rank, one in enumerate(each):
+            kb.emit(f"ld.shared::cluster.{kind}", one, kb.mapa(found, rank).at())
+        for one in each[1:]: kb.emit(f"{op.attributes['fn']}.{kind}", each[0], each[0], one)
+        self.put_scalar(op.result, Lanes(kb, dtype, [each[0]]))
+        if len(self.arrived) == self.acrosses: kb.cluster_arrive()   # waited for at the kernel's end
 
     def singles(self, held: Held) -> Elements:
         """Each register's element alone; equal elements of a pair are one."""

@@ -52,7 +52,8 @@ def problems(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = Fal
 
 
 def build(program: Program, schedule: TileSchedule, gpu: GPU, pdl: bool = False) -> TileKernel:
-    """The kernel of a program without problems; parameters are its tensors in their order. `pdl`: on Hopper
+    """The kernel of a program without problems; parameters are its tensors in their order, then its rows
+    where they are symbolic. `pdl`: on Hopper
     it may be launched before the kernel ahead of it has ended, for which it waits itself. Raises
     `ScheduleError` with the problems of one that has some."""
     made = _write(_Key(program), schedule, gpu.arch, gpu.sm_count, pdl)
@@ -117,11 +118,11 @@ def _emit_program(program: Program, assignment: Assignment, schedule: TileSchedu
              production: Production, pdl: bool) -> Emitter:
     """The program, written with at most so many stages of loops that say how far ahead they may begin."""
     warps = schedule.warp_count + (PRODUCERS if production.loops else 0)
-    kb = Kernel(_name(program.name), arch=arch, threads=32 * warps, min_ctas=int(bool(production.loops)))
+    cluster = (1, 1, program.cluster) if program.cluster > 1 else ()
+    kb = Kernel(_name(program.name), arch=arch, threads=32 * warps, min_ctas=int(bool(production.loops)),
+                cluster=cluster)
     emitter = Emitter(kb, program, assignment, Depth(schedule.depth, most), production)
-    if pdl and kb.hopper:
-        kb.wait_for_previous_grid()
-        kb.launch_dependents()
+    emitter.pdl = emitter.ahead = pdl and kb.hopper
     emitter.write()
     return emitter
 
@@ -129,8 +130,9 @@ def _emit_program(program: Program, assignment: Assignment, schedule: TileSchedu
 def _kernel(emitter: Emitter, pdl: bool) -> TileKernel:
     kb = emitter.kb
     grid = (emitter.ctas, 1, 1) if emitter.ctas else emitter.program.grid
-    return TileKernel(kb.name, kb.ptx(), grid, kb.threads[0], kb.dynamic_smem,
-                      maps=tuple(emitter.maps), pdl=pdl and kb.hopper)
+    cluster = 1, 1, emitter.program.cluster
+    return TileKernel(kb.name, kb.ptx(), grid, kb.threads[0], kb.dynamic_smem, cluster,
+                      maps=tuple(emitter.maps), rows_of_cta=emitter.program.rows, pdl=pdl and kb.hopper)
 
 
 def _name(name: str) -> str: return "".join(each if each.isalnum() or each == "_" else "_" for each in name)
@@ -140,6 +142,7 @@ def _before(program: Program, schedule: TileSchedule, arch: str) -> list[str]:
     """Returns the problems that need no text."""
     out = []
     if arch not in ARCHITECTURES: return [f"{arch} is not {', '.join(ARCHITECTURES)}"]
+    if program.cluster > 1 and arch != "sm_90a": out.append(f"a cluster of {program.cluster} on {arch}")
     warps = schedule.warp_count
     if warps & warps - 1 or warps > MOST_WARPS:
         out.append(f"{warps} warps: a kernel has 1, 2, 4, 8, 16 or {MOST_WARPS}")
@@ -186,13 +189,16 @@ class Emitter(Memory, Sorting, Specialised):
     def __init__(self, kb: Kernel, program: Program, assignment: Assignment, stages: Depth,
                  production: Production) -> None:
         super().__init__(kb, program, assignment)
-        self.stages, self.bound, self.partial = stages, {}, set()
+        self.stages, self.bound, self.partial, self.arrived = stages, {}, set(), []
+        self.acrosses = sum(op.name == "across" for op in program.body.walk())
         self.prepare_dots()
         self.specialise(production)
 
     def write(self) -> None:
         """The kernel's text."""
+        if self.filled and self.ahead: self.await_ahead()
         if self.filled: self.with_producer()
         else: self.region(self.program.body)
         if self.arena.copying: self.kb.cp_async_wait(0)
+        if self.acrosses: self.kb.cluster_wait()    # shared memory is there as long as others read it
         self.arena.declare()

@@ -29,8 +29,17 @@ SECTOR = 32         # bytes of memory that are written at once: lanes side by si
 LARGE = 2048        # elements of a large tile
 
 
+FEW_PROGRAMS = 264  # of a kernel that prefetches: more have what all read in L2 by others
+LINE = 128
+
+
+def touches_memory(op: Op) -> bool:
+    """Whether an operation reads or writes tensors, or one within it does."""
+    return "tensor" in op.attributes or any(map(touches_memory, (x for each in op.regions for x in each.ops)))
+
+
 class Memory(Values):
-    """Accesses to tensors."""
+    """Accesses to tensors. `ahead`: the kernel ahead has not been waited for."""
 
     def _tensor(self, op: Op, write: bool) -> TensorParameter:
         tensor = self.program.tensor(op.attributes["tensor"])
@@ -65,9 +74,42 @@ class Memory(Values):
         return parts or (singles if width == 1 else pair_parts(singles))
 
     def space(self, tensor: TensorParameter) -> str:
-        """Returns the space that a tensor is loaded from: one that the program does not write never
-        changes."""
-        return "global" if tensor.output else "global.nc"
+        """Returns the space that a tensor is loaded from: one that the program does not write never changes,
+        but where the kernel ahead may write it: ptxas moves ld.global.nc to before griddepcontrol.wait."""
+        return "global" if tensor.output or self.pdl else "global.nc"
+
+    # **** the kernel ahead ****
+
+    def before(self, op: Op) -> bool:
+        if self.ahead and touches_memory(op):
+            if math.prod(self.program.grid) <= FEW_PROGRAMS: self._prefetch_shared(op)
+            self.await_ahead()
+        return super().before(op)
+
+    def await_ahead(self) -> None:
+        """Waits for the kernel ahead, and lets the one behind begin."""
+        self.ahead = False
+        self.kb.wait_for_previous_grid()
+        self.kb.launch_dependents()
+
+    def _prefetch_shared(self, first: Op) -> None:
+        """Has L2 fetch the blocks that all programs load, weights, while the kernel ahead still runs. One
+        thread asks for a line."""
+        ops = self.program.body.ops
+        for op in ops[ops.index(first):]:
+            if op.name != "load_block" or self.program.tensor(op.attributes["tensor"]).output: continue
+            known = [self.ranges.of(each) for each in op.operands]
+            if any(each.low != each.high or self.scopes.get(start) is None
+                   for each, start in zip(known, op.operands, strict=True)): continue
+            layout, kb = self.assignment.layout(op.result), self.kb
+            at = BlockPlace(self, self.program.tensor(op.attributes["tensor"]), op.attributes["sizes"],
+                            op.operands, layout, False)
+            begins = (at.base.to("u32") & LINE - 1) == 0
+            for register in range(0, layout.count, at.vector()):
+                if at.offset(register) % LINE: continue
+                guard = at.guard(register)
+                kb.emit("prefetch.global.L2", at.base.at(at.offset(register)),
+                        guard=begins if guard is None else begins & guard)
 
     def do_store_block(self, op: Op) -> None:
         *starts, value = op.operands

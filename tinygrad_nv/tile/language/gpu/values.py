@@ -41,11 +41,13 @@ class Values:
         for each in (*program.views, *program.tensors):
             begin = self.pointers[each.of or each.name]
             self.pointers[each.name] = begin + each.offset * each.dtype.itemsize if each.offset else begin
+        self.row_count = kb.param("m", "u32").to("s32") if program.rows else None
         self.ranges = Ranges(program)
         self.threads = Threads(kb, assignment.thread_bits)
         self.arena = Arena(kb)
         self.scopes = Scopes()
         self.makers = assignment.makers
+        self.pdl = self.ahead = False   # another kernel may run ahead, and has not been waited for
         self.numbers: tuple[Number, Number, Number] | None = None     # of a CTA that goes through programs
 
     def region(self, region: Region) -> None:
