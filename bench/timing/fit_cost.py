@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import tinygrad_nv.tile.gpu as tile_gpu
 from bench.lib.measure import table
 from bench.timing.hardware_judge import SPLITS, figures, judge_half
-from bench.timing.hardware_rows import Predicted, cost_us, load_rows, spec_of
+from bench.timing.hardware_rows import Predicted, cost_us, load_kernels, load_rows, spec_of
 from tinygrad_nv.tile.gpu import GPUModel
 from tinygrad_nv.tile.templates import TABLE
 
@@ -37,7 +37,8 @@ class Rows:
     """Rows of templates that have a cost model, with their times by figures of the GPU."""
 
     def __init__(self) -> None:
-        self.given = [(row, spec_of(row), TABLE.read("gpu", row.schedule)) for row in load_rows()]
+        self.given = [(row, spec_of(row), TABLE.read("gpu", row.schedule)) for row in load_rows()
+                      if row.spec not in load_kernels()]
         self.given = [each for each in self.given if TABLE.of(each[2]).cost is not None]
 
     def predict(self, gpu: GPUModel) -> list[Predicted]:

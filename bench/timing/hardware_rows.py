@@ -3,7 +3,7 @@
 Protocol: `load_rows()` reads hardware_rows.json: a workload of bench/gpu, a schedule as plain data, the time
 that was measured, and the hash of the PTX that ran. `predict(row)` builds the kernels and predicts them; a
 prediction is kept on disk by the PTX, the operands and the model (`model_digest`), so that the next run reads
-it.
+it. Of norms hardware_kernels.json has the kernels themselves: the template that made them is gone.
 """
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tinygrad_nv.errors import NVError
 from tinygrad_nv.ptx.timing.gpu import GPUFigures, figures
 from tinygrad_nv.ptx.timing.l2 import KEPT
 from tinygrad_nv.tile.emulated import timings
-from tinygrad_nv.tile.kernel import Chain
+from tinygrad_nv.tile.kernel import Chain, TileKernel
 from tinygrad_nv.tile.schedule import Schedule
 from tinygrad_nv.tile.templates import TABLE
 
-FILE = Path(__file__).with_name("hardware_rows.json")
+FILE, KERNELS = (Path(__file__).with_name(f"hardware_{name}.json") for name in ("rows", "kernels"))
 FAMILIES = {"gemm": "gemm", "moe": "experts", "attention": "attention forward",
             "backward": "attention backward", "paged": "paged", "quant": "quantised", "memory": "norms"}
 
@@ -67,7 +67,12 @@ class HardwareRow:
         """Names the schedules that were timed together: of a spec, in one sweep."""
         return self.part, self.spec, self.sweep
 
-    def __str__(self) -> str: return f"{self.part} {self.spec}: {TABLE.read('gpu', self.schedule)}"
+    @property
+    def plan(self) -> str:
+        """Its schedule in words."""
+        return "as it ran" if self.spec in load_kernels() else str(TABLE.read("gpu", self.schedule))
+
+    def __str__(self) -> str: return f"{self.part} {self.spec}: {self.plan}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,18 @@ class Predicted:
 def load_rows() -> list[HardwareRow]:
     """All rows, in the file's order."""
     return [HardwareRow(**row) for row in json.loads(FILE.read_text())["rows"]]
+
+
+@cache
+def load_kernels() -> Mapping[str, TileKernel]:
+    """The kernels that ran, of workloads whose template is gone."""
+    data = json.loads(KERNELS.read_text())
+    made = {}
+    for workload, each in data["launches"].items():
+        kernel = data["kernels"][each["ptx"]]
+        made[workload] = TileKernel(kernel["name"], "\n".join([*kernel["ptx"], ""]), tuple(each["grid"]),
+                                    each["threads"], pdl=True)
+    return made
 
 
 @cache
@@ -120,8 +137,10 @@ def hash_kernels(made: Any) -> str:
 def predict(row: HardwareRow) -> Predicted:
     """Predicts a row, or reads what the same model said of the same kernels. Raises the project's errors
     where a kernel can no longer be built, or the model refuses it."""
-    spec, schedule = spec_of(row), TABLE.read("gpu", row.schedule)
-    made = TABLE.build(spec, schedule, HOPPER)
+    spec, made, cost = spec_of(row), load_kernels().get(row.spec), None
+    if made is None:
+        schedule = TABLE.read("gpu", row.schedule)
+        made, cost = TABLE.build(spec, schedule, HOPPER), cost_us(spec, schedule)
     ptx = hash_kernels(made)
     key = hashlib.sha256(f"{ptx} {row.part} {row.spec} {model_digest()}".encode()).hexdigest()
     kept = cache_folder.folder("hardware") / f"{key}.json"
@@ -129,7 +148,7 @@ def predict(row: HardwareRow) -> Predicted:
     else:
         found = _predict(made, spec, figures_for(row), contents(row))
         kept.write_text(json.dumps(found))
-    return Predicted(row, cost_us=cost_us(spec, schedule), as_ran=ptx == row.ptx,
+    return Predicted(row, cost_us=cost, as_ran=ptx == row.ptx,
                      **{name: found[name] for name in ("us", "clock_mhz", "limiter")})
 
 
@@ -170,7 +189,7 @@ def predict_all(rows: Sequence[HardwareRow]) -> tuple[list[Predicted], dict[str,
 def to_record(one: Predicted) -> dict[str, Any]:
     """Plain data for the record."""
     made = {"family": one.row.family, "spec": one.row.spec,
-            "schedule": str(TABLE.read("gpu", one.row.schedule)), "sweep": one.row.sweep,
+            "schedule": one.row.plan, "sweep": one.row.sweep,
             "measured_us": round(one.row.time_us, 3)}
     return {**made, **{name: round(value, 3) if isinstance(value, float) else value
                        for name, value in asdict(one).items() if name != "row"}}

@@ -51,7 +51,7 @@ def read_clocks() -> dict[tuple[str, str], float]:
 def is_limited(some: Sequence[HardwareRow], clocks: dict[tuple[str, str], float]) -> bool:
     """Whether power limits one of these kernels."""
     highest = figures(GPU_NAME).clock_hz / 1e6
-    return any(clocks.get((row.spec, str(TABLE.read("gpu", row.schedule))), highest) < LIMITED_MHZ * highest
+    return any(clocks.get((row.spec, row.plan), highest) < LIMITED_MHZ * highest
                for row in some)
 
 
