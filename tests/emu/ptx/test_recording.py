@@ -89,7 +89,7 @@ def launch(text: str, threads: int) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_loading_warps_alone_read_what_they_read_beside_others(streamed, monkeypatch: pytest.MonkeyPatch):
-    """With stream-K other warps read sums of parts of a tile: 0.3 % of the bytes, none in the first CTA."""
+    """With stream-K other warps read sums of parts of a tile, but in the first CTA: 0.3 % of the bytes."""
     target = GPU("sm_90a", 6)
     small = replace(figures("h100"), sms=6)
     monkeypatch.setattr(model, "figures", lambda _: small)

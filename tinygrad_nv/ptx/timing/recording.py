@@ -2,8 +2,8 @@
 
 Protocol: `record_launch(...)` runs chosen clusters (shape.py) and records them whole; of all others that run
 at the same time only what they read. These take most of the time, and of a kernel with roles only its loading
-warps matter: where the recorded clusters say which, the other clusters run those warps alone, which wait for
-nothing. They must read what they read with all others beside them, of the recorded clusters too, or all run.
+warps matter: where the others read nothing in the recorded clusters, all clusters run those warps alone,
+which wait for nothing. They must read what they read beside others, or all run.
 """
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tinygrad_nv.ptx.timing.shape import MANY_PLACES, Shape, clusters_to_record,
 UNEVEN = 0.1                # of the mean: the least that lengths of CTAs differ by to be told apart
 BRIEF = 40000               # warp-instructions of a CTA of which only reads are kept: some tiles
 WHOLE = 200000              # the same of a grid that runs at once, whose CTAs may have more tiles or fewer
-LITTLE = 0.05               # of what the warp reads that reads most: as sums that split tiles join
 LIMIT = 20_000_000          # of recorded clusters alone: they may wait for others
 ATOMICS = "atom."           # where clusters may draw tiles, or wait until all have come
 
@@ -79,27 +78,18 @@ def _record_others(tapes: Tapes, shape: Shape, record: Callable[[Tapes], bool]) 
     if tapes.readers and not _read_alike(counted(tapes), others):
         tapes.readers = 0
         others = record_reads()
-    reads = summarize_reads(others.reads.values())
-    rest = summarize_reads(tape.notes for tape in tapes.warps if tapes.readers and not _runs(tapes, tape))
-    return Reads(reads.nbytes + rest.nbytes * shape.clusters // len(tapes.clusters),
-                 {**rest.first, **reads.first})
+    return summarize_reads(others.reads.values())
 
 
 def counted(tapes: Tapes) -> list[Tape]:
     """Returns the warps that ran in other clusters too."""
-    return [tape for tape in tapes.warps if not tapes.readers or _runs(tapes, tape)]
-
-
-def _runs(tapes: Tapes, tape: Tape) -> bool: return bool(tapes.readers >> tape.warp & 1)
+    return [tape for tape in tapes.warps if not tapes.readers or tapes.readers >> tape.warp & 1]
 
 
 def _readers(warps: Iterable[Tape]) -> int:
-    """Returns the mask of the warps of a CTA that read more than a little; 0 where all do."""
-    nbytes: dict[int, int] = {}
-    for tape in warps: nbytes[tape.warp] = nbytes.get(tape.warp, 0) + int(read_bytes(tape.notes).sum())
-    most = max(nbytes.values(), default=0)
-    found = [warp for warp, each in nbytes.items() if each and each > LITTLE * most]
-    return sum(1 << warp for warp in found) if len(found) < len(nbytes) else 0
+    """Returns the mask of the warps of a CTA that read; 0 where all do."""
+    each = {tape.warp for tape in warps if read_bytes(tape.notes).any()}
+    return sum(1 << warp for warp in each) if each != {tape.warp for tape in warps} else 0
 
 
 def _read_alike(warps: Iterable[Tape], others: Tapes) -> bool:

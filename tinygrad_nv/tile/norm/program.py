@@ -39,8 +39,7 @@ HELD_THREADS = 256, 512     # most of a row that registers hold; more of 4-byte 
                             # at each use
 EARLY_WORDS = 96            # registers of what is loaded ahead of the first statistic, though none needs it
 LONG = ((1 << 16, 1 << 14, 32), (1, 1 << 13, 16))   # rows that are not held: least elements, of a step, warps
-CLUSTER, CLUSTER_WARPS = 8, 8   # programs of a long row,
-FEW_ROWS = 16                   # and the rows that do not fill an H100 without them
+CLUSTERS = (8, 8, 8), (24, 4, 16)   # of long rows that do not fill an H100: at most, programs of each, warps
 APART_DEEP = 2          # vectors of a thread without statistics, of two operands, with programs enough:
 MANY_PROGRAMS = 264     # two for each of 132 SMs
 MOST_APART = 256        # threads of a row without statistics
@@ -117,7 +116,7 @@ def batch_indices(extents: tuple[int, ...]) -> list[Tile]:
 def hold(part: Part) -> Part:
     """Loads what statistics read, ahead of the first, and the rest where there are registers enough."""
     spec, vector = part.spec, vector_of(part.spec)
-    threads = threads_of(spec, -(-spec.n // vector)) or 32 * CLUSTER_WARPS
+    threads = threads_of(spec, -(-spec.n // vector)) or HELD_THREADS[0]
     each = -(-part.columns.size // threads)
     read = {load for one in spec.statistics for load in loads(one.term)}
     early = sum(each * load.dtype.itemsize // 4 for load in along(spec)) <= EARLY_WORDS
@@ -243,8 +242,10 @@ def cut(spec: NormSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     if (threads := threads_of(spec, vectors)) is not None:
         rows = rows_of(spec, threads)
         return [(Blocks(rows, spec.n), max(1, rows * threads // 32))]
-    if target.arch == "sm_90a" and spec.rows <= FEW_ROWS and all(map(is_exact, spec.statistics)):
-        return [(Blocks(1, -(-vectors // CLUSTER) * vector, cluster=CLUSTER), CLUSTER_WARPS)]
+    if target.arch == "sm_90a" and all(map(is_exact, spec.statistics)):
+        for rows, cluster, warps in CLUSTERS:
+            columns = -(-vectors // cluster) * vector
+            if spec.rows <= rows: return [(Blocks(1, columns, cluster=cluster), warps)]
     return [next((Blocks(1, columns), warps) for least, columns, warps in LONG if spec.n >= least)]
 
 
