@@ -37,6 +37,8 @@ def _template(program: TileProgram) -> Template[Any, Any, CPU]:
     def problems(spec: Any, s: CPUProgramSchedule, target: CPU) -> Sequence[str]:
         if s.isa != target.isa: return [f"for {s.isa}, here is {target.isa}"]
         found = [*check_parts(s), *program.refuse(spec, s.blocks, "cpu"), *["clusters"] * (s.cluster > 1)]
+        own = [blocks.columns for blocks, _ in program.cut(spec, target)]
+        if program.fixed and s.columns not in own: found.append(f"{s.columns} columns, not {own[0]}")
         found += [each for root in program.expressions(spec) for each in expression.problems(root)]
         from tinygrad_nv.cpu.language import statements
         return found or [each for one, blocks in program.steps(spec, s.blocks)
@@ -44,6 +46,7 @@ def _template(program: TileProgram) -> Template[Any, Any, CPU]:
 
     def build(spec: Any, s: CPUProgramSchedule, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
         from tinygrad_nv.cpu.language import statements
+        assert not integers, "programs take the rows alone"
         return program.build(spec, s.blocks, lambda one: statements.build(one, s.isa, parts=s.parts,
                                                                           by_columns=True))
 

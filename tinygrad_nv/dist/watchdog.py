@@ -241,10 +241,12 @@ class Watchdog:
             with contextlib.suppress(DistError): self.store.set(f"{VERDICT}/{ranks.rank}", b"")
             return
         for rank in range(1, ranks.world_size):
-            while rank not in self.store.lost and (left := end - time.monotonic()) > 0:
+            while not self._is_gone(rank) and (left := end - time.monotonic()) > 0:
                 try: self.store.get(f"{VERDICT}/{rank}", left)
                 except DistError: time.sleep(0.01)    # the end of a quicker rank fails what waits
                 else: break
+
+    def _is_gone(self, rank: int) -> bool: return rank in self.store.lost or rank in self.store.left
 
     def _judge(self, group: Group, stuck: Operation) -> None:
         self.store.set(ASK, b"")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
-from tinygrad_nv.tile import epilogue
 from tinygrad_nv.tile.expression import Expression, Load, loads
 from tinygrad_nv.tile.kernel import Chain, Scratch
 from tinygrad_nv.tile.language.ir import Program, TensorParameter
@@ -29,6 +28,7 @@ from tinygrad_nv.tile.schedule import Schedule, count_words
 from tinygrad_nv.tile.template import GPU, Family, Template
 
 Grid = tuple[int, int, int]
+VECTOR = TileSchedule().vector_width
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class TileProgram:
     computed on a target and the warps of each, those liked best first; `problems`: why no kernel can
     be. `elements`: how many there are to compute. `expressions` are those of the spec that load parameters.
     `steps`: specs and blocks of the launches, of two the first writes float32 that the second reads. `fixed`:
-    a GPU's blocks are those of `cut` alone, as others would add up in another order."""
+    no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
+    a thread has side by side at most."""
     name: str
     spec: type
     function: Callable[..., None]
@@ -78,19 +79,22 @@ class TileProgram:
     expressions: Callable[[Any], tuple[Expression, ...]] = lambda spec: ()
     steps: Callable[[Any, Blocks], Sequence[tuple[Any, Blocks]]] = lambda spec, blocks: [(spec, blocks)]
     fixed: bool = False
+    vector: Callable[[Any], int] = lambda spec: VECTOR
 
     def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
         """Why no kernel can be for a kind of target, in words; empty when one can."""
         out = [f"{name} {value}" for name, value in vars(blocks).items() if value < 1]
         if not out and blocks.rows % blocks.lanes: out = [f"{blocks.rows} rows in {blocks.lanes} lanes"]
-        return out or self.problems(spec, kind)
+        if out: return out
+        for count, most, axis in zip(self.grid(spec, blocks), LIMITS, "xyz", strict=True):
+            if count > most: out.append(f"{count} programs along {axis}, at most {most}")
+        return self.problems(spec, kind) + out
 
     def refuse_on_gpu(self, spec: Any, s: ProgramSchedule, gpu: GPU) -> list[str]:
-        """The same of a schedule on a GPU."""
+        """Returns why a GPU has no kernel by a schedule, in words; empty when it can."""
+        from tinygrad_nv.tile import epilogue
         if found := self.refuse(spec, s.blocks, gpu.kind): return found
         for root in self.expressions(spec): found += epilogue.problems(root, gpu.arch)
-        for count, most, axis in zip(self.grid(spec, s.blocks), LIMITS, "xyz", strict=True):
-            if count > most: found.append(f"{count} programs along {axis}, at most {most}")
         if self.fixed and (s.blocks, s.warps) not in (own := self.cut(spec, gpu)):
             found.append(f"{s} is not one of {own[0][0]} by {count_words(own[0][1], 'warp')}")
         return found
@@ -161,16 +165,19 @@ def _read_schedule(kind: str, data: Any) -> Schedule:
 def _template(program: TileProgram) -> Template[Any, Any, GPU]:
     schedule = make_schedule(ProgramSchedule, program.name)
 
+    def tile_schedule(spec: Any, s: ProgramSchedule) -> TileSchedule:
+        return TileSchedule(warps=s.warps, vector=program.vector(spec))
+
     def problems(spec: Any, s: ProgramSchedule, gpu: GPU) -> Sequence[str]:
         from tinygrad_nv.tile.language import gpu as target
         found = program.refuse_on_gpu(spec, s, gpu)
         return found or [each for one, blocks in program.steps(spec, s.blocks) for each in target.problems(
-            trace_spec(program, one, blocks), TileSchedule(warps=s.warps), gpu, pdl=True)]
+            trace_spec(program, one, blocks), tile_schedule(spec, s), gpu, pdl=True)]
 
     def build(spec: Any, s: ProgramSchedule, gpu: GPU, integers: tuple[Integer, ...] = ()) -> Any:
         from tinygrad_nv.tile.language import gpu as target
-        made = program.build(spec, s.blocks, lambda one: target.build(one, TileSchedule(warps=s.warps), gpu,
-                                                                      pdl=True))
+        schedule = tile_schedule(spec, s)
+        made = program.build(spec, s.blocks, lambda one: target.build(one, schedule, gpu, pdl=True))
         return made.with_integers(integers) if integers else made
 
     def candidates(spec: Any, gpu: GPU) -> Sequence[ProgramSchedule]:

@@ -70,7 +70,7 @@ class LayerAdapter:
             self.b[part.name] = Tensor.zeros(part.rows, options.rank, device=device).contiguous().realize()
 
     def addend(self, x: Tensor) -> Tensor | None:
-        """What the adapter adds for x (…, in); None for nothing."""
+        """Returns what the adapter adds for x (…, in); None for nothing."""
         if not self.a or not self.active: return None
         inner = x.float()
         if TRAINING and self.options.dropout:

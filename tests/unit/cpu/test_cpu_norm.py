@@ -111,6 +111,21 @@ def test_whole_numbers_are_exact_and_rows_may_be_fewer():
         assert (got[:, m:] == 77).all()
 
 
+def test_which_rows_have_a_kernel():
+    """A vocabulary has; a batch that is more programs than a grid's axis has stays tinygrad's."""
+    assert TABLE.choose(softmax(2, 151936, 151936), host()) is not None
+    each = Load(0, F32, 8, 1, (32,))
+    result = Computed(Result(F32, 8, 1, (32,)), each + Sum())
+    spec = NormSpec(4, 8, (Statistic("add", each),), (result,), (70000,))
+    assert TABLE.choose(spec, host()) is None
+
+
+def test_rows_of_a_program_on_a_cpu():
+    target = replace(host(), threads=2)
+    chosen = [TABLE.choose(rms(m, n, n), target) for m, n in ((64, 128), (9, 128), (1, 128), (64, 8192))]
+    assert [getattr(each, "rows", None) for each in chosen] == [8, 2, 1, 1]
+
+
 def test_specs_that_cannot_be_are_refused():
     x = Load(0, F32, 4, 1)
     out = Computed(Result(F32, 4, 1), x)

@@ -31,7 +31,7 @@ from tinygrad_nv.tile.language.ranges import Ranges, uses
 from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS
 
 Form = str | View | Op
-ROWS = "m"           # the kernel's last integer, where rows are symbolic
+COUNT = "m"          # the kernel's last integer, where rows are symbolic
 UNROLLED = 4         # vectors of a row
 CHEAP_NODES = 6      # of an element operation that is computed at each of its uses
 
@@ -51,6 +51,7 @@ class Emitter:
         self.memo: dict[Any, str] = {}
         self.written_inside: list[tuple[Value, Form]] = []   # values that the innermost braces have as arrays
         self.count = 0
+        self.dots = any(op.name == "dot" for op in program.body.walk())
         self.written = {op.attributes["tensor"] for op in program.body.walk() if op.name in STORES}
         self.region_now = program.body
         self.facts, self.ranges, self.users = Facts(program), Ranges(program), uses(program.body)
@@ -99,7 +100,7 @@ class Emitter:
 
     def allocate(self, dtype: DType, shape: tuple[int, ...]) -> View:
         """An array for a tile."""
-        view, declared, nbytes = array(self.name("t"), dtype, shape, self.lanes)
+        view, declared, nbytes = array(self.name("t"), dtype, shape, self.lanes, self.dots)
         self.stack_bytes += nbytes
         self.line(declared)
         return view
@@ -203,7 +204,7 @@ class Emitter:
             if axis == last: continue
             index = f"((s64){self.scalar(start)} + {left.pop(0) if size else '0'})"
             terms.append(f"{index} * {stride}ll")
-            if axis == tensor.symbolic and size > 1: inside.append(f"(u64){index} < (u64){ROWS}")
+            if axis == tensor.symbolic and size > 1: inside.append(f"(u64){index} < (u64){COUNT}")
             elif not self.within(start, size, extent): inside.append(f"(u64){index} < {extent}")
         first = f"(s64){self.scalar(starts[last])}" if last >= 0 else "0"
         return " + ".join(terms), first, " && ".join(inside) or "1", last

@@ -18,7 +18,7 @@ from tinygrad.dtype import DType, dtypes
 from tinygrad_nv.cpu.expression import constant_text
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import C_TYPES, CPUKernel, c_type, header, kernel
-from tinygrad_nv.cpu.language.emitter import ROWS, c_name
+from tinygrad_nv.cpu.language.emitter import COUNT, c_name
 from tinygrad_nv.cpu.language.grouping import keeps_columns
 from tinygrad_nv.cpu.language.loops import LoopEmitter
 from tinygrad_nv.cpu.language.views import View, vector
@@ -391,7 +391,7 @@ def build(program: Program, isa: ISA, threads: int = 1, parts: int = 0,
                             f"at most {STACK_BYTES}, on a thread's stack",
                             "smaller blocks: kernel.schedule(block=…)")
     _, y, z = program.grid
-    x: int | str = f"(({ROWS} + {program.rows - 1}) / {program.rows})" if program.rows else program.grid[0]
+    x: int | str = f"(({COUNT} + {program.rows - 1}) / {program.rows})" if program.rows else program.grid[0]
     total = math.prod(program.grid)
     places = (f"t / {y} % {x}", f"t % {y}") if by_columns else (f"t % {x}", f"t / {x} % {y}")
     parts = parts or (max(1, min(total, threads * PARTS)) if threads > 1 else 1)
@@ -399,13 +399,13 @@ def build(program: Program, isa: ISA, threads: int = 1, parts: int = 0,
                 for each in (*program.tensors, *program.views)]
     given = [f"p_{c_name(each.of or each.name)}" + f" + {each.offset}" * bool(each.offset)
              for each in (*program.tensors, *program.views)]
-    integers = [ROWS] * bool(program.rows)
+    integers = [COUNT] * bool(program.rows)
     parameters = ", ".join([*pointers, *(f"int {each}" for each in integers), *PLACES])
     before = [header("gemm.h"), header("language/language.h"), *functions,
               f"NOINLINE void body({parameters}) {{\n{text}\n}}"]
     loop = (f"  const s64 total = (s64){x} * {y * z};\n"
             f"  for (s64 t = total * core_id / {parts}; t < total * (core_id + 1) / {parts}; t++)\n"
-            f"    body({', '.join([*given, *integers, *places, f't / ({x} * {y})'])});")
+            f"    body({', '.join([*given, *integers, *places, f't / ((s64){x} * {y})'])});")
     outputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if each.output]
     inputs = [(c_type(each.dtype), f"p_{c_name(each.name)}") for each in program.tensors if not each.output]
     return kernel(f"tile_{program.name}", isa, loop, outputs, inputs, integers, parts,

@@ -85,12 +85,12 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return groups
 
 
-def array(name: str, dtype: DType, shape: tuple[int, ...], lanes: int) -> tuple[View, str, int]:
-    """An array for a tile: how it is seen, its declaration, and its bytes."""
+def array(name: str, dtype: DType, shape: tuple[int, ...], lanes: int, dots: bool) -> tuple[View, str, int]:
+    """An array for a tile: how it is seen, its declaration, and its bytes. `dots`: a dot may read it."""
     pitch = up(shape[-1], VECTORS * lanes)
     rows = 1
     for extent in shape[:-1]: rows *= extent
-    padded = rows + ROWS if len(shape) == 2 else rows
+    padded = rows + ROWS if dots and len(shape) == 2 else rows
     strides = [1, pitch]
     for extent in reversed(shape[1:-1]): strides.append(strides[-1] * extent)
     count = padded * pitch + VECTORS * lanes

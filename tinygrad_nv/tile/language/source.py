@@ -95,7 +95,8 @@ class Helpers:
 
 def is_library(module: str) -> bool:
     """Whether a function of a module is none of the user's, nor of a family's program."""
-    if module.startswith("tinygrad_nv.tile.") and module.endswith(".program"): return False
+    if module.startswith("tinygrad_nv.tile.") and module.endswith(".program"):
+        return module == "tinygrad_nv.tile.language.program"
     return module.startswith(OURS) or module.partition(".")[0] in sys.stdlib_module_names
 
 

@@ -6,7 +6,7 @@
         store the results
     of rows that registers do not hold, for each statistic and the results: a loop over blocks of columns
 
-How a row's numbers are added up depends on its length and on the target alone.
+How a row's numbers are added up depends on the row and on the target alone, not on how many rows there are.
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HELD_THREADS = 256, 512     # most of a row that registers hold; more of 4-byte 
                             # at each use
 EARLY_WORDS = 96            # registers of what is loaded ahead of the first statistic, though none needs it
 LONG = ((1 << 16, 1 << 14, 32), (1, 1 << 13, 16))   # rows that are not held: least elements, of a step, warps
-CLUSTERS = (8, 8, 8), (24, 4, 16)   # of long rows that do not fill an H100: at most, programs of each, warps
+CLUSTERS = (8, 8, 8), (24, 4, 32)   # of long rows that do not fill an H100: at most, programs of each, warps
 APART_DEEP = 2          # vectors of a thread without statistics, of two operands, with programs enough:
 MANY_PROGRAMS = 264     # two for each of 132 SMs
 MOST_APART = 256        # threads of a row without statistics
@@ -83,7 +83,8 @@ class Part:
         return evaluate(root, partial(self.leaf, spread=False)).broadcast_to(self.rows.size, count)
 
     def leaf(self, node: Expression, spread: bool) -> Tile:
-        """What an expression is made of: (rows, columns), or 1 along an axis that it does not depend on."""
+        """Returns what an expression is made of: (rows, columns), or 1 along an axis that it does not depend
+        on."""
         if isinstance(node, Sum): return self.statistic(node.part, spread)
         if isinstance(node, Load): return self.load(node)
         assert isinstance(node, Position), node
@@ -136,12 +137,12 @@ def with_statistics(part: Part, cluster: int = 1) -> Part:
 
 
 def costly(made: Mapping[Expression, Tile]) -> dict[Expression, Tile]:
-    """What takes more to compute than to hold."""
+    """Returns what takes more to compute than to hold."""
     return {node: x for node, x in made.items() if isinstance(node, Apply) and OPERATIONS[node.op].series}
 
 
 def nothing(statistic: Statistic) -> float:
-    """What a statistic begins with."""
+    """Returns the number that a statistic begins with."""
     return NOTHING.get((statistic.op, statistic.dtype), -inf)
 
 
@@ -156,7 +157,9 @@ def reduce(statistic: Statistic, term: Tile) -> Tile:
     rows, columns = term.shape
     size = statistic.group or columns
     term = term.reshape(rows, columns // size, size)
-    return tile.sum(term, 2) if statistic.op == "add" else tile.max(term, 2)
+    if statistic.op == "add": return tile.sum(term, 2)
+    found = tile.max(term, 2)
+    return tile.maximum(found, -inf) if dtypes.is_float(found.dtype) else found     # of NaN alone
 
 
 def store(part: Part, outs: Mapping[str, TensorRef], elements: bool = True, others: bool = True) -> None:
@@ -250,9 +253,11 @@ def cut(spec: NormSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
 
 
 def rows_on_cpu(spec: NormSpec, threads: int) -> int:
-    """Up to eight rows that a cache holds, as many as leave some to each thread."""
+    """Up to eight rows that a cache holds, as many as leave some to each thread, and of which at most an
+    eighth is beyond the last."""
     rows, nbytes = 8, spec.n * max((load.dtype.itemsize for load in along(spec)), default=4)
-    while rows > 1 and (rows * nbytes > CACHE_BYTES or rows * threads > spec.rows): rows //= 2
+    while rows > 1 and (rows * nbytes > CACHE_BYTES or rows * threads > spec.rows
+                        or -spec.m % rows > spec.m // 8): rows //= 2
     return rows
 
 
@@ -260,8 +265,8 @@ def threads_of(spec: NormSpec, vectors: int) -> int | None:
     """The threads that hold a row of so many vectors, two or more each; None where none do."""
     few, many = HELD_THREADS
     if vectors <= 8 * few: return min(few, max(power(-(-vectors // 2)), min(32, power(vectors))))
-    wide = all(load.dtype.itemsize == 4 for load in along(spec))
-    return many if wide and vectors <= 16 * many else None
+    long = spec.groups or all(load.dtype.itemsize == 4 for load in along(spec))
+    return many if long and spec.n <= 64 * many else None
 
 
 def is_exact(statistic: Statistic) -> bool:
@@ -324,4 +329,4 @@ def problems(spec: NormSpec, kind: str) -> list[str]:
 
 
 PROGRAMS = (TileProgram("norm", NormSpec, norm, grid, cut, lambda spec: spec.rows * spec.n, problems,
-                        lambda spec: spec.expressions, fixed=True),)
+                        lambda spec: spec.expressions, fixed=True, vector=vector_of),)

@@ -124,6 +124,11 @@ def test_nan_and_infinity(dtype: DType, arch: str):
     assert found == [3, 69, int(x[2].float().nan_to_num(-torch.inf).argmax()), 70, 0, int(x[5].argmax())]
     spec = softmax(6, 70, dtype)
     found = launched(spec, operands, arch)[0][0]
+    for n in (64, 70):      # a maximum of nothing but NaN
+        row = lies(dtype, n)
+        nothing = of(2, n, (Statistic("max", row),), Sum(dtype))
+        alone = launched(nothing, {0: torch.full_like(operands[0][:2 * n], torch.nan)}, arch)[0][0]
+        assert alone.eq(-torch.inf).all()
     nans = found.isnan().all(-1).tolist()
     assert nans == [False, True, True, True, True, False]  # inf − inf, and as in a sum
 
@@ -174,6 +179,30 @@ def test_a_row_has_the_same_bits_beside_any_others(form: str):
             some = operands | {0: operands[0][first * n:(first + count) * n]}
             assert torch.equal(launched(FORMS[form](count, n, BF16), some, "sm_90a")[0][0],
                                among[first:first + count])
+
+
+@pytest.mark.parametrize("n", [200, 256])
+def test_a_row_with_wider_weights_has_the_same_bits_beside_others(n: int):
+    """One row shares a program with its weights, several do not: vectors are of the widest."""
+    def of_rows(m: int) -> NormSpec:
+        wide, w = lies(BF16, n).cast(F32), Load(1, F32, 0, 1)
+        return of(m, n, (Statistic("add", wide * wide),), (wide * (Sum() * (1 / n) + 1e-5).reciprocal() * w))
+    operands = arguments(of_rows(300))
+    among = launched(of_rows(300), operands, "sm_90a")[0][0]
+    for count in (1, 2, 4):
+        some = operands | {0: operands[0][:count * n]}
+        assert torch.equal(launched(of_rows(count), some, "sm_90a")[0][0], among[:count])
+
+
+@pytest.mark.parametrize("n", [18432, 28672])
+def test_groups_of_long_rows_have_a_kernel(n: int):
+    x, scale = lies(BF16, n).cast(F32), Sum(F32)
+    spec = NormSpec(2, n, (Statistic("max", x.maximum(x * -1.0), 128),),
+                    (Computed(Result(F32, n, 1), x * (scale + 1.0).reciprocal()),
+                     Computed(Result(F32, n // 128, 1), scale, 128)))
+    for arch in BUILT:
+        made = built(spec, arch)
+        assert assemble(made.ptx, arch).kernels[made.name].spill_store_bytes == 0
 
 
 def test_what_has_no_kernel_is_refused_in_words():

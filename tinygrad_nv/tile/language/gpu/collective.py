@@ -55,6 +55,7 @@ class Collective(Values):
 
     def do_across(self, op: Op) -> None:
         """A number of all CTAs of a cluster, through the shared memory of each."""
+        assert op in self.program.body.ops, "one that all programs of the cluster come to, once"
         kb, dtype, value = self.kb, op.result.dtype, self.number(op.operands[0])
         kind, found = KINDS[dtype], kb.shared(f"across{len(self.arrived)}", 4).address()
         self.arrived.append(op)
