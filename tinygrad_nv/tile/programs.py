@@ -68,7 +68,7 @@ class TileProgram:
     be. `elements`: how many there are to compute. `expressions` are those of the spec that load parameters.
     `steps`: specs and blocks of the launches, of two the first writes float32 that the second reads. `fixed`:
     no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
-    a thread has side by side at most."""
+    a thread has side by side at most. `entry`: the name of the kernel, where that is not its own."""
     name: str
     spec: type
     function: Callable[..., None]
@@ -80,6 +80,7 @@ class TileProgram:
     steps: Callable[[Any, Blocks], Sequence[tuple[Any, Blocks]]] = lambda spec, blocks: [(spec, blocks)]
     fixed: bool = False
     vector: Callable[[Any], int] = lambda spec: VECTOR
+    entry: Callable[[Any], str] | None = None
 
     def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
         """Why no kernel can be for a kind of target, in words; empty when one can."""
@@ -121,7 +122,8 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     assert isinstance(program.function, FunctionType)
     made = trace_program(program.function, {**given, "spec": spec, "blocks": blocks}, tensors, TileSchedule(),
                          program.grid(spec, blocks), None, tuple(views.values()))
-    return replace(made, name=program.name, rows=blocks.rows if rows else 0, cluster=blocks.cluster)
+    name = program.entry(spec) if program.entry else program.name
+    return replace(made, name=name, rows=blocks.rows if rows else 0, cluster=blocks.cluster)
 
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:

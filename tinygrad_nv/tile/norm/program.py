@@ -329,4 +329,5 @@ def problems(spec: NormSpec, kind: str) -> list[str]:
 
 
 PROGRAMS = (TileProgram("norm", NormSpec, norm, grid, cut, lambda spec: spec.rows * spec.n, problems,
-                        lambda spec: spec.expressions, fixed=True, vector=vector_of),)
+                        lambda spec: spec.expressions, fixed=True, vector=vector_of,
+                        entry=lambda spec: "norm" if spec.statistics else "elements"),)
