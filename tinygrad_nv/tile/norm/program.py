@@ -37,7 +37,8 @@ NOTHING = {("add", dtypes.float32): 0.0, ("add", dtypes.int32): 0, ("max", dtype
 VECTOR_BYTES = 16
 HELD_THREADS = 256, 512     # most of a row that registers hold; more of 4-byte elements: others are converted
                             # at each use
-EARLY_WORDS = 96            # registers of what is loaded ahead of the first statistic, though none needs it
+EARLY_WORDS = 24, 96        # registers of a thread's loads up to which those that no statistic needs are early,
+FEW_ROWS = 264              # the second of so few rows: latency counts then, and room for other CTAs does not
 LONG = ((1 << 16, 1 << 14, 32), (1, 1 << 13, 16))   # rows that are not held: least elements, of a step, warps
 CLUSTERS = (8, 8, 8), (24, 4, 32)   # of long rows that do not fill an H100: at most, programs of each, warps
 APART_DEEP = 2          # vectors of a thread without statistics, of two operands, with programs enough:
@@ -120,7 +121,8 @@ def hold(part: Part) -> Part:
     threads = threads_of(spec, -(-spec.n // vector)) or HELD_THREADS[0]
     each = -(-part.columns.size // threads)
     read = {load for one in spec.statistics for load in loads(one.term)}
-    early = sum(each * load.dtype.itemsize // 4 for load in along(spec)) <= EARLY_WORDS
+    words = sum(each * load.dtype.itemsize // 4 for load in along(spec))
+    early = words <= EARLY_WORDS[spec.rows <= FEW_ROWS]
     return replace(part, made={load: part.load(load) for load in part.loads if early or load in read})
 
 

@@ -34,7 +34,9 @@ from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.tile.expression import Load, Position, Sum
 from tinygrad_nv.tile.gemm.spec import Result
+from tinygrad_nv.tile.norm import program
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec, Statistic
+from tinygrad_nv.tile.programs import trace_spec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -192,6 +194,20 @@ def test_a_row_with_wider_weights_has_the_same_bits_beside_others(n: int):
     for count in (1, 2, 4):
         some = operands | {0: operands[0][:count * n]}
         assert torch.equal(launched(of_rows(count), some, "sm_90a")[0][0], among[:count])
+
+
+def test_when_weights_are_loaded_changes_no_bits(monkeypatch: pytest.MonkeyPatch):
+    """Those of few rows ahead of the statistics, if registers allow."""
+    many, texts = layer(4, 5120, BF16), set[str]()
+    operands, found = arguments(many), list[torch.Tensor]()
+    for few in (264, 1):
+        monkeypatch.setattr(program, "FEW_ROWS", few)
+        trace_spec.cache_clear()
+        found.append(launched(many, operands, "sm_90a")[0][0])
+        texts.add(built(many, "sm_90a").ptx)
+    trace_spec.cache_clear()
+    assert len(texts) == 2
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("n", [18432, 28672])
