@@ -37,8 +37,8 @@ NOTHING = {("add", dtypes.float32): 0.0, ("add", dtypes.int32): 0, ("max", dtype
 VECTOR_BYTES = 16
 HELD_THREADS = 256, 512     # most of a row that registers hold; more of 4-byte elements: others are converted
                             # at each use
-EARLY_WORDS = 24, 96        # registers of a thread's loads up to which those that no statistic needs are early,
-FEW_ROWS = 264              # the second of so few rows: latency counts then, and room for other CTAs does not
+EARLY_WORDS = 24, 96    # registers of a thread's loads up to which those that no statistic needs come early,
+FEW_ROWS = 264          # the second of so few rows: latency counts then, and room for other CTAs does not
 LONG = ((1 << 16, 1 << 14, 32), (1, 1 << 13, 16))   # rows that are not held: least elements, of a step, warps
 CLUSTERS = (8, 8, 8), (24, 4, 32)   # of long rows that do not fill an H100: at most, programs of each, warps
 APART_DEEP = 2          # vectors of a thread without statistics, of two operands, with programs enough:
