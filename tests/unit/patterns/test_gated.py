@@ -12,13 +12,15 @@ from tinygrad.dtype import DType
 
 from tests.support.tile.reference_case import right, run, storages
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa, norm
+from tinygrad_nv.cpu import isa
+from tinygrad_nv.cpu.programs import CPUProgramSchedule
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.functional import gate_up
 from tinygrad_nv.tile.gemm.spec import Result
 from tinygrad_nv.tile.norm import spec as specs
 from tinygrad_nv.tile.norm.spec import Computed, NormSpec
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16 = dtypes.float32, dtypes.bfloat16
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
@@ -37,7 +39,8 @@ def test_every_instruction_set(activation: str, level: isa.ISA):
     target = replace(host(), isa=level)
     for dtype, n in ((F32, 37), (BF16, 40)):
         for spec in (specs.apply_gate(5, n, dtype, activation), specs.gate_gradient(5, n, dtype, activation)):
-            given, schedule = storages(spec, seed=n), norm.default(spec, target)
+            given, schedule = storages(spec, seed=n), TABLE.choose(spec, target)
+            assert isinstance(schedule, CPUProgramSchedule)
             found = [run(spec, replace(schedule, parts=parts), target, given) for parts in (1, 3)]
             assert all(torch.equal(each, other) for each, other in
                        zip(found[0].values(), found[1].values(), strict=True))
