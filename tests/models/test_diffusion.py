@@ -166,8 +166,9 @@ def test_initial_latents_may_be_given(models):
     model, params = models[False], ImageParams(steps=2, seed=5, guidance_scale=5.0)
     given = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5)).numpy()
     a, b = model.latents(["red"], params)[0], model.latents(["red"], params, latents=given)[0]
-    # by two generators the noise differs in its last bits, 2^-22 of the largest
-    assert np.abs(a - b).max() < 16 * 2.0**-22 * np.abs(b).max()
+    # by two generators the noise differs in its last bits, which two steps make some hundred times as large;
+    # other noise would be as far away as the largest
+    assert np.abs(a - b).max() < 2.0**-16 * np.abs(b).max()
 
 
 def test_tokens_are_those_of_transformers():

@@ -79,7 +79,7 @@ def test_likelihoods_in_float32() -> None:
 
 def test_a_chat_stops(smollm2: LLM) -> None:
     """Each answer at the token that ends a turn, which is no part of it."""
-    asked = ["Name a colour.", "Say hello."]
+    asked = ["Good morning.", "Hi"]     # the same by AVX-512, AVX2 and without either
     answers = smollm2.chat([[{"role": "user", "content": each}] for each in asked],
                            SamplingParams(temperature=0, max_tokens=200))
     for each in answers:
