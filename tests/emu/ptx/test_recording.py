@@ -1,4 +1,4 @@
-"""What is recorded of a launch for its prediction: warps that load run alone, where that changes nothing."""
+"""Recording a launch for its prediction: warps that load run alone, where that changes nothing."""
 from __future__ import annotations
 
 from dataclasses import replace

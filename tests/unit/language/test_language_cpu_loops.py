@@ -37,7 +37,7 @@ def halves(x: KTile["R", "N", f32], low: OTile["R", "N", f32], high: OTile["R", 
 
 
 def test_stores_of_one_shape_are_one_loop():
-    """What both store is computed once, and lies in no array."""
+    """They share what they compute, and no array holds it."""
     found, text = run(halves, X)
     np.testing.assert_allclose(found[1], 1.5 * found[0], rtol=1e-6)
     assert count_loops(text) == 1

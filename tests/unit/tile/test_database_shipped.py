@@ -64,7 +64,7 @@ def test_what_is_shipped_is_legal_and_was_measured() -> None:
 
 
 def test_shipped_schedules_are_the_fastest_that_were_timed() -> None:
-    """Of each spec's sweep; of a power-limited one only where schedules took turns."""
+    """They come from each spec's sweep, from a power-limited one only where schedules took turns."""
     rows = [row for row in load_rows() if row.sweep.startswith("schedules ")]
     for each in database.parse(database.SHIPPED.read_text(), database.SHIPPED):
         sweep = [row.us for row in rows if row.sweep.endswith(each.commit)

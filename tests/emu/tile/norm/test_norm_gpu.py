@@ -197,7 +197,7 @@ def test_a_row_with_wider_weights_has_the_same_bits_beside_others(n: int):
 
 
 def test_when_weights_are_loaded_changes_no_bits(monkeypatch: pytest.MonkeyPatch):
-    """Those of few rows ahead of the statistics, if registers allow."""
+    """Few rows have them loaded ahead of the statistics, if registers allow."""
     many, texts = layer(4, 5120, BF16), set[str]()
     operands, found = arguments(many), list[torch.Tensor]()
     for few in (264, 1):
