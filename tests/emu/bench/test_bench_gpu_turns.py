@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import subprocess
 from argparse import Namespace
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,13 @@ def test_a_step_asks_for_what_there_is(step: campaign.Step):
     part = PARTS[options.part]
     assert 60 * step.minutes >= 2 * part.expected_s, "no row is begun with less time left"
     assert part.absent or options.part in ("correctness", "chains") or run.list_rows(part, options), "no row"
+
+
+def test_half_an_hour_has_all_that_no_gpu_has_run():
+    ends = accumulate(step.minutes for step in campaign.STEPS)
+    chosen = [step for step, end in zip(campaign.STEPS, ends, strict=True) if end <= 30]
+    assert {"latent", "conv", "train", "language", "memory", "moe", "step",
+            "decode", "chains"} <= {step.words[-1] for step in chosen}
 
 
 def test_steps_share_the_minutes_and_the_next_call_goes_on(monkeypatch: pytest.MonkeyPatch,
