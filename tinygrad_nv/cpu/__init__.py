@@ -13,7 +13,6 @@ returns a `CPUKernel`.
   group_norm  group norm of images
   sampling/   filters, choices and counts of tokens
   embedding   rows of a table, and the sums of its gradient
-  cross_entropy  of rows of logits; distillation
   conv        the blocked GEMM, whose left operand is packed from images
   quant_gemm/ matmuls with a quantised matrix: as stored, and in tiles
   optimizer   updates of many parameters, sums of squares

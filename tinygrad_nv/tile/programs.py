@@ -34,8 +34,8 @@ VECTOR = TileSchedule().vector_width
 @dataclass(frozen=True)
 class Blocks:
     """Parts that programs of the grid compute: `rows` and `columns` are what the function says. `groups` of
-    rows have results of their own, which another launch joins; `lanes` of a block's rows are joined at its
-    end. Programs along z are `cluster`s of so many, on Hopper."""
+    rows have results of their own, which another launch joins; `lanes` of a block's rows, or of a row's
+    columns, are joined at its end. Programs along z are `cluster`s of so many, on Hopper."""
     rows: int = 16
     columns: int = 1
     groups: int = 1
@@ -85,7 +85,8 @@ class TileProgram:
     def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
         """Why no kernel can be for a kind of target, in words; empty when one can."""
         out = [f"{name} {value}" for name, value in vars(blocks).items() if value < 1]
-        if not out and blocks.rows % blocks.lanes: out = [f"{blocks.rows} rows in {blocks.lanes} lanes"]
+        dealt = blocks.rows if blocks.rows > 1 else blocks.columns
+        if not out and dealt % blocks.lanes: out = [f"{dealt} in {blocks.lanes} lanes"]
         if out: return out
         for count, most, axis in zip(self.grid(spec, blocks), LIMITS, "xyz", strict=True):
             if count > most: out.append(f"{count} programs along {axis}, at most {most}")
@@ -128,7 +129,7 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:
     """An argument as it lies; of one that is read by views alone, the pointer."""
-    output, place = argument.role == "out", argument.places[0]
+    output, place = argument.role in ("out", "inout"), argument.places[0]
     if viewed and not output: return TensorParameter(argument.name, argument.dtype, (1,))
     extents, steps = place.extents, place.strides
     if extents[-1] == 1: steps = (*steps[:-1], 1)

@@ -122,6 +122,37 @@ def test_blocks_that_lie_inside_are_read_as_they_lie():
         assert ("window_" in text) is not inside
 
 
+@kernel(grid=(6,))
+def twice(x: KTile["R", "N", f32], out: OTile["R", "N", f32], rest: OTile["R", "N", f32]):
+    row = tile.program_id(0)
+    out[row, :] = x[row, :]
+    for _ in tile.range(3): out[row, :] = tile.sqrt(out[row, :] * out[row, :] + 1.0)
+    for _ in tile.range(2):
+        before = out[row, :]
+        out[row, :] = x[row, :]
+        rest[row, :] = before * 2.0
+
+
+def test_an_output_is_read_where_it_lies_until_it_is_written():
+    """An element that is made of the one at its place needs no copy; one that is read later does."""
+    found, text = run(twice, X)
+    np.testing.assert_allclose(found[1], 2 * X, rtol=0)
+    assert text.count("aligned") == 1
+
+
+@kernel(grid=(6,))
+def by_lane(x: KTile["R", "N", f32], out: OTile["R", 32, f32]):
+    row = tile.program_id(0)
+    out[row, :] = tile.max(x[row, :].reshape(3, 32), 0)
+
+
+def test_rows_of_a_block_are_read_where_they_lie():
+    x = RANDOM.standard_normal((6, 96)).astype(np.float32)
+    found, text = run(by_lane, x)
+    np.testing.assert_array_equal(found[0], x.reshape(6, 3, 32).max(1))
+    assert "aligned" not in text
+
+
 @kernel(grid=lambda N: (cdiv(N, 32),))
 def multiply_add(x: KTile["N", f32], y: KTile["N", f32], z: KTile["N", f32], out: OTile["N", f32]):
     n = tile.block(tile.program_id(0) * 32, 32)

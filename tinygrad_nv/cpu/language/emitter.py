@@ -309,8 +309,25 @@ class Emitter:
         value = op.result
         if op.name == "broadcast": return self._broadcast_stays(op)
         if op.name == "reshape": return self._reshape_stays(op)
-        if op.name in ("load_block", "load") and op.attributes["tensor"] in self.written: return False
+        if op.name in ("load_block", "load") and not self._stays_as_loaded(op): return False
         return op.name == "iota" or self._cheap(value) or self.once(value) or self._of_one_loop(value)
+
+    def _stays_as_loaded(self, op: Op) -> bool:
+        """Whether nothing writes elements between where they are loaded and where they are used: no store of
+        this region does, or the only one has elements that are made of those at their own place."""
+        name, value = op.attributes["tensor"], op.result
+        stores = [each for each in self.region_now.walk()
+                  if each.name in STORES and each.attributes["tensor"] == name] if name in self.written else []
+        if not stores: return name not in self.written or value not in self.region_now.yields
+        same = [(each.operands[:-1], each.attributes["sizes"]) == (op.operands, op.attributes["sizes"])
+                for each in stores if each.name == "store_block" and op.name == "load_block"]
+        return same == [True] and len(stores) == 1 and self._leads_to(value, stores[0])
+
+    def _leads_to(self, value: Value, store: Op) -> bool:
+        """Whether all uses of a value are operations of elements whose results a store alone has."""
+        return all(op is store if op.name in STORES else
+                   op.name in ("apply", "cast", "bitcast") and self._leads_to(op.result, store)
+                   for op in self.users.get(value, ()))
 
     def once(self, value: Value) -> bool:
         """Whether a value has one use, in the region that is written now."""
@@ -344,7 +361,7 @@ class Emitter:
         if isinstance(form, str): return True
         same = [e for e in source.shape if e > 1] == [e for e in value.shape if e > 1]
         lines_up = same and source.shape[-1:] == value.shape[-1:]
-        if isinstance(form, Op) and not lines_up: form = self.view(source)
+        if isinstance(form, Op) and not lines_up: form = self._lying(form, value.shape) or self.view(source)
         if isinstance(form, View):
             if (made := form.reshape(value.shape)) is None:
                 dense = self._dense(form)
@@ -353,6 +370,17 @@ class Emitter:
             self.forms[value] = made
             return True
         return self.once(value) or self._cheap(value)
+
+    def _lying(self, op: Op, shape: Sequence[int]) -> View | None:
+        """A block as it lies in its tensor, where all of it is known to be inside and the rows of `shape` are
+        whole vectors; None elsewhere."""
+        if op.name != "load_block" or shape[-1] % self.lanes: return None
+        tensor, sizes = self.tensor(op), op.attributes["sizes"]
+        row, first, inside, last = self.row_pointer(op, op.operands, ["0"] * (len(op.result.shape) - 1))
+        if last < 0 or inside != "1" or tensor.strides[last] != 1: return None
+        if not self.within(op.operands[last], sizes[last], tensor.shape[last]): return None
+        strides = tuple(stride for size, stride in zip(sizes, tensor.strides, strict=True) if size)
+        return View(f"({row} + {first})", tensor.dtype, op.result.shape, strides)
 
     def _dense(self, view: View) -> View:
         """A copy whose rows follow each other without padding."""

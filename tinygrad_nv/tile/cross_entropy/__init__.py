@@ -2,6 +2,5 @@
 
   spec.py        the loss of a row; distillation, whose target is another row of logits
   reference.py   the same in plain tinygrad
-  rows.py        rows on a GPU: a CTA for each, two passes
-  templates.py   their records
+  program.py     rows on GPUs and CPUs: two passes over each
 """

@@ -1,5 +1,5 @@
 """Losses of rows by kernels, on the emulated GPU, checks on, and on this processor: against float64, in two
-orders of warps; vectors of one element to eight, rows that are kept, cut into CTAs, and read again.
+orders of warps; vectors of one element to eight, rows of a program and of a cluster.
 Chunks of an output layer's loss share buffers."""
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinygrad_nv.cpu.target import CPU, host
 from tinygrad_nv.explain import explain
 from tinygrad_nv.functional import linear_cross_entropy
 from tinygrad_nv.ptx.assemble import assemble
-from tinygrad_nv.tile.cross_entropy import templates
+from tinygrad_nv.tile.cross_entropy import program
 from tinygrad_nv.tile.cross_entropy.spec import CrossEntropySpec, DistillationSpec, Loss, RowsSpec
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
@@ -55,15 +55,14 @@ def test_numbers(name: str, target: GPU | CPU):
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("arch", "blocks", "kept"), [("sm_90a", 2, True), ("sm_90a", 8, False),
-                                                      ("sm_80", 1, False)])
+@pytest.mark.parametrize(("arch", "cluster"), [("sm_90a", 2), ("sm_90a", 8)])
 @pytest.mark.parametrize("name", ["in place", "bf16, scaled", "distilled", "odd"])
-def test_long_rows(name: str, arch: str, blocks: int, kept: bool, monkeypatch: pytest.MonkeyPatch):
-    """As a row of hundreds of thousands has them."""
-    monkeypatch.setattr(templates, "blocks_of", lambda spec, arch: (blocks, kept))
+def test_long_rows(name: str, arch: str, cluster: int, monkeypatch: pytest.MonkeyPatch):
+    """As a row of hundreds of thousands has them: some programs of the cluster have no column here."""
+    monkeypatch.setattr(program, "CLUSTERS", (cluster,))
     spec, target = SPECS[name], GPU(arch)
-    kind = templates.DistilledRows if isinstance(spec, DistillationSpec) else templates.Rows
-    given, schedule = storages(spec, 2), kind(blocks, kept)
+    given, schedule = storages(spec, 2), TABLE.choose(spec, target)
+    assert schedule.cluster == cluster
     right(spec, given, run(spec, schedule, target, given), c=4.0, cut=CUT)
 
 
@@ -80,13 +79,11 @@ def test_nothing_spills(size: int):
             assert found.registers <= 128
 
 
-def test_how_rows_are_shared_out():
-    """A vocabulary of 128256 is kept by a cluster; where there are none it is read again."""
+def test_a_cluster_shares_a_long_row():
+    """L2 holds the rows that all SMs have at once; where there are no clusters a row is read again."""
     spec = CrossEntropySpec(8, 128256, F32, **IN_PLACE)
-    assert templates.blocks_of(spec, "sm_90a") == (8, True)
-    assert templates.blocks_of(spec, "sm_80") == (1, False)
-    assert templates.blocks_of(CrossEntropySpec(8, 2048, F32, **IN_PLACE), "sm_80") == (1, True)
-    assert [templates.wide_of(CrossEntropySpec(8, size, BF16)) for size in (1, 2, 12, 16)] == [1, 2, 4, 8]
+    assert [TABLE.choose(spec, GPU(arch)).cluster for arch in ("sm_90a", "sm_80")] == [8, 1]
+    assert [program.wide_of(CrossEntropySpec(8, size, BF16)) for size in (1, 2, 12, 16)] == [1, 2, 4, 8]
 
 
 @pytest.mark.sampled(1)
