@@ -29,10 +29,10 @@ from tinygrad_nv.tile.order import OVER_ROWS
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 
 DETERMINISM_CLASS = OVER_ROWS
-DEEP = 4                    # elements of a block that a lane adds up
-THREADS = 256
+THREADS, ELEMENTS = 256, 16     # of a program; of a thread's block at most, as registers have more than these
+DEEP = 4                        # elements of a block that a lane adds up; one with a soft-cap
 VECTOR_BYTES = 16
-CPU_LANES, CPU_DEEP = 64, 16    # on a CPU
+CPU_LANES, CPU_DEEP = 64, 16
 CLUSTER_BYTES = 72 << 10    # of a row on Hopper for each program of its cluster, of 8 at most: L2 then holds
 CLUSTERS = (1, 2, 4, 8)     # the rows of all SMs from one pass to the next
 LEAST = -3.4028234663852886e38
@@ -65,11 +65,10 @@ class Row:
         return tile.where(columns.indices < self.spec.size, x, -math.inf)
 
     def pair(self, columns: Block) -> tuple[Tile, Tile]:
-        """x and the teacher's logits, by the temperature; -infinity beyond the row."""
+        """x, and the teacher's logits by the temperature; -infinity beyond the row."""
         assert isinstance(self.spec, DistillationSpec) and self.teacher is not None
-        taught = tile.load(self.teacher, self.at, columns, other=-math.inf)
-        return divide(self.x(columns), self.spec.temperature), divide(tile.cast(taught, dtypes.float32),
-                                                                      self.spec.temperature)
+        taught = tile.cast(tile.load(self.teacher, self.at, columns, other=-math.inf), dtypes.float32)
+        return self.x(columns), divide(taught, self.spec.temperature)
 
 
 def cross_entropy(spec: RowsSpec, blocks: Blocks, losses: TensorRef, logits: TensorRef, labels: TensorRef,
@@ -148,7 +147,7 @@ def slope_of(row: Row, most: Tile, inverse: Tile, lse: Tile, columns: Block) -> 
         made, own = made + z, own + z
     made = tile.where(columns.indices == row.label, own, made)
     if loss.label_smoothing: made -= loss.label_smoothing / row.spec.size
-    return made * slope(loss, x)
+    return multiply_slope(loss, x, made)
 
 
 # **** distillation ****
@@ -168,8 +167,10 @@ def distill(row: Row) -> tuple[Tile, Slope]:
 
 def add_up_both(row: Row, columns: Block, state: State) -> State:
     """The sums with those of a block."""
+    assert isinstance(row.spec, DistillationSpec)
     most, total, top, mass, cross = state
     x, y = (by_lane(row, each) for each in row.pair(columns))
+    x = divide(x, row.spec.temperature)
     most, (total,) = rescale(x, most, (total,))
     top, (mass, cross) = rescale(y, top, (mass, cross))
     e = exp(y - top[None, :])
@@ -180,9 +181,10 @@ def add_up_both(row: Row, columns: Block, state: State) -> State:
 
 def slope_of_both(row: Row, most: Tile, inverse: Tile, top: Tile, taught: Tile, columns: Block) -> Tile:
     """The gradient of logits."""
+    assert isinstance(row.spec, DistillationSpec)
     x, y = row.pair(columns)
-    made = exp(x - most) * inverse - exp(y - top) * taught
-    return made * slope(row.spec.loss, row.x(columns))
+    made = exp(divide(x, row.spec.temperature) - most) * inverse - exp(y - top) * taught
+    return multiply_slope(row.spec.loss, x, made)
 
 
 # **** sums ****
@@ -224,16 +226,16 @@ def value_of(loss: Loss, logits: Tile) -> Tile:
     return tanh(divide(x, loss.divisor * loss.softcap)) * loss.softcap
 
 
-def slope(loss: Loss, x: Tile) -> Tile | float:
-    """dx / dl."""
-    if loss.softcap is None: return 1 / loss.divisor
+def multiply_slope(loss: Loss, x: Tile, by: Tile) -> Tile:
+    """dx / dl times others."""
+    if loss.softcap is None: return divide(by, loss.divisor)
     kept = x * (1 / loss.softcap)
-    return (1.0 - kept * kept) * (1 / loss.divisor)
+    return by * ((1.0 - kept * kept) * (1 / loss.divisor))
 
 
 def divide(x: Tile, by: float) -> Tile:
-    """x / by."""
-    return x if by == 1 else x / by
+    """x / by, within a unit of float32."""
+    return x if by == 1 else x * (1 / by)
 
 
 def exp(x: Tile) -> Tile:
@@ -247,7 +249,7 @@ def tanh(x: Tile) -> Tile:
     near = t * 0.021869488 - 0.053968254
     for factor in (0.13333333, -0.33333333): near = near * t + factor
     e = exp(tile.abs(x) * -2.0)
-    far = (1.0 - e) / (1.0 + e)
+    far = (1.0 - e) * (1.0 / (1.0 + e))
     return tile.where(t < 0.0625, near * t * x + x, tile.where(x < 0, -far, far))
 
 
@@ -282,8 +284,9 @@ def wide_of(spec: RowsSpec) -> int:
 def cut(spec: RowsSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """The one schedule: the order of a row's sums is the same beside any others."""
     if target.kind == "cpu": return [(Blocks(1, CPU_LANES * CPU_DEEP, lanes=CPU_LANES), 1)]
-    lanes = THREADS * wide_of(spec)
-    blocks = Blocks(1, lanes * DEEP, lanes=lanes)
+    wide = wide_of(spec)
+    deep = min(DEEP, ELEMENTS // wide) if spec.loss.softcap is None else 1
+    blocks = Blocks(1, THREADS * wide * deep, lanes=THREADS * wide)
     if spec.gradient is None or target.arch != "sm_90a": return [(blocks, THREADS // 32)]
     cluster = next((each for each in CLUSTERS if 4 * spec.size <= each * CLUSTER_BYTES), CLUSTERS[-1])
     return [(replace(blocks, cluster=cluster), THREADS // 32)]
