@@ -50,7 +50,7 @@ class Tile:
 
 def told(made: BlockRange) -> list[Any]:
     """What a range says."""
-    seen, full = made.seen(), made.full()
+    seen, full = made.visible(), made.full()
     return [seen.begin, seen.end, made.first_block(seen), made.end_block(seen), made.first_plain(full),
             made.end_plain(full)]
 

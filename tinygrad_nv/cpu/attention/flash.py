@@ -190,7 +190,7 @@ def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> s
     n, rows, heads = schedule.block_n, schedule.rows, schedule.heads
     held, element, total = ("s32" if blocks.pairs else "float"), blocks.element, heads * rows
     seen = BlockRange(C_INTEGERS, spec.band, C("first_row + starts"), C("first_row + count + starts"),
-                      C("rows_k")).seen()
+                      C("rows_k")).visible()
     scales = "" if spec.scales is None else f"""
       for (s64 c = 0; c < cols; c++) {{
         const s64 at = c0 + c;

@@ -77,7 +77,7 @@ def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
     """C for ROWS rows from `r` on, of `rows` that a head has in a tile."""
     n, cols = blocks.block_n, C("c0 + cols")
     columns = BlockRange(C_INTEGERS, spec.band, C("at"), C("at + mine"), cols, least=C("c0"))
-    seen, full = columns.seen(), columns.full()
+    seen, full = columns.visible(), columns.full()
     every = [f"c0 + end * W <= {full.end}"]
     if full.begin is not None: every.append(f"c0 + begin * W >= {full.begin}")
     p = "(const s32 *)weights" if blocks.pairs else "s"

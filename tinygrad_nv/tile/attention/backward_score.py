@@ -36,7 +36,7 @@ class TransposedScores(Scores):
                 batch: Sequence[Value], first: Value, keys: int, rows: int) -> TransposedScores:
         """Returns the scores of blocks of `keys` by `rows`."""
         other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transpose(spec.score),
-                        band=spec.band.transposed, start=0, symbolic=())
+                        band=spec.band.transpose(), start=0, symbolic=())
         return TransposedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
                             first,
                             keys, rows)
@@ -51,14 +51,16 @@ class TransposedScores(Scores):
         self.batch = [*self.batch[:2], position.query]
         self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
 
-    def _lane(self, row: Value, own: Value) -> BlockRange:
-        """The rows that see a lane's first key. Rows after the last have no share where sums are scores."""
+    def _lane_range(self, row: Value, own: Value) -> BlockRange:
+        """Returns the rows that see a lane's first key. Rows after the last have no share where sums are
+        scores."""
         rows, start = self.extents.s_kv, as_s32(self.extents.start)
         end = None if self.linear or is_whole(rows, self.block_n) else as_s32(rows) - own
-        return BlockRange.of_keys(registers(self.kb), self.spec.band.transposed, row, 1, end, 1, start)
+        return BlockRange.of_keys(registers(self.kb), self.spec.band.transpose(), row, 1, end, 1, start)
 
-    def _there(self, seen: Interval, down: int) -> Interval:
-        """Of a key that is none no row is one."""
+    def _hide_missing(self, seen: Interval, down: int) -> Interval:
+        """Returns what sees the key that is `down` after the lane's first: no row, where there is no such
+        key."""
         if is_whole(self.extents.s_q, self.block_m): return seen
         begin = 0 if seen.begin is None else seen.begin
         return replace(seen, begin=self.kb.select(self.row + down < self.extents.s_q, begin, FAR, "s32"))

@@ -5,10 +5,10 @@ last of those that there are. Seen from the other side key c stands at place c �
 seen by the rows c − start − last … c − start − first: the transposed band. A `BlockRange` is of a tile of
 either side, and tells of the elements of the other
 
-    seen()    those that some of the tile sees, or is seen by: none in vain
-    full()    those that all of it does
+    visible()   those that some of the tile sees, or is seen by, and no others
+    full()      those that all of it does
 
-and of its blocks of `block` elements those that have any (`first_block` … `end_block` − 1), and those that
+and of the blocks of `block` elements those that have any (`first_block` … `end_block` − 1), and those that
 need no mask (`first_plain` … `end_plain` − 1). A tile of one element has its own range in `full`.
 
 Integers are Python's or numpy's (`INTEGERS`), registers (score.py), or C (cpu/attention/score.py): they add
@@ -43,9 +43,8 @@ class Band:
         """Whether no row sees any column."""
         return self.first is not None and self.last is not None and self.first > self.last
 
-    @property
-    def transposed(self) -> Band:
-        """The rows that see a column, relative to where it stands."""
+    def transpose(self) -> Band:
+        """Returns the rows that see a column, relative to where it stands."""
         return Band(None if self.last is None else -self.last, None if self.first is None else -self.first)
 
     def __str__(self) -> str:
@@ -90,8 +89,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Of a tile that stands at the places `top` + `offset` … `bottom` + `offset` + `size` − 1 among the
-    other side's elements `least` … `extent` − 1; with None these have no end that has to be looked at."""
+    """The elements of the other side, `least` … `extent` − 1, for a tile that stands at the places `top` +
+    `offset` … `bottom` + `offset` + `size` − 1 among them; `extent` None: no end that has to be looked at."""
     numbers: Arithmetic
     band: Band
     top: Number
@@ -105,16 +104,16 @@ class BlockRange:
     @staticmethod
     def of_rows(numbers: Arithmetic, band: Band, row: Number, rows: int, s_q: Number, s_kv: Number,
                 start: Number, block: int = 1) -> BlockRange:
-        """Blocks of keys for the rows from `row` on, as many of `rows` as there are."""
+        """Returns the keys for the rows from `row` on, as many of `rows` as there are."""
         return _of_tile(numbers, band, row, rows, s_q, s_kv, start, 1, block)
 
     @staticmethod
     def of_keys(numbers: Arithmetic, band: Band, key: Number, keys: int, s_q: Number, s_kv: Number,
                 start: Number, block: int = 1) -> BlockRange:
-        """Blocks of rows for the keys from `key` on, as many of `keys` as there are."""
-        return _of_tile(numbers, band.transposed, key, keys, s_kv, s_q, start, -1, block)
+        """Returns the rows for the keys from `key` on, as many of `keys` as there are."""
+        return _of_tile(numbers, band.transpose(), key, keys, s_kv, s_q, start, -1, block)
 
-    def seen(self) -> Interval:
+    def visible(self) -> Interval:
         """The elements that some of the tile sees; its end is not below `least`."""
         numbers, (first, last) = self.numbers, (self.band.first, self.band.last)
         begin = self.least if first is None else numbers.larger(self._top(first), self.least)
@@ -132,13 +131,14 @@ class BlockRange:
             if self.extent is not None: end = self.numbers.smaller(end, self.extent)
         return Interval(None if first is None else self._bottom(first - 1), end)
 
-    def first_block(self, seen: Interval) -> Number:
+    def first_block(self, visible: Interval) -> Number:
         """The block with the first of the elements that are seen."""
-        return self.numbers.quotient(seen.begin, self.block)
+        return self.numbers.quotient(visible.begin, self.block)
 
-    def end_block(self, seen: Interval) -> Number:
-        """The block after the one with the last of them."""
-        return self.numbers.quotient(seen.end + (self.block - 1), self.block)
+    def end_block(self, visible: Interval) -> Number:
+        """The block after the one with the last of them; where nothing is seen there may be one for nothing.
+        """
+        return self.numbers.quotient(visible.end + (self.block - 1), self.block)
 
     def first_plain(self, full: Interval) -> Number:
         """The first block that needs no mask, if any does not."""
@@ -160,7 +160,8 @@ class BlockRange:
 
 def _of_tile(numbers: Arithmetic, band: Band, first: Number, count: int, most: Number, extent: Number,
              start: Number, sign: int, block: int) -> BlockRange:
-    """Of `count` elements from `first` on, of `most`, that stand `start` further on, or back."""
+    """Returns the range of `count` elements from `first` on, of `most`, that stand `start` further on, or
+    back."""
     if band.full: return BlockRange(numbers, band, first, first, extent, block)
     known, whole = isinstance(start, int), isinstance(most, int) and most % count == 0
 

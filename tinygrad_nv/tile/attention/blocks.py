@@ -29,7 +29,7 @@ Extent = Value | int
 
 
 def _clip(kb: Kernel, seen: Interval, documents: Documents | None) -> Interval:
-    """What is seen of the documents."""
+    """Returns the part of an interval that is the documents'."""
     if documents is None: return seen
     return Interval(max_s32(kb, documents.begin, seen.begin),
                     max_s32(kb, min_s32(kb, documents.end, seen.end), 0))
@@ -37,7 +37,7 @@ def _clip(kb: Kernel, seen: Interval, documents: Documents | None) -> Interval:
 
 def count_blocks(kb: Kernel, first: Extent, end: Extent) -> Value:
     """How many blocks there are (s32)."""
-    if isinstance(first, int): return end if isinstance(end, Value) else kb.reg("s32", end)  # from 0 on
+    if isinstance(first, int): return kb.reg("s32", end) if isinstance(end, int) else end  # from block 0 on
     made = kb.reg("s32")
     kb.emit("max.s32", made, end - first, 0)
     return made
@@ -49,8 +49,8 @@ class KeyBlocks:
     def __init__(self, kb: Kernel, spec: AttentionSpec, extents: Extents, row: Value, block_m: int,
                  block_n: int, documents: Documents | None = None) -> None:
         self.kb, self.band, self.whole_keys = kb, spec.band, is_whole(extents.s_kv, block_n)
-        self.range = BlockRange.of_rows(registers(kb), spec.band, row, block_m, *extents.signed, block_n)
-        seen = _clip(kb, self.range.seen(), documents)
+        self.range = BlockRange.of_rows(registers(kb), spec.band, row, block_m, *extents.s32, block_n)
+        seen = _clip(kb, self.range.visible(), documents)
         self.key_end: Extent = seen.end
         self.first: Extent = self.range.first_block(seen)
         self.end: Extent = self.range.end_block(seen)
@@ -94,10 +94,10 @@ class RowBlocks:
     def __init__(self, kb: Kernel, spec: AttentionSpec, extents: Extents, key: Value, keys: int,
                  block_m: int, documents: Documents | None = None) -> None:
         self.kb, self.spec, self.key, self.keys, self.block_m = kb, spec, key, keys, block_m
-        self.s_q, self.s_kv, self.start = extents.signed
+        self.s_q, self.s_kv, self.start = extents.s32
         self.whole_rows, self.whole_keys = is_whole(self.s_q, block_m), is_whole(self.s_kv, keys)
-        blocks = BlockRange.of_keys(registers(kb), spec.band, key, keys, *extents.signed, block_m)
-        seen = _clip(kb, blocks.seen(), documents)
+        blocks = BlockRange.of_keys(registers(kb), spec.band, key, keys, *extents.s32, block_m)
+        seen = _clip(kb, blocks.visible(), documents)
         self.first: Extent = blocks.first_block(seen)
         self.end: Extent = blocks.end_block(seen)
         self.total = count_blocks(kb, self.first, self.end) * spec.batch[2]
@@ -116,22 +116,22 @@ class RowBlocks:
         made = full.misses(row, rows)
         return self.beyond if made is None else made if self.beyond is None else self.beyond | made
 
-    def seen_keys(self) -> Interval:
+    def visible_keys(self) -> Interval:
         """The keys that some row sees, of those that there are."""
         band, start = self.spec.band, self.start
-        seen = BlockRange(registers(self.kb), band, start, start + self.s_q, None).seen()
+        seen = BlockRange(registers(self.kb), band, start, start + self.s_q, None).visible()
         return Interval(None if band.first is None else seen.begin, seen.end)
 
     def key_end(self) -> Extent | None:
         """The key after the last that there is, and that some row sees; None where it is beyond all tiles."""
-        end = self.seen_keys().end
+        end = self.visible_keys().end
         return min_s32(self.kb, end, self.s_kv) if end is not None else None if self.whole_keys else self.s_kv
 
     def first_keys(self, row: Value) -> Extent:
         """The first block of keys that a block of rows from `row` (s32) on sees, if it sees any."""
         made = BlockRange.of_rows(registers(self.kb), Band(self.spec.band.first), row, self.block_m,
                                   self.block_m, self.s_kv, self.start, self.keys)
-        return made.first_block(made.seen())
+        return made.first_block(made.visible())
 
 
 class BlockPosition:

@@ -70,7 +70,7 @@ class Extents:
         return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
 
     @property
-    def signed(self) -> tuple[Value | int, Value | int, Value | int]:
+    def s32(self) -> tuple[Value | int, Value | int, Value | int]:
         """The three as s32."""
         return as_s32(self.s_q), as_s32(self.s_kv), as_s32(self.start)
 
@@ -210,23 +210,24 @@ class Scores:
     def mask(self, cells: AccFragment, base: Value, hidden: float = -math.inf) -> None:
         """`hidden` in columns that a row does not see."""
         kb, own = self.kb, base + self.column.to("s32")
-        lane = self._lane(self.row.to("s32") - own, own)
+        lane = self._lane_range(self.row.to("s32") - own, own)
         for i, row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h
-                seen = self._there(replace(lane, offset=lane.offset + down).full(), down)
+                seen = self._hide_missing(replace(lane, offset=lane.offset + down).full(), down)
                 for j, cell in enumerate(row):
                     for e in range(2):
                         register = cell[2 * h + e]
                         kb.emit("selp.f32", register, register, hidden, seen.has(8 * j + e))
 
-    def _lane(self, row: Value, own: Value) -> BlockRange:
-        """The columns that a lane's first row sees, both relative to its own first column."""
+    def _lane_range(self, row: Value, own: Value) -> BlockRange:
+        """Returns the columns that a lane's first row sees, both relative to its own first column."""
         s_kv, start = as_s32(self.extents.s_kv), as_s32(self.extents.start)
         return BlockRange.of_rows(registers(self.kb), self.spec.band, row, 1, 1, s_kv - own, start)
 
-    def _there(self, seen: Interval, down: int) -> Interval:
-        """What is seen by the row that is `down` after the lane's first: results of none are not stored."""
+    def _hide_missing(self, seen: Interval, down: int) -> Interval:
+        """Returns what the row sees that is `down` after the lane's first; rows that do not exist may see
+        anything, since they are not stored."""
         return seen
 
 

@@ -213,7 +213,7 @@ class AttentionSpec:
         if self.band.full: return self.s_q * self.s_kv
         start = self.s_kv - self.s_q if self.is_ragged else self.start
         rows = BlockRange.of_rows(INTEGERS, self.band, np.arange(self.s_q), 1, self.s_q, self.s_kv, start)
-        seen = rows.seen()
+        seen = rows.visible()
         return int(np.maximum(seen.end - seen.begin, 0).sum())
 
     @property

@@ -19,10 +19,10 @@ def test_registers(tile: Tile, symbolic: set[str]):
     """A CTA for each tile of a side, with extents that are known or a launch's."""
     kb = Kernel("blocks", arch="sm_80", threads=32)
     out = kb.pointer("out")
-    extents = Extents(*(kb.param(name, "u32") if name in symbolic else getattr(tile, name)
-                        for name in EXTENTS))
+    s_q, s_kv, start = (kb.param(name, "u32") if name in symbolic else getattr(tile, name)
+                        for name in EXTENTS)
     first = (kb.ctaid.x * tile.count).to("s32")
-    made = told(tile.range_of(registers(kb), first, *extents.signed))
+    made = told(tile.range_of(registers(kb), first, *Extents(s_q, s_kv, start).s32))
     at = out + kb.ctaid.x.to("u64") * (4 * len(NAMES))
     for i, each in enumerate(made): kb.emit("st.global.s32", at.at(4 * i), kb.reg("s32", each))
     count = -(-(tile.s_kv if tile.of_keys else tile.s_q) // tile.count)

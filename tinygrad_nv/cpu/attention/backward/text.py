@@ -152,10 +152,10 @@ INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, 
     def _pair(self) -> str:
         one, band, n = self.spec.forward, self.spec.forward.band, pitch(self.n)
         q, v, (where, given) = pitch(one.d), pitch(one.d_v), self.where
-        columns = BlockRange(C_INTEGERS, band, C("t + at"), C("t + mine + at"), C("cols")).seen()
+        columns = BlockRange(C_INTEGERS, band, C("t + at"), C("t + mine + at"), C("cols")).visible()
         row = BlockRange(C_INTEGERS, band, C("t + at - c"), C("t + at - c"), None, size=1).full()
-        rows = BlockRange(C_INTEGERS, band.transposed, C("t - at"), C(f"smaller(t + {ROWS}, cols) - at"),
-                          C("rows")).seen()
+        rows = BlockRange(C_INTEGERS, band.transpose(), C("t - at"), C(f"smaller(t + {ROWS}, cols) - at"),
+                          C("rows")).visible()
         low, high = ("-(1ll << 30)" if row.begin is None else row.begin,
                      "1ll << 30" if row.end is None else row.end)
         draws, bytes_ = "", "0"
@@ -274,8 +274,8 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
     def _keys(self, of_rows: int) -> str:
         """A block of keys meets all rows that see it."""
         one = self.spec.forward
-        rows = BlockRange(C_INTEGERS, one.band.transposed, C("j0 - start"), C("j0 + cols - start"), C("s_q"),
-                          least=C("lead")).seen()
+        rows = BlockRange(C_INTEGERS, one.band.transpose(), C("j0 - start"), C("j0 + cols - start"), C("s_q"),
+                          least=C("lead")).visible()
         return f"""
       const s64 cols = smaller(s_kv - j0, {self.n}), end_row = {rows.end};
       const s64 first_row = lead + ({rows.begin} - lead) / {self.m} * {self.m};
@@ -301,7 +301,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
     def _columns(self) -> str:
         """Returns C of the columns that a block of rows sees."""
         seen = BlockRange(C_INTEGERS, self.spec.forward.band, C("i0 + start"), C("i0 + rows + start"),
-                          C("s_kv"), least=C("lead")).seen()
+                          C("s_kv"), least=C("lead")).visible()
         return f"const s64 first_column = {seen.begin}, end_column = {seen.end};"
 
     def _visit_keys(self) -> str:

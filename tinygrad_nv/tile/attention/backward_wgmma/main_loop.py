@@ -204,7 +204,7 @@ class BackwardMainLoop:
     def _clear(self) -> None:
         """Keys that exist but that no row sees may be anything, NaN too, and so may their values: zeros
         instead, which ds of 0 is multiplied by."""
-        kb, plan, loads, seen = self.kb, self.plan, self.loads, self.blocks.seen_keys()
+        kb, plan, loads, seen = self.kb, self.plan, self.loads, self.blocks.visible_keys()
         some = seen.misses(self.blocks.key, plan.schedule.block_n)
         if some is None: return
         with kb.if_(some):

@@ -160,6 +160,6 @@ def tile_lengths(plan: FlashWgmmaPlan) -> list[int]:
     spec, m, n = plan.spec, plan.schedule.block_m, plan.schedule.block_n
     tiles = np.arange(0, spec.s_q, m)
     blocks = BlockRange.of_rows(INTEGERS, spec.band, tiles, m, spec.s_q, spec.s_kv, spec.start, n)
-    count = blocks.end_block(seen := blocks.seen()) - blocks.first_block(seen)
+    count = blocks.end_block(seen := blocks.visible()) - blocks.first_block(seen)
     made = (1 + np.maximum(np.broadcast_to(count, tiles.shape), 0)).tolist()
     return made if spec.band.last is None else made[::-1]
