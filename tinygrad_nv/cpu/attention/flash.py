@@ -26,10 +26,12 @@ from typing import ClassVar
 
 from tinygrad_nv.cpu.attention import score as flash_score
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
+from tinygrad_nv.cpu.attention.score import C_INTEGERS, C
 from tinygrad_nv.cpu.expression import c_float
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, compute_integers, kernel, up
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import CPUSchedule
+from tinygrad_nv.tile.attention.band import BlockRange
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec, Rows, RowScales
 from tinygrad_nv.tile.expression import short
 from tinygrad_nv.tile.launch import Integer
@@ -90,7 +92,7 @@ def build(spec: AttentionSpec, schedule: CPUFlash, integers: Sequence[Integer] =
     inputs += [(c_type(dtype), f"x{i}") for i, dtype in enumerate(spec.parameters)]
     name = f"flash_{spec.s_q}x{spec.s_kv}x{spec.d}"
     body = _documents(spec, schedule, blocks) if spec.documents else _body(spec, schedule, blocks)
-    before = blocks.text() + flash_score.before(spec) + (flash_score.EXTENTS if spec.documents else "")
+    before = blocks.text() + flash_score.before(spec)
     return kernel(name, isa, bound + body, outputs, inputs, names, schedule.parts, before=before)
 
 
@@ -187,11 +189,8 @@ def _scale(name: str, scales: RowScales, group: str, row: str) -> str:
 def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> str:
     n, rows, heads = schedule.block_n, schedule.rows, schedule.heads
     held, element, total = ("s32" if blocks.pairs else "float"), blocks.element, heads * rows
-    first, last = spec.band.first, spec.band.last
-    sees, reach = f"first_row + starts + {first}", f"first_row + count + starts + {last}"
-    begin = "0" if first is None else f"({sees} > 0 ? {sees} : 0)"
-    end = "rows_k" if last is None else f"({reach} < rows_k ? {reach} : rows_k)"
-    if first is not None and last is not None and first > last: end = "0"  # a band of nothing
+    seen = BlockRange(C_INTEGERS, spec.band, C("first_row + starts"), C("first_row + count + starts"),
+                      C("rows_k")).visible()
     scales = "" if spec.scales is None else f"""
       for (s64 c = 0; c < cols; c++) {{
         const s64 at = c0 + c;
@@ -210,7 +209,7 @@ def _tile(spec: AttentionSpec, schedule: CPUFlash, blocks: AttentionBlocks) -> s
     float s[{ROWS * n}] __attribute__((aligned(64)));
     {weights} {"" if spec.scales is None else f"float of_keys[{n}], of_values[{n}];"}
     {_load_queries(spec, schedule, blocks)}
-    const s64 first_column = {begin}, end_column = {end};
+    const s64 first_column = {seen.begin}, end_column = {seen.end};
     for (s64 c0 = first_column / {n} * {n}; count > 0 && c0 < end_column; c0 += {n}) {{
       const s64 cols = end_column - c0 < {n} ? end_column - c0 : {n};
       const s64 hidden = first_column > c0 ? first_column - c0 : 0;{scales}

@@ -24,11 +24,14 @@ nothing beside the operands is read or written.
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.attention.blocks import ROWS, AttentionBlocks
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
+from tinygrad_nv.tile.attention.band import Arithmetic, BlockRange
 from tinygrad_nv.tile.attention.documents import bounds, own_score
 from tinygrad_nv.tile.attention.dropout import MULTIPLIERS, ROUNDS, WEYL
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, SCALED, AttentionSpec, multiple
@@ -36,6 +39,23 @@ from tinygrad_nv.tile.expression import Expression, Load, loads, short
 
 LOG2E = 1.4426950408889634
 LIFT = 256.0  # of weights of 8 bits
+EXTENTS = """
+INLINE s64 smaller(s64 a, s64 b) { return a < b ? a : b; }
+INLINE s64 larger(s64 a, s64 b) { return a > b ? a : b; }"""
+
+
+@dataclass(frozen=True)
+class C:
+    """An integer (s64) in C, for the arithmetic of band.py."""
+    text: str
+
+    def __add__(self, other: C | int) -> C: return C(f"{self} + {other}")
+    def __sub__(self, other: C | int) -> C: return C(f"{self} - {other}")
+    def __str__(self) -> str: return f"({self.text})" if " " in self.text else self.text
+
+
+C_INTEGERS = Arithmetic(lambda a, b: C(f"smaller({a}, {b})"), lambda a, b: C(f"larger({a}, {b})"),
+                        lambda number, by: C(f"{number} / {by}"))
 
 
 def problems(spec: AttentionSpec) -> list[str]:
@@ -50,21 +70,19 @@ def lift(spec: AttentionSpec) -> str:
 
 def before(spec: AttentionSpec) -> str:
     """Functions that `softmax` calls."""
-    return dropout_text() if spec.kept < KEEP_ALL else ""
+    return EXTENTS + (dropout_text() if spec.kept < KEEP_ALL else "")
 
 
 def softmax(spec: AttentionSpec, blocks: AttentionBlocks, rows: int) -> str:
     """C for ROWS rows from `r` on, of `rows` that a head has in a tile."""
-    first, last, n = spec.band.first, spec.band.last, blocks.block_n
-    low = "c0" if first is None else f"(at + {first} > c0 ? at + {first} : c0)"
-    high = "c0 + cols" if last is None else \
-        f"(at + mine + {last} < c0 + cols ? at + mine + {last} : c0 + cols)"
-    every = ["c0 + end * W <= c0 + cols"]
-    if last is not None: every.append(f"c0 + end * W <= at + {last + 1}")
-    if first is not None: every.append(f"c0 + begin * W >= at + mine - 1 + {first}")
+    n, cols = blocks.block_n, C("c0 + cols")
+    columns = BlockRange(C_INTEGERS, spec.band, C("at"), C("at + mine"), cols, least=C("c0"))
+    seen, full = columns.visible(), columns.full()
+    every = [f"c0 + end * W <= {full.end}"]
+    if full.begin is not None: every.append(f"c0 + begin * W >= {full.begin}")
     p = "(const s32 *)weights" if blocks.pairs else "s"
     return f"""const s64 mine = count - r < {ROWS} ? count - r : {ROWS}, at = first_row + r + starts;
-        const s64 low = {low}, high = {high};
+        const s64 low = {seen.begin}, high = {seen.end};
         if (low >= high) continue;
         const s64 begin = (low - c0) / W, end = (high - c0 + W - 1) / W, from = low - c0, to = high - c0;
         const int all = {" && ".join(every)};
@@ -94,17 +112,14 @@ def _draw_bytes(spec: AttentionSpec, block_n: int) -> str:
 
 def _score_row(spec: AttentionSpec) -> str:
     """Scores of a row in base 2, or multiples of them, and the largest."""
-    first, last = spec.band.first, spec.band.last
-    left = "c0" if first is None else f"place + {first}"
-    right = "c0 + cols"
-    if last is not None: right = f"(place + {last + 1} < c0 + cols ? place + {last + 1} : c0 + cols)"
+    seen = BlockRange(C_INTEGERS, spec.band, C("place"), C("place"), C("c0 + cols"), size=1).full()
     return f"""vf most = (vf)-__builtin_inff();
           if (all) for (s64 v = begin; v < end; v++) {{
             vf x = load_f32(line + v * W);
             {_score(spec, "")}
             most = max_(x, most);
           }} else {{
-            const s64 left = {left}, right = {right};
+            const s64 left = {"c0" if seen.begin is None else seen.begin}, right = {seen.end};
             for (s64 v = begin; v < end; v++) {{
               vf x = load_f32(line + v * W);
               {_score(spec, "rows_k - c0 - v * W")}
@@ -199,11 +214,6 @@ static __attribute__((noinline)) void draw(u8 *bytes, s64 pitch, s64 rows, s64 r
   }}
 }}
 """.replace("typedef VECTOR", "ANYWHERE(u16_u, u16); typedef VECTOR", 1)
-
-
-EXTENTS = """
-INLINE s64 smaller(s64 a, s64 b) { return a < b ? a : b; }
-INLINE s64 larger(s64 a, s64 b) { return a > b ? a : b; }"""
 
 
 def loop_documents(spec: AttentionSpec, inside: str, outside: str) -> str:

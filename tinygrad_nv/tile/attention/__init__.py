@@ -1,6 +1,8 @@
 """Attention, forward and backward: specs, schedules, legality, and the templates.
 
   spec.py            softmax(score(q kᵀ)) v, for every head of a batch; backward_spec.py: dq, dk and dv
+  band.py            which blocks of keys rows see, which blocks of rows see keys, and which need no mask:
+                     in numbers, registers and C; blocks.py: the blocks of a CTA
   schedules.py       how: a type for each template; templates.py: their records, and candidates, best first
   score.py           scores, band and online softmax of a block, on fragments in registers
   backward_score.py  scores and their derivatives on transposed fragments; derivative.py: the derivative as

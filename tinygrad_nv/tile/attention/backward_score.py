@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition
+from tinygrad_nv.tile.attention.band import BlockRange, Interval
 from tinygrad_nv.tile.attention.derivative import derivative
-from tinygrad_nv.tile.attention.score import AccFragment, Extents, Scores
-from tinygrad_nv.tile.attention.spec import FULL, AttentionSpec
+from tinygrad_nv.tile.attention.score import AccFragment, Extents, Scores, as_s32, is_whole, registers
+from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Constant, loads, transpose
 
+FAR = 1 << 30  # beyond all places
 
-def registers(cells: AccFragment) -> Iterator[Value]:
-    """All of them."""
+
+def values_of(cells: AccFragment) -> Iterator[Value]:
+    """All registers of cells."""
     return (value for row in cells for cell in row for value in cell)
 
 
@@ -32,8 +35,8 @@ class TransposedScores(Scores):
     def of_spec(kb: Kernel, spec: AttentionSpec, extents: Extents, extras: Sequence[Value],
                 batch: Sequence[Value], first: Value, keys: int, rows: int) -> TransposedScores:
         """Returns the scores of blocks of `keys` by `rows`."""
-        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transpose(spec.score), band=FULL, start=0,
-                        symbolic=())
+        other = replace(spec, s_q=spec.s_kv, s_kv=spec.s_q, score=transpose(spec.score),
+                        band=spec.band.transpose(), start=0, symbolic=())
         return TransposedScores(kb, other, Extents(extents.s_kv, extents.s_q, extents.start), extras, batch,
                             first,
                             keys, rows)
@@ -47,6 +50,20 @@ class TransposedScores(Scores):
         """Addresses that are the same for all query heads, ahead of the loop over blocks of `position`."""
         self.batch = [*self.batch[:2], position.query]
         self.prepare([load for load in loads(self.spec.score) if not (load.batch and load.batch[2])])
+
+    def _lane_range(self, row: Value, own: Value) -> BlockRange:
+        """Returns the rows that see a lane's first key. Rows after the last have no share where sums are
+        scores."""
+        rows, start = self.extents.s_kv, as_s32(self.extents.start)
+        end = None if self.linear or is_whole(rows, self.block_n) else as_s32(rows) - own
+        return BlockRange.of_keys(registers(self.kb), self.spec.band.transpose(), row, 1, end, 1, start)
+
+    def _hide_missing(self, seen: Interval, down: int) -> Interval:
+        """Returns what sees the key that is `down` after the lane's first: no row, where there is no such
+        key."""
+        if is_whole(self.extents.s_q, self.block_m): return seen
+        begin = 0 if seen.begin is None else seen.begin
+        return replace(seen, begin=self.kb.select(self.row + down < self.extents.s_q, begin, FAR, "s32"))
 
     def score_and_slope(self, sums: AccFragment, base: Value) -> tuple[AccFragment, AccFragment | None]:
         """Scores of sums, and slopes."""

@@ -5,8 +5,7 @@ columns 2q and 2q + 1 of it, g = lane / 4, q = lane % 4, as mma.m16n8 and wgmma 
 columns, in any order:
 
     cells = scores.of(sums, base)        the expression of the sums; `base` (s32) is the first column
-    scores.mask(cells, base)             −inf outside the band; needed on its edge alone: by
-                                         `columns.partly(base)`, on Hopper in masked runs of wgmma/blocks.py
+    scores.mask(cells, base)             −inf outside the band; needed on its edge alone (blocks.py)
     rescale = softmax.step(cells)        cells become exp2(factor · (cell − row_max)); factors of sums so far
 
     row_max = max(row_max, cells)        of a row: its four lanes have the same
@@ -22,11 +21,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder.values import power_of_two
 from tinygrad_nv.tile.access import advance, read
-from tinygrad_nv.tile.attention.document_blocks import Documents
+from tinygrad_nv.tile.attention.band import Arithmetic, BlockRange, Interval
 from tinygrad_nv.tile.attention.spec import AttentionSpec, multiple
 from tinygrad_nv.tile.epilogue import EpilogueEmitter
 from tinygrad_nv.tile.expression import Load
@@ -63,10 +64,15 @@ class Extents:
             at, (first, end) = advance(kb, pointer, sequence, 4), kb.regs("s32", 2)
             kb.emit("ld.global.s32", first, at.at())
             kb.emit("ld.global.s32", end, at.at(4))
-            counts.append(max_s32(kb, min_s32(kb, end - first, most), 0))
+            counts.append(_emit_s32(kb, "max.s32", _emit_s32(kb, "min.s32", end - first, most), 0))
             firsts.append(first.to("u32"))
         s_q, s_kv = counts
         return Extents(s_q.to("u32"), s_kv.to("u32"), s_kv - s_q, (firsts[0], firsts[1]))
+
+    @property
+    def s32(self) -> tuple[Value | int, Value | int, Value | int]:
+        """The three as s32."""
+        return as_s32(self.s_q), as_s32(self.s_kv), as_s32(self.start)
 
 
 def to_signed(kb: Kernel, value: Value | int) -> Value:
@@ -74,74 +80,41 @@ def to_signed(kb: Kernel, value: Value | int) -> Value:
     return value.to("s32") if isinstance(value, Value) else kb.reg("s32", value)
 
 
-def min_s32(kb: Kernel, a: Value, b: Value | int) -> Value:
-    """Emits the smaller of two s32."""
-    return _emit_s32(kb, "min.s32", a, b)
+def as_s32(value: Value | int) -> Value | int:
+    """A count as s32, where it is not known."""
+    return value.to("s32") if isinstance(value, Value) and value.kind != "s32" else value
 
 
-def max_s32(kb: Kernel, a: Value, b: Value | int) -> Value:
-    """Emits the larger of two s32."""
-    return _emit_s32(kb, "max.s32", a, b)
+def is_whole(extent: Value | int, block: int) -> bool:
+    """Whether an extent is known to be whole blocks."""
+    return isinstance(extent, int) and extent % block == 0
 
 
-def _emit_s32(kb: Kernel, opcode: str, a: Value, b: Value | int) -> Value:
+def min_s32(kb: Kernel, a: Value | int, b: Value | int) -> Value | int:
+    """The smaller of two s32, emitted where they are not known."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else _emit_s32(kb, "min.s32", a, b)
+
+
+def max_s32(kb: Kernel, a: Value | int, b: Value | int) -> Value | int:
+    """The larger of two s32."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else _emit_s32(kb, "max.s32", a, b)
+
+
+def _emit_s32(kb: Kernel, opcode: str, a: Value | int, b: Value | int) -> Value:
     made = kb.reg("s32")
-    kb.emit(opcode, made, a, b)
+    kb.emit(opcode, made, *((b, a) if isinstance(a, int) else (a, b)))
     return made
 
 
-@dataclass
-class Columns:
-    """The blocks of columns that a block of rows sees: `first` (u32, its first row), `rows` of them. Blocks
-    low … high - 1 (s32) have something to see; there are `count`, at least 0. `documents` are those of the
-    rows."""
-    kb: Kernel
-    spec: AttentionSpec
-    extents: Extents
-    first: Value
-    rows: int
-    block_n: int
-    documents: Documents | None = None
+def _quotient(number: Value | int, by: int) -> Value | int:
+    """A quotient of an s32 that is not negative: a shift, or an unsigned product."""
+    if isinstance(number, int): return number // by
+    return number >> by.bit_length() - 1 if power_of_two(by) else (number.to("u32") // by).to("s32")
 
-    def __post_init__(self) -> None:
-        kb, band = self.kb, self.spec.band
-        s_kv = to_signed(kb, self.extents.s_kv)
-        self.end, self.full_end = s_kv, s_kv
-        low: Value | None = None
-        self.full_begin: Value | None = None
-        if not band.full:
-            start = self.first.to("s32") + to_signed(kb, self.extents.start)
-            bottom = min_s32(kb, self.first.to("s32") + self.rows, to_signed(kb, self.extents.s_q)) \
-                + to_signed(kb, self.extents.start)
-            if band.last is not None:
-                self.end = max_s32(kb, min_s32(kb, bottom + band.last, s_kv), 0)
-                self.full_end = min_s32(kb, start + band.last + 1, s_kv)
-            if band.first is not None:
-                low = max_s32(kb, start + band.first, 0) // self.block_n
-                self.full_begin = bottom - 1 + band.first
-        if self.documents is not None:
-            begin = max_s32(kb, self.documents.begin, 0) // self.block_n
-            low = begin if low is None else max_s32(kb, low, begin)
-            self.end = min_s32(kb, self.end, self.documents.end)
-        self.high = (self.end + self.block_n - 1) // self.block_n
-        self.count = self.high if low is None else max_s32(kb, self.high - low, 0)
 
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether `end` (s32, the first column that is seen by no row for being too late) ends a block."""
-        s_kv = self.extents.s_kv
-        return self.spec.band.last is None and isinstance(s_kv, int) and s_kv % self.block_n == 0
-
-    @property
-    def always_full(self) -> bool:
-        """Whether no block needs a mask."""
-        return self.spec.band.full and self.whole_blocks
-
-    def partly(self, base: Value) -> Value:
-        """Whether some row does not see all columns of the block that begins at `base` (s32)."""
-        made = base + self.block_n > self.full_end
-        if self.full_begin is not None: made = made | (base < self.full_begin)
-        return made
+def registers(kb: Kernel) -> Arithmetic:
+    """Returns the arithmetic of band.py on registers (s32)."""
+    return Arithmetic(partial(min_s32, kb), partial(max_s32, kb), _quotient)
 
 
 @dataclass
@@ -225,7 +198,7 @@ class Scores:
         found = None
         for name, own, offset, extent, block in (("row", self.row, row, self.extents.s_q, self.block_m),
                                                  ("column", None, column, self.extents.s_kv, self.block_n)):
-            if offset is None or (isinstance(extent, int) and extent % block == 0): continue
+            if offset is None or is_whole(extent, block): continue
             if (name, offset) not in self.inside:
                 self.inside[name, offset] = ((self.at if own is None else own) + offset) < extent
             one = self.inside[name, offset]
@@ -234,23 +207,28 @@ class Scores:
 
     # **** the band ****
 
-    def mask(self, cells: AccFragment, base: Value) -> None:
-        """−inf in columns that a row does not see."""
-        kb, band = self.kb, self.spec.band
-        own = base + self.column.to("s32")
-        end = to_signed(kb, self.extents.s_kv) - own
-        here = self.row.to("s32") + to_signed(kb, self.extents.start) - own
+    def mask(self, cells: AccFragment, base: Value, hidden: float = -math.inf) -> None:
+        """`hidden` in columns that a row does not see."""
+        kb, own = self.kb, base + self.column.to("s32")
+        lane = self._lane_range(self.row.to("s32") - own, own)
         for i, row in enumerate(cells):
             for h in range(2):
-                at = here + (16 * i + 8 * h)
-                last = end if band.last is None else min_s32(kb, at + (band.last + 1), end)
-                first = None if band.first is None else at + band.first
+                down = 16 * i + 8 * h
+                seen = self._hide_missing(replace(lane, offset=lane.offset + down).full(), down)
                 for j, cell in enumerate(row):
                     for e in range(2):
                         register = cell[2 * h + e]
-                        sees = last > 8 * j + e
-                        if first is not None: sees = sees & (first <= 8 * j + e)
-                        kb.emit("selp.f32", register, register, -math.inf, sees)
+                        kb.emit("selp.f32", register, register, hidden, seen.has(8 * j + e))
+
+    def _lane_range(self, row: Value, own: Value) -> BlockRange:
+        """Returns the columns that a lane's first row sees, both relative to its own first column."""
+        s_kv, start = as_s32(self.extents.s_kv), as_s32(self.extents.start)
+        return BlockRange.of_rows(registers(self.kb), self.spec.band, row, 1, 1, s_kv - own, start)
+
+    def _hide_missing(self, seen: Interval, down: int) -> Interval:
+        """Returns what the row sees that is `down` after the lane's first; rows that do not exist may see
+        anything, since they are not stored."""
+        return seen
 
 
 @dataclass

@@ -60,9 +60,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import SpecError
+from tinygrad_nv.tile.attention.band import FULL, INTEGERS, Band, BlockRange
 from tinygrad_nv.tile.expression import (
     Apply,
     Constant,
@@ -111,28 +113,6 @@ class RowScales:
     block: int = 0
     batch: tuple[int, int, int] = (0, 0, 0)
     offset: int = 0
-
-
-@dataclass(frozen=True)
-class Band:
-    """The columns that a row sees, relative to where it stands: first … last; None is no bound. Causal:
-    last = 0. A window of w tokens: first = 1 − w, last = 0."""
-    first: int | None = None
-    last: int | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether every row sees every column."""
-        return self.first is None and self.last is None
-
-    def __str__(self) -> str:
-        if self.full: return "full"
-        if self.last == 0: return "causal" if self.first is None else f"window {1 - self.first}"
-        first, last = ("" if end is None else str(end) for end in (self.first, self.last))
-        return f"band {first}…{last}"
-
-
-FULL = Band()
 
 
 @dataclass(frozen=True)
@@ -230,13 +210,11 @@ class AttentionSpec:
     def pairs(self) -> int:
         """How many (row, column) pairs the band lets see each other, in one head; of a ragged batch, in one
         of a longest sequence."""
-        total, end = 0, self.s_kv - 1
+        if self.band.full: return self.s_q * self.s_kv
         start = self.s_kv - self.s_q if self.is_ragged else self.start
-        for at in range(start, start + self.s_q):
-            first = 0 if self.band.first is None else max(0, at + self.band.first)
-            last = end if self.band.last is None else min(end, at + self.band.last)
-            total += max(0, last - first + 1)
-        return total
+        rows = BlockRange.of_rows(INTEGERS, self.band, np.arange(self.s_q), 1, self.s_q, self.s_kv, start)
+        seen = rows.visible()
+        return int(np.maximum(seen.end - seen.begin, 0).sum())
 
     @property
     def integers(self) -> tuple[int, ...]:

@@ -28,11 +28,12 @@ from tinygrad_nv.cpu.attention.backward.tiles import (
     turn,
     write,
 )
-from tinygrad_nv.cpu.attention.score import EXTENTS, dropout_text, loop_documents
+from tinygrad_nv.cpu.attention.score import C_INTEGERS, EXTENTS, C, dropout_text, loop_documents
 from tinygrad_nv.cpu.expression import LanePlace, c_float, statements
 from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import c_type, up
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.band import BlockRange
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.documents import own_score
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, Rows
@@ -114,8 +115,8 @@ class Text:
       dp = pick(keep, dp * {scale}, (vf)0.f);"""
             values = f"pick(keep, p * {scale}, (vf)0.f)"
         return f"""
-// columns low + i … high + i of row i are seen, where not `all` are; what is at `limit` and after is summed
-// nowhere, and read from no parameter
+// columns low + i … high + i - 1 of row i are seen, where not `all` are; what is at `limit` and after is
+// summed nowhere, and read from no parameter
 INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, const u8 *bytes, s64 rows,
     s64 row, s64 column, s64 low, s64 high, s64 limit, const int all, {where}) {{
   for (s64 i = 0; i < rows; i++) {{
@@ -130,7 +131,7 @@ INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, 
       vf p = exp2_small(min_((vf)0.f, ({score} - l[i]) * {c_float(log2(e))}));
       if (!all) {{
         const vi at = iota_() + (s32)c;
-        p = pick((at >= (s32)(low + i)) & (at <= (s32)(high + i)), p, (vf)0.f);
+        p = pick((at >= (s32)(low + i)) & (at < (s32)(high + i)), p, (vf)0.f);
       }}
       {dropped}
       // whatever v and the slope are where nothing is seen
@@ -143,7 +144,7 @@ INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, 
 {NOINLINE} weights(float *s, float *dp, const float *l, const float *delta,
     const u8 *bytes, s64 rows, s64 row, s64 column, s64 low, s64 high, s64 limit, {where}) {{
   // the last row sees the first column, the first row the last
-  if (low + rows - 1 <= 0 && high >= {self.panel - 1} && limit >= {self.panel})
+  if (low + rows - 1 <= 0 && high >= {self.panel} && limit >= {self.panel})
     some(s, dp, l, delta, bytes, rows, row, column, low, high, limit, 1, {given});
   else some(s, dp, l, delta, bytes, rows, row, column, low, high, limit, 0, {given});
 }}"""
@@ -151,14 +152,12 @@ INLINE void some(float *to_s, float *to_dp, const float *l, const float *delta, 
     def _pair(self) -> str:
         one, band, n = self.spec.forward, self.spec.forward.band, pitch(self.n)
         q, v, (where, given) = pitch(one.d), pitch(one.d_v), self.where
-        first = None if band.first is None else f"at + ({band.first})"
-        last = None if band.last is None else f"at + ({band.last})"
-        lo = "0" if first is None else f"larger(0, t + {first})"
-        hi = "cols" if last is None else f"smaller(cols, t + mine + {last})"
-        low = "-(1ll << 30)" if first is None else f"t + {first} - c"
-        high = "1ll << 30" if last is None else f"t + {last} - c"
-        since = "0" if last is None else f"larger(0, t - ({last}))"
-        until = "rows" if first is None else f"smaller(rows, smaller(t + {ROWS}, cols) - ({first}))"
+        columns = BlockRange(C_INTEGERS, band, C("t + at"), C("t + mine + at"), C("cols")).visible()
+        row = BlockRange(C_INTEGERS, band, C("t + at - c"), C("t + at - c"), None, size=1).full()
+        rows = BlockRange(C_INTEGERS, band.transpose(), C("t - at"), C(f"smaller(t + {ROWS}, cols) - at"),
+                          C("rows")).visible()
+        low, high = ("-(1ll << 30)" if row.begin is None else row.begin,
+                     "1ll << 30" if row.end is None else row.end)
         draws, bytes_ = "", "0"
         if one.kept < KEEP_ALL:
             matrix = f"(u32)((b0 * {one.batch[1]} + b1) * {one.batch[2]} + b2)"
@@ -173,7 +172,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
   const s64 at = i0 + start - j0;
   {draws}
   for (s64 t = 0; t < rows; t += {ROWS}) {{
-    const s64 mine = smaller(rows - t, {ROWS}), lo = {lo}, hi = {hi};
+    const s64 mine = smaller(rows - t, {ROWS}), lo = {columns.begin}, hi = {columns.end};
     if (lo >= hi) continue;
     const s64 end = smaller({self.n}, (hi + {ROWS - 1}) / {ROWS} * {ROWS});
     for (s64 c = lo / {ROWS} * {ROWS} / {self.panel} * {self.panel}; c < end; c += {self.panel}) {{
@@ -188,7 +187,7 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
     add_dq(dq + t * {one.d}, z->dq, {one.d}, mine);
   }}
   if (of_keys) for (s64 t = 0; t < cols; t += {ROWS}) {{
-    const s64 since = {since}, until = {until}, count = until - since;
+    const s64 since = {rows.begin}, until = {rows.end}, count = until - since;
     if (since >= until) continue;
     {product("dv", f"z->s + since * {n} + t", f"z->grad + since * {v}", f"z->dv + t * {v}", "count", one.d_v)}
     {product("dk", f"z->dp + since * {n} + t", f"z->q + since * {q}", f"z->dk + t * {q}", "count", one.d)}
@@ -274,12 +273,12 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
 
     def _keys(self, of_rows: int) -> str:
         """A block of keys meets all rows that see it."""
-        one, band = self.spec.forward, self.spec.forward.band
-        sees = "lead" if band.last is None else f"larger(lead, j0 - start - ({band.last}))"
-        end = "s_q" if band.first is None else f"smaller(s_q, j0 + cols - start - ({band.first}))"
+        one = self.spec.forward
+        rows = BlockRange(C_INTEGERS, one.band.transpose(), C("j0 - start"), C("j0 + cols - start"), C("s_q"),
+                          least=C("lead")).visible()
         return f"""
-      const s64 cols = smaller(s_kv - j0, {self.n}), end_row = {end};
-      const s64 first_row = lead + ({sees} - lead) / {self.m} * {self.m};
+      const s64 cols = smaller(s_kv - j0, {self.n}), end_row = {rows.end};
+      const s64 first_row = lead + ({rows.begin} - lead) / {self.m} * {self.m};
       {self._no_results()}
       {self._columns_read()}
       for (s64 b2 = 0; b2 < {one.batch[2]}; b2++) for (s64 i0 = first_row; i0 < end_row; i0 += {self.m}) {{
@@ -301,10 +300,9 @@ INLINE void pair(scratch *z, float *dq, s64 i0, s64 j0, s64 rows, s64 cols, cons
 
     def _columns(self) -> str:
         """Returns C of the columns that a block of rows sees."""
-        band = self.spec.forward.band
-        begin = "lead" if band.first is None else f"larger(lead, i0 + start + ({band.first}))"
-        end = "s_kv" if band.last is None else f"smaller(s_kv, i0 + rows + start + ({band.last}))"
-        return f"const s64 first_column = {begin}, end_column = {end};"
+        seen = BlockRange(C_INTEGERS, self.spec.forward.band, C("i0 + start"), C("i0 + rows + start"),
+                          C("s_kv"), least=C("lead")).visible()
+        return f"const s64 first_column = {seen.begin}, end_column = {seen.end};"
 
     def _visit_keys(self) -> str:
         """Returns C by which a block of rows meets all keys that it sees, for dq."""

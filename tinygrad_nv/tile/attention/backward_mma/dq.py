@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import MOST_OFFSET
 from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
-from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
-from tinygrad_nv.tile.attention.score import AccFragment, to_signed
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition
+from tinygrad_nv.tile.attention.blocks import RowBlocks
+from tinygrad_nv.tile.attention.score import AccFragment
 from tinygrad_nv.tile.fragments import Fragments, instruction
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import Places, swizzle_offset
@@ -85,7 +86,7 @@ class QueryGradient:
         """Adds cells to memory, where there are rows and columns."""
         kb, one = self.kb, self.plan.spec.forward
         left = None if self.blocks.whole_rows else \
-            to_signed(kb, self.blocks.extents.s_q) - self.position.row - self.row.to("s32")
+            self.blocks.s_q - self.position.row - self.row.to("s32")
         for i, row in enumerate(cells):
             for h in range(2):
                 down = 16 * i + 8 * h

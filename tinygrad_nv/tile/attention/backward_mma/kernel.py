@@ -31,15 +31,16 @@ from tinygrad_nv.tile.access import row_start
 from tinygrad_nv.tile.attention.backward_mma.dq import QueryGradient
 from tinygrad_nv.tile.attention.backward_mma.ordered import OrderedBlocks, count_started, flags_of
 from tinygrad_nv.tile.attention.backward_mma.plan import BackwardMmaPlan
-from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks, RowPipeline
-from tinygrad_nv.tile.attention.backward_score import TransposedScores, registers
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowPipeline
+from tinygrad_nv.tile.attention.backward_score import TransposedScores, values_of
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
+from tinygrad_nv.tile.attention.blocks import RowBlocks
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.dropout import TransposedDropout
 from tinygrad_nv.tile.attention.mma.copy import RowCopy
 from tinygrad_nv.tile.attention.schedules import BackwardMma
-from tinygrad_nv.tile.attention.score import AccFragment, Extents, min_s32, to_signed
-from tinygrad_nv.tile.attention.spec import KEEP_ALL, multiple
+from tinygrad_nv.tile.attention.score import AccFragment, Extents
+from tinygrad_nv.tile.attention.spec import KEEP_ALL
 from tinygrad_nv.tile.fragments import STEP_BYTES, Fragments, instruction
 from tinygrad_nv.tile.kernel import BackwardKernel
 from tinygrad_nv.tile.lanes import FLOAT16S
@@ -95,8 +96,7 @@ class _BackwardMmaKernel:
         # turns count the blocks of the band
         documents = None if self.turns is not None else \
             Documents.of(kb, one, self.extras, self.batch, self.first, s.block_n)
-        self.blocks = RowBlocks(kb, one, self.extents, self.first, s.block_n, s.block_m,
-                                multiple(one.score) is None, documents)
+        self.blocks = RowBlocks(kb, one, self.extents, self.first.to("s32"), s.block_n, s.block_m, documents)
         self.scores = TransposedScores.of_spec(kb, one, self.extents, self.extras, self.batch,
                                            self.first + self.key, s.block_n, s.block_m)
 
@@ -138,9 +138,8 @@ class _BackwardMmaKernel:
         for pointer, rows, d in ((self.keys, one.k, one.d), (self.values, one.v, one.d_v)):
             tile = SharedTile(s.block_n, self.plan.width(d) * 2)
             copy = RowCopy(kb, rows, row_start(kb, pointer, rows, self.batch[:2], self.first), d, tile, start)
-            all_seen = self.blocks.whole_keys and one.band.last is None
-            copy.to(self.memory, None, None if all_seen else
-                    copy.rows_left(self.blocks.key_end - self.first.to("s32")))
+            end = self.blocks.key_end()
+            copy.to(self.memory, None, None if end is None else copy.rows_left(end - self.blocks.key))
             start += tile.nbytes
             self.key_copies.append(copy)
         kb.cp_async_commit()
@@ -148,17 +147,19 @@ class _BackwardMmaKernel:
         self.stage_bytes = self.plan.stage_bytes
         self.slopes = self.start + s.depth * self.stage_bytes
         self.weights = self.slopes + s.block_n * s.block_m * 2  # where p goes, if it goes anywhere
-        low, tiles = self.blocks.low.to("u32"), [SharedTile(s.block_m, d * 2) for d in (self.d, self.d_v)]
+        position, tiles = RowBlockPosition(self.blocks), [SharedTile(s.block_m, d * 2)
+                                                          for d in (self.d, self.d_v)]
+        low = position.low.to("u32")
         q = RowCopy(kb, one.q, row_start(kb, self.q, one.q, self.batch[:2], low), one.d, tiles[0])
         grad = RowCopy(kb, self.spec.grad, row_start(kb, self.grad, self.spec.grad, self.batch[:2], low),
                        one.d_v, tiles[1], tiles[0].nbytes)
         self.values_of_rows = tiles[0].nbytes + tiles[1].nbytes
-        self.ring = RowPipeline(RowBlockPosition(self.blocks), q, grad, self.log, self.delta,
+        self.ring = RowPipeline(position, q, grad, self.log, self.delta,
                             self._per_row(kb.reg("u64", 0), low), self.values_of_rows)
         for stage in range(s.depth - 1):
             at = self.start + stage * self.stage_bytes
-            self.ring.start_copies(at, self.blocks.count > stage)
-            self.ring.ask(self.blocks.count > stage)
+            self.ring.start_copies(at, self.blocks.total > stage)
+            self.ring.ask(self.blocks.total > stage)
             self.ring.finish(at)
 
     def _fragments(self) -> None:
@@ -177,7 +178,7 @@ class _BackwardMmaKernel:
                                         self.plan.width(d) - apart, s.block_m // 16, row.start))
         self.fourth = Fragments(kb, dtype, SharedTile(s.block_n, s.block_m * 2), False, False, self.key,
                                 self.warp_keys, s.block_m // 16, 0)
-        low = self.blocks.low.to("u32")
+        low = self.ring.position.low.to("u32")
         self.turn = None if self.turns is None else \
             OrderedBlocks(kb, self.one, self.blocks, self.turns, self.block, self.batch)
         self.adding = QueryGradient(kb, self.plan, self.key_copies[0].tile, self.memory, self.slopes,
@@ -186,7 +187,8 @@ class _BackwardMmaKernel:
     # **** the loop ****
 
     def _loop(self) -> None:
-        kb, s, count = self.kb, self.schedule, self.blocks.count
+        kb, s, count = self.kb, self.schedule, self.blocks.total
+        self.full = self.blocks.full()
         ahead = s.depth - 1
         self.reading = kb.reg("u32", name="reading").set(self.start)
         self.writing = kb.reg("u32", name="writing").set(self.start + ahead * self.stage_bytes)
@@ -255,37 +257,14 @@ class _BackwardMmaKernel:
                 for r, value in enumerate(cell):
                     kb.emit("fma.rn.f32", value, value, self.scores.factor, two[r % 2])
                     kb.emit("ex2.approx.ftz.f32", value, value)
-        if (partly := self.blocks.partly(self.adding.position.row)) is not None:
-            with kb.if_(partly): self._mask(cells)
+        partly = self.blocks.partly(self.full, self.adding.position.row, self.schedule.block_m)
+        if partly is not None:
+            with kb.if_(partly): self.scores.mask(cells, self.base, 0.0)
         if self.dropout is not None:
             _, heads, group = self.one.batch
             matrix = (self.batch[0] * heads + self.batch[1]) * group + self.adding.position.query
             self.dropout.mark(cells, self.base, matrix)
         return cells, slopes
-
-    def _mask(self, cells: AccFragment) -> None:
-        """0 where a row does not see a key. From the lane's first row on, rows from `low` to `high` see."""
-        kb, band, lane = self.kb, self.one.band, self.kb.special("laneid")
-        key = (self.first + self.key + (lane >> 2)).to("s32")
-        row = self.base + ((lane & 3) << 1).to("s32")
-        there = key - row - to_signed(kb, self.extents.start)
-        s_kv = to_signed(kb, self.extents.s_kv)
-        outside = to_signed(kb, self.extents.s_q) - row - 1 \
-            if self.blocks.hide_rows and not self.blocks.whole_rows else None
-        for i, cells_of_row in enumerate(cells):
-            for h in range(2):
-                down = 16 * i + 8 * h
-                low = kb.reg("s32", 0) if band.last is None else there + (down - band.last)
-                if not self.blocks.whole_keys:
-                    low = kb.select(key + down < s_kv, low, self.schedule.block_m)
-                high = None if band.first is None else there + (down - band.first)
-                if outside is not None: high = outside if high is None else min_s32(kb, high, outside)
-                for j, cell in enumerate(cells_of_row):
-                    for e in range(2):
-                        sees = low <= 8 * j + e
-                        if high is not None: sees = sees & (high >= 8 * j + e)
-                        value = cell[2 * h + e]
-                        kb.emit("selp.f32", value, value, 0.0, sees)
 
     def _products_of(self, weights: AccFragment, slopes: AccFragment | None) -> AccFragment:
         """ds of the block, without a constant slope, float32."""
@@ -293,7 +272,7 @@ class _BackwardMmaKernel:
         if self.dropout is None:
             cells = [[[*first, *second] for first, second in zip(self._of_rows(minus), self._of_rows(minus),
                                                                  strict=True)] for _ in weights]
-            for value, weight in zip(registers(self._multiply_keys(1, cells)), registers(weights),
+            for value, weight in zip(values_of(self._multiply_keys(1, cells)), values_of(weights),
                                      strict=True):
                 value *= weight
         else:
@@ -302,11 +281,11 @@ class _BackwardMmaKernel:
                 for cell, marked, two in zip(row, own, deltas, strict=True):
                     for r in range(4): self.dropout.change(cell[r], marked[r], two[r % 2])
         if slopes is not None:
-            for value, weight, slope in zip(*map(registers, (cells, weights, slopes)), strict=True):
+            for value, weight, slope in zip(*map(values_of, (cells, weights, slopes)), strict=True):
                 # where p is 0 the slope may be infinite, or v what was never meant to be read
                 value.set(self.kb.select(weight == 0.0, 0.0, value * slope))
         if self.dropout is not None:
-            for weight in registers(weights): weight.set(self.dropout.of_values(weight))
+            for weight in values_of(weights): weight.set(self.dropout.of_values(weight))
         return cells
 
     def _pack_weights(self, cells: AccFragment) -> list[list[Four]]:
@@ -344,12 +323,12 @@ class _BackwardMmaKernel:
         kb, one, s = self.kb, self.one, self.schedule
         rows = self.extents.s_kv if isinstance(self.extents.s_kv, Value) else kb.reg("u32", self.extents.s_kv)
         kb.sync()
-        if self.turn is not None: self.turn.pass_turn(self.blocks.count > 0)
+        if self.turn is not None: self.turn.pass_turn(self.blocks.total > 0)
         for row in self.sums_k:
             for cell in row:
                 for value in cell: value *= self.scores.slope
         if self.dropout is not None:
-            for value in registers(self.sums_v): value *= self.dropout.scale
+            for value in values_of(self.sums_v): value *= self.dropout.scale
         start = self.memory
         for pointer, where, d, sums in ((self.dv, self.spec.dv, one.d_v, self.sums_v),
                                         (self.dk, self.spec.dk, one.d, self.sums_k)):

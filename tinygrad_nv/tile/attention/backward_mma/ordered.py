@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.attention.backward_mma.plan import NUMBER_BYTES
-from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition, RowBlocks
-from tinygrad_nv.tile.attention.score import max_s32, to_signed
+from tinygrad_nv.tile.attention.backward_mma.rows import RowBlockPosition
+from tinygrad_nv.tile.attention.blocks import RowBlocks
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 
 
@@ -60,14 +60,12 @@ class OrderedBlocks:
 
     def wait(self, position: RowBlockPosition) -> None:
         """Until all with earlier keys have added to the block."""
-        kb, first, m = self.kb, self.spec.band.first, self.blocks.block_m
+        kb, m = self.kb, self.blocks.block_m
         with kb.if_(kb.tid.x == 0):
             number = (self.matrix + position.query) * -(-self.spec.s_q // m) + position.row.to("u32") // m
             self.flag.set(self.flags + (number.to("u64") * 4 + 4))
             self.turn.set(self.block)
-            if first is not None:  # of keys before these, no row of the block sees any
-                begin = max_s32(kb, position.row + to_signed(kb, self.blocks.extents.start) + first, 0)
-                self.turn -= begin.to("u32") // self.blocks.keys
+            if isinstance(first := self.blocks.first_keys(position.row), Value): self.turn -= first.to("u32")
             now = kb.reg("u32")
             kb.emit("ld.acquire.gpu.global.u32", now, self.flag.at())
             with kb.while_(lambda: now != self.turn):

@@ -4,7 +4,6 @@
   kernel.py     one producer warpgroup, consumers with 64 keys each; the store of dk and dv
   load.py       the producers: keys and values once, blocks of queries and gradients by TMA
   main_loop.py  a consumer: 64 keys against block after block of queries
-  blocks.py     which blocks of queries see a CTA's keys, and which of them need a mask
   weights.py    p and ds in registers, transposed
   halves.py     consumers that share 64 keys, each with half of a block's queries
   dq.py         a warp's share of dq, added to memory

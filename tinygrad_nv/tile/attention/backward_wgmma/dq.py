@@ -17,8 +17,8 @@ from abc import ABC, abstractmethod
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.plan import DQ_COLUMNS, WARP_ROWS, BackwardWgmmaPlan
+from tinygrad_nv.tile.attention.blocks import BlockPosition, RowBlocks
 from tinygrad_nv.tile.launch import MapArgument
 
 BOX_BYTES = WARP_ROWS * DQ_COLUMNS * 4
@@ -40,7 +40,7 @@ class QuerySums(ABC):
     """Sums of one warp; `warp` (u32) is its number among the consumers', `head` (u32) the number of the first
     query head in the whole batch."""
 
-    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, turns: Value | None, blocks: BackwardBlocks,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, turns: Value | None, blocks: RowBlocks,
                  warp: Value,
                  head: Value) -> None:
         self.kb, self.plan, self.turns, self.blocks = kb, plan, turns, blocks
@@ -68,7 +68,7 @@ class QuerySums(ABC):
         kb, plan, seen = self.kb, self.plan, self.kb.reg("u32")
         block = (self.head + position.head) * plan.blocks_of_rows + position.block.to("u32")
         self.turn.set(turns + (block * (4 * plan.consumers) + self.warp).to("u64") * 4)
-        before = self.blocks.column // plan.schedule.block_n - self.blocks.first_keys(position.row)
+        before = self.blocks.key // plan.schedule.block_n - self.blocks.first_keys(position.row)
         kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
         with kb.while_(lambda: seen != before.to("u32")):
             kb.emit("ld.acquire.gpu.global.u32", seen, self.turn.at())
@@ -82,7 +82,7 @@ class BoxedSums(QuerySums):
     """By TMA."""
 
     def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, to: QueryMap, turns: Value | None,
-                 blocks: BackwardBlocks, warp: Value,
+                 blocks: RowBlocks, warp: Value,
                  head: Value) -> None:
         super().__init__(kb, plan, turns, blocks, warp, head)
         self.to = to
@@ -142,7 +142,7 @@ class DirectSums(QuerySums):
     """From registers, two elements of a row at a time. Turns are given at once: nothing is left to drain."""
 
     def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, to: Value, turns: Value | None,
-                 blocks: BackwardBlocks, warp: Value,
+                 blocks: RowBlocks, warp: Value,
                  head: Value) -> None:
         super().__init__(kb, plan, turns, blocks, warp, head)
         self.to = to

@@ -19,7 +19,6 @@ same bytes.
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.dq import QuerySums
 from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
 from tinygrad_nv.tile.attention.backward_wgmma.main_loop import WRITTEN, BackwardMainLoop
@@ -31,6 +30,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.plan import (
     BackwardWgmmaPlan,
 )
 from tinygrad_nv.tile.attention.backward_wgmma.weights import RowValues, Weights
+from tinygrad_nv.tile.attention.blocks import BlockPosition, RowBlocks
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.layout import OperandTile
 
@@ -42,7 +42,7 @@ class HalvedMainLoop(BackwardMainLoop):
 
     def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
                  queries: QuerySums,
-                 blocks: BackwardBlocks, consumer: Value) -> None:
+                 blocks: RowBlocks, consumer: Value) -> None:
         self.kb, self.plan, self.loads, self.weights, self.queries = kb, plan, loads, weights, queries
         self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
         self.mine = kb.special("laneid") == 0

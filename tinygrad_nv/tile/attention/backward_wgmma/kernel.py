@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advance, write
 from tinygrad_nv.tile.attention.backward_spec import BackwardSpec
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
 from tinygrad_nv.tile.attention.backward_wgmma.dq import BoxedSums, DirectSums, QueryMap, QuerySums
 from tinygrad_nv.tile.attention.backward_wgmma.halves import HalvedMainLoop
 from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
@@ -38,6 +37,7 @@ from tinygrad_nv.tile.attention.backward_wgmma.plan import (
     map_dimensions,
 )
 from tinygrad_nv.tile.attention.backward_wgmma.weights import Weights, scale_of
+from tinygrad_nv.tile.attention.blocks import RowBlocks
 from tinygrad_nv.tile.attention.document_blocks import Documents
 from tinygrad_nv.tile.attention.schedules import BackwardWgmma
 from tinygrad_nv.tile.attention.score import Extents
@@ -99,7 +99,8 @@ class _BackwardWgmmaKernel:
         self.batch = kb.ctaid.z, head
         _, heads, group = plan.spec.forward.batch
         self.head = (kb.ctaid.z * heads + head) * group
-        self.blocks = BackwardBlocks(kb, plan, self.column.to("s32"), self.extents, self._documents())
+        self.blocks = RowBlocks(kb, plan.spec.forward, self.extents, self.column.to("s32"),
+                                plan.schedule.block_n, plan.schedule.block_m, self._documents())
         fewer, more = plan.registers
         threads = WARPGROUP * plan.consumers
         with kb.if_(kb.tid.x >= threads), kb.comment("producers: a thread of the last warpgroup, and a warp"):

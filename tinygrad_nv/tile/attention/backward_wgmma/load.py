@@ -14,8 +14,8 @@ import math
 from tinygrad_nv.ptx.builder import SINK, Kernel, MemoryOperand, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.attention.backward_mma.rows import exponent
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan, map_argument, map_dimensions
+from tinygrad_nv.tile.attention.blocks import BlockPosition, RowBlocks
 from tinygrad_nv.tile.attention.score import Extents
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.launch import MapArgument
@@ -71,7 +71,7 @@ class BackwardLoads:
         self.ring.init()
         self.kb.mbarrier_init(self.kept[0], 1)
 
-    def produce(self, column: Value, batch: tuple[Value, Value], blocks: BackwardBlocks) -> None:
+    def produce(self, column: Value, batch: tuple[Value, Value], blocks: RowBlocks) -> None:
         """All copies of a CTA: one thread."""
         kb, plan, at = self.kb, self.plan, self.ring.cursor(producer=True)
         queries, grads = self.queries.address(), self.grads.address()
@@ -96,7 +96,7 @@ class BackwardLoads:
                             [column * tile.inner, row, *outer], full)
 
     def produce_rows(self, l: Value, delta: Value, scale: float, extents: Extents, head: Value,
-                     blocks: BackwardBlocks) -> None:
+                     blocks: RowBlocks) -> None:
         """l and delta of all blocks: a warp. `head` (u32) is the number of the first query head in the whole
         batch, `scale` the number that delta is multiplied by."""
         kb, plan, at = self.kb, self.plan, self.ring.cursor(producer=True)

@@ -32,11 +32,11 @@ from __future__ import annotations
 from functools import partial
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks, BlockPosition
 from tinygrad_nv.tile.attention.backward_wgmma.dq import QuerySums
 from tinygrad_nv.tile.attention.backward_wgmma.load import BackwardLoads
 from tinygrad_nv.tile.attention.backward_wgmma.plan import ROWS, STEP, WARPGROUP, BackwardWgmmaPlan
 from tinygrad_nv.tile.attention.backward_wgmma.weights import RowValues, Weights
+from tinygrad_nv.tile.attention.blocks import BlockPosition, RowBlocks
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
 from tinygrad_nv.tile.layout import OperandTile
 
@@ -48,7 +48,7 @@ class BackwardMainLoop:
 
     def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, loads: BackwardLoads, weights: Weights,
                  queries: QuerySums,
-                 blocks: BackwardBlocks, consumer: Value) -> None:
+                 blocks: RowBlocks, consumer: Value) -> None:
         self.kb, self.plan, self.loads, self.weights, self.queries = kb, plan, loads, weights, queries
         self.blocks, self.consumer, self.threads = blocks, consumer, WARPGROUP * plan.consumers
         self.mine = kb.special("laneid") == 0
@@ -204,11 +204,12 @@ class BackwardMainLoop:
     def _clear(self) -> None:
         """Keys that exist but that no row sees may be anything, NaN too, and so may their values: zeros
         instead, which ds of 0 is multiplied by."""
-        kb, plan, loads, some = self.kb, self.plan, self.loads, self.blocks.unseen()
+        kb, plan, loads, seen = self.kb, self.plan, self.loads, self.blocks.visible_keys()
+        some = seen.misses(self.blocks.key, plan.schedule.block_n)
         if some is None: return
         with kb.if_(some):
             with kb.loop(kb.tid.x + 0, plan.schedule.block_n, self.threads) as key, \
-                    kb.if_(~self.blocks.is_seen(self.blocks.column + key.to("s32"))):
+                    kb.if_(~seen.has(self.blocks.key + key.to("s32"))):
                 for tile, start in ((plan.k, loads.keys.address()), (plan.v, loads.values.address())):
                     place = start + key * tile.span
                     for column in range(tile.columns):

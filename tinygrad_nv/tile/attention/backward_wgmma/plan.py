@@ -195,17 +195,6 @@ class BackwardWgmmaPlan:
         return short(self.spec.forward.q.dtype)
 
     @property
-    def has_ragged_end(self) -> bool:
-        """Whether the last block of keys may reach beyond them."""
-        return "s_kv" in self.spec.forward.symbolic or self.spec.forward.s_kv % self.schedule.block_n != 0
-
-    @property
-    def hides_rows(self) -> bool:
-        """Whether rows beyond the last one are masked: their sums are 0, and a score of 0 may be NaN."""
-        one = self.spec.forward
-        return multiple(one.score) is None and ("s_q" in one.symbolic or one.s_q % self.schedule.block_m != 0)
-
-    @property
     def blocks_of_rows(self) -> int:
         """Most blocks of rows of a head."""
         return -(-self.spec.forward.s_q // self.schedule.block_m)

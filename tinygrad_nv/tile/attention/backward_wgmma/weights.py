@@ -15,13 +15,12 @@ With dropout s is marked (dropout.py), which p times a derivative could not be.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from tinygrad_nv.ptx.builder import Kernel, Value
-from tinygrad_nv.tile.attention.backward_score import TransposedScores, registers
-from tinygrad_nv.tile.attention.backward_wgmma.blocks import BackwardBlocks
+from tinygrad_nv.tile.attention.backward_score import TransposedScores, values_of
 from tinygrad_nv.tile.attention.backward_wgmma.plan import BackwardWgmmaPlan
+from tinygrad_nv.tile.attention.blocks import RowBlocks
 from tinygrad_nv.tile.attention.derivative import derivative
 from tinygrad_nv.tile.attention.dropout import TransposedDropout
 from tinygrad_nv.tile.attention.score import AccFragment, Extents
@@ -41,13 +40,11 @@ def scale_of(plan: BackwardWgmmaPlan) -> float:
 class Weights:
     """p and ds of a warp whose first key is `first` (u32)."""
 
-    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, blocks: BackwardBlocks, extents: Extents,
+    def __init__(self, kb: Kernel, plan: BackwardWgmmaPlan, blocks: RowBlocks, extents: Extents,
                  extras: Sequence[Value],
                  seed: Value | None, batch: tuple[Value, Value], first: Value) -> None:
         self.kb, self.plan, self.blocks, self.extents, self.extras = kb, plan, blocks, extents, extras
         self.batch, self.first = batch, first
-        self.key = first.to("s32") + (kb.special("laneid") >> 2).to("s32")
-        self.lane_row = ((kb.special("laneid") & 3) << 1).to("s32")
         self.evaluated = multiple(plan.spec.forward.score) is None
         self.kind = FLOAT16S[plan.spec.forward.q.dtype]
         self.dropout: TransposedDropout | None = None
@@ -88,9 +85,9 @@ class Weights:
         """Computes the weights of the rows from the `begin`th 16 on."""
         kb, scores = self.kb, self._scores(head)
         cells, slopes = scores.score_and_slope([[list(s[i:i + 4]) for i in range(0, len(s), 4)]], row)
-        found = list(registers(cells))
-        if self.blocks.needs_mask:
-            with kb.if_(self.blocks.partly(row, 2 * len(s))): self._mask(found, row)
+        found = list(values_of(cells))
+        if (partly := self.blocks.partly(self.blocks.full(), row, 2 * len(s))) is not None:
+            with kb.if_(partly): scores.mask(cells, row)
         for c in range(len(s) // 8):
             own = logs(begin + c)
             for i in range(8 * c, 8 * c + 8):
@@ -106,22 +103,8 @@ class Weights:
 
     def _times(self, s: Sequence[Value], slopes: AccFragment) -> None:
         """p times the derivative, which may be infinite where p is 0."""
-        for value, slope in zip(s, registers(slopes), strict=True):
+        for value, slope in zip(s, values_of(slopes), strict=True):
             value.set(self.kb.select(value == 0.0, 0.0, value * slope))
-
-    def _mask(self, s: Sequence[Value], row: Value) -> None:
-        """−∞ where rows do not see keys, of rows from `row` (s32) on."""
-        kb, own = self.kb, row + self.lane_row
-        for h in range(2):
-            bounds = [None if each is None else each - own for each in self.blocks.rows_of(self.key + 8 * h)]
-            for j in range(len(s) // 4):
-                for e in range(2):
-                    register, at = s[4 * j + 2 * h + e], 8 * j + e
-                    sees = None if bounds[0] is None else bounds[0] <= at
-                    if bounds[1] is not None:
-                        below = bounds[1] >= at
-                        sees = below if sees is None else sees & below
-                    kb.emit("selp.f32", register, register, -math.inf, sees)
 
     def slopes(self, s: Sequence[Value], dp: Sequence[Value], ds: Sequence[Value],
                changes: RowValues) -> None:

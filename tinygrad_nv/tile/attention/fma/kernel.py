@@ -26,12 +26,13 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import place, row_start
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.document_blocks import Documents, store_logs
 from tinygrad_nv.tile.attention.fma.matmuls import ExactSoftmax, Outputs, ScoreMatmul
 from tinygrad_nv.tile.attention.fma.plan import SIZE, FlashFmaPlan
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
 from tinygrad_nv.tile.attention.schedules import FlashFma
-from tinygrad_nv.tile.attention.score import Columns, Extents, Scores, sink_of, to_signed
+from tinygrad_nv.tile.attention.score import Extents, Scores, is_whole, sink_of, to_signed
 from tinygrad_nv.tile.attention.spec import AttentionSpec
 from tinygrad_nv.tile.expression import loads
 from tinygrad_nv.tile.kernel import AttentionKernel
@@ -67,7 +68,7 @@ class _FlashFmaKernel:
         self._own_place()
         if spec.documents and kb.hopper: kb.wait_for_previous_grid()
         documents = Documents.of(kb, spec, extras, self.batch, self.first, s.block_m)
-        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n, documents)
+        self.blocks = KeyBlocks(kb, spec, self.extents, self.first.to("s32"), s.block_m, s.block_n, documents)
         self.scores = Scores(kb, spec, self.extents, extras, self.batch, self.first + self.row, s.block_m,
                              s.block_n)
         self.softmax = ExactSoftmax(kb, self.warp_m // 16, self.scores.factor)
@@ -109,11 +110,10 @@ class _FlashFmaKernel:
     def _copies(self) -> None:
         """Starts those of q and of the first blocks."""
         kb, spec, s = self.kb, self.spec, self.schedule
-        last = (self.columns.high.to("u32") - 1) * s.block_n
-        self.base = last.to("s32")
+        self.base = kb.reg("s32", (self.blocks.end - 1) * s.block_n)
+        last = self.base.to("u32")
         q = RowCopy(kb, spec.q, row_start(kb, self.q, spec.q, self.batch, self.first), spec.d, self.queries)
-        whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
-        q.to(self.q_start, None, None if whole else
+        q.to(self.q_start, None, None if is_whole(self.extents.s_q, s.block_m) else
              q.rows_left(to_signed(kb, self.extents.s_q) - self.first.to("s32")))
         kb.cp_async_commit()
         keys = SharedTile(s.block_n, self.plan.d * SIZE)
@@ -122,12 +122,13 @@ class _FlashFmaKernel:
                   RowCopy(kb, spec.v, row_start(kb, self.values, spec.v, self.batch, last), spec.d_v, values,
                           keys.nbytes)]
         self.ring = ColumnPipeline(kb, copies, self.start, self.plan.stage_bytes, s.depth)
-        self.ring.fill(self.columns, self.base)
+        self.count = self.blocks.count()
+        self.ring.fill(self.blocks, self.count, self.base)
 
     # **** the loop ****
 
     def _loop(self) -> None:
-        kb, s, count, ring = self.kb, self.schedule, self.columns.count, self.ring
+        kb, s, count, ring, full = self.kb, self.schedule, self.count, self.ring, self.blocks.range.full()
         own = self.column.to("s32")
         ring.begin()
         with kb.loop(0, count, name="block") as block:
@@ -136,8 +137,8 @@ class _FlashFmaKernel:
             ring.start_copies(block < count - ring.ahead)
             first = self.base + own
             cells = self.scores.of(self.products.of(ring.reading), first)
-            if not self.columns.always_full:
-                with kb.if_(self.columns.partly(self.base)): self.scores.mask(cells, first)
+            if self.blocks.needs_mask:
+                with kb.if_(full.misses(self.base, s.block_n)): self.scores.mask(cells, first)
             rescales = self.outputs.of_rows(self.softmax.step(cells))
             self.outputs.hand_over(cells)
             self.outputs.add(ring.reading, rescales)
@@ -164,8 +165,7 @@ class _FlashFmaKernel:
         self.outputs.scale_rows(inverses)
         if self.log is not None: store_logs(self.kb, self.spec, self.log, logs, self.batch, row, rows)
         out = row_start(self.kb, self.out, self.spec.out, self.batch, row + self.outputs.lane_row)
-        s_q = self.extents.s_q
-        edges = not (isinstance(s_q, int) and s_q % self.schedule.block_m == 0)
+        edges = not is_whole(self.extents.s_q, self.schedule.block_m)
         store(self.kb, self.spec, out, self.outputs, row, rows, edges)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.attention.score import Columns
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.spec import Rows
 from tinygrad_nv.tile.layout import SharedTile
 from tinygrad_nv.tile.ops import CHUNK, MOST_OFFSET, Passes, Places, swizzle_plain
@@ -99,11 +99,12 @@ class ColumnPipeline:
         """Blocks on their way while one is read."""
         return self.depth - 1
 
-    def fill(self, columns: Columns, base: Value) -> None:
-        """Starts the copies of the first blocks; `base` (s32) is the first column of the first of them."""
+    def fill(self, blocks: KeyBlocks, count: Value, base: Value) -> None:
+        """Starts the copies of the first of `count` blocks; `base` (s32) is the first column of the first."""
+        whole = blocks.band.last is None and blocks.whole_keys
         for stage in range(self.ahead):
-            left = None if stage or columns.whole_blocks else columns.end - base
-            self._bring(self.start + stage * self.stage_bytes, columns.count > stage, left)
+            left = None if stage or whole else blocks.key_end - base
+            self._bring(self.start + stage * self.stage_bytes, count > stage, left)
 
     def begin(self) -> None:
         """Ahead of the loop: which stage is read, and which written."""

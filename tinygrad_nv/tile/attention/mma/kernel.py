@@ -26,6 +26,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.access import advance, row_start
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.document_blocks import Documents, clear, store_logs
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.mma.copy import ColumnPipeline, RowCopy
@@ -33,10 +34,10 @@ from tinygrad_nv.tile.attention.mma.plan import FlashMmaPlan, pad_head
 from tinygrad_nv.tile.attention.schedules import FlashMma
 from tinygrad_nv.tile.attention.score import (
     AccFragment,
-    Columns,
     Extents,
     OnlineSoftmax,
     Scores,
+    is_whole,
     sink_of,
     to_signed,
 )
@@ -79,7 +80,7 @@ class _FlashMmaKernel:
         self.extents = Extents.declare_params(kb, spec) if cu is None else self._sequence(*cu)
         if spec.documents and kb.hopper: kb.wait_for_previous_grid()
         documents = Documents.of(kb, spec, self.extras, self.batch, self.first, s.block_m)
-        self.columns = Columns(kb, spec, self.extents, self.first, s.block_m, s.block_n, documents)
+        self.blocks = KeyBlocks(kb, spec, self.extents, self.first.to("s32"), s.block_m, s.block_n, documents)
         self.scores = Scores(kb, spec, self.extents, self.extras, self.batch, self.first + self.row,
                              s.block_m, s.block_n)
 
@@ -142,13 +143,12 @@ class _FlashMmaKernel:
     def _copies(self) -> None:
         """Starts those of q and of the first blocks."""
         kb, spec, s = self.kb, self.spec, self.schedule
-        last = (self.columns.high.to("u32") - 1) * s.block_n
-        self.base = last.to("s32")
+        self.base = kb.reg("s32", (self.blocks.end - 1) * s.block_n)
+        last = self.base.to("u32")
         copies: list[RowCopy] = []
         q_tile = SharedTile(s.block_m, self.d * 2)
         q = RowCopy(kb, spec.q, row_start(kb, self.q, spec.q, self.batch, self.first), spec.d, q_tile)
-        whole = isinstance(self.extents.s_q, int) and self.extents.s_q % s.block_m == 0
-        q.to(self.q_start, None, None if whole else
+        q.to(self.q_start, None, None if is_whole(self.extents.s_q, s.block_m) else
              q.rows_left(to_signed(kb, self.extents.s_q) - self.first.to("s32")))
         kb.cp_async_commit()
         start = 0
@@ -157,7 +157,8 @@ class _FlashMmaKernel:
             copies.append(RowCopy(kb, rows, row_start(kb, pointer, rows, self.batch, last), d, tile, start))
             start += tile.nbytes
         self.ring = ColumnPipeline(kb, copies, self.start, self.stage_bytes, s.depth)
-        self.ring.fill(self.columns, self.base)
+        self.count = self.blocks.count()
+        self.ring.fill(self.blocks, self.count, self.base)
 
     def _fragments(self) -> None:
         """Loads the fragments of q, and declares how those of keys and values are read."""
@@ -182,7 +183,7 @@ class _FlashMmaKernel:
     # **** the loop ****
 
     def _loop(self) -> None:
-        kb, s, count, ring = self.kb, self.schedule, self.columns.count, self.ring
+        kb, s, count, ring, full = self.kb, self.schedule, self.count, self.ring, self.blocks.range.full()
         ring.begin()
         with kb.loop(0, count, name="block") as block:
             kb.cp_async_wait(ring.ahead - 1)
@@ -190,8 +191,8 @@ class _FlashMmaKernel:
             ring.start_copies(block < count - ring.ahead)
             for fragments in (self.right, self.third): fragments.move(ring.reading)
             cells = self.scores.of(self._scores(), self.base)
-            if not self.columns.always_full:
-                with kb.if_(self.columns.partly(self.base)): self.scores.mask(cells, self.base)
+            if self.blocks.needs_mask:
+                with kb.if_(full.misses(self.base, s.block_n)): self.scores.mask(cells, self.base)
             self._rescale(self.softmax.step(cells))
             if self.dropout is not None: self.dropout.drop(cells, self.base)
             self._sum(cells)

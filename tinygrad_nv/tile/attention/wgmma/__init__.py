@@ -4,7 +4,6 @@
   kernel.py          one producer warpgroup, consumers with 64 queries each; the epilogue of a consumer
   load.py            the producer: queries, and blocks of keys and values
   main_loop.py       a consumer: 64 queries against block after block of keys
-  blocks.py          which blocks of keys a CTA's queries see, and which of them need no mask
   fp8.py             e4m3 operands: scales, weights, transposed values
   tile_scheduler.py  which work tiles a CTA has: `block_m` queries of one head each
 """

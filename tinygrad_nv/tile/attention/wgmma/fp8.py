@@ -32,9 +32,9 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import SINK, Kernel, Value
 from tinygrad_nv.tile.access import advance
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores
 from tinygrad_nv.tile.attention.spec import RowScales
-from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
 from tinygrad_nv.tile.attention.wgmma.main_loop import AttentionMainLoop
 from tinygrad_nv.tile.attention.wgmma.plan import TURNERS, WARPGROUP, FlashWgmmaPlan
@@ -84,11 +84,11 @@ class TransposedValues:
         with tile_scheduler.tiles() as tile:
             seen = blocks(tile)
             with seen.any():
-                left = kb.reg("s32", seen.columns - (seen.end - 1) * n)
+                left = kb.reg("s32", seen.key_end - (seen.end - 1) * n)
                 with kb.loop(0, seen.end - seen.first):
                     ring.wait(at)
                     stage = self.loads.values.address() + at.stage * self.plan.v.nbytes
-                    if isinstance(seen.columns, Value):
+                    if isinstance(seen.key_end, Value):
                         with kb.if_(left < n): self._clear(stage, left.to("u32"))
                         left.set(n)
                     # both rings are as deep: what is read and what is written have the same stage

@@ -29,11 +29,11 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advance, write
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.document_blocks import Documents, clear
 from tinygrad_nv.tile.attention.schedules import FlashWgmma
 from tinygrad_nv.tile.attention.score import Extents, Scores, sink_of
 from tinygrad_nv.tile.attention.spec import KEEP_ALL, AttentionSpec
-from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.fp8 import Fp8MainLoop, TransposedValues
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
 from tinygrad_nv.tile.attention.wgmma.main_loop import AttentionMainLoop
@@ -132,7 +132,9 @@ class _FlashWgmmaKernel:
         """The blocks of columns of a tile."""
         documents = Documents.of(self.kb, self.plan.spec, self.extras, tile.batch, tile.row,
                                  self.plan.schedule.block_m)
-        return KeyBlocks(self.kb, self.plan, tile.row.to("s32"), self.extents, documents)
+        s = self.plan.schedule
+        return KeyBlocks(self.kb, self.plan.spec, self.extents, tile.row.to("s32"), s.block_m, s.block_n,
+                         documents)
 
     def produce(self) -> None:
         """Fills the rings."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tinygrad_nv.ptx.builder import Kernel, MemoryOperand, Value
-from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.plan import (
     TURNERS,
     WARPGROUP,

@@ -20,9 +20,9 @@ issued its own, so that the softmax of each falls under the products of the othe
 from __future__ import annotations
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.dropout import Dropout
 from tinygrad_nv.tile.attention.score import AccFragment, OnlineSoftmax, Scores, rescale
-from tinygrad_nv.tile.attention.wgmma.blocks import KeyBlocks
 from tinygrad_nv.tile.attention.wgmma.load import AttentionLoads
 from tinygrad_nv.tile.attention.wgmma.plan import ROWS, WARPGROUP, FlashWgmmaPlan
 from tinygrad_nv.tile.gemm.wgmma.main_loop import Descriptors
@@ -148,7 +148,7 @@ class AttentionMainLoop:
         self._issue_scores()
         kb.wgmma_wait(0)
         self._give_back_keys()
-        if isinstance(blocks.columns, Value): self._clear(blocks.columns - column)
+        if isinstance(blocks.key_end, Value): self._clear(blocks.key_end - column)
         self._softmax_step(column, blocks.needs_mask)
         self._pack()
 

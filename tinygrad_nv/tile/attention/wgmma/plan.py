@@ -152,12 +152,6 @@ class FlashWgmmaPlan:
         return short(self.spec.q.dtype)
 
     @property
-    def has_ragged_end(self) -> bool:
-        """Whether the last block of columns may reach beyond the keys."""
-        spec = self.spec
-        return spec.is_ragged or "s_kv" in spec.symbolic or spec.s_kv % self.schedule.block_n != 0
-
-    @property
     def blocks_of_rows(self) -> int:
         """CTAs along the rows, at most."""
         return -(-self.spec.s_q // self.schedule.block_m)

@@ -22,6 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.tile.attention.band import INTEGERS, BlockRange
 from tinygrad_nv.tile.attention.wgmma.plan import FlashWgmmaPlan
 
 L2_BYTES = 32 << 20  # of the 50 MiB that an H100 has: the rest is for queries, results and what is ahead
@@ -157,10 +158,8 @@ def tile_lengths(plan: FlashWgmmaPlan) -> list[int]:
     """Blocks of columns that the tiles of a head see, and one for what a tile takes beside, in the order in
     which they are dealt."""
     spec, m, n = plan.spec, plan.schedule.block_m, plan.schedule.block_n
-    made = []
-    for row in range(0, spec.s_q, m):
-        low = 0 if spec.band.first is None else row + spec.start + spec.band.first
-        high = spec.s_kv if spec.band.last is None else \
-            min(row + m, spec.s_q) + spec.start + spec.band.last
-        made.append(1 + max(0, -(-min(high, spec.s_kv) // n) - max(0, low) // n))
+    tiles = np.arange(0, spec.s_q, m)
+    blocks = BlockRange.of_rows(INTEGERS, spec.band, tiles, m, spec.s_q, spec.s_kv, spec.start, n)
+    count = blocks.end_block(seen := blocks.visible()) - blocks.first_block(seen)
+    made = (1 + np.maximum(np.broadcast_to(count, tiles.shape), 0)).tolist()
     return made if spec.band.last is None else made[::-1]
