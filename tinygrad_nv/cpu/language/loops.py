@@ -15,7 +15,7 @@ from tinygrad_nv.cpu.language.dot import DotEmitter
 from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY, group_stores
 from tinygrad_nv.cpu.language.views import View, vector
-from tinygrad_nv.tile.language.ir import Op, Region, Value, chosen_numbers
+from tinygrad_nv.tile.language.ir import Op, Region, Value, select_numbers
 
 
 class LoopEmitter(DotEmitter):
@@ -77,7 +77,7 @@ class LoopEmitter(DotEmitter):
             self.line(f"{kind} p_{name} = (({kind}[]){{{table}}})[{at}];")
             self.forms[handle] = "((vi)0)"
         for value in op.results[len(names):]:
-            table, number = ", ".join(map(str, chosen_numbers(op, value))), self.name("n")
+            table, number = ", ".join(map(str, select_numbers(op, value))), self.name("n")
             self.line(f"static const s32 {number}[] = {{{table}}};")
             self.forms[value] = self.variable(f"(vi){number}[{at}]", dtypes.int32)
         length = self.scalar(op.results[len(names)])

@@ -15,7 +15,7 @@ import numpy as np
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import NumericsError
-from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value, chosen_numbers
+from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value, select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _PLAIN = {dtypes.int8: np.int8, dtypes.uint8: np.uint8, dtypes.int16: np.int16, dtypes.uint16: np.uint16,
@@ -179,7 +179,7 @@ class _Run:
         """Takes one of each list."""
         place = min(max(int(index), 0), len(op.attributes["lengths"]) - 1)
         for name in op.attributes["choices"]: self.chosen[name] = self.program.tensor(name).among[place]
-        lists = [chosen_numbers(op, value) for value in op.results]
+        lists = [select_numbers(op, value) for value in op.results]
         return [np.int32(each[min(place, len(each) - 1)]) for each in lists]
 
     def do_promise(self, op: Op, x: Any) -> None:

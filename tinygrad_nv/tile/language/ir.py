@@ -107,7 +107,7 @@ class Op:
         return one
 
 
-def chosen_numbers(op: Op, value: Value) -> Sequence[int]:
+def select_numbers(op: Op, value: Value) -> Sequence[int]:
     """Returns the numbers of which a `select` takes one as this result."""
     place, handles = op.results.index(value), len(op.attributes["choices"])
     if place < handles: return (0,)
@@ -201,7 +201,7 @@ class Program:
         """The tensor, the view or the choice of a name."""
         return next(each for each in (*self.tensors, *self.views, *self.choices) if each.name == name)
 
-    def touched(self, op: Op) -> tuple[str, ...]:
+    def tensor_names(self, op: Op) -> tuple[str, ...]:
         """Names of the tensors or views that an access may be to."""
         tensor = self.tensor(op.attributes["tensor"])
         return tensor.among or (tensor.name,)

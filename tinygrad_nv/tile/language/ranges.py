@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value, chosen_numbers
+from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value, select_numbers
 
 MOST = 1 << 30
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
@@ -115,7 +115,7 @@ class Ranges:
             self.makers.update(dict.fromkeys(op.results, op))
             if op.name == "select":
                 for each in op.results:
-                    numbers = chosen_numbers(op, each)
+                    numbers = select_numbers(op, each)
                     self.known[each] = Known(min(numbers), max(numbers), _power(math.gcd(*numbers)), 1, MOST)
             if op.name == "for": self._loop(op)
             for inner in op.regions: self._region(inner)

@@ -148,7 +148,7 @@ class BlockPlace:
             made.append(self._below(own, i, self.sizes[axis] - place, -1))
         if self.bounded[axis]:
             index = self._index(i, axis, own)
-            if (extent := self._known_late(axis)) is not None:
+            if (extent := self._dynamic_extent(axis)) is not None:
                 made.append(self._below_extent(index, i, place, extent))
             else: made.append(self._below(index, i, self.tensor.shape[axis] - place, 0))
             if self.known[axis].low < 0: made.append(self._not_below(index, i, -place))
@@ -174,7 +174,7 @@ class BlockPlace:
             else: self._compared[key] = value < bound
         return self._compared[key]
 
-    def _known_late(self, axis: int) -> Register | None:
+    def _dynamic_extent(self, axis: int) -> Register | None:
         """The extent of an axis that only the running kernel knows."""
         if axis == self.tensor.symbolic: return self.writer.row_count
         return self.writer.extents[self.tensor.name] if self.tensor.among and axis else None
@@ -201,7 +201,7 @@ class BlockPlace:
         for axis, size in enumerate(self.sizes):
             if size or not self.bounded[axis]: continue
             number = self.writer.number(self.starts[axis])
-            late = self._known_late(axis)
+            late = self._dynamic_extent(axis)
             extent = self.tensor.shape[axis] if late is None else late
             if isinstance(extent, int) and not isinstance(number, Register):
                 if not 0 <= number < extent: return self.kb.reg("pred", 0)

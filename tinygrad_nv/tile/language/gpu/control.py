@@ -28,7 +28,7 @@ from tinygrad_nv.tile.language.gpu.collective import Collective
 from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers
 from tinygrad_nv.tile.language.gpu.layout import absent, extents
 from tinygrad_nv.tile.language.gpu.values import Values
-from tinygrad_nv.tile.language.ir import Op, Region, TensorParameter, Value, chosen_numbers
+from tinygrad_nv.tile.language.ir import Op, Region, TensorParameter, Value, select_numbers
 
 Registers = Sequence[Sequence[Register] | None]     # of a value, by parts
 
@@ -234,7 +234,7 @@ class Control(PartialSums):
 
         def leaf(at: int) -> None:
             for name, base in bases.items(): self._set_pointer(base, self.program.tensor(name), at)
-            for each, made in numbers.items(): made.set(chosen_numbers(op, each)[at])
+            for each, made in numbers.items(): made.set(select_numbers(op, each)[at])
 
         def among(low: int, high: int) -> None:
             if high - low == 1: return leaf(low)
