@@ -88,7 +88,7 @@ def find(begins: Sequence[int], low: int = 0) -> Operand:
 
 
 def bounds(tensor: TensorRef, first: Operand, blocks: Blocks) -> tuple[Operand, Operand, Operand]:
-    """Where this program's chunk begins, where its whole blocks end, and where it ends."""
+    """Returns where this program's chunk begins, where its whole blocks end, and where it ends."""
     start = tile.maximum(tile.program_id(0) - first, 0) * CHUNK
     stop = tile.minimum(start + CHUNK, tensor.shape[0])
     return start, stop // blocks.columns * blocks.columns, stop
