@@ -298,7 +298,7 @@ def _initial(output: Any, given: Bound, made: Program, first: Tensor) -> Tensor 
 
 def _is_read(made: Program, name: str) -> bool:
     """Whether a program reads what it writes: by atomics, or by loads; or leaves some of it unwritten."""
-    return any(op.name in ("atomic", "load", "load_block") and op.attributes["tensor"] == name
+    return any(op.name in ("atomic", "load", "load_block") and name in made.tensor_names(op)
                for op in made.body.walk())
 
 

@@ -129,7 +129,7 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:
     """An argument as it lies; of one that is read by views alone, the pointer."""
-    output, place = argument.role in ("out", "inout"), argument.places[0]
+    output, place = argument.role != "in", argument.places[0]
     if viewed and not output: return TensorParameter(argument.name, argument.dtype, (1,))
     extents, steps = place.extents, place.strides
     if extents[-1] == 1: steps = (*steps[:-1], 1)

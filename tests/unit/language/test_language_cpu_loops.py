@@ -234,3 +234,33 @@ def test_indices_that_wrap_around_lie_outside():
     np.testing.assert_array_equal(store_below(*given).numpy(), [2, 3, 0])
     store = next(line for line in store_below.source(*given).splitlines() if "store_n_f32(p_out" in line)
     assert store.startswith("if ((u64)")
+
+
+@kernel(grid=(6,))
+def swapped(x: OTile["R", "N", f32], y: OTile["R", "N", f32]):
+    row = tile.program_id(0)
+    a, b = x[row, :], y[row, :]
+    x[row, :] = b * 2.0
+    y[row, :] = a * 3.0
+
+
+def test_rows_change_in_place():
+    """One loop and no array: what a store replaces is read ahead of it."""
+    (x, y), text = run(swapped, X, X + 1)
+    np.testing.assert_array_equal(x, (X + 1) * 2)
+    np.testing.assert_array_equal(y, X * 3)
+    assert count_loops(text) == 1
+    assert "float t" not in text
+
+
+@kernel(grid=(6,))
+def moved(x: OTile["R", "N", f32]):
+    row = tile.program_id(0)
+    a = x[row, tile.block(0, 39)]
+    x[row, tile.block(1, 39)] = a * 2.0
+
+
+def test_another_place_is_not_in_place():
+    (x,), text = run(moved, X)
+    np.testing.assert_array_equal(x[:, 1:], X[:, :-1] * 2)
+    assert "float t" in text

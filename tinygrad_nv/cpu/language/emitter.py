@@ -22,7 +22,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import cast_text, constant_text
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.language.grouping import keeps_columns
+from tinygrad_nv.cpu.language.grouping import find_loop, is_in_place
 from tinygrad_nv.cpu.language.views import View, array, vector
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.language.bounds import Facts
@@ -56,6 +56,7 @@ class Emitter:
         self.region_now = program.body
         self.facts, self.ranges, self.users = Facts(program), Ranges(program), uses(program.body)
         self.flags: dict[Op, str] = {}
+        self.first: dict[Op, list[Value]] = {}   # values that the loop that ends with a store reads first
         self.groups: dict[Op, list[Op]] = {}     # stores that are one loop, of the region that is written
         self._count(program.body)
 
@@ -199,13 +200,12 @@ class Emitter:
         tensor, sizes = self.program.tensor(op.attributes["tensor"]), op.attributes["sizes"]
         last = max((axis for axis, size in enumerate(sizes) if size), default=-1)
         terms, inside, left = [f"p_{_c(tensor.name)}"], list[str](), list(outer)
-        for axis, (size, start, extent, stride) in enumerate(zip(sizes, starts, tensor.shape, tensor.strides,
-                                                                 strict=True)):
-            if axis == last: continue
+        for axis, (size, start, stride) in enumerate(zip(sizes, starts, tensor.strides, strict=True)):
+            if axis == last or (tensor.among and not axis): continue
             index = f"((s64){self.scalar(start)} + {left.pop(0) if size else '0'})"
             terms.append(f"{index} * {stride}ll")
-            if axis == tensor.symbolic and size > 1: inside.append(f"(u64){index} < (u64){COUNT}")
-            elif not self.within(start, size, extent): inside.append(f"(u64){index} < {extent}")
+            if not self.ranges.inside(tensor, axis, starts, max(size, 1)):
+                inside.append(f"(u64){index} < (u64){self.extent(tensor, axis)}")
         first = f"(s64){self.scalar(starts[last])}" if last >= 0 else "0"
         return " + ".join(terms), first, " && ".join(inside) or "1", last
 
@@ -215,8 +215,8 @@ class Emitter:
         other = constant_text(Constant(op.attributes["other"], tensor.dtype))
         kind, name = vector(tensor.dtype), short(tensor.dtype)
         if last < 0: return f"({inside}) ? ({kind})one_{name}({row}) : {other}"
-        extent, stride, size = tensor.shape[last], tensor.strides[last], op.attributes["sizes"][last]
-        place, within = f"{first} + ({column})", self.within(op.operands[last], size, extent)
+        extent, stride, size = self.extent(tensor, last), tensor.strides[last], op.attributes["sizes"][last]
+        place, within = f"{first} + ({column})", self.ranges.inside(tensor, last, op.operands, size)
         if uniform:
             one = f"({kind})one_{name}({row} + ({place}) * {stride}ll)"
             if not within: inside += f" && (u64)({place}) < {extent}"
@@ -229,18 +229,18 @@ class Emitter:
         return self._lanes(op.result.dtype, other, inside, f"{row} + ({place} + l) * {stride}ll",
                            f"(u64)({place} + l) < {extent}", name)
 
-    def within(self, start: Value, size: int, extent: int) -> bool:
-        """Whether a block along an axis, or an index, is known to lie inside of the tensor."""
-        known = self.ranges.of(start)
-        return known.low >= 0 and known.high + max(size, 1) <= extent
+    def extent(self, tensor: TensorParameter, axis: int) -> int | str:
+        """Elements of an axis."""
+        if axis == tensor.symbolic: return COUNT
+        return f"n_{_c(tensor.name)}" if tensor.among and axis else tensor.shape[axis]
 
     def flag(self, op: Op) -> None:
         """Says before all loops whether a block lies inside along the last axis, where that is not known:
         loops are compiled for either."""
         tensor, sizes = self.tensor(op), op.attributes["sizes"]
         last = max((axis for axis, size in enumerate(sizes) if size), default=-1)
-        if last < 0 or self.within(op.operands[last], sizes[last], tensor.shape[last]): return
-        first, end = self.scalar(op.operands[last]), tensor.shape[last] - sizes[last]
+        if last < 0 or self.ranges.inside(tensor, last, op.operands, sizes[last]): return
+        first, end = self.scalar(op.operands[last]), f"{self.extent(tensor, last)} - {sizes[last]}"
         self.flags[op] = self.name("in")
         self.line(f"const int {self.flags[op]} = {first} >= 0 && {first} <= {end};")
 
@@ -309,44 +309,22 @@ class Emitter:
         value = op.result
         if op.name == "broadcast": return self._broadcast_stays(op)
         if op.name == "reshape": return self._reshape_stays(op)
-        if op.name in ("load_block", "load") and not self._stays_as_loaded(op): return False
-        return op.name == "iota" or self._cheap(value) or self.once(value) or self._of_one_loop(value)
+        loop = find_loop(value, self.users, self.groups)
+        if op.name in ("load_block", "load") and self._is_written_here(op):
+            if op.name == "load" or not loop or not is_in_place(op, loop, self.region_now): return False
+            self.first.setdefault(loop[-1], []).append(value)
+            return True
+        return op.name == "iota" or self._cheap(value) or self.once(value) or loop is not None
 
-    def _stays_as_loaded(self, op: Op) -> bool:
-        """Whether nothing writes elements between where they are loaded and where they are used: no store of
-        this region does, or the only one has elements that are made of those at their own place."""
-        name, value = op.attributes["tensor"], op.result
-        stores = [each for each in self.region_now.walk()
-                  if each.name in STORES and each.attributes["tensor"] == name] if name in self.written else []
-        if not stores: return name not in self.written or value not in self.region_now.yields
-        same = [(each.operands[:-1], each.attributes["sizes"]) == (op.operands, op.attributes["sizes"])
-                for each in stores if each.name == "store_block" and op.name == "load_block"]
-        return same == [True] and len(stores) == 1 and self._leads_to(value, stores[0])
-
-    def _leads_to(self, value: Value, store: Op) -> bool:
-        """Whether all uses of a value are operations of elements whose results a store alone has."""
-        return all(op is store if op.name in STORES else
-                   op.name in ("apply", "cast", "bitcast") and self._leads_to(op.result, store)
-                   for op in self.users.get(value, ()))
+    def _is_written_here(self, op: Op) -> bool:
+        """Whether this region writes the tensor of a load, or has its elements still where another does."""
+        name = op.attributes["tensor"]
+        return name in self.written and (op.result in self.region_now.yields or any(
+            each.name in STORES and each.attributes["tensor"] == name for each in self.region_now.walk()))
 
     def once(self, value: Value) -> bool:
         """Whether a value has one use, in the region that is written now."""
         return self.uses[value] <= 1 and self.home.get(value) is self.region_now
-
-    def _of_one_loop(self, value: Value) -> bool:
-        """Whether all uses of a value are in one loop of stores of the region that is written now."""
-        group, left, seen = None, [value], set[Value]()
-        while left:
-            if (one := left.pop()) in seen: continue
-            seen.add(one)
-            for op in self.users.get(one, ()):
-                if op.name in ("apply", "cast", "bitcast") or keeps_columns(op):
-                    left.append(op.result)
-                    continue
-                own = self.groups.get(op) if op.name == "store_block" and op.operands[-1] is one else None
-                if own is None or group not in (None, own): return False
-                group = own
-        return group is not None
 
     def _broadcast_stays(self, op: Op) -> bool:
         source = op.operands[0]

@@ -6,11 +6,13 @@ it is used, and no two of them write the same element. `written` are the tensors
 """
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 
-from tinygrad_nv.tile.language.ir import Op, Region
+from tinygrad_nv.tile.language.ir import Op, Region, Value
 from tinygrad_nv.tile.language.ranges import Ranges
 
+Users = Mapping[Value, Sequence[Op]]
+Groups = Mapping[Op, list[Op]]
 LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
 
 
@@ -36,6 +38,34 @@ def _may_share(a: Op, b: Op, ranges: Ranges) -> bool:
         one, other = ranges.of(x), ranges.of(y)
         if one.high + max(size, 1) <= other.low or other.high + max(size, 1) <= one.low: return True
     return False
+
+
+def find_loop(value: Value, users: Users, groups: Groups) -> list[Op] | None:
+    """The stores of the one loop that all uses of a value are in, by element operations; None where there are
+    others."""
+    group, left, seen = None, [value], set[Value]()
+    while left:
+        if (one := left.pop()) in seen: continue
+        seen.add(one)
+        for op in users.get(one, ()):
+            if op.name in ("apply", "cast", "bitcast") or keeps_columns(op):
+                left.append(op.result)
+                continue
+            own = groups.get(op) if op.name == "store_block" and op.operands[-1] is one else None
+            if own is None or group not in (None, own): return None
+            group = own
+    return group
+
+
+def is_in_place(load: Op, loop: Sequence[Op], region: Region) -> bool:
+    """Whether what a loop of stores reads of a tensor that the program writes is there until an element's own
+    store: nothing else between the load and the loop may write to it."""
+    own = load.attributes["tensor"]
+    between = region.ops[region.ops.index(load) + 1:region.ops.index(loop[-1]) + 1]
+    if any(op.regions or op.name in ("store", "atomic") or keeps_columns(op) for op in between): return False
+    writes = [op for op in between if op.name == "store_block" and op.attributes["tensor"] == own]
+    return all(op in loop and op.attributes["sizes"] == load.attributes["sizes"]
+               and op.operands[:-1] == load.operands for op in writes)
 
 
 def keeps_columns(op: Op) -> bool:

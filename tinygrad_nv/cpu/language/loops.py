@@ -10,10 +10,12 @@ from typing import Any
 
 from tinygrad.dtype import DType, dtypes
 
+from tinygrad_nv.cpu.kernel import c_type
 from tinygrad_nv.cpu.language.dot import DotEmitter
+from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY, group_stores
 from tinygrad_nv.cpu.language.views import View, vector
-from tinygrad_nv.tile.language.ir import Op, Region, Value
+from tinygrad_nv.tile.language.ir import Op, Region, Value, select_numbers
 
 
 class LoopEmitter(DotEmitter):
@@ -62,6 +64,24 @@ class LoopEmitter(DotEmitter):
                 self.region(region)
                 for name, value in zip(names, region.yields, strict=True): self._assign(name, value)
         self.forms.update(zip(op.results, names, strict=True))
+
+    def do_select(self, op: Op) -> None:
+        """Emits a table for each list."""
+        at, count = self.name("at"), len(op.attributes["lengths"])
+        index, names = self.scalar(op.operands[0]), op.attributes["choices"]
+        self.line(f"const s64 {at} = {index} < 0 ? 0 : {index} < {count} ? {index} : {count - 1};")
+        for name, handle in zip(names, op.results, strict=False):
+            tensor = self.program.tensor(name)
+            kind = f"{'' if tensor.output else 'const '}{c_type(tensor.dtype)} *const"
+            table = ", ".join(f"p_{c_name(each)}" for each in tensor.among)
+            self.line(f"{kind} p_{name} = (({kind}[]){{{table}}})[{at}];")
+            self.forms[handle] = "((vi)0)"
+        for value in op.results[len(names):]:
+            table, number = ", ".join(map(str, select_numbers(op, value))), self.name("n")
+            self.line(f"static const s32 {number}[] = {{{table}}};")
+            self.forms[value] = self.variable(f"(vi){number}[{at}]", dtypes.int32)
+        length = self.scalar(op.results[len(names)])
+        for name in names: self.line(f"const s64 n_{name} = {length};")
 
     def _mutable(self, dtype: DType) -> str:
         name = self.name("c")

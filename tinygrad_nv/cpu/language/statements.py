@@ -290,6 +290,7 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
         shape = op.operands[-1].shape
         for each in group: self.flag(each)
         with self.loops(shape or (1,)) as (outer, column):
+            for value in self.first.get(op, ()): self.vector(value, outer if shape else [], column, not shape)
             for each in group: self._store_vector(each, outer if shape else [], column)
 
     def _store_vector(self, op: Op, outer: Sequence[str], column: str) -> None:
@@ -308,7 +309,8 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
             rest = f"store_n_{name}({where}, {size} - ({column}))"
             inside = rest if size < self.lanes else f"if (({column}) + W <= {size}) {inside}; else {rest}"
         if op in self.flags:
-            beside = f"put_window_{name}({row}, {first} + {column}, {tensor.shape[last]}, {made}, {count})"
+            extent = self.extent(tensor, last)
+            beside = f"put_window_{name}({row}, {first} + {column}, {extent}, {made}, {count})"
             inside = f"if ({self.flags[op]}) {{ {inside}; }} else {beside}"
         return self.line(f"{head}{{ {inside}; }}")
 
@@ -323,7 +325,7 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
         tensor, place = self.tensor(op), f"{first} + ({column}) + l"
         kept = self._elements(made, tensor.dtype)
         self.line(f"if ({inside}) for (s64 l = 0; l < W && l < {size} - ({column}); l++) "
-                  f"if ((u64)({place}) < {tensor.shape[last]}) "
+                  f"if ((u64)({place}) < {self.extent(tensor, last)}) "
                   f"({row})[({place}) * {tensor.strides[last]}ll] = {kept}[l];")
 
     def _elements(self, made: str, dtype: DType) -> str:

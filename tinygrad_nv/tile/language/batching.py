@@ -29,6 +29,9 @@ def batch_program(program: Program, n: int, names: Collection[str]) -> Program:
                       default=None):
         raise LanguageError(f"vmap of kernel {program.name} over {n} examples: {largest.name} has "
                             f"{largest.numel} elements", f"at most {MOST}", "fewer examples at once")
+    if program.choices:
+        raise LanguageError(f"vmap of kernel {program.name}, which chooses among tensors",
+                            "a kernel without tile.select", "stack the examples' tensors")
     x, y, z = program.grid
     along_z = z == 1 and n <= MOST_Z
     copy = _Copy(program, wide, along_z)

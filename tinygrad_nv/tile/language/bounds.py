@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tinygrad.dtype import dtypes
 
-from tinygrad_nv.tile.language.ir import Op, Program, Value
+from tinygrad_nv.tile.language.ir import Op, Program, Value, select_numbers
 
 MINUS = -(1 << 31)
 
@@ -48,6 +48,7 @@ def at_least(value: Value, facts: Known) -> int:
     if dtypes.is_unsigned(value.dtype) or value.dtype == dtypes.bool: return 0
     if (known := facts.constant_of(value)) is not None: return int(known)
     op = facts.defining_op(value)
+    if op is not None and op.name == "select": return min(select_numbers(op, value))
     return facts.least.get(value, MINUS) if op is None else _of(op, facts)
 
 

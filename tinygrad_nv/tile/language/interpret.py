@@ -8,13 +8,14 @@ their dtype after each operation; `exact` computes them in float64 and rounds no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.errors import NumericsError
-from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value
+from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value, select_numbers
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _PLAIN = {dtypes.int8: np.int8, dtypes.uint8: np.uint8, dtypes.int16: np.int16, dtypes.uint16: np.uint16,
@@ -46,6 +47,7 @@ class _Run:
                  exact: bool) -> None:
         self.program, self.memory, self.place, self.exact = program, memory, place, exact
         self.values: dict[Value, Any] = {}
+        self.chosen: dict[str, str] = {}        # the tensor of each choice
 
     def region(self, region: Region, arguments: tuple[Any, ...] = ()) -> list[Any]:
         self.values.update(zip(region.arguments, arguments, strict=True))
@@ -168,7 +170,17 @@ class _Run:
 
     def _tensor(self, op: Op) -> tuple[TensorParameter, Array]:
         name = op.attributes["tensor"]
-        return self.program.tensor(name), self.memory[name]
+        if (tensor := self.program.tensor(name)).among:
+            found = self.memory[self.chosen[name]]
+            return replace(tensor, shape=(1, found.size)), found
+        return tensor, self.memory[name]
+
+    def do_select(self, op: Op, index: Any) -> list[Any]:
+        """Takes one of each list."""
+        place = min(max(int(index), 0), len(op.attributes["lengths"]) - 1)
+        for name in op.attributes["choices"]: self.chosen[name] = self.program.tensor(name).among[place]
+        lists = [select_numbers(op, value) for value in op.results]
+        return [np.int32(each[min(place, len(each) - 1)]) for each in lists]
 
     def do_promise(self, op: Op, x: Any) -> None:
         """Raises `NumericsError` for a tile that is not what it is promised to be."""

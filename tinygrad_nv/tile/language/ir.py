@@ -29,8 +29,13 @@ arguments and yields carry what changes. Operations, with operands → results a
     for          a b s x … → tile …                 region (i, x …) → x …; [stages], of roles [pipe]
     while        x …    → tile …                    regions (x …) → bool and (x …) → x …
     if           c x …  → tile …                    two regions () → x …
+    select       i      → scalar …                  [choices, lengths, numbers]: of lists what stands at i
     barrier                                         all threads of the program
     promise      x                                  [name, at, least, most, stable]: promises.py
+
+`select` of lists of tensors makes a handle of each, which is the first index of accesses to the tensor's name
+in `choices`, then how many elements the chosen ones have, then one of each list of `numbers`. Below the first
+i is the first, beyond the last the last.
 
 `sizes` has 0 for an axis that is indexed, and is not one of the tile's. A block may reach beyond the tensor:
 what lies outside reads as `other` and is not stored. Offsets under a mask that does not hold are not used.
@@ -41,7 +46,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +107,14 @@ class Op:
         return one
 
 
+def select_numbers(op: Op, value: Value) -> Sequence[int]:
+    """Returns the numbers of which a `select` takes one as this result."""
+    place, handles = op.results.index(value), len(op.attributes["choices"])
+    if place < handles: return (0,)
+    numbers: Sequence[int] = (op.attributes["lengths"], *op.attributes["numbers"])[place - handles]
+    return numbers
+
+
 @dataclass(eq=False)
 class Region:
     """Operations in order, what they are given and what they give."""
@@ -122,7 +135,7 @@ class TensorParameter:
     the last of which is 1; its elements begin at `offset`. `output`: the program writes it; `saturate` and
     `stochastic`, a seed: how stores round (rounding.py). `of`: the tensor whose memory this is a view of.
     `symbolic`: the axis of which the kernel's last integer says how many elements there are, `shape`'s at
-    most."""
+    most. `among`: names of the tensors of which a `select` takes one: [which, elements], of the longest."""
     name: str
     dtype: DType
     shape: tuple[int, ...]
@@ -133,6 +146,7 @@ class TensorParameter:
     offset: int = 0
     of: str = ""
     symbolic: int | None = None
+    among: tuple[str, ...] = ()
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -160,6 +174,7 @@ class TensorParameter:
     def __str__(self) -> str:
         words = [str(TileType(self.dtype, self.shape)), *["out"] * self.output, *["saturate"] * self.saturate]
         if self.of: words.append(f"of {self.of}")
+        if self.among: words.append(f"one of {' '.join(self.among)}")
         if not self.is_dense: words.append(f"at {self.offset}, steps {'x'.join(map(str, self.strides))}")
         if self.stochastic is not None: words.append(f"stochastic_round({self.stochastic})")
         if self.symbolic is not None: words.append(f"symbolic along {self.symbolic}")
@@ -169,9 +184,10 @@ class TensorParameter:
 @dataclass(eq=False)
 class Program:
     """A kernel in tiles, which stays as it is. `tensors`: outputs, then inputs, in the order of the kernel's
-    pointers; `views` are of their memory, and read alone. `grid` is how many programs there are along x, y,
-    z. Where `rows` is not 0, the kernel's last integer is a number of rows, and x is one for so many of
-    them. `cluster`: neighbours along z that may ask each other (`across`), on sm_90a."""
+    pointers; `views` are of their memory, and read alone; of `choices` a `select` says whose. `grid` is how
+    many programs there are along x, y, z. Where `rows` is not 0, the kernel's last integer is a number of
+    rows, and x is one for so many of them. `cluster`: neighbours along z that may ask each other
+    (`across`), on sm_90a."""
     name: str
     tensors: tuple[TensorParameter, ...]
     grid: tuple[int, int, int]
@@ -179,10 +195,16 @@ class Program:
     views: tuple[TensorParameter, ...] = ()
     rows: int = 0
     cluster: int = 1
+    choices: tuple[TensorParameter, ...] = ()
 
     def tensor(self, name: str) -> TensorParameter:
-        """The tensor, or the view, of a name."""
-        return next(each for each in (*self.tensors, *self.views) if each.name == name)
+        """The tensor, the view or the choice of a name."""
+        return next(each for each in (*self.tensors, *self.views, *self.choices) if each.name == name)
+
+    def tensor_names(self, op: Op) -> tuple[str, ...]:
+        """Names of the tensors or views that an access may be to."""
+        tensor = self.tensor(op.attributes["tensor"])
+        return tensor.among or (tensor.name,)
 
     def __str__(self) -> str: return self._text
 
@@ -216,7 +238,7 @@ class _Printer:
         return ", ".join(f"{self.name(each)}: {each.type}" for each in values)
 
     def program(self, program: Program) -> list[str]:
-        tensors = ", ".join(map(str, (*program.tensors, *program.views)))
+        tensors = ", ".join(map(str, (*program.tensors, *program.views, *program.choices)))
         rows = f", {program.rows} rows each" if program.rows else ""
         cluster = f", clusters of {program.cluster}" if program.cluster > 1 else ""
         lines = [f"program {program.name}({tensors}) grid {'x'.join(map(str, program.grid))}{rows}{cluster}"]

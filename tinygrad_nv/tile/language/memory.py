@@ -89,6 +89,16 @@ class TensorRef:
     @property
     def ndim(self) -> int: return len(self.shape)
 
+    @property
+    def first(self) -> tuple[Tile, ...]:
+        """Indices ahead of those that a kernel writes."""
+        return ()
+
+    @property
+    def limits(self) -> tuple[Operand, ...]:
+        """Extents of all axes, as only the running kernel may know them."""
+        return self.parameter.shape
+
     def __len__(self) -> int: return self.shape[0]
 
     def __iter__(self) -> NoReturn:
@@ -119,6 +129,24 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
     setattr(TensorRef, f"__{_name}__", _operator)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class ChosenRef(TensorRef):
+    """A tensor of a list (choices.py), of `length` elements."""
+    handle: Tile
+    length: Tile
+
+    @property
+    def shape(self) -> tuple[Any, ...]: return (self.length,)
+
+    @property
+    def first(self) -> tuple[Tile, ...]: return (self.handle,)
+
+    @property
+    def limits(self) -> tuple[Operand, ...]: return (1, self.length)
+
+    def __repr__(self) -> str: return f"one of {', '.join(self.parameter.among[:3])}, …"
+
+
 def _entries(index: Any) -> Sequence[Any]: return index if isinstance(index, tuple) else (index,)
 
 
@@ -138,13 +166,14 @@ def _index(tensor: Any, index: Sequence[Any], rows: Any, cols: Any) -> list[Any]
     if not isinstance(tensor, TensorRef):
         what = describe(tensor) if isinstance(tensor, Tile) else type(tensor).__name__
         fail(f"an access to {what}", "a tensor that the kernel was called with")
-    each = [*index, *[one for one in (rows, cols) if one is not None]]
+    each = [*tensor.first, *index, *[one for one in (rows, cols) if one is not None]]
+    rank = len(tensor.parameter.shape)
     if dots := [i for i, one in enumerate(each) if one is ...]:
         if len(dots) > 1: fail("two `...` in one index", "one")
-        each[dots[0]:dots[0] + 1] = [slice(None)] * (tensor.ndim - len(each) + 1)
-    if len(each) > tensor.ndim:
+        each[dots[0]:dots[0] + 1] = [slice(None)] * (rank - len(each) + 1)
+    if len(each) > rank:
         fail(f"an index of {len(each)} entries for {tensor} of {tensor.ndim} axes", "one entry for each axis")
-    lead = tensor.ndim - len(each)
+    lead = rank - len(each)
     made = [*(_leading(tensor, lead) if lead else []),
             *(_entry(tensor, lead + i, one) for i, one in enumerate(each))]
     if (context := current().context) is not None: context.index(tensor, made)
@@ -161,7 +190,7 @@ def _leading(tensor: TensorRef, count: int) -> list[Tile]:
 
 
 def _entry(tensor: TensorRef, axis: int, one: Any) -> Any:
-    extent = tensor.shape[axis]
+    extent = tensor.parameter.shape[axis]
     if isinstance(one, Block): return one
     if isinstance(one, slice): return _slice(tensor, axis, one)
     if isinstance(one, float): fail(f"index {one} of {tensor}", "integers")
@@ -175,7 +204,7 @@ def _entry(tensor: TensorRef, axis: int, one: Any) -> Any:
 
 
 def _slice(tensor: TensorRef, axis: int, one: slice) -> Block:
-    extent = tensor.shape[axis]
+    extent = tensor.parameter.shape[axis]
     if one.start is None and one.stop is None and one.step is None: return Block(0, extent)
     start, stop = 0 if one.start is None else one.start, extent if one.stop is None else one.stop
     constant = one.step is None and isinstance(start, int) and isinstance(stop, int)
@@ -212,7 +241,7 @@ def _place(tensor: TensorRef, entries: Sequence[Any]) -> _Place:
         elif one.ndim: made.append(one.reshape(*one.shape, *[1] * (blocks - before)))
         else: made.append(one)
     offset, inside = None, None
-    for each, extent, stride in zip(made, tensor.shape, tensor.parameter.strides, strict=True):
+    for each, extent, stride in zip(made, tensor.limits, tensor.parameter.strides, strict=True):
         term, within = each * stride, (each >= 0) & (each < extent)
         offset = term if offset is None else offset + term
         inside = within if inside is None else inside & within
@@ -222,7 +251,7 @@ def _place(tensor: TensorRef, entries: Sequence[Any]) -> _Place:
 
 def _numel(tensor: TensorRef) -> int:
     count = 1
-    for extent in tensor.shape: count *= extent
+    for extent in tensor.parameter.shape: count *= extent
     return count
 
 

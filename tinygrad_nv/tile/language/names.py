@@ -12,6 +12,7 @@ int8, uint8, int32, uint32 = dtypes.int8, dtypes.uint8, dtypes.int32, dtypes.uin
 
 _MODULES = {
     "context": ("context", "program_id", "block", "range_m", "range_n", "range_k"),
+    "choices": ("select",),
     "memory": ("arange", "load", "store", "atomic_add", "atomic_max", "atomic_min"),
     "elements": ("zeros", "ones", "where", "maximum", "minimum", "clamp", "exp", "exp2",
                  "exp2_nonpositive", "log", "log2",

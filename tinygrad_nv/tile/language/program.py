@@ -12,6 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from tinygrad_nv.errors import LanguageError, NVError
+from tinygrad_nv.tile.language.choices import with_choices
 from tinygrad_nv.tile.language.context import Context
 from tinygrad_nv.tile.language.ir import Line, Program, TensorParameter
 from tinygrad_nv.tile.language.masks import clamp_masks
@@ -61,7 +62,8 @@ def trace_program(fn: FunctionType, arguments: Mapping[str, Any], tensors: Seque
         counts = _grid(made.grid if made is not None else grid or (1,), fn)
     results = [*([out] if returned is not None else []), *outputs]
     inputs = [each for each in tensors if not each.output]
-    return clamp_masks(Program(fn.__name__, (*results, *inputs), counts, trace.body, tuple(views)))
+    made_program = Program(fn.__name__, (*results, *inputs), counts, trace.body, tuple(views))
+    return clamp_masks(with_choices(made_program, trace.choices))
 
 
 def _store_result(returned: Any, out: TensorParameter, context: Context | None,

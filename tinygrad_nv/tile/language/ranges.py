@@ -9,12 +9,12 @@ all three are powers of two up to MOST. It supposes that 32-bit sums of a kernel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.tile.language.ir import Op, Program, Region, Value
+from tinygrad_nv.tile.language.ir import Op, Program, Region, TensorParameter, Value, select_numbers
 
 MOST = 1 << 30
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
@@ -51,14 +51,72 @@ class Ranges:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.known: dict[Value, Known] = {}
+        self.makers: dict[Value, Op] = {}
+        self.loops: dict[Value, Op] = {}        # by their indices
         self._region(program.body)
 
     def of(self, value: Value) -> Known:
         """Returns what is known of a value."""
         return self.known.get(value) or _clip_range(NOTHING, value.dtype)
 
+    def inside(self, tensor: TensorParameter, axis: int, starts: Sequence[Value], size: int) -> bool:
+        """Whether so many elements of an axis, or the one of an index, are known to lie inside of a
+        tensor."""
+        known, end = self.of(starts[axis]), tensor.shape[axis]
+        if known.low < 0 or (axis == tensor.symbolic and size > 1): return False
+        if not tensor.among: return known.high + size <= end
+        if not axis: return True
+        length = self.length(starts)
+        return known.high + size <= self.of(length).low or self._fits(starts[axis], size, length)
+
+    def length(self, starts: Sequence[Value]) -> Value:
+        """The number of elements of a tensor that was chosen."""
+        op = self.makers[starts[0]]
+        return op.results[len(op.attributes["choices"])]
+
+    def _fits(self, start: Value, size: int, length: Value) -> bool:
+        """Whether a loop's blocks, at multiples of their size, end at most at a length. They may begin at a
+        loop's index, or so far behind a number, of an end that is as far."""
+        start, ahead = self.split(start)
+        if (op := self.loops.get(start)) is None: return False
+        stop = op.operands[1]
+        if any(self.of(each).multiple % size for each in op.operands[:3]): return False
+        if ahead is None: return self._is_at_most(stop, length)
+        end = self.makers.get(stop)
+        return end is not None and end.name == "apply" and end.attributes["fn"] == "sub" and \
+            end.operands[1] is ahead and self.of(ahead).multiple % size == 0 and \
+            self._is_at_most(end.operands[0], length)
+
+    def split(self, value: Value) -> tuple[Value, Value | None]:
+        """A loop's index, and what is added to it; of another value itself."""
+        op = self.makers.get(value)
+        if op is None or op.name != "apply" or op.attributes["fn"] != "add": return value, None
+        a, b = op.operands
+        return (a, b) if a in self.loops else (b, a) if b in self.loops else (value, None)
+
+    def _is_at_most(self, value: Value, other: Value) -> bool:
+        if value is other: return True
+        op = self.makers.get(value)
+        if op is None or op.name != "apply" or self.of(value).low < 0: return False
+        fn, (a, *others) = op.attributes["fn"], op.operands
+        if fn == "min": return any(self._is_at_most(each, other) for each in op.operands)
+        if fn == "quotient": return self.of(others[0]).low >= 1 and self._is_at_most(a, other)
+        if fn == "shift_right": return self._is_at_most(a, other)
+        return fn in ("mul", "shift_left") and self._is_floor(fn, a, others[0], other)
+
+    def _is_floor(self, fn: str, a: Value, factor: Value, other: Value) -> bool:
+        """Whether a times a factor is a quotient by it, of what is at most another, times it."""
+        op, back = self.makers.get(a), {"mul": "quotient", "shift_left": "shift_right"}[fn]
+        return op is not None and op.name == "apply" and op.attributes["fn"] == back and \
+            op.operands[1] is factor and self._is_at_most(op.operands[0], other)
+
     def _region(self, region: Region) -> None:
         for op in region.ops:
+            self.makers.update(dict.fromkeys(op.results, op))
+            if op.name == "select":
+                for each in op.results:
+                    numbers = select_numbers(op, each)
+                    self.known[each] = Known(min(numbers), max(numbers), _power(math.gcd(*numbers)), 1, MOST)
             if op.name == "for": self._loop(op)
             for inner in op.regions: self._region(inner)
             if len(op.results) == 1 and not dtypes.is_float(op.result.dtype):
@@ -67,8 +125,9 @@ class Ranges:
                 self.known[op.result] = _clip_range(rule(op), op.result.dtype)
 
     def _loop(self, op: Op) -> None:
+        self.loops[op.regions[0].arguments[0]] = op
         start, stop, step = map(self.of, op.operands[:3])
-        last = max(stop.high - 1, start.low)
+        last = max(stop.high - min(start.multiple, stop.multiple, step.multiple), start.low)
         if start.low == start.high and step.low == step.high:
             last = start.low + max(last - start.low, 0) // step.low * step.low
         self.known[op.regions[0].arguments[0]] = Known(start.low, last, min(start.multiple, step.multiple), 1,

@@ -14,6 +14,7 @@ import linecache
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from tinygrad.dtype import DType, dtypes
@@ -49,7 +50,13 @@ class Trace:
         self.role: Any = None               # of `with tile.role(…)`: roles.py
         self.loops: list[Any] = []          # that are being written
         self.pipes: list[Any] = []
+        self.choices: list[TensorParameter] = []
         self.released: set[Value] = set()   # tiles of stages that were given back
+
+    def name_choice(self, parameter: TensorParameter) -> TensorParameter:
+        """A choice (choices.py), which gets a name of its own."""
+        self.choices.append(replace(parameter, name=f"choice{len(self.choices)}"))
+        return self.choices[-1]
 
     # **** operations ****
 

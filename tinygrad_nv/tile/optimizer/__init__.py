@@ -2,6 +2,5 @@
 
   spec.py        AdamW of many tensors; sums of squares of many tensors
   reference.py   the same in plain tinygrad
-  kernel.py      both for a GPU
-  templates.py   their record
+  program.py     both as programs of the tile language
 """

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.language.gpu.layout import Layout, extents
 from tinygrad_nv.tile.language.ir import TensorParameter, Value
-from tinygrad_nv.tile.language.ranges import Known
 
 if TYPE_CHECKING:
     from tinygrad_nv.tile.language.gpu.values import Values
@@ -32,19 +31,18 @@ class BlockPlace:
         self.shape = tuple(sizes[axis] for axis in self.axes)
         self.of = extents(self.shape)
         self.known = [writer.ranges.of(each) for each in starts]
-        self.bounded = [self._reaches(axis, known) for axis, known in enumerate(self.known)]
+        self.bounded = [self._reaches(axis) for axis in range(len(self.known))]
         self.whole = whole
         self._compared: dict[tuple[int, int, int], Register | None] = {}
         self._guards: dict[tuple[int, ...], Register | None] = {}
         self._uniform = self._check_indexed_axes()
         self._base: Register | None = None
 
-    def _reaches(self, axis: int, known: Known) -> bool:
+    def _reaches(self, axis: int) -> bool:
         """Whether indices of an axis may lie outside of the tensor."""
         size = self.sizes[axis]
         beyond = (1 << self.of.widths[self.axes.index(axis)]) if size else 1
-        if axis == self.tensor.symbolic and beyond > 1: return True
-        return known.low < 0 or known.high + beyond > self.tensor.shape[axis]
+        return not self.writer.ranges.inside(self.tensor, axis, self.starts, beyond)
 
     # **** addresses ****
 
@@ -65,6 +63,8 @@ class BlockPlace:
             return self._add_offset(pointer, own, size)
         offset: Register | int = own
         for start, stride in zip(self.starts, strides, strict=True):
+            start, ahead = self.writer.ranges.split(start)
+            if ahead is not None: pointer = self._advance(pointer, ahead, stride * size)
             number = self.writer.number(start)
             if isinstance(number, Register): offset = (number * stride if stride != 1 else number) + offset
             elif isinstance(offset, Register): offset = offset + int(number) * stride if number else offset
@@ -115,10 +115,14 @@ class BlockPlace:
 
     def _is_aligned(self, count: int, strides: Sequence[int], last: int) -> bool:
         if self.known[last].multiple % count or self.tensor.offset % count: return False
-        if self.bounded[last] and self.tensor.shape[last] % count: return False
+        if self.bounded[last] and self._extent_multiple(last) % count: return False
         if self.whole and self.sizes[last] % count: return False
         return all(stride % count == 0 for axis, stride in enumerate(strides)
                    if axis != last and self._varies(axis))
+
+    def _extent_multiple(self, axis: int) -> int:
+        if not self.tensor.among: return self.tensor.shape[axis]
+        return self.writer.ranges.of(self.writer.ranges.length(self.starts)).multiple
 
     def _varies(self, axis: int) -> bool:
         return bool(self.sizes[axis] > 1 or self.known[axis].high != 0 or self.known[axis].low != 0)
@@ -144,7 +148,8 @@ class BlockPlace:
             made.append(self._below(own, i, self.sizes[axis] - place, -1))
         if self.bounded[axis]:
             index = self._index(i, axis, own)
-            if axis == self.tensor.symbolic: made.append(self._below_rows(index, i, place))
+            if (extent := self._dynamic_extent(axis)) is not None:
+                made.append(self._below_extent(index, i, place, extent))
             else: made.append(self._below(index, i, self.tensor.shape[axis] - place, 0))
             if self.known[axis].low < 0: made.append(self._not_below(index, i, -place))
         return [each for each in made if each is not None]
@@ -169,11 +174,15 @@ class BlockPlace:
             else: self._compared[key] = value < bound
         return self._compared[key]
 
-    def _below_rows(self, value: Register | int, i: int, place: int) -> Register:
-        """Whether an element of a symbolic axis is one."""
-        key, rows = (i, place, 2), self.writer.row_count
-        assert rows is not None, "a program with symbolic rows"
-        if key not in self._compared: self._compared[key] = rows > value + place
+    def _dynamic_extent(self, axis: int) -> Register | None:
+        """The extent of an axis that only the running kernel knows."""
+        if axis == self.tensor.symbolic: return self.writer.row_count
+        return self.writer.extents[self.tensor.name] if self.tensor.among and axis else None
+
+    def _below_extent(self, value: Register | int, i: int, place: int, extent: Register) -> Register:
+        """Whether an element of such an axis is one."""
+        key = (i, place, 2)
+        if key not in self._compared: self._compared[key] = extent > value + place
         found = self._compared[key]
         assert found is not None
         return found
@@ -192,12 +201,14 @@ class BlockPlace:
         for axis, size in enumerate(self.sizes):
             if size or not self.bounded[axis]: continue
             number = self.writer.number(self.starts[axis])
-            extent = self.tensor.shape[axis]
-            if not isinstance(number, Register):
+            late = self._dynamic_extent(axis)
+            extent = self.tensor.shape[axis] if late is None else late
+            if isinstance(extent, int) and not isinstance(number, Register):
                 if not 0 <= number < extent: return self.kb.reg("pred", 0)
                 continue
             inside = self.kb.reg("pred")    # as unsigned: negative ones are large
-            self.kb.emit("setp.lt.u32", inside, number, extent)
+            if isinstance(number, Register): self.kb.emit("setp.lt.u32", inside, number, extent)
+            else: self.kb.emit("setp.gt.u32", inside, extent, int(number))
             made = self._and(made, inside)
         return made
 

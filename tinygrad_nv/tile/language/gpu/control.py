@@ -28,7 +28,7 @@ from tinygrad_nv.tile.language.gpu.collective import Collective
 from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers
 from tinygrad_nv.tile.language.gpu.layout import absent, extents
 from tinygrad_nv.tile.language.gpu.values import Values
-from tinygrad_nv.tile.language.ir import Op, Region, Value
+from tinygrad_nv.tile.language.ir import Op, Region, TensorParameter, Value, select_numbers
 
 Registers = Sequence[Sequence[Register] | None]     # of a value, by parts
 
@@ -222,6 +222,40 @@ class Control(PartialSums):
             with self.kb.if_(test), branches.side(): self._side(op.regions[0], carried)
             with self.kb.else_(), branches.side(): self._side(op.regions[1], carried)
         carried.bind(op.results)
+
+    # **** choices ****
+
+    def do_select(self, op: Op) -> None:
+        """Emits a tree of comparisons whose leaves read pointers: one of many is never in a register."""
+        kb, place = self.kb, self.scalar(op.operands[0]).register()
+        names, count = op.attributes["choices"], len(op.attributes["lengths"])
+        bases = {name: kb.reg("u64") for name in names}
+        numbers = {each: kb.reg("s32") for each in op.results[len(names):]}
+
+        def leaf(at: int) -> None:
+            for name, base in bases.items(): self._set_pointer(base, self.program.tensor(name), at)
+            for each, made in numbers.items(): made.set(select_numbers(op, each)[at])
+
+        def among(low: int, high: int) -> None:
+            if high - low == 1: return leaf(low)
+            middle = (low + high) // 2
+            with kb.if_(place < middle): among(low, middle)
+            with kb.else_(): among(middle, high)
+            return None
+        among(0, count)
+        for name, handle in zip(names, op.results, strict=False):
+            self.pointers[name], self.extents[name] = bases[name], numbers[op.results[len(names)]]
+            self.put_scalar(handle, Lanes(kb, dtypes.int32, [0]))
+        for each, made in numbers.items(): self.put_scalar(each, Lanes(kb, dtypes.int32, [made]))
+
+    def _set_pointer(self, base: Register, choice: TensorParameter, at: int) -> None:
+        """Reads the address of the first element of the tensor at a place."""
+        kb, tensor = self.kb, self.program.tensor(choice.among[at])
+        if tensor.name in self.labels:
+            kb.emit("ld.param.u64", base, self.labels[tensor.name])
+            kb.emit("cvta.to.global.u64", base, base)
+            if tensor.offset: kb.emit("add.s64", base, base, tensor.offset * tensor.dtype.itemsize)
+        else: base.set(self.pointers[tensor.name])
 
     def _side(self, region: Region, carried: Carried) -> None:
         self.scopes.push()

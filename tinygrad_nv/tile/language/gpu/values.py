@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tinygrad.dtype import DType, dtypes
 
-from tinygrad_nv.ptx.builder import Kernel
+from tinygrad_nv.ptx.builder import Kernel, Label
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number
 from tinygrad_nv.tile.language.gpu import elements
@@ -36,9 +36,17 @@ class Values:
 
     def __init__(self, kb: Kernel, program: Program, assignment: Assignment) -> None:
         self.kb, self.program, self.assignment = kb, program, assignment
-        self.pointers = {each.name: kb.pointer(f"p{i}_{_identifier(each.name)}")
-                         for i, each in enumerate(program.tensors)}
+        self.extents: dict[str, Register] = {}      # elements of tensors that were chosen, by their choice
+        among = {name for each in program.choices for name in each.among}
+        among -= {op.attributes["tensor"] for op in program.body.walk() if "tensor" in op.attributes}
+        self.labels: dict[str, Label] = {}      # of tensors that are chosen
+        self.pointers: dict[str, Register] = {}
+        for i, each in enumerate(program.tensors):
+            name = f"p{i}_{_identifier(each.name)}"
+            if each.name in among: self.labels[each.name] = kb.late_pointer(name)
+            else: self.pointers[each.name] = kb.pointer(name)
         for each in (*program.views, *program.tensors):
+            if each.name in among: continue
             begin = self.pointers[each.of or each.name]
             self.pointers[each.name] = begin + each.offset * each.dtype.itemsize if each.offset else begin
         self.row_count = kb.param("m", "u32").to("s32") if program.rows else None
@@ -47,6 +55,7 @@ class Values:
         self.arena = Arena(kb)
         self.scopes = Scopes()
         self.makers = assignment.makers
+        self._private: dict[str, bool] = {}     # tensors whose elements no two threads touch, or some do
         self.pdl = self.ahead = False   # another kernel may run ahead, and has not been waited for
         self.numbers: tuple[Number, Number, Number] | None = None     # of a CTA that goes through programs
 
