@@ -356,7 +356,7 @@ class Emitter:
         tensor, sizes = self.tensor(op), op.attributes["sizes"]
         row, first, inside, last = self.row_pointer(op, op.operands, ["0"] * (len(op.result.shape) - 1))
         if last < 0 or inside != "1" or tensor.strides[last] != 1: return None
-        if not self.within(op.operands[last], sizes[last], tensor.shape[last]): return None
+        if not self.ranges.inside(tensor, last, op.operands, sizes[last]): return None
         strides = tuple(stride for size, stride in zip(sizes, tensor.strides, strict=True) if size)
         return View(f"({row} + {first})", tensor.dtype, op.result.shape, strides)
 

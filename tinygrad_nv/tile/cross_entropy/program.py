@@ -58,17 +58,17 @@ class Row:
     teacher: TensorRef | None
     out: TensorRef | None
 
-    def x(self, columns: Block) -> Tile:
-        """x of logits; -infinity beyond the row."""
+    def x(self, columns: Block, whole: bool = True) -> Tile:
+        """x of logits; -infinity beyond the row, of columns that are not `whole`."""
         x = value_of(self.spec.loss, tile.load(self.logits, self.at, columns, other=-math.inf))
-        if self.spec.loss.softcap is None: return x
+        if whole or self.spec.loss.softcap is None: return x
         return tile.where(columns.indices < self.spec.size, x, -math.inf)
 
-    def pair(self, columns: Block) -> tuple[Tile, Tile]:
+    def pair(self, columns: Block, whole: bool = True) -> tuple[Tile, Tile]:
         """x, and the teacher's logits by the temperature; -infinity beyond the row."""
         assert isinstance(self.spec, DistillationSpec) and self.teacher is not None
         taught = tile.cast(tile.load(self.teacher, self.at, columns, other=-math.inf), dtypes.float32)
-        return self.x(columns), divide(taught, self.spec.temperature)
+        return self.x(columns, whole), divide(taught, self.spec.temperature)
 
 
 def cross_entropy(spec: RowsSpec, blocks: Blocks, losses: TensorRef, logits: TensorRef, labels: TensorRef,
@@ -82,20 +82,24 @@ def cross_entropy(spec: RowsSpec, blocks: Blocks, losses: TensorRef, logits: Ten
     row = Row(spec, at, label, begin, tile.minimum(begin + share, spec.size), blocks.columns, blocks.lanes,
               blocks.cluster, logits, teacher, logits if spec.in_place else gradient)
     read = replace(row, end=tile.where(ignored, begin, row.end))     # of an ignored row nothing is read
-    loss, slope_of = distill(read) if isinstance(spec, DistillationSpec) else classify(read)
+    loss, slope_of, own = distill(read) if isinstance(spec, DistillationSpec) else classify(read)
     if row.out is not None:
         w = 1.0 if scale is None else scale[at]
-        if ignored: over(row, lambda columns, _: store(row, columns, tile.zeros(row.size)))
-        else: over(row, lambda columns, _: store(row, columns, slope_of(columns) * w))
+        if ignored: over(row, lambda columns, *_: store(row, columns, tile.zeros(row.size)))
+        else:
+            over(row, lambda columns, *_: store(row, columns, slope_of(columns) * w))
+            if own is not None:     # over what its block has left there
+                if (label >= row.begin) & (label < row.end): row.out[at, label] = own * w
     if tile.program_id(2) == 0: losses[at] = tile.where(ignored, 0.0, loss)
 
 
-def over(row: Row, step: Callable[[Block, State], State], state: State = ()) -> State:
-    """`step` of each block of a program's columns, and what it makes of the state."""
+def over(row: Row, step: Callable[[Block, bool, State], State], state: State = ()) -> State:
+    """`step` of each block of a program's columns, whether all of it is there, and what it makes of the
+    state."""
     whole = row.spec.size // row.size * row.size
     for first in tile.range(row.begin, tile.minimum(row.end, whole), row.size):
-        state = step(Block(first, row.size), state)
-    if whole < row.spec.size and row.end > whole: state = step(Block(whole, row.size), state)
+        state = step(Block(first, row.size), True, state)
+    if whole < row.spec.size and row.end > whole: state = step(Block(whole, row.size), False, state)
     return state
 
 
@@ -108,8 +112,8 @@ def store(row: Row, columns: Block, value: Tile) -> State:
 
 # **** cross entropy ****
 
-def classify(row: Row) -> tuple[Tile, Slope]:
-    """The loss of a cross entropy, and the gradient of a block."""
+def classify(row: Row) -> tuple[Tile, Slope, Tile | None]:
+    """The loss of a cross entropy; the gradient of a block, and that of the class."""
     spec, loss = row.spec, row.spec.loss
     known = (row.label >= 0) & (row.label < spec.size)
     own = value_of(loss, row.logits[row.at, tile.where(known, row.label, 0)])
@@ -123,37 +127,34 @@ def classify(row: Row) -> tuple[Tile, Slope]:
         far = across(tile.sum(far, 0), row.cluster)
         made += (most - far * (1 / spec.size) + log_sum) * smoothing
     if loss.z_loss: made += lse * lse * loss.z_loss
-    return made, partial(slope_of, row, most, 1 / total, lse)
+    p, even = exp(own - most) / total, smoothing / spec.size
+    z = lse * (2 * loss.z_loss)
+    mine = p - (1 - smoothing) + p * z - even       # what z adds is small beside p - 1
+    return made, partial(slope_of, row, most, (1 + z) / total, even), multiply_slope(loss, own, mine)
 
 
-def add_up(row: Row, columns: Block, state: State) -> State:
+def add_up(row: Row, columns: Block, whole: bool, state: State) -> State:
     """The sums with those of a block."""
     most, total, far = state
-    x = by_lane(row, row.x(columns))
+    x = by_lane(row, row.x(columns, whole))
     if row.spec.loss.label_smoothing:
-        inside = by_lane(row, columns.indices < row.spec.size)
-        far = far + tile.sum(tile.where(inside, x, 0.0), 0)
+        there = x if whole else tile.where(by_lane(row, columns.indices < row.spec.size), x, 0.0)
+        far = far + tile.sum(there, 0)
     most, (total,) = rescale(x, most, (total,))
     return most, total + tile.sum(exp(x - most[None, :]), 0), far
 
 
-def slope_of(row: Row, most: Tile, inverse: Tile, lse: Tile, columns: Block) -> Tile:
-    """The gradient of logits."""
-    loss, x = row.spec.loss, row.x(columns)
-    p = exp(x - most) * inverse
-    made, own = p, p - (1 - loss.label_smoothing)
-    if loss.z_loss:     # small beside p - 1
-        z = p * (lse * (2 * loss.z_loss))
-        made, own = made + z, own + z
-    made = tile.where(columns.indices == row.label, own, made)
-    if loss.label_smoothing: made -= loss.label_smoothing / row.spec.size
-    return multiply_slope(loss, x, made)
+def slope_of(row: Row, most: Tile, factor: Tile, even: float, columns: Block) -> Tile:
+    """The gradient of logits that are not the class's."""
+    x = row.x(columns)
+    made = exp(x - most) * factor
+    return multiply_slope(row.spec.loss, x, made - even if even else made)
 
 
 # **** distillation ****
 
-def distill(row: Row) -> tuple[Tile, Slope]:
-    """The loss of a distillation, and the gradient of a block."""
+def distill(row: Row) -> tuple[Tile, Slope, Tile | None]:
+    """The loss of a distillation; the gradient of a block."""
     spec = row.spec
     assert isinstance(spec, DistillationSpec)
     t, lanes = spec.temperature, tile.zeros(row.lanes)
@@ -162,14 +163,14 @@ def distill(row: Row) -> tuple[Tile, Slope]:
     most, (total,) = join(found[0], found[1:2], row.cluster)
     top, (mass, cross) = join(found[2], found[3:], row.cluster)
     made = (cross / mass - (top - most)) + (log(total) - log(mass))
-    return made * (t * t), partial(slope_of_both, row, most, t / total, top, t / mass)
+    return made * (t * t), partial(slope_of_both, row, most, t / total, top, t / mass), None
 
 
-def add_up_both(row: Row, columns: Block, state: State) -> State:
+def add_up_both(row: Row, columns: Block, whole: bool, state: State) -> State:
     """The sums with those of a block."""
     assert isinstance(row.spec, DistillationSpec)
     most, total, top, mass, cross = state
-    x, y = (by_lane(row, each) for each in row.pair(columns))
+    x, y = (by_lane(row, each) for each in row.pair(columns, whole))
     x = divide(x, row.spec.temperature)
     most, (total,) = rescale(x, most, (total,))
     top, (mass, cross) = rescale(y, top, (mass, cross))

@@ -25,23 +25,25 @@ ALIGN = 1024
 
 @dataclass(frozen=True)
 class Access:
-    """Access to bytes `start` … `end` of `space`."""
+    """Access to bytes `start` … `end` of `space`. Where two have an `owner`, and the same, no element is of
+    more than one thread."""
     space: Hashable
     start: int
     end: int
     write: bool
+    owner: Hashable = None
 
     def conflicts(self, other: Access) -> bool:
         """Whether the two have to be in order."""
         return self.space == other.space and self.start < other.end and other.start < self.end and \
-            (self.write or other.write)
+            (self.write or other.write) and (self.owner is None or self.owner != other.owner)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Accesses ahead of a loop."""
+    """Accesses ahead of a loop, and those of its body, of which a barrier may be behind some."""
     pending: list[Access]
-    barriers: int
+    body: list[Access]
     copying: bool
 
 
@@ -54,6 +56,7 @@ class Arena:
         self.used: list[tuple[int, int]] = []
         self.nbytes = 0
         self.pending: list[Access] = []
+        self.bodies: list[list[Access]] = []    # accesses of the loops that are being written
         self.copying = False        # copies by cp.async have not been waited for
         self.unfenced = False       # writes that wgmma will read have no fence
         self.barriers = 0
@@ -127,30 +130,32 @@ class Arena:
         self.pending, self.copying, self.unfenced = [], False, False
         self.barriers += 1
 
-    def reads(self, start: int, nbytes: int, space: Hashable = "shared") -> None:
+    def reads(self, start: int, nbytes: int, space: Hashable = "shared", owner: Hashable = None) -> None:
         """Bytes that this thread reads from here on."""
-        self.accesses(Access(space, start, start + nbytes, False))
+        self.accesses(Access(space, start, start + nbytes, False, owner))
 
-    def writes(self, start: int, nbytes: int, space: Hashable = "shared") -> None:
+    def writes(self, start: int, nbytes: int, space: Hashable = "shared", owner: Hashable = None) -> None:
         """Bytes that this thread writes from here on."""
-        self.accesses(Access(space, start, start + nbytes, True))
+        self.accesses(Access(space, start, start + nbytes, True, owner))
 
     def accesses(self, *each: Access) -> None:
         """Notes what this thread does from here on, in any order: a barrier for one is a barrier ahead of
         all."""
         if any(one.conflicts(other) for one in each for other in self.pending): self.sync()
-        self.pending += [one for one in each if one not in self.pending]
+        for noted in (self.pending, *self.bodies): noted += [one for one in each if one not in noted]
 
     def mark(self) -> Mark:
         """Returns a mark where a loop begins."""
-        return Mark(list(self.pending), self.barriers, self.copying)
+        self.bodies.append([])
+        return Mark(list(self.pending), self.bodies[-1], self.copying)
 
     def close(self, mark: Mark) -> None:
         """The end of a loop's body: the next iteration follows."""
-        if self.pending and (self.pending != mark.pending or self.barriers != mark.barriers): self.sync()
+        if any(one.conflicts(other) for one in self.pending for other in mark.body): self.sync()
 
     def leave(self, mark: Mark) -> None:
         """Notes the end of a loop, whose body may have run no time at all."""
+        self.bodies = [each for each in self.bodies if each is not mark.body]
         self.pending += [each for each in mark.pending if each not in self.pending]
         self.copying = self.copying or mark.copying
 

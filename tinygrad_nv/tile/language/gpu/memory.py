@@ -44,26 +44,17 @@ class Memory(Values):
 
     def _tensor(self, op: Op, write: bool) -> TensorParameter:
         tensor = self.program.tensor(op.attributes["tensor"])
-        if tensor.output and not self._is_private(tensor.name):
-            if write: self.arena.writes(0, 1, tensor.name)
-            else: self.arena.reads(0, 1, tensor.name)
+        if tensor.output:
+            note = self.arena.writes if write else self.arena.reads
+            note(0, 1, tensor.name, self._owners(op))
         return tensor
-
-    def _is_private(self, name: str) -> bool:
-        """Whether a thread alone touches each element: all accesses are blocks of one size, at multiples of
-        it, in one layout."""
-        if name not in self._private:
-            ops = [op for op in self.program.body.walk() if op.attributes.get("tensor") == name]
-            owners = {self._owners(op) for op in ops}
-            self._private[name] = len(owners) == 1 and None not in owners
-        return self._private[name]
 
     def _owners(self, op: Op) -> tuple[Layout, tuple[int, ...]] | None:
         """The layout and the sizes that say which thread touches an element; None where more is needed."""
         value = op.results[0] if op.results else op.operands[-1]
         if op.name not in BLOCKS or value in self.assignment.free or self.assignment.aside(value): return None
         sizes, layout = op.attributes["sizes"], self.assignment.layout(value)
-        if layout.copies or math.prod(filter(None, sizes)) >= LARGE: return None
+        if layout.copies: return None
         known = map(self.ranges.of, op.operands)
         whole = all(not size or (not size & size - 1 and at.multiple % size == 0)
                     for size, at in zip(sizes, known, strict=False))
@@ -134,12 +125,13 @@ class Memory(Values):
 
     def do_store_block(self, op: Op) -> None:
         *starts, value = op.operands
-        tensor = self._tensor(op, True)
+        tensor = self.program.tensor(op.attributes["tensor"])
         held = self.value(value)
         at = BlockPlace(self, tensor, op.attributes["sizes"], starts, held.layout, True)
-        if self._narrow(at, held):
+        if narrow := self._narrow(at, held):
             held = self._wider(at, held)
             at = BlockPlace(self, tensor, op.attributes["sizes"], starts, held.layout, True)
+        self.arena.writes(0, 1, tensor.name, None if narrow else self._owners(op))
         self._store_block(at, held)
 
     def _narrow(self, at: BlockPlace, held: Held) -> bool:

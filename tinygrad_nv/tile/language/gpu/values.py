@@ -55,7 +55,6 @@ class Values:
         self.arena = Arena(kb)
         self.scopes = Scopes()
         self.makers = assignment.makers
-        self._private: dict[str, bool] = {}     # tensors whose elements no two threads touch, or some do
         self.pdl = self.ahead = False   # another kernel may run ahead, and has not been waited for
         self.numbers: tuple[Number, Number, Number] | None = None     # of a CTA that goes through programs
 
