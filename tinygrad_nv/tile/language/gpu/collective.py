@@ -24,12 +24,15 @@ from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
-from tinygrad_nv.tile.language.gpu.held import Held, Part
+from tinygrad_nv.tile.language.gpu.held import Held, Part, map_parts
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, absent, axes_with_padding, extents
 from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 
+REDUX = {(fn, dtype): f"redux.sync.{fn}.{kind if fn in ('add', 'min', 'max') else 'b32'}"
+         for fn in ("add", "min", "max", "and", "or", "xor")
+         for dtype, kind in ((dtypes.int32, "s32"), (dtypes.uint32, "u32"))}
 KINDS = {dtypes.float32: "f32", dtypes.int32: "s32"}
 Elements = list[Part]                       # single elements, by register
 Combine = Callable[[Sequence[Part], Sequence[Part]], list[Part]]    # of operands: earlier, later
@@ -156,20 +159,28 @@ class Collective(Values):
                 each[register] = combine([each[register]], [each[layout.numbers[index | 1 << bit]]])[0]
         places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
         some = [each[i] for i in places]
-        if op not in self.partial: some = self.across_threads(combine, layout, some, bits, held.dtype)
+        if op not in self.partial: some = self.across_threads(op, combine, layout, some, bits, held.dtype)
         for place, one in zip(places, some, strict=True): each[place] = one
         return each
 
-    def across_threads(self, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
+    def across_threads(self, op: Op, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
                        dtype: DType) -> Elements:
-        """Partial results of threads, combined by those among which bits of a layout lie."""
+        """Partial results of threads, combined by those among which bits of a layout lie; words of all lanes
+        by one instruction."""
         over = [at for at, _ in layout.thread_bits(bits)]
+        opcode = REDUX.get((op.attributes["fn"], dtype), "") if {*range(LANE_BITS)} <= {*over} else ""
+        if opcode: some = map_parts(lambda each: self._redux(opcode, each), some)
         for at in over:
-            if at < LANE_BITS:
+            if at < LANE_BITS and not opcode:
                 some = [combine([a], [b])[0] for a,
                         b in zip(some, exchange_parts(self, some, at), strict=True)]
         warps = [at for at in over if at >= LANE_BITS]
         return self._across_warps(combine, layout, some, over, warps, dtype) if warps else some
+
+    def _redux(self, opcode: str, each: Lanes) -> Lanes:
+        made = self.kb.reg(each.register().kind)
+        self.kb.emit(opcode, made, each.register(), -1)
+        return Lanes(self.kb, each.dtype, [made])
 
     def _across_warps(self, combine: Combine, layout: Layout, some: Elements, over: Sequence[int],
                       warps: Sequence[int], dtype: DType) -> Elements:
