@@ -34,11 +34,11 @@ ONES, INFINITY = 0xFFFFFFFF, 0x7F800000
 PIECE = {"gpu": 1 << 12, "cpu": 1 << 13}    # elements of a piece at least
 PROGRAMS_OF_GPU = 512       # four for each SM of an H100: chains of Threefry have latencies to hide
 WARPS = 8
-COLUMNS = 128           # of a GPU's block: pairs of vectors, one for each thread
+WIDTH = 1024            # of a GPU's block: a vector for each thread
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA     # of Threefry's key schedule
 DEEP = 4    # blocks without noise that are loaded at once
-BESIDE = 4      # elements side by side, of which a GPU's thread keeps one
+BESIDE = 4
 COUNT_ROWS = 64
 
 
@@ -98,11 +98,10 @@ def find(spec: ChoiceSpec, row: Tile, blocks: Blocks, given: Any) -> tuple[Tile,
     shape = width // beside,
     best, place = tile.full(shape, -math.inf), tile.full(shape, start, dtypes.int32)
     most = tile.full(shape, 0, dtypes.int32)    # bits of the largest, NaN's above all others
-    stop = tile.minimum(start + length, spec.size)
     ahead = load(given["logits"], row, start, width, last, deep) if spec.draw else None
-    for first in tile.range(start, stop, width * deep):
+    for first in tile.range(start, tile.minimum(start + length, spec.size), width * deep):
         now = ahead if spec.draw else load(given["logits"], row, first, width, last, deep)
-        if spec.draw: ahead = load(given["logits"], row, tile.minimum(first + width, stop - 1), width, last, deep)
+        if spec.draw: ahead = load(given["logits"], row, tile.minimum(first + width, start + length - width), width, last, deep)
         for at, x in now:
             y = x if seed is None else add_noise(x, seed, (at >> 1) + (spec.first or 0) // 2)
             y, step, bits = join(y, tile.bitcast(y, dtypes.int32) & 0x7FFFFFFF, beside)
@@ -193,7 +192,14 @@ def cut_choice(spec: ChoiceSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
         pieces = -(-target.threads // spec.rows) if spec.draw else 1
         return [(Blocks(1, target.isa.lanes, min(pieces, -(-spec.size // PIECE["cpu"]))), 1)]
     pieces = min(-(-spec.size // PIECE["gpu"]), -(-PROGRAMS_OF_GPU // spec.rows))
-    return [(Blocks(BESIDE, COLUMNS, pieces), WARPS)]
+    beside = beside_of(spec)
+    return [(Blocks(beside, WIDTH // (2 * beside), pieces), WARPS)]
+
+
+def beside_of(spec: ChoiceSpec) -> int:
+    """Elements side by side of which a GPU's thread keeps one: a vector, but of rows of odd lengths without
+    noise, whose elements are loaded one by one."""
+    return BESIDE if spec.draw or spec.size % BESIDE == 0 else 1
 
 
 def steps(spec: ChoiceSpec, blocks: Blocks) -> Sequence[tuple[Any, Blocks]]:
@@ -208,7 +214,7 @@ def count_problems(spec: CountSpec, kind: str) -> list[str]:
 
 
 CHOICE = TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice, lambda spec: spec.rows * spec.size,
-                     steps=steps, entry=lambda spec: "pieces" if isinstance(spec, MergeSpec) else "choice")
+                     steps=steps, vector=beside_of, entry=lambda spec: "pieces" if isinstance(spec, MergeSpec) else "choice")
 COUNT = TileProgram("count", CountSpec, count, lambda spec, blocks: (-(-spec.rows // blocks.rows), 1, 1),
                     lambda spec, target: [(Blocks(COUNT_ROWS), COUNT_ROWS // 32)], lambda spec: spec.rows,
                     count_problems)
