@@ -57,6 +57,8 @@ class Emitter:
         self.facts, self.ranges, self.users = Facts(program), Ranges(program), uses(program.body)
         self.flags: dict[Op, str] = {}
         self.groups: dict[Op, list[Op]] = {}     # stores that are one loop, of the region that is written
+        self.loop_now: Op | None = None           # the innermost loop, and what it carries that is one loop
+        self.together: list[Value] = []
         self._count(program.body)
 
     def _count(self, region: Region) -> None:
@@ -317,16 +319,19 @@ class Emitter:
         return self.uses[value] <= 1 and self.home.get(value) is self.region_now
 
     def _of_one_loop(self, value: Value) -> bool:
-        """Whether all uses of a value are in one loop of stores of the region that is written now."""
-        group, left, seen = None, [value], set[Value]()
+        """Whether all uses of a value are in one loop of stores, or of what a loop carries, of the region that
+        is written now."""
+        group: Any = None
+        left, seen = [value], set[Value]()
         while left:
             if (one := left.pop()) in seen: continue
             seen.add(one)
             for op in self.users.get(one, ()):
-                if op.name in ("apply", "cast", "bitcast") or keeps_columns(op):
+                if op.name in ("apply", "cast", "bitcast", "where_needed") or keeps_columns(op):
                     left.append(op.result)
                     continue
-                own = self.groups.get(op) if op.name == "store_block" and op.operands[-1] is one else None
+                own = self.groups.get(op) if op.name == "store_block" and op.operands[-1] is one else \
+                    self.together if op is self.loop_now and one in self.together else None
                 if own is None or group not in (None, own): return False
                 group = own
         return group is not None
@@ -373,7 +378,7 @@ class Emitter:
         form = self.forms.get(value)
         if not isinstance(form, Op): return 0
         if form.name == "load_block" and self._is_plain(form): return 1
-        if form.name in ("load_block", "load", "reduce"): return CHEAP_NODES + 1
+        if form.name in ("load_block", "load", "reduce", "where_needed", "interleave"): return CHEAP_NODES + 1
         if form.name == "apply" and LANGUAGE_OPERATIONS[form.attributes["fn"]].cost > 1:
             return CHEAP_NODES + 1
         made = int(form.name in ("apply", "cast"))

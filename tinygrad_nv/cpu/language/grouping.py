@@ -11,7 +11,8 @@ from collections.abc import Set
 from tinygrad_nv.tile.language.ir import Op, Region
 from tinygrad_nv.tile.language.ranges import Ranges
 
-LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
+LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape", "interleave",
+        "where_needed"}
 
 
 def group_stores(region: Region, ranges: Ranges, written: Set[str]) -> dict[Op, list[Op]]:
