@@ -11,7 +11,6 @@ from tests.support.engine.sampler_case import Case, logits_of
 from tests.support.engine.selection_case import above, hard_rows, near_targets
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.sampling import choice as choosing
 from tinygrad_nv.cpu.sampling import threshold as selection
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -21,6 +20,7 @@ from tinygrad_nv.patterns.sampling import choose_part, choose_tokens, largest, t
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 RNG = np.random.default_rng
@@ -95,6 +95,21 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
 
 
+def choose(spec: ChoiceSpec, level: isa.ISA, cut: int, logits: np.ndarray, *given: np.ndarray, parts: int = 1,
+           order: tuple[int, ...] | None = None) -> np.ndarray:
+    """What a choice makes in so many pieces of each row; nothing is written behind it."""
+    target = replace(host(), isa=level)
+    made = TABLE.build(spec, replace(TABLE.choose(spec, target), groups=cut, parts=parts), target)
+    out = np.full(spec.rows + 1, 77, np.int32 if spec.first is None else np.uint64)
+    if cut == 1: load(made)(out, logits, *given, order=order)
+    else:
+        between = np.full(2 * spec.rows * cut, 77, np.uint32)
+        load(made.first)(between, logits, *given, order=order)
+        load(made.second)(out, between)
+    assert out[-1] == 77
+    return out[:-1]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
@@ -104,19 +119,18 @@ def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
     logits[0, size - 1] = 50
     params = [SamplingParams(seed=7 + row, temperature=0 if row == 0 else 1) for row in range(rows)]
     numbers = np.stack([each.numbers(each.seed or 0) for each in params])
-    places, made = np.arange(9, 9 + rows, dtype=np.int32), []
-    for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
-        schedule = replace(choosing.default(spec, replace(host(), isa=level)), parts=parts)
-        cut = choosing.pieces(spec, schedule)
-        assert cut == (parts if rows == 1 else 1)
-        out = np.full(rows + 1, 77, np.int32)
-        first = out if cut == 1 else np.full(2 * rows * cut, 77, np.int32)
-        load(choosing.build(spec, schedule))(first, logits, numbers, places, order=order)
-        if cut > 1: load(choosing.merge_pieces(spec, schedule))(out, first)
-        assert out[rows] == 77
-        made.append(out.tolist())
+    places = np.arange(9, 9 + rows, dtype=np.int32)
+    made = [choose(spec, level, parts, logits, numbers, places, parts=parts, order=order).tolist()
+            for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1)))]
     assert made[0][0] == size // 2
     assert made[1] == made[2] == made[0]
+
+
+def test_a_row_is_cut_in_pieces_for_threads():
+    pieces = [TABLE.choose(spec, replace(host(), threads=4)).groups for spec in
+              (ChoiceSpec(1, 1 << 17), ChoiceSpec(1, 1 << 14), ChoiceSpec(2, 1 << 17), ChoiceSpec(4, 1 << 17),
+               ChoiceSpec(1, 1 << 17, False))]
+    assert pieces == [4, 2, 2, 1, 1]
 
 
 @pytest.mark.sampled(2)
@@ -126,14 +140,8 @@ def test_what_is_no_number_is_told(cut: int, draw: bool):
     size = 20000
     x = np.zeros((1, size), np.float32)
     x[0, 19000] = np.nan
-    spec = ChoiceSpec(1, size, draw)
-    schedule = replace(choosing.default(spec, host()), parts=cut)
-    pieces = choosing.pieces(spec, schedule)
     given = [numbers_of([SamplingParams()]).numpy(), np.zeros(1, np.int32)] if draw else []
-    out, first = np.zeros(1, np.int32), np.zeros(2 * pieces, np.int32)
-    load(choosing.build(spec, schedule))(first if pieces > 1 else out, x, *given)
-    if pieces > 1: load(choosing.merge_pieces(spec, schedule))(out, first)
-    assert out[0] == size
+    assert choose(ChoiceSpec(1, size, draw), host().isa, cut, x, *given).tolist() == [size]
     numbers = numbers_of([SamplingParams()]) if draw else None
     with disabled(): assert choose_tokens(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
 
@@ -147,29 +155,14 @@ def test_parts_of_a_row_choose_as_the_whole_does(level: isa.ISA, draw: bool, cut
     size, part = (30000, 20008) if cut > 1 else (301, 104)
     x, keys = hard_rows(size), []
     numbers = np.stack([SamplingParams(seed=3 + i).numbers(3 + i) for i in range(len(x))])
-    places = np.arange(9, 9 + len(x), dtype=np.int32)
-
-    def chosen_by(own: np.ndarray, first: int | None) -> np.ndarray:
-        rows = []
-        for i, row in enumerate(own) if cut > 1 else [(slice(None), own)]:
-            spec = ChoiceSpec(1 if cut > 1 else len(own), own.shape[1], draw, first)
-            schedule = replace(choosing.default(spec, replace(host(), isa=level)), parts=cut)
-            out = np.zeros(spec.rows, np.int32 if first is None else np.uint64)
-            pieces = choosing.pieces(spec, schedule)
-            assert pieces == (2 if draw else 1) or cut == 1
-            between = np.zeros(2 * pieces, np.int32)
-            given = [np.atleast_2d(numbers[i]), np.atleast_1d(places[i])] if draw else []
-            load(choosing.build(spec, schedule))(between if pieces > 1 else out, row, *given)
-            if pieces > 1: load(choosing.merge_pieces(spec, schedule))(out, between)
-            rows.append(out)
-        return np.concatenate(rows)
+    given = (numbers, np.arange(9, 9 + len(x), dtype=np.int32)) if draw else ()
     for first in range(0, size, part):
         own = x[:, first:first + part].copy()
-        keys.append(chosen_by(own, first))
+        keys.append(choose(ChoiceSpec(*own.shape, draw, first), level, cut, own, *given))
         if not draw: assert (keys[-1] >> np.uint64(32)).tolist() == above(own)
     most = np.max(keys, 0)
     tokens = np.where(most >> np.uint64(32) == 0xFFFFFFFF, size, ~most & np.uint64(0xFFFFFFFF))
-    assert tokens.tolist() == chosen_by(x, None).tolist()
+    assert tokens.tolist() == choose(ChoiceSpec(*x.shape, draw), level, cut, x, *given).tolist()
 
 
 @pytest.mark.sampled(1)

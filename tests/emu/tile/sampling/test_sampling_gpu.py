@@ -12,13 +12,12 @@ from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.sampling import choice as choosing
+from tinygrad_nv.tile.kernel import Chain, TileKernel
+from tinygrad_nv.tile.sampling import program as choosing
 from tinygrad_nv.tile.sampling import threshold as selection
 from tinygrad_nv.tile.sampling import threshold_sift as sifting
-from tinygrad_nv.tile.sampling.choice import first, merge_choices, pieces
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
-from tinygrad_nv.tile.sampling.templates import Choice, Count, Threshold
+from tinygrad_nv.tile.sampling.templates import Threshold
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -131,19 +130,28 @@ def noise(seed: int, place: int, size: int) -> np.ndarray:
 def chosen(spec: ChoiceSpec, x: np.ndarray, params: list[SamplingParams], places: np.ndarray, arch: str,
            seed: int = 0) -> list[int]:
     """Tokens, or the keys of a part."""
-    cut = choosing.pieces(spec)
+    cut = pieces(spec, arch)
     given = [np.stack([each.numbers(each.seed or 0) for each in params]), places] if spec.draw else []
-    made = TABLE.build(spec, Choice(), GPU(arch))
+    made = default(spec, arch)
     out = np.full(spec.rows, GUARD, np.int32 if spec.first is None else np.uint64)
     if cut == 1: return launched(made, arch, out, x, *given, seed=seed).tolist()
     best = launched(made.first, arch, np.full((spec.rows, cut), GUARD, np.uint64), x, *given, seed=seed)
     return launched(made.second, arch, out, best).tolist()
 
 
+def default(spec: ChoiceSpec | CountSpec, arch: str) -> TileKernel | Chain:
+    """The kernel of the default schedule, or both."""
+    return TABLE.build(spec, TABLE.choose(spec, GPU(arch)), GPU(arch))
+
+
+def pieces(spec: ChoiceSpec, arch: str = "sm_90a") -> int: return TABLE.choose(spec, GPU(arch)).groups
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are some of a row that is short."""
-    monkeypatch.setattr(choosing, "PIECE", 300)
+    monkeypatch.setitem(choosing.PIECE, "gpu", 300)
+    monkeypatch.setattr(choosing, "WIDTH", 128)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -214,12 +222,10 @@ def threshold(spec: FilterSpec, arch: str) -> TileKernel: return TABLE.build(spe
 
 KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_p), arch),
          "counted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_k, True), arch),
-         "drawn": lambda size, arch: first(ChoiceSpec(64, size), arch),
-         "largest": lambda size, arch: first(ChoiceSpec(1, size, False), arch),
-         "keys": lambda size, arch: first(ChoiceSpec(256, size, True, 2 * size), arch),
-         "pieces": lambda size, arch: merge_choices(ChoiceSpec(1, size), arch),
-         "pieces of a part": lambda size, arch: merge_choices(ChoiceSpec(1, size, True, 2 * size), arch),
-         "count": lambda size, arch: TABLE.build(CountSpec(64, 64, size), Count(), GPU(arch))}
+         "drawn": lambda size, arch: default(ChoiceSpec(64, size), arch),
+         "largest": lambda size, arch: default(ChoiceSpec(1, size, False), arch),
+         "keys": lambda size, arch: default(ChoiceSpec(256, size, True, 2 * size), arch),
+         "count": lambda size, arch: default(CountSpec(64, 64, size), arch)}
 
 
 @pytest.mark.sampled(2)
@@ -227,12 +233,13 @@ KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.to
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_spills(kind: str, arch: str):
     for size in SIZES:
-        made: TileKernel = KINDS[kind](size, arch)
-        found = assemble(made.ptx, arch).kernels[made.name]
-        assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
-        assert found.registers <= 64
-        early = [word in made.ptx for word in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
-        assert [made.pdl, *early] == [arch == "sm_90a"] * 3
+        both = KINDS[kind](size, arch)
+        for made in (both.first, both.second) if isinstance(both, Chain) else (both,):
+            found = assemble(made.ptx, arch).kernels[made.name]
+            assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+            assert found.registers <= 64
+            early = [word in made.ptx for word in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
+            assert [made.pdl, *early] == [arch == "sm_90a"] * 3
 
 
 def test_a_pass_meets_twice():
@@ -246,5 +253,5 @@ def test_a_pass_meets_twice():
 def test_long_rows_are_chosen_from_in_pieces_until_the_machine_is_full():
     assert [pieces(ChoiceSpec(rows, 128256)) for rows in (1, 8, 64, 256)] == [32, 32, 8, 2]
     assert pieces(ChoiceSpec(1, 4096)) == 1
-    made = first(ChoiceSpec(3, 128256), "sm_90a")
-    assert (made.grid, made.threads) == ((32, 3, 1), 256)
+    made = default(ChoiceSpec(3, 128256), "sm_90a").first
+    assert (made.grid, made.threads) == ((3, 32, 1), 256)
