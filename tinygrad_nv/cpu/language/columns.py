@@ -68,7 +68,8 @@ class Columns(Emitter):
         return f"({kind}){'highs' if at != pair and number % PAIR else 'lows'}_((vi){a}, (vi){b})"
 
     def _lazy_where_needed(self, op: Op, outer: Sequence[str], column: str, uniform: bool) -> str:
-        result, (test, other), choose = op.result, op.operands, "pick" if dtypes.is_float(op.result.dtype) else "pick_i"
+        result, (test, other) = op.result, op.operands
+        choose = "pick" if dtypes.is_float(result.dtype) else "pick_i"
         columns = self.beside if column in self.beside else (column,)
         tests = [self.vector(test, outer, each, uniform) for each in columns]
         names = [self.name() for _ in columns]

@@ -309,8 +309,7 @@ class Emitter:
     def stays(self, op: Op) -> bool:
         """Whether a value is computed where it is used."""
         value = op.result
-        if op.name == "broadcast": return self._broadcast_stays(op)
-        if op.name == "reshape": return self._reshape_stays(op)
+        if op.name in ("broadcast", "reshape"): return bool(getattr(self, f"_{op.name}_stays")(op))
         if op.name in ("load_block", "load") and op.attributes["tensor"] in self.written: return False
         return op.name == "iota" or self._cheap(value) or self.once(value) or self._of_one_loop(value)
 
@@ -319,10 +318,9 @@ class Emitter:
         return self.uses[value] <= 1 and self.home.get(value) is self.region_now
 
     def _of_one_loop(self, value: Value) -> bool:
-        """Whether all uses of a value are in one loop of stores, or of what a loop carries, of the region that
-        is written now."""
-        group: Any = None
-        left, seen = [value], set[Value]()
+        """Whether all uses of a value are in one loop of stores, or of what a loop carries, of the region
+        that is written now."""
+        group, left, seen = None, [value], set[Value]()
         while left:
             if (one := left.pop()) in seen: continue
             seen.add(one)
@@ -330,8 +328,8 @@ class Emitter:
                 if op.name in ("apply", "cast", "bitcast", "where_needed") or keeps_columns(op):
                     left.append(op.result)
                     continue
-                own = self.groups.get(op) if op.name == "store_block" and op.operands[-1] is one else \
-                    self.together if op is self.loop_now and one in self.together else None
+                carried = op is self.loop_now and one in self.together
+                own = self.together if carried else self.groups.get(op) if op.operands[-1] is one else None
                 if own is None or group not in (None, own): return False
                 group = own
         return group is not None

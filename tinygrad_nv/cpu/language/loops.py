@@ -16,7 +16,6 @@ from tinygrad_nv.cpu.language.grouping import LAZY, group_stores
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Region, Value
 
-
 TOGETHER = ("apply", "cast", "bitcast", "where_needed", "load_block")    # operations on elements
 
 
@@ -56,8 +55,8 @@ class LoopEmitter(DotEmitter):
     def _find_together(self, region: Region) -> list[Value]:
         """Returns values of one shape that an iteration leaves, computed element by element: the largest of
         several."""
-        made = [each for op in region.ops if op.name in TOGETHER and op.attributes.get("tensor") not in self.written
-                for each in op.results if each.shape and region.yields.count(each) == 1]
+        made = [op.result for op in region.ops if op.name in TOGETHER and op.result.shape
+                and op.attributes.get("tensor") not in self.written and region.yields.count(op.result) == 1]
         shape = max((each.shape for each in made), key=math.prod, default=())
         made = [each for each in made if each.shape == shape]
         return made if len(made) > 1 else []
@@ -105,29 +104,27 @@ class LoopEmitter(DotEmitter):
         places = [self.forms[each] for each in carried]
         moved = [(place, value) for place, value in zip(places, region.yields, strict=True)
                  if self.forms[value] is not place]
-        joined = [(place, value) for place, value in moved if value in self.together and isinstance(place, View)
-                  and isinstance(self.forms[value], Op)]
-        if len(joined) > 1 and not any(self._reads_others(value) for _, value in moved):
-            moved = [each for each in moved if each not in joined]
-            self.write_together(joined)
+        others = any(self._reads_others(value) for _, value in moved)
+        joined = [(place, value) for place, value in moved if not others and value in self.together
+                  and isinstance(place, View) and isinstance(self.forms[value], Op)]
         bases = {place.base for place in places if isinstance(place, View)}
-        if len(moved) > 1 or any(self._reads_others(value) for _, value in moved):
-            moved = [(place, self._keep_value(value, bases)) for place, value in moved]
+        if others or len(moved) > 1:
+            moved = [(place, self._keep_value(value, bases)) for place, value in moved
+                     if (place, value) not in joined]
+        if joined: self.write_together(joined)
         for place, value in moved: self._assign(place, value)
 
     def _reads_others(self, value: Value) -> bool:
         """Whether an element of a value that is computed where it is used is made of others than those at its
         place: these may be written already."""
-        left, seen = [(value, False)], set[tuple[Value, bool]]()
+        left, seen = [value], set[Value]()
         while left:
-            if (now := left.pop()) in seen: continue
-            seen.add(now)
-            form, apart = self.forms[now[0]], now[1]
-            if isinstance(form, View) and apart: return True
+            if (one := left.pop()) in seen: continue
+            seen.add(one)
+            form = self.forms[one]
             if not isinstance(form, Op): continue
             if form.name in ("reduce", "transpose"): return True
-            apart = apart or form.name == "interleave"
-            left += [(each, apart) for each in (*form.operands, *(y for r in form.regions for y in r.yields))]
+            left += [*form.operands, *(each for region in form.regions for each in region.yields)]
         return False
 
     def _keep_value(self, value: Value, bases: set[str]) -> Value:

@@ -245,8 +245,8 @@ def interleave(x: Operand, y: Operand) -> Tile:
 
 
 def where_needed(condition: Operand, compute: Callable[[], Operand], other: Operand) -> Tile:
-    """What `compute()` gives where the condition holds, else `other`. Threads and vectors of elements none of
-    which hold leave the computation out: it is of elements, without loads, reductions and loops."""
+    """`compute()` where the condition holds, else `other`. Threads of a GPU and vectors of a CPU for no
+    element of which it holds leave the computation out: one of elements, without loads, reductions, loops."""
     test, trace = scalar(condition, dtypes.bool), current()
     if test.dtype != dtypes.bool: fail(f"a condition of {describe(test)}", "bool", "compare it: x != 0")
     with trace.region() as region: found = scalar(compute(), dtypes.float32)

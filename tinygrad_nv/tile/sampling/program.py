@@ -14,15 +14,15 @@ of Threefry and two logarithms, the first of which is of numbers near 1.
 """
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv import tile
-from tinygrad_nv.tile.language.memory import Block, TensorRef
+from tinygrad_nv.tile.language.memory import LARGEST, Block, TensorRef
 from tinygrad_nv.tile.language.values import Operand, Tile
 from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 from tinygrad_nv.tile.reference import Argument, dense
@@ -32,13 +32,12 @@ from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, Number
 U32 = dtypes.uint32
 ONES, INFINITY = 0xFFFFFFFF, 0x7F800000
 PIECE = {"gpu": 1 << 12, "cpu": 1 << 13}    # elements of a piece at least
-PROGRAMS_OF_GPU = 512       # four for each SM of an H100: chains of Threefry have latencies to hide
-WARPS = 8
-WIDTH = 1024            # of a GPU's block: a vector for each thread
+MANY_PROGRAMS = 512     # four for each SM of an H100: chains of Threefry have latencies to hide
+WARPS, WIDTH = 8, 1024  # of a GPU's block: a vector for each thread
+BESIDE = 4      # elements of a vector, of which a thread keeps one: registers of more cost half of its speed
+DEEP = 4        # blocks without noise that are loaded at once; of others the next is loaded ahead
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA     # of Threefry's key schedule
-DEEP = 4    # blocks without noise that are loaded at once
-BESIDE = 4
 COUNT_ROWS = 64
 
 
@@ -62,14 +61,15 @@ class MergeSpec(PieceSpec):
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """Results and keys."""
-        return arguments(self.choice)[0], Argument("keys", dtypes.uint64, (dense(self.choice.rows, self.pieces),))
+        keys = Argument("keys", dtypes.uint64, (dense(self.choice.rows, self.pieces),))
+        return arguments(self.choice)[0], keys
 
 
 def choice(out: TensorRef, spec: ChoiceSpec | PieceSpec, blocks: Blocks, **given: TensorRef) -> None:
-    """From logits, numbers and places, or keys of pieces, to tokens or keys."""
+    """From logits, numbers and places, or from keys of pieces, to tokens or keys."""
     row, of = tile.program_id(0), spec if isinstance(spec, ChoiceSpec) else spec.choice
-    if isinstance(spec, MergeSpec): high, low = largest_key(given["keys"], row)
-    else: high, low = find(of, row, blocks, given)
+    if isinstance(spec, MergeSpec): high, low = merge(given["keys"], row)
+    else: high, low = choose(of, row, blocks, given)
     if type(spec) is PieceSpec: store_key(out, (row, tile.program_id(1)), high, low)
     elif of.first is not None: store_key(out, (row,), high, low)
     else: out[row] = tile.where(high == ONES, of.size, tile.cast(~low, dtypes.int32))
@@ -80,55 +80,72 @@ def store_key(out: TensorRef, place: Sequence[Operand], high: Tile, low: Tile) -
     out[*place, :] = tile.interleave(tile.where(high == ONES, ONES, low).reshape(1), high.reshape(1))
 
 
-def largest_key(keys: TensorRef, row: Tile) -> tuple[Tile, Tile]:
+def merge(keys: TensorRef, row: Tile) -> tuple[Tile, Tile]:
     """The words of the largest key of a row."""
     high, low = keys[row, :, 1], keys[row, :, 0]
     most = tile.max(high, 0)
     return most, tile.max(tile.where(high == most, low, 0), 0)
 
 
-def find(spec: ChoiceSpec, row: Tile, blocks: Blocks, given: Any) -> tuple[Tile, Tile]:
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a row: blocks of `width` elements from `start` on. Where the last one would reach beyond the
+    row it begins at `last`, earlier, but where that would part pairs of tokens."""
+    spec: ChoiceSpec
+    logits: TensorRef
+    row: Tile
+    start: Tile
+    length: int
+    width: int
+
+    @property
+    def last(self) -> int | None:
+        """Where the last block begins at most."""
+        split = self.spec.draw and self.spec.size % 2
+        return None if split or self.spec.size < self.width else self.spec.size - self.width
+
+    def load(self, first: Tile, count: int = 1) -> list[tuple[Tile, Tile]]:
+        """So many blocks, and where they begin."""
+        places = [first + i * self.width for i in range(count)]
+        if self.last is not None: places = [tile.minimum(at, self.last) for at in places]
+        return [(at, tile.load(self.logits, self.row, Block(at, self.width), other=-inf)) for at in places]
+
+
+def choose(spec: ChoiceSpec, row: Tile, blocks: Blocks, given: Mapping[str, TensorRef]) -> tuple[Tile, Tile]:
     """The words of the key of a program's piece, but for NaN's lower one."""
-    width, beside = 2 * blocks.rows * blocks.columns, blocks.rows
-    # the last block begins earlier, where no pair of tokens is parted by that
-    last = spec.size - width if spec.size >= width and not (spec.draw and spec.size % 2) else None
+    beside, width = blocks.rows, 2 * blocks.rows * blocks.columns
     length = -(-spec.size // (blocks.groups * width)) * width
-    start, deep = tile.program_id(1) * length, 1 if spec.draw else min(DEEP, length // width)
-    seed = read_seed(given["numbers"], given["places"], row) if spec.draw else None
-    shape = width // beside,
-    best, place = tile.full(shape, -math.inf), tile.full(shape, start, dtypes.int32)
+    start, shape = tile.program_id(1) * length, (width // beside,)
+    piece = Piece(spec, given["logits"], row, start, length, width)
+    best, place = tile.full(shape, -inf), tile.full(shape, start, dtypes.int32)
     most = tile.full(shape, 0, dtypes.int32)    # bits of the largest, NaN's above all others
-    ahead = load(given["logits"], row, start, width, last, deep) if spec.draw else None
+    seed = read_seed(given["numbers"], given["places"], row) if spec.draw else None
+    deep = 1 if spec.draw else min(DEEP, length // width)
+    ahead = piece.load(start) if spec.draw else []
     for first in tile.range(start, tile.minimum(start + length, spec.size), width * deep):
-        now = ahead if spec.draw else load(given["logits"], row, first, width, last, deep)
-        if spec.draw: ahead = load(given["logits"], row, tile.minimum(first + width, start + length - width), width, last, deep)
+        now = ahead if spec.draw else piece.load(first, deep)
+        if spec.draw: ahead = piece.load(tile.minimum(first + width, start + length - width))
         for at, x in now:
             y = x if seed is None else add_noise(x, seed, (at >> 1) + (spec.first or 0) // 2)
             y, step, bits = join(y, tile.bitcast(y, dtypes.int32) & 0x7FFFFFFF, beside)
-            better = y > best
-            best, place, most = tile.where(better, y, best), tile.where(better, at + step, place), tile.maximum(most, bits)
+            better, most = y > best, tile.maximum(most, bits)
+            best, place = tile.where(better, y, best), tile.where(better, at + step, place)
     key = tile.where(most > INFINITY, ONES, order_bits(best + 0.0))     # -0 is as large as 0
     high = tile.max(key, 0)
     index = tile.min(tile.where(key == high, place + tile.arange(*shape) * beside, spec.size), 0)
     return high, ~tile.cast(index + (spec.first or 0), U32)
 
 
-def load(logits: TensorRef, row: Tile, first: Tile, width: int, last: int | None, count: int) -> Any:
-    """Blocks of a row, and where they begin: at `last` at most."""
-    places = [first + i * width for i in range(count)]
-    if last is not None: places = [tile.minimum(at, last) for at in places]
-    return [(at, tile.load(logits, row, Block(at, width), other=-math.inf)) for at in places]
-
-
 def join(y: Tile, bits: Tile, beside: int) -> tuple[Tile, Operand, Tile]:
-    """Of so many elements side by side the largest, which of them it is, and the largest bits."""
+    """The largest of so many elements side by side, which of them it is, and the largest bits."""
     if beside == 1: return y, 0, bits
-    y, bits = (each.reshape(-(-each.shape[0] // beside), beside) for each in (y, bits))
 
     def combine(a: Tile, i: Tile, m: Tile, b: Tile, j: Tile, n: Tile) -> tuple[Tile, Tile, Tile]:
         later = b > a
         return tile.where(later, b, a), tile.where(later, j, i), tile.maximum(m, n)
-    return tile.reduce((y, tile.arange(beside)[None, :], bits), 1, combine)
+    y, bits = (each.reshape(each.shape[0] // beside, beside) for each in (y, bits))
+    found: tuple[Tile, Tile, Tile] = tile.reduce((y, tile.arange(beside)[None, :], bits), 1, combine)
+    return found
 
 
 def order_bits(x: Tile) -> Tile:
@@ -145,7 +162,7 @@ class Seed(NamedTuple):
 
 
 def read_seed(numbers: TensorRef, places: TensorRef, row: Tile) -> Seed:
-    """What a row's noise is made of."""
+    """Returns what a row's noise is made of."""
     words = [tile.cast(numbers[row, Number.seed + i], U32) for i in range(4)]
     low, high = (words[i] | words[i + 1] << 16 for i in (0, 2))
     return Seed((high, low ^ high ^ PARITY, low), tile.cast(places[row], U32),
@@ -160,7 +177,7 @@ def add_noise(x: Tile, seed: Seed, pair: Operand) -> Tile:
         words = tile.interleave(*threefry(tile.cast(tile.arange(count) + pair, U32), seed))
         uniform = (tile.cast(words >> 9, dtypes.float32) + 0.5) * 2.0 ** -23
         return x - tile.log_normal(-tile.log_near_one(uniform))
-    return tile.where_needed(seed.drawn & (x != -math.inf), compute, x)
+    return tile.where_needed(seed.drawn & (x != -inf), compute, x)
 
 
 def threefry(index: Tile, seed: Seed) -> tuple[Tile, Tile]:
@@ -174,13 +191,6 @@ def threefry(index: Tile, seed: Seed) -> tuple[Tile, Tile]:
     return a, b
 
 
-def count(counts: TensorRef, slots: TensorRef, tokens: TensorRef, spec: CountSpec, blocks: Blocks) -> None:
-    """Adds one to the counts of tokens."""
-    rows = tile.block(tile.program_id(0) * blocks.rows, blocks.rows)
-    slot, token = (tile.load(each, rows, other=-1) for each in (slots, tokens))
-    counts[slot, token] = counts[slot, token] + 1.0
-
-
 def choice_grid(spec: ChoiceSpec | PieceSpec, blocks: Blocks) -> Grid:
     """A program for each piece of each row."""
     return (spec if isinstance(spec, ChoiceSpec) else spec.choice).rows, blocks.groups, 1
@@ -188,12 +198,12 @@ def choice_grid(spec: ChoiceSpec | PieceSpec, blocks: Blocks) -> Grid:
 
 def cut_choice(spec: ChoiceSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """Long rows in pieces, until a GPU is full or each thread of a CPU has one."""
+    most = -(-spec.size // PIECE[target.kind])
     if target.kind == "cpu":
-        pieces = -(-target.threads // spec.rows) if spec.draw else 1
-        return [(Blocks(1, target.isa.lanes, min(pieces, -(-spec.size // PIECE["cpu"]))), 1)]
-    pieces = min(-(-spec.size // PIECE["gpu"]), -(-PROGRAMS_OF_GPU // spec.rows))
+        pieces = min(most, -(-target.threads // spec.rows)) if spec.draw else 1
+        return [(Blocks(1, target.isa.lanes, pieces), 1)]
     beside = beside_of(spec)
-    return [(Blocks(beside, WIDTH // (2 * beside), pieces), WARPS)]
+    return [(Blocks(beside, WIDTH // (2 * beside), min(most, -(-MANY_PROGRAMS // spec.rows))), WARPS)]
 
 
 def beside_of(spec: ChoiceSpec) -> int:
@@ -208,14 +218,37 @@ def steps(spec: ChoiceSpec, blocks: Blocks) -> Sequence[tuple[Any, Blocks]]:
     return [(PieceSpec(spec, blocks.groups), blocks), (MergeSpec(spec, blocks.groups), Blocks(1))]
 
 
+def choice_name(spec: ChoiceSpec | PieceSpec) -> str:
+    """The name of a kernel."""
+    return "pieces" if isinstance(spec, MergeSpec) else "choice"
+
+
+# **** counts ****
+
+def count(counts: TensorRef, slots: TensorRef, tokens: TensorRef, spec: CountSpec, blocks: Blocks) -> None:
+    """Adds one to the counts of tokens."""
+    rows = tile.block(tile.program_id(0) * blocks.rows, blocks.rows)
+    slot, token = (tile.load(each, rows, other=-1) for each in (slots, tokens))
+    counts[slot, token] = counts[slot, token] + 1.0
+
+
+def count_grid(spec: CountSpec, blocks: Blocks) -> Grid:
+    """A program for each block of rows."""
+    return -(-spec.rows // blocks.rows), 1, 1
+
+
+def cut_count(spec: CountSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
+    """A row for each thread."""
+    return [(Blocks(COUNT_ROWS), COUNT_ROWS // 32)]
+
+
 def count_problems(spec: CountSpec, kind: str) -> list[str]:
     """Why no kernel can be; empty when one can."""
-    return [f"{spec.slots} slots of {spec.size} counts"] * (spec.slots * spec.size >= 1 << 31)
+    numel = spec.slots * spec.size
+    return [f"{numel} counts, at most {LARGEST}"] if numel > LARGEST else []
 
 
-CHOICE = TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice, lambda spec: spec.rows * spec.size,
-                     steps=steps, vector=beside_of, entry=lambda spec: "pieces" if isinstance(spec, MergeSpec) else "choice")
-COUNT = TileProgram("count", CountSpec, count, lambda spec, blocks: (-(-spec.rows // blocks.rows), 1, 1),
-                    lambda spec, target: [(Blocks(COUNT_ROWS), COUNT_ROWS // 32)], lambda spec: spec.rows,
-                    count_problems)
-PROGRAMS = (CHOICE, COUNT)
+PROGRAMS = (TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice,
+                        lambda spec: spec.rows * spec.size, steps=steps, vector=beside_of, entry=choice_name),
+            TileProgram("count", CountSpec, count, count_grid, cut_count, lambda spec: spec.rows,
+                        count_problems))

@@ -142,7 +142,8 @@ class Assignment:
                     gone = tuple(extents(wide.shape).of_axis(op.attributes["axis"]))
                     self._class(wide).narrow += [(each, gone) for each in op.results]
             elif op.name in ("halves", "interleave"):
-                self._class(op.result).narrow += [(each, (0,)) for each in op.operands if each not in self.free]
+                for each in op.operands:
+                    if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
             elif op.name == "transpose" and op.operands[0] not in self.free:
                 to = transpose_bits(op.operands[0].shape, op.attributes["permutation"])
                 self._class(op.operands[0]).same.append((op.result, to))

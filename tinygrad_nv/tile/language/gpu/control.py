@@ -104,7 +104,8 @@ class PartialSums(Collective):
             result = op.results[place]
             held, layout = self.value(result), self.assignment.layout(reduction.operands[0])
             bits = extents(reduction.operands[0].shape).of_axis(reduction.attributes["axis"])
-            some = self.across_threads(reduction, self.combiner(reduction), layout, self.singles(held), bits, held.dtype)
+            some = self.across_threads(reduction, self.combiner(reduction), layout, self.singles(held), bits,
+                                       held.dtype)
             whole = self.from_singles(result.dtype, result.shape, held.layout, some)
             self.scopes.put(result, Held(result.dtype, result.shape, held.layout, whole.parts))
 
@@ -239,9 +240,8 @@ class Control(PartialSums):
         with branch:
             self.scopes.push()
             self.region(region)
-            made = self.value(region.yields[0], layout)
-            chosen = map_parts(lambda *each: elements.apply_row(self.kb, "where", each), test.parts, made.parts,
-                               other.parts)
+            parts = [each.parts for each in (test, self.value(region.yields[0], layout), other)]
+            chosen = map_parts(lambda *each: elements.apply_row(self.kb, "where", each), *parts)
             self.scopes.put(result, Held(result.dtype, result.shape, layout, chosen))
             carried.put([result])
             self.scopes.pop()
