@@ -115,8 +115,8 @@ def choose(spec: ChoiceSpec, level: isa.ISA, cut: int, logits: np.ndarray, *give
 @pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
 def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
     spec, logits = ChoiceSpec(rows, size), RNG(0).standard_normal((rows, size)).astype(np.float32)
-    logits[0, size // 2] = 50  # twice the largest, in different pieces
-    logits[0, size - 1] = 50
+    # thrice the largest, at one place of two blocks and in different pieces
+    logits[0, [size // 2, size // 2 + 320, size - 1]] = 50
     params = [SamplingParams(seed=7 + row, temperature=0 if row == 0 else 1) for row in range(rows)]
     numbers = np.stack([each.numbers(each.seed or 0) for each in params])
     places = np.arange(9, 9 + rows, dtype=np.int32)

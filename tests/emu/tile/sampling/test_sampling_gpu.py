@@ -159,7 +159,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_of_equals_is_chosen_and_nan_is_told(arch: str, draw: bool, small_pieces: None):
     size = 800
     x = np.full((5, size), -3, np.float32)
-    x[0, [250, 700]], x[1, 600], x[1, 13], x[3] = 5, 0.0, -0.0, -np.inf
+    x[0, [250, 378, 700]], x[1, 600], x[1, 13], x[3] = 5, 0.0, -0.0, -np.inf
     x[2, 790], x[4, 0] = np.nan, np.array(0xFFC00000, np.uint32).view(np.float32)
     places = np.zeros(5, np.int32)
     made = chosen(ChoiceSpec(5, size, draw), x, [SamplingParams(temperature=0)] * 5, places, arch)
