@@ -218,7 +218,7 @@ def extremes(x: KTile["R", "N", f32], least: OTile["R", 32, f32], most: OTile["R
 
 
 def test_what_a_loop_carries_of_one_shape_is_one_loop():
-    """What both are made of is computed once, and neither is written before both are read: no array has it."""
+    """What both are made of is computed once, in no array, and neither is written before both are read."""
     found, text = run(extremes, RANDOM.standard_normal((6, 96)).astype(np.float32))
     assert (found[0] <= found[1]).all()
     body = text.partition("for (s32")[2].partition("(p_least")[0]

@@ -332,6 +332,6 @@ def test_what_needs_elements_of_other_threads_is_computed_by_all(warps: int) -> 
 
 
 def test_what_is_left_out_is_of_elements() -> None:
-    with pytest.raises(LanguageError, match="reduce in what tile.where_needed computes"):
+    with pytest.raises(LanguageError, match=r"reduce in what tile.where_needed computes"):
         program(lambda x, o: o.__setitem__(0, E.where_needed(x[0] > 0, lambda: R.sum_(x[:], 0), 0.0)),
                 [ref("o", F32, 1, out=True), ref("x", F32, 8)])
