@@ -8,7 +8,7 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.support.engine.sampler_case import Case, logits_of
-from tests.support.engine.selection_case import above, hard_rows, near_targets
+from tests.support.engine.selection_case import above, counted_rows, hard_rows, near_targets
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.sampling import threshold as selection
@@ -27,6 +27,24 @@ RNG = np.random.default_rng
 pytestmark = pytest.mark.usefixtures("cpu_device")
 
 
+def filtered(spec: FilterSpec, level: isa.ISA, x: np.ndarray, weights: np.ndarray, targets: np.ndarray,
+             parts: int = 1, order: tuple[int, ...] | None = None, spoilt: tuple[str, str] = ("", "")
+             ) -> np.ndarray:
+    """The bits of what a filter keeps; nothing is written behind it."""
+    numbers = np.full((spec.rows, NUMBERS), np.nan, np.float32)
+    numbers[:, spec.number] = targets
+    target = replace(host(), isa=level)
+    made = TABLE.build(spec, replace(TABLE.choose(spec, target), parts=parts), target)
+    assert spoilt[0] in made.source
+    out = np.full(spec.rows * spec.size + 3, 77, np.float32)
+    work = [np.full(made.workspace_bytes // 4, 77, np.uint32)] * bool(made.workspace_bytes)
+    given = (x,) if spec.counted else (x, weights)
+    rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy() for each in given]
+    load(replace(made, source=made.source.replace(*spoilt)))(out, *work, *rows, numbers, order=order)
+    assert (out[-3:] == 77).all()
+    return out[:-3].view(np.uint32).reshape(spec.rows, spec.size)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("level", LEVELS, ids=str)
 @pytest.mark.parametrize(("size", "floor"), [(5, False), (300, False), (300, True)])
@@ -34,37 +52,31 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size
                                                             monkeypatch: pytest.MonkeyPatch):
     if floor: monkeypatch.setattr(selection, "SHORT", 0)
     for alike in (False, True):
-        x, given, goals, kept = near_targets(size, alike)
-        R = len(goals)
-        numbers = np.full((R, NUMBERS), np.nan, np.float32)
-        numbers[:, Number.top_p] = goals
-        spec = FilterSpec(R, size, Number.top_p, alike)
+        x, weights, targets, kept = near_targets(size, alike)
+        spec = FilterSpec(len(targets), size, Number.top_p, alike)
         for parts, order in ((1, None), (3, (2, 0, 1))):
-            schedule = replace(selection.default(spec, replace(host(), isa=level)), parts=parts)
-            made = selection.build(spec, schedule)
-            out = np.full(R * size + 3, 77, np.float32)
-            work = np.full(made.workspace_bytes // 4, 77, np.uint32)
-            everything = [np.tile(each, (R, 1)) for each in (x, *[given] * (not alike))]
-            load(made)(out, work, *everything, numbers, order=order)
-            np.testing.assert_array_equal(out[:R * size].view(np.uint32), kept.reshape(-1).view(np.uint32))
-            assert (out[R * size:] == 77).all()
+            found = filtered(spec, level, x, weights, targets, parts, order)
+            np.testing.assert_array_equal(found, kept.view(np.uint32))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("alike", [False, True])
-def test_a_floor_that_is_wrong_is_given_up(alike: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("size", [129, 700, 9000])
+def test_the_largest_are_counted_wherever_they_lie(level: isa.ISA, size: int):
+    """Of rows that few blocks hold, of others, and of others whose largest share a place of blocks."""
+    x, targets, kept = counted_rows(size, 128 if size < 9000 else 512)
+    found = filtered(FilterSpec(len(x), size, Number.top_k, True), level, x, x, targets)
+    np.testing.assert_array_equal(found, kept.view(np.uint32))
+
+
+@pytest.mark.sampled(1)
+def test_a_floor_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch):
     """One that has half of the mass: the sums in order tell."""
     monkeypatch.setattr(selection, "SHORT", 0)
-    x, given, goals, kept = near_targets(600, alike)
-    spec = FilterSpec(len(goals), 600, Number.top_p, alike)
-    made = selection.build(spec, selection.default(spec, host()))
-    assert "goal * 1.001f" in made.source
-    spoilt = load(replace(made, source=made.source.replace("goal * 1.001f", "goal * 0.5f")))
-    numbers = np.full((len(goals), NUMBERS), np.nan, np.float32)
-    numbers[:, Number.top_p] = goals
-    out, work = np.zeros(kept.shape, np.float32), np.zeros(made.workspace_bytes // 4, np.uint32)
-    spoilt(out, work, *[np.tile(each, (len(goals), 1)) for each in (x, *[given] * (not alike))], numbers)
-    np.testing.assert_array_equal(out.view(np.uint32), kept.view(np.uint32))
+    x, weights, targets, kept = near_targets(600, False)
+    found = filtered(FilterSpec(len(targets), 600, Number.top_p), host().isa, x, weights, targets,
+                     spoilt=("goal * 1.001f", "goal * 0.5f"))
+    np.testing.assert_array_equal(found, kept.view(np.uint32))
 
 
 def numbers_of(params: list[SamplingParams]) -> Tensor:
@@ -88,7 +100,7 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
         choices = [choose_tokens(x, numbers_of([drawn[0], greedy, drawn[2]]), places),
                    choose_tokens(x, None, places)]
         return [kept.bitcast(dtypes.uint32).numpy(), *(each.numpy() for each in choices)]
-    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["threshold"]
+    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["top_k"]
     assert [k.template for k in explain(choose_tokens(x, numbers, places)).kernels] == ["choice"]
     ours = results()
     with disabled(): theirs = results()
@@ -213,13 +225,13 @@ def test_a_sampler_is_few_kernels():
     drawn = ["embedding", "tinygrad", "choice"]
     assert kernels(SamplingParams(temperature=0.0)) == ["choice"]
     assert kernels(SamplingParams()) == drawn
-    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "threshold", "choice"]
+    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "top_k", "choice"]
     assert kernels(SamplingParams(top_p=0.9)) == [*drawn[:2], "norm", "threshold", "choice"]
     assert kernels(SamplingParams(min_p=0.1)) == [*drawn[:2], "norm", "choice"]
     apply_penalties = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
     assert apply_penalties == ["embedding", "embedding", "tinygrad", "choice", "count"]
     everything = kernels(ALL, True)
-    assert everything[-6:] == ["threshold", "norm", "threshold", "norm", "choice", "count"]
+    assert everything[-6:] == ["top_k", "norm", "threshold", "norm", "choice", "count"]
     assert len(everything) <= 11
 
 

@@ -9,6 +9,7 @@ from tinygrad_nv.tile.sampling.program import PROGRAMS
 from tinygrad_nv.tile.sampling.spec import FilterSpec
 from tinygrad_nv.tile.template import Family
 
-THRESHOLD = template(FilterSpec, threshold.CPUThreshold, threshold.default, None, threshold.__name__)
+THRESHOLD = template(FilterSpec, threshold.CPUThreshold, threshold.default, threshold.problems,
+                     threshold.__name__)
 FAMILY = Family("sampling", (THRESHOLD, *make_family("sampling", PROGRAMS, BY_ROW).templates),
                 determinism_class=BY_ROW)

@@ -28,6 +28,7 @@ from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 from tinygrad_nv.tile.reference import Argument, dense
 from tinygrad_nv.tile.sampling.reference import arguments
 from tinygrad_nv.tile.sampling.spec import ChoiceSpec, CountSpec, Number
+from tinygrad_nv.tile.sampling.top_k.program import TOP_K
 
 U32 = dtypes.uint32
 ONES, INFINITY = 0xFFFFFFFF, 0x7F800000
@@ -248,7 +249,8 @@ def count_problems(spec: CountSpec, kind: str) -> list[str]:
     return [f"{numel} counts, at most {LARGEST}"] if numel > LARGEST else []
 
 
-PROGRAMS = (TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice,
+PROGRAMS = (TOP_K,
+            TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice,
                         lambda spec: spec.rows * spec.size, steps=steps, vector=beside_of, entry=choice_name),
             TileProgram("count", CountSpec, count, count_grid, cut_count, lambda spec: spec.rows,
                         count_problems))

@@ -1,4 +1,4 @@
-"""The templates of sampling on a GPU: filters, choices and counts of tokens."""
+"""The templates of sampling on a GPU: filters by weights, and programs."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class Threshold(Schedule):
 
 def problems(spec: FilterSpec, arch: str) -> list[str]:
     """Why no template takes a spec; empty when one does."""
-    return [f"{spec.rows} rows, at most {MOST_GRID}"] if spec.rows > MOST_GRID else []
+    many = [f"{spec.rows} rows, at most {MOST_GRID}"] * (spec.rows > MOST_GRID)
+    return many + ["counts, whose order does not matter"] * spec.counted
 
 
 THRESHOLD = make_template(FilterSpec, Threshold, problems, f"{FOLDER}.threshold", "threshold")

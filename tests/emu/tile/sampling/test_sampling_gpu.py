@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.engine.selection_case import above, hard_rows, near_targets
+from tests.support.engine.selection_case import above, counted_rows, hard_rows, near_targets
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
@@ -17,7 +17,7 @@ from tinygrad_nv.tile.sampling import program as choosing
 from tinygrad_nv.tile.sampling import threshold as selection
 from tinygrad_nv.tile.sampling import threshold_sift as sifting
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
-from tinygrad_nv.tile.sampling.templates import Threshold
+from tinygrad_nv.tile.sampling.top_k import program as counting
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -49,7 +49,7 @@ def filtered(spec: FilterSpec, x: np.ndarray, weights: np.ndarray, targets: np.n
     rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy()
             for each in (x, *[weights] * (not spec.counted))]
     out = np.full((spec.rows, spec.size), GUARD, np.float32)
-    made = TABLE.build(spec, Threshold(), GPU(arch))
+    made = default(spec, arch)
     assert spoilt[0] in made.ptx
     if spoilt[0]: made = replace(made, ptx=made.ptx.replace(*spoilt))
     return launched(made, arch, out, *rows, numbers, seed=seed, reports=reports)
@@ -71,26 +71,35 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(arch: str, alike: bo
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("alike", "room", "spoilt"), [
-    (False, 40, ("", "")), (False, 1, ("", "")), (True, 40, ("0f3F8020C5", "0f3F000000")),
-    pytest.param(True, 40, ("", ""), marks=pytest.mark.slow)])
-def test_lists_are_used_where_they_have_the_mass(alike: bool, room: int, spoilt: tuple[str, str],
+@pytest.mark.parametrize(("room", "spoilt"), [
+    (40, ("", "")), (1, ("", "")), (40, ("0f3F8020C5", "0f3F000000"))])
+def test_lists_are_used_where_they_have_the_mass(room: int, spoilt: tuple[str, str],
                                                  monkeypatch: pytest.MonkeyPatch):
     """Where lanes have more than there is room for, or the floor has half of the mass, all elements are
     looked at again, in each pass. The constant is 1.001."""
     monkeypatch.setattr(selection, "SHORT", 0)
     monkeypatch.setattr(sifting, "ROOM", room)
-    x, weights, targets, kept = near_targets(515, alike, 40)
+    x, weights, targets, kept = near_targets(515, False, 40)
     left = np.isfinite(kept).sum(1)
     order = np.flatnonzero((left >= 60) & (left <= 120) & np.isfinite(targets))[:2]
     assert len(order)
     reports: list[Report] = []
-    spec = FilterSpec(len(order), 515, Number.top_p, alike)
+    spec = FilterSpec(len(order), 515, Number.top_p)
     found = filtered(spec, x, weights, targets[order], "sm_90a", reports=reports, spoilt=spoilt)
     np.testing.assert_array_equal(found.view(np.uint32), kept[order].view(np.uint32))
     passes = sum(site.threads for site in reports[0].stats.sites if site.opcode.startswith("ld.global")) \
-        / (len(order) * 515 * (1 if alike else 2))
+        / (len(order) * 515 * 2)
     assert passes < 5 if (room, spoilt[0]) == (40, "") else passes > 8
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("size", [513, 2600])
+def test_the_largest_are_counted_wherever_they_lie(size: int, arch: str, monkeypatch: pytest.MonkeyPatch):
+    """Of rows that registers hold, of others, and of others whose largest share a place of blocks."""
+    monkeypatch.setattr(counting, "THREADS", 128)
+    x, targets, kept = counted_rows(size, 512)
+    found = filtered(FilterSpec(len(x), size, Number.top_k, True), x, x, targets, arch)
+    np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
 
 
 @pytest.mark.slow
@@ -139,7 +148,7 @@ def chosen(spec: ChoiceSpec, x: np.ndarray, params: list[SamplingParams], places
     return launched(made.second, arch, out, best).tolist()
 
 
-def default(spec: ChoiceSpec | CountSpec, arch: str) -> TileKernel | Chain:
+def default(spec: FilterSpec | ChoiceSpec | CountSpec, arch: str) -> TileKernel | Chain:
     """The kernel of the default schedule, or both."""
     return TABLE.build(spec, TABLE.choose(spec, GPU(arch)), GPU(arch))
 
@@ -217,11 +226,8 @@ BUILT = ("sm_80", "sm_89", "sm_90a")
 SIZES = (5, 2048, 32000, 128256)
 
 
-def threshold(spec: FilterSpec, arch: str) -> TileKernel: return TABLE.build(spec, Threshold(), GPU(arch))
-
-
-KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_p), arch),
-         "counted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_k, True), arch),
+KINDS = {"weighted": lambda size, arch: default(FilterSpec(64, size, Number.top_p), arch),
+         "counted": lambda size, arch: default(FilterSpec(64, size, Number.top_k, True), arch),
          "drawn": lambda size, arch: default(ChoiceSpec(64, size), arch),
          "largest": lambda size, arch: default(ChoiceSpec(1, size, False), arch),
          "keys": lambda size, arch: default(ChoiceSpec(256, size, True, 2 * size), arch),
@@ -244,7 +250,7 @@ def test_nothing_spills(kind: str, arch: str):
 
 def test_a_pass_meets_twice():
     """And has a vector for each four elements; of what is kept there are four at a time."""
-    text = threshold(FilterSpec(1, 4096, Number.top_p), "sm_90a").ptx
+    text = default(FilterSpec(1, 4096, Number.top_p), "sm_90a").ptx
     assert text.count("bar.sync") == 2
     assert text.count("ld.global.v4") == 2 + 4  # keys, weights, and what is kept
     assert text.count("add.f32") == 4 * 15 + 16

@@ -14,6 +14,7 @@ A scan keeps, beside each partial result x, the total t of the 2^b elements of i
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -30,6 +31,7 @@ from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 
+MANY_WARPS = 4      # bits of their number: of so many, 16, each lane reads one's word
 REDUX = {(fn, dtype): f"redux.sync.{fn}.{kind if fn in ('add', 'min', 'max') else 'b32'}"
          for fn in ("add", "min", "max", "and", "or", "xor")
          for dtype, kind in ((dtypes.int32, "s32"), (dtypes.uint32, "u32"))}
@@ -175,14 +177,32 @@ class Collective(Values):
                 some = [combine([a], [b])[0] for a,
                         b in zip(some, exchange_parts(self, some, at), strict=True)]
         warps = [at for at in over if at >= LANE_BITS]
-        return self._across_warps(combine, layout, some, over, warps, dtype) if warps else some
+        at_once = opcode and len(warps) >= MANY_WARPS
+        join = functools.partial(self._join_words, op, opcode) if at_once else \
+            functools.partial(self._join, combine)
+        return self._across_warps(join, layout, some, over, warps, dtype) if warps else some
 
     def _redux(self, opcode: str, each: Lanes) -> Lanes:
         made = self.kb.reg(each.register().kind)
         self.kb.emit(opcode, made, each.register(), -1)
         return Lanes(self.kb, each.dtype, [made])
 
-    def _across_warps(self, combine: Combine, layout: Layout, some: Elements, over: Sequence[int],
+    def _join_words(self, op: Op, opcode: str, base: Register, nbytes: int, dtype: DType, count: int) -> Part:
+        """Combines words of warps, one in each lane, by one instruction."""
+        own = self.kb.reg("u32")
+        self.kb.emit("add.u32", own, base, self.threads.sum([(at, 4 << at) for at in range(LANE_BITS)]))
+        there = self.threads.first((1 << LANE_BITS) - 1 & -count)
+        (word,) = fetch(self.kb, own, nbytes, dtype, 1, there, neutral(op.attributes["fn"], dtype), "shared")
+        return self._redux(opcode, word)
+
+    def _join(self, combine: Combine, base: Register, nbytes: int, dtype: DType, count: int) -> Part:
+        """Combines elements of warps, in all threads."""
+        found = self._vector(base, nbytes, dtype, count)
+        while len(found) > 1:
+            found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
+    def _across_warps(self, join: Callable[..., Part], layout: Layout, some: Elements, over: Sequence[int],
                       warps: Sequence[int], dtype: DType) -> Elements:
         """Partial results of warps, combined by all of them in the order of the warps."""
         kb, arena, size = self.kb, self.arena, dtype.itemsize
@@ -202,10 +222,7 @@ class Collective(Values):
             arena.reads(start, nbytes)
             base = address(self, start, self.threads.sum(pairs))
             for i, part in enumerate(distinct):
-                found = self._vector(base, i * slots * size, dtype, count)
-                while len(found) > 1:
-                    found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
-                known[id(part)] = found[0]
+                known[id(part)] = join(base, i * slots * size, dtype, count)
         return [known[id(part)] for part in some]
 
     def _vector(self, base: Register, nbytes: int, dtype: DType, count: int) -> Elements:
