@@ -136,9 +136,15 @@ def grid(spec: FilterSpec, blocks: Blocks) -> Grid:
     return spec.rows, 1, 1
 
 
+def vector_of(spec: FilterSpec) -> int:
+    """Elements that a thread loads at once."""
+    return VECTOR if spec.size % VECTOR == 0 else 1
+
+
 def problems(spec: FilterSpec, kind: str) -> list[str]:
     """Why no kernel can be; empty when one can."""
     return [] if spec.counted else ["sums of weights, whose order counts"]
 
 
-TOP_K = TileProgram("top_k", FilterSpec, top_k, grid, cut, lambda spec: spec.rows * spec.size, problems)
+TOP_K = TileProgram("top_k", FilterSpec, top_k, grid, cut, lambda spec: spec.rows * spec.size, problems,
+                    vector=vector_of)
