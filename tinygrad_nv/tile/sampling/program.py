@@ -39,7 +39,7 @@ BESIDE = 4      # elements of a vector, of which a thread keeps one: registers o
 DEEP = 4        # blocks without noise that are loaded at once; of others the next is loaded ahead
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA     # of Threefry's key schedule
-COUNT_ROWS = 64
+COUNT_ROWS = {"gpu": 64, "cpu": 4}     # of a program: a thread each, or few
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,9 @@ def count_grid(spec: CountSpec, blocks: Blocks) -> Grid:
 
 
 def cut_count(spec: CountSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
-    """A row for each thread."""
-    return [(Blocks(COUNT_ROWS), COUNT_ROWS // 32)]
+    """A few rows for each program."""
+    rows = COUNT_ROWS[target.kind]
+    return [(Blocks(rows), max(1, rows // 32))]
 
 
 def count_problems(spec: CountSpec, kind: str) -> list[str]:
