@@ -32,7 +32,7 @@ from tinygrad_nv.tile.sampling.top_k.program import TOP_K
 
 U32 = dtypes.uint32
 ONES, INFINITY = 0xFFFFFFFF, 0x7F800000
-PIECE = {"gpu": 1 << 12, "cpu": 1 << 13}    # elements of a piece at least
+PIECE, CPU_PIECE = 1 << 12, 1 << 13     # elements of a piece at least
 MANY_PROGRAMS = 512     # four for each SM of an H100: chains of Threefry have latencies to hide
 WARPS, WIDTH = 8, 1024  # of a GPU's block: a vector for each thread
 BESIDE = 4      # elements of a vector, of which a thread keeps one: registers of more cost half of its speed
@@ -199,12 +199,11 @@ def choice_grid(spec: ChoiceSpec | PieceSpec, blocks: Blocks) -> Grid:
 
 def cut_choice(spec: ChoiceSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     """Long rows in pieces, until a GPU is full or each thread of a CPU has one."""
-    most = -(-spec.size // PIECE[target.kind])
     if target.kind == "cpu":
-        pieces = min(most, -(-target.threads // spec.rows)) if spec.draw else 1
-        return [(Blocks(1, target.isa.lanes, pieces), 1)]
-    beside = beside_of(spec)
-    return [(Blocks(beside, WIDTH // (2 * beside), min(most, -(-MANY_PROGRAMS // spec.rows))), WARPS)]
+        pieces = min(spec.size // CPU_PIECE, -(-target.threads // spec.rows)) if spec.draw else 1
+        return [(Blocks(1, target.isa.lanes, max(1, pieces)), 1)]
+    beside, pieces = beside_of(spec), min(-(-spec.size // PIECE), -(-MANY_PROGRAMS // spec.rows))
+    return [(Blocks(beside, WIDTH // (2 * beside), pieces), WARPS)]
 
 
 def beside_of(spec: ChoiceSpec) -> int:
@@ -252,6 +251,7 @@ def count_problems(spec: CountSpec, kind: str) -> list[str]:
 
 PROGRAMS = (TOP_K,
             TileProgram("choice", ChoiceSpec, choice, choice_grid, cut_choice,
-                        lambda spec: spec.rows * spec.size, steps=steps, vector=beside_of, entry=choice_name),
+                        lambda spec: spec.rows * spec.size * (1 + spec.draw), steps=steps, vector=beside_of,
+                        entry=choice_name),
             TileProgram("count", CountSpec, count, count_grid, cut_count, lambda spec: spec.rows,
                         count_problems))

@@ -159,7 +159,7 @@ def pieces(spec: ChoiceSpec, arch: str = "sm_90a") -> int: return TABLE.choose(s
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are some of a row that is short."""
-    monkeypatch.setitem(choosing.PIECE, "gpu", 300)
+    monkeypatch.setattr(choosing, "PIECE", 300)
     monkeypatch.setattr(choosing, "WIDTH", 128)
 
 
