@@ -100,7 +100,7 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
         choices = [choose_tokens(x, numbers_of([drawn[0], greedy, drawn[2]]), places),
                    choose_tokens(x, None, places)]
         return [kept.bitcast(dtypes.uint32).numpy(), *(each.numpy() for each in choices)]
-    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["top_k"]
+    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["counted_threshold"]
     assert [k.template for k in explain(choose_tokens(x, numbers, places)).kernels] == ["choice"]
     ours = results()
     with disabled(): theirs = results()
@@ -225,13 +225,13 @@ def test_a_sampler_is_few_kernels():
     drawn = ["embedding", "tinygrad", "choice"]
     assert kernels(SamplingParams(temperature=0.0)) == ["choice"]
     assert kernels(SamplingParams()) == drawn
-    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "top_k", "choice"]
+    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "counted_threshold", "choice"]
     assert kernels(SamplingParams(top_p=0.9)) == [*drawn[:2], "norm", "threshold", "choice"]
     assert kernels(SamplingParams(min_p=0.1)) == [*drawn[:2], "norm", "choice"]
     apply_penalties = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
     assert apply_penalties == ["embedding", "embedding", "tinygrad", "choice", "count"]
     everything = kernels(ALL, True)
-    assert everything[-6:] == ["top_k", "norm", "threshold", "norm", "choice", "count"]
+    assert everything[-6:] == ["counted_threshold", "norm", "threshold", "norm", "choice", "count"]
     assert len(everything) <= 11
 
 

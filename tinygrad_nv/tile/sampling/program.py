@@ -89,7 +89,7 @@ def merge(keys: TensorRef, row: Tile) -> tuple[Tile, Tile]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """A piece of a row: blocks of `width` elements from `start` on. Where the last one would reach beyond the
     row it begins at `last`, earlier, but where that would part pairs of tokens."""
     spec: ChoiceSpec
@@ -101,7 +101,7 @@ class Piece:
 
     @property
     def last(self) -> int | None:
-        """Where the last block begins at most."""
+        """Returns where the last block begins at most."""
         split = self.spec.draw and self.spec.size % 2
         return None if split or self.spec.size < self.width else self.spec.size - self.width
 
@@ -117,7 +117,7 @@ def choose(spec: ChoiceSpec, row: Tile, blocks: Blocks, given: Mapping[str, Tens
     beside, width = blocks.rows, 2 * blocks.rows * blocks.columns
     length = -(-spec.size // (blocks.groups * width)) * width
     start, shape = tile.program_id(1) * length, (width // beside,)
-    piece = Piece(spec, given["logits"], row, start, length, width)
+    piece = Span(spec, given["logits"], row, start, length, width)
     best, place = tile.full(shape, -inf), tile.full(shape, start, dtypes.int32)
     most = tile.full(shape, 0, dtypes.int32)    # bits of the largest, NaN's above all others
     seed = read_seed(given["numbers"], given["places"], row) if spec.draw else None
