@@ -146,5 +146,5 @@ def problems(spec: FilterSpec, kind: str) -> list[str]:
     return [] if spec.counted else ["sums of weights, whose order counts"]
 
 
-TOP_K = TileProgram("counted_threshold", FilterSpec, top_k, grid, cut, lambda spec: spec.rows * spec.size, problems,
-                    vector=vector_of)
+TOP_K = TileProgram("counted_threshold", FilterSpec, top_k, grid, cut, lambda spec: spec.rows * spec.size,
+                    problems, vector=vector_of)
