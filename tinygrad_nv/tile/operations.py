@@ -190,6 +190,15 @@ _LANGUAGE_ONLY = (
               c_integer="shift_right_i({0}, {1})", c_unsigned="(vi)shift_right_u((vu){0}, (vu){1})"),
     Operation("mul_high", 2, lambda a, b: int(a) * int(b) >> 32, cost=4, ptx_integer="mul.hi.{kind}",
               c_integer="mul_high_i({0}, {1})", c_unsigned="(vi)mul_high_u((vu){0}, (vu){1})"),
+    # the upper word of two, of which the lower comes first, shifted left by the lowest five bits of the third
+    Operation("funnel_left", 3, ptx_integer="shf.l.wrap.b32",
+              c_integer="(vi)funnel_left_u((vu){0}, (vu){1}, (vu){2})"),
+    # natural logarithms of positive normal numbers. On GPUs the first is the hardware's, whose error is large
+    # beside a result near 0, the second a series
+    Operation("log_normal", 1, math.log, cost=10, series=True, ptx_f32="lg2.approx.f32",
+              c_float="log_normal({0})"),
+    Operation("log_near_one", 1, math.log, cost=24, series=True, ptx_f32="fma.rn.f32",
+              c_float="log_normal({0})"),
     # rounded once, where there is an instruction
     Operation("fma", 3, ptx_f32="fma.rn.f32", c_float="fma_({0}, {1}, {2})"),
     # of numbers that are at most about 1, as in a softmax: results below 2^-126 are 0

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
+from tinygrad.dtype import dtypes
+
 from tinygrad_nv.tile.expression import Expression, Load, loads
 from tinygrad_nv.tile.kernel import Chain, Scratch
 from tinygrad_nv.tile.language.ir import Program, TensorParameter
@@ -128,13 +130,17 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
 
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:
-    """An argument as it lies; of one that is read by views alone, the pointer."""
-    output, place = argument.role != "in", argument.places[0]
-    if viewed and not output: return TensorParameter(argument.name, argument.dtype, (1,))
-    extents, steps = place.extents, place.strides
+    """An argument as it lies; of one that is read by views alone, the pointer. Integers of 64 bits are two
+    words along a new last axis, the lower one first."""
+    output, place, dtype = argument.role != "in", argument.places[0], argument.dtype
+    if viewed and not output: return TensorParameter(argument.name, dtype, (1,))
+    extents, steps, offset = place.extents, place.strides, place.offset
+    if dtype in (dtypes.int64, dtypes.uint64):
+        extents, steps = (*extents, 2), (*(2 * each for each in steps), 1)
+        offset, dtype = 2 * offset, dtypes.uint32
     if extents[-1] == 1: steps = (*steps[:-1], 1)
     elif steps[-1] != 1: extents, steps = (*extents, 1), (*steps, 1)    # elements of a row that lie apart
-    return TensorParameter(argument.name, argument.dtype, extents, output, steps=steps, offset=place.offset,
+    return TensorParameter(argument.name, dtype, extents, output, steps=steps, offset=offset,
                            symbolic=symbolic)
 
 

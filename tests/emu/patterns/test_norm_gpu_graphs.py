@@ -238,13 +238,13 @@ def test_a_sampler_is_few_kernels(gpu: NVDevice):
     begin = kernels(SamplingParams(), gpu)[:-1]
     assert kernels(SamplingParams(), gpu) == [*begin, "choice"]
     assert len(begin) == 2
-    assert kernels(SamplingParams(top_k=4), gpu) == [*begin, "threshold", "choice"]
+    assert kernels(SamplingParams(top_k=4), gpu) == [*begin, "counted_threshold", "choice"]
     assert kernels(SamplingParams(top_p=0.9), gpu) == [*begin, "norm", "threshold", "choice"]
     assert kernels(SamplingParams(min_p=0.1), gpu)[-2:] == ["norm", "choice"]
     assert kernels(SamplingParams(), gpu, 1, 9000) == [*begin, "choice", "pieces"]
     everything = replace(OPTIONS[-1], min_p=0.1, repetition_penalty=1.1)
-    assert kernels(everything, gpu, count=True)[-6:] == ["threshold", "norm", "threshold", "norm", "choice",
-                                                         "count"]
+    assert kernels(everything, gpu, count=True)[-6:] == [
+        "counted_threshold", "norm", "threshold", "norm", "choice", "count"]
     assert len(kernels(everything, gpu, count=True)) <= 11
 
 

@@ -50,6 +50,24 @@ def near_targets(size: int, alike: bool, keys_tried: int = 8
     return x, weights, np.array(targets, np.float32), np.stack(kept)
 
 
+def counted_rows(size: int, stride: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits [R, size], of which the largest of some are so far apart, or equal, or NaN; how many of each are
+    wanted, and what is kept."""
+    random, made = np.random.default_rng(size), list[tuple[np.ndarray, float, np.ndarray]]()
+    for wanted in (1, 2, 3.5, size // stride + 2, size // 2, size, size + 1, np.inf, np.nan, 0, -1):
+        for kind in range(3):
+            x = random.standard_normal(size).astype(np.float32)
+            x[:4] = -np.inf, -0.0, 0.0, -0.0
+            if kind == 1: x[::stride] += 10
+            if kind == 2: x[:] = np.round(x)
+            if kind == 2: x[5:7] = np.array([0x7FC00000, 0xFFC00000], np.uint32).view(np.float32)
+            keys, count = ordered(x), size + 1 if wanted != wanted else min(np.ceil(wanted), size + 1)
+            least = 0 if count > size else 0xFFFFFFFF if count <= 0 else np.sort(keys)[::-1][int(count) - 1]
+            made.append((x, wanted, np.where(keys >= least, x, np.float32(-np.inf))))
+    rows, targets, kept = zip(*made, strict=True)
+    return np.stack(rows), np.array(targets, np.float32), np.stack(kept)
+
+
 def above(x: np.ndarray) -> list[int]:
     """The upper word of the key of the largest of each row (tile/sampling/spec.py)."""
     best = np.where(x.max(1) == 0, np.float32(0), x.max(1))

@@ -8,10 +8,9 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tests.support.engine.sampler_case import Case, logits_of
-from tests.support.engine.selection_case import above, hard_rows, near_targets
+from tests.support.engine.selection_case import above, counted_rows, hard_rows, near_targets
 from tinygrad_nv import disabled, explain
 from tinygrad_nv.cpu import isa
-from tinygrad_nv.cpu.sampling import choice as choosing
 from tinygrad_nv.cpu.sampling import threshold as selection
 from tinygrad_nv.cpu.target import host
 from tinygrad_nv.engine.sampling import SamplingParams
@@ -21,10 +20,29 @@ from tinygrad_nv.patterns.sampling import choose_part, choose_tokens, largest, t
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.sampling.reference import token_of
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
+from tinygrad_nv.tile.templates import TABLE
 
 LEVELS = [each for each in (isa.PORTABLE, isa.AVX2, isa.AVX512) if not isa.why_not(each.level)]
 RNG = np.random.default_rng
 pytestmark = pytest.mark.usefixtures("cpu_device")
+
+
+def filtered(spec: FilterSpec, level: isa.ISA, x: np.ndarray, weights: np.ndarray, targets: np.ndarray,
+             parts: int = 1, order: tuple[int, ...] | None = None, spoilt: tuple[str, str] = ("", "")
+             ) -> np.ndarray:
+    """The bits of what a filter keeps; nothing is written behind it."""
+    numbers = np.full((spec.rows, NUMBERS), np.nan, np.float32)
+    numbers[:, spec.number] = targets
+    target = replace(host(), isa=level)
+    made = TABLE.build(spec, replace(TABLE.choose(spec, target), parts=parts), target)
+    assert spoilt[0] in made.source
+    out = np.full(spec.rows * spec.size + 3, 77, np.float32)
+    work = [np.full(made.workspace_bytes // 4, 77, np.uint32)] * bool(made.workspace_bytes)
+    given = (x,) if spec.counted else (x, weights)
+    rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy() for each in given]
+    load(replace(made, source=made.source.replace(*spoilt)))(out, *work, *rows, numbers, order=order)
+    assert (out[-3:] == 77).all()
+    return out[:-3].view(np.uint32).reshape(spec.rows, spec.size)
 
 
 @pytest.mark.sampled(1)
@@ -34,37 +52,31 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(level: isa.ISA, size
                                                             monkeypatch: pytest.MonkeyPatch):
     if floor: monkeypatch.setattr(selection, "SHORT", 0)
     for alike in (False, True):
-        x, given, goals, kept = near_targets(size, alike)
-        R = len(goals)
-        numbers = np.full((R, NUMBERS), np.nan, np.float32)
-        numbers[:, Number.top_p] = goals
-        spec = FilterSpec(R, size, Number.top_p, alike)
+        x, weights, targets, kept = near_targets(size, alike)
+        spec = FilterSpec(len(targets), size, Number.top_p, alike)
         for parts, order in ((1, None), (3, (2, 0, 1))):
-            schedule = replace(selection.default(spec, replace(host(), isa=level)), parts=parts)
-            made = selection.build(spec, schedule)
-            out = np.full(R * size + 3, 77, np.float32)
-            work = np.full(made.workspace_bytes // 4, 77, np.uint32)
-            everything = [np.tile(each, (R, 1)) for each in (x, *[given] * (not alike))]
-            load(made)(out, work, *everything, numbers, order=order)
-            np.testing.assert_array_equal(out[:R * size].view(np.uint32), kept.reshape(-1).view(np.uint32))
-            assert (out[R * size:] == 77).all()
+            found = filtered(spec, level, x, weights, targets, parts, order)
+            np.testing.assert_array_equal(found, kept.view(np.uint32))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("alike", [False, True])
-def test_a_floor_that_is_wrong_is_given_up(alike: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("level", LEVELS, ids=str)
+@pytest.mark.parametrize("size", [129, 700, 9000])
+def test_the_largest_are_counted_wherever_they_lie(level: isa.ISA, size: int):
+    """Of rows that few blocks hold, of others, and of others whose largest share a place of blocks."""
+    x, targets, kept = counted_rows(size, 128 if size < 9000 else 512)
+    found = filtered(FilterSpec(len(x), size, Number.top_k, True), level, x, x, targets)
+    np.testing.assert_array_equal(found, kept.view(np.uint32))
+
+
+@pytest.mark.sampled(1)
+def test_a_floor_that_is_wrong_is_given_up(monkeypatch: pytest.MonkeyPatch):
     """One that has half of the mass: the sums in order tell."""
     monkeypatch.setattr(selection, "SHORT", 0)
-    x, given, goals, kept = near_targets(600, alike)
-    spec = FilterSpec(len(goals), 600, Number.top_p, alike)
-    made = selection.build(spec, selection.default(spec, host()))
-    assert "goal * 1.001f" in made.source
-    spoilt = load(replace(made, source=made.source.replace("goal * 1.001f", "goal * 0.5f")))
-    numbers = np.full((len(goals), NUMBERS), np.nan, np.float32)
-    numbers[:, Number.top_p] = goals
-    out, work = np.zeros(kept.shape, np.float32), np.zeros(made.workspace_bytes // 4, np.uint32)
-    spoilt(out, work, *[np.tile(each, (len(goals), 1)) for each in (x, *[given] * (not alike))], numbers)
-    np.testing.assert_array_equal(out.view(np.uint32), kept.view(np.uint32))
+    x, weights, targets, kept = near_targets(600, False)
+    found = filtered(FilterSpec(len(targets), 600, Number.top_p), host().isa, x, weights, targets,
+                     spoilt=("goal * 1.001f", "goal * 0.5f"))
+    np.testing.assert_array_equal(found, kept.view(np.uint32))
 
 
 def numbers_of(params: list[SamplingParams]) -> Tensor:
@@ -88,11 +100,27 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
         choices = [choose_tokens(x, numbers_of([drawn[0], greedy, drawn[2]]), places),
                    choose_tokens(x, None, places)]
         return [kept.bitcast(dtypes.uint32).numpy(), *(each.numpy() for each in choices)]
-    assert [k.template for k in explain(largest(x, None, numbers, Number.top_k)).kernels] == ["threshold"]
+    counted = explain(largest(x, None, numbers, Number.top_k))
+    assert [k.template for k in counted.kernels] == ["counted_threshold"]
     assert [k.template for k in explain(choose_tokens(x, numbers, places)).kernels] == ["choice"]
     ours = results()
     with disabled(): theirs = results()
     for a, b in zip(ours, theirs, strict=True): np.testing.assert_array_equal(a, b)
+
+
+def choose(spec: ChoiceSpec, level: isa.ISA, cut: int, logits: np.ndarray, *given: np.ndarray, parts: int = 1,
+           order: tuple[int, ...] | None = None) -> np.ndarray:
+    """What a choice makes in so many pieces of each row; nothing is written behind it."""
+    target = replace(host(), isa=level)
+    made = TABLE.build(spec, replace(TABLE.choose(spec, target), groups=cut, parts=parts), target)
+    out = np.full(spec.rows + 1, 77, np.int32 if spec.first is None else np.uint64)
+    if cut == 1: load(made)(out, logits, *given, order=order)
+    else:
+        between = np.full(2 * spec.rows * cut, 77, np.uint32)
+        load(made.first)(between, logits, *given, order=order)
+        load(made.second)(out, between)
+    assert out[-1] == 77
+    return out[:-1]
 
 
 @pytest.mark.sampled(1)
@@ -100,23 +128,22 @@ def test_kernels_have_the_bits_of_their_bodies(size: int, alike: bool):
 @pytest.mark.parametrize(("rows", "size"), [(5, 1001), (1, 30000)])
 def test_choices_do_not_depend_on_parts(level: isa.ISA, rows: int, size: int):
     spec, logits = ChoiceSpec(rows, size), RNG(0).standard_normal((rows, size)).astype(np.float32)
-    logits[0, size // 2] = 50  # twice the largest, in different pieces
-    logits[0, size - 1] = 50
+    # thrice the largest, at one place of two blocks and in different pieces
+    logits[0, [size // 2, size // 2 + 320, size - 1]] = 50
     params = [SamplingParams(seed=7 + row, temperature=0 if row == 0 else 1) for row in range(rows)]
     numbers = np.stack([each.numbers(each.seed or 0) for each in params])
-    places, made = np.arange(9, 9 + rows, dtype=np.int32), []
-    for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1))):
-        schedule = replace(choosing.default(spec, replace(host(), isa=level)), parts=parts)
-        cut = choosing.pieces(spec, schedule)
-        assert cut == (parts if rows == 1 else 1)
-        out = np.full(rows + 1, 77, np.int32)
-        first = out if cut == 1 else np.full(2 * rows * cut, 77, np.int32)
-        load(choosing.build(spec, schedule))(first, logits, numbers, places, order=order)
-        if cut > 1: load(choosing.merge_pieces(spec, schedule))(out, first)
-        assert out[rows] == 77
-        made.append(out.tolist())
+    places = np.arange(9, 9 + rows, dtype=np.int32)
+    made = [choose(spec, level, parts, logits, numbers, places, parts=parts, order=order).tolist()
+            for parts, order in ((1, None), (2, (1, 0)), (3, (2, 0, 1)))]
     assert made[0][0] == size // 2
     assert made[1] == made[2] == made[0]
+
+
+def test_a_row_is_cut_in_pieces_for_threads():
+    pieces = [TABLE.choose(spec, replace(host(), threads=4)).groups for spec in
+              (ChoiceSpec(1, 1 << 17), ChoiceSpec(1, 1 << 14), ChoiceSpec(2, 1 << 17), ChoiceSpec(4, 1 << 17),
+               ChoiceSpec(1, 1 << 17, False))]
+    assert pieces == [4, 2, 2, 1, 1]
 
 
 @pytest.mark.sampled(2)
@@ -126,14 +153,8 @@ def test_what_is_no_number_is_told(cut: int, draw: bool):
     size = 20000
     x = np.zeros((1, size), np.float32)
     x[0, 19000] = np.nan
-    spec = ChoiceSpec(1, size, draw)
-    schedule = replace(choosing.default(spec, host()), parts=cut)
-    pieces = choosing.pieces(spec, schedule)
     given = [numbers_of([SamplingParams()]).numpy(), np.zeros(1, np.int32)] if draw else []
-    out, first = np.zeros(1, np.int32), np.zeros(2 * pieces, np.int32)
-    load(choosing.build(spec, schedule))(first if pieces > 1 else out, x, *given)
-    if pieces > 1: load(choosing.merge_pieces(spec, schedule))(out, first)
-    assert out[0] == size
+    assert choose(ChoiceSpec(1, size, draw), host().isa, cut, x, *given).tolist() == [size]
     numbers = numbers_of([SamplingParams()]) if draw else None
     with disabled(): assert choose_tokens(Tensor(x), numbers, Tensor([0], dtype=dtypes.int32)).item() == size
 
@@ -147,29 +168,14 @@ def test_parts_of_a_row_choose_as_the_whole_does(level: isa.ISA, draw: bool, cut
     size, part = (30000, 20008) if cut > 1 else (301, 104)
     x, keys = hard_rows(size), []
     numbers = np.stack([SamplingParams(seed=3 + i).numbers(3 + i) for i in range(len(x))])
-    places = np.arange(9, 9 + len(x), dtype=np.int32)
-
-    def chosen_by(own: np.ndarray, first: int | None) -> np.ndarray:
-        rows = []
-        for i, row in enumerate(own) if cut > 1 else [(slice(None), own)]:
-            spec = ChoiceSpec(1 if cut > 1 else len(own), own.shape[1], draw, first)
-            schedule = replace(choosing.default(spec, replace(host(), isa=level)), parts=cut)
-            out = np.zeros(spec.rows, np.int32 if first is None else np.uint64)
-            pieces = choosing.pieces(spec, schedule)
-            assert pieces == (2 if draw else 1) or cut == 1
-            between = np.zeros(2 * pieces, np.int32)
-            given = [np.atleast_2d(numbers[i]), np.atleast_1d(places[i])] if draw else []
-            load(choosing.build(spec, schedule))(between if pieces > 1 else out, row, *given)
-            if pieces > 1: load(choosing.merge_pieces(spec, schedule))(out, between)
-            rows.append(out)
-        return np.concatenate(rows)
+    given = (numbers, np.arange(9, 9 + len(x), dtype=np.int32)) if draw else ()
     for first in range(0, size, part):
         own = x[:, first:first + part].copy()
-        keys.append(chosen_by(own, first))
+        keys.append(choose(ChoiceSpec(*own.shape, draw, first), level, cut, own, *given))
         if not draw: assert (keys[-1] >> np.uint64(32)).tolist() == above(own)
     most = np.max(keys, 0)
     tokens = np.where(most >> np.uint64(32) == 0xFFFFFFFF, size, ~most & np.uint64(0xFFFFFFFF))
-    assert tokens.tolist() == chosen_by(x, None).tolist()
+    assert tokens.tolist() == choose(ChoiceSpec(*x.shape, draw), level, cut, x, *given).tolist()
 
 
 @pytest.mark.sampled(1)
@@ -220,13 +226,13 @@ def test_a_sampler_is_few_kernels():
     drawn = ["embedding", "tinygrad", "choice"]
     assert kernels(SamplingParams(temperature=0.0)) == ["choice"]
     assert kernels(SamplingParams()) == drawn
-    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "threshold", "choice"]
+    assert kernels(SamplingParams(top_k=4)) == [*drawn[:2], "counted_threshold", "choice"]
     assert kernels(SamplingParams(top_p=0.9)) == [*drawn[:2], "norm", "threshold", "choice"]
     assert kernels(SamplingParams(min_p=0.1)) == [*drawn[:2], "norm", "choice"]
     apply_penalties = kernels(SamplingParams(temperature=0, presence_penalty=1), True)
     assert apply_penalties == ["embedding", "embedding", "tinygrad", "choice", "count"]
     everything = kernels(ALL, True)
-    assert everything[-6:] == ["threshold", "norm", "threshold", "norm", "choice", "count"]
+    assert everything[-6:] == ["counted_threshold", "norm", "threshold", "norm", "choice", "count"]
     assert len(everything) <= 11
 
 

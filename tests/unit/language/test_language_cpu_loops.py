@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tinygrad_nv.cpu.target import host
 from tinygrad_nv.language import *
 
 RANDOM = np.random.default_rng(3)
@@ -264,3 +265,55 @@ def test_another_place_is_not_in_place():
     (x,), text = run(moved, X)
     np.testing.assert_array_equal(x[:, 1:], X[:, :-1] * 2)
     assert "float t" in text
+
+
+@kernel(grid=(6,))
+def extremes(x: KTile["R", "N", f32], least: OTile["R", 32, f32], most: OTile["R", 32, f32]):
+    row = tile.program_id(0)
+    low, high = tile.full((32,), 9.0), tile.full((32,), -9.0)
+    for n in tile.range(0, 96, 32):
+        part = x[row, tile.block(n, 32)]
+        scaled = part * part * part * 0.5
+        low, high = tile.minimum(low + high * 0.0, scaled), tile.maximum(high, scaled)
+    least[row, :], most[row, :] = low, high
+
+
+def test_what_a_loop_carries_of_one_shape_is_one_loop():
+    """What both are made of is computed once, in no array, and neither is written before both are read."""
+    found, text = run(extremes, RANDOM.standard_normal((6, 96)).astype(np.float32))
+    assert (found[0] <= found[1]).all()
+    body = text.partition("for (s32")[2].partition("(p_least")[0]
+    assert len(re.findall(r"load_f32\(p_x", body)) == 32 // host().isa.lanes
+    assert "aligned" not in body
+
+
+@kernel(grid=(1,))
+def turns(x: KTile["N", f32], y: KTile["N", f32], out: OTile["2*N", f32], again: OTile["2*N", f32]):
+    out[:] = tile.interleave(x[:], y[:])
+    a, b = tile.zeros((out.shape[0],), f32), tile.ones((out.shape[0],), f32)
+    for _ in tile.range(3):
+        word = tile.interleave(x[:] * x[:], y[:])
+        a, b = word + b, word * a + b * 0.5
+    again[:] = a - b
+
+
+def test_elements_in_turn():
+    """Of what a loop carries, too: they are not written before all are read."""
+    for n in (1, 5, 16, 24, 64, 100):
+        x, y = RANDOM.standard_normal((2, n)).astype(np.float32)
+        found, _ = run(turns, x, y)
+        np.testing.assert_array_equal(found[0].reshape(n, 2), np.stack([x, y], -1))
+
+
+@kernel(grid=(1,))
+def rarely(x: KTile["N", f32], out: OTile["N", f32]):
+    value = x[:]
+    out[:] = tile.where_needed(value > 3.0, lambda: tile.sqrt(value) + tile.arange(value.shape[0]), value)
+
+
+def test_what_a_vector_does_not_need_is_left_out():
+    for n in (7, 40, 1000):
+        x = RANDOM.standard_normal(n).astype(np.float32)
+        x[n // 2] = 4.0
+        _, text = run(rarely, x)
+        assert text.index("if (any_(") < text.index("sqrt_(")

@@ -2,6 +2,7 @@
 
   views.py       tiles in memory
   emitter.py     values as C: variables, arrays, and what is computed where it is used
+  columns.py     columns that are computed together: elements in turn, what is left out
   dot.py         products of tiles, by the blocked GEMM's packing and loop
   loops.py       loops and branches
   statements.py  all other operations, and the kernel

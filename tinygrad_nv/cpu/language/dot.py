@@ -16,7 +16,8 @@ from tinygrad_nv.cpu.gemm.blocked.pack import packing
 from tinygrad_nv.cpu.gemm.layout import PER
 from tinygrad_nv.cpu.gemm.schedules import CPUGemm
 from tinygrad_nv.cpu.kernel import up
-from tinygrad_nv.cpu.language.emitter import Emitter, c_name
+from tinygrad_nv.cpu.language.columns import Columns
+from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.views import View
 from tinygrad_nv.tile.gemm.spec import INT8S
 from tinygrad_nv.tile.language.bounds import at_least
@@ -46,7 +47,7 @@ class Direct(View):
         return Direct(self.base, self.dtype, self.shape[::-1], self.strides[::-1], self.inside[::-1])
 
 
-class DotEmitter(Emitter):
+class DotEmitter(Columns):
     """Emits dots."""
 
     def direct(self, value: Value) -> Direct | None:

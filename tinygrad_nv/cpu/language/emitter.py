@@ -22,7 +22,7 @@ from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.cpu.expression import cast_text, constant_text
 from tinygrad_nv.cpu.isa import ISA
-from tinygrad_nv.cpu.language.grouping import find_loop, is_in_place
+from tinygrad_nv.cpu.language.grouping import is_in_place, keeps_columns
 from tinygrad_nv.cpu.language.views import View, array, vector
 from tinygrad_nv.tile.expression import Constant, short
 from tinygrad_nv.tile.language.bounds import Facts
@@ -58,6 +58,8 @@ class Emitter:
         self.flags: dict[Op, str] = {}
         self.first: dict[Op, list[Value]] = {}   # values that the loop that ends with a store reads first
         self.groups: dict[Op, list[Op]] = {}     # stores that are one loop, of the region that is written
+        self.loop_now: Op | None = None           # the innermost loop, and what it carries that is one loop
+        self.together: list[Value] = []
         self._count(program.body)
 
     def _count(self, region: Region) -> None:
@@ -307,9 +309,8 @@ class Emitter:
     def stays(self, op: Op) -> bool:
         """Whether a value is computed where it is used."""
         value = op.result
-        if op.name == "broadcast": return self._broadcast_stays(op)
-        if op.name == "reshape": return self._reshape_stays(op)
-        loop = find_loop(value, self.users, self.groups)
+        if op.name in ("broadcast", "reshape"): return bool(getattr(self, f"_{op.name}_stays")(op))
+        loop = self._loop_of(value)
         if op.name in ("load_block", "load") and self._is_written_here(op):
             if op.name == "load" or not loop or not is_in_place(op, loop, self.region_now): return False
             self.first.setdefault(loop[-1], []).append(value)
@@ -325,6 +326,25 @@ class Emitter:
     def once(self, value: Value) -> bool:
         """Whether a value has one use, in the region that is written now."""
         return self.uses[value] <= 1 and self.home.get(value) is self.region_now
+
+    def _loop_of(self, value: Value) -> list[Op] | None:
+        """The stores of the one loop that all uses of a value are in, by element operations; none of them
+        where that is the loop of what a loop carries, of the region that is written now; None where there are
+        others."""
+        group: list[Op] | None = None
+        left, seen = [value], set[Value]()
+        while left:
+            if (one := left.pop()) in seen: continue
+            seen.add(one)
+            for op in self.users.get(one, ()):
+                if op.name in ("apply", "cast", "bitcast", "where_needed") or keeps_columns(op):
+                    left.append(op.result)
+                    continue
+                carried = op is self.loop_now and one in self.together
+                own = [] if carried else self.groups.get(op) if op.operands[-1] is one else None
+                if own is None or group not in (None, own): return None
+                group = own
+        return group
 
     def _broadcast_stays(self, op: Op) -> bool:
         source = op.operands[0]
@@ -379,7 +399,7 @@ class Emitter:
         form = self.forms.get(value)
         if not isinstance(form, Op): return 0
         if form.name == "load_block" and self._is_plain(form): return 1
-        if form.name in ("load_block", "load", "reduce"): return CHEAP_NODES + 1
+        if form.name in ("load_block", "load", "reduce", "where_needed", "interleave"): return CHEAP_NODES + 1
         if form.name == "apply" and LANGUAGE_OPERATIONS[form.attributes["fn"]].cost > 1:
             return CHEAP_NODES + 1
         made = int(form.name in ("apply", "cast"))

@@ -6,14 +6,13 @@ it is used, and no two of them write the same element. `written` are the tensors
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
-from tinygrad_nv.tile.language.ir import Op, Region, Value
+from tinygrad_nv.tile.language.ir import Op, Region
 from tinygrad_nv.tile.language.ranges import Ranges
 
-Users = Mapping[Value, Sequence[Op]]
-Groups = Mapping[Op, list[Op]]
-LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape"}
+LAZY = {"apply", "cast", "bitcast", "broadcast", "load_block", "load", "iota", "reshape", "interleave",
+        "where_needed"}
 
 
 def group_stores(region: Region, ranges: Ranges, written: Set[str]) -> dict[Op, list[Op]]:
@@ -38,23 +37,6 @@ def _may_share(a: Op, b: Op, ranges: Ranges) -> bool:
         one, other = ranges.of(x), ranges.of(y)
         if one.high + max(size, 1) <= other.low or other.high + max(size, 1) <= one.low: return True
     return False
-
-
-def find_loop(value: Value, users: Users, groups: Groups) -> list[Op] | None:
-    """The stores of the one loop that all uses of a value are in, by element operations; None where there are
-    others."""
-    group, left, seen = None, [value], set[Value]()
-    while left:
-        if (one := left.pop()) in seen: continue
-        seen.add(one)
-        for op in users.get(one, ()):
-            if op.name in ("apply", "cast", "bitcast") or keeps_columns(op):
-                left.append(op.result)
-                continue
-            own = groups.get(op) if op.name == "store_block" and op.operands[-1] is one else None
-            if own is None or group not in (None, own): return None
-            group = own
-    return group
 
 
 def is_in_place(load: Op, loop: Sequence[Op], region: Region) -> bool:

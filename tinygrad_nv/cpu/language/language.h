@@ -15,6 +15,32 @@ INLINE vu remainder_u(vu a, vu b) { return (vu)(b != 0u) & (a - quotient_u(a, b)
 INLINE vi shift_left_i(vi a, vi b) { return ((vu)b < 32u) & (a << (b & 31)); }
 INLINE vi shift_right_i(vi a, vi b) { return a >> pick_i((vi)((vu)b < 32u), b, (vi)31); }
 INLINE vu shift_right_u(vu a, vu b) { return (vu)((vu)b < 32u) & (a >> (b & 31u)); }
+INLINE vu funnel_left_u(vu low, vu high, vu by) { return high << (by & 31u) | low >> 1 >> (31u - (by & 31u)); }
+INLINE int any_(vi x) { return __builtin_reduce_or(x) != 0; }
+// Elements of two vectors in turn: the first half of each, the second
+#if W == 16
+#define TURNS(i) i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23
+#elif W == 8
+#define TURNS(i) i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11
+#else
+#define TURNS(i) i, i + 4, i + 1, i + 5
+#endif
+INLINE vi lows_(vi a, vi b) { return __builtin_shufflevector(a, b, TURNS(0)); }
+INLINE vi highs_(vi a, vi b) { return __builtin_shufflevector(a, b, TURNS(W / 2)); }
+// log x of normal numbers: log2 m + e with m in [3/4, 3/2), statement by statement as tinygrad's own kernels
+INLINE vf log_normal(vf x) {
+  vi small = x < 9.999999747378752e-05f;
+  vf scaled = pick(small, x * 0x1p64f, x);
+  vf thirds = scaled * 1.3333333730697632f;
+  vi e = ((as_i(thirds) >> 23) & 255) - 127;
+  vf m = as_f(as_i(scaled) - (e << 23));
+  vf s = (m + -1.f) / (m + 1.f);
+  vf t = s * s;
+  vf whole = pick(small, to_f(e) + -64.f, to_f(e));
+  vf y = ((((0.43745502829551697f * t + 0.5764790177345276f) * t) + 0.961801290512085f) * s * t) + whole
+         + (s * 2.885390043258667f) + (s * 3.2734472910078694e-08f);
+  return y * 0.6931471824645996f;
+}
 INLINE vi mul_high_i(vi a, vi b) {
   VECTOR(s64, W) p = __builtin_convertvector(a, VECTOR(s64, W)) * __builtin_convertvector(b, VECTOR(s64, W));
   return __builtin_convertvector(p >> 32, vi);

@@ -5,6 +5,7 @@ where nothing else reads what was there (`_in_place`), else once all that it lea
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from tinygrad_nv.cpu.language.emitter import c_name
 from tinygrad_nv.cpu.language.grouping import LAZY, group_stores
 from tinygrad_nv.cpu.language.views import View, vector
 from tinygrad_nv.tile.language.ir import Op, Region, Value, select_numbers
+
+TOGETHER = ("apply", "cast", "bitcast", "where_needed", "load_block")    # operations on elements
 
 
 class LoopEmitter(DotEmitter):
@@ -39,10 +42,26 @@ class LoopEmitter(DotEmitter):
         i = self.name("i")
         with self.braces(f"for (s32 {i} = {bounds[0]}; {i} < {bounds[1]}; {i} += {bounds[2]})"):
             self.forms[index] = self.variable(f"(vi){i}", dtypes.int32)
-            self._in_place(region, carried)
-            self.region(region)
-            self._leave(region, carried)
+            self._body(op, region, carried)
         self.forms.update(zip(op.results, names, strict=True))
+
+    def _body(self, op: Op, region: Region, carried: Sequence[Value]) -> None:
+        """Emits an iteration."""
+        before = self.loop_now, self.together
+        self.loop_now, self.together = op, self._find_together(region)
+        self._in_place(region, carried)
+        self.region(region)
+        self._leave(region, carried)
+        self.loop_now, self.together = before
+
+    def _find_together(self, region: Region) -> list[Value]:
+        """Returns values of one shape that an iteration leaves, computed element by element: the largest of
+        several."""
+        made = [op.result for op in region.ops if op.name in TOGETHER and op.result.shape
+                and op.attributes.get("tensor") not in self.written and region.yields.count(op.result) == 1]
+        shape = max((each.shape for each in made), key=math.prod, default=())
+        made = [each for each in made if each.shape == shape]
+        return made if len(made) > 1 else []
 
     def do_while(self, op: Op) -> None:
         test, region = op.regions
@@ -51,9 +70,7 @@ class LoopEmitter(DotEmitter):
         with self.braces("for (;;)"):
             self.region(test)
             self.line(f"if (!{self.scalar(test.yields[0])}) break;")
-            self._in_place(region, region.arguments)
-            self.region(region)
-            self._leave(region, region.arguments)
+            self._body(op, region, region.arguments)
         self.forms.update(zip(op.results, names, strict=True))
 
     def do_if(self, op: Op) -> None:
@@ -107,9 +124,14 @@ class LoopEmitter(DotEmitter):
         places = [self.forms[each] for each in carried]
         moved = [(place, value) for place, value in zip(places, region.yields, strict=True)
                  if self.forms[value] is not place]
+        others = any(self._reads_others(value) for _, value in moved)
+        joined = [(place, value) for place, value in moved if not others and value in self.together
+                  and isinstance(place, View) and isinstance(self.forms[value], Op)]
         bases = {place.base for place in places if isinstance(place, View)}
-        if len(moved) > 1 or any(self._reads_others(value) for _, value in moved):
-            moved = [(place, self._keep_value(value, bases)) for place, value in moved]
+        if others or len(moved) > 1:
+            moved = [(place, self._keep_value(value, bases)) for place, value in moved
+                     if (place, value) not in joined]
+        if joined: self.write_together(joined)
         for place, value in moved: self._assign(place, value)
 
     def _reads_others(self, value: Value) -> bool:
@@ -122,7 +144,7 @@ class LoopEmitter(DotEmitter):
             form = self.forms[one]
             if not isinstance(form, Op): continue
             if form.name in ("reduce", "transpose"): return True
-            left += form.operands
+            left += [*form.operands, *(each for region in form.regions for each in region.yields)]
         return False
 
     def _keep_value(self, value: Value, bases: set[str]) -> Value:

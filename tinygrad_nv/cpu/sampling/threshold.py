@@ -38,6 +38,11 @@ class CPUThreshold(CPUSchedule):
     template: ClassVar[str] = "threshold"
 
 
+def problems(spec: FilterSpec, schedule: CPUThreshold) -> list[str]:
+    """Why there is no kernel; empty when there is one."""
+    return ["counts, whose order does not matter"] * spec.counted
+
+
 def default(spec: FilterSpec, target: CPU) -> CPUThreshold:
     """The schedule."""
     enough = max(1, spec.rows * spec.size // PART_ELEMENTS)
@@ -45,19 +50,17 @@ def default(spec: FilterSpec, target: CPU) -> CPUThreshold:
 
 
 def build(spec: FilterSpec, schedule: CPUThreshold) -> CPUKernel:
-    """The kernel: out, workspace, logits, weights unless they are counted, numbers."""
-    given = [("float", "all_logits"), *[("float", "all_weights")] * (not spec.counted), ("float", "numbers")]
+    """The kernel: out, workspace, logits, weights, numbers."""
+    given = [("float", "all_logits"), ("float", "all_weights"), ("float", "numbers")]
     held, parts = LANES * spec.length, schedule.parts
-    words = held * (1 if spec.counted else 2)   # of the workspace, of a part
-    weights = "(void)0" if spec.counted else f"const float *weights = all_weights + row * {spec.size}"
-    mass = "" if spec.counted else f"float *mass = (float *)(work + {held});"
+    words = 2 * held    # of the workspace, of a part
     body = f"""
-  u32 *work = all_work + core_id * {words}LL; {mass}
+  u32 *work = all_work + core_id * {words}LL; float *mass = (float *)(work + {held});
   for (s64 row = core_id * {spec.rows}LL / {parts}; row < (core_id + 1) * {spec.rows}LL / {parts}; row++) {{
     const float *logits = all_logits + row * {spec.size};
     float *out = all_out + row * {spec.size};
     const float goal = numbers[row * {NUMBERS} + {int(spec.number)}];
-    {weights};
+    const float *weights = all_weights + row * {spec.size};
     u32 found = 0;
     if (goal != __builtin_inff()) {{
       s32 count[{LANES}];
@@ -79,7 +82,6 @@ def _floor(spec: FilterSpec) -> str:
     """A key below which nothing is kept, by sums that may be wrong."""
     if spec.length <= SHORT: return "u32 floor = 0;"
     levels, count = ", ".join(f"{x}f" for x in DOWN), len(DOWN)
-    weight = "(vf)1.f" if spec.counted else "load_f32(weights + i)"
     return f"""
       vf best = (vf)-__builtin_inff(), sum = (vf)0.f; vi finite = (vi)0;
       for (s64 i = 0; i + W <= {spec.size}; i += W) {{
@@ -91,7 +93,7 @@ def _floor(spec: FilterSpec) -> str:
       vf near[{count}];
       for (int d = 0; d < {count}; d++) near[d] = (vf)0.f;
       for (s64 i = 0; i + W <= {spec.size}; i += W) {{
-        const vf x = load_f32(logits + i), w = {weight};
+        const vf x = load_f32(logits + i), w = load_f32(weights + i);
         for (int d = 0; d < {count}; d++) near[d] += as_f((x >= most - range * down[d]) & as_i(w));
       }}
       u32 floor = 0;
@@ -101,10 +103,6 @@ def _floor(spec: FilterSpec) -> str:
 
 def _sift(spec: FilterSpec) -> str:
     """The elements that may be kept, lane by lane, to the workspace, and how many of each lane they are."""
-    store, add = ("", "total += count[lane];") if spec.counted else (
-        "mass[start + kept] = weights[start + j + i];",
-        "float sum = 0.f; for (s64 j = 0; j < count[lane]; j++) sum += mass[start + j]; total += sum;")
-    weighty = "" if spec.counted else " & (load_n_f32(weights + start + j, here - j) != 0.f)"
     return f"""
       for (float total = -1.f; !(total >= goal);) {{
         total = 0.f;
@@ -114,13 +112,18 @@ def _sift(spec: FilterSpec) -> str:
           s32 kept = 0;
           for (s64 j = 0; j < here; j += W) {{
             const vu key = (vu)ordered(load_n_f32(logits + start + j, here - j));
-            const vi within = (key >= floor) & (iota_() < (s32)(here - j)){weighty};
+            const vi within = (key >= floor) & (iota_() < (s32)(here - j))
+                              & (load_n_f32(weights + start + j, here - j) != 0.f);
             if (!any_(within)) continue;
             const s64 many = here - j < W ? here - j : W;
-            for (int i = 0; i < many; i++) {{ work[start + kept] = key[i]; {store} kept -= within[i]; }}
+            for (int i = 0; i < many; i++) {{
+              work[start + kept] = key[i]; mass[start + kept] = weights[start + j + i]; kept -= within[i];
+            }}
           }}
           count[lane] = kept;
-          {add}
+          float sum = 0.f;
+          for (s64 j = 0; j < kept; j++) sum += mass[start + j];
+          total += sum;
         }}
         if (floor == 0) break;
         if (!(total >= goal)) floor = 0;
@@ -133,7 +136,7 @@ def _turn(spec: FilterSpec, schedule: CPUThreshold) -> str:
     names = [f"a{u}_{v}" for u in range(TOGETHER) for v in vectors]
     starts = [f"const s64 at{u} = (lane + {u}) * {spec.length};" for u in range(TOGETHER)]
     least = "".join(f" if (count[lane + {u}] < least) least = count[lane + {u}];" for u in range(1, TOGETHER))
-    rest = [f"for (s64 j = least; j < count[lane + {u}]; j++) {{ {_step(spec, u, vectors)} }}"
+    rest = [f"for (s64 j = least; j < count[lane + {u}]; j++) {{ {_step(u, vectors)} }}"
             for u in range(TOGETHER)]
     sums = [f"total[{v}] += a{u}_{v};" for u in range(TOGETHER) for v in vectors]
     return f"""
@@ -147,7 +150,7 @@ def _turn(spec: FilterSpec, schedule: CPUThreshold) -> str:
           vf {", ".join(f"{name} = (vf)0.f" for name in names)};
           s32 {", ".join(f"kept{u} = 0" for u in range(TOGETHER))}, least = count[lane];{least}
           for (s64 j = 0; j < least; j++) {{
-            {lines(_step(spec, u, vectors) for u in range(TOGETHER))}
+            {lines(_step(u, vectors) for u in range(TOGETHER))}
           }}
           {lines(rest)}
           {lines(sums)}
@@ -158,14 +161,12 @@ def _turn(spec: FilterSpec, schedule: CPUThreshold) -> str:
         if (reached > 0) found += (u32)(reached - 1) << shift;"""
 
 
-def _step(spec: FilterSpec, lane: int, vectors: range) -> str:
+def _step(lane: int, vectors: range) -> str:
     """Element j of a lane: to the sums, and to those that remain."""
-    weight = "1.f" if spec.counted else f"mass[at{lane} + j]"
     added = " ".join(f"a{lane}_{v} += as_f((vi)((vu)key >= edge[{v}]) & as_i((vf)weight));" for v in vectors)
-    stored = "" if spec.counted else f"mass[at{lane} + kept{lane}] = weight; "
-    kept = "key >= found" if spec.counted else "(key >= found) & (weight != 0.f)"
-    return (f"{{ const u32 key = work[at{lane} + j]; const float weight = {weight}; {added} "
-            f"work[at{lane} + kept{lane}] = key; {stored}kept{lane} += {kept}; }}")
+    return (f"{{ const u32 key = work[at{lane} + j]; const float weight = mass[at{lane} + j]; {added} "
+            f"work[at{lane} + kept{lane}] = key; mass[at{lane} + kept{lane}] = weight; "
+            f"kept{lane} += (key >= found) & (weight != 0.f); }}")
 
 
 # negative numbers with all bits flipped, the others with the sign set

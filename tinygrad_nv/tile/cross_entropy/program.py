@@ -7,8 +7,8 @@
         of the row: m and s of its lanes, then of its programs, each s rescaled to the largest m
         the loss; then for each block the gradient, over its logits or beside them
 
-The second pass reads a row from L2 where it is still there. The logarithm of a sum is a series where the sum is
-small, since lg2.approx loses digits of one that is nearly 1.
+The second pass reads a row from L2 where it is still there. The logarithm of a sum is a series where it is near 1,
+where lg2.approx loses digits.
 """
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Row:
 
     def pair(self, columns: Block, whole: bool = True) -> tuple[Tile, Tile]:
         """x, and the teacher's logits by the temperature; -infinity beyond the row."""
-        assert isinstance(self.spec, DistillationSpec) and self.teacher is not None
+        assert isinstance(self.spec, DistillationSpec)
+        assert self.teacher is not None
         taught = tile.cast(tile.load(self.teacher, self.at, columns, other=-math.inf), dtypes.float32)
         return self.x(columns, whole), divide(taught, self.spec.temperature)
 
@@ -88,8 +89,7 @@ def cross_entropy(spec: RowsSpec, blocks: Blocks, losses: TensorRef, logits: Ten
         if ignored: over(row, lambda columns, *_: store(row, columns, tile.zeros(row.size)))
         else:
             over(row, lambda columns, *_: store(row, columns, slope_of(columns) * w))
-            if own is not None:     # over what its block has left there
-                if (label >= row.begin) & (label < row.end): row.out[at, label] = own * w
+            if own is not None: store_class(row, own * w)
     if tile.program_id(2) == 0: losses[at] = tile.where(ignored, 0.0, loss)
 
 
@@ -108,6 +108,12 @@ def store(row: Row, columns: Block, value: Tile) -> State:
     assert row.out is not None
     row.out[row.at, columns] = value
     return ()
+
+
+def store_class(row: Row, value: Tile) -> None:
+    """Stores the gradient of the class, over what its block has left there."""
+    assert row.out is not None
+    if (row.label >= row.begin) & (row.label < row.end): row.out[row.at, row.label] = value
 
 
 # **** cross entropy ****

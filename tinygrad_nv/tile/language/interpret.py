@@ -94,6 +94,9 @@ class _Run:
         if op.result.dtype == dtypes.float16: return words.view(np.float16).astype(np.float32)
         return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
+    def do_interleave(self, op: Op, x: Any, y: Any) -> Any:
+        return np.stack([x, y], -1).reshape(op.result.shape)
+
     # **** along an axis ****
 
     def do_reduce(self, op: Op, *given: Any) -> Any:
@@ -208,6 +211,9 @@ class _Run:
         while self.region(op.regions[0], tuple(now))[0]: now = self.region(op.regions[1], tuple(now))
         return now
 
+    def do_where_needed(self, op: Op, condition: Any, other: Any) -> Any:
+        return np.where(condition, self.region(op.regions[0])[0], other)
+
     def do_if(self, op: Op, condition: Any) -> list[Any]: return self.region(op.regions[0 if condition
                                                                                         else 1])
 
@@ -291,6 +297,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "less": np.less, "not_equal": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "where": np.where, "quotient": _quotient, "remainder": _remainder,
     "shift_left": _shift(True), "shift_right": _shift(False), "mul_high": _mul_high,
+    "funnel_left": lambda low, high, by: (np.asarray(high, np.int64) << (by & 31)) | (
+        (np.asarray(low, np.int64) & 0xFFFFFFFF) >> 32 - (np.asarray(by, np.int64) & 31)),
+    "log_normal": np.log, "log_near_one": np.log,
     "fma": lambda a, b, c: np.float64(a) * np.float64(b) + np.float64(c)}
 REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda x, axis: np.sum(x, axis, dtype=_wide(x)),

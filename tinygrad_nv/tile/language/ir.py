@@ -11,6 +11,7 @@ arguments and yields carry what changes. Operations, with operands → results a
                                                     have one shape
     cast, bitcast x     → tile                      [dtype of the result]
     halves       x      → tile                      words of 32 bits as two of [dtype], a new last axis
+    interleave   x y    → tile                      in turn along the last axis
     broadcast    x      → tile                      extents of 1, and missing leading ones, are repeated
     reshape      x      → tile                      row-major order stays
     transpose    x      → tile                      [permutation]
@@ -30,6 +31,8 @@ arguments and yields carry what changes. Operations, with operands → results a
     while        x …    → tile …                    regions (x …) → bool and (x …) → x …
     if           c x …  → tile …                    two regions () → x …
     select       i      → scalar …                  [choices, lengths, numbers]: of lists what stands at i
+    where_needed c y    → tile                      region () → x of elements: x where c holds, else y; may be
+                                                    left out where no element needs it
     barrier                                         all threads of the program
     promise      x                                  [name, at, least, most, stable]: promises.py
 

@@ -2,6 +2,7 @@
 
   spec.py       what is computed of rows of logits
   reference.py  the same in plain tinygrad
-  threshold.py  top-k and top-p filters by radix selection; threshold_sift.py: the candidates of a long row
-  choice.py     noise and argmax in one pass; counts of chosen tokens
+  top_k/        top-k filters: a program, for CPUs too
+  threshold.py  top-p filters by radix selection; threshold_sift.py: the candidates of a long row
+  program.py    noise and argmax in one pass, counts of chosen tokens: programs, for CPUs too
 """

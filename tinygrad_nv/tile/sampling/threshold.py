@@ -36,8 +36,7 @@ STRIDE = 4 * (LANES + 4)    # bytes from the sums of a digit to the next: 16 mor
 
 
 def threshold(spec: FilterSpec, schedule: Schedule, gpu: GPU) -> TileKernel:
-    """The kernel of a filter. Parameters in this order: out; logits; weights, unless they are counted;
-    numbers."""
+    """The kernel of a filter. Parameters in this order: out; logits; weights; numbers."""
     threads = LANES if spec.length <= SHORT else THREADS
     kb = Kernel("threshold", arch=gpu.arch, threads=threads)
     _ThresholdKernel(kb, spec, threads).write()
@@ -50,13 +49,11 @@ class _ThresholdKernel:
     def __init__(self, kb: Kernel, spec: FilterSpec, threads: int) -> None:
         self.kb, self.spec, self.threads, self.bits = kb, spec, threads, 4 if threads == LANES else 2
         self.out, self.logits = kb.pointer("out"), kb.pointer("logits")
-        self.weights = None if spec.counted else kb.pointer("weights")
-        self.numbers = kb.pointer("numbers")
+        self.weights, self.numbers = kb.pointer("weights"), kb.pointer("numbers")
         # vectors of lanes that begin at multiples of 16 bytes, and are whole
         self.wide = DEEP if spec.size % DEEP == 0 and spec.length % DEEP == 0 else 1
         self.sums = kb.shared("sums", STRIDE * ((1 << self.bits) - 1))
         self.met = kb.shared("met", 4)
-        self.one = kb.reg("f32", 1.0)
         self.sift = Sift(kb, spec) if threads > LANES else None
 
     def write(self) -> None:
@@ -67,8 +64,7 @@ class _ThresholdKernel:
             count = kb.reg("s32")
             kb.emit("sub.s32", count, spec.size, first)
             kb.emit("min.s32", count, count, spec.length)
-            rows = [advance(kb, each, row, 4 * spec.size) for each in (self.logits, self.weights)
-                    if each is not None]
+            rows = [advance(kb, each, row, 4 * spec.size) for each in (self.logits, self.weights)]
             sources = [advance(kb, each, first, 4) for each in rows]
         if kb.hopper:
             kb.wait_for_previous_grid()
@@ -89,7 +85,7 @@ class _ThresholdKernel:
                whole: Callable[[], Elements]) -> None:
         """All passes over lists of what is above a floor, if these have the mass, or over all elements."""
         kb, enough = self.kb, self.kb.reg("u32", 0)
-        floor, lists = sift.of(rows[0], rows[1] if len(rows) > 1 else None, target)
+        floor, lists = sift.of(rows[0], rows[1], target)
         with kb.if_(lists): kb.emit("mov.u32", enough, self.count_reached([floor], target, sift.elements))
         with kb.if_(enough != 0): self.turns(found, target, sift.elements)
         with kb.else_(): self.turns(found, target, whole)
@@ -143,7 +139,7 @@ class _ThresholdKernel:
         at = [kb.reg("u64", each) for each in sources]
         with kb.loop(0, count, DEEP, kind="s32") as j:
             keys = [order_bits(kb, x) for x in self.load_elements("b32", at[0], j, count)]
-            yield keys, self.load_elements("f32", at[1], j, count) if len(at) > 1 else [self.one] * DEEP
+            yield keys, self.load_elements("f32", at[1], j, count)
             for each in at: each += 4 * DEEP
 
     def load_elements(self, kind: str, at: Value, j: Value, count: Value) -> list[Value]:

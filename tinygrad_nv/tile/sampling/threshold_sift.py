@@ -20,7 +20,7 @@ from tinygrad_nv.tile.sampling.spec import LANES, FilterSpec
 
 THREADS, WARPS = 512, 16
 DOWN = (0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.8, 1.1)
-ROOM = 40               # with weights 40 KiB of shared memory
+ROOM = 40               # 40 KiB of shared memory
 DEEP = 4                # vectors of a thread that are loaded together
 WIDE = 4                # elements of a vector
 LISTED = 16             # elements of a lane that are loaded together for lists
@@ -41,13 +41,13 @@ class Sift:
     def __init__(self, kb: Kernel, spec: FilterSpec) -> None:
         self.kb, self.spec = kb, spec
         self.keys = kb.shared("keys", 4 * LANES * ROOM)
-        self.mass = None if spec.counted else kb.shared("mass", 4 * LANES * ROOM)
+        self.mass = kb.shared("mass", 4 * LANES * ROOM)
         self.counts = kb.shared("counts", 4 * LANES)
         self.scratch = [kb.shared(name, 4 * WARPS * count) for name, count in
                         (("first", 3), ("second", len(DOWN)), ("third", 1))]
         self.one = kb.reg("f32", 1.0)
 
-    def of(self, logits: Value, weights: Value | None, target: Value) -> tuple[Value, Value]:
+    def of(self, logits: Value, weights: Value, target: Value) -> tuple[Value, Value]:
         """The floor, a key, and whether there are lists of what is above it; for all threads."""
         kb = self.kb
         floor = self.floor(logits, weights, target)
@@ -59,7 +59,7 @@ class Sift:
         (longest,) = self.of_block(["max.u32"], [most], 2)
         return floor, longest <= ROOM
 
-    def floor(self, logits: Value, weights: Value | None, target: Value) -> Value:
+    def floor(self, logits: Value, weights: Value, target: Value) -> Value:
         """The key of a floor, 0 for none."""
         kb = self.kb
         most, total, many = kb.reg("f32", -math.inf), kb.reg("f32", 0.0), kb.reg("f32", 0.0)
@@ -101,7 +101,7 @@ class Sift:
                 for e in range(wide):
                     yield loaded[0][d][e], loaded[1][d][e] if len(at) > 1 else self.one, inside[d]
 
-    def write_lists(self, logits: Value, weights: Value | None, floor: Value) -> None:
+    def write_lists(self, logits: Value, weights: Value, floor: Value) -> None:
         """Writes the lists."""
         kb, spec = self.kb, self.spec
         warp, lane = kb.tid.x >> 5, kb.tid.x & 31
@@ -119,9 +119,8 @@ class Sift:
                     self.add_elements(order_bits(kb, x), floor, number, kept, weights, first, d)
             kb.emit("st.shared.u32", self.counts.address(number * 4).at(), kept, guard=lane == 0)
 
-    def add_elements(self, key: Value, floor: Value, number: Value, kept: Value, weights: Value | None,
-                     first: Value,
-              d: int) -> None:
+    def add_elements(self, key: Value, floor: Value, number: Value, kept: Value, weights: Value,
+                     first: Value, d: int) -> None:
         """32 elements that follow each other, to a lane's list as far as they are above the floor."""
         kb, votes, many, before = self.kb, self.kb.reg("b32"), self.kb.reg("u32"), self.kb.reg("u32")
         above = key >= floor
@@ -132,10 +131,9 @@ class Sift:
         room = above & (place < ROOM)
         at = (place * LANES + number) * 4
         kb.emit("st.shared.u32", self.keys.address(at).at(), key, guard=room)
-        if self.mass is not None and weights is not None:
-            weight = kb.reg("f32", 0.0)
-            kb.emit("ld.global.f32", weight, advance(kb, weights, first, 4).at(128 * d), guard=room)
-            kb.emit("st.shared.f32", self.mass.address(at).at(), weight, guard=room)
+        weight = kb.reg("f32", 0.0)
+        kb.emit("ld.global.f32", weight, advance(kb, weights, first, 4).at(128 * d), guard=room)
+        kb.emit("st.shared.f32", self.mass.address(at).at(), weight, guard=room)
         kept += many
 
     def elements(self) -> Iterator[tuple[list[Value], list[Value]]]:
@@ -145,7 +143,7 @@ class Sift:
         with kb.loop(0, count, kind="u32") as j:
             at = (j * LANES + lane) * 4
             key = kb.ld("shared", "u32", self.keys.address(at).at())
-            yield key, [self.one] if self.mass is None else kb.ld("shared", "f32", self.mass.address(at).at())
+            yield key, kb.ld("shared", "f32", self.mass.address(at).at())
 
     def of_block(self, opcodes: Sequence[str], values: Sequence[Value], scratch: int) -> list[Value]:
         """Values of all threads put together, for all threads."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tinygrad.dtype import DType, dtypes
 
-from tests.support.tile.language_gpu_case import checked, program, ref
+from tests.support.tile.language_gpu_case import checked, inputs, launched, program, ref
+from tinygrad_nv.errors import LanguageError
 from tinygrad_nv.language import *
 from tinygrad_nv.tile.language import context as C
 from tinygrad_nv.tile.language import control as K
@@ -295,3 +296,42 @@ def test_sorts_beside_axes_that_are_padded(axis: int, shape: tuple[int, ...]):
         out[:, :, :] = tile.sort(x[:, :, :], axis)
     x = numbers(*shape)
     same(ordered, np.sort(x, axis), x)
+
+
+def needed(x, o, p):
+    a = x[:]
+    o[:] = E.where_needed(a > 0.5, lambda: E.sqrt(a) * 2.0 + M.arange(a.shape[0]), a)
+    p[:] = E.where_needed(R.sum_(a, 0) > 0.0, lambda: 1.0, a)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("n", [32, 300, 2048])
+def test_what_a_thread_does_not_need_is_left_out(n: int, arch: str) -> None:
+    tensors = [ref("o", F32, n, out=True), ref("p", F32, n, out=True), ref("x", F32, n)]
+    made, schedule = program(needed, tensors), TileSchedule(warps=1)
+    checked(made, schedule, arch, x=np.random.default_rng(n).standard_normal(n).astype(np.float32))
+    for above in (0, 1, 2):     # elements of one thread
+        x = np.full(n, -1, np.float32)
+        x[4:4 + above] = 0.75
+        checked(made, schedule, arch, x=x)
+        _, report = launched(made, inputs(made, x=x), schedule, arch, 1)
+        roots = sum(site.threads for site in report.stats.sites if site.opcode.startswith("sqrt"))
+        assert roots == {32: above, 300: 12 * bool(above), 2048: 64 * bool(above)}[n]
+
+
+def moved(x, o):
+    a = x[:, :]
+    low = R.sum_(a, 1)
+    o[:, :] = E.where_needed(a > 1.5, lambda: E.interleave(low, low * 2.0), a)
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+def test_what_needs_elements_of_other_threads_is_computed_by_all(warps: int) -> None:
+    made = program(moved, [ref("o", F32, 32, 64, out=True), ref("x", F32, 32, 64)])
+    checked(made, TileSchedule(warps=warps))
+
+
+def test_what_is_left_out_is_of_elements() -> None:
+    with pytest.raises(LanguageError, match=r"reduce in what tile.where_needed computes"):
+        program(lambda x, o: o.__setitem__(0, E.where_needed(x[0] > 0, lambda: R.sum_(x[:], 0), 0.0)),
+                [ref("o", F32, 1, out=True), ref("x", F32, 8)])

@@ -233,3 +233,76 @@ def cube(x, o): o[:, :, :] = x[:, :, :].transpose(2, 0, 1) + M.arange(4)[:, None
 def test_three_axes() -> None:
     made = program(cube, [ref("o", F32, 4, 3, 6, out=True), ref("x", F32, 3, 6, 4)])
     checked(made, ulps=0)
+
+
+U32 = dtypes.uint32
+
+
+def turns(x, y, o, p):
+    a, b = x[:, :], y[:, :]
+    o[:, :] = E.interleave(a, b)
+    index = M.arange(p.shape[0] // 2)
+    p[:] = E.interleave(index * 3, index - 7)
+
+
+@pytest.mark.parametrize("warps", [1, 8])
+@pytest.mark.parametrize(("columns", "vector"), [(64, 8), (64, 1), (37, 8), (37, 1)])
+@pytest.mark.parametrize("dtype", [F32, BF16, BOOL], ids=str)
+def test_elements_in_turn(dtype: DType, columns: int, vector: int, warps: int) -> None:
+    """Side by side in a thread, or in threads side by side, of which each has both operands."""
+    tensors = [ref("o", dtype, 3, 2 * columns, out=True), ref("p", S32, 1024, out=True),
+               ref("x", dtype, 3, columns), ref("y", dtype, 3, columns)]
+    found = checked(program(turns, tensors), TileSchedule(warps=warps, vector=vector), ulps=0)
+    np.testing.assert_array_equal(found["p"][:4], [0, -7, 3, -6])
+
+
+def rotations(x, by, o, p):
+    o[0, :] = E.rotate_left(x[:], 13)
+    o[1, :] = E.rotate_left(x[:], by[:])
+    p[:] = E.rotate_left(E.bitcast(x[:], S32), 32 + 1)
+
+
+def test_words_are_turned() -> None:
+    x = np.random.default_rng(0).integers(0, 1 << 32, 100, np.uint32)
+    by = np.arange(-3, 97, dtype=np.int32).view(np.uint32)
+    tensors = [ref("o", U32, 2, 100, out=True), ref("p", S32, 100, out=True), ref("x", U32, 100),
+               ref("by", U32, 100)]
+    found = checked(program(rotations, tensors), x=x, by=by)
+    np.testing.assert_array_equal(found["o"][0], x << np.uint32(13) | x >> np.uint32(19))
+    np.testing.assert_array_equal(found["o"][1, 3], x[3])
+
+
+def logarithms(x, o):
+    o[0, :] = E.log_normal(x[:])
+    o[1, :] = E.log_near_one(x[:])
+
+
+def test_logarithms_of_normal_numbers() -> None:
+    """The second has few units of error beside its result; the first beside 1."""
+    near = 1 + np.arange(-40, 40) * 2.0**-23
+    x = np.concatenate([near, 2.0 ** np.linspace(-126, 127, 400)]).astype(np.float32)
+    tensors = [ref("o", F32, 2, len(x), out=True), ref("x", F32, len(x))]
+    found = checked(program(logarithms, tensors), ulps=2, x=x)["o"]
+    exact = np.log(np.float64(x))
+    assert (np.abs(found[1] - exact) <= 4 * 2.0**-24 * np.abs(exact)).all()
+    assert (np.abs(found[0] - exact) <= 2.0**-21 * np.maximum(np.abs(exact), 1)).all()
+    assert (found[1, :40] < 0).all()
+
+
+def extremes(x, y, o, p):
+    o[0], o[1], o[2] = R.max_(x[:], 0), R.min_(x[:], 0), R.sum_(x[:], 0)
+    p[0], p[1], p[2] = R.max_(y[:, :]), R.min_(y[:, :]), R.sum_(y[:, :])
+
+
+@pytest.mark.parametrize("warps", [1, 4, 16, 32])
+@pytest.mark.parametrize("n", [1, 32, 1000])
+def test_words_of_a_warp_are_reduced_at_once(n: int, warps: int) -> None:
+    """Of all lanes by redux.sync, with signs and without, and of many warps again."""
+    from tinygrad_nv.tile.language.gpu import build
+    from tinygrad_nv.tile.template import GPU
+    random, schedule = np.random.default_rng(n), TileSchedule(warps=warps)
+    x, y = random.integers(-1 << 31, 1 << 31, n, np.int32), random.integers(0, 1 << 32, (3, n), np.uint32)
+    tensors = [ref("o", S32, 3, out=True), ref("p", U32, 3, out=True), ref("x", S32, n), ref("y", U32, 3, n)]
+    made = program(extremes, tensors)
+    checked(made, schedule, x=x, y=y)
+    assert ("redux.sync.min.s32" in build(made, schedule, GPU("sm_80")).ptx) == (n >= 32)

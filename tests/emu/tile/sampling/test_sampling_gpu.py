@@ -7,18 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.engine.selection_case import above, hard_rows, near_targets
+from tests.support.engine.selection_case import above, counted_rows, hard_rows, near_targets
 from tinygrad_nv.engine.sampling import SamplingParams
 from tinygrad_nv.ptx.assemble import assemble
 from tinygrad_nv.ptx.emulator import Emulator
 from tinygrad_nv.ptx.emulator.report import Report
-from tinygrad_nv.tile.kernel import TileKernel
-from tinygrad_nv.tile.sampling import choice as choosing
+from tinygrad_nv.tile.kernel import Chain, TileKernel
+from tinygrad_nv.tile.sampling import program as choosing
 from tinygrad_nv.tile.sampling import threshold as selection
 from tinygrad_nv.tile.sampling import threshold_sift as sifting
-from tinygrad_nv.tile.sampling.choice import first, merge_choices, pieces
 from tinygrad_nv.tile.sampling.spec import NUMBERS, ChoiceSpec, CountSpec, FilterSpec, Number
-from tinygrad_nv.tile.sampling.templates import Choice, Count, Threshold
+from tinygrad_nv.tile.sampling.top_k import program as counting
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -50,7 +49,7 @@ def filtered(spec: FilterSpec, x: np.ndarray, weights: np.ndarray, targets: np.n
     rows = [np.broadcast_to(each, (spec.rows, spec.size)).copy()
             for each in (x, *[weights] * (not spec.counted))]
     out = np.full((spec.rows, spec.size), GUARD, np.float32)
-    made = TABLE.build(spec, Threshold(), GPU(arch))
+    made = default(spec, arch)
     assert spoilt[0] in made.ptx
     if spoilt[0]: made = replace(made, ptx=made.ptx.replace(*spoilt))
     return launched(made, arch, out, *rows, numbers, seed=seed, reports=reports)
@@ -72,26 +71,35 @@ def test_a_filter_is_exact_where_a_sum_is_nearly_the_target(arch: str, alike: bo
 
 @pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("alike", "room", "spoilt"), [
-    (False, 40, ("", "")), (False, 1, ("", "")), (True, 40, ("0f3F8020C5", "0f3F000000")),
-    pytest.param(True, 40, ("", ""), marks=pytest.mark.slow)])
-def test_lists_are_used_where_they_have_the_mass(alike: bool, room: int, spoilt: tuple[str, str],
+@pytest.mark.parametrize(("room", "spoilt"), [
+    (40, ("", "")), (1, ("", "")), (40, ("0f3F8020C5", "0f3F000000"))])
+def test_lists_are_used_where_they_have_the_mass(room: int, spoilt: tuple[str, str],
                                                  monkeypatch: pytest.MonkeyPatch):
     """Where lanes have more than there is room for, or the floor has half of the mass, all elements are
     looked at again, in each pass. The constant is 1.001."""
     monkeypatch.setattr(selection, "SHORT", 0)
     monkeypatch.setattr(sifting, "ROOM", room)
-    x, weights, targets, kept = near_targets(515, alike, 40)
+    x, weights, targets, kept = near_targets(515, False, 40)
     left = np.isfinite(kept).sum(1)
     order = np.flatnonzero((left >= 60) & (left <= 120) & np.isfinite(targets))[:2]
     assert len(order)
     reports: list[Report] = []
-    spec = FilterSpec(len(order), 515, Number.top_p, alike)
+    spec = FilterSpec(len(order), 515, Number.top_p)
     found = filtered(spec, x, weights, targets[order], "sm_90a", reports=reports, spoilt=spoilt)
     np.testing.assert_array_equal(found.view(np.uint32), kept[order].view(np.uint32))
     passes = sum(site.threads for site in reports[0].stats.sites if site.opcode.startswith("ld.global")) \
-        / (len(order) * 515 * (1 if alike else 2))
+        / (len(order) * 515 * 2)
     assert passes < 5 if (room, spoilt[0]) == (40, "") else passes > 8
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("size", [513, 2600])
+def test_the_largest_are_counted_wherever_they_lie(size: int, arch: str, monkeypatch: pytest.MonkeyPatch):
+    """Of rows that registers hold, of others, and of others whose largest share a place of blocks."""
+    monkeypatch.setattr(counting, "THREADS", 128)
+    x, targets, kept = counted_rows(size, 512)
+    found = filtered(FilterSpec(len(x), size, Number.top_k, True), x, x, targets, arch)
+    np.testing.assert_array_equal(found.view(np.uint32), kept.view(np.uint32))
 
 
 @pytest.mark.slow
@@ -131,19 +139,28 @@ def noise(seed: int, place: int, size: int) -> np.ndarray:
 def chosen(spec: ChoiceSpec, x: np.ndarray, params: list[SamplingParams], places: np.ndarray, arch: str,
            seed: int = 0) -> list[int]:
     """Tokens, or the keys of a part."""
-    cut = choosing.pieces(spec)
+    cut = pieces(spec, arch)
     given = [np.stack([each.numbers(each.seed or 0) for each in params]), places] if spec.draw else []
-    made = TABLE.build(spec, Choice(), GPU(arch))
+    made = default(spec, arch)
     out = np.full(spec.rows, GUARD, np.int32 if spec.first is None else np.uint64)
     if cut == 1: return launched(made, arch, out, x, *given, seed=seed).tolist()
     best = launched(made.first, arch, np.full((spec.rows, cut), GUARD, np.uint64), x, *given, seed=seed)
     return launched(made.second, arch, out, best).tolist()
 
 
+def default(spec: FilterSpec | ChoiceSpec | CountSpec, arch: str) -> TileKernel | Chain:
+    """The kernel of the default schedule, or both."""
+    return TABLE.build(spec, TABLE.choose(spec, GPU(arch)), GPU(arch))
+
+
+def pieces(spec: ChoiceSpec, arch: str = "sm_90a") -> int: return TABLE.choose(spec, GPU(arch)).groups
+
+
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are some of a row that is short."""
     monkeypatch.setattr(choosing, "PIECE", 300)
+    monkeypatch.setattr(choosing, "WIDTH", 128)
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -151,7 +168,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_of_equals_is_chosen_and_nan_is_told(arch: str, draw: bool, small_pieces: None):
     size = 800
     x = np.full((5, size), -3, np.float32)
-    x[0, [250, 700]], x[1, 600], x[1, 13], x[3] = 5, 0.0, -0.0, -np.inf
+    x[0, [250, 378, 700]], x[1, 600], x[1, 13], x[3] = 5, 0.0, -0.0, -np.inf
     x[2, 790], x[4, 0] = np.nan, np.array(0xFFC00000, np.uint32).view(np.float32)
     places = np.zeros(5, np.int32)
     made = chosen(ChoiceSpec(5, size, draw), x, [SamplingParams(temperature=0)] * 5, places, arch)
@@ -209,17 +226,12 @@ BUILT = ("sm_80", "sm_89", "sm_90a")
 SIZES = (5, 2048, 32000, 128256)
 
 
-def threshold(spec: FilterSpec, arch: str) -> TileKernel: return TABLE.build(spec, Threshold(), GPU(arch))
-
-
-KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_p), arch),
-         "counted": lambda size, arch: threshold(FilterSpec(64, size, Number.top_k, True), arch),
-         "drawn": lambda size, arch: first(ChoiceSpec(64, size), arch),
-         "largest": lambda size, arch: first(ChoiceSpec(1, size, False), arch),
-         "keys": lambda size, arch: first(ChoiceSpec(256, size, True, 2 * size), arch),
-         "pieces": lambda size, arch: merge_choices(ChoiceSpec(1, size), arch),
-         "pieces of a part": lambda size, arch: merge_choices(ChoiceSpec(1, size, True, 2 * size), arch),
-         "count": lambda size, arch: TABLE.build(CountSpec(64, 64, size), Count(), GPU(arch))}
+KINDS = {"weighted": lambda size, arch: default(FilterSpec(64, size, Number.top_p), arch),
+         "counted": lambda size, arch: default(FilterSpec(64, size, Number.top_k, True), arch),
+         "drawn": lambda size, arch: default(ChoiceSpec(64, size), arch),
+         "largest": lambda size, arch: default(ChoiceSpec(1, size, False), arch),
+         "keys": lambda size, arch: default(ChoiceSpec(256, size, True, 2 * size), arch),
+         "count": lambda size, arch: default(CountSpec(64, 64, size), arch)}
 
 
 @pytest.mark.sampled(2)
@@ -227,17 +239,18 @@ KINDS = {"weighted": lambda size, arch: threshold(FilterSpec(64, size, Number.to
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_spills(kind: str, arch: str):
     for size in SIZES:
-        made: TileKernel = KINDS[kind](size, arch)
-        found = assemble(made.ptx, arch).kernels[made.name]
-        assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
-        assert found.registers <= 64
-        early = [word in made.ptx for word in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
-        assert [made.pdl, *early] == [arch == "sm_90a"] * 3
+        both = KINDS[kind](size, arch)
+        for made in (both.first, both.second) if isinstance(both, Chain) else (both,):
+            found = assemble(made.ptx, arch).kernels[made.name]
+            assert (found.spill_store_bytes, found.spill_load_bytes, found.stack_bytes) == (0, 0, 0)
+            assert found.registers <= 64
+            early = [word in made.ptx for word in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
+            assert [made.pdl, *early] == [arch == "sm_90a"] * 3
 
 
 def test_a_pass_meets_twice():
     """And has a vector for each four elements; of what is kept there are four at a time."""
-    text = threshold(FilterSpec(1, 4096, Number.top_p), "sm_90a").ptx
+    text = default(FilterSpec(1, 4096, Number.top_p), "sm_90a").ptx
     assert text.count("bar.sync") == 2
     assert text.count("ld.global.v4") == 2 + 4  # keys, weights, and what is kept
     assert text.count("add.f32") == 4 * 15 + 16
@@ -246,5 +259,5 @@ def test_a_pass_meets_twice():
 def test_long_rows_are_chosen_from_in_pieces_until_the_machine_is_full():
     assert [pieces(ChoiceSpec(rows, 128256)) for rows in (1, 8, 64, 256)] == [32, 32, 8, 2]
     assert pieces(ChoiceSpec(1, 4096)) == 1
-    made = first(ChoiceSpec(3, 128256), "sm_90a")
-    assert (made.grid, made.threads) == ((32, 3, 1), 256)
+    made = default(ChoiceSpec(3, 128256), "sm_90a").first
+    assert (made.grid, made.threads) == ((3, 32, 1), 256)

@@ -93,7 +93,7 @@ class Assignment:
         made: set[Value] = set()
         for op in self.program.body.walk():
             given = [each for each in op.operands if each.shape]
-            pure = op.name in (*ELEMENTS, "iota", "broadcast", "reshape", "transpose")
+            pure = op.name in (*ELEMENTS, "iota", "broadcast", "reshape", "transpose", "interleave")
             if not pure or not op.result.shape or not all(each in made for each in given): continue
             if op.name == "reshape" and not keeps_order(op.operands[0].shape, op.result.shape): continue
             if not any(use.name == "dot" and op.result in use.operands[:2]
@@ -141,8 +141,9 @@ class Assignment:
                 if wide not in self.free and op.results[0].shape:
                     gone = tuple(extents(wide.shape).of_axis(op.attributes["axis"]))
                     self._class(wide).narrow += [(each, gone) for each in op.results]
-            elif op.name == "halves" and op.operands[0] not in self.free:
-                self._class(op.result).narrow.append((op.operands[0], (0,)))
+            elif op.name in ("halves", "interleave"):
+                for each in op.operands:
+                    if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
             elif op.name == "transpose" and op.operands[0] not in self.free:
                 to = transpose_bits(op.operands[0].shape, op.attributes["permutation"])
                 self._class(op.operands[0]).same.append((op.result, to))
@@ -254,6 +255,7 @@ def _groups(op: Op) -> list[Sequence[Value]]:
     """Values that an operation keeps in one layout."""
     if op.name in ELEMENTS or op.name in ("sort", "scan", "load", "store", "atomic"):
         return [(*op.operands, *op.results)]
+    if op.name == "where_needed": return [(*op.operands, *op.regions[0].yields, op.result)]
     if op.name == "reshape" and keeps_order(op.operands[0].shape, op.result.shape):
         return [(op.operands[0], op.result)]
     if op.name == "reduce": return [op.operands, op.results]

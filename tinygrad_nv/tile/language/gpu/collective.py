@@ -14,6 +14,7 @@ A scan keeps, beside each partial result x, the total t of the 2^b elements of i
 """
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -24,12 +25,16 @@ from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
-from tinygrad_nv.tile.language.gpu.held import Held, Part
+from tinygrad_nv.tile.language.gpu.held import Held, Part, map_parts
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, absent, axes_with_padding, extents
 from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 
+MANY_WARPS = 4      # bits of their number: of so many, 16, each lane reads one's word
+REDUX = {(fn, dtype): f"redux.sync.{fn}.{kind if fn in ('add', 'min', 'max') else 'b32'}"
+         for fn in ("add", "min", "max", "and", "or", "xor")
+         for dtype, kind in ((dtypes.int32, "s32"), (dtypes.uint32, "u32"))}
 KINDS = {dtypes.float32: "f32", dtypes.int32: "s32"}
 Elements = list[Part]                       # single elements, by register
 Combine = Callable[[Sequence[Part], Sequence[Part]], list[Part]]    # of operands: earlier, later
@@ -156,22 +161,48 @@ class Collective(Values):
                 each[register] = combine([each[register]], [each[layout.numbers[index | 1 << bit]]])[0]
         places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
         some = [each[i] for i in places]
-        if op not in self.partial: some = self.across_threads(combine, layout, some, bits, held.dtype)
+        if op not in self.partial: some = self.across_threads(op, combine, layout, some, bits, held.dtype)
         for place, one in zip(places, some, strict=True): each[place] = one
         return each
 
-    def across_threads(self, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
+    def across_threads(self, op: Op, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
                        dtype: DType) -> Elements:
-        """Partial results of threads, combined by those among which bits of a layout lie."""
+        """Partial results of threads, combined by those among which bits of a layout lie; words of all lanes
+        by one instruction."""
         over = [at for at, _ in layout.thread_bits(bits)]
+        opcode = REDUX.get((op.attributes["fn"], dtype), "") if {*range(LANE_BITS)} <= {*over} else ""
+        if opcode: some = map_parts(lambda each: self._redux(opcode, each), some)
         for at in over:
-            if at < LANE_BITS:
+            if at < LANE_BITS and not opcode:
                 some = [combine([a], [b])[0] for a,
                         b in zip(some, exchange_parts(self, some, at), strict=True)]
         warps = [at for at in over if at >= LANE_BITS]
-        return self._across_warps(combine, layout, some, over, warps, dtype) if warps else some
+        at_once = opcode and len(warps) >= MANY_WARPS
+        join = functools.partial(self._join_words, op, opcode) if at_once else \
+            functools.partial(self._join, combine)
+        return self._across_warps(join, layout, some, over, warps, dtype) if warps else some
 
-    def _across_warps(self, combine: Combine, layout: Layout, some: Elements, over: Sequence[int],
+    def _redux(self, opcode: str, each: Lanes) -> Lanes:
+        made = self.kb.reg(each.register().kind)
+        self.kb.emit(opcode, made, each.register(), -1)
+        return Lanes(self.kb, each.dtype, [made])
+
+    def _join_words(self, op: Op, opcode: str, base: Register, nbytes: int, dtype: DType, count: int) -> Part:
+        """Combines words of warps, one in each lane, by one instruction."""
+        own = self.kb.reg("u32")
+        self.kb.emit("add.u32", own, base, self.threads.sum([(at, 4 << at) for at in range(LANE_BITS)]))
+        there = self.threads.first((1 << LANE_BITS) - 1 & -count)
+        (word,) = fetch(self.kb, own, nbytes, dtype, 1, there, neutral(op.attributes["fn"], dtype), "shared")
+        return self._redux(opcode, word)
+
+    def _join(self, combine: Combine, base: Register, nbytes: int, dtype: DType, count: int) -> Part:
+        """Combines elements of warps, in all threads."""
+        found = self._vector(base, nbytes, dtype, count)
+        while len(found) > 1:
+            found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
+    def _across_warps(self, join: Callable[..., Part], layout: Layout, some: Elements, over: Sequence[int],
                       warps: Sequence[int], dtype: DType) -> Elements:
         """Partial results of warps, combined by all of them in the order of the warps."""
         kb, arena, size = self.kb, self.arena, dtype.itemsize
@@ -191,10 +222,7 @@ class Collective(Values):
             arena.reads(start, nbytes)
             base = address(self, start, self.threads.sum(pairs))
             for i, part in enumerate(distinct):
-                found = self._vector(base, i * slots * size, dtype, count)
-                while len(found) > 1:
-                    found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
-                known[id(part)] = found[0]
+                known[id(part)] = join(base, i * slots * size, dtype, count)
         return [known[id(part)] for part in some]
 
     def _vector(self, base: Register, nbytes: int, dtype: DType, count: int) -> Elements:

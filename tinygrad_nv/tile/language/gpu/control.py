@@ -17,6 +17,9 @@ The factor f is the same in all of these threads, so that Σ (t_i f + x_i) = (Σ
 """
 from __future__ import annotations
 
+import contextlib
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 
 from tinygrad.dtype import dtypes
@@ -25,8 +28,8 @@ from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, kind_of
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.collective import Collective
-from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers
-from tinygrad_nv.tile.language.gpu.layout import absent, extents
+from tinygrad_nv.tile.language.gpu.held import Held, Part, from_registers, map_parts
+from tinygrad_nv.tile.language.gpu.layout import Layout, absent, extents
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region, TensorParameter, Value, select_numbers
 
@@ -101,7 +104,8 @@ class PartialSums(Collective):
             result = op.results[place]
             held, layout = self.value(result), self.assignment.layout(reduction.operands[0])
             bits = extents(reduction.operands[0].shape).of_axis(reduction.attributes["axis"])
-            some = self.across_threads(self.combiner(reduction), layout, self.singles(held), bits, held.dtype)
+            some = self.across_threads(reduction, self.combiner(reduction), layout, self.singles(held), bits,
+                                       held.dtype)
             whole = self.from_singles(result.dtype, result.shape, held.layout, some)
             self.scopes.put(result, Held(result.dtype, result.shape, held.layout, whole.parts))
 
@@ -256,6 +260,32 @@ class Control(PartialSums):
             kb.emit("cvta.to.global.u64", base, base)
             if tensor.offset: kb.emit("add.s64", base, base, tensor.offset * tensor.dtype.itemsize)
         else: base.set(self.pointers[tensor.name])
+
+    def do_where_needed(self, op: Op) -> None:
+        """A branch of each thread; none where the computation needs other threads' elements."""
+        layout, (region,), (result,) = self.assignment.layout(op.result), op.regions, op.results
+        test, other = (self.value(each, layout) for each in op.operands)
+        some = [part.register(i) for part in {id(each): each for each in test.parts}.values()
+                if part is not None for i in range(len(part.each()))]
+        carried = Carried(self, [result])
+        carried.put([op.operands[1]])
+        branch = self.kb.if_(functools.reduce(operator.or_, some)) if self._stays(region, layout) else \
+            contextlib.nullcontext()
+        with branch:
+            self.scopes.push()
+            self.region(region)
+            parts = [each.parts for each in (test, self.value(region.yields[0], layout), other)]
+            chosen = map_parts(lambda *each: elements.apply_row(self.kb, "where", each), *parts)
+            self.scopes.put(result, Held(result.dtype, result.shape, layout, chosen))
+            carried.put([result])
+            self.scopes.pop()
+        carried.bind([result])
+
+    def _stays(self, region: Region, layout: Layout) -> bool:
+        """Whether a thread computes elements from its own."""
+        own = self.assignment
+        values = {each for op in region.ops for each in (*op.operands, *op.results)} | {*region.yields}
+        return all(not each.shape or each in own.free or own.layout(each) == layout for each in values)
 
     def _side(self, region: Region, carried: Carried) -> None:
         self.scopes.push()

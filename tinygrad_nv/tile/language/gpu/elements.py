@@ -16,7 +16,7 @@ from tinygrad_nv.ptx.builder import Kernel, Value
 from tinygrad_nv.tile.epilogue import each_lane
 from tinygrad_nv.tile.expression import nearest
 from tinygrad_nv.tile.lanes import FLOAT16S, Lanes, Number, bits16, convert, kind_of, round_floats, wrap
-from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS, Operation
+from tinygrad_nv.tile.operations import LANGUAGE_OPERATIONS, LN2, Operation
 
 SMALL, LARGE = 2.0 ** -96, 2.0 ** 96     # sizes of divisors beyond which they are scaled
 # 2 pi in three parts of few bits, so that whole multiples of the first two are exact (Cody and Waite 1980)
@@ -90,6 +90,9 @@ def _float(kb: Kernel, row: Operation, dtype: DType, given: Sequence[Lanes]) -> 
     if two and dtype in FLOAT16S and row.ptx_pair:
         return Lanes(kb, dtype, [], _pair(kb, row, FLOAT16S[dtype], given))
     if row.name == "sin": wide = each_lane(given, lambda x: _sine(kb, x))
+    elif row.name == "log_normal":
+        wide = each_lane(given, lambda x: _emit(kb, "mul.f32", "f32", _emit(kb, row.ptx_f32, "f32", x), LN2))
+    elif row.name == "log_near_one": wide = each_lane(given, lambda x: _log_near_one(kb, x))
     elif row.name == "div": wide = _divide(kb, dtype, given)
     else:
         opcode = row.ptx_short if row.ptx_short and dtype != dtypes.float32 else row.ptx_f32
@@ -158,6 +161,19 @@ def _sine(kb: Kernel, x: Number) -> Value:
     rest = x
     for each in TURN: rest = _emit(kb, "fma.rn.f32", "f32", turns, -each, rest)
     return _emit(kb, "sin.approx.f32", "f32", rest)
+
+
+def _log_near_one(kb: Kernel, x: Number) -> Value:
+    """By the series of the logarithm of (1 + s) / (1 - s), plus a whole number times log 2: m lies in [3/4,
+    3/2), so |s| < 1/5 and m - 1 is exact."""
+    bits = _emit(kb, "mov.b32", "s32", x)
+    exponent = _emit(kb, "sub.s32", "s32", bits, 0x3F400000) >> 23      # the bits of 3/4
+    m = _emit(kb, "mov.b32", "f32", _emit(kb, "sub.s32", "s32", bits, exponent << 23))
+    s = _emit(kb, "div.full.f32", "f32", m - 1.0, m + 1.0)
+    t, y = _emit(kb, "mul.f32", "f32", s, s), kb.reg("f32", 2 / 9)
+    for power in (7, 5, 3, 1): y = _emit(kb, "fma.rn.f32", "f32", y, t, 2 / power)
+    whole = exponent.to("f32")
+    return _emit(kb, "fma.rn.f32", "f32", whole, LN2, _emit(kb, "mul.f32", "f32", y, s))
 
 
 # **** integers and booleans ****

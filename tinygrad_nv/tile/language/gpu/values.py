@@ -198,6 +198,25 @@ class Values:
             made.append(None if part is None else known[id(part), at])
         return made
 
+    def do_interleave(self, op: Op) -> None: self._emit(op)
+
+    def _interleave(self, op: Op, layout: Layout) -> list[Part]:
+        """A register of one operand or of the other; where threads side by side have what lies side by side,
+        each has both, and chooses."""
+        narrow, dtype = layout.without((0,)), op.result.dtype
+        helds = [self.value(each, narrow) for each in op.operands]
+        later = [self.threads.bit(at) for at, _ in layout.thread_bits((0,))]
+        made: list[Number | None] = []
+        for index, gone in zip(layout.indices, absent(layout, op.result.shape), strict=True):
+            register = narrow.numbers[index >> 1]
+            if gone or any(held.parts[register // held.width] is None for held in helds): made.append(None)
+            elif not later: made.append(helds[index & 1].element(register))
+            else:
+                test, *each = (Lanes(self.kb, kind, [x]) for kind, x in (
+                    (dtypes.bool, later[0]), *((dtype, held.element(register)) for held in helds[::-1])))
+                made.append(elements.apply_row(self.kb, "where", [test, *each]).at(0))
+        return self.parts(dtype, op.result.shape, layout, made)
+
     def _broadcast(self, op: Op, layout: Layout) -> list[Part]:
         source, shape = op.operands[0], op.result.shape
         gone = broadcast_bits(source.shape, shape)
