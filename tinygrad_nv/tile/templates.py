@@ -31,7 +31,7 @@ SPECS = {"gemm": "GemmSpec",
          "all_reduce": "AllReduceSpec"}
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
-PROGRAMS = ("norm", "rope", "column_sum")    # programs of the tile language, one for GPUs and CPUs
+PROGRAMS = ("norm", "rope", "column_sum", "router")    # programs of the tile language, one for GPUs and CPUs
 TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
               {(kind, family): f"tinygrad_nv.tile.{family}.program" if family in PROGRAMS else
                f"tinygrad_nv.{folder}.{family}"
