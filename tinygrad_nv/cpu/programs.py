@@ -28,7 +28,8 @@ class CPUProgramSchedule(Blocks, CPUSchedule):
 
 def make_family(name: str, programs: Sequence[TileProgram], determinism_class: str) -> Family:
     """The family of programs on a CPU."""
-    return Family(name, tuple(_template(each) for each in programs if "cpu" in each.kinds), determinism_class=determinism_class)
+    own = tuple(_template(each) for each in programs if "cpu" in each.kinds)
+    return Family(name, own, determinism_class=determinism_class)
 
 
 def _template(program: TileProgram) -> Template[Any, Any, CPU]:

@@ -186,8 +186,8 @@ class DecodeKernel(KernelsInTurn):
 
 @dataclass(frozen=True)
 class ProgramsInTurn:
-    """Kernels of programs that are launched one after the other, all with the same parameters: outputs; scratch,
-    never initialised; inputs."""
+    """Kernels of programs that are launched one after the other, all with the same parameters: outputs;
+    scratch, never initialised; inputs."""
     kernels: tuple[TileKernel, ...]
     scratch: tuple[Scratch, ...]
 

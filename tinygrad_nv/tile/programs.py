@@ -11,7 +11,7 @@ load come as `loads` instead, a tensor for each Load (language/expressions.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import FunctionType
@@ -71,9 +71,9 @@ class TileProgram:
     be. `elements`: how many there are to compute. `expressions` are those of the spec that load parameters.
     `steps`: specs and blocks of the launches, of two the first writes float32 that the second reads. `fixed`:
     no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
-    a thread has side by side at most. `entry`: the name of the kernel, where that is not its own. `scratch`:
-    int32 tensors of the launch behind the outputs, by name, and the program `following` it, which goes on with
-    what is in these and in the outputs, by warps of its own; none where there are no such tensors. `kinds` of targets that have it."""
+    a thread has side by side at most. `entry`: the name of the kernel, where that is not its own.
+    `scratch`: int32 tensors behind the outputs, by name; where there are such, the program `following` goes
+    on with these and the outputs, by warps of its own. `kinds` of targets that have it."""
     name: str
     spec: type
     function: Callable[..., None]
@@ -111,8 +111,8 @@ class TileProgram:
     def launches(self, spec: Any, blocks: Blocks) -> list[tuple[TileProgram, Program]]:
         """The programs of all launches, with their records."""
         made = [(self, trace_spec(self, one, its)) for one, its in self.steps(spec, blocks)]
-        goes_on = self.following is not None and self.scratch(spec, blocks)
-        return [*made, *self.following.launches(spec, blocks)] if goes_on else made
+        if self.following is None or not self.scratch(spec, blocks): return made
+        return made + self.following.launches(spec, blocks)
 
     def build(self, spec: Any, blocks: Blocks, build_one: Callable[[TileProgram, Program], Any]) -> Any:
         """The kernel of a spec, or all."""
@@ -120,8 +120,9 @@ class TileProgram:
         kernels, between = tuple(build_one(*each) for each in launches), launches[0][1].tensors[0]
         if len(kernels) == 1: return kernels[0]
         if found := self.scratch(spec, blocks):
-            return ProgramsInTurn(kernels, tuple(Scratch(dtypes.int32, prod(each)) for each in found.values()))
-        return Chain(*kernels, Scratch(between.dtype, between.numel))
+            given = (Scratch(dtypes.int32, prod(shape)) for shape in found.values())
+            return ProgramsInTurn(kernels, tuple(given))
+        return Chain(kernels[0], kernels[1], Scratch(between.dtype, between.numel))
 
 
 @functools.lru_cache(256)
@@ -144,7 +145,9 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
                          program.grid(spec, blocks), None, tuple(views.values()))
     name = program.entry(spec) if program.entry else program.name
     written = {op.attributes["tensor"] for op in made.body.walk() if op.name in STORES}
-    return replace(made, tensors=tuple(replace(each, output=each.name in written) for each in made.tensors), name=name, rows=blocks.rows if rows else 0, cluster=blocks.cluster)
+    tensors = [replace(each, output=each.name in written) for each in made.tensors]
+    return replace(made, name=name, tensors=tuple(tensors), rows=blocks.rows if rows else 0,
+                   cluster=blocks.cluster)
 
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:
@@ -170,7 +173,8 @@ def _view(load: Load, number: int, spec: Any, batch: Sequence[int]) -> TensorPar
 
 def make_family(name: str, programs: Sequence[TileProgram], determinism_class: str) -> Family:
     """The family of programs on a GPU."""
-    return Family(name, tuple(_template(each) for each in programs if "gpu" in each.kinds), determinism_class=determinism_class)
+    own = tuple(_template(each) for each in programs if "gpu" in each.kinds)
+    return Family(name, own, determinism_class=determinism_class)
 
 
 @functools.cache

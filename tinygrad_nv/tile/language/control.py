@@ -86,8 +86,8 @@ class Range:
 
 def range_(start: Operand, stop: Operand | None = None, step: int = 1, *, stages: int = 0,
            prefetch: int = 0, unroll: bool = True) -> Range:
-    """Indices of a loop of the program, as Python's range; `step` is a positive constant. Without `unroll` the
-    body is compiled once: for one that is long, of few iterations."""
+    """Indices of a loop of the program, as Python's range; `step` is a positive constant. Without `unroll`
+    the body is compiled once: for a long one of few iterations."""
     first, last = (0, start) if stop is None else (start, stop)
     if isinstance(step, Tile) or int(step) < 1:
         fail(f"step={step!r}", "a positive constant", "count up, and subtract in the body; or use `while`")

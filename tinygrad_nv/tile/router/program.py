@@ -1,17 +1,17 @@
 """The router of a mixture of experts (spec.py) as a program of the tile language.
 
     a program has some tokens, and goes through them in blocks of rows:
-        scores, choices
-        keys: choices as integers in the order of numbers, NONE for NaN
+        scores, choices; keys: choices as integers in the order of numbers, NONE for NaN
         keys of groups that are not among the best become those of −inf
         k times: the largest key, the lowest number that has it; its key is NONE then
         weights of these
         ranks: how many slots before have the slot's expert
     one program: offsets; order[offset + rank] = slot
-    several: counts and ranks to the workspace, and a second launch, whose programs have the same tokens:
+    several: counts and ranks to memory, and a second launch, whose programs have the same tokens:
         counts of all programs, and of those before; offsets; order[offset + count before + rank] = slot
 
-On a CPU one program has all tokens, one after the other, and puts one slot after the other in order.
+On a CPU one program has all tokens, one after the other, and puts one slot after the other in order; so it
+does with slots whose experts are given.
 
 Where fewer than k choices are numbers, the last expert takes the place of those that are not, and its weight
 is what its score makes it: NaN goes no further than the token that has it.
@@ -36,65 +36,70 @@ from tinygrad_nv.tile.programs import Blocks, Grid, TileProgram
 from tinygrad_nv.tile.router.spec import EPSILON, GroupRowsSpec, Policy, RouterSpec
 
 DETERMINISM_CLASS = BY_ROW
-LOG2_E = math.log2(math.e)
-LOG2_E_REST = 1.9259629911e-8       # of LOG2_E, beyond float32
 ONE = 1                 # column of blocks that one thread goes through
 WARPS = 16              # of a program where there are several
-MOST_ROWS = 32          # tokens that these go through at a time
+MOST_KEYS = 32          # that a thread of these has at a time: some tokens of a warp
 ALONE = 32              # tokens that one program routes and orders: with 64 two launches take less time
-ORDER_WARPS = 8         # of the second launch
 MANY = 256              # experts of which a thread of 32 warps has the registers for keys and scores
-TOGETHER = 64           # programs whose counts are added up at a time
-MOST = {"experts": 512, "experts of a token": 32, "groups": 32}     # 16 experts of a lane, of which each may be a choice
+# 16 experts of a lane, of which each may have a choice
+MOST = {"experts": 512, "experts of a token": 32, "groups": 32}
 MOST_ON_CPU = 1 << 15       # experts, whose scores and keys lie on a stack
+LOG2_E = math.log2(math.e)
+LOG2_E_REST = 1.9259629911e-8       # of LOG2_E, beyond float32
 NONE = -1 << 31                     # the key of no number
 LEAST = -0x7F800001                 # the key of −inf
 
 
 def route(experts: Any, weights: Any, order: Any, offsets: Any, logits: Any, spec: RouterSpec, blocks: Blocks,
           bias: Any = None, counts: Any = None, ranks: Any = None) -> None:
-    """From logits [T, E] to experts and weights, and to order and offsets, or to counts [programs, E] and ranks
-    [T, k]."""
-    if blocks.columns == ONE: return route_in_turn(experts, weights, order, offsets, logits, spec, bias)
-    group, size = tile.program_id(0), group_tokens(spec, blocks)
+    """From logits [T, E] to experts and weights, and to order and offsets, or to counts [programs, E] and
+    ranks [T, k]."""
+    given = experts, weights, logits, bias
+    if blocks.columns == ONE: return route_in_turn(given, order, offsets, spec)
+    group, seen = tile.program_id(0), tile.zeros((spec.experts,), dtypes.int32)
     if group == 0: offsets[spec.experts] = spec.slots
-    seen = tile.zeros((spec.experts,), dtypes.int32)
-    if size == blocks.rows:
-        ranked = store_choices((experts, weights, logits, bias), group * size, seen, spec, blocks)
-        seen = ranked.count
-        if blocks.groups == 1: return arrange_alone(order, offsets, ranked, spec, blocks)
-        ranks[ranked.rows, Block(0, blocks.columns)] = tile.gather(ranked.until, ranked.chosen, 1) - ranked.behind
-    else:
-        for first in tile.range(group * size, tile.minimum((group + 1) * size, spec.tokens), blocks.rows):
-            ranked = store_choices((experts, weights, logits, bias), first, seen, spec, blocks)
-            ranks[ranked.rows, Block(0, blocks.columns)] = tile.gather(ranked.until, ranked.chosen, 1) - ranked.behind
-            seen = ranked.count
+    if blocks.groups == 1:
+        return arrange_alone(order, offsets, store_choices(given, 0, seen, spec, blocks), spec, blocks)
+    for first in first_tokens(group, spec, blocks):
+        ranked = store_choices(given, first, seen, spec, blocks)
+        rank = tile.gather(ranked.until, ranked.chosen, 1) - ranked.behind
+        ranks[ranked.rows, Block(0, blocks.columns)] = rank
+        seen = ranked.total
     counts[group, Block(0, spec.experts)] = seen
 
 
+def first_tokens(group: Tile, spec: RouterSpec, blocks: Blocks) -> Any:
+    """The first token of each block of a program."""
+    size = group_tokens(spec, blocks)
+    if size == blocks.rows: return [group * size]
+    return tile.range(group * size, tile.minimum((group + 1) * size, spec.tokens), blocks.rows)
+
+
 class Ranked(NamedTuple):
-    """Choices of a block of tokens (rows, columns); slots of each expert until each token (rows, experts), and in all
-    (experts); how many slots of its expert, itself among them, are behind a slot's place among these."""
+    """Choices of a block of tokens (rows, columns); slots of each expert until each token (rows, experts) and
+    in all (experts); how far a slot's place among these is below the number of those until its token."""
     rows: Block
     chosen: Tile
     until: Tile
-    count: Tile
+    total: Tile
     behind: Tile
 
 
-def store_choices(given: tuple[Any, ...], first: Operand, seen: Tile, spec: RouterSpec, blocks: Blocks) -> Ranked:
+def store_choices(given: tuple[Any, ...], first: Operand, seen: Tile, spec: RouterSpec,
+                  blocks: Blocks) -> Ranked:
     """Stores experts and weights of a block of tokens."""
     experts, weights, logits, bias = given
     rows, columns = tile.block(first, blocks.rows), Block(0, blocks.columns)
-    chosen, weight, taken = choose_experts(logits, bias, rows, spec, blocks.columns)
-    experts[rows, columns], weights[rows, columns] = chosen, weight
+    choice = choose_experts(logits, bias, rows, spec, blocks.columns)
+    experts[rows, columns], weights[rows, columns] = choice.experts, choice.weights
+    taken = count_choices(choice, rows, spec)
     until = (taken if blocks.rows == 1 else tile.cumsum(taken, 0)) + seen[None, :]
-    return Ranked(rows, chosen, until, tile.max(until, 0), repeated(chosen, spec) + 1)
+    return Ranked(rows, choice.experts, until, tile.max(until, 0), repeated(choice.experts, spec) + 1)
 
 
 def arrange_alone(order: Any, offsets: Any, ranked: Ranked, spec: RouterSpec, blocks: Blocks) -> None:
     """Offsets and order of tokens that one program has."""
-    offset = tile.cumsum(ranked.count, 0) - ranked.count
+    offset = tile.cumsum(ranked.total, 0) - ranked.total
     offsets[Block(0, spec.experts)] = offset
     place = tile.gather(ranked.until + offset[None, :], ranked.chosen, 1) - ranked.behind
     store_order(order, ranked.rows, place, spec, blocks)
@@ -110,18 +115,18 @@ def store_order(order: Any, rows: Block, place: Tile, spec: RouterSpec, blocks: 
 def arrange(experts: Any, weights: Any, order: Any, offsets: Any, counts: Any, ranks: Any, spec: RouterSpec,
             blocks: Blocks, **_: Any) -> None:
     """Offsets and order, from counts and ranks."""
-    group, size, every = tile.program_id(0), group_tokens(spec, blocks), Block(0, spec.experts)
+    group, every = tile.program_id(0), Block(0, spec.experts)
     total = before = tile.zeros((spec.experts,), dtypes.int32)
-    for first in tile.range(0, blocks.groups, TOGETHER):
-        some = tile.block(first, TOGETHER)
-        count = counts[some, every]
-        total += tile.sum(count, 0)
-        before += tile.sum(tile.where((some.indices < group)[:, None], count, 0), 0)
+    together = order_cut(spec)[0]
+    for first in tile.range(0, blocks.groups, together):
+        some = tile.block(first, together)
+        its = counts[some, every]
+        total += tile.sum(its, 0)
+        before += tile.sum(tile.where((some.indices < group)[:, None], its, 0), 0)
     offset = tile.cumsum(total, 0) - total
     if group == 0: offsets[every] = offset
     place = (offset + before)[None, :]
-    if size == blocks.rows: return order_slots(experts, ranks, order, place, group * size, spec, blocks)
-    for first in tile.range(group * size, tile.minimum((group + 1) * size, spec.tokens), blocks.rows):
+    for first in first_tokens(group, spec, blocks):
         order_slots(experts, ranks, order, place, first, spec, blocks)
 
 
@@ -139,13 +144,13 @@ def group_tokens(spec: RouterSpec, blocks: Blocks) -> int:
     return -(-spec.tokens // (blocks.groups * blocks.rows)) * blocks.rows
 
 
-def route_in_turn(experts: Any, weights: Any, order: Any, offsets: Any, logits: Any, spec: RouterSpec,
-                  bias: Any) -> None:
+def route_in_turn(given: tuple[Any, ...], order: Any, offsets: Any, spec: RouterSpec) -> None:
     """All of it by one program of one thread."""
+    experts, weights, logits, bias = given
     for t in tile.range(spec.tokens):
-        chosen, weight, _ = choose_experts(logits, bias, tile.block(t, 1), spec, spec.policy.k)
-        experts[t, Block(0, spec.policy.k)] = chosen.reshape(spec.policy.k)
-        weights[t, Block(0, spec.policy.k)] = weight.reshape(spec.policy.k)
+        row, slots = tile.block(t, 1), Block(0, spec.policy.k)
+        choice = choose_experts(logits, bias, row, spec, spec.policy.k)
+        experts[row, slots], weights[row, slots] = choice.experts, choice.weights
     sort_in_turn(order, offsets, experts, spec)
 
 
@@ -155,19 +160,18 @@ def group_rows(order: Any, offsets: Any, experts: Any, spec: GroupRowsSpec, bloc
 
 
 def sort_in_turn(order: Any, offsets: Any, experts: Any, spec: RouterSpec | GroupRowsSpec) -> None:
-    """A counting sort, one slot after the other. While slots find their places, an expert's end is the place of its
-    next slot."""
-    k, ends = spec.slots // spec.tokens, tile.block(1, spec.experts)
-    every = isinstance(spec, RouterSpec)
+    """A counting sort, one slot after the other. While slots find their places, an expert's end is the place
+    of its next slot."""
+    k, every, last = spec.slots // spec.tokens, isinstance(spec, RouterSpec), 0
     offsets[Block(0, spec.experts + 1)] = tile.zeros((spec.experts + 1,), dtypes.int32)
     for t in tile.range(spec.tokens):
         for j in tile.range(k):
             end = tile.load(experts, t, j, other=-1) + 1
             if every or (end > 0) & (end <= spec.experts): offsets[end] = offsets[end] + 1
-    count = offsets[ends]
-    until = tile.cumsum(count, 0)
-    offsets[ends] = until - count
-    last = tile.max(until, 0)
+    for end in tile.range(1, spec.experts + 1):
+        count = offsets[end]
+        offsets[end] = last
+        last += count
     for t in tile.range(spec.tokens):
         for j in tile.range(k):
             end = tile.load(experts, t, j, other=-1) + 1
@@ -180,24 +184,45 @@ def sort_in_turn(order: Any, offsets: Any, experts: Any, spec: RouterSpec | Grou
                 last += 1
 
 
-def choose_experts(logits: Any, bias: Any, rows: Block, spec: RouterSpec, columns: int) -> tuple[Tile, Tile, Tile]:
-    """Experts and weights of a block of tokens (rows, columns), and how often each expert was taken (rows, experts)."""
-    count, policy = spec.experts, spec.policy
-    every = Block(0, count)
+def repeated(chosen: Tile, spec: RouterSpec) -> Tile:
+    """Slots of the token behind, with the same expert: of the last one alone."""
+    k, last = spec.policy.k, spec.experts - 1
+    slots = tile.arange(chosen.shape[1])[None, :]
+    same = (chosen == last) & (slots < k)
+    many = tile.sum(tile.cast(same, dtypes.int32), 1)[:, None]
+    return tile.where(same, tile.minimum(many - 1, k - 1 - slots), 0)
+
+
+# **** a token's experts ****
+
+class Choice(NamedTuple):
+    """Experts and weights (rows, columns), and which experts are among them (rows, experts): 1, else 0."""
+    experts: Tile
+    weights: Tile
+    taken: Tile
+
+
+def choose_experts(logits: Any, bias: Any, rows: Block, spec: RouterSpec, columns: int) -> Choice:
+    """The choices of a block of tokens."""
+    count, policy, every = spec.experts, spec.policy, Block(0, spec.experts)
     score = scores(tile.cast(logits[rows, every], dtypes.float32), spec)
     choice = score if bias is None else score + bias[every][None, :]
     start = keys_of(choice, positive=bias is None and policy.score in ("softmax", "sigmoid"))
     if policy.groups > 1: start = keep_best_groups(start, policy)
     if spec.tokens % rows.size: start = tile.where((rows.indices < spec.tokens)[:, None], start, NONE)
     chosen, keys = pick(start, spec, columns)
-    taken = tile.cast(keys != start, dtypes.int32)
-    chosen = tile.where(tile.arange(columns)[None, :] < tile.sum(taken, 1)[:, None], chosen, count - 1)
-    number = tile.arange(count)[None, :]
-    slots = tile.arange(columns)[None, :]
-    last = tile.sum(tile.cast((chosen == count - 1) & (slots < policy.k), dtypes.int32), 1)
-    if spec.tokens % rows.size: last = tile.where(rows.indices < spec.tokens, last, 0)
-    taken = tile.where(number == count - 1, last[:, None], taken)
-    return chosen, weigh(tile.gather(score, chosen, 1), spec, slots), taken
+    taken, slots = tile.cast(keys != start, dtypes.int32), tile.arange(columns)[None, :]
+    chosen = tile.where(slots < tile.sum(taken, 1)[:, None], chosen, count - 1)
+    return Choice(chosen, weigh(tile.gather(score, chosen, 1), spec, slots), taken)
+
+
+def count_choices(choice: Choice, rows: Block, spec: RouterSpec) -> Tile:
+    """How often each expert was taken (rows, experts): the last one for what is not a number, too."""
+    slots, number = tile.arange(choice.experts.shape[1])[None, :], tile.arange(spec.experts)[None, :]
+    last = (choice.experts == spec.experts - 1) & (slots < spec.policy.k)
+    if spec.tokens % rows.size: last = last & (rows.indices < spec.tokens)[:, None]
+    many = tile.sum(tile.cast(last, dtypes.int32), 1)[:, None]
+    return tile.where(number == spec.experts - 1, many, choice.taken)
 
 
 def scores(x: Tile, spec: RouterSpec) -> Tile:
@@ -264,15 +289,6 @@ def pick(start: Tile, spec: RouterSpec, columns: int) -> tuple[Tile, Tile]:
     return chosen, keys
 
 
-def repeated(chosen: Tile, spec: RouterSpec) -> Tile:
-    """Slots of the token behind, with the same expert: of the last one alone."""
-    k, last = spec.policy.k, spec.experts - 1
-    slots = tile.arange(chosen.shape[1])[None, :]
-    same = (chosen == last) & (slots < k)
-    many = tile.sum(tile.cast(same, dtypes.int32), 1)[:, None]
-    return tile.where(same, tile.minimum(many - 1, k - 1 - slots), 0)
-
-
 def weigh(score: Tile, spec: RouterSpec, slots: Tile) -> Tile:
     """Weights of the chosen experts' scores."""
     policy = spec.policy
@@ -284,6 +300,8 @@ def weigh(score: Tile, spec: RouterSpec, slots: Tile) -> Tile:
     if policy.renormalize: score = score / (tile.sum(tile.where(there, score, 0.0), 1)[:, None] + EPSILON)
     return score if policy.scale == 1 else score * policy.scale
 
+
+# **** schedules ****
 
 def grid(spec: RouterSpec, blocks: Blocks) -> Grid:
     """A program for each group of tokens."""
@@ -304,10 +322,17 @@ def cut(spec: RouterSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
         most = ALONE if spec.experts <= MANY else ALONE // 2
         return [(Blocks(rows, columns), max(1, min(rows * lanes // 32, most)))]
     sms = target.sm_count or gpu_model_for(target.arch).sm_count
-    rows = WARPS
-    while rows * sms < spec.tokens and rows < MOST_ROWS: rows *= 2
-    size = -(-spec.tokens // (rows * sms)) * rows
-    return [(Blocks(rows, columns, -(-spec.tokens // size)), WARPS)]
+    most = max(1, MOST_KEYS // -(-spec.experts // 32))
+    size, rows = min((-(-spec.tokens // (WARPS * each * sms)) * WARPS * each, -WARPS * each)
+                     for each in range(1, most + 1))
+    return [(Blocks(-rows, columns, -(-spec.tokens // size)), WARPS)]
+
+
+def order_cut(spec: RouterSpec) -> tuple[int, int]:
+    """Of the second launch: programs whose counts are added up at a time, and warps."""
+    experts = power(spec.experts)
+    if experts <= 128: return 64, 8
+    return (8192 // experts, 8) if spec.tokens <= 1024 else (64 if experts <= 256 else 32, 16)
 
 
 def problems(spec: RouterSpec, kind: str) -> list[str]:
@@ -329,9 +354,11 @@ def vector_of(spec: RouterSpec) -> int:
     return vector
 
 
-ARRANGE = TileProgram("order", RouterSpec, arrange, grid, lambda spec, target: [(Blocks(), ORDER_WARPS)],
-                      lambda spec: spec.slots, scratch=scratch)
+ARRANGE = TileProgram("order", RouterSpec, arrange, grid,
+                      lambda spec, target: [(Blocks(), order_cut(spec)[1])], lambda spec: spec.slots,
+                      scratch=scratch)
 PROGRAMS = (TileProgram("router", RouterSpec, route, grid, cut, lambda spec: spec.tokens * spec.experts,
                         problems, vector=vector_of, scratch=scratch, following=ARRANGE),
             TileProgram("group_rows", GroupRowsSpec, group_rows, lambda spec, blocks: (1, 1, 1),
-                        lambda spec, target: [(Blocks(spec.tokens), 1)], lambda spec: spec.slots, kinds=("cpu",)))
+                        lambda spec, target: [(Blocks(spec.tokens), 1)], lambda spec: spec.slots,
+                        kinds=("cpu",)))

@@ -41,7 +41,8 @@ MOST_SCANNED = 64       # elements of a column that one thread adds up
 @dataclass(eq=False)
 class _Class:
     """Values of one layout: the largest access to memory, dots that add to them, and other classes that
-    follow this one, with the bits that they lack or where bits go; the axis of a scan that each thread goes through."""
+    follow this one, with the bits that they lack or where bits go; the axis of a scan that threads go
+    through."""
     type: TileType
     bytes: int = 0
     vector: int = 0

@@ -154,9 +154,9 @@ class Collective(Values):
     def _reduce_axis(self, op: Op, held: Held, axis: int) -> Elements:
         """Reduces by a row of the table."""
         combine, layout, bits = self.combiner(op), held.layout, extents(held.shape).of_axis(axis)
-        each = self.singles(held)
+        each: Elements = self.singles(held)
         if (choice := find_choice(self, op)) is not None:
-            for register, one in first_indices(self, choice, held, axis).items(): each[register] = one
+            for register, least in first_indices(self, choice, held, axis).items(): each[register] = least
         else: self._reduce_registers(combine, layout, bits, each := self._mask_padding(op, held, each, axis))
         places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
         some = [each[i] for i in places]
@@ -256,7 +256,7 @@ class Collective(Values):
         over = [at for at, bit in sorted(layout.thread_bits(bits), key=lambda pair: pair[1])]
         warps = [at for at in over if at >= LANE_BITS]
         at_once = every and not op.regions and not back and len(warps) > 1 and \
-            set(layout.threads[at] for at in warps) == set(bits[-len(warps):]) and \
+            {layout.threads[at] for at in warps} == set(bits[-len(warps):]) and \
             len({id(each) for each in totals[0]}) << len(warps) <= MOST_AT_ONCE
         for bit in bits[:-len(warps)] if at_once else bits:
             step = self._register_step if bit in layout.registers else partial(self._thread_step,
@@ -282,8 +282,9 @@ class Collective(Values):
         nothing = elements.constant(self.kb, neutral(op.attributes["fn"], dtype), dtype)
         if exact := dtype in REDUCED:
             known = {key: self._if(first, [nothing], [one])[0] for key, one in known.items()}
-        return [x if x is None else (made if exact else self._if(first, [x], made))[0]
-                for x, total in zip(state, totals, strict=True) for made in [combine([known[id(total)]], [x])]]
+        made = [combine([known[id(total)]], [x]) for x, total in zip(state, totals, strict=True)]
+        return [(one if exact else self._if(first, [x], one))[0]
+                for x, one in zip(state, made, strict=True)]
 
     def _register_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
                        back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
@@ -302,8 +303,9 @@ class Collective(Values):
             total = self._if(test, total, b if back else a)
             for each, one in zip(totals, total, strict=True): each[low] = each[high] = one
 
-    def _thread_step(self, ordered: bool, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
-                     back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
+    def _thread_step(self, ordered: bool, combine: Combine, layout: Layout, shape: tuple[int, ...],
+                     axis: int, bit: int, back: bool, state: list[Elements] | None,
+                     totals: list[Elements]) -> None:
         at = next(at for at, one in layout.thread_bits([bit]) if one == bit)
         others = [exchange_parts(self, each, at) for each in totals]
         later = Lanes(self.kb, dtypes.bool, [self.threads.bit(at)])
@@ -321,8 +323,9 @@ class Collective(Values):
                 for each, one in zip(state, made, strict=True): each[register] = one
             key = tuple(map(id, (*mine, *other)))
             if key not in known:
-                a, b = (mine, other) if not ordered else (self._if(later.register(), other, mine),
-                                                         self._if(later.register(), mine, other))
+                a, b = mine, other
+                if ordered or test is not None:
+                    a, b = self._if(later.register(), b, a), self._if(later.register(), a, b)
                 known[key] = self._if(test, combine(a, b), b if back else a)
             for each, one in zip(totals, known[key], strict=True): each[register] = one
 

@@ -1,6 +1,6 @@
-"""The least of the indices where a condition holds, as `tile.min(tile.where(condition, index, n), axis)` has it:
-a thread takes the last of its registers first, and each before that where its condition holds. That is a
-select for each instead of a select and a minimum.
+"""The least of the indices where a condition holds: `tile.min(tile.where(condition, index, n), axis)`. A
+thread takes the last of its registers first, and each before that where its condition holds: a select for
+each instead of a select and a minimum.
 """
 from __future__ import annotations
 

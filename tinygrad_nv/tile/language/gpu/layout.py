@@ -194,8 +194,8 @@ def block_layout(shape: Sequence[int], contiguous: int, vector: int, thread_bits
 
 
 def columns_layout(shape: Sequence[int], axis: int, thread_bits: int) -> Layout:
-    """As much of an axis in each thread as leaves none idle: neighbours along the others side by side, and the
-    axis's first elements in the first threads."""
+    """Elements side by side along an axis in each thread, neighbours along the others in lanes; where threads
+    are left, they have parts of the axis, of 2^SCANNED_BITS elements at least."""
     of = extents(tuple(shape))
     along = list(of.of_axis(axis))
     others = [bit for bit in range(of.bits) if bit not in along]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
-from tinygrad_nv.tile.lanes import Lanes, Number
+from tinygrad_nv.tile.lanes import Lanes
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch
 from tinygrad_nv.tile.language.gpu.collective import Collective, Elements, neutral
@@ -139,11 +139,14 @@ class Sorting(Collective):
         each, found = self.singles(x), list[Part]()
         for registers in lookup.registers:
             if not registers: found.append(None)
-            else: found.append(self._look_up_one(lookup, each, registers, index.element(len(found))))
+            else:
+                at = index.element(len(found))
+                found.append(self._look_up_one(lookup, each, registers,
+                                               at if isinstance(at, Register) else int(at)))
         return found if len(found) == 1 else pair_parts(found)
 
     def _look_up_one(self, lookup: Lookup, each: Elements, registers: Mapping[int, int],
-                     index: Number) -> Part:
+                     index: Register | int) -> Part:
         """The element of a lane at an index, which is in one of some registers by their places."""
         kb, lane = self.kb, self._lane_of(lookup, index)
         made: Part = None
@@ -162,14 +165,14 @@ class Sorting(Collective):
                 made = elements.apply_row(kb, "where", [test, part, made])
         return made
 
-    def _lane_of(self, lookup: Lookup, index: Number) -> Number | None:
+    def _lane_of(self, lookup: Lookup, index: Register | int) -> Register | int | None:
         """The lane that has the element at an index; None where that is the own one."""
         if not lookup.lanes: return None
         first = lookup.lanes[0][1]
         if lookup.lanes == [(i, first + i) for i in range(LANE_BITS)]:  # shfl reads five bits
             return index >> first if first else index
         mine = sum(1 << at for at, _ in lookup.lanes)
-        made = self.kb.special("laneid").to("s32") & SEGMENT - mine
+        made: Register | int = self.kb.special("laneid").to("s32") & SEGMENT - mine
         for at, bit in lookup.lanes: made = made + ((index >> bit & 1) << at)
         return made
 
