@@ -203,3 +203,18 @@ def test_indices_that_wrap_around_lie_outside():
     np.testing.assert_array_equal(store_below(*given).numpy(), [2, 3, 0])
     store = next(line for line in store_below.source(*given).splitlines() if "*(p_out" in line)
     assert store.startswith("if ((u64)")
+
+
+@kernel(grid=(1,))
+def halve_rows(x: KTile["R", "N", f32], out: OTile["N", f32]):
+    total = tile.zeros((x.shape[1],), f32)
+    for i in tile.range(x.shape[0], unroll=False): total = total * 0.5 + x[i, :]
+    out[:] = total
+
+
+def test_a_loop_that_is_compiled_once():
+    x = RANDOM.integers(0, 9, (5, 40)).astype(np.float32)
+    given = Tensor(x), Tensor.zeros(40)
+    wanted = (x * 0.5 ** np.arange(4, -1, -1)[:, None]).sum(0)
+    np.testing.assert_array_equal(halve_rows(*given).numpy(), wanted)
+    assert "unroll(disable)" in halve_rows.source(*given)
