@@ -94,7 +94,7 @@ def store_choices(given: tuple[Any, ...], first: Operand, seen: Tile, spec: Rout
     experts[rows, columns], weights[rows, columns] = choice.experts, choice.weights
     taken = count_choices(choice, rows, spec)
     until = (taken if blocks.rows == 1 else tile.cumsum(taken, 0)) + seen[None, :]
-    return Ranked(rows, choice.experts, until, tile.max(until, 0), repeated(choice.experts, spec) + 1)
+    return Ranked(rows, choice.experts, until, tile.max(until, 0), count_behind(choice.experts, spec) + 1)
 
 
 def arrange_alone(order: Any, offsets: Any, ranked: Ranked, spec: RouterSpec, blocks: Blocks) -> None:
@@ -184,8 +184,8 @@ def sort_in_turn(order: Any, offsets: Any, experts: Any, spec: RouterSpec | Grou
                 last += 1
 
 
-def repeated(chosen: Tile, spec: RouterSpec) -> Tile:
-    """Slots of the token behind, with the same expert: of the last one alone."""
+def count_behind(chosen: Tile, spec: RouterSpec) -> Tile:
+    """Slots behind each of its token that have its expert: the last one alone has several."""
     k, last = spec.policy.k, spec.experts - 1
     slots = tile.arange(chosen.shape[1])[None, :]
     same = (chosen == last) & (slots < k)
