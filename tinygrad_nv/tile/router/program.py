@@ -329,7 +329,7 @@ def cut(spec: RouterSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
 
 
 def order_cut(spec: RouterSpec) -> tuple[int, int]:
-    """Of the second launch: programs whose counts are added up at a time, and warps."""
+    """Programs whose counts the second launch adds up at a time, and its warps."""
     experts = power(spec.experts)
     if experts <= 128: return 64, 8
     return (8192 // experts, 8) if spec.tokens <= 1024 else (64 if experts <= 256 else 32, 16)
