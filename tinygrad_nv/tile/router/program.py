@@ -255,20 +255,40 @@ def keys_of(x: Tile, positive: bool) -> Tile:
 
 def keep_best_groups(keys: Tile, policy: Policy) -> Tile:
     """Keys of groups that are not among the best become those of −inf."""
-    rows, count = keys.shape
-    groups, within = policy.groups, count // policy.groups
+    (rows, count), groups = keys.shape, policy.groups
+    within = count // groups
+    if within & within - 1:     # a group's experts are no lanes side by side
+        own, group = (tile.arange(count) // within)[None, :], tile.arange(groups)[None, :]
+        score = tile.zeros((rows, groups))
+        for g in range(groups):
+            its = group_score(tile.where(own == g, keys, NONE), policy)
+            score = tile.where(group == g, its[:, None], score)
+        kept = tile.cast(group_ranks(score) < policy.top_groups, dtypes.int32)
+        return tile.where(tile.gather(kept, own.broadcast_to(rows, count), 1) != 0, keys, LEAST)
     keys = keys.reshape(rows, groups, within)
-    top = tile.max(keys, 2)
-    score = number_of(top)
-    if policy.group_score == "sum2":
-        number = tile.arange(within)[None, None, :]
-        first = tile.min(tile.where(keys == top[:, :, None], number, within), 2)[:, :, None]
-        score = score + number_of(tile.max(tile.where(number == first, NONE, keys), 2))
+    kept = group_ranks(group_score(keys, policy)) < policy.top_groups
+    return tile.where(kept[:, :, None], keys, LEAST).reshape(rows, count)
+
+
+def group_score(keys: Tile, policy: Policy) -> Tile:
+    """The score of the choices along the last axis: the largest, or the sum of the two largest."""
+    axis, within = keys.ndim - 1, keys.shape[-1]
+    top = tile.max(keys, axis, keepdims=True)
+    score = number_of(top).reshape(*keys.shape[:-1])
+    if policy.group_score == "max": return score
+    number = tile.arange(within).reshape(*[1] * axis, within)
+    first = tile.min(tile.where(keys == top, number, within), axis, keepdims=True)
+    return score + number_of(tile.max(tile.where(number == first, NONE, keys), axis))
+
+
+def group_ranks(score: Tile) -> Tile:
+    """The rank of each group (rows, groups), 0 the best; of equal ones the first is better."""
+    rows, groups = score.shape
     group, rank = tile.arange(groups)[None, :], tile.zeros((rows, groups), dtypes.int32)
     for other in range(groups):
         its = tile.gather(score, tile.full((rows, 1), other, dtypes.int32), 1)
         rank += tile.cast((its > score) | ((its == score) & (group > other)), dtypes.int32)
-    return tile.where((rank < policy.top_groups)[:, :, None], keys, LEAST).reshape(rows, count)
+    return rank
 
 
 def number_of(key: Tile) -> Tile:
@@ -315,17 +335,20 @@ def scratch(spec: RouterSpec, blocks: Blocks) -> dict[str, tuple[int, int]]:
 
 
 def cut(spec: RouterSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
+    """All tokens on a CPU, or few on a GPU; of many some of each warp, at once where registers have room for
+    their keys, else in blocks by which programs have the fewest tokens."""
     if target.kind == "cpu": return [(Blocks(spec.tokens, ONE), 1)]
-    lanes, columns = min(32, power(spec.experts)), max(2, power(spec.policy.k))
+    columns, keys = max(2, power(spec.policy.k)), -(-spec.experts // 32)
     if spec.tokens <= ALONE:
-        rows = power(spec.tokens)
-        most = ALONE if spec.experts <= MANY else ALONE // 2
-        return [(Blocks(rows, columns), max(1, min(rows * lanes // 32, most)))]
+        rows, most = power(spec.tokens), ALONE if spec.experts <= MANY else ALONE // 2
+        return [(Blocks(rows, columns), max(1, min(rows * min(32, power(spec.experts)) // 32, most)))]
     sms = target.sm_count or gpu_model_for(target.arch).sm_count
-    most = max(1, MOST_KEYS // -(-spec.experts // 32))
-    size, rows = min((-(-spec.tokens // (WARPS * each * sms)) * WARPS * each, -WARPS * each)
-                     for each in range(1, most + 1))
-    return [(Blocks(-rows, columns, -(-spec.tokens // size)), WARPS)]
+    size = each = -(-spec.tokens // (WARPS * sms))
+    if each * keys > MOST_KEYS:
+        some = range(max(1, MOST_KEYS // 2 // keys), 0, -1)
+        each = min(some, key=lambda count: -(-size // count) * count)
+        size = -(-size // each) * each
+    return [(Blocks(WARPS * each, columns, -(-spec.tokens // (WARPS * size))), WARPS)]
 
 
 def order_cut(spec: RouterSpec) -> tuple[int, int]:
