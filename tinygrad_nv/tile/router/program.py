@@ -38,7 +38,7 @@ from tinygrad_nv.tile.router.spec import EPSILON, GroupRowsSpec, Policy, RouterS
 DETERMINISM_CLASS = BY_ROW
 ONE = 1                 # column of blocks that one thread goes through
 WARPS = 16              # of a program where there are several
-MOST_KEYS = 32          # that a thread of these has at a time: some tokens of a warp
+MOST_KEYS, LOOP_KEYS = 24, 16   # that a thread of these has at a time, of some tokens of a warp; in a loop
 ALONE = 32              # tokens that one program routes and orders: with 64 two launches take less time
 MANY = 256              # experts of which a thread of 32 warps has the registers for keys and scores
 # 16 experts of a lane, of which each may have a choice
@@ -345,7 +345,7 @@ def cut(spec: RouterSpec, target: Any) -> Sequence[tuple[Blocks, int]]:
     sms = target.sm_count or gpu_model_for(target.arch).sm_count
     size = each = -(-spec.tokens // (WARPS * sms))
     if each * keys > MOST_KEYS:
-        some = range(max(1, MOST_KEYS // 2 // keys), 0, -1)
+        some = range(max(1, LOOP_KEYS // keys), 0, -1)
         each = min(some, key=lambda count: -(-size // count) * count)
         size = -(-size // each) * each
     return [(Blocks(WARPS * each, columns, -(-spec.tokens // (WARPS * size))), WARPS)]
