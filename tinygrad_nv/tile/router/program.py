@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tinygrad.dtype import dtypes
@@ -40,6 +41,7 @@ ONE = 1                 # column of blocks that one thread goes through
 WARPS = 16              # of a program where there are several
 MOST_KEYS, LOOP_KEYS = 24, 16   # that a thread of these has at a time, of some tokens of a warp; in a loop
 ALONE = 32              # tokens that one program routes and orders: with 64 two launches take less time
+MOST_SLOTS = 4096       # that the second launch puts in order at a time
 MANY = 256              # experts of which a thread of 32 warps has the registers for keys and scores
 # 16 experts of a lane, of which each may have a choice
 MOST = {"experts": 512, "experts of a token": 32, "groups": 32}
@@ -54,14 +56,21 @@ def route(experts: Any, weights: Any, order: Any, offsets: Any, logits: Any, spe
           bias: Any = None, counts: Any = None, ranks: Any = None) -> None:
     """From logits [T, E] to experts and weights, and to order and offsets, or to counts [programs, E] and
     ranks [T, k]."""
-    given = experts, weights, logits, bias
-    if blocks.columns == ONE: return route_in_turn(given, order, offsets, spec)
+    if blocks.columns == ONE: return route_in_turn((experts, weights, logits, bias), order, offsets, spec)
     group, seen = tile.program_id(0), tile.zeros((spec.experts,), dtypes.int32)
+    every, begin = Block(0, spec.experts), group * group_tokens(spec, blocks)
     if group == 0: offsets[spec.experts] = spec.slots
+    ahead = logits[tile.block(begin, blocks.rows), every]
     if blocks.groups == 1:
-        return arrange_alone(order, offsets, store_choices(given, 0, seen, spec, blocks), spec, blocks)
+        ranked = store_choices((experts, weights, ahead, bias), 0, seen, spec, blocks)
+        return arrange_alone(order, offsets, ranked, spec, blocks)
+    end = begin + group_tokens(spec, blocks)
     for first in first_tokens(group, spec, blocks):
-        ranked = store_choices(given, first, seen, spec, blocks)
+        x = ahead
+        if blocks.rows < group_tokens(spec, blocks):    # the next block's are on their way
+            then = tile.minimum(first + blocks.rows, end - blocks.rows)
+            ahead = logits[tile.block(then, blocks.rows), every]
+        ranked = store_choices((experts, weights, x, bias), first, seen, spec, blocks)
         rank = tile.gather(ranked.until, ranked.chosen, 1) - ranked.behind
         ranks[ranked.rows, Block(0, blocks.columns)] = rank
         seen = ranked.total
@@ -88,9 +97,9 @@ class Ranked(NamedTuple):
 def store_choices(given: tuple[Any, ...], first: Operand, seen: Tile, spec: RouterSpec,
                   blocks: Blocks) -> Ranked:
     """Stores experts and weights of a block of tokens."""
-    experts, weights, logits, bias = given
+    experts, weights, x, bias = given
     rows, columns = tile.block(first, blocks.rows), Block(0, blocks.columns)
-    choice = choose_experts(logits, bias, rows, spec, blocks.columns)
+    choice = choose_experts(x, bias, rows, spec, blocks.columns)
     experts[rows, columns], weights[rows, columns] = choice.experts, choice.weights
     taken = count_choices(choice, rows, spec)
     until = (taken if blocks.rows == 1 else tile.cumsum(taken, 0)) + seen[None, :]
@@ -126,6 +135,8 @@ def arrange(experts: Any, weights: Any, order: Any, offsets: Any, counts: Any, r
     offset = tile.cumsum(total, 0) - total
     if group == 0: offsets[every] = offset
     place = (offset + before)[None, :]
+    size = group_tokens(spec, blocks)
+    if size * blocks.columns <= MOST_SLOTS: blocks = replace(blocks, rows=size)
     for first in first_tokens(group, spec, blocks):
         order_slots(experts, ranks, order, place, first, spec, blocks)
 
@@ -149,7 +160,7 @@ def route_in_turn(given: tuple[Any, ...], order: Any, offsets: Any, spec: Router
     experts, weights, logits, bias = given
     for t in tile.range(spec.tokens):
         row, slots = tile.block(t, 1), Block(0, spec.policy.k)
-        choice = choose_experts(logits, bias, row, spec, spec.policy.k)
+        choice = choose_experts(logits[row, Block(0, spec.experts)], bias, row, spec, spec.policy.k)
         experts[row, slots], weights[row, slots] = choice.experts, choice.weights
     sort_in_turn(order, offsets, experts, spec)
 
@@ -202,10 +213,10 @@ class Choice(NamedTuple):
     taken: Tile
 
 
-def choose_experts(logits: Any, bias: Any, rows: Block, spec: RouterSpec, columns: int) -> Choice:
-    """The choices of a block of tokens."""
+def choose_experts(x: Tile, bias: Any, rows: Block, spec: RouterSpec, columns: int) -> Choice:
+    """The choices of a block of tokens, of their logits."""
     count, policy, every = spec.experts, spec.policy, Block(0, spec.experts)
-    score = scores(tile.cast(logits[rows, every], dtypes.float32), spec)
+    score = scores(tile.cast(x, dtypes.float32), spec)
     choice = score if bias is None else score + bias[every][None, :]
     start = keys_of(choice, positive=bias is None and policy.score in ("softmax", "sigmoid"))
     if policy.groups > 1: start = keep_best_groups(start, policy)
