@@ -13,7 +13,7 @@ from tinygrad_nv.cpu import expression
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.cpu.template import CPUSchedule, check_parts
 from tinygrad_nv.tile.launch import Integer
-from tinygrad_nv.tile.programs import Blocks, TileProgram, make_schedule, trace_spec
+from tinygrad_nv.tile.programs import Blocks, TileProgram, make_schedule
 from tinygrad_nv.tile.template import Family, Template
 
 PART_ELEMENTS = 1 << 14     # fewer are done before another thread has begun
@@ -28,7 +28,8 @@ class CPUProgramSchedule(Blocks, CPUSchedule):
 
 def make_family(name: str, programs: Sequence[TileProgram], determinism_class: str) -> Family:
     """The family of programs on a CPU."""
-    return Family(name, tuple(map(_template, programs)), determinism_class=determinism_class)
+    own = tuple(_template(each) for each in programs if "cpu" in each.kinds)
+    return Family(name, own, determinism_class=determinism_class)
 
 
 def _template(program: TileProgram) -> Template[Any, Any, CPU]:
@@ -41,13 +42,13 @@ def _template(program: TileProgram) -> Template[Any, Any, CPU]:
         if program.fixed and s.columns not in own: found.append(f"{s.columns} columns, not {own[0]}")
         found += [each for root in program.expressions(spec) for each in expression.problems(root)]
         from tinygrad_nv.cpu.language import statements
-        return found or [each for one, blocks in program.steps(spec, s.blocks)
-                         for each in statements.problems(trace_spec(program, one, blocks), s.isa)]
+        return found or [each for _, one in program.launches(spec, s.blocks)
+                         for each in statements.problems(one, s.isa)]
 
     def build(spec: Any, s: CPUProgramSchedule, target: CPU, integers: tuple[Integer, ...] = ()) -> Any:
         from tinygrad_nv.cpu.language import statements
         assert not integers, "programs take the rows alone"
-        return program.build(spec, s.blocks, lambda one: statements.build(one, s.isa, parts=s.parts,
+        return program.build(spec, s.blocks, lambda _, one: statements.build(one, s.isa, parts=s.parts,
                                                                           by_columns=True))
 
     def candidates(spec: Any, target: CPU) -> Sequence[CPUProgramSchedule]:

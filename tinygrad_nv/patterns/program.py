@@ -49,7 +49,7 @@ from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.errors import SpecError
 from tinygrad_nv.runtime import programs
 from tinygrad_nv.runtime.note import Note, ProgramKernel
-from tinygrad_nv.tile.kernel import Chain, RouterKernel, RowSumsKernel, Scratch, TileKernel
+from tinygrad_nv.tile.kernel import Chain, ProgramsInTurn, RowSumsKernel, Scratch, TileKernel
 from tinygrad_nv.tile.launch import PLAIN, LaunchConfig
 from tinygrad_nv.tile.template import GPU
 
@@ -144,7 +144,7 @@ COMBINE = Note("combine", "adds up the splits of the kernel before")
 PIECES = Note("pieces", "the best, or the sums, of what the kernel before has found")
 ORDER = Note("order", "orders the slots of the kernel before")
 ROW_SUMS = Note("row_sums", "adds up the rows that a kernel before has sorted")
-FOLLOWING = {RouterKernel: ORDER, RowSumsKernel: ROW_SUMS}    # of a call's kernels after the first
+FOLLOWING = {ProgramsInTurn: ORDER, RowSumsKernel: ROW_SUMS}    # of a call's kernels after the first
 
 
 def call(made: Built | Chain, device: str | tuple[str, ...], outputs: Sequence[Output | UOp],

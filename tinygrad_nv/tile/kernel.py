@@ -185,17 +185,11 @@ class DecodeKernel(KernelsInTurn):
 
 
 @dataclass(frozen=True)
-class RouterKernel:
-    """The kernels of a router of many tokens, launched one after the other, all with the same parameters:
-    experts; weights; order; offsets; workspace, so many u32, never initialised; logits; bias, where the spec
-    has one."""
+class ProgramsInTurn:
+    """Kernels of programs that are launched one after the other, all with the same parameters: outputs;
+    scratch, never initialised; inputs."""
     kernels: tuple[TileKernel, ...]
-    workspace_words: int
-
-    @property
-    def scratch(self) -> tuple[Scratch, ...]:
-        """The workspace."""
-        return (Scratch(dtypes.uint32, self.workspace_words),)
+    scratch: tuple[Scratch, ...]
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ load come as `loads` instead, a tensor for each Load (language/expressions.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import FunctionType
 from typing import Any
 
 from tinygrad.dtype import dtypes
 
 from tinygrad_nv.tile.expression import Expression, Load, loads
-from tinygrad_nv.tile.kernel import Chain, Scratch
-from tinygrad_nv.tile.language.ir import Program, TensorParameter
+from tinygrad_nv.tile.kernel import Chain, ProgramsInTurn, Scratch
+from tinygrad_nv.tile.language.ir import STORES, Program, TensorParameter
 from tinygrad_nv.tile.language.memory import TensorRef
 from tinygrad_nv.tile.language.program import LIMITS, trace_program
 from tinygrad_nv.tile.language.schedule import TileSchedule
@@ -70,7 +71,9 @@ class TileProgram:
     be. `elements`: how many there are to compute. `expressions` are those of the spec that load parameters.
     `steps`: specs and blocks of the launches, of two the first writes float32 that the second reads. `fixed`:
     no blocks but those of `cut` may be, as others would add up in another order. `vector`: elements that
-    a thread has side by side at most. `entry`: the name of the kernel, where that is not its own."""
+    a thread has side by side at most. `entry`: the name of the kernel, where that is not its own.
+    `scratch`: int32 tensors behind the outputs, by name; where there are such, the program `following` goes
+    on with these and the outputs, by warps of its own. `kinds` of targets that have it."""
     name: str
     spec: type
     function: Callable[..., None]
@@ -83,6 +86,9 @@ class TileProgram:
     fixed: bool = False
     vector: Callable[[Any], int] = lambda spec: VECTOR
     entry: Callable[[Any], str] | None = None
+    scratch: Callable[[Any, Blocks], Mapping[str, tuple[int, ...]]] = lambda spec, blocks: {}
+    following: TileProgram | None = None
+    kinds: tuple[str, ...] = ("gpu", "cpu")
 
     def refuse(self, spec: Any, blocks: Blocks, kind: str) -> list[str]:
         """Why no kernel can be for a kind of target, in words; empty when one can."""
@@ -103,12 +109,21 @@ class TileProgram:
             found.append(f"{s} is not one of {own[0][0]} by {count_words(own[0][1], 'warp')}")
         return found
 
-    def build(self, spec: Any, blocks: Blocks, build_one: Callable[[Program], Any]) -> Any:
-        """The kernel of a spec, or both."""
-        first, *others = [trace_spec(self, one, its) for one, its in self.steps(spec, blocks)]
-        if not others: return build_one(first)
-        between = first.tensors[0]
-        return Chain(build_one(first), build_one(others[0]), Scratch(between.dtype, between.numel))
+    def launches(self, spec: Any, blocks: Blocks) -> list[tuple[TileProgram, Program]]:
+        """The programs of all launches, with their records."""
+        made = [(self, trace_spec(self, one, its)) for one, its in self.steps(spec, blocks)]
+        if self.following is None or not self.scratch(spec, blocks): return made
+        return made + self.following.launches(spec, blocks)
+
+    def build(self, spec: Any, blocks: Blocks, build_one: Callable[[TileProgram, Program], Any]) -> Any:
+        """The kernel of a spec, or all."""
+        launches = self.launches(spec, blocks)
+        kernels, between = tuple(build_one(*each) for each in launches), launches[0][1].tensors[0]
+        if len(kernels) == 1: return kernels[0]
+        if found := self.scratch(spec, blocks):
+            given = (Scratch(dtypes.int32, prod(shape)) for shape in found.values())
+            return ProgramsInTurn(kernels, tuple(given))
+        return Chain(kernels[0], kernels[1], Scratch(between.dtype, between.numel))
 
 
 @functools.lru_cache(256)
@@ -117,8 +132,12 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     from tinygrad_nv.tile.templates import TABLE
     roots = program.expressions(spec)
     reads = list(dict.fromkeys(load for root in roots for load in loads(root)))
-    batch, rows = (getattr(spec, "batch", ()), getattr(spec, "symbolic", False)) if roots else ((), False)
-    tensors = [_tensor(each, bool(roots), len(batch) if rows else None) for each in TABLE.arguments(spec)]
+    batch, rows = getattr(spec, "batch", ()) if roots else (), getattr(spec, "symbolic", False)
+    tensors = [_tensor(each, bool(roots), len(batch) if rows and (roots or each.role == "in") else None)
+               for each in TABLE.arguments(spec)]
+    outs = sum(each.output for each in tensors)
+    tensors[outs:outs] = [TensorParameter(name, dtypes.int32, shape, output=True)
+                          for name, shape in program.scratch(spec, blocks).items()]
     given: dict[str, Any] = {each.name: TensorRef(each) for each in tensors if each.output or not roots}
     views = {load: _view(load, number, spec, batch) for number, load in enumerate(reads)}
     if roots: given["loads"] = {load: TensorRef(view) for load, view in views.items()}
@@ -126,7 +145,10 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     made = trace_program(program.function, {**given, "spec": spec, "blocks": blocks}, tensors, TileSchedule(),
                          program.grid(spec, blocks), None, tuple(views.values()))
     name = program.entry(spec) if program.entry else program.name
-    return replace(made, name=name, rows=blocks.rows if rows else 0, cluster=blocks.cluster)
+    written = {op.attributes["tensor"] for op in made.body.walk() if op.name in STORES}
+    tensors = [replace(each, output=each.name in written) for each in made.tensors]
+    return replace(made, name=name, tensors=tuple(tensors), rows=blocks.rows if rows else 0,
+                   cluster=blocks.cluster)
 
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:
@@ -156,7 +178,8 @@ def _view(load: Load, number: int, spec: Any, batch: Sequence[int]) -> TensorPar
 
 def make_family(name: str, programs: Sequence[TileProgram], determinism_class: str) -> Family:
     """The family of programs on a GPU."""
-    return Family(name, tuple(map(_template, programs)), determinism_class=determinism_class)
+    own = tuple(_template(each) for each in programs if "gpu" in each.kinds)
+    return Family(name, own, determinism_class=determinism_class)
 
 
 @functools.cache
@@ -174,19 +197,21 @@ def _read_schedule(kind: str, data: Any) -> Schedule:
 def _template(program: TileProgram) -> Template[Any, Any, GPU]:
     schedule = make_schedule(ProgramSchedule, program.name)
 
-    def tile_schedule(spec: Any, s: ProgramSchedule) -> TileSchedule:
-        return TileSchedule(warps=s.warps, vector=program.vector(spec))
+    def tile_schedule(one: TileProgram, spec: Any, s: ProgramSchedule, gpu: GPU) -> TileSchedule:
+        """A launch's: of one that follows by its own number of warps."""
+        warps = s.warps if one is program else one.cut(spec, gpu)[0][1]
+        return TileSchedule(warps=warps, vector=one.vector(spec))
 
     def problems(spec: Any, s: ProgramSchedule, gpu: GPU) -> Sequence[str]:
         from tinygrad_nv.tile.language import gpu as target
         found = program.refuse_on_gpu(spec, s, gpu)
-        return found or [each for one, blocks in program.steps(spec, s.blocks) for each in target.problems(
-            trace_spec(program, one, blocks), tile_schedule(spec, s), gpu, pdl=True)]
+        return found or [each for one, made in program.launches(spec, s.blocks)
+                         for each in target.problems(made, tile_schedule(one, spec, s, gpu), gpu, pdl=True)]
 
     def build(spec: Any, s: ProgramSchedule, gpu: GPU, integers: tuple[Integer, ...] = ()) -> Any:
         from tinygrad_nv.tile.language import gpu as target
-        schedule = tile_schedule(spec, s)
-        made = program.build(spec, s.blocks, lambda one: target.build(one, schedule, gpu, pdl=True))
+        made = program.build(spec, s.blocks, lambda one, made: target.build(
+            made, tile_schedule(one, spec, s, gpu), gpu, pdl=True))
         return made.with_integers(integers) if integers else made
 
     def candidates(spec: Any, gpu: GPU) -> Sequence[ProgramSchedule]:

@@ -32,7 +32,7 @@ SPECS = {"gemm": "GemmSpec",
 FOLDERS = {"gpu": "tile", "cpu": "cpu"}
 ONLY_GPU = ("scaled_gemm", "sparse_gemm", "all_reduce")
 # programs of the tile language, one for GPUs and CPUs
-PROGRAMS = ("norm", "rope", "column_sum", "cross_entropy", "optimizer")
+PROGRAMS = ("norm", "rope", "column_sum", "cross_entropy", "optimizer", "router")
 TABLE = Table({name: family for family, names in SPECS.items() for name in names.split()},
               {(kind, family): f"tinygrad_nv.tile.{family}.program" if family in PROGRAMS else
                f"tinygrad_nv.{folder}.{family}"

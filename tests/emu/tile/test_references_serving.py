@@ -14,7 +14,6 @@ from bench.lib.specs import BF16, E4M3, E5M2, F16, F32, S8, S32, append, decode
 from tests.emu.tile.test_references import HERE, schedules
 from tests.support.tile.reference_case import GUARD, Given, answer, right, run, same, storages
 from tinygrad_nv.cpu.isa import AVX2, PORTABLE, why_not
-from tinygrad_nv.cpu.router import CPUGroupRows, CPURouter
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.quant.types import MXFP4, Q4_0, Q4_K, UINT4, Layout, QType, per_group_scale
 from tinygrad_nv.tile.decode.spec import DecodeSpec
@@ -214,8 +213,7 @@ def numbered(spec: FilterSpec | ChoiceSpec, made: Given, random: torch.Generator
 def runs(schedule: Schedule, target: GPU | CPU) -> list[tuple[Schedule, int]]:
     """Schedules and seeds: two orders of warps, or in one part or three."""
     if target.kind == "gpu": return [(schedule, seed) for seed in (0, 1)]
-    one = target == HERE or isinstance(schedule, CPURouter | CPUGroupRows)
-    return [(replace(schedule, parts=1 if one else 3), 0)]
+    return [(replace(schedule, parts=1 if target == HERE else 3), 0)]
 
 
 def is_exact(spec: Any) -> bool:

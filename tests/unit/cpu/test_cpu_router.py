@@ -12,11 +12,12 @@ from tests.support.cpu.cpu_gemv_case import LEVELS, at_end
 from tests.support.cpu.router_case import Found, chosen, sorted_right, weights
 from tests.support.tile.gemm_case import TORCH
 from tinygrad_nv import disabled, explain
-from tinygrad_nv.cpu import isa, router
+from tinygrad_nv.cpu import isa
 from tinygrad_nv.cpu.target import CPU
 from tinygrad_nv.functional import Policy, Routing, grouped_matmul, route
 from tinygrad_nv.runtime.cpu.program import load
 from tinygrad_nv.tile.router.spec import SCORES, RouterSpec
+from tinygrad_nv.tile.templates import TABLE
 
 F32, BF16 = dtypes.float32, dtypes.bfloat16
 
@@ -24,7 +25,7 @@ F32, BF16 = dtypes.float32, dtypes.bfloat16
 def run(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None = None,
         level: isa.ISA = LEVELS[-1]) -> Found:
     """experts, weights, order, offsets."""
-    made = load(router.build(spec, router.default(spec, CPU(level, 2))))
+    made = load(TABLE.build(spec, TABLE.choose(spec, target := CPU(level, 2)), target))
     out = [np.full(spec.slots, 99, np.int32), np.full(spec.slots, 99, np.float32),
            np.full(spec.slots, 99, np.int32), np.full(spec.experts + 1, 99, np.int32)]
     given = [each.contiguous().view(torch.uint8).numpy().reshape(-1) for each in (logits, bias)
@@ -75,10 +76,9 @@ def test_of_equal_groups_the_first_are_kept():
     assert run(spec, torch.zeros(1, 20))[0].tolist() == [[*range(6)]]
 
 
-def test_more_parts_or_experts_are_refused():
-    spec = RouterSpec(1, 1 << 16, Policy(1))
-    said = router.problems(spec, router.CPURouter(LEVELS[-1], 2))
-    assert said == ["2 parts of a router, 1 is needed", "65536 experts, at most 32768"]
+def test_more_experts_are_refused():
+    said = TABLE.why_not(RouterSpec(1, 1 << 16, Policy(1)), CPU(LEVELS[-1], 2))
+    assert said == "65536 experts, at most 32768"
 
 
 # **** graphs ****

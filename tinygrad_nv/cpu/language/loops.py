@@ -40,6 +40,7 @@ class LoopEmitter(DotEmitter):
         names = self._enter(initial, carried)
         bounds = [self.scalar(each) for each in (start, stop, step)]
         i = self.name("i")
+        if not op.attributes.get("unroll", True): self.line('_Pragma("clang loop unroll(disable)")')
         with self.braces(f"for (s32 {i} = {bounds[0]}; {i} < {bounds[1]}; {i} += {bounds[2]})"):
             self.forms[index] = self.variable(f"(vi){i}", dtypes.int32)
             self._body(op, region, carried)

@@ -299,6 +299,7 @@ NOINLINE void sort_{kind}{'_down' * down}({element} *p, s64 n, s64 stride) {{
         row, first, inside, last = self.row_pointer(op, starts, outer)
         made = self.vector(self._skip_rounding(value), outer, column, not shape)
         head = "" if inside == "1" else f"if ({inside}) "
+        if last < 0 and value.dtype.itemsize == 4: return self.line(f"{head}*({row}) = ({made})[0];")
         if last < 0: return self.line(f"{head}store_n_{name}({row}, {made}, 1);")
         if tensor.strides[last] != 1:
             return self._scatter(op, row, first, inside, last, made, column, shape[-1])

@@ -33,16 +33,18 @@ class View:
         return " + ".join(terms)
 
     def read(self, outer: Sequence[str], column: str, uniform: bool) -> str:
-        """A vector from a column on; of a `uniform` one all lanes are the column's element."""
+        """A vector from a column on; of a `uniform` one, and of one column, all lanes are the
+        column's element."""
         name, last = short(self.dtype), self.strides[-1] if self.strides else 0
         where = self.at(outer, column) if self.shape else self.base
-        if uniform or not last: return f"({vector(self.dtype)})one_{name}({where})"
+        if uniform or not last or self.shape[-1] == 1: return f"({vector(self.dtype)})one_{name}({where})"
         if last == 1: return f"load_{name}({where})"
         return f"strided_{name}({where}, {last}, {self.shape[-1]} - ({column}))"
 
     def write(self, outer: Sequence[str], column: str, value: str, count: str = "") -> str:
         """Stores a vector from a column on, its first `count` lanes alone where that is given."""
         name, where = short(self.dtype), self.at(outer, column) if self.shape else self.base
+        if count == "1" and self.dtype.itemsize == 4: return f"*({where}) = ({value})[0];"
         if count: return f"store_n_{name}({where}, {value}, {count});"
         return f"store_{name}({where}, {value});"
 

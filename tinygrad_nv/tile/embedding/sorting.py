@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tinygrad_nv.ptx.builder import Kernel, Value
+from tinygrad_nv.ptx.builder import Kernel, Shared, Value
 from tinygrad_nv.tile.access import advance
 from tinygrad_nv.tile.embedding.kernel import load_row_index, token_place
 from tinygrad_nv.tile.embedding.templates import GradientPlan
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.lanes import across
-from tinygrad_nv.tile.router.kernel import before_warps, offset_of
 
 WARPS = 16
-DEEP = 8        # tokens of a lane whose loads are under way together
+DEEP = 8        # tokens of a lane whose loads are under way together, or counts of a thread
 
 
 def sort_tokens(plan: GradientPlan, arch: str) -> TileKernel:
@@ -134,3 +133,35 @@ class _Sort:
             kb.st("global", "u32", place.at(4 * self.plan.order_at), token)
         kb.emit("bar.warp.sync", -1)
         kb.emit("st.shared.u32", at.at(), seen + many, guard=there & (lower == 0))
+
+
+def before_warps(kb: Kernel, counts: Shared, warps: int, experts: int) -> Value:
+    """Counts of warps [warps][experts] become those of the warps before; the CTA's count of the thread's
+    expert, 0 of none."""
+    total = kb.reg("u32", 0)
+    with kb.comment("counts of the warps before"), kb.if_(kb.tid.x < experts):
+        at = counts.address(kb.tid.x * 4)
+        for first in range(0, warps, DEEP):
+            some = range(first, min(first + DEEP, warps))
+            found = [kb.ld("shared", "u32", at.at(4 * experts * warp))[0] for warp in some]
+            for warp, count in zip(some, found, strict=True):
+                kb.st("shared", "u32", at.at(4 * experts * warp), total)
+                total += count
+    return total
+
+
+def offset_of(kb: Kernel, scratch: Shared, count: Value, experts: int) -> Value:
+    """The sum of the counts of all threads before this one."""
+    kept, lane, warp = kb.reg("u32", count), kb.special("laneid"), kb.tid.x >> 5
+    with kb.comment("offsets: of the warp, then of the warps before"):
+        for distance in (1, 2, 4, 8, 16):
+            other = kb.reg("u32")
+            kb.emit("shfl.sync.up.b32", other, kept, distance, 0, -1)
+            kb.emit("add.u32", kept, kept, other, guard=lane >= distance)
+        kb.emit("st.shared.u32", scratch.address(warp * 4).at(), kept, guard=lane == 31)
+        kb.sync()
+        made = kept - count
+        for each in range(-(-experts // 32) - 1):
+            total = kb.ld("shared", "u32", scratch.at(4 * each))[0]
+            kb.emit("add.u32", made, made, total, guard=warp > each)
+    return made

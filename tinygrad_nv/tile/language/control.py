@@ -61,12 +61,14 @@ for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"
 @dataclass(frozen=True, eq=False)
 class Range:
     """Indices of a loop: start, start + step, … below stop. With a block size the loop's variable is the
-    `Block` that begins there. `stages`: how many iterations ahead its loads may begin."""
+    `Block` that begins there. `stages`: how many iterations ahead its loads may begin. `unroll`: whether
+    compilers may write several iterations one after the other."""
     start: Operand
     stop: Operand
     step: int = 1
     block: int = 0
     stages: int = 0
+    unroll: bool = True
 
     def item(self, index: Tile) -> Any: return Block(index, self.block, self._stop) if self.block else index
 
@@ -83,12 +85,13 @@ class Range:
 
 
 def range_(start: Operand, stop: Operand | None = None, step: int = 1, *, stages: int = 0,
-           prefetch: int = 0) -> Range:
-    """Indices of a loop of the program, as Python's range; `step` is a positive constant."""
+           prefetch: int = 0, unroll: bool = True) -> Range:
+    """Indices of a loop of the program, as Python's range; `step` is a positive constant. Without `unroll`
+    the body is compiled once: for a long one of few iterations."""
     first, last = (0, start) if stop is None else (start, stop)
     if isinstance(step, Tile) or int(step) < 1:
         fail(f"step={step!r}", "a positive constant", "count up, and subtract in the body; or use `while`")
-    return Range(first, last, int(step), 0, stages or prefetch)
+    return Range(first, last, int(step), 0, stages or prefetch, unroll)
 
 
 def blocks(extent: Operand, block: Any, *, start: Operand = 0, prefetch: int = 0) -> Range:
@@ -242,8 +245,9 @@ def loop(iterable: Any, body: Callable[..., Sequence[Any]], names: Sequence[str]
     else: _fail_unstable(carried)
     if trace.role is not None and trace.role.name == "producer": return carried.after([])
     step = trace.constant(iterable.step, dtypes.int32)
+    rolled = {} if iterable.unroll else {"unroll": False}
     made = trace.emit("for", [*(each.value for each in bounds), step, *(each.value for each in initial)],
-                      carried.flat_types(), {"stages": iterable.stages, **own.attributes}, [region])
+                      carried.flat_types(), {"stages": iterable.stages, **own.attributes, **rolled}, [region])
     return carried.after(list(map(Tile, made)))
 
 

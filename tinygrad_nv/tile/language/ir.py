@@ -27,7 +27,7 @@ arguments and yields carry what changes. Operations, with operands → results a
     load         o m x  → tile                      [tensor]: at element offsets o where m holds, else x
     store        o v m                              [tensor]
     atomic       o v m  → tile                      [tensor, fn]: the elements before
-    for          a b s x … → tile …                 region (i, x …) → x …; [stages], of roles [pipe]
+    for          a b s x … → tile …                 region (i, x …) → x …; [stages, unroll], of roles [pipe]
     while        x …    → tile …                    regions (x …) → bool and (x …) → x …
     if           c x …  → tile …                    two regions () → x …
     select       i      → scalar …                  [choices, lengths, numbers]: of lists what stands at i

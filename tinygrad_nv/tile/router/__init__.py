@@ -2,7 +2,5 @@
 
   spec.py       what is computed
   reference.py  the same in plain tinygrad
-  choice.py     a token's experts and weights, by a warp
-  kernel.py     the kernel of few tokens, and both of many
-  templates.py  its record
+  program.py    the programs, of few tokens and of many, and their records
 """

@@ -14,7 +14,7 @@ def arguments(spec: RouterSpec | GroupRowsSpec) -> tuple[Argument, ...]:
     rows = (Argument("order", dtypes.int32, (dense(spec.slots),), "out"),
             Argument("offsets", dtypes.int32, (dense(spec.experts + 1),), "out"))
     if isinstance(spec, GroupRowsSpec):
-        return *rows, Argument("experts", dtypes.int32, (dense(spec.slots),),
+        return *rows, Argument("experts", dtypes.int32, (dense(spec.tokens, spec.k),),
                                values=range(-2, spec.experts + 2), usual=range(spec.experts))
     chosen = dense(spec.tokens, spec.policy.k)
     given = [Argument("logits", spec.dtype, (dense(spec.tokens, spec.experts),))]
@@ -26,7 +26,7 @@ def arguments(spec: RouterSpec | GroupRowsSpec) -> tuple[Argument, ...]:
 def reference(spec: RouterSpec | GroupRowsSpec, given: Given, exact: bool = False) -> Results:
     """experts, weights, order, offsets; `exact`: weights in float64, of the experts that float32 has. Of
     given experts: order, offsets."""
-    if isinstance(spec, GroupRowsSpec): return rows_of(given["experts"], spec.experts)
+    if isinstance(spec, GroupRowsSpec): return rows_of(given["experts"].flatten(), spec.experts)
     inputs = {each.name: gather(given[each.name], each.places[0]) for each in arguments(spec)[4:]}
     logits = inputs["logits"]
     made = route_tokens(spec.policy, logits, inputs.get("bias"))

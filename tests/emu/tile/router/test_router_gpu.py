@@ -13,9 +13,7 @@ from tests.support.cpu.router_case import Found, chosen, sorted_right, weights
 from tests.support.tile.gemm_case import TORCH
 from tests.support.tile.reference_case import run
 from tinygrad_nv.ptx.assemble import assemble, find_program
-from tinygrad_nv.tile.router import templates
 from tinygrad_nv.tile.router.spec import SCORES, Policy, RouterSpec
-from tinygrad_nv.tile.router.templates import Router
 from tinygrad_nv.tile.template import GPU
 from tinygrad_nv.tile.templates import TABLE
 
@@ -33,7 +31,7 @@ def routed(spec: RouterSpec, logits: torch.Tensor, bias: torch.Tensor | None = N
              "order": torch.full((spec.slots,), 99, dtype=torch.int32),
              "offsets": torch.full((spec.experts + 1,), 99, dtype=torch.int32),
              "logits": logits.flatten(), **({} if bias is None else {"bias": bias})}
-    found = run(spec, Router(), gpu, given, seed)
+    found = run(spec, TABLE.choose(spec, gpu), gpu, given, seed)
     return (found["experts"].numpy().astype(np.int32), found["weights"].numpy(),
             found["order"].numpy().astype(np.int32), found["offsets"].numpy().astype(np.int32))
 
@@ -137,17 +135,16 @@ def test_registers(arch: str):
     for spec in (RouterSpec(32, 256, DEEPSEEK, F32, biased=True), RouterSpec(32, 128, Policy(8), BF16),
                  RouterSpec(32, 512, Policy(10), BF16), RouterSpec(4096, 512, Policy(10), BF16),
                  RouterSpec(4096, 256, DEEPSEEK, F32, biased=True)):
-        for each in TABLE.build(spec, Router(), GPU(arch)).kernels:
+        for each in TABLE.build(spec, TABLE.choose(spec, GPU(arch)), GPU(arch)).kernels:
             found = assemble(each.ptx, arch).kernels[each.name]
             assert found.spill_store_bytes == found.spill_load_bytes == 0, (str(spec), each.name)
 
 
 def test_what_has_no_kernel_says_why():
-    def said(*given: object) -> str: return "; ".join(templates.problems(RouterSpec(*given), 132))  # type: ignore[arg-type]
+    def said(*given: object) -> str: return TABLE.why_not(RouterSpec(*given), GPU("sm_90a", 132))  # type: ignore[arg-type]
     assert said(1, 513, Policy(1)) == "513 experts, at most 512"
     assert said(1, 64, Policy(33)) == "33 experts of a token, at most 32"
     assert said(1, 66, Policy(1, groups=33)) == "33 groups, at most 32"
-    assert said(1 << 20, 64, Policy(8)) == "63616 slots of a CTA, at most 8192"
 
 
 def test_every_score_is_tried():

@@ -25,6 +25,7 @@ from tinygrad_nv.tile.language.gpu.layout import (
     accumulator,
     block_layout,
     broadcast_bits,
+    columns_layout,
     extents,
     keeps_order,
     transpose_bits,
@@ -34,16 +35,19 @@ from tinygrad_nv.tile.language.ranges import uses
 
 ELEMENTS = ("apply", "cast", "bitcast")
 VECTOR_BYTES = 16
+MOST_SCANNED = 64       # elements of a column that one thread adds up
 
 
 @dataclass(eq=False)
 class _Class:
     """Values of one layout: the largest access to memory, dots that add to them, and other classes that
-    follow this one, with the bits that they lack or where bits go."""
+    follow this one, with the bits that they lack or where bits go; the axis of a scan that threads go
+    through."""
     type: TileType
     bytes: int = 0
     vector: int = 0
     contiguous: int = -1
+    scanned: int = -1
     dots: list[Op] = field(default_factory=list)
     narrow: list[tuple[Value, tuple[int, ...]]] = field(default_factory=list)
     same: list[tuple[Value, Mapping[int, int]]] = field(default_factory=list)
@@ -141,6 +145,8 @@ class Assignment:
                 if wide not in self.free and op.results[0].shape:
                     gone = tuple(extents(wide.shape).of_axis(op.attributes["axis"]))
                     self._class(wide).narrow += [(each, gone) for each in op.results]
+            elif op.name == "scan" and is_by_threads(op):
+                self._class(op.results[0]).scanned = op.attributes["axis"]
             elif op.name in ("halves", "interleave"):
                 for each in op.operands:
                     if each not in self.free: self._class(op.result).narrow.append((each, (0,)))
@@ -181,6 +187,10 @@ class Assignment:
         return value in self.makers and source_of(value, self.makers)[0] in self.staged
 
     def _own(self, of: _Class) -> Layout:
+        if of.scanned >= 0: return columns_layout(of.type.shape, of.scanned, self.thread_bits)
+        for value, gone in of.narrow:
+            known = None if value in self.free else self._class(value).layout
+            if known is not None and (wide := known.repeat_along(gone)) is not None: return wide
         if of.contiguous < 0: return self.default(of.type.shape)
         return block_layout(of.type.shape, of.contiguous, of.vector, self.thread_bits)
 
@@ -251,8 +261,15 @@ class Assignment:
         return False
 
 
+def is_by_threads(op: Op) -> bool:
+    """Whether each thread of a scan goes through all of its axis."""
+    axis, shape = op.attributes["axis"], op.operands[0].shape
+    return axis < len(shape) - 1 and shape[axis] <= MOST_SCANNED
+
+
 def _groups(op: Op) -> list[Sequence[Value]]:
     """Values that an operation keeps in one layout."""
+    if op.name == "scan" and is_by_threads(op): return [op.results]
     if op.name in ELEMENTS or op.name in ("sort", "scan", "load", "store", "atomic"):
         return [(*op.operands, *op.results)]
     if op.name == "where_needed": return [(*op.operands, *op.regions[0].yields, op.result)]

@@ -4,7 +4,8 @@ Protocol: the bits of an axis are registers', lanes' and warps'. A reduction by 
 registers, then lanes by butterflies, then warps through shared memory, always in the same order: its bits do
 not depend on a run. One by a function of the user's, and every scan, takes the bits of the axis from the
 lowest on, so that what is combined first is always the earlier of two neighbours: it has to be associative,
-no more. What lies beyond an extent that is no power of two takes no part.
+no more. What lies beyond an extent that is no power of two takes no part. Integers of 32 bits that lie among
+all lanes of a warp are combined by one instruction (redux).
 
 A scan keeps, beside each partial result x, the total t of the 2^b elements of its block so far (Sklansky
 1960):
@@ -14,28 +15,28 @@ A scan keeps, beside each partial result x, the total t of the 2^b elements of i
 """
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tinygrad.dtype import DType, dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
-from tinygrad_nv.tile.lanes import Lanes
+from tinygrad_nv.tile.lanes import Lanes, kind_of
 from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch, store
 from tinygrad_nv.tile.language.gpu.convert import address
 from tinygrad_nv.tile.language.gpu.held import Held, Part, map_parts
+from tinygrad_nv.tile.language.gpu.indices import find_choice, first_indices
 from tinygrad_nv.tile.language.gpu.layout import LANE_BITS, Layout, absent, axes_with_padding, extents
 from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
 from tinygrad_nv.tile.language.gpu.values import Values
 from tinygrad_nv.tile.language.ir import Op, Region
 
-MANY_WARPS = 4      # bits of their number: of so many, 16, each lane reads one's word
-REDUX = {(fn, dtype): f"redux.sync.{fn}.{kind if fn in ('add', 'min', 'max') else 'b32'}"
-         for fn in ("add", "min", "max", "and", "or", "xor")
-         for dtype, kind in ((dtypes.int32, "s32"), (dtypes.uint32, "u32"))}
 KINDS = {dtypes.float32: "f32", dtypes.int32: "s32"}
+MANY_WARPS = 4          # bits of their number: of so many, 16, each lane reads one's word
+MOST_AT_ONCE = 32       # totals of warps that a thread of a scan adds up
+REDUX, REDUCED = ("add", "max", "min", "and", "or", "xor"), (dtypes.int32, dtypes.uint32)
 Elements = list[Part]                       # single elements, by register
 Combine = Callable[[Sequence[Part], Sequence[Part]], list[Part]]    # of operands: earlier, later
 
@@ -154,84 +155,103 @@ class Collective(Values):
     def _reduce_axis(self, op: Op, held: Held, axis: int) -> Elements:
         """Reduces by a row of the table."""
         combine, layout, bits = self.combiner(op), held.layout, extents(held.shape).of_axis(axis)
-        each = self._mask_padding(op, held, self.singles(held), axis)
+        each: Elements = self.singles(held)
+        if (choice := find_choice(self, op)) is not None:
+            for register, least in first_indices(self, choice, held, axis).items(): each[register] = least
+        else: self._reduce_registers(combine, layout, bits, each := self._mask_padding(op, held, each, axis))
+        places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
+        some = [each[i] for i in places]
+        if op not in self.partial:
+            some = self.across_threads(combine, layout, some, bits, held.dtype, op.attributes["fn"])
+        for place, one in zip(places, some, strict=True): each[place] = one
+        return each
+
+    def _reduce_registers(self, combine: Combine, layout: Layout, bits: range, each: Elements) -> None:
+        """Combines a thread's own elements."""
         for bit in reversed([bit for bit in layout.registers if bit in bits]):
             for register, index in enumerate(layout.indices):
                 if index >> bit & 1 or any(index >> other & 1 for other in bits if other > bit): continue
                 each[register] = combine([each[register]], [each[layout.numbers[index | 1 << bit]]])[0]
-        places = [i for i, index in enumerate(layout.indices) if not any(index >> bit & 1 for bit in bits)]
-        some = [each[i] for i in places]
-        if op not in self.partial: some = self.across_threads(op, combine, layout, some, bits, held.dtype)
-        for place, one in zip(places, some, strict=True): each[place] = one
-        return each
 
-    def across_threads(self, op: Op, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
-                       dtype: DType) -> Elements:
-        """Partial results of threads, combined by those among which bits of a layout lie; words of all lanes
-        by one instruction."""
+    def across_threads(self, combine: Combine, layout: Layout, some: Elements, bits: Sequence[int],
+                       dtype: DType, fn: str) -> Elements:
+        """Partial results of threads, combined by those among which bits of a layout lie."""
         over = [at for at, _ in layout.thread_bits(bits)]
-        opcode = REDUX.get((op.attributes["fn"], dtype), "") if {*range(LANE_BITS)} <= {*over} else ""
-        if opcode: some = map_parts(lambda each: self._redux(opcode, each), some)
+        redux = over[:LANE_BITS] == list(range(LANE_BITS)) and fn in REDUX and dtype in REDUCED
+        if redux: some = self._by_redux(some, fn)
+        else: some = self._by_butterflies(combine, some, over)
+        warps = [at for at in over if at >= LANE_BITS]
+        read = partial(self._by_lanes, fn) if redux and len(warps) >= MANY_WARPS else self._over_places
+        return self._across_warps(combine, layout, some, over, warps, dtype, read) if warps else some
+
+    def _by_butterflies(self, combine: Combine, some: Elements, over: Sequence[int]) -> Elements:
         for at in over:
-            if at < LANE_BITS and not opcode:
+            if at < LANE_BITS:
                 some = [combine([a], [b])[0] for a,
                         b in zip(some, exchange_parts(self, some, at), strict=True)]
-        warps = [at for at in over if at >= LANE_BITS]
-        at_once = opcode and len(warps) >= MANY_WARPS
-        join = functools.partial(self._join_words, op, opcode) if at_once else \
-            functools.partial(self._join, combine)
-        return self._across_warps(join, layout, some, over, warps, dtype) if warps else some
+        return some
 
-    def _redux(self, opcode: str, each: Lanes) -> Lanes:
-        made = self.kb.reg(each.register().kind)
-        self.kb.emit(opcode, made, each.register(), -1)
-        return Lanes(self.kb, each.dtype, [made])
+    def _by_redux(self, some: Elements, fn: str) -> Elements:
+        """Integers of all lanes, by one instruction."""
+        def whole(part: Lanes) -> Lanes:
+            made = self.kb.reg(kind_of(part.dtype))
+            kind = "b32" if fn in ("and", "or", "xor") else kind_of(part.dtype)
+            self.kb.emit(f"redux.sync.{fn}.{kind}", made, part.register(), -1)
+            return Lanes(self.kb, part.dtype, [made])
+        return map_parts(whole, some)
 
-    def _join_words(self, op: Op, opcode: str, base: Register, nbytes: int, dtype: DType, count: int) -> Part:
-        """Combines words of warps, one in each lane, by one instruction."""
-        own = self.kb.reg("u32")
-        self.kb.emit("add.u32", own, base, self.threads.sum([(at, 4 << at) for at in range(LANE_BITS)]))
-        there = self.threads.first((1 << LANE_BITS) - 1 & -count)
-        (word,) = fetch(self.kb, own, nbytes, dtype, 1, there, neutral(op.attributes["fn"], dtype), "shared")
-        return self._redux(opcode, word)
-
-    def _join(self, combine: Combine, base: Register, nbytes: int, dtype: DType, count: int) -> Part:
-        """Combines elements of warps, in all threads."""
-        found = self._vector(base, nbytes, dtype, count)
-        while len(found) > 1:
-            found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
-
-    def _across_warps(self, join: Callable[..., Part], layout: Layout, some: Elements, over: Sequence[int],
-                      warps: Sequence[int], dtype: DType) -> Elements:
+    def _across_warps(self, combine: Combine, layout: Layout, some: Elements, over: Sequence[int],
+                      warps: Sequence[int], dtype: DType, read: Callable[..., Elements]) -> Elements:
         """Partial results of warps, combined by all of them in the order of the warps."""
+        known: dict[int, Part] = {id(None): None}
+        for key, found in self._share_over_warps(layout, some, over, warps, dtype, read).items():
+            while len(found) > 1:
+                found = [combine([a], [b])[0] for a, b in zip(found[::2], found[1::2], strict=True)]
+            known[key] = found[0]
+        return [known[id(part)] for part in some]
+
+    def _share_over_warps(self, layout: Layout, some: Elements, over: Sequence[int], warps: Sequence[int],
+                          dtype: DType, read: Callable[..., Elements]) -> dict[int, Elements]:
+        """The partial results of all warps, in their order, of each of these; by the ids of a warp's own."""
         kb, arena, size = self.kb, self.arena, dtype.itemsize
         count = 1 << len(warps)
         others = [at for at in range(self.threads.bits) if at not in over and not layout.copies >> at & 1]
         slots = count << len(others)
         distinct = [part for part in {id(each): each for each in some}.values() if part is not None]
         nbytes = len(distinct) * slots * size
-        pairs = [(at, count * size << i) for i, at in enumerate(others)]
+        # what lanes hold different elements of lies side by side, else what warps do
+        apart = any(at < LANE_BITS for at in others)
+        step, pitch = (size << len(others), size) if apart else (size, count * size)
+        pairs = [(at, pitch << i) for i, at in enumerate(others)]
         mine = self.threads.first(layout.copies | sum(1 << at for at in over if at not in warps))
-        known: dict[int, Part] = {id(None): None}
+        known: dict[int, Elements] = {}
         with arena.scratch(nbytes) as start:
             arena.writes(start, nbytes)
             own = address(self, start,
-                          self.threads.sum([*pairs, *((at, size << i) for i, at in enumerate(warps))]))
+                          self.threads.sum([*pairs, *((at, step << i) for i, at in enumerate(warps))]))
             for i, part in enumerate(distinct): store(kb, own, i * slots * size, [part], 1, mine, "shared")
             arena.reads(start, nbytes)
             base = address(self, start, self.threads.sum(pairs))
             for i, part in enumerate(distinct):
-                known[id(part)] = join(base, i * slots * size, dtype, count)
-        return [known[id(part)] for part in some]
+                known[id(part)] = read(base, i * slots * size, step, dtype, count)
+        return known
 
-    def _vector(self, base: Register, nbytes: int, dtype: DType, count: int) -> Elements:
-        at_once = min(count, 16 // dtype.itemsize)
+    def _over_places(self, base: Register, nbytes: int, step: int, dtype: DType, count: int) -> Elements:
+        """So many elements of shared memory, `step` bytes from one to the next."""
+        at_once = min(count, 16 // dtype.itemsize) if step == dtype.itemsize else 1
         made: Elements = []
         for first in range(0, count, at_once):
-            parts = fetch(self.kb, base, nbytes + first * dtype.itemsize, dtype, at_once, space="shared")
+            parts = fetch(self.kb, base, nbytes + first * step, dtype, at_once, space="shared")
             made += [Lanes(self.kb, dtype, [part.at(i)]) for part in parts for i in range(min(at_once, 2))]
         return made
+
+    def _by_lanes(self, fn: str, base: Register, nbytes: int, step: int, dtype: DType,
+                  count: int) -> Elements:
+        """The same, combined: each lane reads a word, and one instruction combines those of all lanes."""
+        own = self.kb.reg("u32")
+        self.kb.emit("add.u32", own, base, self.threads.sum([(at, step << at) for at in range(LANE_BITS)]))
+        there = self.threads.first((1 << LANE_BITS) - 1 & -count)
+        return self._by_redux(fetch(self.kb, own, nbytes, dtype, 1, there, neutral(fn, dtype), "shared"), fn)
 
     # **** in order ****
 
@@ -241,11 +261,40 @@ class Collective(Values):
         combine, layout, shape = self.combiner(op), helds[0].layout, helds[0].shape
         state = [self.singles(held) for held in helds]
         totals = [list(each) for each in state]
-        partial = op.name == "scan"
-        for bit in extents(shape).of_axis(axis):
-            step = self._register_step if bit in layout.registers else self._thread_step
-            step(combine, layout, shape, axis, bit, back, state if partial else None, totals)
+        every = op.name == "scan"
+        bits = list(extents(shape).of_axis(axis))
+        over = [at for at, bit in sorted(layout.thread_bits(bits), key=lambda pair: pair[1])]
+        warps = [at for at in over if at >= LANE_BITS]
+        at_once = every and not op.regions and not back and len(warps) > 1 and \
+            {layout.threads[at] for at in warps} == set(bits[-len(warps):]) and \
+            len({id(each) for each in totals[0]}) << len(warps) <= MOST_AT_ONCE
+        for bit in bits[:-len(warps)] if at_once else bits:
+            step = self._register_step if bit in layout.registers else partial(self._thread_step,
+                                                                               bool(op.regions))
+            step(combine, layout, shape, axis, bit, back, state if every else None, totals)
+        if at_once: state = [self._after_warps(op, combine, layout, state[0], totals[0], over, warps,
+                                               helds[0].dtype)]
         return state, totals
+
+    def _after_warps(self, op: Op, combine: Combine, layout: Layout, state: Elements, totals: Elements,
+                     over: Sequence[int], warps: Sequence[int], dtype: DType) -> Elements:
+        """Partial results of warps with the totals of the warps before."""
+        shared = self._share_over_warps(layout, totals, over, warps, dtype, self._over_places)
+        place = self.threads.sum([(at, 1 << i) for i, at in enumerate(warps)])
+        assert not isinstance(place, int)
+        known: dict[int, Part] = {}
+        for key, found in shared.items():
+            before = found[0]
+            for number, one in enumerate(found[1:-1], 1):
+                before = self._if(place > number, combine([before], [one]), [before])[0]
+            known[key] = before
+        first = place == 0
+        nothing = elements.constant(self.kb, neutral(op.attributes["fn"], dtype), dtype)
+        if exact := dtype in REDUCED:
+            known = {key: self._if(first, [nothing], [one])[0] for key, one in known.items()}
+        made = [combine([known[id(total)]], [x]) for x, total in zip(state, totals, strict=True)]
+        return [(one if exact else self._if(first, [x], one))[0]
+                for x, one in zip(state, made, strict=True)]
 
     def _register_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
                        back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
@@ -264,8 +313,9 @@ class Collective(Values):
             total = self._if(test, total, b if back else a)
             for each, one in zip(totals, total, strict=True): each[low] = each[high] = one
 
-    def _thread_step(self, combine: Combine, layout: Layout, shape: tuple[int, ...], axis: int, bit: int,
-                     back: bool, state: list[Elements] | None, totals: list[Elements]) -> None:
+    def _thread_step(self, ordered: bool, combine: Combine, layout: Layout, shape: tuple[int, ...],
+                     axis: int, bit: int, back: bool, state: list[Elements] | None,
+                     totals: list[Elements]) -> None:
         at = next(at for at, one in layout.thread_bits([bit]) if one == bit)
         others = [exchange_parts(self, each, at) for each in totals]
         later = Lanes(self.kb, dtypes.bool, [self.threads.bit(at)])
@@ -283,7 +333,9 @@ class Collective(Values):
                 for each, one in zip(state, made, strict=True): each[register] = one
             key = tuple(map(id, (*mine, *other)))
             if key not in known:
-                a, b = self._if(later.register(), other, mine), self._if(later.register(), mine, other)
+                a, b = mine, other
+                if ordered or test is not None:
+                    a, b = self._if(later.register(), b, a), self._if(later.register(), a, b)
                 known[key] = self._if(test, combine(a, b), b if back else a)
             for each, one in zip(totals, known[key], strict=True): each[register] = one
 

@@ -104,8 +104,8 @@ class PartialSums(Collective):
             result = op.results[place]
             held, layout = self.value(result), self.assignment.layout(reduction.operands[0])
             bits = extents(reduction.operands[0].shape).of_axis(reduction.attributes["axis"])
-            some = self.across_threads(reduction, self.combiner(reduction), layout, self.singles(held), bits,
-                                       held.dtype)
+            some = self.across_threads(self.combiner(reduction), layout, self.singles(held), bits, held.dtype,
+                                       "add")
             whole = self.from_singles(result.dtype, result.shape, held.layout, some)
             self.scopes.put(result, Held(result.dtype, result.shape, held.layout, whole.parts))
 
@@ -175,6 +175,7 @@ class Control(PartialSums):
         carried, sums = self.enter_loop(op)
         mark = self.arena.mark()
         with self.kb.loop(start, stop, step, kind="s32") as i:
+            if not op.attributes.get("unroll", True): self.kb.nounroll()
             self._body(region, carried, arguments, (index, i))
             self.arena.close(mark)
         self.arena.leave(mark)

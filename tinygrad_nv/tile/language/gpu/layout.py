@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 
 LANE_BITS = 5
 NONE = -1
+SCANNED_BITS = 3    # of an axis of which a thread has as much at least
 
 
 def bits_of(extent: int) -> int:
@@ -115,6 +116,19 @@ class Layout:
         return Layout(tuple(lower_bits(bit) for bit in self.registers if bit not in gone),
                       tuple(NONE if bit in gone or bit == NONE else lower_bits(bit) for bit in self.threads))
 
+    def repeat_along(self, bits: Sequence[int]) -> Layout | None:
+        """The layout of a tile with these bits besides, among lanes that hold copies; None where they are too
+        few."""
+        spare, new = [at for at in range(LANE_BITS) if self.threads[at] == NONE], sorted(bits)
+        if len(spare) < len(new): return None
+
+        def raise_bits(bit: int) -> int:
+            for each in new: bit += each <= bit
+            return bit
+        threads = [NONE if bit == NONE else raise_bits(bit) for bit in self.threads]
+        for at, bit in zip(spare, new, strict=False): threads[at] = bit
+        return Layout(tuple(map(raise_bits, self.registers)), tuple(threads))
+
     def move_bits(self, to: Mapping[int, int]) -> Layout:
         """The layout with each bit of the index in another place."""
         return Layout(tuple(to[bit] for bit in self.registers),
@@ -177,6 +191,18 @@ def block_layout(shape: Sequence[int], contiguous: int, vector: int, thread_bits
     threads = lanes + [NONE] * (LANE_BITS - len(lanes)) + warps
     threads += [NONE] * (thread_bits - len(threads))
     return Layout((*registers, *(bit for bit in rest_along + rest if bit not in warps)), tuple(threads))
+
+
+def columns_layout(shape: Sequence[int], axis: int, thread_bits: int) -> Layout:
+    """Elements side by side along an axis in each thread, neighbours along the others in lanes; where threads
+    are left, they have parts of the axis, of 2^SCANNED_BITS elements at least."""
+    of = extents(tuple(shape))
+    along = list(of.of_axis(axis))
+    others = [bit for bit in range(of.bits) if bit not in along]
+    threads, rest = others[:thread_bits], others[thread_bits:]
+    spare = max(min(thread_bits - len(threads), len(along) - SCANNED_BITS), 0)
+    own, threads = along[:len(along) - spare], threads + along[len(along) - spare:]
+    return Layout((*own, *rest), (*threads, *[NONE] * (thread_bits - len(threads))))
 
 
 def accumulator(shape: Sequence[int], warps_m: int, warps_n: int, grouped: bool = False) -> Layout:

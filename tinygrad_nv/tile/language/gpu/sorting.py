@@ -2,10 +2,14 @@
 
 Protocol: a sort is bitonic (Batcher 1968): for each block size 2^s, elements 2^j apart for j = s - 1 … 0 are
 put in order, ascending where bit s of the index is 0, so that the last blocks ascend throughout. What lies
-beyond an extent that is no power of two counts as the largest, and so comes last. A gather reads its elements
-from shared memory, where the whole tile lies.
+beyond an extent that is no power of two counts as the largest, and so comes last. A gather along an axis that
+lies in the registers and lanes of a warp reads the registers of other lanes, where these are few (`_Lookup`);
+any other reads its elements from shared memory, where the whole tile lies.
 """
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tinygrad.dtype import DType, dtypes
 
@@ -15,9 +19,17 @@ from tinygrad_nv.tile.language.gpu import elements
 from tinygrad_nv.tile.language.gpu.access import fetch
 from tinygrad_nv.tile.language.gpu.collective import Collective, Elements, neutral
 from tinygrad_nv.tile.language.gpu.convert import SharedOrder, address, pair_parts, spill
-from tinygrad_nv.tile.language.gpu.held import Held, Part
-from tinygrad_nv.tile.language.gpu.layout import Layout, absent, axes_with_padding, extents
-from tinygrad_nv.tile.language.gpu.swaps import exchange_parts
+from tinygrad_nv.tile.language.gpu.held import Held, Part, from_words, words
+from tinygrad_nv.tile.language.gpu.layout import (
+    LANE_BITS,
+    NONE,
+    Extents,
+    Layout,
+    absent,
+    axes_with_padding,
+    extents,
+)
+from tinygrad_nv.tile.language.gpu.swaps import FULL, SEGMENT, exchange_parts
 from tinygrad_nv.tile.language.ir import Op
 
 
@@ -101,6 +113,9 @@ class Sorting(Collective):
         source, index = op.operands
         axis, result = op.attributes["axis"], op.result
         layout, x = self.assignment.layout(result), self.value(source)
+        lookup = plan_lookup(x, result.shape, layout, axis)
+        if lookup is not None:
+            return self.put(result, self._look_up(lookup, x, self.value(index, layout)), layout)
         at, order = self.value(index, layout), _Plain(x.shape, x.dtype)
         gone, strides = absent(layout, result.shape), order.strides
         of = extents(result.shape)
@@ -117,7 +132,49 @@ class Sorting(Collective):
                     base, more, at.element(register), strides[axis], x,
                     self.inside(layout, result.shape, register)))
         parts = found if layout.count == 1 else pair_parts(found)
-        self.scopes.put(result, Held(result.dtype, result.shape, layout, parts))
+        return self.scopes.put(result, Held(result.dtype, result.shape, layout, parts))
+
+    def _look_up(self, lookup: Lookup, x: Held, index: Held) -> list[Part]:
+        """Parts of a gather within a warp."""
+        each, found = self.singles(x), list[Part]()
+        for registers in lookup.registers:
+            if not registers: found.append(None)
+            else:
+                at = index.element(len(found))
+                found.append(self._look_up_one(lookup, each, registers,
+                                               at if isinstance(at, Register) else int(at)))
+        return found if len(found) == 1 else pair_parts(found)
+
+    def _look_up_one(self, lookup: Lookup, each: Elements, registers: Mapping[int, int],
+                     index: Register | int) -> Part:
+        """The element of a lane at an index, which is in one of some registers by their places."""
+        kb, lane = self.kb, self._lane_of(lookup, index)
+        made: Part = None
+        for place, register in registers.items():
+            if isinstance(index, int) and index & lookup.mask != place: continue
+            part = each[register]
+            assert part is not None
+            if lane is not None:
+                word, = words(kb, part, 1)
+                there = kb.reg(word.kind)
+                kb.emit("shfl.sync.idx.b32", there, word, lane, SEGMENT, FULL)
+                part = from_words(kb, part.dtype, [there], 1)
+            if made is None: made = part
+            else:
+                test = Lanes(kb, dtypes.bool, [(index & lookup.mask) == place])
+                made = elements.apply_row(kb, "where", [test, part, made])
+        return made
+
+    def _lane_of(self, lookup: Lookup, index: Register | int) -> Register | int | None:
+        """The lane that has the element at an index; None where that is the own one."""
+        if not lookup.lanes: return None
+        first = lookup.lanes[0][1]
+        if lookup.lanes == [(i, first + i) for i in range(LANE_BITS)]:  # shfl reads five bits
+            return index >> first if first else index
+        mine = sum(1 << at for at, _ in lookup.lanes)
+        made: Register | int = self.kb.special("laneid").to("s32") & SEGMENT - mine
+        for at, bit in lookup.lanes: made = made + ((index >> bit & 1) << at)
+        return made
 
     def _gather_lane(self, base: Register, nbytes: int, index: float | Register, stride: int, x: Held,
                   there: Register | None) -> Lanes:
@@ -128,6 +185,42 @@ class Sorting(Collective):
         else: nbytes += int(index) * stride
         (made,) = fetch(kb, place, nbytes, x.dtype, 1, there, 0, "shared")
         return made
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A gather within a warp: of each register of the result the registers that may have its element, by what
+    `mask` leaves of the index; bits of the lane, and those of the index that they are."""
+    registers: Sequence[Mapping[int, int]]
+    mask: int
+    lanes: Sequence[tuple[int, int]]
+
+
+def plan_lookup(x: Held, shape: tuple[int, ...], layout: Layout, axis: int) -> Lookup | None:
+    """How a tile's elements are gathered within a warp; None where they are not, or by too many shuffles."""
+    source, target = extents(x.shape), extents(shape)
+    along, own = source.of_axis(axis), target.of_axis(axis)
+
+    def places(of: Extents, bits: Sequence[int], gone: range) -> list[tuple[int, int]]:
+        """The axis and the place within it of each bit that is none of the gathered axis."""
+        return [(-1, 0) if bit == NONE or bit in gone else next(
+            (i, bit - of.first[i]) for i in range(len(of.shape)) if bit in of.of_axis(i)) for bit in bits]
+    lanes = [(at, bit - along.start) for at, bit in x.layout.thread_bits(along)]
+    if places(source, x.layout.threads, along) != places(target, layout.threads, own) or \
+            any(at >= LANE_BITS for at, _ in lanes): return None
+    mask = sum(1 << bit - along.start for bit in x.layout.registers if bit in along)
+    found: dict[tuple[int, ...], dict[int, int]] = {}
+    others = [i for i in range(len(shape)) if i != axis]
+    for register in x.inside():
+        code = x.layout.indices[register]
+        if absent(x.layout, x.shape)[register]: continue
+        key = tuple(source.coordinate(code, i) for i in others)
+        found.setdefault(key, {})[source.coordinate(code, axis)] = register
+    gone = absent(layout, shape)
+    registers = [{} if gone[i] else found.get(tuple(target.coordinate(code, i) for i in others), {})
+                 for i, code in enumerate(layout.indices)]
+    count = sum(map(len, registers))
+    return Lookup(registers, mask, lanes) if not lanes or count <= x.layout.count + layout.count else None
 
 
 class _Plain(SharedOrder):

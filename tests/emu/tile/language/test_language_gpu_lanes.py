@@ -1,0 +1,134 @@
+"""Reductions, scans and gathers across the lanes and warps of a program on the emulated GPU: by which
+instructions, and the same numbers as the interpreter has."""
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from tinygrad.dtype import DType, dtypes
+
+from tests.support.tile.language_gpu_case import checked, program, ref
+from tinygrad_nv.language import *
+from tinygrad_nv.tile.language import reductions as R
+from tinygrad_nv.tile.language.gpu import build
+from tinygrad_nv.tile.language.ir import Program
+from tinygrad_nv.tile.language.schedule import TileSchedule
+from tinygrad_nv.tile.template import GPU
+
+F32, S32, U32 = dtypes.float32, dtypes.int32, dtypes.uint32
+NARROW = TileSchedule(vector=1)
+
+
+def text(made: Program, schedule: TileSchedule) -> str: return build(made, schedule, GPU("sm_80")).ptx
+
+
+def reduced(x, o, *, fn): o[:] = getattr(R, fn)(x[:, :], 1)
+
+
+@pytest.mark.parametrize("dtype", [S32, U32], ids=str)
+@pytest.mark.parametrize("fn", ["sum_", "max_", "min_"])
+@pytest.mark.parametrize("columns", [32, 60, 160])
+def test_integers_of_a_warp_are_reduced_by_one_instruction(columns: int, fn: str, dtype: DType) -> None:
+    made = program(reduced, [ref("o", dtype, 4, out=True), ref("x", dtype, 4, columns)], more={"fn": fn})
+    assert "redux.sync" in text(made, NARROW)
+    assert "shfl" not in text(made, NARROW)
+    checked(made, NARROW)
+
+
+@pytest.mark.parametrize(("columns", "fn"), [(8, "sum_"), (64, "prod")])
+def test_other_reductions_are_by_shuffles(columns: int, fn: str) -> None:
+    made = program(reduced, [ref("o", S32, 4, out=True), ref("x", S32, 4, columns)], more={"fn": fn})
+    assert "redux" not in text(made, NARROW)
+    checked(made, NARROW)
+
+
+def first_above(x, o):
+    at = tile.arange(x.shape[1])[None, :]
+    o[:] = tile.min(tile.where(x[:, :] > 30, at, x.shape[1]), 1)
+
+
+@pytest.mark.parametrize("vector", [1, 4])
+@pytest.mark.parametrize("columns", [5, 128, 160, 300])
+def test_the_first_index_where_a_condition_holds(columns: int, vector: int) -> None:
+    """A select for each element; rows without one have the extent."""
+    made = program(first_above, [ref("o", S32, 6, out=True), ref("x", S32, 6, columns)])
+    x = np.random.default_rng(columns).integers(0, 33, (6, columns), np.int32)
+    x[0], x[1, -1], x[2, :] = 0, 50, 40
+    found = checked(made, TileSchedule(vector=vector), x=x)["o"]
+    assert found[0] == columns
+    assert found[2] == 0
+    if columns == 128:
+        assert not re.search(r"^\s*min\.s32", text(made, TileSchedule(vector=vector, warps=1)), re.M)
+
+
+def least_of_others(x, o):
+    """Numbers that are no indices, and indices with a number among them."""
+    at = tile.arange(x.shape[1])[None, :]
+    low = tile.min(tile.where(x[:, :] > 30, x[:, :], x.shape[1]), 1)
+    o[:] = low + tile.min(tile.where(x[:, :] > 30, at, 3), 1)
+
+
+@pytest.mark.parametrize("columns", [8, 100])
+def test_the_least_of_other_choices(columns: int) -> None:
+    made = program(least_of_others, [ref("o", S32, 64, out=True), ref("x", S32, 64, columns)])
+    checked(made)
+
+
+def looked_up(x, i, o): o[:, :] = tile.gather(x[:, :], i[:, :], 1)
+
+
+@pytest.mark.parametrize("dtype", [F32, dtypes.bfloat16, S32, dtypes.bool], ids=str)
+@pytest.mark.parametrize(("columns", "count"), [(32, 8), (128, 32), (60, 5), (8, 8)])
+def test_a_gather_within_a_warp_is_by_shuffles(columns: int, count: int, dtype: DType) -> None:
+    tensors = [ref("o", dtype, 4, count, out=True), ref("x", dtype, 4, columns), ref("i", S32, 4, count)]
+    made = program(looked_up, tensors)
+    index = np.random.default_rng(0).integers(0, columns, (4, count), np.int32)
+    for vector in (1, 4): checked(made, TileSchedule(vector=vector), i=index, ulps=0)
+    if columns >= 32 and count == 32: assert "shfl.sync.idx" in text(made, NARROW)
+
+
+def third(x, o): o[:] = tile.gather(x[:, :], tile.full((x.shape[0], 1), 2, int32), 1).reshape(x.shape[0])
+
+
+def test_an_index_that_is_known() -> None:
+    checked(program(third, [ref("o", F32, 4, out=True), ref("x", F32, 4, 70)]), NARROW, ulps=0)
+
+
+def counted(x, o, p):
+    until = tile.cumsum(x[:, :], 0)
+    o[:, :] = until
+    p[:] = tile.cumsum(tile.max(until, 0), 0)
+
+
+@pytest.mark.parametrize("warps", [1, 4, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(2, 8), (16, 128), (48, 60), (32, 16)])
+def test_scans_of_columns_and_of_their_ends(rows: int, columns: int, warps: int) -> None:
+    """Threads have columns, warps parts of them."""
+    tensors = [ref("o", S32, rows, columns, out=True), ref("p", S32, columns, out=True),
+               ref("x", S32, rows, columns)]
+    checked(program(counted, tensors), TileSchedule(warps=warps, vector=1))
+
+
+def scanned(x, o): o[:] = tile.cumsum(x[:], 0)
+
+
+@pytest.mark.parametrize("size", [33, 128, 500])
+@pytest.mark.parametrize("dtype", [S32, F32], ids=str)
+def test_a_scan_over_warps_has_one_barrier(dtype: DType, size: int) -> None:
+    made = program(scanned, [ref("o", dtype, size, out=True), ref("x", dtype, size)])
+    checked(made, NARROW, integers=True, ulps=0)
+    if size <= 128: assert text(made, NARROW).count("bar.sync") == 1
+
+
+def rolled(x, o, *, unroll):
+    total = tile.zeros((32,), f32)
+    for i in tile.range(x.shape[0], unroll=unroll): total = total * 0.5 + x[i, :]
+    o[:] = total
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_loop_that_is_compiled_once(unroll: bool) -> None:
+    made = program(rolled, [ref("o", F32, 32, out=True), ref("x", F32, 5, 32)], more={"unroll": unroll})
+    assert ("nounroll" in text(made, NARROW)) is not unroll
+    checked(made, NARROW)
