@@ -42,7 +42,6 @@ from tinygrad_nv.shapes.signature import Signature, signature
 from tinygrad_nv.tile import order
 from tinygrad_nv.tile.language.ir import STORES, Program
 from tinygrad_nv.tile.language.program import RESULT, trace_program
-from tinygrad_nv.tile.language.promises import without
 from tinygrad_nv.tile.language.schedule import TileSchedule
 
 VJP = Callable[..., Any]
@@ -101,7 +100,6 @@ class Kernel:
         self.chosen = schedule or TileSchedule()
         self.vjp: VJP | None = None
         self._programs: dict[Any, Program] = {}
-        self._promised: dict[str, Program] = {}     # with NV_DEBUG=1, by the key of the one that is built
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, given, outputs = self._prepare(args, kwargs)
@@ -121,7 +119,7 @@ class Kernel:
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, list[Tensor], int]:
         """The call, the tensors that it takes, and how many it gives."""
         given, made, schedule = self._trace(args, kwargs)
-        if made.key in self._promised and not jit.capturing: self._keep_promises(made, given)
+        if made.promised is not None and not jit.capturing: self._keep_promises(made.promised, given)
         outputs = [each for each in made.tensors if each.output]
         first = next(iter(given.tensors.values()))
         initial = {each.name: contents for each in outputs
@@ -137,10 +135,10 @@ class Kernel:
                     frozenset(given.donated), self.label)
         return call, [*inputs, *initial.values()], len(outputs)
 
-    def _keep_promises(self, made: Program, given: Bound) -> None:
+    def _keep_promises(self, promised: Program, given: Bound) -> None:
         """Raises `NumericsError` where a tile is not what `verify.numerics` says."""
         from tinygrad_nv.language.interpreted import interpret
-        if config.get("NV_DEBUG"): interpret(self._promised[made.key], given.tensors)
+        if config.get("NV_DEBUG"): interpret(promised, given.tensors)
 
     def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Bound, Program,
                                                                                  TileSchedule]:
@@ -174,9 +172,8 @@ class Kernel:
                config.get("NV_DEBUG"))
         if (made := self._programs.get(key)) is None:
             if len(self._programs) >= KEPT: self._programs.pop(next(iter(self._programs)))
-            whole = trace_program(self.fn, given.arguments, given.parameters, schedule, self._grid(given),
-                            given.result)
-            if (made := without(whole)) is not whole: self._promised[made.key] = whole
+            made = trace_program(self.fn, given.arguments, given.parameters, schedule, self._grid(given),
+                                 given.result)
             if not any(op.name in STORES for op in made.body.walk()):
                 raise LanguageError(f"kernel {self.label} stores nothing",
                                     "a returned tile, or stores to outputs annotated as OTile",

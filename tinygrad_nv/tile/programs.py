@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -120,10 +120,10 @@ def trace_spec(program: TileProgram, spec: Any, blocks: Blocks) -> Program:
     views = {load: _view(load, number, spec, batch) for number, load in enumerate(reads)}
     if roots: given["loads"] = {load: TensorRef(view) for load, view in views.items()}
     assert isinstance(program.function, FunctionType)
-    made = trace_program(program.function, {**given, "spec": spec, "blocks": blocks}, tensors, TileSchedule(),
-                         program.grid(spec, blocks), None, tuple(views.values()))
-    name = program.entry(spec) if program.entry else program.name
-    return replace(made, name=name, rows=blocks.rows if rows else 0, cluster=blocks.cluster)
+    return trace_program(program.function, {**given, "spec": spec, "blocks": blocks}, tensors, TileSchedule(),
+                         program.grid(spec, blocks), None, tuple(views.values()),
+                         name=program.entry(spec) if program.entry else program.name,
+                         rows=blocks.rows if rows else 0, cluster=blocks.cluster)
 
 
 def _tensor(argument: Argument, viewed: bool, symbolic: int | None) -> TensorParameter:

@@ -41,7 +41,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +171,8 @@ class Program:
     """A kernel in tiles, which stays as it is. `tensors`: outputs, then inputs, in the order of the kernel's
     pointers; `views` are of their memory, and read alone. `grid` is how many programs there are along x, y,
     z. Where `rows` is not 0, the kernel's last integer is a number of rows, and x is one for so many of
-    them. `cluster`: neighbours along z that may ask each other (`across`), on sm_90a."""
+    them. `cluster`: neighbours along z that may ask each other (`across`), on sm_90a. `promised`: the same
+    with its promises, where it has some. `retrace` makes it of its function once more."""
     name: str
     tensors: tuple[TensorParameter, ...]
     grid: tuple[int, int, int]
@@ -179,6 +180,8 @@ class Program:
     views: tuple[TensorParameter, ...] = ()
     rows: int = 0
     cluster: int = 1
+    promised: Program | None = None
+    retrace: Callable[[], Program] | None = None
 
     def tensor(self, name: str) -> TensorParameter:
         """The tensor, or the view, of a name."""
@@ -201,6 +204,13 @@ class Program:
     def key(self) -> str:
         """The same for the same program, wherever it was written."""
         return hashlib.sha256(str(self).encode()).hexdigest()
+
+
+def name_values(program: Program) -> dict[Value, str]:
+    """The names that values have in a program's text."""
+    printer = _Printer()
+    printer.program(program)
+    return printer.names
 
 
 class _Printer:
