@@ -24,7 +24,7 @@ def build(program: Program, schedule: TileSchedule, target: Target) -> Any:
 
 def _make(program: Program, schedule: TileSchedule, target: Target) -> Any:
     if isinstance(target, CPU):
-        from tinygrad_nv.cpu.language.statements import build as for_cpu
+        from tinygrad_nv.cpu.language.kernel import build as for_cpu
         return for_cpu(program, target.isa, target.threads)
     from tinygrad_nv.tile.language.gpu import build as for_gpu
     from tinygrad_nv.tile.language.gpu import problems

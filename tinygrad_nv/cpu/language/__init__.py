@@ -4,5 +4,7 @@
   emitter.py     values as C: variables, arrays, and what is computed where it is used
   dot.py         products of tiles, by the blocked GEMM's packing and loop
   loops.py       loops and branches
-  statements.py  all other operations, and the kernel
+  grouping.py    stores that are one loop
+  statements.py  all other operations
+  kernel.py      the passes, and the kernel; show.py: what they print
 """

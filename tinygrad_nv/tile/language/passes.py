@@ -1,10 +1,10 @@
 """Passes: the steps from a function to a kernel, each with a name, and a watch over what they make.
 
 Protocol: a table of `Pass`es belongs to the file that runs it: FRONTEND (program.py) makes a Program of a
-function, PASSES of gpu/kernel.py and of cpu/language/statements.py a kernel of that. `run_passes` runs a
-table on the state of one build, which has its `program` in the end. There is no other description of the
-steps: inside `with watch() as seen:` each pass leaves what it has made as text, as soon as it has ended, and
-what is `cached` is made again.
+function, PASSES of gpu/kernel.py and of cpu/language/kernel.py a kernel of that. `run_passes` runs a table on
+the state of one build, which has its `program` in the end. There is no other description of the steps: inside
+`with watch() as seen:` each pass leaves what it has made as text, as soon as it has ended, and what is
+`cached` is made again.
 """
 from __future__ import annotations
 
@@ -92,10 +92,10 @@ def cached(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if (seen := _seen()) is None: return kept(*args, **kwargs)  # type: ignore[no-any-return]
+            if (seen := _seen()) is None: return kept(*args, **kwargs)
             key = fn, args, tuple(kwargs.items())
             if key not in seen.results: seen.results[key] = fn(*args, **kwargs)
-            return seen.results[key]  # type: ignore[no-any-return]
+            return seen.results[key]
         return call
     return keep
 

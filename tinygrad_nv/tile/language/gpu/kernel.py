@@ -133,7 +133,7 @@ def _show_ptx(state: Writing) -> str:
     return "".join(f"// no room: {each}\n" for each in state.failed) + state.kernel.ptx
 
 
-PASSES = (
+PASSES: tuple[Pass[Writing], ...] = (
     Pass("check", "What no kernel can be is refused: dtypes, warps, tiles that are too large.",
          lambda state: check(state.program, state.schedule, state.arch),
          lambda state: f"{state.arch}, {state.schedule}"),
