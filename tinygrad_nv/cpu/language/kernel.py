@@ -13,7 +13,7 @@ from tinygrad_nv.cpu.isa import ISA
 from tinygrad_nv.cpu.kernel import CPUKernel, c_type, header, kernel
 from tinygrad_nv.cpu.language.emitter import COUNT, c_name
 from tinygrad_nv.cpu.language.grouping import Groups, group_stores
-from tinygrad_nv.cpu.language.show import show_places, show_stores
+from tinygrad_nv.cpu.language.show import show_kernel, show_places, show_stores
 from tinygrad_nv.cpu.language.statements import Statements
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.language.ir import Program
@@ -118,5 +118,5 @@ def _write_kernel(state: Loop) -> None:
 
 
 KERNEL = (Pass("c", "A loop over a part of the grid calls the body.", _write_kernel,
-               lambda state: state.kernel.text),)
+               lambda state: show_kernel(state.kernel.text)),)
 PASSES = (*BODY, *KERNEL)

@@ -3,11 +3,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tinygrad_nv.cpu.kernel import header
 from tinygrad_nv.cpu.language.emitter import Form
 from tinygrad_nv.cpu.language.grouping import Groups
 from tinygrad_nv.cpu.language.views import View
 from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.language.ir import Program, Value, name_values
+
+HEADERS = ("vector.h", "gemm.h", "language/language.h")
+
+
+def show_kernel(text: str) -> str:
+    """Returns the C of a kernel, with the names of headers in the place of their text."""
+    for name in HEADERS: text = text.replace(header(name).rstrip("\n"), f'#include "{name}"')
+    return text
 
 
 def show_stores(program: Program, grouped: Groups) -> str:
@@ -30,6 +39,6 @@ def show_places(program: Program, places: Mapping[Value, Form]) -> str:
 
 
 def _words(form: Form) -> str:
-    if isinstance(form, str): return f"variable {form}"
+    if isinstance(form, str): return f"variable {form}" if form.isidentifier() else "a number in the text"
     if isinstance(form, View): return f"array {form.base}, {'x'.join(map(str, form.shape)) or 'one element'}"
     return f"computed where it is used: {form.name}"

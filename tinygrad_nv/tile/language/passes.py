@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
+from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.language.ir import Program
 
 _here = threading.local()
@@ -102,9 +103,12 @@ def cached(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def passes_of(build: Callable[[], Any]) -> list[tuple[Program, list[Made]]]:
     """What each pass makes in a build, of each of its programs: those of the frontend run again, too, where
-    the function still gives this program. Raises what the build raises."""
+    the function still gives this program. A pass that refuses the program is the last."""
     found: dict[Program, list[Made]] = {}
-    with watch() as seen: build()
+    with watch() as seen:
+        try: build()
+        except ScheduleError:
+            if not seen: raise
     for each in seen: found.setdefault(each.program, []).append(each)
     return [(program, [*_frontend(program), *made]) for program, made in found.items()]
 

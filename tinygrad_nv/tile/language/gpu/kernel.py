@@ -93,6 +93,11 @@ def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int,
     return state.kernel, refused
 
 
+def _show_limits(state: Writing) -> str:
+    s = state.schedule
+    return f"{state.arch}, {s.warp_count} warps, {s.depth} stages, vectors of {s.vector_width}"
+
+
 def _assign(state: Writing) -> None:
     s = state.schedule
     state.assignment = Assignment(state.program, s.warp_count, s.vector_width, state.arch)
@@ -136,7 +141,7 @@ def _show_ptx(state: Writing) -> str:
 PASSES: tuple[Pass[Writing], ...] = (
     Pass("check", "What no kernel can be is refused: dtypes, warps, tiles that are too large.",
          lambda state: check(state.program, state.schedule, state.arch),
-         lambda state: f"{state.arch}, {state.schedule}"),
+         _show_limits),
     Pass("layout", "Each tile gets the threads and registers that hold its elements; each dot its unit.",
          _assign, lambda state: show_layouts(state.program, state.assignment)),
     Pass("roles", "Loops that TMA can fill get a producer warp; the others run the program.",
