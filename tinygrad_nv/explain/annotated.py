@@ -59,7 +59,7 @@ def _tensor(kernel: Kernel, key: str, found: Any, sizes: Mapping[str, Any]) -> T
         missing = [each for each in found.symbols if each not in sizes]
         raise RequestError(f"the shape of {key}: {found} of kernel {kernel.label}",
                            f"sizes of {', '.join(missing) or 'its leading dimensions'}",
-                           "give them: --set " + " --set ".join(f"{each}=64" for each in missing))
+                           " ".join(f"--set {each}=64" for each in missing) or "name them in the annotation")
     if found.element is None:
         raise RequestError(f"{key}: {found} of kernel {kernel.label} has no dtype", f"{found.kind}[…, f32]",
                            "add the dtype to the annotation")

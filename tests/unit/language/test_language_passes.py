@@ -192,8 +192,7 @@ def test_a_kernel_that_is_no_program_has_no_passes():
     with pytest.raises(RequestError, match="pass 'nothing'"): lowering.passes("nothing")
 
 
-def test_nothing_is_kept_when_nobody_looks():
-    """A watch ends with its block, and what it has seen is not what later builds give."""
+def test_a_watch_ends_with_its_block():
     with watch() as seen: matmul.build_for("sm_80", 0, *operands(64, 64, 64))()
     count = len(seen)
     matmul.build_for("sm_80", 0, *operands(64, 64, 128))()

@@ -17,7 +17,7 @@ from tinygrad_nv.cpu.language.show import show_kernel, show_places, show_stores
 from tinygrad_nv.cpu.language.statements import Statements
 from tinygrad_nv.errors import ScheduleError
 from tinygrad_nv.tile.language.ir import Program
-from tinygrad_nv.tile.language.passes import Pass, cached, run_passes
+from tinygrad_nv.tile.language.passes import Pass, keep_results, run_passes
 from tinygrad_nv.tile.language.ranges import Ranges
 
 PLACES = ("int pid0", "int pid1", "int pid2")
@@ -53,7 +53,7 @@ BODY = (
          "it is used.", _write_body, lambda state: show_places(state.program, state.emitter.places)))
 
 
-@cached(64)
+@keep_results(64)
 def _emit(program: Program, isa: ISA) -> tuple[str, tuple[str, ...], int]:
     """The body of a program, the functions that it calls, and its bytes on a thread's stack."""
     state = Body(program, isa)

@@ -3,8 +3,8 @@
 Protocol: a table of `Pass`es belongs to the file that runs it: FRONTEND (program.py) makes a Program of a
 function, PASSES of gpu/kernel.py and of cpu/language/kernel.py a kernel of that. `run_passes` runs a table on
 the state of one build, which has its `program` in the end. There is no other description of the steps: inside
-`with watch() as seen:` each pass leaves what it has made as text, as soon as it has ended, and what is
-`cached` is made again.
+`with watch() as seen:` each pass leaves what it has made as text, as soon as it has ended, and functions that
+keep their results (`keep_results`) run again.
 """
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class Made:
 
 @dataclass(eq=False)
 class Seen:
-    """What passes have made since a watch began, and the results of functions that are `cached`."""
+    """What passes have made since a watch began, and the results of functions that keep them."""
     passes: list[Made] = field(default_factory=list)
     results: dict[Any, Any] = field(default_factory=dict)
 
 
 def run_passes(passes: Sequence[Pass[S]], state: S) -> Sequence[str]:
     """Runs passes in their order. Returns why there is no kernel, in words; nothing where there is one."""
-    seen = _seen()
+    seen = _now()
     for each in passes:
         found = each.run(state) or ()
         if seen is not None:
@@ -75,25 +75,25 @@ def run_passes(passes: Sequence[Pass[S]], state: S) -> Sequence[str]:
     return ()
 
 
-def _seen() -> Seen | None: return getattr(_here, "seen", None)
+def _now() -> Seen | None: return getattr(_here, "seen", None)
 
 
 @contextlib.contextmanager
 def watch() -> Iterator[list[Made]]:
     """Collects what the passes of this thread make inside the block."""
-    before, _here.seen = _seen(), Seen()
+    before, _here.seen = _now(), Seen()
     try: yield _here.seen.passes
     finally: _here.seen = before
 
 
-def cached(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def keep_results(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Keeps results of a function that runs passes; in a watch they are made again, once."""
     def keep(fn: Callable[P, R]) -> Callable[P, R]:
         kept: Any = functools.lru_cache(most)(fn)
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if (seen := _seen()) is None: return kept(*args, **kwargs)
+            if (seen := _now()) is None: return kept(*args, **kwargs)
             key = fn, args, tuple(kwargs.items())
             if key not in seen.results: seen.results[key] = fn(*args, **kwargs)
             return seen.results[key]

@@ -34,7 +34,7 @@ from tinygrad_nv.tile.language.gpu.show import show_layouts, show_pipelines, sho
 from tinygrad_nv.tile.language.gpu.sorting import Sorting
 from tinygrad_nv.tile.language.gpu.specialised import Specialised
 from tinygrad_nv.tile.language.ir import Op, Program, Value
-from tinygrad_nv.tile.language.passes import Pass, cached, run_passes
+from tinygrad_nv.tile.language.passes import Pass, keep_results, run_passes
 from tinygrad_nv.tile.language.schedule import TileSchedule
 from tinygrad_nv.tile.template import GPU
 
@@ -85,7 +85,7 @@ class Writing:
         return registers_of(self.schedule.warp_count, bool(self.loops))
 
 
-@cached(256)
+@keep_results(256)
 def _write(key: _Key, schedule: TileSchedule, arch: str, sm_count: int,
            pdl: bool = False) -> tuple[TileKernel | None, Sequence[str]]:
     state = Writing(key.program, schedule, arch, sm_count, pdl)
