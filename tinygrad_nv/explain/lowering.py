@@ -107,8 +107,8 @@ class KernelRecord:
         return None if found is None else partial(building.make, *found)
 
     def passes(self, name: str = "all") -> str:
-        """What each pass makes of the kernel's program, or one of them. Raises `RequestError` where it is
-        none, and for a pass that there is not."""
+        """Returns what each pass makes of the kernel's program, or one of them. Raises `RequestError` where it
+        is none, and for a pass that there is not."""
         from tinygrad_nv.language.passes import show_passes
         if (build := self.build) is None:
             raise RequestError(f"the passes of {self.name}, which is no program of the tile language",
@@ -172,8 +172,8 @@ class Lowering:
         return "\n\n".join(sections) or "no kernel of ours"
 
     def passes(self, name: str = "all", kernel: str | int | None = None) -> str:
-        """What each pass makes of each distinct kernel that is a program of the tile language, or one of
-        them. `kernel` selects as of `show`. Raises `RequestError` for a pass or kernel there is not."""
+        """Returns what each pass makes of each distinct kernel that is a program of the tile language, or one
+        of them. `kernel` selects as of `show`. Raises `RequestError` for a pass or kernel there is not."""
         from tinygrad_nv.language.passes import check
         check(name)
         found = self._select(kernel)

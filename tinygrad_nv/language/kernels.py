@@ -211,8 +211,8 @@ class Kernel:
         return explain_levels(made, schedule, self.source(*args, **kwargs), str(device), full)
 
     def passes(self, *args: Any, only: str = "all", arch: str = "", **kwargs: Any) -> str:
-        """What each pass makes of a call, or `only` one of them: on the Tensors' device, on a GPU of an
-        `arch`, or on this "cpu"."""
+        """Returns what each pass makes of a call, or `only` one of them: on the Tensors' device, on a GPU of
+        an `arch`, or on this "cpu"."""
         from tinygrad_nv.language.passes import show_passes
         return show_passes(self.build_for(arch, 0, *args, **kwargs), only)
 

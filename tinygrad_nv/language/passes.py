@@ -31,8 +31,8 @@ def check(name: str, kinds: tuple[str, ...] = ("gpu", "cpu")) -> None:
 
 
 def show_passes(build: Build, name: str = ALL) -> str:
-    """What passes make in a build: of all of them, each under its name, or of one. Raises `RequestError` for
-    a pass that the build does not have."""
+    """Returns what passes make in a build: all of them, each under its name, or one. Raises `RequestError`
+    for a pass that the build does not have."""
     check(name)
     found = passes_of(build)
     return "\n\n".join(f"{_head(program, i, len(found))}{_show(made, name)}"

@@ -1,4 +1,4 @@
-"""What the passes of a CPU have made, as text. Values have the names of the program's text."""
+"""Texts of what the passes of a CPU have made. Values have the names of the program's text."""
 from __future__ import annotations
 
 from collections.abc import Mapping

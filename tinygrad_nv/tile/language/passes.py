@@ -22,7 +22,7 @@ _here = threading.local()
 
 
 class State(Protocol):
-    """What passes read and leave."""
+    """A build, as its passes read and leave it."""
     @property
     def program(self) -> Program: ...
 
@@ -44,7 +44,7 @@ class Pass(Generic[S]):
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """What a pass has made in a build, as text."""
+    """The text of what a pass has made in a build."""
     name: str
     sentence: str
     text: str
@@ -58,7 +58,7 @@ class Made:
 
 @dataclass(eq=False)
 class Seen:
-    """What passes have made since a watch began, and the results of functions that keep them."""
+    """Texts of passes since a watch began, and results of functions that keep them."""
     passes: list[Made] = field(default_factory=list)
     results: dict[Any, Any] = field(default_factory=dict)
 
@@ -102,8 +102,8 @@ def keep_results(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def passes_of(build: Callable[[], Any]) -> list[tuple[Program, list[Made]]]:
-    """What each pass makes in a build, of each of its programs: those of the frontend run again, too, where
-    the function still gives this program. A pass that refuses the program is the last."""
+    """Returns what each pass makes in a build, of each of its programs: those of the frontend run again, too,
+    where the function still gives this program. A pass that refuses the program is the last."""
     found: dict[Program, list[Made]] = {}
     with watch() as seen:
         try: build()

@@ -57,7 +57,7 @@ class LoopPlan:
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """What a kernel may be written with."""
+    """Stages and roles that a kernel may be written with."""
     depth: Depth
     production: Production
     loops: Mapping[Op, LoopPlan] = field(default_factory=dict)
