@@ -107,8 +107,8 @@ class KernelRecord:
         return None if found is None else partial(building.make, *found)
 
     def passes(self, name: str = "all") -> str:
-        """Returns what each pass makes of the kernel's program, or one of them. Raises `RequestError` where it
-        is none, and for a pass that there is not."""
+        """Returns what each pass makes of the kernel's program, or one of them. Raises `RequestError` where
+        it is none, and for a pass that there is not."""
         from tinygrad_nv.language.passes import show_passes
         if (build := self.build) is None:
             raise RequestError(f"the passes of {self.name}, which is no program of the tile language",
