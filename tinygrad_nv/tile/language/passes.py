@@ -97,6 +97,7 @@ def keep_results(most: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
             key = fn, args, tuple(kwargs.items())
             if key not in seen.results: seen.results[key] = fn(*args, **kwargs)
             return seen.results[key]
+        vars(call)["cache_clear"] = kept.cache_clear
         return call
     return keep
 
