@@ -11,7 +11,7 @@ made: values.py, memory.py, collective.py, sorting.py, dot.py, control.py, pipel
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinygrad_nv.errors import ScheduleError
@@ -20,6 +20,7 @@ from tinygrad_nv.ptx.builder.core import SMEM_BYTES
 from tinygrad_nv.tile.kernel import TileKernel
 from tinygrad_nv.tile.language.gpu.assign import Assignment
 from tinygrad_nv.tile.language.gpu.check import MOST_WARPS, check
+from tinygrad_nv.tile.language.gpu.consumer import Flight
 from tinygrad_nv.tile.language.gpu.memory import Memory
 from tinygrad_nv.tile.language.gpu.pipelining import Attempt, Depth, list_attempts
 from tinygrad_nv.tile.language.gpu.produced import find_produced_loops
@@ -30,7 +31,13 @@ from tinygrad_nv.tile.language.gpu.registers import (
     find_crowded,
     registers_of,
 )
-from tinygrad_nv.tile.language.gpu.show import show_layouts, show_pipelines, show_registers, show_roles
+from tinygrad_nv.tile.language.gpu.show import (
+    list_flights,
+    show_layouts,
+    show_pipelines,
+    show_registers,
+    show_roles,
+)
 from tinygrad_nv.tile.language.gpu.sorting import Sorting
 from tinygrad_nv.tile.language.gpu.specialised import Specialised
 from tinygrad_nv.tile.language.ir import Op, Program, Value
@@ -77,6 +84,7 @@ class Writing:
     attempts: list[Attempt] = field(init=False)
     registers: dict[Value, tuple[Op, float]] = field(init=False)
     failed: list[str] = field(default_factory=list)     # attempts that there is no room for
+    flights: Mapping[Op, Flight] = field(default_factory=dict)
     kernel: TileKernel | None = None
 
     @property
@@ -126,7 +134,7 @@ def _write_ptx(state: Writing) -> list[str]:
         found = _too_large(emitter, state.arch)
         if not found and attempt.production.ctas and not _alone(emitter, state.schedule, state.arch): continue
         if not found:
-            state.kernel = _kernel(emitter, state.pdl)
+            state.kernel, state.flights = _kernel(emitter, state.pdl), emitter.flights
             return []
         state.failed += found
         refused = refused or found
@@ -135,7 +143,8 @@ def _write_ptx(state: Writing) -> list[str]:
 
 def _show_ptx(state: Writing) -> str:
     assert state.kernel is not None
-    return "".join(f"// no room: {each}\n" for each in state.failed) + state.kernel.ptx
+    remarks = [*(f"no room: {each}" for each in state.failed), *list_flights(state.program, state.flights)]
+    return "".join(f"// {each}\n" for each in remarks) + state.kernel.ptx
 
 
 PASSES: tuple[Pass[Writing], ...] = (

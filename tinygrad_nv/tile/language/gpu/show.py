@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from tinygrad_nv.table import align_columns
 from tinygrad_nv.tile.language.gpu.assign import Assignment
+from tinygrad_nv.tile.language.gpu.consumer import Flight
 from tinygrad_nv.tile.language.gpu.dots import DotPlan
 from tinygrad_nv.tile.language.gpu.layout import NONE, Layout, extents
 from tinygrad_nv.tile.language.gpu.pipelining import Attempt
@@ -82,7 +83,7 @@ def show_pipelines(program: Program, attempts: Sequence[Attempt]) -> str:
     for op, plan in first.loops.items():
         rows.append((f"for {names[op.regions[0].arguments[0]]}",
                      " ".join(names[each.result] for each in plan.loads), plan.by, str(plan.stages),
-                     str(plan.ahead), " ".join(names[each.result] for each in plan.flying) or "-"))
+                     str(plan.ahead), " ".join(names[each.result] for each in plan.flying) or ("-", "see ptx")[plan.by == "TMA"]))
     lines = [*_walks(first), *align_columns(rows, numbers=(3, 4))]
     if others: lines += ["", f"where that has no room: {'; '.join(map(_stages, others))}"]
     return "\n".join(lines)
@@ -96,6 +97,16 @@ def _walks(attempt: Attempt) -> list[str]:
 def _stages(attempt: Attempt) -> str:
     return ", ".join(["x".join(str(plan.stages) for plan in attempt.loops.values()) + " stages",
                       *_walks(attempt)])
+
+
+def list_flights(program: Program, flights: Mapping[Op, Flight]) -> list[str]:
+    """Returns a line for each loop of a producer whose products are in flight across iterations."""
+    names, made = name_values(program), []
+    for op, flight in flights.items():
+        words = [f"{' '.join(names[each.result] for each in dots)} {when}" for dots, when in (
+            (flight.late, "waited for in the next"), (flight.early, "issued in the one before")) if dots]
+        if words: made.append(f"for {names[op.regions[0].arguments[0]]}: {', '.join(words)} iteration")
+    return made
 
 
 def show_registers(program: Program, counts: Mapping[Value, tuple[Op, float]], there: int) -> str:

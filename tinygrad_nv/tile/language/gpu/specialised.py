@@ -28,7 +28,7 @@ from tinygrad.dtype import dtypes
 
 from tinygrad_nv.ptx.builder import Value as Register
 from tinygrad_nv.tile.lanes import Lanes, Number
-from tinygrad_nv.tile.language.gpu.consumer import Consumer, Stages
+from tinygrad_nv.tile.language.gpu.consumer import Consumer, Flight, Stages
 from tinygrad_nv.tile.language.gpu.pipelines import Pipelines
 from tinygrad_nv.tile.language.gpu.pipelining import Production, inner_loops
 from tinygrad_nv.tile.language.gpu.registers import register_counts
@@ -49,6 +49,7 @@ class Specialised(Pipelines):
         """Shared memory, maps and barriers of the loops that a producer fills."""
         self.maps: list[MapArgument] = []
         self.waiting: list[Consumer] = []       # of the loops that are being written
+        self.flights: dict[Op, Flight] = {}     # of the loops that have been
         self.filled: dict[Op, Stages] = {}
         self.ctas = made.ctas
         pending: list[tuple[Op, list[Op], list[SharedTile], int, Pipeline]] = []
@@ -205,6 +206,7 @@ class Specialised(Pipelines):
         index, *arguments = region.arguments
         carried, sums = self.enter_loop(op)
         loop, outer = Consumer(self, op, stages, carried), self.bound
+        self.flights[op] = loop.flight
         mark = self.arena.mark()
         with kb.loop(start, stop, step, kind="s32") as i:
             loop.begin(i + step < stop, i > start)
