@@ -81,9 +81,9 @@ def show_pipelines(program: Program, attempts: Sequence[Attempt]) -> str:
     if not first.loops: return "no loop loads operands of dots ahead"
     rows = [("loop", "loads", "by", "stages", "ahead", "in flight")]
     for op, plan in first.loops.items():
-        rows.append((f"for {names[op.regions[0].arguments[0]]}",
-                     " ".join(names[each.result] for each in plan.loads), plan.by, str(plan.stages),
-                     str(plan.ahead), " ".join(names[each.result] for each in plan.flying) or ("-", "see ptx")[plan.by == "TMA"]))
+        loads, flying = (" ".join(names[each.result] for each in ops) for ops in (plan.loads, plan.flying))
+        rows.append((f"for {names[op.regions[0].arguments[0]]}", loads, plan.by, str(plan.stages),
+                     str(plan.ahead), "see ptx" if plan.by == "TMA" else flying or "-"))
     lines = [*_walks(first), *align_columns(rows, numbers=(3, 4))]
     if others: lines += ["", f"where that has no room: {'; '.join(map(_stages, others))}"]
     return "\n".join(lines)
